@@ -1,0 +1,307 @@
+"""The window: the micro-batches between two updates, summed in fp32.
+
+In: fresh `p.grad`s and their weights. Out: one accumulator per parameter, exposed as `p.grad` when the window is closed with
+`last=True`, or handed to the step. docs/state-machine.md draws the states and what is refused in each.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from accumfused import _native
+from accumfused.backends.base import OVERWRITE, Backend, Fold
+from accumfused.plan import Grads, Plan
+
+_READY = 0  # index of the weight 1: what an accumulator holds under it is already weighted
+_PADDING = 16  # elements: accumulators in the arena start at multiples of 64 bytes
+
+
+class Phase(Enum):
+    IDLE = "idle"  # no window; step() works on p.grad
+    OPEN = "open"  # the sums are here, p.grad is None between micro-batches
+    CLOSED = "closed"  # p.grad is the accumulator
+
+
+class Window:
+    """The accumulators of one optimizer, from the first micro-batch to the step."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.IDLE
+        self._plan: Plan | None = None
+        self.params: list[Tensor] = []
+        self.accumulators: Grads = []
+        self.partials = torch.empty(0)  # their sums of squares, per chunk
+        self._held: list[int] = []  # see Fold.held
+        self._summed: list[bool] = []  # the row's partials are those of its accumulator
+        self._weights = torch.empty(0)  # see Fold.weights
+        self._weighted: bool | None = None  # None: no micro-batch yet
+        self._total: float | Tensor = 0.0  # of the weights
+        self._count = 0  # micro-batches that were folded
+        self._arena: Grads = []  # accumulators of gradients that cannot be adopted; kept between windows
+        self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad is a 16-bit one
+        self._dropped = 0  # windows in a row without a step
+
+    def begin(self, plan: Plan, grads: Grads, weight: float | Tensor | None) -> None:
+        """Refuses a micro-batch that cannot be right, before anything is written."""
+        if self.phase is Phase.CLOSED:
+            if any(g is not None and g is a for g, a in zip(grads, self.accumulators, strict=False)):
+                raise RuntimeError(
+                    "p.grad is still the previous window's accumulator; call optimizer.step() or optimizer.zero_grad() "
+                    "after a window was closed, before the next backward()"
+                )
+            self.drop()  # model.zero_grad() has released it
+        if self.phase is Phase.OPEN:
+            self.follow(plan)
+        if self._weighted is not None and self._weighted != (weight is not None):
+            raise ValueError(
+                "weights for some micro-batches of a window only; this one began "
+                f"{'with' if self._weighted else 'without'} weights: give one to every micro-batch, or to none"
+            )
+
+    def follow(self, plan: Plan) -> None:
+        """Goes on with a newer plan: added parameters come in as new rows, others must be what they were."""
+        if plan is self._plan:
+            return
+        known = len(self.params)
+        if len(plan.params) < known or any(a is not b for a, b in zip(self.params, plan.params, strict=False)):
+            raise RuntimeError(
+                "parameters were removed or reordered while a window is open; call step() or zero_grad() first"
+            )
+        for param, accumulator in zip(self.params, self.accumulators, strict=True):
+            if accumulator is not None and (
+                (param.device, param.shape) != (accumulator.device, accumulator.shape) or param.dtype != torch.float32
+            ):
+                raise RuntimeError(
+                    f"a parameter became {param.dtype} of shape {list(param.shape)} on {param.device} while a window is "
+                    f"open; its accumulator has shape {list(accumulator.shape)} and is on {accumulator.device}. "
+                    "Move the model back, or call zero_grad() and begin the window again"
+                )
+        new = len(plan.params) - known
+        self._plan, self.params = plan, list(plan.params)
+        self.accumulators += [None] * new
+        self._held += [OVERWRITE] * new
+        self._summed += [False] * new
+        self._arena += [None] * new
+        self.partials = torch.cat([self.partials, self.partials.new_zeros(plan.chunks - len(self.partials))])
+
+    def check_total(self, weight: float | Tensor | None) -> None:
+        """Refuses to close a window whose weights, this one included, are all zero."""
+        if not isinstance(self._total, Tensor) and not isinstance(weight, Tensor) and self._total + (weight or 0.0) == 0:
+            raise ValueError(
+                "the weights of this window are all zero, so it has no mean; call zero_grad() in place of the step"
+            )
+
+    def fold(
+        self, plan: Plan, backend: Backend, grads: Grads, weight: float | Tensor | None, *, in_loss: bool, last: bool
+    ) -> None:
+        """Adds a micro-batch of matched gradients; `last` closes the window.
+
+        Args:
+            weight: of this micro-batch; None: a plain sum.
+            in_loss: the loss was multiplied by the weight, so the gradients are already.
+        """
+        if self.phase is Phase.IDLE:
+            self._open(plan)
+        self._weighted = weight is not None
+        index = _READY
+        if isinstance(weight, Tensor):
+            weight = _on_device(weight, plan.device)
+        if weight is not None:
+            self._total = self._total + weight
+        if weight == 0 and not isinstance(weight, Tensor):
+            grads = [None] * len(grads)
+        else:
+            self._count += 1
+            if weight is not None and not in_loss:
+                index = self._weigh(weight)
+        self._add(plan, backend, grads, index, self._closing_scale() if last else 1.0)
+        if last:
+            self.expose()
+
+    def settle(self, plan: Plan, backend: Backend) -> tuple[float, Tensor | None]:
+        """Brings every accumulator under one common factor, which the step divides by; returns it: number, fp64 tensor."""
+        if not self._weighted:
+            return 1.0, None
+        alone = self._only_weight()
+        if alone is not None:
+            return (1.0, self._total / self._weights[alone]) if isinstance(self._total, Tensor) else (1.0, None)
+        pending: Grads = [a if h > _READY else None for a, h in zip(self.accumulators, self._held, strict=True)]
+        self._launch(plan, backend, [None] * len(pending), pending, _READY, 1.0)
+        return (1.0, self._total) if isinstance(self._total, Tensor) else (self._total, None)
+
+    def expose(self) -> None:
+        """Closes the window: p.grad becomes the accumulator, in fp32 also where autograd's own gradient is a 16-bit one."""
+        self.phase = Phase.CLOSED
+        for index, (param, accumulator) in enumerate(zip(self.params, self.accumulators, strict=True)):
+            if accumulator is None:
+                continue
+            dtype = getattr(param, "grad_dtype", torch.float32)
+            if dtype not in (torch.float32, None):
+                self._grad_dtypes[index] = dtype
+                param.grad_dtype = None
+            param.grad = accumulator
+
+    def stale(self, grads: Grads) -> Grads:
+        """Those accumulators whose sums of squares are not in `partials`."""
+        return [None if summed else grad for grad, summed in zip(grads, self._summed, strict=True)]
+
+    def consume(self) -> None:
+        """A step was made, or skipped: the window is over and what it took is released."""
+        if self.phase is Phase.CLOSED:
+            for param in self.params:
+                param.grad = None
+        self._dropped = 0
+        self._end()
+
+    def drop(self) -> None:
+        """The window is over without a step."""
+        if self.phase is Phase.IDLE:
+            return
+        self._end()
+        self._dropped += 1
+        if self._dropped == 2:
+            warnings.warn(
+                "two accumulation windows in a row were dropped without a step; zero_grad() drops the window: call it "
+                "(if at all) after optimizer.step(), not between the micro-batches of a window",
+                stacklevel=4,
+            )
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    def _open(self, plan: Plan) -> None:
+        if len(self.params) != len(plan.params) or any(a is not b for a, b in zip(self.params, plan.params, strict=True)):
+            self.params, self._arena = list(plan.params), [None] * len(plan.params)
+        self._plan = plan
+        rows = len(plan.params)
+        self.accumulators, self._held, self._summed = [None] * rows, [OVERWRITE] * rows, [False] * rows
+        self.partials = torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)
+        self._weights = torch.ones(8, dtype=torch.float64, device=plan.device)
+        self.phase = Phase.OPEN
+
+    def _end(self) -> None:
+        for index, dtype in list(self._grad_dtypes.items()):
+            if self.params[index].grad is None:
+                self.params[index].grad_dtype = dtype
+                del self._grad_dtypes[index]
+        self.phase = Phase.IDLE
+        self._plan = None
+        self.accumulators, self._held, self._summed = [], [], []
+        self._weighted, self._total, self._count = None, 0.0, 0
+
+    def _weigh(self, weight: float | Tensor) -> int:
+        index = self._count
+        if index >= len(self._weights):
+            self._weights = torch.cat([self._weights, torch.ones_like(self._weights)])
+        self._weights[index] = weight
+        return index
+
+    def _only_weight(self) -> int | None:
+        """The index of the weight that all accumulators still wait for, if one micro-batch was all: its mean is itself."""
+        pending = {held for held in self._held if held != OVERWRITE}
+        return pending.pop() if self._count == 1 and len(pending) == 1 and _READY not in pending else None
+
+    def _closing_scale(self) -> float | Tensor:
+        return 1.0 / self._total if self._weighted else 1.0
+
+    def _add(self, plan: Plan, backend: Backend, grads: Grads, index: int, scale: float | Tensor) -> None:
+        first: Grads = [g if a is None else None for g, a in zip(grads, self.accumulators, strict=True)]
+        added: Grads = [g if a is not None else None for g, a in zip(grads, self.accumulators, strict=True)]
+        if any(grad is not None for grad in first):
+            self._take_first(plan, backend, first, index)
+        rows: Grads = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
+        if isinstance(scale, Tensor) or (scale != 1.0 and self._only_weight() is None):
+            rows = self.accumulators  # closing rescales them all
+        self._launch(plan, backend, added, rows, index, scale)
+
+    def _launch(
+        self, plan: Plan, backend: Backend, grads: Grads, rows: Grads, index: int, scale: float | Tensor
+    ) -> None:
+        if all(accumulator is None for accumulator in rows):
+            return
+        backend.accumulate(plan, Fold(grads, rows, self._held, self._weights, index, scale), self.partials)
+        for row, accumulator in enumerate(rows):
+            if accumulator is not None:
+                self._held[row], self._summed[row] = _READY, True
+
+    def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int) -> None:
+        """The window's first gradients of some parameters: adopted where they can be, else copied to the arena.
+
+        Either way they are held as they came; their weight is applied with the next fold.
+        """
+        adopted: set[int] = set()
+        copied: Grads = [None] * len(grads)
+        for row, grad in enumerate(grads):
+            if grad is None:
+                continue
+            if grad is self._arena[row] or (_adoptable(grad) and grad.data_ptr() not in adopted):
+                self.accumulators[row] = grad
+                adopted.add(grad.data_ptr())
+            else:
+                copied[row] = grad
+        if any(grad is not None for grad in copied):
+            self._extend_arena(plan, copied)
+            rows: Grads = [None if g is None else a for g, a in zip(copied, self._arena, strict=True)]
+            self._launch(plan, backend, copied, rows, _READY, 1.0)
+            self.accumulators = [a if r is None else r for a, r in zip(self.accumulators, rows, strict=True)]
+        for row, grad in enumerate(grads):
+            if grad is not None:
+                self._held[row], self._summed[row] = index, False
+
+    def _extend_arena(self, plan: Plan, grads: Grads) -> None:
+        """Room for these gradients in one flat allocation, where there is none that fits."""
+        missing = []
+        for row, grad in enumerate(grads):
+            have = self._arena[row]
+            if grad is not None and (have is None or have.device != grad.device or have.stride() != grad.stride()):
+                missing.append(row)
+        sizes = [-(-plan.tensors[row].numel() // _PADDING) * _PADDING for row in missing]
+        flat = torch.empty(sum(sizes), dtype=torch.float32, device=plan.device)
+        offset = 0
+        for row, size in zip(missing, sizes, strict=True):
+            tensor = plan.tensors[row]
+            self._arena[row] = flat.as_strided(tensor.shape, tensor.stride(), offset)
+            offset += size
+
+
+def gradients(params: list[Tensor]) -> Grads:
+    """Every p.grad."""
+    if _native._C is None:
+        return [param.grad for param in params]
+    grads: Grads = _native._C.gradients(params)
+    return grads
+
+
+def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False) -> float | Tensor:
+    """A host number that is finite and > 0 (or >= 0); a one-element tensor as it is: the device is not asked.
+
+    Raises:
+        ValueError: another number, or a tensor of several elements.
+        TypeError: neither a number nor a tensor.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise ValueError(f"{name} must be one real number, got a tensor of shape {list(value.shape)}, {value.dtype}")
+        return value.detach()
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a number or a tensor of one element, got {type(value).__name__}") from error
+    if not math.isfinite(number) or number < 0 or (number == 0 and not or_zero):
+        raise ValueError(f"{name} must be finite and {'>= 0' if or_zero else '> 0'}, got {value}")
+    return number
+
+
+def _on_device(weight: Tensor, device: torch.device) -> Tensor:
+    """fp64, shape []; a negative weight becomes NaN, so that the norm is non-finite and the step is skipped."""
+    weight = weight.to(device=device, dtype=torch.float64, non_blocking=True).reshape(())
+    return torch.where(weight >= 0, weight, torch.nan)
+
+
+def _adoptable(grad: Tensor) -> bool:
+    """Memory that nobody else owns: a view may belong to a bucket, and a gradient with a graph is still needed."""
+    return grad.dtype == torch.float32 and not grad.requires_grad and not grad._is_view()

@@ -1,0 +1,98 @@
+"""What a backend is: who runs the three verbs. All backends compute the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from accumfused.plan import Grads, Plan
+
+OVERWRITE = -1  # what an accumulator that holds nothing yet has in place of its weight's index
+
+
+@dataclass
+class Fold:
+    """One micro-batch's arrival in the accumulators.
+
+    accumulator <- (weights[held] * scale) * accumulator + (weights[weight] * scale) * grad, each factor rounded to fp32 once; a
+    weight of 0 leaves its term out, whatever it holds. OVERWRITE: accumulator <- grad.
+    """
+
+    grads: Grads  # None: the accumulator is only rescaled
+    accumulators: Grads  # fp32; None: left alone
+    held: list[int]  # per row: the index of the weight under which the accumulator holds what it holds, or OVERWRITE
+    weights: Tensor  # [micro-batches + 1], fp64; index 0 holds 1: "already weighted"
+    weight: int  # this micro-batch's index
+    scale: float | Tensor  # a number, or fp64 of shape []
+
+
+@dataclass
+class Scaling:
+    """What becomes of the norm: see `Backend.norm`."""
+
+    device: torch.device
+    normalization: float = 1.0
+    device_normalization: Tensor | None = None  # fp64, shape []; multiplies it
+    takes_norm: bool = False
+    max_grad_norm: float | None = None
+    skips_nonfinite: bool = False
+    found_inf: Tensor | None = None  # fp32, shape []
+    skips: Tensor | None = None  # int64, shape []: counts skipped steps
+
+    def normalize(self, divisor: float | Tensor) -> None:
+        """Divides the gradients by one more number; a tensor is not read."""
+        if isinstance(divisor, Tensor):
+            divisor = divisor.to(device=self.device, dtype=torch.float64, non_blocking=True).reshape(())
+            known = self.device_normalization
+            self.device_normalization = divisor if known is None else known * divisor
+        else:
+            self.normalization *= divisor
+
+
+@dataclass
+class Outcome:
+    """One step's numbers on the device: `values` is fp32, [coefficient, norm, skipped]."""
+
+    values: Tensor
+    normed: bool = True
+
+    @property
+    def coefficient(self) -> Tensor:
+        return self.values[0]
+
+    @property
+    def norm(self) -> Tensor:
+        return self.values[1]
+
+    @property
+    def skipped(self) -> Tensor:
+        return self.values[2] != 0
+
+
+def new_outcome(device: torch.device, normed: bool) -> Outcome:
+    return Outcome(torch.empty(3, dtype=torch.float32, device=device), normed)
+
+
+class Backend(Protocol):
+    name: ClassVar[str]
+    native: ClassVar[bool]  # works on the plan's table of addresses
+
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+        """Folds, and writes the sums of squares of what it folded or rescaled into partials [plan.chunks], fp32."""
+
+    def norm(self, plan: Plan, grads: Grads, partials: Tensor | None, scaling: Scaling) -> Outcome:
+        """Ends in one coefficient on the device.
+
+        norm = sqrt(sum(partials)) / normalization
+        coefficient = min(1, max_grad_norm / (norm + 1e-6)) / normalization
+
+        Args:
+            grads: those whose sums of squares are missing from partials; None leaves a row's partials alone.
+            partials: None: no norm is taken, and only the normalization enters.
+        """
+
+    def step(self, plan: Plan, grads: Grads, hypers: list[tuple[float, ...]], outcome: Outcome) -> None:
+        """Updates parameters and states, and advances their step counts; writes nothing if the outcome is a skip."""

@@ -1,0 +1,130 @@
+"""Converting an optimizer that is already there, in place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from accumfused.accumulation import Phase
+from accumfused.backends.base import Backend, Fold, Outcome
+from accumfused.optimizer import FusedOptimizer, Nonfinite, Runtime, Settings, check_parameters
+from accumfused.plan import Grads, Plan
+from accumfused.rule import Rule
+from accumfused.rules import ALL
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
+
+def fuse(
+    optimizer: AnyOptimizer,
+    *,
+    max_grad_norm: float | None = None,
+    nonfinite: Nonfinite | None = None,
+    backend: str = "auto",
+) -> AnyOptimizer:
+    """Makes a torch optimizer a fused one, in place: the same object, so groups, state, hooks and schedulers stay.
+
+    `torch.optim.SGD`, `Adam` and `AdamW` become `accumfused.SGD`, `Adam` and `AdamW`. Any other optimizer keeps its own step, and
+    everything up to it is fused: accumulation, normalization, unscaling, norm and clipping. Such a step needs the coefficient on
+    the host (one synchronization), and leaves the clipped gradients in `p.grad`.
+
+    Args:
+        optimizer: changed: its class becomes a subclass of what it was.
+        max_grad_norm, nonfinite, backend: see `accumfused.Adam`.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        TypeError: not an optimizer, fused already, one whose step needs a closure (LBFGS), or parameters that are not fp32.
+        ValueError: wrong settings.
+        RuntimeError: `optimizer.step` was replaced by something else than a scheduler's wrapper.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"fuse() takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, FusedOptimizer):
+        raise TypeError(f"the optimizer is fused already ({type(optimizer).__name__})")
+    settings = Settings(max_grad_norm, nonfinite, backend)
+    for group in optimizer.param_groups:
+        check_parameters(group["params"])
+        if group.get("differentiable"):
+            raise ValueError("differentiable=True is not supported: the step is not recorded by autograd")
+    known = {fused.torch_class: fused for fused in ALL if fused.torch_class is not None}
+    fused = known.get(type(optimizer)) or _foreign(type(optimizer))
+
+    # An LR scheduler has bound the old class's step to the object, where it would go on running in silence.
+    bound = vars(optimizer).get("step")
+    if bound is not None and not hasattr(bound, "_wrapped_by_lr_sched"):
+        raise RuntimeError("optimizer.step was replaced; call fuse() before whatever wraps it")
+    vars(optimizer).pop("step", None)
+    vars(optimizer).pop("_step_supports_amp_scaling", None)
+    optimizer.__class__ = fused
+    optimizer._settings = settings  # type: ignore[attr-defined]
+    optimizer._runtime = Runtime()  # type: ignore[attr-defined]
+    optimizer._patch_step_function()  # its hooks
+    return optimizer
+
+
+class NoRule(Rule):
+    """No state, no arithmetic: the optimizer has its own."""
+
+    name = ""
+    states = ()
+    counts_steps = False
+    hypers = ()
+
+
+class ForeignStep(FusedOptimizer):
+    """Everything up to the clip, then the optimizer's own step."""
+
+    rules = (NoRule,)
+
+    @classmethod
+    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
+        return NoRule
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.torch_class,), self.__getstate__()
+
+    def _apply(self, current: Plan, backend: Backend, grads: Grads, outcome: Outcome) -> None:
+        if bool(outcome.skipped):
+            return
+        rows = [None if g is None or g.dtype != torch.float32 else g for g in grads]
+        if float(outcome.coefficient) != 1.0:
+            ones = torch.ones(1, dtype=torch.float64, device=current.device)
+            partials = torch.empty(current.chunks, dtype=torch.float32, device=current.device)
+            fold = Fold([None] * len(rows), rows, [0] * len(rows), ones, 0, outcome.coefficient.double())
+            backend.accumulate(current, fold, partials)
+            for row, grad in zip(rows, grads, strict=True):
+                if row is None and grad is not None:
+                    grad.mul_(outcome.coefficient)
+        self._expose(current, grads)
+        assert self.torch_class is not None
+        inspect.unwrap(self.torch_class.step)(self)  # unwrapped: the hooks are ours already
+
+    def _expose(self, current: Plan, grads: Grads) -> None:
+        """The gradients as the step is to see them: the window's, and those that had to be copied into another layout."""
+        if self._runtime.window.phase is Phase.OPEN:
+            self._runtime.window.expose()
+        for param, grad in zip(current.params, grads, strict=True):
+            if grad is not None and param.grad is not grad:
+                param.grad = grad
+
+
+@functools.cache
+def _foreign(torch_class: type[torch.optim.Optimizer]) -> type[FusedOptimizer]:
+    closure = inspect.signature(torch_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(f"{torch_class.__name__} evaluates a closure within its step, which cannot be fused")
+    name = f"Fused{torch_class.__name__}"
+    return type(name, (ForeignStep, torch_class), {"torch_class": torch_class, "__doc__": ForeignStep.__doc__})
+
+
+def _rebuild(torch_class: type[torch.optim.Optimizer]) -> FusedOptimizer:
+    fused = _foreign(torch_class)
+    return fused.__new__(fused)

@@ -1,0 +1,96 @@
+"""The arithmetic that every backend shares, in PyTorch: the counterpart of csrc/numeric.h and csrc/norm.h.
+
+Only operations that equal separate IEEE operations are used: `mul`, `add`, `sub`, `div` by a tensor, comparisons. Not
+`add(alpha=)`, `lerp`, `addcmul`, which may contract, and not fp32 `sqrt`, which torch does not round correctly on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Part of the arithmetic, like csrc/rows.h, against which a test holds them.
+CHUNK = 32768  # elements: the unit of work, and of the norm's summation order
+LANES = 1024
+
+SMALLEST_NORMAL = 2.0**-126
+_POWER_BITS = 25  # a float32 step count is exact up to 2^24
+
+
+def flush_subnormal(value: Tensor) -> Tensor:
+    """`value` with everything below the smallest normal fp32 number replaced by 0."""
+    return torch.where(value.abs() < SMALLEST_NORMAL, torch.zeros_like(value), value)
+
+
+def square_root(value: Tensor) -> Tensor:
+    """The IEEE square root of an fp32 tensor; exact through fp64, since 53 >= 2 * 24 + 2 (Figueroa 1995)."""
+    return value.double().sqrt().float()
+
+
+def power(base: float, exponent: Tensor) -> Tensor:
+    """`base ** exponent` in fp64 by squaring, for a tensor of non-negative whole numbers."""
+    exponent = exponent.to(torch.int64)
+    result = torch.ones_like(exponent, dtype=torch.float64)
+    factor = torch.full_like(result, base)
+    for bit in range(_POWER_BITS):
+        result = torch.where((exponent >> bit) & 1 == 1, result * factor, result)
+        factor = factor * factor
+    return result
+
+
+def memory_order(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements as they lie in memory, shape [numel]; a view."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def chunk_count(numel: int) -> int:
+    return -(-numel // CHUNK)
+
+
+def sums_of_squares(values: Tensor) -> Tensor:
+    """One fp32 sum of squares per chunk of a flat fp32 tensor, in the canonical order.
+
+    Lane l of a chunk sums the squares of elements l, l + 1024, ... in sequence; a halving tree sums the lanes.
+    """
+    chunks = chunk_count(values.numel())
+    padded = torch.zeros(chunks * CHUNK, dtype=torch.float32, device=values.device)
+    padded[: values.numel()] = values
+    rows = padded.view(chunks, CHUNK // LANES, LANES)
+    lanes = torch.zeros(chunks, LANES, dtype=torch.float32, device=values.device)
+    for row in rows.unbind(1):
+        lanes = lanes + row * row
+    return _tree(lanes)
+
+
+def sum_partials(partials: Tensor) -> Tensor:
+    """The sum of all chunks' sums, fp64, shape []: strided over 1024 lanes, then the same halving tree."""
+    rows = -(-partials.numel() // LANES)
+    padded = torch.zeros(rows * LANES, dtype=torch.float64, device=partials.device)
+    padded[: partials.numel()] = partials
+    lanes = torch.zeros(LANES, dtype=torch.float64, device=partials.device)
+    for row in padded.view(rows, LANES).unbind(0):
+        lanes = lanes + row
+    return _tree(lanes)
+
+
+def _tree(lanes: Tensor) -> Tensor:
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+@contextlib.contextmanager
+def ieee() -> Iterator[None]:
+    """Keeps subnormals for the duration, whatever `torch.set_flush_denormal` says of the calling thread."""
+    flushes = bool(torch.tensor(SMALLEST_NORMAL, dtype=torch.float32).mul(0.5).eq(0))
+    if flushes:
+        torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        if flushes:
+            torch.set_flush_denormal(True)

@@ -1,0 +1,379 @@
+"""FusedOptimizer: what every optimizer of this package shares. The rules add their arithmetic, torch's classes theirs.
+
+One step is three verbs of a backend, with nothing in between that waits for the host: `accumulate` (accumulation.py) has
+left sums, `norm` makes them one coefficient, `step` applies it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from accumfused import backends, plan
+from accumfused.accumulation import Phase, Window, checked_positive, gradients
+from accumfused.backends.base import Backend, Outcome, Scaling
+from accumfused.plan import Grads, Plan
+from accumfused.rule import Rule
+
+Nonfinite = Literal["skip", "propagate", "raise"]
+
+_WATCH_EVERY = 32  # steps between two looks at the count of skipped ones
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose; carried by deepcopy and pickle, not by state_dict."""
+
+    max_grad_norm: float | None = None
+    nonfinite: Nonfinite | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
+            raise ValueError(f"max_grad_norm must be >= 0 or None, got {self.max_grad_norm}")
+        if self.nonfinite not in (None, *get_args(Nonfinite)):
+            raise ValueError(f"nonfinite must be one of {', '.join(get_args(Nonfinite))} or None, got {self.nonfinite!r}")
+        if self.backend not in backends.NAMES:
+            raise ValueError(f"backend must be one of {', '.join(backends.NAMES)}, got {self.backend!r}")
+
+
+@dataclass
+class Runtime:
+    """What is built when first needed, and built again in a copy."""
+
+    window: Window = field(default_factory=Window)
+    backend: Backend | None = None
+    plan: Plan | None = None
+    partials: Tensor | None = None  # of the norm of gradients that came in p.grad
+    outcome: Outcome | None = None  # of the last step
+    skips: Tensor | None = None  # int64, shape []
+    steps: int = 0
+    skips_copy: Tensor | None = None  # of `skips`, on the host
+    skips_known: int = 0
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step also normalizes, unscales and clips, in one pass over the gradients.
+
+    Subclasses set `rules` and `rule_of`. See docs/state-machine.md for what may follow what.
+    """
+
+    rules: ClassVar[tuple[type[Rule], ...]] = ()
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = None  # whose checkpoints are ours
+
+    _settings: Settings
+    _runtime: Runtime
+
+    @classmethod
+    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
+        """The rule for a parameter group."""
+        raise NotImplementedError
+
+    def _configure(
+        self, max_grad_norm: float | None, nonfinite: Nonfinite | None, backend: str, *, differentiable: bool = False
+    ) -> None:
+        if differentiable:
+            raise ValueError("differentiable=True is not supported: the step is not recorded by autograd")
+        self._settings = Settings(max_grad_norm, nonfinite, backend)
+        self._runtime = Runtime()
+
+    # ---- the three calls of a loop ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def accumulate(self, weight: float | Tensor | None = None, *, last: bool = False) -> None:
+        """Adds every fresh `p.grad` to the open window, in fp32, and releases it (`p.grad = None`).
+
+        Args:
+            weight: of this micro-batch: its gradient is multiplied by it, and the window's sum divided by the sum of weights, so that
+                means over micro-batches of n tokens become, with weight=n, the mean over all tokens. A number (checked) or a
+                one-element tensor (not read: a bad one makes the step be skipped). 0 leaves the micro-batch out. None: a plain
+                sum, as autograd's.
+            last: closes the window: divides by the sum of weights, and `p.grad` becomes the accumulator.
+
+        Raises:
+            RuntimeError: no new gradient; `p.grad` is still the previous window's accumulator; parameters changed within the window;
+                gradients that cannot be used.
+            ValueError: a negative or non-finite weight; weights that are all zero; weights for some micro-batches only.
+            TypeError: a weight, parameter or gradient of a wrong type.
+        """
+        self._fold(weight, in_loss=False, last=last)
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False) -> None:
+        """Multiplies the loss by the weight, runs backward, and accumulates: `accumulate` with the weight in the loss.
+
+        Raises:
+            RuntimeError: there is a gradient that was not accumulated; otherwise as `accumulate`.
+        """
+        weight = _checked_weight(weight)
+        window, current = self._runtime.window, self._plan()
+        grads = gradients(current.params)
+        window.begin(current, grads, weight)
+        if any(grad is not None for grad in grads):
+            raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
+        if last:
+            window.check_total(weight)
+        (loss if weight is None else loss * weight).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            self._fold(weight, in_loss=True, last=last)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, normalizer: float | Tensor | None = None
+    ) -> Any:
+        """Updates the parameters from the window, or where there is none from `p.grad`.
+
+        Gradients are divided by `normalizer` and `self.grad_scale`, clipped to `max_grad_norm`, and applied in one pass; nothing is
+        written if the norm is non-finite (see `nonfinite`) or `self.found_inf` is not 0. A window is consumed and its
+        accumulators are released; other gradients stay in `p.grad`, unchanged.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+            normalizer: divides the gradients too: a number (checked) or a one-element tensor (not read: a bad one makes the step be
+                skipped).
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: a window is open and there is a fresh gradient; a gradient that cannot be used; a non-finite norm
+                with nonfinite="raise".
+            ValueError: a normalizer that is not > 0; a window whose weights are all zero.
+        """
+        self._opt_called = True  # what LR schedulers look for
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if normalizer is not None:
+            normalizer = checked_positive(normalizer, "normalizer")
+        window, current = self._runtime.window, self._plan()
+        grads = gradients(current.params)
+        if window.phase is Phase.CLOSED and all(grad is None for grad in grads):
+            window.drop()  # model.zero_grad() has released it
+        if window.phase is Phase.OPEN:
+            if any(grad is not None for grad in grads):
+                raise RuntimeError(
+                    "a window is open and there is a gradient that was not accumulated; call accumulate() after the last "
+                    "backward(), before step()"
+                )
+            window.follow(current)
+            window.check_total(0.0)
+            grads = window.accumulators
+        if any(grad is not None for grad in grads):
+            self._tail(current, grads, normalizer)
+        if window.phase is not Phase.IDLE:
+            window.consume()
+        return loss
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it tells schedulers itself, and need not be wrapped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of all parameters, as torch does, and drops the window if there is one."""
+        super().zero_grad(set_to_none)
+        self._runtime.window.drop()
+
+    # ---- what is known after a step --------------------------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The last step's global norm after normalization, before clipping: fp32, shape [], on the device; None: not taken."""
+        outcome = self._runtime.outcome
+        return outcome.norm if outcome is not None and outcome.normed else None
+
+    @property
+    def step_was_skipped(self) -> Tensor:
+        """Whether the last step wrote nothing: bool, shape [], on the device."""
+        outcome = self._runtime.outcome
+        return torch.tensor(False) if outcome is None else outcome.skipped
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps wrote nothing: int64, shape [], on the device."""
+        skips = self._runtime.skips
+        return torch.zeros((), dtype=torch.int64) if skips is None else skips.clone()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch's GradScaler reads this first of all: the one moment to refuse a window that it cannot see into."""
+        if self._runtime.window.phase is Phase.OPEN:
+            raise RuntimeError(
+                "a GradScaler cannot see into an open window; close it with accumulate(..., last=True) before scaler.unscale_ "
+                "or scaler.step"
+            )
+        return False
+
+    # ---- torch.optim's protocol ------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch does; parameters must be fp32 (those that require no gradient may be anything)."""
+        if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
+            given = param_group["params"]
+            param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
+            check_parameters([p[1] if isinstance(p, tuple) else p for p in given])
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a checkpoint of this optimizer or of torch's of the same name."""
+        super().load_state_dict(state_dict)
+        self._runtime.plan = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state_dict.
+
+        Raises:
+            RuntimeError: while a window is open: its accumulators would be lost.
+        """
+        self._refuse_to_lose_a_window()
+        return super().state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._refuse_to_lose_a_window()
+        return {**super().__getstate__(), "_settings": self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_runtime" not in self.__dict__:
+            self._runtime = Runtime()
+        super().__setstate__(state)
+
+    # ---- the gradient tail -----------------------------------------------------------------------------------------
+
+    def _refuse_to_lose_a_window(self) -> None:
+        if self._runtime.window.phase is Phase.OPEN:
+            raise RuntimeError(
+                "a window is open, and its accumulators would be lost; save or copy after step(), or call zero_grad() first"
+            )
+
+    def _plan(self) -> Plan:
+        """The plan, and with it the backend, for the parameters and states of now."""
+        runtime = self._runtime
+        if runtime.plan is None or not runtime.plan.unchanged(self.param_groups, self.state):
+            devices = {p.device for group in self.param_groups for p in group["params"] if plan.has_memory(p)}
+            runtime.backend = runtime.backend or backends.select(self._settings.backend, devices)
+            if runtime.backend.native and devices - {torch.device("cpu")}:
+                runtime.backend = backends.select(self._settings.backend, devices)
+            rules = [self.rule_of(group) for group in self.param_groups]
+            runtime.plan = plan.build(self.param_groups, self.state, rules, runtime.backend.native)
+        return runtime.plan
+
+    def _fold(self, weight: float | Tensor | None, *, in_loss: bool, last: bool) -> None:
+        weight = _checked_weight(weight)
+        window, current = self._runtime.window, self._plan()
+        grads = gradients(current.params)
+        window.begin(current, grads, weight)
+        empty = weight == 0 and not isinstance(weight, Tensor)  # an empty micro-batch may come without gradients
+        if not empty and all(grad is None for grad in grads):
+            raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
+        if last:
+            window.check_total(weight)
+        matched = current.match(grads)
+        for param, grad in zip(current.params, grads, strict=True):
+            if grad is not None:
+                param.grad = None
+        assert self._runtime.backend is not None
+        window.fold(current, self._runtime.backend, matched, weight, in_loss=in_loss, last=last)
+
+    def _tail(self, current: Plan, grads: Grads, normalizer: float | Tensor | None) -> None:
+        """Norm and step of these gradients."""
+        runtime, window = self._runtime, self._runtime.window
+        matched = current.match(grads)
+        if current.lacks_state(matched):
+            current.make_states(matched, self.state)
+            current = self._plan()
+        backend = runtime.backend
+        assert backend is not None
+
+        scaling = self._scaling(current, normalizer)
+        if window.phase is Phase.OPEN:
+            number, tensor = window.settle(current, backend)
+            scaling.normalize(number if tensor is None else tensor)
+            outcome = backend.norm(current, window.stale(matched), window.partials, scaling)
+        else:
+            partials = self._partials(current, matched) if scaling.takes_norm else None
+            outcome = backend.norm(current, matched, partials, scaling)
+        runtime.outcome = outcome
+        if self._settings.nonfinite == "raise" and bool(outcome.skipped):
+            raise RuntimeError(
+                f"the global norm of the gradients is {float(outcome.norm)}, nothing was updated; "
+                "look for the non-finite gradient, or use nonfinite='skip'"
+            )
+        self._apply(current, backend, matched, outcome)
+        self._warn_when_stalled()
+
+    def _scaling(self, current: Plan, normalizer: float | Tensor | None) -> Scaling:
+        settings, runtime = self._settings, self._runtime
+        if runtime.skips is None:
+            runtime.skips = torch.zeros((), dtype=torch.int64, device=current.device)
+        scaling = Scaling(device=current.device, max_grad_norm=settings.max_grad_norm)
+        if settings.nonfinite != "raise":
+            scaling.skips = runtime.skips
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            scaling.found_inf = torch.as_tensor(found_inf).to(current.device, torch.float32).reshape(())
+        grad_scale = getattr(self, "grad_scale", None)
+        if grad_scale is not None:
+            scaling.normalize(checked_positive(grad_scale, "grad_scale"))
+        if normalizer is not None:
+            scaling.normalize(normalizer)
+        takes_norm = settings.max_grad_norm is not None or settings.nonfinite in ("skip", "raise")
+        takes_norm = takes_norm or runtime.window.phase is not Phase.IDLE
+        scaling.takes_norm = takes_norm
+        scaling.skips_nonfinite = settings.nonfinite != "propagate" and (takes_norm or scaling.device_normalization is not None)
+        return scaling
+
+    def _apply(self, current: Plan, backend: Backend, grads: Grads, outcome: Outcome) -> None:
+        """The step itself."""
+        for index in current.copied:
+            current.tensors[index].copy_(current.params[index])
+        hypers = [rule.hyper_values(group) for rule, group in zip(current.rules, self.param_groups, strict=True)]
+        backend.step(current, grads, hypers, outcome)
+        for index in current.copied:
+            if grads[index] is not None:
+                current.params[index].copy_(current.tensors[index])
+        # Kernels write past autograd: without this, a parameter changed between forward and backward would go unnoticed.
+        complete = all(grad is not None for grad in grads)
+        written = current.params if complete else [p for p, g in zip(current.params, grads, strict=True) if g is not None]
+        torch.autograd.graph.increment_version(written)
+
+    def _partials(self, current: Plan, grads: Grads) -> Tensor:
+        """Room for the sums of squares; zero where there is no gradient."""
+        runtime = self._runtime
+        if runtime.partials is None or len(runtime.partials) != current.chunks:
+            runtime.partials = torch.zeros(current.chunks, dtype=torch.float32, device=current.device)
+        elif any(grad is None for grad in grads):
+            runtime.partials.zero_()
+        return runtime.partials
+
+    def _warn_when_stalled(self) -> None:
+        """Says so when most steps are skipped, from a host copy that was begun some steps ago: nothing waits for the device."""
+        runtime = self._runtime
+        runtime.steps += 1
+        if runtime.steps % _WATCH_EVERY or runtime.skips is None:
+            return
+        known = 0 if runtime.skips_copy is None else int(runtime.skips_copy)
+        if known - runtime.skips_known > _WATCH_EVERY // 2:
+            warnings.warn(
+                f"{known - runtime.skips_known} of {_WATCH_EVERY} steps were skipped because of a non-finite gradient norm; "
+                "lower the learning rate or the loss scale, or look for NaN in the loss",
+                stacklevel=4,
+            )
+        runtime.skips_known = known
+        runtime.skips_copy = torch.empty_like(runtime.skips, device="cpu", pin_memory=runtime.skips.is_cuda)
+        runtime.skips_copy.copy_(runtime.skips, non_blocking=True)
+
+
+def check_parameters(params: list[Tensor]) -> None:
+    """Refuses parameters that require a gradient and cannot be updated, and one that is listed twice."""
+    for param in params:
+        if isinstance(param, Tensor) and param.requires_grad and param.device.type != "meta":
+            plan.check_parameter(param)
+    if len({id(param) for param in params}) != len(params):
+        raise ValueError("a parameter group holds the same parameter twice; remove one of them")
+
+
+def _checked_weight(weight: float | Tensor | None) -> float | Tensor | None:
+    return None if weight is None else checked_positive(weight, "weight", or_zero=True)

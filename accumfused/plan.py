@@ -1,0 +1,235 @@
+"""The plan: an optimizer's tensors, validated, in the form that the backends work on.
+
+In: param_groups and state. Out: one row per parameter, in the groups' order. Every parameter has its own range of chunks
+whether or not it has a gradient, so the norm's summation order depends on the optimizer alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumfused import _native
+from accumfused.numeric import chunk_count
+from accumfused.rule import Rule
+
+GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+Grads = list[Tensor | None]
+
+
+@dataclass
+class Plan:
+    """Rows of tensors; built by `build`, dropped when something moves."""
+
+    params: list[Tensor]  # as the user has them
+    tensors: list[Tensor]  # what the kernels write: the parameter, or a dense copy where its memory is not dense
+    groups: list[int]
+    rules: list[type[Rule]]  # per group
+    states: list[list[Tensor] | None]  # in the rule's order, the step count first where it keeps one; None: not made yet
+    first_chunk: list[int] = field(default_factory=list)
+    chunks: int = 0
+    complete: bool = False  # every parameter has its state
+    copied: list[int] = field(default_factory=list)  # rows whose tensor is a dense copy
+    table: Any = None  # the rows' addresses (_C.Table), for native kernels
+    _pointed_at: Grads | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
+    def unchanged(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool:
+        """Whether groups, states and the memory behind them are still those of this plan."""
+        if self.table is None:
+            return False  # the reference reads everything at each step
+        return bool(self.table.unchanged(param_groups, state))
+
+    def lacks_state(self, grads: Grads) -> bool:
+        return not self.complete and any(
+            grad is not None and state is None for grad, state in zip(grads, self.states, strict=True)
+        )
+
+    def make_states(self, grads: Grads, state: dict[Tensor, Any]) -> None:
+        """Makes the missing state of every parameter that has a gradient; the plan is out of date then."""
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                make_state(self.rules[self.groups[index]], self.tensors[index], state[self.params[index]])
+
+    def match(self, grads: Grads) -> Grads:
+        """The gradients as the kernels can read them: dense, laid out as their parameters.
+
+        A gradient of another layout is copied (slower).
+
+        Raises:
+            RuntimeError: sparse or complex gradients; another device or shape than the parameter's.
+            TypeError: a parameter that is not fp32, or a gradient that is not fp32, fp16 or bf16.
+        """
+        if self.table is not None and self.table.set_grads(grads) < 0:
+            self._pointed_at = grads
+            return grads
+        return [None if g is None else self._match(i, g) for i, g in enumerate(grads)]
+
+    def point_at(self, grads: Grads) -> None:
+        """Points the table's rows at these (matched) gradients until `let_go`."""
+        if self._pointed_at is not grads:
+            refused = self.table.set_grads(grads)
+            assert refused < 0, f"the gradient of row {refused} passed the checks in Python but not in C++"
+            self._pointed_at = grads
+
+    def let_go(self) -> None:
+        self.table.clear()
+        self._pointed_at = None
+
+    def _match(self, index: int, grad: Tensor) -> Tensor:
+        tensor = self.tensors[index]
+        check_parameter(self.params[index])
+        check_gradient(tensor, grad)
+        if grad.stride() == tensor.stride() and type(grad) is Tensor:
+            return grad
+        return torch.empty_like(tensor, dtype=grad.dtype, requires_grad=False).copy_(grad.detach())
+
+
+def build(
+    param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any], rules: list[type[Rule]], native: bool
+) -> Plan:
+    """Builds the plan; with `native`, the table of addresses too.
+
+    Raises:
+        RuntimeError: two parameters share memory.
+    """
+    params = [p for group in param_groups for p in group["params"]]
+    groups = [g for g, group in enumerate(param_groups) for _ in group["params"]]
+    plan = Plan(params, [], groups, rules, [])
+    for index, (param, group) in enumerate(zip(params, groups, strict=True)):
+        tensor = param
+        if layout(param) == "strided":
+            tensor = torch.empty_like(param, requires_grad=False)
+            plan.copied.append(index)
+        plan.tensors.append(tensor)
+        plan.states.append(_rows_state(rules[group], tensor, state.get(param)))
+        plan.first_chunk.append(plan.chunks)
+        plan.chunks += chunk_count(tensor.numel()) if tensor.dtype == torch.float32 and has_memory(tensor) else 0
+    plan.complete = None not in plan.states
+    _check_shared_memory(plan.tensors)
+    if native:
+        counts = [rules[group].counts_steps for group in groups]
+        plan.table = _native._C.Table(_native.exchange_api, params, plan.tensors, groups, plan.states, counts)
+        plan.table.remember(param_groups, state)
+        assert plan.table.chunks == plan.chunks
+    return plan
+
+
+def make_state(rule: type[Rule], tensor: Tensor, entries: dict[str, Any]) -> None:
+    """Completes the state of a (dense) parameter in place: torch's names and shapes, fp32, on its device.
+
+    A state of another dtype, device or layout (a checkpoint's, say) is converted.
+    """
+    fresh = all(entries.get(name) is None for name in rule.states)
+    if rule.counts_steps:
+        step = entries.get("step", 0.0 if fresh else 1.0)  # torch's SGD counts none: with a buffer, the first step is over
+        entries["step"] = torch.as_tensor(step, dtype=torch.float32).to(tensor.device).reshape(())
+    for name in rule.states:
+        value = entries.get(name)
+        if value is None:
+            entries[name] = torch.zeros_like(tensor, requires_grad=False)
+        elif not _fits(value, tensor):
+            if value.shape != tensor.shape:
+                raise RuntimeError(
+                    f"state {name!r} has shape {list(value.shape)}, its parameter {list(tensor.shape)}; "
+                    "load a checkpoint of the same model"
+                )
+            entries[name] = torch.empty_like(tensor, requires_grad=False).copy_(value)
+
+
+def layout(tensor: Tensor) -> str:
+    """ "dense" (no holes, no overlap), "strided" (holes) or "overlapping"."""
+    if tensor.layout != torch.strided or tensor.numel() == 0:
+        return "dense"
+    reach = 1  # elements from the first to behind the last, over the dimensions so far
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride < reach:
+            return "overlapping"
+        reach += stride * (size - 1)
+    return "dense" if reach == tensor.numel() else "strided"
+
+
+def has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def check_parameter(param: Tensor) -> None:
+    """Refuses what no backend can update."""
+    if param.is_complex():
+        raise RuntimeError("complex parameters are not supported; optimize torch.view_as_real(parameter) instead")
+    if param.dtype != torch.float32:
+        raise TypeError(
+            f"a parameter is {param.dtype}, only torch.float32 parameters are supported; "
+            "keep the model in float32 and use torch.autocast for 16-bit arithmetic"
+        )
+    if not has_memory(param):
+        raise RuntimeError(
+            f"a parameter has no memory to update (layout {param.layout}, device {param.device}); materialize it first"
+        )
+    if layout(param) == "overlapping":
+        raise RuntimeError(
+            f"a parameter of shape {list(param.shape)} and strides {list(param.stride())} overlaps itself in memory "
+            "(expanded?); clone() it first"
+        )
+
+
+def check_gradient(param: Tensor, grad: Tensor) -> None:
+    """Refuses what no backend can read."""
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"sparse gradients are not supported (a gradient has layout {grad.layout}); "
+            "use Embedding(sparse=False), or torch.optim.SparseAdam for those parameters"
+        )
+    if grad.dtype not in GRAD_DTYPES:
+        names = ", ".join(str(dtype) for dtype in GRAD_DTYPES)
+        kind = RuntimeError if grad.is_complex() else TypeError
+        raise kind(f"a gradient is {grad.dtype}; supported are {names}")
+    if grad.device != param.device:
+        raise RuntimeError(f"a gradient is on {grad.device}, its parameter on {param.device}; move one of them")
+    if grad.shape != param.shape:
+        raise RuntimeError(f"a gradient has shape {list(grad.shape)}, its parameter {list(param.shape)}")
+
+
+def _rows_state(rule: type[Rule], tensor: Tensor, entries: Mapping[str, Any] | None) -> list[Tensor] | None:
+    names = (("step",) if rule.counts_steps else ()) + rule.states
+    entries = entries or {}
+    values = [entries.get(name) for name in names]
+    for name, value in zip(names, values, strict=True):
+        if not isinstance(value, Tensor):
+            return None
+        if name == "step" and (value.dtype != torch.float32 or value.device != tensor.device or value.dim() != 0):
+            return None
+        if name != "step" and not _fits(value, tensor):
+            return None
+    return values  # type: ignore[return-value]
+
+
+def _fits(value: Tensor, tensor: Tensor) -> bool:
+    return (
+        value.dtype == torch.float32
+        and value.device == tensor.device
+        and value.shape == tensor.shape
+        and value.stride() == tensor.stride()
+    )
+
+
+def _check_shared_memory(tensors: Sequence[Tensor]) -> None:
+    spans = sorted(
+        (t.device.type, t.device.index or 0, t.data_ptr(), t.data_ptr() + t.numel() * t.element_size())
+        for t in tensors
+        if has_memory(t) and t.numel() > 0 and layout(t) == "dense"
+    )
+    for (*device, _, end), (*next_device, start, _) in zip(spans, spans[1:], strict=False):
+        if device == next_device and start < end:
+            raise RuntimeError(
+                "two parameters share memory, and would be updated twice at once; "
+                "tie them by assigning one Parameter object to both places"
+            )

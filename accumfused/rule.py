@@ -1,0 +1,52 @@
+"""What an optimizer's arithmetic is to the rest of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+
+class Rule:
+    """An optimizer's elementwise arithmetic, in PyTorch.
+
+    The functor of the same `name` in csrc/rules.h does the same operations in the same order.
+    """
+
+    name: ClassVar[str]
+    states: ClassVar[tuple[str, ...]]  # per-element fp32 states, torch's names
+    counts_steps: ClassVar[bool]  # keeps state["step"], an fp32 scalar per tensor
+    hypers: ClassVar[tuple[str, ...]]  # keys of a parameter group; beta1 and beta2 are group["betas"]
+
+    @staticmethod
+    def scalars(hyper: Mapping[str, float], step: Tensor, coefficient: Tensor) -> dict[str, Tensor]:
+        """What does not depend on the element, computed in fp64 and rounded to fp32 once.
+
+        Args:
+            hyper: the group's hyper-parameters.
+            step: [tensors], this step's number (1 for the first), fp32.
+            coefficient: [], what the gradients are multiplied by, fp32.
+
+        Returns:
+            Tensors of shape [tensors] or [].
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def update(s: Mapping[str, Tensor], param: Tensor, grad: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        """The new parameter and states, out of place; `s` holds one tensor's scalars, each of shape []."""
+        raise NotImplementedError
+
+    @classmethod
+    def hyper_values(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """The group's numbers in the order of `hypers`."""
+        return tuple(
+            float(group["betas"][name == "beta2"] if name in ("beta1", "beta2") else group[name]) for name in cls.hypers
+        )
+
+
+def fp32(numbers: Mapping[str, float], device: torch.device) -> dict[str, Tensor]:
+    """Each number as an fp32 tensor of shape [], rounded once."""
+    return {name: torch.tensor(value, dtype=torch.float32, device=device) for name, value in numbers.items()}

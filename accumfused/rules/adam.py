@@ -1,0 +1,154 @@
+"""Adam and AdamW.
+
+    m <- beta1 m + (1 - beta1) g
+    v <- beta2 v + (1 - beta2) g^2          (amsgrad: v_max <- max(v_max, v), used in place of v below)
+    p <- p (1 - lr weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+Adam adds weight_decay * p to g instead (L2). Kingma & Ba 2015 (arXiv:1412.6980); decoupled weight decay: Loshchilov & Hutter
+2019 (arXiv:1711.05101); AMSGrad: Reddi et al. 2018 (arXiv:1904.09237).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accumfused.numeric import flush_subnormal, power, square_root
+from accumfused.optimizer import FusedOptimizer, Nonfinite
+from accumfused.rule import Rule, fp32
+
+
+class AdamRule(Rule):
+    name = "adam"
+    states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    counts_steps = True
+    hypers = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
+
+    @staticmethod
+    def scalars(hyper: Mapping[str, float], step: Tensor, coefficient: Tensor) -> dict[str, Tensor]:
+        lr, beta1, beta2, weight_decay = (hyper[k] for k in ("lr", "beta1", "beta2", "weight_decay"))
+        decoupled = bool(hyper["decoupled_weight_decay"])
+        bias_correction1, bias_correction2 = 1.0 - power(beta1, step), 1.0 - power(beta2, step)
+        root = square_root(bias_correction2.float()).double()
+        numbers = {
+            "beta1": beta1,
+            "one_minus_beta1": 1.0 - beta1,
+            "beta2": beta2,
+            "one_minus_beta2": 1.0 - beta2,
+            "eps": hyper["eps"],
+            "weight_decay": 0.0 if decoupled else weight_decay,
+            "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
+        }
+        return fp32(numbers, step.device) | {
+            "coefficient": -coefficient if hyper["maximize"] else coefficient,
+            "step_size": (torch.full_like(root, lr) / bias_correction1).float(),
+            "inverse_root": (torch.ones_like(root) / root).float(),
+        }
+
+    @staticmethod
+    def update(s: Mapping[str, Tensor], param: Tensor, grad: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        exp_avg, exp_avg_sq, *rest = states
+        g = grad * s["coefficient"]
+        g = torch.where(s["weight_decay"] != 0, g + param * s["weight_decay"], g)
+        exp_avg = flush_subnormal(exp_avg * s["beta1"] + g * s["one_minus_beta1"])
+        exp_avg_sq = flush_subnormal(exp_avg_sq * s["beta2"] + (g * g) * s["one_minus_beta2"])
+        rest = [torch.maximum(exp_avg_sq, max_exp_avg_sq) for max_exp_avg_sq in rest]
+        second = rest[0] if rest else exp_avg_sq
+        denominator = square_root(second) * s["inverse_root"] + s["eps"]
+        param = param * s["decay"] - (exp_avg * s["step_size"]) / denominator
+        return param, exp_avg, exp_avg_sq, *rest
+
+
+class AmsgradRule(AdamRule):
+    name = "adam_amsgrad"
+    states = (*AdamRule.states, "max_exp_avg_sq")
+
+
+class Adam(FusedOptimizer, torch.optim.Adam):
+    """Adam, with accumulation, unscaling and clipping in the same pass.
+
+    Takes the place of `torch.optim.Adam`: same arguments, group keys, state names and checkpoints.
+
+    Args:
+        params: fp32 parameters or parameter groups; gradients may be fp32, fp16 or bf16.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; weight_decay is L2.
+        max_grad_norm: clip the global norm of all gradients, as `clip_grad_norm_` does; None: no clipping.
+        nonfinite: what a step does on a non-finite norm: "skip" writes nothing, "propagate" behaves as stock torch, "raise" checks on
+            the host and raises before anything is written; None: "skip" whenever a norm is taken.
+        backend: "auto", "cpu" or "torch".
+        foreach, fused, capturable: accepted for torch's sake; they choose between torch's implementations.
+        differentiable: not supported.
+        decoupled_weight_decay: as in torch: True makes it AdamW.
+
+    Raises:
+        ValueError, TypeError: on hyper-parameters, with torch's texts, and on parameters that are not fp32.
+    """
+
+    rules = (AdamRule, AmsgradRule)
+    torch_class = torch.optim.Adam
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        max_grad_norm: float | None = None,
+        nonfinite: Nonfinite | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self._configure(max_grad_norm, nonfinite, backend, differentiable=differentiable)
+        torch.optim.Adam.__init__(
+            self, params, lr, betas, eps, weight_decay, amsgrad,
+            maximize=maximize, capturable=capturable, decoupled_weight_decay=decoupled_weight_decay,
+        )  # fmt: skip
+
+    @classmethod
+    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
+        return AmsgradRule if group["amsgrad"] else AdamRule
+
+
+class AdamW(Adam, torch.optim.AdamW):
+    """AdamW: `Adam` with decoupled weight decay.
+
+    Takes the place of `torch.optim.AdamW`: same arguments, group keys, state names and checkpoints. Arguments and errors are those of
+    `Adam`; weight_decay multiplies the parameter by 1 - lr * weight_decay.
+    """
+
+    torch_class = torch.optim.AdamW
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        nonfinite: Nonfinite | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad,
+            maximize=maximize, capturable=capturable, differentiable=differentiable, decoupled_weight_decay=True,
+            max_grad_norm=max_grad_norm, nonfinite=nonfinite, backend=backend,
+        )  # fmt: skip

@@ -1,0 +1,98 @@
+"""SGD, with momentum.
+
+    g <- g + weight_decay * p
+    b <- momentum * b + (1 - dampening) * g            (the first step sets b = g)
+    p <- p - lr * (nesterov ? g + momentum * b : b)     (without momentum: p - lr * g)
+
+torch's form of Sutskever et al. 2013 ("On the importance of initialization and momentum in deep learning").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumfused.numeric import flush_subnormal
+from accumfused.optimizer import FusedOptimizer, Nonfinite
+from accumfused.rule import Rule, fp32
+
+
+class SgdRule(Rule):
+    name = "sgd"
+    states = ()
+    counts_steps = False
+    hypers = ("lr", "momentum", "dampening", "nesterov", "weight_decay", "maximize")
+
+    @staticmethod
+    def scalars(hyper: Mapping[str, float], step: Tensor, coefficient: Tensor) -> dict[str, Tensor]:
+        numbers = {name: hyper[name] for name in ("lr", "momentum", "weight_decay")}
+        incoming = torch.where(step == 1, 1.0, 1.0 - hyper["dampening"])
+        return fp32(numbers, step.device) | {
+            "coefficient": -coefficient if hyper["maximize"] else coefficient,
+            "incoming": incoming.float(),
+            "nesterov": torch.tensor(bool(hyper["nesterov"]), device=step.device),
+        }
+
+    @staticmethod
+    def update(s: Mapping[str, Tensor], param: Tensor, grad: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        g = grad * s["coefficient"]
+        g = torch.where(s["weight_decay"] != 0, g + param * s["weight_decay"], g)
+        if not states:
+            return (param - g * s["lr"],)
+        buffer = flush_subnormal(states[0] * s["momentum"] + g * s["incoming"])
+        direction = torch.where(s["nesterov"], g + buffer * s["momentum"], buffer)
+        return param - direction * s["lr"], buffer
+
+
+class MomentumRule(SgdRule):
+    name = "sgd_momentum"
+    states = ("momentum_buffer",)
+    counts_steps = True  # so that a skipped first step leaves the second one the first
+
+
+class SGD(FusedOptimizer, torch.optim.SGD):
+    """SGD, with accumulation, unscaling and clipping in the same pass.
+
+    Takes the place of `torch.optim.SGD`: same arguments, group keys, state names and checkpoints (with momentum, the state also counts
+    steps).
+
+    Args:
+        params: fp32 parameters or parameter groups; gradients may be fp32, fp16 or bf16.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
+        max_grad_norm, nonfinite, backend: see `accumfused.Adam`.
+        foreach, fused: accepted for torch's sake; they choose between torch's implementations.
+        differentiable: not supported.
+
+    Raises:
+        ValueError, TypeError: on hyper-parameters, with torch's texts, and on parameters that are not fp32.
+    """
+
+    rules = (SgdRule, MomentumRule)
+    torch_class = torch.optim.SGD
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float | Tensor = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        nonfinite: Nonfinite | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self._configure(max_grad_norm, nonfinite, backend, differentiable=differentiable)
+        torch.optim.SGD.__init__(self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
+
+    @classmethod
+    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
+        return MomentumRule if group["momentum"] != 0 else SgdRule

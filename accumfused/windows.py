@@ -1,0 +1,105 @@
+"""Cutting an epoch into windows, the remainder included."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sized
+from operator import index
+from typing import Generic, SupportsIndex, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Windows(Generic[Item]):
+    """What `windows` returns: iterates over (item, last); as long as the iterable."""
+
+    def __init__(self, iterable: Iterable[Item], steps: int | Callable[[int], int], start: int) -> None:
+        if not callable(steps):
+            _checked(steps)
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise ValueError(f"start must be a whole number >= 0, got {start!r}")
+        self._iterable = iterable
+        self._steps: Callable[[int], int] = steps if callable(steps) else lambda _: steps
+        self._start = start
+
+    def __len__(self) -> int:
+        if not isinstance(self._iterable, Sized):
+            raise TypeError(f"{type(self._iterable).__name__} has no len()")
+        return len(self._iterable)
+
+    def __iter__(self) -> Iterator[tuple[Item, bool]]:
+        try:
+            length: int | None = len(self)  # a DataLoader over an iterable dataset has __len__, and raises there
+        except TypeError:
+            length = None
+        if length is None:
+            return self._cut(_with_end(self._iterable))
+        return self._cut(_with_length(self._iterable, length))
+
+    def _cut(self, items: Iterable[tuple[Item, bool]]) -> Iterator[tuple[Item, bool]]:
+        update = self._start
+        left = _checked(self._steps(update))
+        for item, ends in items:
+            left -= 1
+            last = ends or left == 0
+            yield item, last
+            if last:
+                update += 1
+                left = _checked(self._steps(update))
+
+
+def windows(
+    iterable: Iterable[Item], gradient_accumulation_steps: int | Callable[[int], int], *, start: int = 0
+) -> Windows[Item]:
+    """Cuts an iterable of micro-batches into windows: yields (item, last), `last` at the end of each.
+
+    The last window of the iterable is closed even when it is shorter. With a `len()`, items are passed on as they come; without
+    one, one item is looked ahead.
+
+    Args:
+        iterable: micro-batches, a DataLoader for instance.
+        gradient_accumulation_steps: micro-batches in a window, or a function of the update's index that says so.
+        start: the first update's index, for a function when training is resumed; every iteration begins with it.
+
+    Returns:
+        An iterable of (item, last) with the iterable's len(), where it has one.
+
+    Raises:
+        ValueError: a number of steps below 1, or `start` below 0.
+
+    Example:
+        >>> list(windows("abcde", 2))
+        [('a', False), ('b', True), ('c', False), ('d', True), ('e', True)]
+    """
+    return Windows(iterable, gradient_accumulation_steps, start)
+
+
+def _checked(steps: int) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, SupportsIndex) or index(steps) < 1:
+        raise ValueError(f"gradient_accumulation_steps must be a whole number >= 1, got {steps!r}")
+    return index(steps)
+
+
+def _with_length(iterable: Iterable[Item], length: int) -> Iterator[tuple[Item, bool]]:
+    count = 0
+    for item in iterable:
+        count += 1
+        yield item, count == length
+    if count < length:
+        warnings.warn(
+            f"the iterable ended after {count} items, its len() says {length}: the last window may not be closed; "
+            "call optimizer.step() once more, or pass an iterable without len()",
+            stacklevel=4,
+        )
+
+
+def _with_end(iterable: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
+    iterator = iter(iterable)
+    try:
+        item = next(iterator)
+    except StopIteration:
+        return
+    for following in iterator:
+        yield item, False
+        item = following
+    yield item, True

@@ -1,0 +1,116 @@
+// Python's view of the kernels. Tensors outside the table come as addresses; the caller keeps them alive.
+#define AF_TARGET baseline
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cpu/float_mode.h"
+#include "cpu/kernels.h"
+#include "norm.h"
+#include "table.h"
+
+namespace accumfused {
+namespace {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+const cpu::Kernels& kernels(const std::string& instruction_set) {
+  const cpu::Kernels* available[4];
+  const int count = cpu::supported(available, 4);
+  for (int i = 0; i < count; ++i) {
+    if (instruction_set == available[i]->name) return *available[i];
+  }
+  throw py::value_error("instruction set " + instruction_set + " cannot run on this machine; see instruction_sets()");
+}
+
+std::vector<std::string> instruction_sets() {
+  const cpu::Kernels* available[4];
+  const int count = cpu::supported(available, 4);
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) names.emplace_back(available[i]->name);
+  return names;
+}
+
+py::list rules() {
+  cpu::RuleInfo info[16];
+  const int count = cpu::rules(info, 16);
+  py::list out;
+  for (int i = 0; i < count; ++i) {
+    py::list states, hypers;
+    for (int k = 0; k < info[i].states; ++k) states.append(info[i].state_names[k]);
+    for (int k = 0; k < info[i].hypers; ++k) hypers.append(info[i].hyper_names[k]);
+    out.append(py::make_tuple(info[i].name, py::tuple(states), info[i].counts_steps, py::tuple(hypers)));
+  }
+  return out;
+}
+
+cpu::Rows rows_of(const Table& table, int threads) {
+  return {table.rows().data(), int64_t(table.rows().size()), table.chunks(), threads < 1 ? 1 : threads};
+}
+
+void accumulate(const std::string& instruction_set, const Table& table, int threads, uintptr_t weights, int64_t weight,
+                double scale, uintptr_t device_scale, uintptr_t partials) {
+  const cpu::Kernels& run = kernels(instruction_set);
+  const py::gil_scoped_release release;
+  run.accumulate(rows_of(table, threads), {pointer<const double>(weights), weight, scale,
+                                           pointer<const double>(device_scale), pointer<float>(partials)});
+}
+
+void norm(const std::string& instruction_set, const Table& table, int threads, uintptr_t partials) {
+  const cpu::Kernels& run = kernels(instruction_set);
+  const py::gil_scoped_release release;
+  run.norm(rows_of(table, threads), pointer<float>(partials));
+}
+
+void finish_norm(const Table& table, uintptr_t partials, double normalization, uintptr_t device_normalization,
+                 uintptr_t found_inf, std::optional<double> max_grad_norm, bool skips_nonfinite, uintptr_t outcome,
+                 uintptr_t skips) {
+  baseline::Scaling scaling;
+  scaling.normalization = normalization;
+  scaling.device_normalization = pointer<const double>(device_normalization);
+  scaling.found_inf = pointer<const float>(found_inf);
+  scaling.clips = max_grad_norm.has_value();
+  scaling.max_grad_norm = max_grad_norm.value_or(0.0);
+  scaling.skips_nonfinite = skips_nonfinite;
+  const baseline::FloatMode ieee;
+  baseline::finish_norm(scaling, pointer<const float>(partials), table.chunks(), pointer<float>(outcome),
+                        pointer<int64_t>(skips));
+}
+
+void step(const std::string& instruction_set, const Table& table, int threads, const std::vector<double>& hypers,
+          const std::vector<int32_t>& rules, uintptr_t outcome) {
+  const cpu::Kernels& run = kernels(instruction_set);
+  const py::gil_scoped_release release;
+  const int64_t stride = rules.empty() ? 0 : int64_t(hypers.size() / rules.size());
+  run.step(rows_of(table, threads), {hypers.data(), rules.data(), stride, pointer<const float>(outcome)});
+}
+
+}  // namespace
+}  // namespace accumfused
+
+PYBIND11_MODULE(_C, m) {
+  using namespace accumfused;
+  m.doc() = "accumfused's native kernels: addresses in, memory written, no torch.";
+  m.attr("CHUNK") = kChunk;
+  m.attr("LANES") = kLanes;
+  m.def("instruction_sets", instruction_sets, "What this machine can run, best first.");
+  m.def("rules", rules, "Of each rule: name, state names, whether it counts steps, names of its hyper-parameters.");
+  m.def("gradients", gradients, py::arg("params"), "[p.grad for p in params]");
+  py::class_<Table>(m, "Table")
+      .def(py::init<const py::capsule&, const py::list&, const py::list&, const py::list&, const py::list&,
+                    const py::list&>(),
+           py::arg("exchange_api"), py::arg("owners"), py::arg("params"), py::arg("groups"), py::arg("states"),
+           py::arg("counts_steps"))
+      .def("remember", &Table::remember, py::arg("param_groups"), py::arg("state"))
+      .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state"))
+      .def("set_grads", &Table::set_grads, py::arg("grads"))
+      .def("set_accumulators", &Table::set_accumulators, py::arg("accumulators"), py::arg("weights"))
+      .def("clear", &Table::clear)
+      .def_property_readonly("chunks", &Table::chunks);
+  m.def("accumulate", accumulate);
+  m.def("norm", norm);
+  m.def("finish_norm", finish_norm);
+  m.def("step", step);
+}

@@ -1,0 +1,225 @@
+// The CPU kernels. Compiled once per instruction set, with AF_TARGET naming the namespace; nothing here names one: the
+// compiler vectorises the loops, and every instruction set computes the same bits.
+#include "../numeric.h"
+#include "../rules.h"
+#include "float_mode.h"
+#include "kernels.h"
+#include "stream.h"
+
+namespace accumfused::AF_TARGET {
+namespace {
+
+using cpu::Fold;
+using cpu::Rows;
+using cpu::Step;
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// ---- work: chunks of all tensors, found by search in the rows' prefix sums ------------------------------------------
+
+struct Nothing {};
+
+// Calls body(local, row, chunk, offset, n) for every chunk; each thread has a `Local` of its own.
+template <class Local, class Body>
+void for_each_chunk(const Rows& work, const Body& body) {
+  // Runs of chunks, so that the search is paid once a run; 64 runs a thread keep the threads even.
+  const int64_t run = work.chunks / (64 * int64_t(work.threads)) + 1;
+  const int64_t runs = (work.chunks + run - 1) / run;
+#pragma omp parallel num_threads(work.threads) if (work.threads > 1 && work.chunks > 1)
+  {
+    FloatMode ieee;
+    Local local;
+#pragma omp for schedule(dynamic)
+    for (int64_t r = 0; r < runs; ++r) {
+      int64_t chunk = r * run;
+      const int64_t end = smaller(chunk + run, work.chunks);
+      int64_t low = 0, high = work.count;  // the last row whose first chunk is not behind `chunk`
+      while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        (work.rows[middle].first_chunk <= chunk ? low : high) = middle;
+      }
+      for (int64_t i = low; chunk < end; ++i) {
+        const Row& row = work.rows[i];
+        const int64_t behind = smaller(row.first_chunk + chunk_count(row.numel), end);
+        for (; chunk < behind; ++chunk) {
+          const int64_t offset = (chunk - row.first_chunk) * kChunk;
+          body(local, row, chunk, offset, smaller(kChunk, row.numel - offset));
+        }
+      }
+    }
+  }
+}
+
+template <class Body>
+auto with_grad(const Row& row, int64_t offset, const Body& body) {
+  switch (row.grad_dtype) {
+    case Dtype::kFloat16: return body(static_cast<const Float16*>(row.grad) + offset);
+    case Dtype::kBfloat16: return body(static_cast<const Bfloat16*>(row.grad) + offset);
+    default: return body(static_cast<const float*>(row.grad) + offset);
+  }
+}
+
+// ---- norm -----------------------------------------------------------------------------------------------------------
+// Lane l of a chunk sums the squares of elements l, l + 1024, ... in sequence; a halving tree sums the lanes.
+
+int64_t tree_width(int64_t n) {
+  int64_t width = 1;
+  while (width < n && width < kLanes) width *= 2;
+  return width;
+}
+
+float tree_sum(float* lanes, int64_t width) {
+  while (width > 1) {
+    width /= 2;
+    for (int64_t l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+  }
+  return lanes[0];
+}
+
+template <class G>
+float sum_of_squares(const G* __restrict grad, int64_t n) {
+  alignas(64) float lanes[kLanes];
+  const int64_t width = tree_width(n);
+  const int64_t first = smaller(n, kLanes);
+  for (int64_t l = 0; l < first; ++l) {
+    const float g = to_float(grad[l]);
+    lanes[l] = g * g;
+  }
+  for (int64_t l = first; l < width; ++l) lanes[l] = 0.0f;
+  int64_t i = kLanes;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {  // four rows at a time: the lanes leave the L1 cache a quarter as often
+    const G* __restrict row = grad + i;
+    for (int64_t l = 0; l < kLanes; ++l) {
+      const float a = to_float(row[l]), b = to_float(row[l + kLanes]);
+      const float c = to_float(row[l + 2 * kLanes]), d = to_float(row[l + 3 * kLanes]);
+      lanes[l] = (((lanes[l] + a * a) + b * b) + c * c) + d * d;
+    }
+  }
+  for (; i < n; i += kLanes) {
+    const int64_t length = smaller(kLanes, n - i);
+    for (int64_t l = 0; l < length; ++l) {
+      const float g = to_float(grad[i + l]);
+      lanes[l] += g * g;
+    }
+  }
+  return tree_sum(lanes, width);
+}
+
+void norm(const Rows& work, float* partials) {
+  for_each_chunk<Nothing>(work, [=](Nothing, const Row& row, int64_t chunk, int64_t offset, int64_t n) {
+    if (row.grad == nullptr) return;
+    partials[chunk] = with_grad(row, offset, [=](auto grad) { return sum_of_squares(grad, n); });
+  });
+}
+
+// ---- accumulate -----------------------------------------------------------------------------------------------------
+
+// One row of 1024 at a time, so that squares are summed while the result is in registers.
+template <bool kKeep, bool kAdd, class G>
+float fold_chunk(float* __restrict accumulator, const G* __restrict grad, float keep, float add, int64_t n) {
+  alignas(64) float lanes[kLanes];
+  const int64_t width = tree_width(n);
+  for (int64_t l = 0; l < width; ++l) lanes[l] = 0.0f;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t length = smaller(kLanes, n - i);
+    float* __restrict out = accumulator + i;
+    const G* __restrict in = kAdd ? grad + i : nullptr;
+    for (int64_t l = 0; l < length; ++l) {
+      float value = kKeep ? out[l] * keep : 0.0f;
+      if constexpr (kAdd) value = kKeep ? value + to_float(in[l]) * add : to_float(in[l]) * add;
+      out[l] = value;
+      lanes[l] += value * value;
+    }
+  }
+  return tree_sum(lanes, width);
+}
+
+void accumulate(const Rows& work, const Fold& fold) {
+  const double scale = fold.device_scale ? fold.scale * *fold.device_scale : fold.scale;
+  const float add = float(fold.weights[fold.weight] * scale);
+  int64_t written_bytes = 0;
+  for (int64_t i = 0; i < work.count; ++i) written_bytes += work.rows[i].weight == kOverwrite ? work.rows[i].numel * 4 : 0;
+  const bool beyond_cache = written_bytes > kStreamBytes;
+  for_each_chunk<Nothing>(work, [=](Nothing, const Row& row, int64_t chunk, int64_t offset, int64_t n) {
+    float* accumulator = row.accumulator;
+    if (accumulator == nullptr) return;
+    accumulator += offset;
+    if (row.weight == kOverwrite) {
+      with_grad(row, offset, [=](auto grad) { overwrite(accumulator, grad, n, beyond_cache); });
+      return;
+    }
+    const float keep = float(fold.weights[row.weight] * scale);
+    const bool adds = row.grad != nullptr && add != 0.0f;
+    if (!adds) {
+      const float* none = nullptr;
+      fold.partials[chunk] = keep != 0.0f ? fold_chunk<true, false>(accumulator, none, keep, add, n)
+                                              : fold_chunk<false, false>(accumulator, none, keep, add, n);
+      return;
+    }
+    fold.partials[chunk] = with_grad(row, offset, [=](auto grad) {
+      return keep != 0.0f ? fold_chunk<true, true>(accumulator, grad, keep, add, n)
+                          : fold_chunk<false, true>(accumulator, grad, keep, add, n);
+    });
+  });
+}
+
+// ---- step -----------------------------------------------------------------------------------------------------------
+
+template <class Rule, class G>
+void step_chunk(const Rule& rule, float* __restrict param, const G* __restrict grad, float* const* state, int64_t n) {
+  float* __restrict s0 = state[0];
+  float* __restrict s1 = state[1];
+  float* __restrict s2 = state[2];
+  for (int64_t i = 0; i < n; ++i) {
+    float p = param[i], a = 0, b = 0, c = 0;
+    if constexpr (Rule::kStates > 0) a = s0[i];
+    if constexpr (Rule::kStates > 1) b = s1[i];
+    if constexpr (Rule::kStates > 2) c = s2[i];
+    rule(p, to_float(grad[i]), a, b, c);
+    param[i] = p;
+    if constexpr (Rule::kStates > 0) s0[i] = a;
+    if constexpr (Rule::kStates > 1) s1[i] = b;
+    if constexpr (Rule::kStates > 2) s2[i] = c;
+  }
+}
+
+// A rule's scalars cost two powers; consecutive chunks mostly share them.
+struct Prepared {
+  int32_t group = -1;
+  int64_t step = -1;
+  alignas(8) unsigned char rule[64];
+};
+
+template <class Rule>
+void run_rule(const Row& row, const Step& step, Prepared& prepared, int64_t offset, int64_t n) {
+  static_assert(sizeof(Rule) <= sizeof(Prepared::rule) && __is_trivially_copyable(Rule), "scalars only");
+  const int64_t count = row.step ? int64_t(*row.step) + 1 : 0;
+  if (prepared.group != row.group || prepared.step != count) {
+    const Rule rule(step.hypers + row.group * step.hyper_stride, count, step.outcome[0]);
+    memcpy(prepared.rule, &rule, sizeof rule);
+    prepared.group = row.group;
+    prepared.step = count;
+  }
+  const Rule rule = *reinterpret_cast<const Rule*>(prepared.rule);
+  float* state[kMaxStates];
+  for (int k = 0; k < kMaxStates; ++k) state[k] = row.state[k] ? row.state[k] + offset : nullptr;
+  with_grad(row, offset, [&](auto grad) { step_chunk(rule, row.param + offset, grad, state, n); });
+}
+
+using RunRule = void (*)(const Row&, const Step&, Prepared&, int64_t, int64_t);
+#define AF_RUN(Rule) run_rule<Rule>,
+constexpr RunRule kRunRule[] = {AF_RULES(AF_RUN)};
+#undef AF_RUN
+
+void step(const Rows& work, const Step& step) {
+  if (step.outcome[2] != 0.0f) return;  // skipped: nothing is written
+  for_each_chunk<Prepared>(work, [&](Prepared& prepared, const Row& row, int64_t, int64_t offset, int64_t n) {
+    if (row.grad) kRunRule[step.rules[row.group]](row, step, prepared, offset, n);
+  });
+  for (int64_t i = 0; i < work.count; ++i) {
+    if (work.rows[i].grad && work.rows[i].step) *work.rows[i].step += 1.0f;
+  }
+}
+
+}  // namespace
+}  // namespace accumfused::AF_TARGET

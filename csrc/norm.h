@@ -1,0 +1,53 @@
+// How a norm ends: the chunks' sums of squares become one number, and that number the coefficient of the step.
+#pragma once
+#include "numeric.h"
+#include "rows.h"
+
+namespace accumfused::AF_TARGET {
+
+// fp64, strided over 1024 lanes, then the same halving tree as inside a chunk: one order for every backend.
+inline double sum_partials(const float* partials, int64_t chunks) {
+  double lanes[kLanes];
+  int64_t width = 1;
+  while (width < chunks && width < kLanes) width *= 2;
+  for (int64_t l = 0; l < width; ++l) lanes[l] = 0.0;
+  for (int64_t c = 0; c < chunks; ++c) lanes[c % kLanes] += double(partials[c]);
+  while (width > 1) {
+    width /= 2;
+    for (int64_t l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+  }
+  return lanes[0];
+}
+
+struct Scaling {
+  double normalization = 1.0;              // what the gradients are divided by
+  const double* device_normalization = nullptr;  // multiplies it; read on the device
+  const float* found_inf = nullptr;
+  double max_grad_norm = 0;  // only where a norm was taken
+  bool clips = false;
+  bool skips_nonfinite = false;
+};
+
+// outcome = {coefficient, norm, skipped}, with
+//   norm = sqrt(sum of squares) / normalization
+//   coefficient = min(1, max_grad_norm / (norm + 1e-6)) / normalization     (torch.nn.utils.clip_grad_norm_'s formula)
+// A NaN stays a NaN in both. The root is taken of an fp32 number, which every backend rounds correctly.
+inline void finish_norm(const Scaling& scaling, const float* partials, int64_t chunks, float* outcome, int64_t* skips) {
+  const double divisor =
+      scaling.device_normalization ? scaling.normalization * *scaling.device_normalization : scaling.normalization;
+  const double inverse = divisor > 0 ? 1.0 / divisor : double(__builtin_nanf(""));
+  const double norm = partials ? double(square_root(float(sum_partials(partials, chunks)))) * inverse : 0.0;
+  double clip = 1.0;
+  if (scaling.clips) {
+    clip = scaling.max_grad_norm / (double(float(norm)) + 1e-6);
+    clip = clip > 1.0 ? 1.0 : clip;  // keeps a NaN
+  }
+  outcome[0] = float(inverse * clip);
+  outcome[1] = float(norm);
+  const bool finite = __builtin_isfinite(outcome[1]) && __builtin_isfinite(inverse);
+  const bool skipped = (scaling.skips_nonfinite && !finite) || (scaling.found_inf && *scaling.found_inf != 0.0f);
+  outcome[2] = skipped ? 1.0f : 0.0f;
+  if (skips != nullptr && skipped) *skips += 1;
+}
+
+}  // namespace accumfused::AF_TARGET

@@ -1,0 +1,75 @@
+// Loads, rounding and flushing shared by every backend. One written order of IEEE fp32 operations; nothing here may be
+// contracted into FMA (-ffp-contract=off, --fmad=false).
+//
+// Everything lives in a namespace per build target (AF_TARGET): the same functor compiled for several instruction sets
+// would otherwise be one weak symbol, and the linker might keep the AVX-512 copy for all of them.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define AF_INLINE static __host__ __device__ __forceinline__
+#define AF_METHOD __host__ __device__ __forceinline__
+#else
+#define AF_INLINE static inline __attribute__((always_inline))
+#define AF_METHOD inline __attribute__((always_inline))
+#endif
+
+namespace accumfused::AF_TARGET {
+
+struct Float16 {
+  uint16_t bits;
+};
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+AF_INLINE float float_from_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+AF_INLINE uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+AF_INLINE float to_float(float value) { return value; }
+
+AF_INLINE float to_float(Bfloat16 value) { return float_from_bits(uint32_t(value.bits) << 16); }
+
+// Moves the fields into place and lets one exact multiplication rebias the exponent, subnormals included.
+AF_INLINE float to_float(Float16 value) {
+  const uint32_t half = value.bits;
+  const uint32_t magnitude = (half & 0x7fffu) << 13;
+  const uint32_t finite = bits_of(float_from_bits(magnitude) * 0x1p112f);
+  const uint32_t rebiased = (half & 0x7c00u) == 0x7c00u ? (magnitude | 0x7f800000u) : finite;
+  return float_from_bits(rebiased | ((half & 0x8000u) << 16));
+}
+
+// New states below the smallest normal number are stored as 0. Otherwise the moments of unused embedding rows sink into
+// subnormals and the CPU slows sevenfold.
+AF_INLINE float flush_subnormal(float value) { return __builtin_fabsf(value) < 0x1p-126f ? 0.0f : value; }
+
+// IEEE square root; vectorises with -fno-math-errno.
+AF_INLINE float square_root(float value) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(value);
+#else
+  return __builtin_sqrtf(value);
+#endif
+}
+
+// base ** exponent by squaring, in double: the same bits wherever it runs, unlike pow().
+AF_INLINE double power(double base, int64_t exponent) {
+  double result = 1.0;
+  for (; exponent > 0; exponent >>= 1) {
+    if (exponent & 1) result *= base;
+    base *= base;
+  }
+  return result;
+}
+
+}  // namespace accumfused::AF_TARGET

@@ -1,0 +1,207 @@
+#include "table.h"
+
+#include <cstring>
+
+namespace accumfused {
+namespace {
+
+const char kEmpty = 0;  // the address of a gradient that is there but has no elements
+
+void* address(const dlpack::Tensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
+
+bool grad_dtype(const dlpack::DataType& type, Dtype& out) {
+  if (type.lanes != 1) return false;
+  if (type.code == dlpack::kFloat && type.bits == 32) out = Dtype::kFloat32;
+  else if (type.code == dlpack::kFloat && type.bits == 16) out = Dtype::kFloat16;
+  else if (type.code == dlpack::kBfloat && type.bits == 16) out = Dtype::kBfloat16;
+  else return false;
+  return true;
+}
+
+bool is_float32(const dlpack::Tensor& tensor) {
+  Dtype dtype;
+  return grad_dtype(tensor.dtype, dtype) && dtype == Dtype::kFloat32;
+}
+
+int64_t numel(const dlpack::Tensor& tensor) {
+  int64_t count = 1;
+  for (int32_t d = 0; d < tensor.ndim; ++d) count *= tensor.shape[d];
+  return count;
+}
+
+// Calls visit(object) for every parameter of the groups, in order, until it answers false.
+template <class Visit>
+bool walk_groups(const py::list& param_groups, const Visit& visit) {
+  static PyObject* const key = PyUnicode_InternFromString("params");
+  for (const py::handle group : param_groups) {
+    PyObject* params = PyDict_Check(group.ptr()) ? PyDict_GetItem(group.ptr(), key) : nullptr;
+    if (params == nullptr || !PyList_Check(params)) return false;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
+      if (!visit(PyList_GET_ITEM(params, i))) return false;
+    }
+  }
+  return true;
+}
+
+// The same for every key, dict and entry of the optimizer's state: one walk without hashing a tensor.
+template <class Visit>
+bool walk_state(const py::dict& state, const Visit& visit) {
+  Py_ssize_t at = 0;
+  PyObject *param, *entries;
+  while (PyDict_Next(state.ptr(), &at, &param, &entries)) {
+    if (!visit(param) || !visit(entries)) return false;
+    if (!PyDict_Check(entries)) continue;
+    Py_ssize_t inner = 0;
+    PyObject *name, *value;
+    while (PyDict_Next(entries, &inner, &name, &value)) {
+      if (!visit(value)) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+Table::Table(const py::capsule& exchange_api, const py::list& owners, const py::list& params, const py::list& groups,
+             const py::list& states, const py::list& counts_steps)
+    : api_(static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange_api.ptr(), dlpack::kCapsuleName))) {
+  if (api_ == nullptr) throw py::error_already_set();
+  if (api_->version.major != dlpack::kMajorVersion) throw std::runtime_error("DLPack exchange table of another major version");
+  const size_t count = params.size();
+  rows_.resize(count);
+  layouts_.resize(count);
+  for (size_t i = 0; i < count; ++i) {
+    Row& row = rows_[i];
+    row.first_chunk = chunks_;
+    PyObject* param = PyList_GET_ITEM(params.ptr(), i);
+    dlpack::Tensor tensor;
+    if (!read(param, tensor) || !is_float32(tensor)) continue;  // frozen, say: a gradient for it is refused
+    Layout& layout = layouts_[i];
+    layout.device = tensor.device;
+    layout.sizes.assign(tensor.shape, tensor.shape + tensor.ndim);
+    layout.strides.assign(tensor.strides, tensor.strides + tensor.ndim);
+    layout.readable = true;
+
+    row.param = static_cast<float*>(address(tensor));
+    row.numel = numel(tensor);
+    row.group = groups[i].cast<int32_t>();
+    chunks_ += chunk_count(row.numel);
+    own(param);
+    if (!owners[i].is(params[i])) own(PyList_GET_ITEM(owners.ptr(), i));
+
+    if (states[i].is_none()) continue;  // it has none yet
+    bool step_next = counts_steps[i].cast<bool>();
+    int next = 0;
+    for (const py::handle entry : states[i].cast<py::list>()) {
+      float* data = static_cast<float*>(own(entry.ptr()));
+      (step_next ? row.step : row.state[next++]) = data;
+      step_next = false;
+    }
+  }
+}
+
+bool Table::read(PyObject* object, dlpack::Tensor& out) const {
+  if (object == Py_None || api_->dltensor_from_py_object_no_sync(object, &out) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  return true;
+}
+
+void* Table::own(PyObject* object) {
+  dlpack::ManagedTensor* handle = nullptr;
+  if (api_->managed_tensor_from_py_object_no_sync(object, &handle) != 0) throw py::error_already_set();
+  handles_.emplace_back(handle);
+  kept_.push_back(py::reinterpret_borrow<py::object>(object));
+  void* const data = address(handle->tensor);
+  watched_.push_back({object, data});
+  return data;
+}
+
+bool Table::same_layout(size_t index, const dlpack::Tensor& tensor) const {
+  const Layout& layout = layouts_[index];
+  if (!layout.readable || layout.sizes.size() != size_t(tensor.ndim) || layout.device.type != tensor.device.type ||
+      layout.device.id != tensor.device.id) {
+    return false;
+  }
+  for (size_t d = 0; d < layout.sizes.size(); ++d) {
+    if (layout.sizes[d] != tensor.shape[d]) return false;
+    if (layout.strides[d] != tensor.strides[d] && layout.sizes[d] > 1 && rows_[index].numel > 0) return false;
+  }
+  return true;
+}
+
+void Table::remember(const py::list& param_groups, const py::dict& state) {
+  group_params_.clear();
+  state_walk_.clear();
+  const auto keep = [](std::vector<PyObject*>& into) {
+    return [&into](PyObject* object) { return into.push_back(object), true; };
+  };
+  walk_groups(param_groups, keep(group_params_));
+  walk_state(state, keep(state_walk_));
+  for (const auto& pointers : {group_params_, state_walk_}) {
+    for (PyObject* object : pointers) kept_.push_back(py::reinterpret_borrow<py::object>(object));  // no address is reused
+  }
+}
+
+bool Table::unchanged(const py::list& param_groups, const py::dict& state) const {
+  const auto same = [](const std::vector<PyObject*>& known, size_t& next) {
+    return [&known, &next](PyObject* object) { return next < known.size() && known[next++] == object; };
+  };
+  size_t params = 0, entries = 0;
+  if (!walk_groups(param_groups, same(group_params_, params)) || params != group_params_.size()) return false;
+  if (!walk_state(state, same(state_walk_, entries)) || entries != state_walk_.size()) return false;
+  for (const Watched& watched : watched_) {
+    dlpack::Tensor tensor;
+    if (!read(watched.object, tensor) || address(tensor) != watched.data) return false;
+  }
+  return true;
+}
+
+int64_t Table::set_grads(const py::list& grads) {
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    Row& row = rows_[i];
+    row.grad = nullptr;
+    PyObject* grad = PyList_GET_ITEM(grads.ptr(), i);
+    if (grad == Py_None) continue;
+    dlpack::Tensor tensor;
+    if (!read(grad, tensor) || !grad_dtype(tensor.dtype, row.grad_dtype) || !same_layout(i, tensor)) return int64_t(i);
+    row.grad = row.numel ? address(tensor) : &kEmpty;
+  }
+  return -1;
+}
+
+int64_t Table::set_accumulators(const py::list& accumulators, const py::list& weights) {
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    Row& row = rows_[i];
+    row.accumulator = nullptr;
+    PyObject* accumulator = PyList_GET_ITEM(accumulators.ptr(), i);
+    if (accumulator == Py_None) continue;
+    dlpack::Tensor tensor;
+    if (!read(accumulator, tensor) || !is_float32(tensor) || !same_layout(i, tensor)) return int64_t(i);
+    row.accumulator = static_cast<float*>(address(tensor));
+    row.weight = int32_t(PyLong_AsLong(PyList_GET_ITEM(weights.ptr(), i)));
+  }
+  return -1;
+}
+
+void Table::clear() {
+  for (Row& row : rows_) {
+    row.grad = nullptr;
+    row.accumulator = nullptr;
+  }
+}
+
+py::list gradients(const py::list& params) {
+  static PyObject* const name = PyUnicode_InternFromString("grad");
+  const size_t count = params.size();
+  py::list out(count);
+  for (size_t i = 0; i < count; ++i) {
+    PyObject* grad = PyObject_GetAttr(PyList_GET_ITEM(params.ptr(), i), name);
+    if (grad == nullptr) throw py::error_already_set();
+    PyList_SET_ITEM(out.ptr(), i, grad);
+  }
+  return out;
+}
+
+}  // namespace accumfused
