@@ -13,7 +13,6 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from accumfused import _native
 from accumfused.backends.base import OVERWRITE, Backend, Fold
 from accumfused.plan import Grads, Plan
 
@@ -266,14 +265,6 @@ class Window:
             tensor = plan.tensors[row]
             self._arena[row] = flat.as_strided(tensor.shape, tensor.stride(), offset)
             offset += size
-
-
-def gradients(params: list[Tensor]) -> Grads:
-    """Every p.grad."""
-    if _native._C is None:
-        return [param.grad for param in params]
-    grads: Grads = _native._C.gradients(params)
-    return grads
 
 
 def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False) -> float | Tensor:

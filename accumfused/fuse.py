@@ -91,7 +91,7 @@ class ForeignStep(FusedOptimizer):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.torch_class,), self.__getstate__()
 
-    def _apply(self, current: Plan, backend: Backend, grads: Grads, outcome: Outcome) -> None:
+    def _apply(self, current: Plan, backend: Backend, grads: Grads, complete: bool, outcome: Outcome) -> None:
         if bool(outcome.skipped):
             return
         rows = [None if g is None or g.dtype != torch.float32 else g for g in grads]

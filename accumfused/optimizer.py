@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from accumfused import backends, plan
-from accumfused.accumulation import Phase, Window, checked_positive, gradients
+from accumfused.accumulation import Phase, Window, checked_positive
 from accumfused.backends.base import Backend, Outcome, Scaling
 from accumfused.plan import Grads, Plan
 from accumfused.rule import Rule
@@ -111,9 +111,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         weight = _checked_weight(weight)
         window, current = self._runtime.window, self._plan()
-        grads = gradients(current.params)
+        grads, present = current.gradients()
         window.begin(current, grads, weight)
-        if any(grad is not None for grad in grads):
+        if present:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
         if last:
             window.check_total(weight)
@@ -152,11 +152,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         if normalizer is not None:
             normalizer = checked_positive(normalizer, "normalizer")
         window, current = self._runtime.window, self._plan()
-        grads = gradients(current.params)
-        if window.phase is Phase.CLOSED and all(grad is None for grad in grads):
+        grads, present = current.gradients()
+        if window.phase is Phase.CLOSED and not present:
             window.drop()  # model.zero_grad() has released it
         if window.phase is Phase.OPEN:
-            if any(grad is not None for grad in grads):
+            if present:
                 raise RuntimeError(
                     "a window is open and there is a gradient that was not accumulated; call accumulate() after the last "
                     "backward(), before step()"
@@ -164,8 +164,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             window.follow(current)
             window.check_total(0.0)
             grads = window.accumulators
-        if any(grad is not None for grad in grads):
-            self._tail(current, grads, normalizer)
+            present = sum(grad is not None for grad in grads)
+        if present:
+            self._tail(current, grads, present == len(grads), normalizer)
         if window.phase is not Phase.IDLE:
             window.consume()
         return loss
@@ -263,10 +264,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _fold(self, weight: float | Tensor | None, *, in_loss: bool, last: bool) -> None:
         weight = _checked_weight(weight)
         window, current = self._runtime.window, self._plan()
-        grads = gradients(current.params)
+        grads, present = current.gradients()
         window.begin(current, grads, weight)
         empty = weight == 0 and not isinstance(weight, Tensor)  # an empty micro-batch may come without gradients
-        if not empty and all(grad is None for grad in grads):
+        if not empty and not present:
             raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
         if last:
             window.check_total(weight)
@@ -277,8 +278,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         assert self._runtime.backend is not None
         window.fold(current, self._runtime.backend, matched, weight, in_loss=in_loss, last=last)
 
-    def _tail(self, current: Plan, grads: Grads, normalizer: float | Tensor | None) -> None:
-        """Norm and step of these gradients."""
+    def _tail(self, current: Plan, grads: Grads, complete: bool, normalizer: float | Tensor | None) -> None:
+        """Norm and step of these gradients; complete: there is one for every parameter."""
         runtime, window = self._runtime, self._runtime.window
         matched = current.match(grads)
         if current.lacks_state(matched):
@@ -293,7 +294,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             scaling.normalize(number if tensor is None else tensor)
             outcome = backend.norm(current, window.stale(matched), window.partials, scaling)
         else:
-            partials = self._partials(current, matched) if scaling.takes_norm else None
+            partials = self._partials(current, complete) if scaling.takes_norm else None
             outcome = backend.norm(current, matched, partials, scaling)
         runtime.outcome = outcome
         if self._settings.nonfinite == "raise" and bool(outcome.skipped):
@@ -301,7 +302,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"the global norm of the gradients is {float(outcome.norm)}, nothing was updated; "
                 "look for the non-finite gradient, or use nonfinite='skip'"
             )
-        self._apply(current, backend, matched, outcome)
+        self._apply(current, backend, matched, complete, outcome)
         self._warn_when_stalled()
 
     def _scaling(self, current: Plan, normalizer: float | Tensor | None) -> Scaling:
@@ -325,7 +326,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         scaling.skips_nonfinite = settings.nonfinite != "propagate" and (takes_norm or scaling.device_normalization is not None)
         return scaling
 
-    def _apply(self, current: Plan, backend: Backend, grads: Grads, outcome: Outcome) -> None:
+    def _apply(self, current: Plan, backend: Backend, grads: Grads, complete: bool, outcome: Outcome) -> None:
         """The step itself."""
         for index in current.copied:
             current.tensors[index].copy_(current.params[index])
@@ -335,16 +336,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             if grads[index] is not None:
                 current.params[index].copy_(current.tensors[index])
         # Kernels write past autograd: without this, a parameter changed between forward and backward would go unnoticed.
-        complete = all(grad is not None for grad in grads)
         written = current.params if complete else [p for p, g in zip(current.params, grads, strict=True) if g is not None]
         torch.autograd.graph.increment_version(written)
 
-    def _partials(self, current: Plan, grads: Grads) -> Tensor:
+    def _partials(self, current: Plan, complete: bool) -> Tensor:
         """Room for the sums of squares; zero where there is no gradient."""
         runtime = self._runtime
         if runtime.partials is None or len(runtime.partials) != current.chunks:
             runtime.partials = torch.zeros(current.chunks, dtype=torch.float32, device=current.device)
-        elif any(grad is None for grad in grads):
+        elif not complete:
             runtime.partials.zero_()
         return runtime.partials
 

@@ -59,6 +59,15 @@ class Plan:
             if grad is not None:
                 make_state(self.rules[self.groups[index]], self.tensors[index], state[self.params[index]])
 
+    def gradients(self) -> tuple[Grads, int]:
+        """Every p.grad, and how many there are."""
+        if self.table is None:
+            grads = [param.grad for param in self.params]
+            return grads, sum(grad is not None for grad in grads)
+        grads, present, refused = self.table.read_grads()
+        self._pointed_at = grads if refused < 0 else None
+        return grads, present
+
     def match(self, grads: Grads) -> Grads:
         """The gradients as the kernels can read them: dense, laid out as their parameters.
 
@@ -68,7 +77,7 @@ class Plan:
             RuntimeError: sparse or complex gradients; another device or shape than the parameter's.
             TypeError: a parameter that is not fp32, or a gradient that is not fp32, fp16 or bf16.
         """
-        if self.table is not None and self.table.set_grads(grads) < 0:
+        if self.table is not None and (self._pointed_at is grads or self.table.set_grads(grads) < 0):
             self._pointed_at = grads
             return grads
         return [None if g is None else self._match(i, g) for i, g in enumerate(grads)]

@@ -30,8 +30,10 @@ class Table {
   // ...and says whether they, and the memory behind them, are still the same.
   bool unchanged(const py::list& param_groups, const py::dict& state) const;
 
-  // Points the rows at these gradients (None: no gradient). Returns the first index that the kernels cannot take as it is
-  // (another device, dtype, shape or strides than its parameter's), or -1.
+  // Every p.grad, and points the rows at them: (gradients, how many are there, the first index that the kernels cannot take as
+  // it is, or -1). Such a gradient has another device, dtype, shape or strides than its parameter.
+  py::tuple read_grads();
+  // The same for gradients that are given; returns that index or -1.
   int64_t set_grads(const py::list& grads);
   // Points the rows at their fp32 accumulators (None: not folded), which hold a sum under weights[i].
   int64_t set_accumulators(const py::list& accumulators, const py::list& weights);
@@ -39,6 +41,7 @@ class Table {
 
   const std::vector<Row>& rows() const { return rows_; }
   int64_t chunks() const { return chunks_; }
+  int64_t numel() const { return numel_; }
 
  private:
   struct Layout {
@@ -46,14 +49,17 @@ class Table {
     std::vector<int64_t> sizes, strides;
     bool readable = false;  // fp32 memory that a kernel can address
   };
+  bool set_grad(size_t index, PyObject* grad);
   bool read(PyObject* object, dlpack::Tensor& out) const;
   bool same_layout(size_t index, const dlpack::Tensor& tensor) const;
   void* own(PyObject* object);  // its address
 
   const dlpack::ExchangeApi* api_;
+  std::vector<PyObject*> owners_;
   std::vector<Row> rows_;
   std::vector<Layout> layouts_;
   int64_t chunks_ = 0;
+  int64_t numel_ = 0;
 
   struct Release {
     void operator()(dlpack::ManagedTensor* handle) const { handle->deleter(handle); }
@@ -68,8 +74,5 @@ class Table {
   std::vector<PyObject*> group_params_;  // param_groups, flattened
   std::vector<PyObject*> state_walk_;    // state: key, dict and entries, in order
 };
-
-// [p.grad for p in params], at two thirds of the cost.
-py::list gradients(const py::list& params);
 
 }  // namespace accumfused
