@@ -1,12 +1,13 @@
 """The window: the micro-batches between two updates, summed in fp32.
 
-In: fresh `p.grad`s and their weights. Out: one accumulator per parameter, exposed as `p.grad` when the window is closed with
-`last=True`, or handed to the step. docs/state-machine.md draws the states and what is refused in each.
+In: fresh `p.grad`s and their weights. Out: one accumulator per parameter, exposed as `p.grad` when the window is closed
+with `last=True`, or handed to the step. docs/state-machine.md draws the states and what is refused in each.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from enum import Enum
 
@@ -76,8 +77,8 @@ class Window:
                 (param.device, param.shape) != (accumulator.device, accumulator.shape) or param.dtype != torch.float32
             ):
                 raise RuntimeError(
-                    f"a parameter became {param.dtype} of shape {list(param.shape)} on {param.device} while a window is "
-                    f"open; its accumulator has shape {list(accumulator.shape)} and is on {accumulator.device}. "
+                    f"a parameter became {param.dtype} of shape {list(param.shape)} on {param.device} while a window "
+                    f"is open; its accumulator has shape {list(accumulator.shape)} and is on {accumulator.device}. "
                     "Move the model back, or call zero_grad() and begin the window again"
                 )
         new = len(plan.params) - known
@@ -90,7 +91,9 @@ class Window:
 
     def check_total(self, weight: float | Tensor | None) -> None:
         """Refuses to close a window whose weights, this one included, are all zero."""
-        if not isinstance(self._total, Tensor) and not isinstance(weight, Tensor) and self._total + (weight or 0.0) == 0:
+        if self._weighted is False or weight is None or isinstance(self._total, Tensor) or isinstance(weight, Tensor):
+            return
+        if self._total + weight == 0:
             raise ValueError(
                 "the weights of this window are all zero, so it has no mean; call zero_grad() in place of the step"
             )
@@ -122,19 +125,19 @@ class Window:
         if last:
             self.expose()
 
-    def settle(self, plan: Plan, backend: Backend) -> tuple[float, Tensor | None]:
-        """Brings every accumulator under one common factor, which the step divides by; returns it: number, fp64 tensor."""
+    def settle(self, plan: Plan, backend: Backend) -> float | Tensor:
+        """Brings every accumulator under one common factor, for the step to divide by, and returns it."""
         if not self._weighted:
-            return 1.0, None
+            return 1.0
         alone = self._only_weight()
         if alone is not None:
-            return (1.0, self._total / self._weights[alone]) if isinstance(self._total, Tensor) else (1.0, None)
+            return self._total / self._weights[alone] if isinstance(self._total, Tensor) else 1.0
         pending: Grads = [a if h > _READY else None for a, h in zip(self.accumulators, self._held, strict=True)]
         self._launch(plan, backend, [None] * len(pending), pending, _READY, 1.0)
-        return (1.0, self._total) if isinstance(self._total, Tensor) else (self._total, None)
+        return self._total
 
     def expose(self) -> None:
-        """Closes the window: p.grad becomes the accumulator, in fp32 also where autograd's own gradient is a 16-bit one."""
+        """Closes the window: p.grad becomes the accumulator, in fp32 also where autograd's gradient is a 16-bit one."""
         self.phase = Phase.CLOSED
         for index, (param, accumulator) in enumerate(zip(self.params, self.accumulators, strict=True)):
             if accumulator is None:
@@ -173,7 +176,8 @@ class Window:
     # ---- parts -----------------------------------------------------------------------------------------------------
 
     def _open(self, plan: Plan) -> None:
-        if len(self.params) != len(plan.params) or any(a is not b for a, b in zip(self.params, plan.params, strict=True)):
+        same = len(self.params) == len(plan.params) and all(map(operator.is_, self.params, plan.params))
+        if not same:
             self.params, self._arena = list(plan.params), [None] * len(plan.params)
         self._plan = plan
         rows = len(plan.params)
@@ -200,7 +204,7 @@ class Window:
         return index
 
     def _only_weight(self) -> int | None:
-        """The index of the weight that all accumulators still wait for, if one micro-batch was all: its mean is itself."""
+        """The index of the weight that all accumulators wait for, if one micro-batch was all: its mean is itself."""
         pending = {held for held in self._held if held != OVERWRITE}
         return pending.pop() if self._count == 1 and len(pending) == 1 and _READY not in pending else None
 
@@ -268,7 +272,7 @@ class Window:
 
 
 def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False) -> float | Tensor:
-    """A host number that is finite and > 0 (or >= 0); a one-element tensor as it is: the device is not asked.
+    """A host number that is finite and > 0 (or >= 0), or a one-element tensor as it is: the device is not asked.
 
     Raises:
         ValueError: another number, or a tensor of several elements.
@@ -276,7 +280,9 @@ def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False)
     """
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
-            raise ValueError(f"{name} must be one real number, got a tensor of shape {list(value.shape)}, {value.dtype}")
+            raise ValueError(
+                f"{name} must be one real number, got a tensor of shape {list(value.shape)}, {value.dtype}"
+            )
         return value.detach()
     try:
         number = float(value)
@@ -288,7 +294,7 @@ def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False)
 
 
 def _on_device(weight: Tensor, device: torch.device) -> Tensor:
-    """fp64, shape []; a negative weight becomes NaN, so that the norm is non-finite and the step is skipped."""
+    """fp64, shape []; a negative weight becomes NaN: the norm is then non-finite and the step is skipped."""
     weight = weight.to(device=device, dtype=torch.float64, non_blocking=True).reshape(())
     return torch.where(weight >= 0, weight, torch.nan)
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from accumfused.accumulation import Phase
 from accumfused.backends.base import Backend, Fold, Outcome
@@ -29,9 +28,9 @@ def fuse(
 ) -> AnyOptimizer:
     """Makes a torch optimizer a fused one, in place: the same object, so groups, state, hooks and schedulers stay.
 
-    `torch.optim.SGD`, `Adam` and `AdamW` become `accumfused.SGD`, `Adam` and `AdamW`. Any other optimizer keeps its own step, and
-    everything up to it is fused: accumulation, normalization, unscaling, norm and clipping. Such a step needs the coefficient on
-    the host (one synchronization), and leaves the clipped gradients in `p.grad`.
+    `torch.optim.SGD`, `Adam` and `AdamW` become `accumfused.SGD`, `Adam` and `AdamW`. Any other optimizer keeps its own
+    step, and everything up to it is fused: accumulation, normalization, unscaling, norm and clipping. Such a step needs
+    the coefficient on the host (one synchronization), and leaves the clipped gradients in `p.grad`.
 
     Args:
         optimizer: changed: its class becomes a subclass of what it was.
@@ -41,7 +40,7 @@ def fuse(
         The optimizer.
 
     Raises:
-        TypeError: not an optimizer, fused already, one whose step needs a closure (LBFGS), or parameters that are not fp32.
+        TypeError: not an optimizer; fused already; one whose step needs a closure (LBFGS); parameters not fp32.
         ValueError: wrong settings.
         RuntimeError: `optimizer.step` was replaced by something else than a scheduler's wrapper.
     """
@@ -55,7 +54,7 @@ def fuse(
         if group.get("differentiable"):
             raise ValueError("differentiable=True is not supported: the step is not recorded by autograd")
     known = {fused.torch_class: fused for fused in ALL if fused.torch_class is not None}
-    fused = known.get(type(optimizer)) or _foreign(type(optimizer))
+    fused: Any = known.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
 
     # An LR scheduler has bound the old class's step to the object, where it would go on running in silence.
     bound = vars(optimizer).get("step")
@@ -108,7 +107,7 @@ class ForeignStep(FusedOptimizer):
         inspect.unwrap(self.torch_class.step)(self)  # unwrapped: the hooks are ours already
 
     def _expose(self, current: Plan, grads: Grads) -> None:
-        """The gradients as the step is to see them: the window's, and those that had to be copied into another layout."""
+        """The gradients as the step is to see them: the window's, and those copied into another layout."""
         if self._runtime.window.phase is Phase.OPEN:
             self._runtime.window.expose()
         for param, grad in zip(current.params, grads, strict=True):
@@ -126,5 +125,5 @@ def _foreign(torch_class: type[torch.optim.Optimizer]) -> type[FusedOptimizer]:
 
 
 def _rebuild(torch_class: type[torch.optim.Optimizer]) -> FusedOptimizer:
-    fused = _foreign(torch_class)
+    fused = _foreign(torch_class)  # type: ignore[arg-type]
     return fused.__new__(fused)

@@ -1,7 +1,7 @@
 """The arithmetic that every backend shares, in PyTorch: the counterpart of csrc/numeric.h and csrc/norm.h.
 
 Only operations that equal separate IEEE operations are used: `mul`, `add`, `sub`, `div` by a tensor, comparisons. Not
-`add(alpha=)`, `lerp`, `addcmul`, which may contract, and not fp32 `sqrt`, which torch does not round correctly on a CPU.
+`add(alpha=)`, `lerp`, `addcmul`, which may contract, nor `sqrt`, which torch does not round correctly on a CPU.
 """
 
 from __future__ import annotations

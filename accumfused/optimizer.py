@@ -1,7 +1,7 @@
-"""FusedOptimizer: what every optimizer of this package shares. The rules add their arithmetic, torch's classes theirs.
+"""FusedOptimizer: what all optimizers of this package share. Rules add arithmetic, torch's classes their arguments.
 
-One step is three verbs of a backend, with nothing in between that waits for the host: `accumulate` (accumulation.py) has
-left sums, `norm` makes them one coefficient, `step` applies it.
+One step is two verbs of a backend with nothing in between that waits for the host: `norm` makes the sums that
+accumulation.py has left (or takes them from p.grad) one coefficient, `step` applies it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,16 @@ class Settings:
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm must be >= 0 or None, got {self.max_grad_norm}")
-        if self.nonfinite not in (None, *get_args(Nonfinite)):
-            raise ValueError(f"nonfinite must be one of {', '.join(get_args(Nonfinite))} or None, got {self.nonfinite!r}")
+        modes = get_args(Nonfinite)
+        if self.nonfinite not in (None, *modes):
+            raise ValueError(f"nonfinite must be one of {', '.join(modes)} or None, got {self.nonfinite!r}")
         if self.backend not in backends.NAMES:
             raise ValueError(f"backend must be one of {', '.join(backends.NAMES)}, got {self.backend!r}")
+
+    @property
+    def takes_norm(self) -> bool:
+        """Whether a norm is wanted even where it does not come free."""
+        return self.max_grad_norm is not None or self.nonfinite in ("skip", "raise")
 
 
 @dataclass
@@ -82,29 +88,31 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._settings = Settings(max_grad_norm, nonfinite, backend)
         self._runtime = Runtime()
 
-    # ---- the three calls of a loop ---------------------------------------------------------------------------------
+    # ---- the calls of a training loop -------------------------------------------------------------------------------
 
     @torch.no_grad()
     def accumulate(self, weight: float | Tensor | None = None, *, last: bool = False) -> None:
         """Adds every fresh `p.grad` to the open window, in fp32, and releases it (`p.grad = None`).
 
         Args:
-            weight: of this micro-batch: its gradient is multiplied by it, and the window's sum divided by the sum of weights, so that
-                means over micro-batches of n tokens become, with weight=n, the mean over all tokens. A number (checked) or a
-                one-element tensor (not read: a bad one makes the step be skipped). 0 leaves the micro-batch out. None: a plain
-                sum, as autograd's.
+            weight: of this micro-batch. Its gradients are multiplied by it and the window's sum is divided by the sum
+                of weights: means over n tokens become, with weight=n, the mean over all tokens of the window. A number
+                (checked), or a one-element tensor (not read: a bad one makes the step be skipped). 0 leaves the
+                micro-batch out, whatever its gradients are. None: a plain sum, as autograd's.
             last: closes the window: divides by the sum of weights, and `p.grad` becomes the accumulator.
 
         Raises:
-            RuntimeError: no new gradient; `p.grad` is still the previous window's accumulator; parameters changed within the window;
-                gradients that cannot be used.
+            RuntimeError: no new gradient; `p.grad` is still the previous window's accumulator; parameters changed
+                within the window; gradients that cannot be used.
             ValueError: a negative or non-finite weight; weights that are all zero; weights for some micro-batches only.
             TypeError: a weight, parameter or gradient of a wrong type.
         """
         self._fold(weight, in_loss=False, last=last)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False) -> None:
-        """Multiplies the loss by the weight, runs backward, and accumulates: `accumulate` with the weight in the loss.
+        """Multiplies the loss by the weight, runs backward, and accumulates.
+
+        The same window as with `loss.backward(); accumulate(weight, last=last)`, with the weight in the loss.
 
         Raises:
             RuntimeError: there is a gradient that was not accumulated; otherwise as `accumulate`.
@@ -122,26 +130,24 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._fold(weight, in_loss=True, last=last)
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, normalizer: float | Tensor | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, normalizer: float | Tensor | None = None) -> Any:
         """Updates the parameters from the window, or where there is none from `p.grad`.
 
-        Gradients are divided by `normalizer` and `self.grad_scale`, clipped to `max_grad_norm`, and applied in one pass; nothing is
-        written if the norm is non-finite (see `nonfinite`) or `self.found_inf` is not 0. A window is consumed and its
-        accumulators are released; other gradients stay in `p.grad`, unchanged.
+        Gradients are divided by `normalizer` and `self.grad_scale`, clipped to `max_grad_norm` and applied in one
+        pass. Nothing is written if the norm is non-finite (see `nonfinite`) or `self.found_inf` is not 0. A window is
+        consumed and its accumulators are released; other gradients stay in `p.grad`, unchanged.
 
         Args:
             closure: re-evaluates the model and returns the loss.
-            normalizer: divides the gradients too: a number (checked) or a one-element tensor (not read: a bad one makes the step be
-                skipped).
+            normalizer: divides the gradients too: a number (checked), or a one-element tensor (not read: a bad one
+                makes the step be skipped).
 
         Returns:
             What the closure returned.
 
         Raises:
-            RuntimeError: a window is open and there is a fresh gradient; a gradient that cannot be used; a non-finite norm
-                with nonfinite="raise".
+            RuntimeError: a window is open and there is a fresh gradient; a gradient that cannot be used; a non-finite
+                norm with nonfinite="raise".
             ValueError: a normalizer that is not > 0; a window whose weights are all zero.
         """
         self._opt_called = True  # what LR schedulers look for
@@ -158,8 +164,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if window.phase is Phase.OPEN:
             if present:
                 raise RuntimeError(
-                    "a window is open and there is a gradient that was not accumulated; call accumulate() after the last "
-                    "backward(), before step()"
+                    "a window is open and there is a gradient that was not accumulated; "
+                    "call accumulate() after the last backward(), before step()"
                 )
             window.follow(current)
             window.check_total(0.0)
@@ -178,11 +184,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         self._runtime.window.drop()
 
-    # ---- what is known after a step --------------------------------------------------------------------------------
+    # ---- what is known after a step ---------------------------------------------------------------------------------
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The last step's global norm after normalization, before clipping: fp32, shape [], on the device; None: not taken."""
+        """The last step's global norm, after normalization and before clipping: fp32, shape [], on the device.
+
+        None where none was taken.
+        """
         outcome = self._runtime.outcome
         return outcome.norm if outcome is not None and outcome.normed else None
 
@@ -200,18 +209,24 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """torch's GradScaler reads this first of all: the one moment to refuse a window that it cannot see into."""
+        """torch's GradScaler reads this before it decides: the one moment to refuse a window that it cannot see."""
         if self._runtime.window.phase is Phase.OPEN:
             raise RuntimeError(
-                "a GradScaler cannot see into an open window; close it with accumulate(..., last=True) before scaler.unscale_ "
-                "or scaler.step"
+                "a GradScaler cannot see into an open window; "
+                "close it with accumulate(..., last=True) before scaler.unscale_() or scaler.step()"
             )
         return False
 
-    # ---- torch.optim's protocol ------------------------------------------------------------------------------------
+    # ---- torch.optim's protocol -------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch does; parameters must be fp32 (those that require no gradient may be anything)."""
+        """Adds a group, as torch does.
+
+        Raises:
+            TypeError: a parameter that requires a gradient and is not fp32.
+            RuntimeError: one that cannot be updated: complex, or overlapping itself.
+            ValueError: a parameter that is listed twice.
+        """
         if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
             given = param_group["params"]
             param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
@@ -219,7 +234,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a checkpoint of this optimizer or of torch's of the same name."""
+        """Loads a checkpoint of this optimizer, or of torch's of the same name."""
         super().load_state_dict(state_dict)
         self._runtime.plan = None
 
@@ -241,21 +256,21 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._runtime = Runtime()
         super().__setstate__(state)
 
-    # ---- the gradient tail -----------------------------------------------------------------------------------------
-
     def _refuse_to_lose_a_window(self) -> None:
         if self._runtime.window.phase is Phase.OPEN:
             raise RuntimeError(
-                "a window is open, and its accumulators would be lost; save or copy after step(), or call zero_grad() first"
+                "a window is open, and its accumulators would be lost; "
+                "save or copy after step(), or call zero_grad() first"
             )
+
+    # ---- the gradient tail ------------------------------------------------------------------------------------------
 
     def _plan(self) -> Plan:
         """The plan, and with it the backend, for the parameters and states of now."""
         runtime = self._runtime
         if runtime.plan is None or not runtime.plan.unchanged(self.param_groups, self.state):
             devices = {p.device for group in self.param_groups for p in group["params"] if plan.has_memory(p)}
-            runtime.backend = runtime.backend or backends.select(self._settings.backend, devices)
-            if runtime.backend.native and devices - {torch.device("cpu")}:
+            if runtime.backend is None or (runtime.backend.native and devices - {torch.device("cpu")}):
                 runtime.backend = backends.select(self._settings.backend, devices)
             rules = [self.rule_of(group) for group in self.param_groups]
             runtime.plan = plan.build(self.param_groups, self.state, rules, runtime.backend.native)
@@ -267,7 +282,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         grads, present = current.gradients()
         window.begin(current, grads, weight)
         empty = weight == 0 and not isinstance(weight, Tensor)  # an empty micro-batch may come without gradients
-        if not empty and not present:
+        if not present and not empty:
             raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
         if last:
             window.check_total(weight)
@@ -279,19 +294,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         window.fold(current, self._runtime.backend, matched, weight, in_loss=in_loss, last=last)
 
     def _tail(self, current: Plan, grads: Grads, complete: bool, normalizer: float | Tensor | None) -> None:
-        """Norm and step of these gradients; complete: there is one for every parameter."""
-        runtime, window = self._runtime, self._runtime.window
+        """Norm and step of these gradients; `complete`: there is one for every parameter."""
+        runtime, window, backend = self._runtime, self._runtime.window, self._runtime.backend
+        assert backend is not None
         matched = current.match(grads)
         if current.lacks_state(matched):
             current.make_states(matched, self.state)
             current = self._plan()
-        backend = runtime.backend
-        assert backend is not None
 
         scaling = self._scaling(current, normalizer)
         if window.phase is Phase.OPEN:
-            number, tensor = window.settle(current, backend)
-            scaling.normalize(number if tensor is None else tensor)
+            scaling.normalize(window.settle(current, backend))
             outcome = backend.norm(current, window.stale(matched), window.partials, scaling)
         else:
             partials = self._partials(current, complete) if scaling.takes_norm else None
@@ -307,9 +320,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _scaling(self, current: Plan, normalizer: float | Tensor | None) -> Scaling:
         settings, runtime = self._settings, self._runtime
-        if runtime.skips is None:
+        if runtime.skips is None or runtime.skips.device != current.device:
             runtime.skips = torch.zeros((), dtype=torch.int64, device=current.device)
-        scaling = Scaling(device=current.device, max_grad_norm=settings.max_grad_norm)
+        # Whoever uses a window is promised that bad weights skip the step.
+        takes_norm = settings.takes_norm or runtime.window.phase is not Phase.IDLE
+        scaling = Scaling(current.device, takes_norm=takes_norm, max_grad_norm=settings.max_grad_norm)
         if settings.nonfinite != "raise":
             scaling.skips = runtime.skips
         found_inf = getattr(self, "found_inf", None)
@@ -320,10 +335,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             scaling.normalize(checked_positive(grad_scale, "grad_scale"))
         if normalizer is not None:
             scaling.normalize(normalizer)
-        takes_norm = settings.max_grad_norm is not None or settings.nonfinite in ("skip", "raise")
-        takes_norm = takes_norm or runtime.window.phase is not Phase.IDLE
-        scaling.takes_norm = takes_norm
-        scaling.skips_nonfinite = settings.nonfinite != "propagate" and (takes_norm or scaling.device_normalization is not None)
+        checked = takes_norm or scaling.device_normalization is not None
+        scaling.skips_nonfinite = checked and settings.nonfinite != "propagate"
         return scaling
 
     def _apply(self, current: Plan, backend: Backend, grads: Grads, complete: bool, outcome: Outcome) -> None:
@@ -335,35 +348,39 @@ class FusedOptimizer(torch.optim.Optimizer):
         for index in current.copied:
             if grads[index] is not None:
                 current.params[index].copy_(current.tensors[index])
-        # Kernels write past autograd: without this, a parameter changed between forward and backward would go unnoticed.
-        written = current.params if complete else [p for p, g in zip(current.params, grads, strict=True) if g is not None]
+        written = current.params
+        if not complete:
+            written = [param for param, grad in zip(current.params, grads, strict=True) if grad is not None]
+        # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
         torch.autograd.graph.increment_version(written)
 
     def _partials(self, current: Plan, complete: bool) -> Tensor:
         """Room for the sums of squares; zero where there is no gradient."""
         runtime = self._runtime
-        if runtime.partials is None or len(runtime.partials) != current.chunks:
+        known = runtime.partials
+        if known is None or len(known) != current.chunks or known.device != current.device:
             runtime.partials = torch.zeros(current.chunks, dtype=torch.float32, device=current.device)
         elif not complete:
-            runtime.partials.zero_()
+            known.zero_()
+        assert runtime.partials is not None
         return runtime.partials
 
     def _warn_when_stalled(self) -> None:
-        """Says so when most steps are skipped, from a host copy that was begun some steps ago: nothing waits for the device."""
+        """Says so when most steps are skipped, from a host copy begun some steps ago: nothing waits for the device."""
         runtime = self._runtime
         runtime.steps += 1
         if runtime.steps % _WATCH_EVERY or runtime.skips is None:
             return
         known = 0 if runtime.skips_copy is None else int(runtime.skips_copy)
-        if known - runtime.skips_known > _WATCH_EVERY // 2:
+        skipped, runtime.skips_known = known - runtime.skips_known, known
+        runtime.skips_copy = torch.empty_like(runtime.skips, device="cpu", pin_memory=runtime.skips.is_cuda)
+        runtime.skips_copy.copy_(runtime.skips, non_blocking=True)
+        if skipped > _WATCH_EVERY // 2:
             warnings.warn(
-                f"{known - runtime.skips_known} of {_WATCH_EVERY} steps were skipped because of a non-finite gradient norm; "
+                f"{skipped} of {_WATCH_EVERY} steps were skipped because of non-finite gradients; "
                 "lower the learning rate or the loss scale, or look for NaN in the loss",
                 stacklevel=4,
             )
-        runtime.skips_known = known
-        runtime.skips_copy = torch.empty_like(runtime.skips, device="cpu", pin_memory=runtime.skips.is_cuda)
-        runtime.skips_copy.copy_(runtime.skips, non_blocking=True)
 
 
 def check_parameters(params: list[Tensor]) -> None:

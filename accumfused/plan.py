@@ -1,13 +1,14 @@
 """The plan: an optimizer's tensors, validated, in the form that the backends work on.
 
-In: param_groups and state. Out: one row per parameter, in the groups' order. Every parameter has its own range of chunks
-whether or not it has a gradient, so the norm's summation order depends on the optimizer alone.
+In: param_groups and state. Out: one row per parameter, in the groups' order. Every parameter has its own range of
+chunks whether or not it has a gradient, so the norm's summation order depends on the optimizer alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Plan:
     tensors: list[Tensor]  # what the kernels write: the parameter, or a dense copy where its memory is not dense
     groups: list[int]
     rules: list[type[Rule]]  # per group
-    states: list[list[Tensor] | None]  # in the rule's order, the step count first where it keeps one; None: not made yet
+    states: list[list[Tensor] | None]  # in the rule's order, a step count first where it keeps one; None: not made yet
     first_chunk: list[int] = field(default_factory=list)
     chunks: int = 0
     complete: bool = False  # every parameter has its state
@@ -139,7 +140,9 @@ def make_state(rule: type[Rule], tensor: Tensor, entries: dict[str, Any]) -> Non
     """
     fresh = all(entries.get(name) is None for name in rule.states)
     if rule.counts_steps:
-        step = entries.get("step", 0.0 if fresh else 1.0)  # torch's SGD counts none: with a buffer, the first step is over
+        step = entries.get(
+            "step", 0.0 if fresh else 1.0
+        )  # torch's SGD counts none: with a buffer, the first step is over
         entries["step"] = torch.as_tensor(step, dtype=torch.float32).to(tensor.device).reshape(())
     for name in rule.states:
         value = entries.get(name)
@@ -236,7 +239,7 @@ def _check_shared_memory(tensors: Sequence[Tensor]) -> None:
         for t in tensors
         if has_memory(t) and t.numel() > 0 and layout(t) == "dense"
     )
-    for (*device, _, end), (*next_device, start, _) in zip(spans, spans[1:], strict=False):
+    for (*device, _, end), (*next_device, start, _) in pairwise(spans):
         if device == next_device and start < end:
             raise RuntimeError(
                 "two parameters share memory, and would be updated twice at once; "

@@ -53,8 +53,8 @@ def windows(
 ) -> Windows[Item]:
     """Cuts an iterable of micro-batches into windows: yields (item, last), `last` at the end of each.
 
-    The last window of the iterable is closed even when it is shorter. With a `len()`, items are passed on as they come; without
-    one, one item is looked ahead.
+    The last window of the iterable is closed even when it is shorter. With a `len()`, items are passed on as they
+    come; without one, one item is looked ahead.
 
     Args:
         iterable: micro-batches, a DataLoader for instance.

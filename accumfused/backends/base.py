@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ OVERWRITE = -1  # what an accumulator that holds nothing yet has in place of its
 class Fold:
     """One micro-batch's arrival in the accumulators.
 
-    accumulator <- (weights[held] * scale) * accumulator + (weights[weight] * scale) * grad, each factor rounded to fp32 once; a
-    weight of 0 leaves its term out, whatever it holds. OVERWRITE: accumulator <- grad.
+    accumulator <- (weights[held] * scale) * accumulator + (weights[weight] * scale) * grad, each factor rounded to fp32
+    once; a weight of 0 leaves its term out, whatever it holds. OVERWRITE: accumulator <- grad.
     """
 
     grads: Grads  # None: the accumulator is only rescaled
@@ -77,8 +77,10 @@ def new_outcome(device: torch.device, normed: bool) -> Outcome:
 
 
 class Backend(Protocol):
-    name: ClassVar[str]
-    native: ClassVar[bool]  # works on the plan's table of addresses
+    """The three verbs."""
+
+    name: str
+    native: bool  # works on the plan's table of addresses
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         """Folds, and writes the sums of squares of what it folded or rescaled into partials [plan.chunks], fp32."""

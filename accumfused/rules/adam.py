@@ -4,8 +4,8 @@
     v <- beta2 v + (1 - beta2) g^2          (amsgrad: v_max <- max(v_max, v), used in place of v below)
     p <- p (1 - lr weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-Adam adds weight_decay * p to g instead (L2). Kingma & Ba 2015 (arXiv:1412.6980); decoupled weight decay: Loshchilov & Hutter
-2019 (arXiv:1711.05101); AMSGrad: Reddi et al. 2018 (arXiv:1904.09237).
+Adam adds weight_decay * p to g instead (L2). Kingma & Ba 2015 (arXiv:1412.6980); decoupled weight decay: Loshchilov &
+Hutter 2019 (arXiv:1711.05101); AMSGrad: Reddi et al. 2018 (arXiv:1904.09237).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class AmsgradRule(AdamRule):
     states = (*AdamRule.states, "max_exp_avg_sq")
 
 
-class Adam(FusedOptimizer, torch.optim.Adam):
+class Adam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
     """Adam, with accumulation, unscaling and clipping in the same pass.
 
     Takes the place of `torch.optim.Adam`: same arguments, group keys, state names and checkpoints.
@@ -76,9 +76,9 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         params: fp32 parameters or parameter groups; gradients may be fp32, fp16 or bf16.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; weight_decay is L2.
         max_grad_norm: clip the global norm of all gradients, as `clip_grad_norm_` does; None: no clipping.
-        nonfinite: what a step does on a non-finite norm: "skip" writes nothing, "propagate" behaves as stock torch, "raise" checks on
-            the host and raises before anything is written; None: "skip" whenever a norm is taken.
-        backend: "auto", "cpu" or "torch".
+        nonfinite: what a step does on a non-finite norm: "skip" writes nothing, "propagate" behaves as stock torch,
+            "raise" checks on the host and raises before anything is written; None: "skip" whenever a norm is taken.
+        backend: "cpu" (native kernels), "torch" (the reference), or "auto": the fastest that can run.
         foreach, fused, capturable: accepted for torch's sake; they choose between torch's implementations.
         differentiable: not supported.
         decoupled_weight_decay: as in torch: True makes it AdamW.
@@ -88,7 +88,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     """
 
     rules = (AdamRule, AmsgradRule)
-    torch_class = torch.optim.Adam
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
 
     def __init__(
         self,
@@ -120,11 +120,11 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         return AmsgradRule if group["amsgrad"] else AdamRule
 
 
-class AdamW(Adam, torch.optim.AdamW):
+class AdamW(Adam, torch.optim.AdamW):  # type: ignore[override]
     """AdamW: `Adam` with decoupled weight decay.
 
-    Takes the place of `torch.optim.AdamW`: same arguments, group keys, state names and checkpoints. Arguments and errors are those of
-    `Adam`; weight_decay multiplies the parameter by 1 - lr * weight_decay.
+    Takes the place of `torch.optim.AdamW`: same arguments, group keys, state names and checkpoints. Arguments and
+    errors are those of `Adam`; weight_decay multiplies the parameter by 1 - lr * weight_decay.
     """
 
     torch_class = torch.optim.AdamW

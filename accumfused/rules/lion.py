@@ -35,9 +35,7 @@ class LionRule(Rule):
             "one_minus_beta2": 1.0 - hyper["beta2"],
             "decay": 1.0 - hyper["lr"] * hyper["weight_decay"],
         }
-        return fp32(numbers, step.device) | {
-            "coefficient": -coefficient if hyper["maximize"] else coefficient
-        }
+        return fp32(numbers, step.device) | {"coefficient": -coefficient if hyper["maximize"] else coefficient}
 
     @staticmethod
     def update(s: Mapping[str, Tensor], param: Tensor, grad: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
@@ -79,12 +77,12 @@ class Lion(FusedOptimizer):
         backend: str = "auto",
     ) -> None:
         self._configure(max_grad_norm, nonfinite, backend)
-        if not 0.0 <= lr:
+        if not lr >= 0.0:
             raise ValueError(f"Invalid learning rate: {lr}")
         for index, beta in enumerate(betas):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-        if not 0.0 <= weight_decay:
+        if not weight_decay >= 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         torch.optim.Optimizer.__init__(self, params, defaults)

@@ -10,7 +10,7 @@ torch's form of Sutskever et al. 2013 ("On the importance of initialization and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from accumfused.rule import Rule, fp32
 
 class SgdRule(Rule):
     name = "sgd"
-    states = ()
+    states: ClassVar[tuple[str, ...]] = ()
     counts_steps = False
     hypers = ("lr", "momentum", "dampening", "nesterov", "weight_decay", "maximize")
 
@@ -53,11 +53,11 @@ class MomentumRule(SgdRule):
     counts_steps = True  # so that a skipped first step leaves the second one the first
 
 
-class SGD(FusedOptimizer, torch.optim.SGD):
+class SGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     """SGD, with accumulation, unscaling and clipping in the same pass.
 
-    Takes the place of `torch.optim.SGD`: same arguments, group keys, state names and checkpoints (with momentum, the state also counts
-    steps).
+    Takes the place of `torch.optim.SGD`: same arguments, group keys, state names and checkpoints (with momentum, the
+    state also counts steps).
 
     Args:
         params: fp32 parameters or parameter groups; gradients may be fp32, fp16 or bf16.
