@@ -101,7 +101,7 @@ class Window:
     def fold(
         self, plan: Plan, backend: Backend, grads: Grads, weight: float | Tensor | None, *, in_loss: bool, last: bool
     ) -> None:
-        """Adds a micro-batch of matched gradients; `last` closes the window.
+        """Adds a micro-batch of matched gradients and releases `p.grad`; `last` closes the window.
 
         Args:
             weight: of this micro-batch; None: a plain sum.
@@ -122,6 +122,9 @@ class Window:
             if weight is not None and not in_loss:
                 index = self._weigh(weight)
         self._add(plan, backend, grads, index, self._closing_scale() if last else 1.0)
+        for param in plan.params:
+            if param.grad is not None:
+                param.grad = None
         if last:
             self.expose()
 

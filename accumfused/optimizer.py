@@ -287,9 +287,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         if last:
             window.check_total(weight)
         matched = current.match(grads)
-        for param, grad in zip(current.params, grads, strict=True):
-            if grad is not None:
-                param.grad = None
         assert self._runtime.backend is not None
         window.fold(current, self._runtime.backend, matched, weight, in_loss=in_loss, last=last)
 

@@ -140,9 +140,8 @@ def make_state(rule: type[Rule], tensor: Tensor, entries: dict[str, Any]) -> Non
     """
     fresh = all(entries.get(name) is None for name in rule.states)
     if rule.counts_steps:
-        step = entries.get(
-            "step", 0.0 if fresh else 1.0
-        )  # torch's SGD counts none: with a buffer, the first step is over
+        # torch's SGD counts no steps: where it left a buffer, the first step is over.
+        step = entries.get("step", 0.0 if fresh else 1.0)
         entries["step"] = torch.as_tensor(step, dtype=torch.float32).to(tensor.device).reshape(())
     for name in rule.states:
         value = entries.get(name)

@@ -91,7 +91,6 @@ Table::Table(const py::capsule& exchange_api, const py::list& owners, const py::
     Row& row = rows_[i];
     row.first_chunk = chunks_;
     owners_.push_back(PyList_GET_ITEM(owners.ptr(), i));
-    kept_.push_back(owners[i]);
     PyObject* param = PyList_GET_ITEM(params.ptr(), i);
     dlpack::Tensor tensor;
     if (!read(param, tensor) || !is_float32(tensor)) continue;  // frozen, say: a gradient for it is refused
@@ -107,7 +106,7 @@ Table::Table(const py::capsule& exchange_api, const py::list& owners, const py::
     chunks_ += chunk_count(row.numel);
     numel_ += row.numel;
     own(param);
-    if (!owners[i].is(params[i])) own(PyList_GET_ITEM(owners.ptr(), i));
+    if (owners_[i] != param) own(owners_[i]);
 
     if (states[i].is_none()) continue;  // it has none yet
     bool step_next = counts_steps[i].cast<bool>();
@@ -132,7 +131,6 @@ void* Table::own(PyObject* object) {
   dlpack::ManagedTensor* handle = nullptr;
   if (api_->managed_tensor_from_py_object_no_sync(object, &handle) != 0) throw py::error_already_set();
   handles_.emplace_back(handle);
-  kept_.push_back(py::reinterpret_borrow<py::object>(object));
   void* const data = address(handle->tensor);
   watched_.push_back({object, data});
   return data;
@@ -159,9 +157,6 @@ void Table::remember(const py::list& param_groups, const py::dict& state) {
   };
   walk_groups(param_groups, keep(group_params_));
   walk_state(state, keep(state_walk_));
-  for (const auto& pointers : {group_params_, state_walk_}) {
-    for (PyObject* object : pointers) kept_.push_back(py::reinterpret_borrow<py::object>(object));  // no address is reused
-  }
 }
 
 bool Table::unchanged(const py::list& param_groups, const py::dict& state) const {
