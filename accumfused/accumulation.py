@@ -99,11 +99,20 @@ class Window:
             )
 
     def fold(
-        self, plan: Plan, backend: Backend, grads: Grads, weight: float | Tensor | None, *, in_loss: bool, last: bool
+        self,
+        plan: Plan,
+        backend: Backend,
+        grads: Grads,
+        complete: bool,
+        weight: float | Tensor | None,
+        *,
+        in_loss: bool,
+        last: bool,
     ) -> None:
         """Adds a micro-batch of matched gradients and releases `p.grad`; `last` closes the window.
 
         Args:
+            complete: there is a gradient for every parameter.
             weight: of this micro-batch; None: a plain sum.
             in_loss: the loss was multiplied by the weight, so the gradients are already.
         """
@@ -116,15 +125,14 @@ class Window:
         if weight is not None:
             self._total = self._total + weight
         if weight == 0 and not isinstance(weight, Tensor):
-            grads = [None] * len(grads)
+            grads, complete = [None] * len(grads), False
         else:
             self._count += 1
             if weight is not None and not in_loss:
                 index = self._weigh(weight)
-        self._add(plan, backend, grads, index, self._closing_scale() if last else 1.0)
+        self._add(plan, backend, grads, complete, index, self._closing_scale() if last else 1.0)
         for param in plan.params:
-            if param.grad is not None:
-                param.grad = None
+            param.grad = None
         if last:
             self.expose()
 
@@ -135,8 +143,9 @@ class Window:
         alone = self._only_weight()
         if alone is not None:
             return self._total / self._weights[alone] if isinstance(self._total, Tensor) else 1.0
-        pending: Grads = [a if h > _READY else None for a, h in zip(self.accumulators, self._held, strict=True)]
-        self._launch(plan, backend, [None] * len(pending), pending, _READY, 1.0)
+        if max(self._held) > _READY:
+            pending: Grads = [a if h > _READY else None for a, h in zip(self.accumulators, self._held, strict=True)]
+            self._launch(plan, backend, [None] * len(pending), pending, _READY, 1.0)
         return self._total
 
     def expose(self) -> None:
@@ -151,8 +160,10 @@ class Window:
                 param.grad_dtype = None
             param.grad = accumulator
 
-    def stale(self, grads: Grads) -> Grads:
-        """Those accumulators whose sums of squares are not in `partials`."""
+    def stale(self, grads: Grads) -> Grads | None:
+        """Those accumulators whose sums of squares are not in `partials`, if any."""
+        if False not in self._summed:
+            return None
         return [None if summed else grad for grad, summed in zip(grads, self._summed, strict=True)]
 
     def consume(self) -> None:
@@ -208,18 +219,21 @@ class Window:
 
     def _only_weight(self) -> int | None:
         """The index of the weight that all accumulators wait for, if one micro-batch was all: its mean is itself."""
-        pending = {held for held in self._held if held != OVERWRITE}
+        pending = set(self._held) - {OVERWRITE}
         return pending.pop() if self._count == 1 and len(pending) == 1 and _READY not in pending else None
 
     def _closing_scale(self) -> float | Tensor:
         return 1.0 / self._total if self._weighted else 1.0
 
-    def _add(self, plan: Plan, backend: Backend, grads: Grads, index: int, scale: float | Tensor) -> None:
-        first: Grads = [g if a is None else None for g, a in zip(grads, self.accumulators, strict=True)]
-        added: Grads = [g if a is not None else None for g, a in zip(grads, self.accumulators, strict=True)]
-        if any(grad is not None for grad in first):
+    def _add(
+        self, plan: Plan, backend: Backend, grads: Grads, complete: bool, index: int, scale: float | Tensor
+    ) -> None:
+        added, rows = grads, self.accumulators
+        if OVERWRITE in self._held or not complete:
+            first: Grads = [g if a is None else None for g, a in zip(grads, self.accumulators, strict=True)]
+            added = [g if a is not None else None for g, a in zip(grads, self.accumulators, strict=True)]
             self._take_first(plan, backend, first, index)
-        rows: Grads = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
+            rows = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
         if isinstance(scale, Tensor) or (scale != 1.0 and self._only_weight() is None):
             rows = self.accumulators  # closing rescales them all
         self._launch(plan, backend, added, rows, index, scale)
@@ -230,9 +244,8 @@ class Window:
         if all(accumulator is None for accumulator in rows):
             return
         backend.accumulate(plan, Fold(grads, rows, self._held, self._weights, index, scale), self.partials)
-        for row, accumulator in enumerate(rows):
-            if accumulator is not None:
-                self._held[row], self._summed[row] = _READY, True
+        self._held = [h if a is None else _READY for a, h in zip(rows, self._held, strict=True)]
+        self._summed = [s or a is not None for a, s in zip(rows, self._summed, strict=True)]
 
     def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int) -> None:
         """The window's first gradients of some parameters: adopted where they can be, else copied to the arena.
@@ -241,6 +254,8 @@ class Window:
         """
         adopted: set[int] = set()
         copied: Grads = [None] * len(grads)
+        if all(grad is None for grad in grads):
+            return
         for row, grad in enumerate(grads):
             if grad is None:
                 continue

@@ -170,7 +170,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             window.follow(current)
             window.check_total(0.0)
             grads = window.accumulators
-            present = sum(grad is not None for grad in grads)
+            present = len(grads) - sum(grad is None for grad in grads)
         if present:
             self._tail(current, grads, present == len(grads), normalizer)
         if window.phase is not Phase.IDLE:
@@ -288,7 +288,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             window.check_total(weight)
         matched = current.match(grads)
         assert self._runtime.backend is not None
-        window.fold(current, self._runtime.backend, matched, weight, in_loss=in_loss, last=last)
+        complete = present == len(grads)
+        window.fold(current, self._runtime.backend, matched, complete, weight, in_loss=in_loss, last=last)
 
     def _tail(self, current: Plan, grads: Grads, complete: bool, normalizer: float | Tensor | None) -> None:
         """Norm and step of these gradients; `complete`: there is one for every parameter."""

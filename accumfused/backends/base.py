@@ -85,14 +85,14 @@ class Backend(Protocol):
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         """Folds, and writes the sums of squares of what it folded or rescaled into partials [plan.chunks], fp32."""
 
-    def norm(self, plan: Plan, grads: Grads, partials: Tensor | None, scaling: Scaling) -> Outcome:
+    def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         """Ends in one coefficient on the device.
 
         norm = sqrt(sum(partials)) / normalization
         coefficient = min(1, max_grad_norm / (norm + 1e-6)) / normalization
 
         Args:
-            grads: those whose sums of squares are missing from partials; None leaves a row's partials alone.
+            grads: those whose sums of squares are missing from partials, if any; None leaves a row's partials alone.
             partials: None: no norm is taken, and only the normalization enters.
         """
 

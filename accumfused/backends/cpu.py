@@ -35,9 +35,9 @@ class CpuBackend:
         )  # fmt: skip
         plan.let_go()
 
-    def norm(self, plan: Plan, grads: Grads, partials: Tensor | None, scaling: Scaling) -> Outcome:
+    def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = new_outcome(torch.device("cpu"), normed=partials is not None)
-        if partials is not None and any(grad is not None for grad in grads):
+        if partials is not None and grads is not None:
             plan.point_at(grads)
             self._c.norm(self.instruction_set, plan.table, torch.get_num_threads(), partials.data_ptr())
         self._c.finish_norm(

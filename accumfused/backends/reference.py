@@ -36,7 +36,7 @@ class ReferenceBackend:
                 accumulator.copy_(value)
                 _write_partials(partials, first_chunk, accumulator)
 
-    def norm(self, plan: Plan, grads: Grads, partials: Tensor | None, scaling: Scaling) -> Outcome:
+    def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         with ieee():
             outcome = new_outcome(plan.device, normed=partials is not None)
             device = outcome.values.device
@@ -46,7 +46,7 @@ class ReferenceBackend:
             inverse = torch.where(divisor > 0, 1.0 / divisor, torch.nan)
             norm = torch.zeros((), dtype=torch.float64, device=device)
             if partials is not None:
-                for grad, first_chunk in zip(grads, plan.first_chunk, strict=True):
+                for grad, first_chunk in zip(grads or [], plan.first_chunk, strict=False):
                     if grad is not None:
                         _write_partials(partials, first_chunk, grad)
                 norm = square_root(sum_partials(partials).float()).double() * inverse

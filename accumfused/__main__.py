@@ -1,0 +1,76 @@
+"""`python -m accumfused`: what runs on this machine, what does not, and why. Put its output into a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import accumfused
+from accumfused import _native
+from accumfused.backends import NAMES, why_not
+
+
+def report() -> dict[str, Any]:
+    """Everything as plain data; `--json` prints this."""
+    return {
+        "versions": {
+            "accumfused": accumfused.__version__,
+            "python": f"{platform.python_version()} ({platform.python_implementation()})",
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "compiler": getattr(_native._C, "COMPILER", None),
+            "system": platform.platform(),
+            "installed in": str(Path(accumfused.__file__).parent),
+        },
+        "backends": {name: why_not(name) for name in NAMES if name != "auto"},  # None: runs
+        "instruction_sets": _native._C.instruction_sets() if _native._C is not None else [],  # the first is used
+        "threads": torch.get_num_threads(),
+        "devices": {
+            "cpu": processor(),
+            **{f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())},
+        },
+    }
+
+
+def processor() -> str:
+    """The CPU's name: platform.processor() is empty on most Linux systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def as_text(found: dict[str, Any]) -> str:
+    rows = [(name, version) for name, version in found["versions"].items() if version is not None]
+    rows += [("threads", str(found["threads"])), *found["devices"].items()]
+    best, *others = found["instruction_sets"] or ["none: there is no native module"]
+    rows.append(("instruction sets", ", ".join([f"{best} (used)" if found["instruction_sets"] else best, *others])))
+    lines = [f"{name:<18}{value}" for name, value in rows]
+    lines += ["", 'backends, in the order in which backend="auto" prefers them:']
+    for name, reason in found["backends"].items():
+        lines.append(f"  {name:<8}{'runs' if reason is None else 'does not run: ' + indented(reason)}")
+    return "\n".join(lines)
+
+
+def indented(reason: str) -> str:
+    first, _, rest = reason.partition("\n")
+    return first + ("\n" + textwrap.indent(rest, " " * 10) if rest else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m accumfused", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    found = report()
+    print(json.dumps(found, indent=2) if parser.parse_args().json else as_text(found))
+
+
+if __name__ == "__main__":
+    main()
