@@ -89,8 +89,8 @@ struct AdamFamily {
     exp_avg_sq = flush_subnormal(exp_avg_sq * beta2 + (g * g) * one_minus_beta2);
     float second = exp_avg_sq;
     if constexpr (kAmsgrad) {
-      // A NaN propagates, as in torch.maximum.
-      second = exp_avg_sq > max_exp_avg_sq || exp_avg_sq != exp_avg_sq ? exp_avg_sq : max_exp_avg_sq;
+      second = exp_avg_sq > max_exp_avg_sq ? exp_avg_sq : max_exp_avg_sq;
+      second = exp_avg_sq != exp_avg_sq ? exp_avg_sq : second;  // a NaN propagates, as in torch.maximum
       max_exp_avg_sq = second;
     }
     const float denominator = square_root(second) * inverse_root + eps;
