@@ -81,6 +81,10 @@ class Window:
                     f"is open; its accumulator has shape {list(accumulator.shape)} and is on {accumulator.device}. "
                     "Move the model back, or call zero_grad() and begin the window again"
                 )
+        for row, accumulator in enumerate(self.accumulators):
+            if accumulator is not None and accumulator.stride() != plan.tensors[row].stride():
+                self.accumulators[row] = torch.empty_like(plan.tensors[row], requires_grad=False).copy_(accumulator)
+                self._summed[row] = False  # the norm's order is that of memory
         new = len(plan.params) - known
         self._plan, self.params = plan, list(plan.params)
         self.accumulators += [None] * new

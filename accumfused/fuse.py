@@ -103,8 +103,19 @@ class ForeignStep(FusedOptimizer):
                 if row is None and grad is not None:
                     grad.mul_(outcome.coefficient)
         self._expose(current, grads)
+        self._own_step()
+
+    def _own_step(self) -> None:
         assert self.torch_class is not None
-        inspect.unwrap(self.torch_class.step)(self)  # unwrapped: the hooks are ours already
+        step: Any = self.torch_class.step
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__  # the hooks are ours already
+        applied = [name for name in ("grad_scale", "found_inf") if name in vars(self)]
+        hidden = {name: vars(self).pop(name) for name in applied}
+        try:
+            step(self)
+        finally:
+            vars(self).update(hidden)
 
     def _expose(self, current: Plan, grads: Grads) -> None:
         """The gradients as the step is to see them: the window's, and those copied into another layout."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ class Plan:
 
     @property
     def device(self) -> torch.device:
-        return self.tensors[0].device if self.tensors else torch.device("cpu")
+        return next((tensor.device for tensor in self.tensors if has_memory(tensor)), torch.device("cpu"))
 
     def unchanged(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool:
         """Whether groups, states and the memory behind them are still those of this plan."""
@@ -122,12 +121,13 @@ def build(
         plan.tensors.append(tensor)
         plan.states.append(_rows_state(rules[group], tensor, state.get(param)))
         plan.first_chunk.append(plan.chunks)
-        plan.chunks += chunk_count(tensor.numel()) if tensor.dtype == torch.float32 and has_memory(tensor) else 0
+        plan.chunks += chunk_count(tensor.numel())
     plan.complete = None not in plan.states
-    _check_shared_memory(plan.tensors)
+    _check_shared_memory(params)
     if native:
         counts = [rules[group].counts_steps for group in groups]
-        plan.table = _native._C.Table(_native.exchange_api, params, plan.tensors, groups, plan.states, counts)
+        numels = [tensor.numel() for tensor in plan.tensors]
+        plan.table = _native._C.Table(_native.exchange_api, params, plan.tensors, numels, groups, plan.states, counts)
         plan.table.remember(param_groups, state)
         assert plan.table.chunks == plan.chunks
     return plan
@@ -232,15 +232,35 @@ def _fits(value: Tensor, tensor: Tensor) -> bool:
     )
 
 
-def _check_shared_memory(tensors: Sequence[Tensor]) -> None:
+def _check_shared_memory(params: Sequence[Tensor]) -> None:
     spans = sorted(
-        (t.device.type, t.device.index or 0, t.data_ptr(), t.data_ptr() + t.numel() * t.element_size())
-        for t in tensors
-        if has_memory(t) and t.numel() > 0 and layout(t) == "dense"
+        ((p.device.type, p.device.index or 0, p.data_ptr(), _end(p), p) for p in params if has_memory(p) and p.numel()),
+        key=lambda span: span[:3],
     )
-    for (*device, _, end), (*next_device, start, _) in pairwise(spans):
-        if device == next_device and start < end:
-            raise RuntimeError(
-                "two parameters share memory, and would be updated twice at once; "
-                "tie them by assigning one Parameter object to both places"
-            )
+    for index, (*device, _, end, param) in enumerate(spans):
+        for *other_device, start, _, other in spans[index + 1 :]:
+            if other_device != device or start >= end:
+                break
+            if param is not other and _overlap(param, other):
+                raise RuntimeError(
+                    "two parameters share memory, and would be updated twice at once; "
+                    "tie them by assigning one Parameter object to both places"
+                )
+
+
+def _end(param: Tensor) -> int:
+    """The address behind the last element."""
+    reach = 1 + sum(stride * (size - 1) for stride, size in zip(param.stride(), param.shape, strict=True))
+    return param.data_ptr() + reach * param.element_size()
+
+
+def _overlap(param: Tensor, later: Tensor) -> bool:
+    """Whether two tensors whose spans meet have an element in common: columns of one matrix may not."""
+    apart = later.data_ptr() - param.data_ptr()
+    if param.element_size() != later.element_size() or apart % param.element_size():
+        return True
+    offset = apart // param.element_size()
+    size = (max(_end(param), _end(later)) - param.data_ptr()) // param.element_size()
+    taken = torch.zeros(size, dtype=torch.bool)
+    taken.as_strided(param.shape, param.stride()).fill_(True)
+    return bool(taken.as_strided(later.shape, later.stride(), offset).any())

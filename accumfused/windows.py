@@ -37,15 +37,13 @@ class Windows(Generic[Item]):
         return self._cut(_with_length(self._iterable, length))
 
     def _cut(self, items: Iterable[tuple[Item, bool]]) -> Iterator[tuple[Item, bool]]:
-        update = self._start
-        left = _checked(self._steps(update))
+        update, left = self._start, 0
         for item, ends in items:
-            left -= 1
-            last = ends or left == 0
-            yield item, last
-            if last:
-                update += 1
+            if left == 0:
                 left = _checked(self._steps(update))
+                update += 1
+            left = 0 if ends else left - 1
+            yield item, left == 0
 
 
 def windows(
@@ -85,7 +83,7 @@ def _with_length(iterable: Iterable[Item], length: int) -> Iterator[tuple[Item, 
     for item in iterable:
         count += 1
         yield item, count == length
-    if count < length:
+    if count != length:
         warnings.warn(
             f"the iterable ended after {count} items, its len() says {length}: the last window may not be closed; "
             "call optimizer.step() once more, or pass an iterable without len()",

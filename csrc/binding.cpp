@@ -102,8 +102,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("rules", rules, "Of each rule: name, state names, whether it counts steps, names of its hyper-parameters.");
   py::class_<Table>(m, "Table")
       .def(py::init<const py::capsule&, const py::list&, const py::list&, const py::list&, const py::list&,
-                    const py::list&>(),
-           py::arg("exchange_api"), py::arg("owners"), py::arg("params"), py::arg("groups"), py::arg("states"),
+                    const py::list&, const py::list&>(),
+           py::arg("exchange_api"), py::arg("owners"), py::arg("params"), py::arg("numels"), py::arg("groups"), py::arg("states"),
            py::arg("counts_steps"))
       .def("remember", &Table::remember, py::arg("param_groups"), py::arg("state"))
       .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state"))

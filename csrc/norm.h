@@ -35,7 +35,7 @@ struct Scaling {
 inline void finish_norm(const Scaling& scaling, const float* partials, int64_t chunks, float* outcome, int64_t* skips) {
   const double divisor =
       scaling.device_normalization ? scaling.normalization * *scaling.device_normalization : scaling.normalization;
-  const double inverse = divisor > 0 ? 1.0 / divisor : double(__builtin_nanf(""));
+  const double inverse = divisor > 0 && __builtin_isfinite(divisor) ? 1.0 / divisor : double(__builtin_nanf(""));
   const double norm = partials ? double(square_root(float(sum_partials(partials, chunks)))) * inverse : 0.0;
   double clip = 1.0;
   if (scaling.clips) {

@@ -23,12 +23,6 @@ bool is_float32(const dlpack::Tensor& tensor) {
   return grad_dtype(tensor.dtype, dtype) && dtype == Dtype::kFloat32;
 }
 
-int64_t element_count(const dlpack::Tensor& tensor) {
-  int64_t count = 1;
-  for (int32_t d = 0; d < tensor.ndim; ++d) count *= tensor.shape[d];
-  return count;
-}
-
 // Calls visit(object) for every parameter of the groups, in order, until it answers false.
 template <class Visit>
 bool walk_groups(const py::list& param_groups, const Visit& visit) {
@@ -79,40 +73,34 @@ class GradGetter {
 
 }  // namespace
 
-Table::Table(const py::capsule& exchange_api, const py::list& owners, const py::list& params, const py::list& groups,
-             const py::list& states, const py::list& counts_steps)
+Table::Table(const py::capsule& exchange_api, const py::list& owners, const py::list& params, const py::list& numels,
+             const py::list& groups, const py::list& states, const py::list& counts_steps)
     : api_(static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange_api.ptr(), dlpack::kCapsuleName))) {
   if (api_ == nullptr) throw py::error_already_set();
   if (api_->version.major != dlpack::kMajorVersion) throw std::runtime_error("DLPack exchange table of another major version");
   const size_t count = params.size();
   rows_.resize(count);
-  layouts_.resize(count);
+  for (size_t i = 0; i < count; ++i) {
+    owners_.push_back(PyList_GET_ITEM(owners.ptr(), i));
+    owner_layouts_.push_back(layout_of(owners_[i]));
+    layouts_.push_back(layout_of(PyList_GET_ITEM(params.ptr(), i)));
+  }
   for (size_t i = 0; i < count; ++i) {
     Row& row = rows_[i];
+    row.numel = numels[i].cast<int64_t>();
     row.first_chunk = chunks_;
-    owners_.push_back(PyList_GET_ITEM(owners.ptr(), i));
-    PyObject* param = PyList_GET_ITEM(params.ptr(), i);
-    dlpack::Tensor tensor;
-    if (!read(param, tensor) || !is_float32(tensor)) continue;  // frozen, say: a gradient for it is refused
-    Layout& layout = layouts_[i];
-    layout.device = tensor.device;
-    layout.sizes.assign(tensor.shape, tensor.shape + tensor.ndim);
-    layout.strides.assign(tensor.strides, tensor.strides + tensor.ndim);
-    layout.readable = true;
-
-    row.param = static_cast<float*>(address(tensor));
-    row.numel = element_count(tensor);
     row.group = groups[i].cast<int32_t>();
     chunks_ += chunk_count(row.numel);
     numel_ += row.numel;
-    own(param);
-    if (owners_[i] != param) own(owners_[i]);
-
+    if (!layouts_[i].readable) continue;  // frozen, say: a gradient for it is refused
+    PyObject* param = PyList_GET_ITEM(params.ptr(), i);
+    row.param = static_cast<float*>(own(param, &layouts_[i]));
+    if (owners_[i] != param) own(owners_[i], &owner_layouts_[i]);
     if (states[i].is_none()) continue;  // it has none yet
     bool step_next = counts_steps[i].cast<bool>();
     int next = 0;
     for (const py::handle entry : states[i].cast<py::list>()) {
-      float* data = static_cast<float*>(own(entry.ptr()));
+      float* data = static_cast<float*>(own(entry.ptr(), step_next ? nullptr : &layouts_[i]));
       (step_next ? row.step : row.state[next++]) = data;
       step_next = false;
     }
@@ -127,26 +115,38 @@ bool Table::read(PyObject* object, dlpack::Tensor& out) const {
   return true;
 }
 
-void* Table::own(PyObject* object) {
-  dlpack::ManagedTensor* handle = nullptr;
-  if (api_->managed_tensor_from_py_object_no_sync(object, &handle) != 0) throw py::error_already_set();
-  handles_.emplace_back(handle);
-  void* const data = address(handle->tensor);
-  watched_.push_back({object, data});
-  return data;
-}
-
-bool Table::same_layout(size_t index, const dlpack::Tensor& tensor) const {
-  const Layout& layout = layouts_[index];
+bool Table::same_layout(const Layout& layout, const dlpack::Tensor& tensor) {
   if (!layout.readable || layout.sizes.size() != size_t(tensor.ndim) || layout.device.type != tensor.device.type ||
       layout.device.id != tensor.device.id) {
     return false;
   }
+  bool same_strides = true, empty = false;
   for (size_t d = 0; d < layout.sizes.size(); ++d) {
     if (layout.sizes[d] != tensor.shape[d]) return false;
-    if (layout.strides[d] != tensor.strides[d] && layout.sizes[d] > 1 && rows_[index].numel > 0) return false;
+    same_strides &= layout.strides[d] == tensor.strides[d] || layout.sizes[d] == 1;
+    empty |= layout.sizes[d] == 0;
   }
-  return true;
+  return same_strides || empty;
+}
+
+Table::Layout Table::layout_of(PyObject* object) const {
+  Layout layout;
+  dlpack::Tensor tensor;
+  if (!read(object, tensor) || !is_float32(tensor)) return layout;
+  layout.readable = true;
+  layout.device = tensor.device;
+  layout.sizes.assign(tensor.shape, tensor.shape + tensor.ndim);
+  layout.strides.assign(tensor.strides, tensor.strides + tensor.ndim);
+  return layout;
+}
+
+void* Table::own(PyObject* object, const Layout* layout) {
+  dlpack::ManagedTensor* handle = nullptr;
+  if (api_->managed_tensor_from_py_object_no_sync(object, &handle) != 0) throw py::error_already_set();
+  handles_.emplace_back(handle);
+  void* const data = address(handle->tensor);
+  watched_.push_back({object, data, layout});
+  return data;
 }
 
 void Table::remember(const py::list& param_groups, const py::dict& state) {
@@ -166,9 +166,13 @@ bool Table::unchanged(const py::list& param_groups, const py::dict& state) const
   size_t params = 0, entries = 0;
   if (!walk_groups(param_groups, same(group_params_, params)) || params != group_params_.size()) return false;
   if (!walk_state(state, same(state_walk_, entries)) || entries != state_walk_.size()) return false;
+  dlpack::Tensor tensor;
+  for (size_t i = 0; i < owners_.size(); ++i) {  // one that could not be read may have become readable
+    if (!owner_layouts_[i].readable && read(owners_[i], tensor) && is_float32(tensor)) return false;
+  }
   for (const Watched& watched : watched_) {
-    dlpack::Tensor tensor;
-    if (!read(watched.object, tensor) || address(tensor) != watched.data) return false;
+    if (!read(watched.object, tensor) || address(tensor) != watched.data || !is_float32(tensor)) return false;
+    if (watched.layout != nullptr && !same_layout(*watched.layout, tensor)) return false;
   }
   return true;
 }
@@ -178,7 +182,7 @@ bool Table::set_grad(size_t index, PyObject* grad) {
   row.grad = nullptr;
   if (grad == Py_None) return true;
   dlpack::Tensor tensor;
-  if (!read(grad, tensor) || !grad_dtype(tensor.dtype, row.grad_dtype) || !same_layout(index, tensor)) return false;
+  if (!read(grad, tensor) || !grad_dtype(tensor.dtype, row.grad_dtype) || !same_layout(layouts_[index], tensor)) return false;
   row.grad = row.numel ? address(tensor) : &kEmpty;
   return true;
 }
@@ -212,7 +216,7 @@ int64_t Table::set_accumulators(const py::list& accumulators, const py::list& we
     PyObject* accumulator = PyList_GET_ITEM(accumulators.ptr(), i);
     if (accumulator == Py_None) continue;
     dlpack::Tensor tensor;
-    if (!read(accumulator, tensor) || !is_float32(tensor) || !same_layout(i, tensor)) return int64_t(i);
+    if (!read(accumulator, tensor) || !is_float32(tensor) || !same_layout(layouts_[i], tensor)) return int64_t(i);
     row.accumulator = static_cast<float*>(address(tensor));
     row.weight = int32_t(PyLong_AsLong(PyList_GET_ITEM(weights.ptr(), i)));
   }

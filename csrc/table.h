@@ -19,11 +19,11 @@ namespace py = pybind11;
 
 class Table {
  public:
-  // params[i]: what the kernels write; owners[i]: the parameter itself (another object where the parameter's memory is
-  // not dense and params[i] is a dense copy); states[i]: its state tensors in the rule's order, the step count first where
+  // params[i]: what the kernels write, of numels[i] elements; owners[i]: the parameter itself (another object where the
+  // parameter's memory is not dense and params[i] is a dense copy); states[i]: its state tensors in the rule's order, the step count first where
   // the rule keeps one, or None while the parameter has none yet.
-  Table(const py::capsule& exchange_api, const py::list& owners, const py::list& params, const py::list& groups,
-        const py::list& states, const py::list& counts_steps);
+  Table(const py::capsule& exchange_api, const py::list& owners, const py::list& params, const py::list& numels,
+        const py::list& groups, const py::list& states, const py::list& counts_steps);
 
   // Remembers which objects param_groups and the optimizer's state hold...
   void remember(const py::list& param_groups, const py::dict& state);
@@ -45,19 +45,26 @@ class Table {
 
  private:
   struct Layout {
-    dlpack::Device device;
-    std::vector<int64_t> sizes, strides;
     bool readable = false;  // fp32 memory that a kernel can address
+    dlpack::Device device{};
+    std::vector<int64_t> sizes, strides;
+  };
+  struct Watched {
+    PyObject* object;
+    const void* data;
+    const Layout* layout;  // null: a scalar
   };
   bool set_grad(size_t index, PyObject* grad);
   bool read(PyObject* object, dlpack::Tensor& out) const;
-  bool same_layout(size_t index, const dlpack::Tensor& tensor) const;
-  void* own(PyObject* object);  // its address
+  Layout layout_of(PyObject* object) const;
+  static bool same_layout(const Layout& layout, const dlpack::Tensor& tensor);
+  void* own(PyObject* object, const Layout* layout);  // its address
 
   const dlpack::ExchangeApi* api_;
   std::vector<PyObject*> owners_;
+  std::vector<Layout> owner_layouts_;
   std::vector<Row> rows_;
-  std::vector<Layout> layouts_;
+  std::vector<Layout> layouts_;  // of params, and so of gradients, accumulators and states
   int64_t chunks_ = 0;
   int64_t numel_ = 0;
 
@@ -65,10 +72,6 @@ class Table {
     void operator()(dlpack::ManagedTensor* handle) const { handle->deleter(handle); }
   };
   std::vector<std::unique_ptr<dlpack::ManagedTensor, Release>> handles_;
-  struct Watched {
-    PyObject* object;
-    const void* data;
-  };
   std::vector<Watched> watched_;         // tensors whose memory must not move
   std::vector<PyObject*> group_params_;  // param_groups, flattened
   std::vector<PyObject*> state_walk_;    // state: key, dict and entries, in order

@@ -43,7 +43,7 @@ class ReferenceBackend:
             divisor = torch.tensor(scaling.normalization, dtype=torch.float64, device=device)
             if scaling.device_normalization is not None:
                 divisor = divisor * scaling.device_normalization
-            inverse = torch.where(divisor > 0, 1.0 / divisor, torch.nan)
+            inverse = torch.where((divisor > 0) & divisor.isfinite(), 1.0 / divisor, torch.nan)
             norm = torch.zeros((), dtype=torch.float64, device=device)
             if partials is not None:
                 for grad, first_chunk in zip(grads or [], plan.first_chunk, strict=False):
