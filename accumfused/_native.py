@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from importlib import import_module
+from inspect import isgetsetdescriptor
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +31,7 @@ except ImportError as error:
 
 if _C is not None and exchange_api is None:
     _C, unavailable = None, f"torch {torch.__version__} has no DLPack exchange table; 2.11 or newer has"
+
+# csrc/table.cpp calls these two descriptors' getters.
+if _C is not None and not all(isgetsetdescriptor(getattr(torch.Tensor, name)) for name in ("grad", "_base")):
+    _C, unavailable = None, f"torch {torch.__version__} keeps p.grad in another way; report this"

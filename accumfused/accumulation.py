@@ -132,7 +132,9 @@ class Window:
             grads, complete = [None] * len(grads), False
         else:
             self._count += 1
-            if weight is not None and not in_loss:
+            if isinstance(weight, Tensor) and in_loss:
+                index = self._weigh((weight != 0).double())  # a masked mean of nothing is NaN, also times 0
+            elif weight is not None and not in_loss:
                 index = self._weigh(weight)
         self._add(plan, backend, grads, complete, index, self._closing_scale() if last else 1.0)
         for param in plan.params:

@@ -111,7 +111,7 @@ class ForeignStep(FusedOptimizer):
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # the hooks are ours already
         applied = [name for name in ("grad_scale", "found_inf") if name in vars(self)]
-        hidden = {name: vars(self).pop(name) for name in applied}
+        hidden: dict[str, Any] = {name: vars(self).pop(name) for name in applied}
         try:
             step(self)
         finally:

@@ -86,7 +86,8 @@ class Plan:
         """Points the table's rows at these (matched) gradients until `let_go`."""
         if self._pointed_at is not grads:
             refused = self.table.set_grads(grads)
-            assert refused < 0, f"the gradient of row {refused} passed the checks in Python but not in C++"
+            if refused >= 0:
+                raise RuntimeError(f"the gradient of parameter {refused} cannot be read natively; use backend='torch'")
             self._pointed_at = grads
 
     def let_go(self) -> None:
@@ -97,7 +98,8 @@ class Plan:
         tensor = self.tensors[index]
         check_parameter(self.params[index])
         check_gradient(tensor, grad)
-        if grad.stride() == tensor.stride() and type(grad) is Tensor:
+        in_memory = type(grad) is Tensor and not grad.is_neg() and not grad._is_zerotensor()
+        if in_memory and grad.stride() == tensor.stride():
             return grad
         return torch.empty_like(tensor, dtype=grad.dtype, requires_grad=False).copy_(grad.detach())
 

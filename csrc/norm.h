@@ -23,8 +23,9 @@ struct Scaling {
   double normalization = 1.0;              // what the gradients are divided by
   const double* device_normalization = nullptr;  // multiplies it; read on the device
   const float* found_inf = nullptr;
-  double max_grad_norm = 0;  // only where a norm was taken
+  bool takes_norm = false;
   bool clips = false;
+  double max_grad_norm = 0;
   bool skips_nonfinite = false;
 };
 
@@ -36,7 +37,7 @@ inline void finish_norm(const Scaling& scaling, const float* partials, int64_t c
   const double divisor =
       scaling.device_normalization ? scaling.normalization * *scaling.device_normalization : scaling.normalization;
   const double inverse = divisor > 0 && __builtin_isfinite(divisor) ? 1.0 / divisor : double(__builtin_nanf(""));
-  const double norm = partials ? double(square_root(float(sum_partials(partials, chunks)))) * inverse : 0.0;
+  const double norm = scaling.takes_norm ? double(square_root(float(sum_partials(partials, chunks)))) * inverse : 0.0;
   double clip = 1.0;
   if (scaling.clips) {
     clip = scaling.max_grad_norm / (double(float(norm)) + 1e-6);
@@ -44,7 +45,7 @@ inline void finish_norm(const Scaling& scaling, const float* partials, int64_t c
   }
   outcome[0] = float(inverse * clip);
   outcome[1] = float(norm);
-  const bool finite = __builtin_isfinite(outcome[1]) && __builtin_isfinite(inverse);
+  const bool finite = __builtin_isfinite(outcome[0]) && __builtin_isfinite(outcome[1]);
   const bool skipped = (scaling.skips_nonfinite && !finite) || (scaling.found_inf && *scaling.found_inf != 0.0f);
   outcome[2] = skipped ? 1.0f : 0.0f;
   if (skips != nullptr && skipped) *skips += 1;

@@ -27,7 +27,8 @@ class CpuBackend:
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         plan.point_at(fold.grads)
         refused = plan.table.set_accumulators(fold.accumulators, fold.held)
-        assert refused < 0, f"the accumulator of row {refused} does not fit"
+        if refused >= 0:
+            raise RuntimeError(f"the accumulator of parameter {refused} no longer fits it; call zero_grad()")
         number, tensor = (1.0, fold.scale) if isinstance(fold.scale, Tensor) else (fold.scale, None)
         self._c.accumulate(
             self.instruction_set, plan.table, torch.get_num_threads(),
@@ -42,7 +43,7 @@ class CpuBackend:
             self._c.norm(self.instruction_set, plan.table, torch.get_num_threads(), partials.data_ptr())
         self._c.finish_norm(
             plan.table, _address(partials), scaling.normalization, _address(scaling.device_normalization),
-            _address(scaling.found_inf), scaling.max_grad_norm, scaling.skips_nonfinite,
+            _address(scaling.found_inf), outcome.normed, scaling.max_grad_norm, scaling.skips_nonfinite,
             outcome.values.data_ptr(), _address(scaling.skips),
         )  # fmt: skip
         return outcome

@@ -54,14 +54,15 @@ class ReferenceBackend:
             if scaling.max_grad_norm is not None:
                 limit = torch.tensor(scaling.max_grad_norm, dtype=torch.float64, device=device)
                 clip = (limit / (norm.float().double() + 1e-6)).clamp(max=1.0)
+            coefficient = (inverse * clip).float()
             skipped = torch.zeros((), dtype=torch.bool, device=device)
             if scaling.skips_nonfinite:
-                skipped = ~(norm.float().isfinite() & inverse.isfinite())
+                skipped = ~(norm.float().isfinite() & coefficient.isfinite())
             if scaling.found_inf is not None:
                 skipped = skipped | (scaling.found_inf != 0)
             if scaling.skips is not None:
                 scaling.skips.add_(skipped)
-            outcome.values.copy_(torch.stack([(inverse * clip).float(), norm.float(), skipped.float()]))
+            outcome.values.copy_(torch.stack([coefficient, norm.float(), skipped.float()]))
             return outcome
 
     def step(self, plan: Plan, grads: Grads, hypers: list[tuple[float, ...]], outcome: Outcome) -> None:

@@ -87,12 +87,22 @@ float sum_of_squares(const G* __restrict grad, int64_t n) {
   }
   for (int64_t l = first; l < width; ++l) lanes[l] = 0.0f;
   int64_t i = kLanes;
-  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {  // four rows at a time: the lanes leave the L1 cache a quarter as often
-    const G* __restrict row = grad + i;
-    for (int64_t l = 0; l < kLanes; ++l) {
-      const float a = to_float(row[l]), b = to_float(row[l + kLanes]);
-      const float c = to_float(row[l + 2 * kLanes]), d = to_float(row[l + 3 * kLanes]);
-      lanes[l] = (((lanes[l] + a * a) + b * b) + c * c) + d * d;
+  // Several rows at a time, so that the lanes come from the L1 cache less often, and the rows after next fetched ahead: the
+  // hardware prefetcher alone leaves a third of the memory's rate unused here.
+  constexpr int64_t kRows = 8, kBlock = 64 / sizeof(G), kAhead = kRows * kLanes;
+  for (; i + kRows * kLanes <= n; i += kRows * kLanes) {
+    for (int64_t l = 0; l < kLanes; l += kBlock) {
+      const G* __restrict block = grad + i + l;
+      float* __restrict lane = lanes + l;
+      for (int64_t r = 0; r < kRows; ++r) __builtin_prefetch(block + r * kLanes + kAhead, 0, 2);
+      for (int64_t k = 0; k < kBlock; ++k) {
+        float sum = lane[k];
+        for (int64_t r = 0; r < kRows; ++r) {
+          const float g = to_float(block[r * kLanes + k]);
+          sum += g * g;
+        }
+        lane[k] = sum;
+      }
     }
   }
   for (; i < n; i += kLanes) {

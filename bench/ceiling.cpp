@@ -1,0 +1,236 @@
+// What memory gives for each mix of reads and writes: streaming loops with next to no arithmetic. ceilings.py compiles
+// this file for the machine it runs on (-march=native) and keeps the fastest loop of each mix.
+//
+// A mix has up to four streams of n elements. Its loops differ in how the threads share the work and in software
+// prefetch: which one is the fastest depends on the processor, and on how busy its memory is.
+#include <cstdint>
+#include <cstring>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t kPiece = 32768;
+constexpr int64_t kBlock = 16;  // elements: one cache line of fp32; with 64, the sums of `Read` leave the registers
+
+// How a loop prefetches: not at all, a little ahead into the first-level cache, or far ahead into the second.
+enum class Prefetch { kNone, kNear, kFar };
+
+template <Prefetch kPrefetch>
+void fetch(const void* address) {
+  const char* const byte = static_cast<const char*>(address);
+  if constexpr (kPrefetch == Prefetch::kNear) __builtin_prefetch(byte + 4096, 0, 3);
+  if constexpr (kPrefetch == Prefetch::kFar) __builtin_prefetch(byte + 32768, 0, 2);
+}
+
+float widen(uint16_t half) {
+  const uint32_t bits = uint32_t(half) << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+uint16_t narrow(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return uint16_t(bits >> 16);
+}
+
+// Copies one block that will not be read again past the caches.
+void stream(void* to, const void* from, int64_t bytes) {
+#if defined(__AVX512F__)
+  if (bytes % 64 == 0) {
+    for (int64_t i = 0; i < bytes; i += 64) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(static_cast<char*>(to) + i),
+                          _mm512_load_si512(static_cast<const char*>(from) + i));
+    }
+    return;
+  }
+#endif
+#if defined(__SSE2__)
+  for (int64_t i = 0; i < bytes; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(static_cast<char*>(to) + i),
+                     _mm_load_si128(reinterpret_cast<const __m128i*>(static_cast<const char*>(from) + i)));
+  }
+#else
+  memcpy(to, from, bytes);
+#endif
+}
+
+struct Streams {
+  float* a;
+  float* b;
+  float* c;
+  const float* d;  // read only; 16-bit where the mix says so
+};
+
+const uint16_t* halves(const Streams& s) { return reinterpret_cast<const uint16_t*>(s.d); }
+
+// Each mix: what happens to elements i..i + kBlock, and what a prefetching loop asks for.
+struct Read {
+  float lanes[kBlock] = {};
+  void block(const Streams& s, int64_t i) {
+    for (int64_t k = 0; k < kBlock; ++k) lanes[k] += s.d[i + k] * s.d[i + k];
+  }
+  float result() const {
+    float sum = 0;
+    for (const float lane : lanes) sum += lane;
+    return sum;
+  }
+  template <Prefetch P>
+  static void ahead(const Streams& s, int64_t i) {
+    fetch<P>(s.d + i);
+  }
+};
+
+struct Nothing {
+  float result() const { return 0; }
+};
+
+struct Scale : Nothing {
+  void block(const Streams& s, int64_t i) {
+    for (int64_t k = 0; k < kBlock; ++k) s.a[i + k] = -s.a[i + k];
+  }
+  template <Prefetch P>
+  static void ahead(const Streams& s, int64_t i) {
+    fetch<P>(s.a + i);
+  }
+};
+
+struct Accumulate : Nothing {
+  void block(const Streams& s, int64_t i) {
+    for (int64_t k = 0; k < kBlock; ++k) s.a[i + k] = s.a[i + k] * 0.5f + s.d[i + k];
+  }
+  template <Prefetch P>
+  static void ahead(const Streams& s, int64_t i) {
+    Scale::ahead<P>(s, i);
+    Read::ahead<P>(s, i);
+  }
+};
+
+struct AccumulateBf16 : Nothing {
+  void block(const Streams& s, int64_t i) {
+    const uint16_t* half = halves(s);
+    for (int64_t k = 0; k < kBlock; ++k) s.a[i + k] = s.a[i + k] * 0.5f + widen(half[i + k]);
+  }
+  template <Prefetch P>
+  static void ahead(const Streams& s, int64_t i) {
+    Scale::ahead<P>(s, i);
+    fetch<P>(halves(s) + i);
+  }
+};
+
+struct OverwriteBf16 : Nothing {
+  void block(const Streams& s, int64_t i) {
+    const uint16_t* half = halves(s);
+    alignas(64) float block[kBlock];
+    for (int64_t k = 0; k < kBlock; ++k) block[k] = widen(half[i + k]);
+    stream(s.a + i, block, sizeof block);
+  }
+  template <Prefetch P>
+  static void ahead(const Streams& s, int64_t i) {
+    fetch<P>(halves(s) + i);
+  }
+};
+
+struct Narrow : Nothing {
+  void block(const Streams& s, int64_t i) {
+    alignas(64) uint16_t block[kBlock];
+    for (int64_t k = 0; k < kBlock; ++k) block[k] = narrow(s.d[i + k]);
+    stream(reinterpret_cast<uint16_t*>(s.a) + i, block, sizeof block);
+  }
+  template <Prefetch P>
+  static void ahead(const Streams& s, int64_t i) {
+    Read::ahead<P>(s, i);
+  }
+};
+
+struct Step : Nothing {
+  void block(const Streams& s, int64_t i) {
+    for (int64_t k = 0; k < kBlock; ++k) {
+      const float d = s.d[i + k];
+      s.a[i + k] = s.a[i + k] * 0.5f + d;
+      s.b[i + k] = s.b[i + k] * 0.5f + d;
+      s.c[i + k] = s.c[i + k] * 0.5f + d;
+    }
+  }
+  template <Prefetch P>
+  static void ahead(const Streams& s, int64_t i) {
+    const float* const all[] = {s.a, s.b, s.c, s.d};
+    for (const float* one : all) fetch<P>(one + i);
+  }
+};
+
+struct StepRewritingGrad : Step {
+  void block(const Streams& s, int64_t i) {
+    float* grad = const_cast<float*>(s.d);
+    for (int64_t k = 0; k < kBlock; ++k) {
+      const float d = grad[i + k];
+      s.a[i + k] = s.a[i + k] * 0.5f + d;
+      s.b[i + k] = s.b[i + k] * 0.5f + d;
+      s.c[i + k] = s.c[i + k] * 0.5f + d;
+      grad[i + k] = -d;
+    }
+  }
+};
+
+template <Prefetch kPrefetch, class Mix>
+void range(Mix& mix, const Streams& streams, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; i += kBlock) {
+    Mix::template ahead<kPrefetch>(streams, i);  // past the end a prefetch does nothing
+    mix.block(streams, i);
+  }
+}
+
+// Inside a parallel region: one contiguous range per thread, or pieces handed out one by one.
+template <Prefetch kPrefetch, class Mix>
+void ranges(Mix& mix, const Streams& streams, int64_t n) {
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < n; i += kPiece) range<kPrefetch>(mix, streams, i, i + kPiece);
+}
+
+template <Prefetch kPrefetch, class Mix>
+void pieces(Mix& mix, const Streams& streams, int64_t n) {
+#pragma omp for schedule(dynamic, 16)
+  for (int64_t i = 0; i < n; i += kPiece) range<kPrefetch>(mix, streams, i, i + kPiece);
+}
+
+// n is a multiple of kPiece.
+template <class Mix>
+float run(int loop, const Streams& streams, int64_t n, int threads) {
+  float total = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : total)
+  {
+    Mix mix;
+    switch (loop) {
+      case 0: ranges<Prefetch::kNone>(mix, streams, n); break;
+      case 1: pieces<Prefetch::kNone>(mix, streams, n); break;
+      case 2: pieces<Prefetch::kNear>(mix, streams, n); break;
+      default: pieces<Prefetch::kFar>(mix, streams, n);
+    }
+    total += mix.result();
+  }
+  return total;
+}
+
+}  // namespace
+
+extern "C" {
+
+int loops() { return 4; }
+
+#define MIX(name, Mix)                                                                   \
+  float name(int loop, int64_t n, int threads, float* a, float* b, float* c, float* d) { \
+    return run<Mix>(loop, {a, b, c, d}, n, threads);                                     \
+  }
+
+MIX(read, Read)
+MIX(scale, Scale)
+MIX(accumulate, Accumulate)
+MIX(accumulate_bf16, AccumulateBf16)
+MIX(overwrite_bf16, OverwriteBf16)
+MIX(narrow_bf16, Narrow)
+MIX(step, Step)
+MIX(step_rewriting_grad, StepRewritingGrad)
+}

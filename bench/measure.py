@@ -1,0 +1,107 @@
+"""Timing: all variants in turn, round after round, so that what disturbs the machine disturbs them alike."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.ceilings import Ceilings, moved_bytes, seconds_at
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do the work.
+
+    Args:
+        name: as it stands in the table.
+        run: what is timed.
+        setup: runs before each `run`, untimed.
+        passes: the mixes (see `bench.ceilings.MIXES`) of the passes over all parameters that the work consists of;
+            None where they are not known.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    setup: Callable[[], Any] | None = None
+    passes: tuple[str, ...] | None = None
+
+    @property
+    def bytes_per_parameter(self) -> float | None:
+        return None if self.passes is None else moved_bytes(self.passes)
+
+
+@dataclass
+class Timing:
+    """What `interleave` measured for a variant, warm-up left out."""
+
+    variant: Variant
+    seconds: list[float] = field(default_factory=list)
+    at_ceiling: list[float] = field(default_factory=list)  # per parameter, at the ceilings of the same round
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def best(self) -> float:
+        return min(self.seconds)
+
+    def times_as_fast_as(self, other: Timing) -> float:
+        """The median of the ratios within a round: a shared machine's memory may change its speed between rounds."""
+        return statistics.median(b / a for a, b in zip(self.seconds, other.seconds, strict=True))
+
+    def share_of_ceiling(self, parameters: int) -> float | None:
+        """The median over the rounds, each against the ceilings of its round."""
+        if not self.at_ceiling:
+            return None
+        pairs = zip(self.at_ceiling, self.seconds, strict=True)
+        return statistics.median(at_ceiling * parameters / seconds for at_ceiling, seconds in pairs)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        if len(self.seconds) < 2:
+            return self.median, self.median
+        first, _, third = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return first, third
+
+
+def interleave(variants: Sequence[Variant], rounds: int, ceilings: Ceilings | None = None) -> list[Timing]:
+    """Runs every variant once per round, after one warm-up round that is not counted.
+
+    Each round begins with another variant, so that none always follows the same one. The ceilings of the variants'
+    mixes are measured in the same rounds.
+    """
+    timings = [Timing(variant) for variant in variants]
+    mixes = sorted({mix for variant in variants for mix in variant.passes or ()})
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(rounds + 1):
+            first = number % len(timings)
+            for timing in timings[first:] + timings[:first]:
+                seconds = time_once(timing.variant)
+                if number > 0:
+                    timing.seconds.append(seconds)
+            if ceilings is not None and number > 0:
+                rates = ceilings.measure(mixes)
+                for timing in timings:
+                    at_ceiling = seconds_at(rates, timing.variant.passes)
+                    if at_ceiling is not None:
+                        timing.at_ceiling.append(at_ceiling)
+    finally:
+        if was_enabled:
+            gc.enable()
+    return timings
+
+
+def time_once(variant: Variant) -> float:
+    if variant.setup is not None:
+        variant.setup()
+    start = time.perf_counter()
+    variant.run()
+    return time.perf_counter() - start

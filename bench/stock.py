@@ -1,0 +1,58 @@
+"""The stock recipes for norm, clipping and AdamW: what a training loop writes today."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bench.workload import MAX_GRAD_NORM
+
+CLIP_FUSED = ("read", "scale", "step")
+TRICK = ("read", "step_rewriting_grad")
+UNSCALE_CLIP_FUSED = ("scale", "read", "scale", "step")
+
+
+def clip_and_step(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """`clip_grad_norm_`, then the optimizer's step."""
+
+    def run() -> None:
+        torch.nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM)
+        optimizer.step()
+
+    return run
+
+
+def grad_scale_trick(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Deferred clipping: the fused step divides by `optimizer.grad_scale`, so clipping needs no pass of its own.
+
+    The strongest stock recipe. torch reads the attribute for its GradScaler; the fused kernels also write the divided
+    gradient back.
+    """
+
+    def run() -> None:
+        norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        optimizer.grad_scale = ((norm + 1e-6) / MAX_GRAD_NORM).clamp(min=1.0)  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.grad_scale  # type: ignore[attr-defined]
+
+    return run
+
+
+def unscale_clip_and_step(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """What `GradScaler.unscale_` does, then `clip_grad_norm_`, then the step, if no inf was found.
+
+    The scale is a quarter, so that gradients that are unscaled (and clipped) again and again stay ordinary numbers.
+    """
+    inverse_scale = torch.tensor(4.0)
+
+    def run() -> None:
+        found_inf = torch.zeros(())
+        grads: list[Tensor] = [param.grad for param in params if param.grad is not None]
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
+        torch.nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM)
+        if not found_inf.item():
+            optimizer.step()
+
+    return run
