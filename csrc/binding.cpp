@@ -47,7 +47,8 @@ py::list rules() {
 }
 
 cpu::Rows rows_of(const Table& table, int threads) {
-  // Waking a thread takes longer than a few hundred kilobytes do (measured: 64,000 elements, 46 us alone, 50 to 150 in two).
+  // Waking a thread takes longer than a few hundred kilobytes do (measured: 64,000 elements, 46 us alone, 50 to 150 in
+  // two).
   constexpr int64_t kSerialElements = 1 << 17;
   if (threads < 1 || table.numel() < kSerialElements) threads = 1;
   return {table.rows().data(), int64_t(table.rows().size()), table.chunks(), threads};
@@ -104,8 +105,8 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Table>(m, "Table")
       .def(py::init<const py::capsule&, const py::list&, const py::list&, const py::list&, const py::list&,
                     const py::list&, const py::list&>(),
-           py::arg("exchange_api"), py::arg("owners"), py::arg("params"), py::arg("numels"), py::arg("groups"), py::arg("states"),
-           py::arg("counts_steps"))
+           py::arg("exchange_api"), py::arg("owners"), py::arg("params"), py::arg("numels"), py::arg("groups"),
+           py::arg("states"), py::arg("counts_steps"))
       .def("remember", &Table::remember, py::arg("param_groups"), py::arg("state"))
       .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state"))
       .def("read_grads", &Table::read_grads)

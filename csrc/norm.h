@@ -20,7 +20,7 @@ inline double sum_partials(const float* partials, int64_t chunks) {
 }
 
 struct Scaling {
-  double normalization = 1.0;              // what the gradients are divided by
+  double normalization = 1.0;                    // what the gradients are divided by
   const double* device_normalization = nullptr;  // multiplies it; read on the device
   const float* found_inf = nullptr;
   bool takes_norm = false;

@@ -1,8 +1,9 @@
 // The optimizers' elementwise arithmetic: one functor per rule, and the list of rules. CPU and CUDA include this file.
 //
-// A functor is built once per tensor from its group's hyper-parameters, the number of this step (1 for the first) and the
-// coefficient; the call takes one element: its parameter, its gradient as it was read, its (up to three) states. Scalars are computed in
-// double and rounded to fp32 once. The same arithmetic in PyTorch stands in accumfused/rules/, under the same names.
+// A functor is built once per tensor from its group's hyper-parameters, the number of this step (1 for the first) and
+// the coefficient; the call takes one element: its parameter, its gradient as it was read, its (up to three) states.
+// Scalars are computed in double and rounded to fp32 once. The same arithmetic in PyTorch stands in accumfused/rules/,
+// under the same names.
 #pragma once
 #include "numeric.h"
 
@@ -29,7 +30,8 @@ struct Sgd {
   }
 };
 
-// b <- momentum * b + (1 - dampening) * g;  p <- p - lr * (nesterov ? g + momentum * b : b).  The first step sets b = g.
+// b <- momentum * b + (1 - dampening) * g;  p <- p - lr * (nesterov ? g + momentum * b : b).  The first step sets b =
+// g.
 struct SgdMomentum {
   static constexpr const char* kName = "sgd_momentum";
   static constexpr int kStates = 1;
@@ -66,8 +68,8 @@ struct AdamFamily {
   static constexpr const char* kStateNames[3] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
   static constexpr bool kCountsSteps = true;
   static constexpr int kHypers = 7;
-  static constexpr const char* kHyperNames[kHypers] = {"lr",           "beta1",     "beta2",   "eps",
-                                                       "weight_decay", "decoupled_weight_decay", "maximize"};
+  static constexpr const char* kHyperNames[kHypers] = {
+      "lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize"};
   float coefficient, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay, decay, step_size, inverse_root;
 
   AF_METHOD AdamFamily(const double* hyper, int64_t step, float coef)

@@ -54,7 +54,8 @@ bool walk_state(const py::dict& state, const Visit& visit) {
   return true;
 }
 
-// What torch.Tensor says of a gradient, through the descriptors' own getters: 42 ns for p.grad against 55 through getattr.
+// What torch.Tensor says of a gradient, through the descriptors' own getters: 42 ns for p.grad against 55 through
+// getattr.
 class TensorType {
  public:
   static const TensorType& get() {
@@ -64,8 +65,8 @@ class TensorType {
 
   PyObject* grad(PyObject* param) const { return call(grad_, param); }
 
-  // A tensor whose memory holds its values: no subclass, which may keep them elsewhere, and not lazily negated (only a view
-  // can be).
+  // A tensor whose memory holds its values: no subclass, which may keep them elsewhere, and not lazily negated (only a
+  // view can be).
   bool is_plain(PyObject* tensor) const {
     if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != type_.ptr()) return false;
     const auto base = py::reinterpret_steal<py::object>(call(base_, tensor));
@@ -90,7 +91,8 @@ Table::Table(const py::capsule& exchange_api, const py::list& owners, const py::
              const py::list& groups, const py::list& states, const py::list& counts_steps)
     : api_(static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange_api.ptr(), dlpack::kCapsuleName))) {
   if (api_ == nullptr) throw py::error_already_set();
-  if (api_->version.major != dlpack::kMajorVersion) throw std::runtime_error("DLPack exchange table of another major version");
+  if (api_->version.major != dlpack::kMajorVersion)
+    throw std::runtime_error("DLPack exchange table of another major version");
   const size_t count = params.size();
   rows_.resize(count);
   for (size_t i = 0; i < count; ++i) {

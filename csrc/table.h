@@ -1,9 +1,9 @@
-// The plan's table: a set of tensors as rows of addresses, read through torch's DLPack exchange table, and the check that
-// nothing has moved since. Knows Python and DLPack, not torch's ABI.
+// The plan's table: a set of tensors as rows of addresses, read through torch's DLPack exchange table, and the check
+// that nothing has moved since. Knows Python and DLPack, not torch's ABI.
 //
-// The table points to Python objects that its plan keeps alive, and owns a DLPack handle on every parameter and state. That
-// keeps their memory alive as long as a row points to it, and a read costs 18 ns against 48, because torch need not hand the
-// ownership of the tensor back and forth between Python and C++ (torch 2.13, EPYC, 2 cores).
+// The table points to Python objects that its plan keeps alive, and owns a DLPack handle on every parameter and state.
+// That keeps their memory alive as long as a row points to it, and a read costs 18 ns against 48, because torch need
+// not hand the ownership of the tensor back and forth between Python and C++ (torch 2.13, EPYC, 2 cores).
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -20,8 +20,8 @@ namespace py = pybind11;
 class Table {
  public:
   // params[i]: what the kernels write, of numels[i] elements; owners[i]: the parameter itself (another object where the
-  // parameter's memory is not dense and params[i] is a dense copy); states[i]: its state tensors in the rule's order, the step count first where
-  // the rule keeps one, or None while the parameter has none yet.
+  // parameter's memory is not dense and params[i] is a dense copy); states[i]: its state tensors in the rule's order,
+  // the step count first where the rule keeps one, or None while the parameter has none yet.
   Table(const py::capsule& exchange_api, const py::list& owners, const py::list& params, const py::list& numels,
         const py::list& groups, const py::list& states, const py::list& counts_steps);
 
@@ -30,8 +30,8 @@ class Table {
   // ...and says whether they, and the memory behind them, are still the same.
   bool unchanged(const py::list& param_groups, const py::dict& state) const;
 
-  // Every p.grad, and points the rows at them: (gradients, how many are there, the first index that the kernels cannot take as
-  // it is, or -1). Such a gradient has another device, dtype, shape or strides than its parameter.
+  // Every p.grad, and points the rows at them: (gradients, how many are there, the first index that the kernels cannot
+  // take as it is, or -1). Such a gradient has another device, dtype, shape or strides than its parameter.
   py::tuple read_grads();
   // The same for gradients that are given; returns that index or -1.
   int64_t set_grads(const py::list& grads);

@@ -25,9 +25,9 @@ int supported(const Kernels** out, int capacity) {
 
 int rules(RuleInfo* out, int capacity) {
   int count = 0;
-#define AF_INFO(Rule)                                                                                       \
-  if (count < capacity)                                                                                     \
-    out[count++] = {baseline::Rule::kName,      baseline::Rule::kStates,  baseline::Rule::kStateNames,      \
+#define AF_INFO(Rule)                                                                                   \
+  if (count < capacity)                                                                                 \
+    out[count++] = {baseline::Rule::kName,        baseline::Rule::kStates, baseline::Rule::kStateNames, \
                     baseline::Rule::kCountsSteps, baseline::Rule::kHypers, baseline::Rule::kHyperNames};
   AF_RULES(AF_INFO)
 #undef AF_INFO

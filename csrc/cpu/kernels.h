@@ -11,9 +11,9 @@ struct Rows {
   int threads;
 };
 
-// accumulator <- (w[row.weight] * scale) * accumulator + (w[weight] * scale) * grad, in fp32; a weight of 0 leaves its term
-// out, whatever it holds. An accumulator that holds nothing (kOverwrite) takes the gradient as it is. Where a gradient was
-// added, or the accumulator rescaled, `partials[chunk]` becomes the sum of squares of the result.
+// accumulator <- (w[row.weight] * scale) * accumulator + (w[weight] * scale) * grad, in fp32; a weight of 0 leaves its
+// term out, whatever it holds. An accumulator that holds nothing (kOverwrite) takes the gradient as it is. Where a
+// gradient was added, or the accumulator rescaled, `partials[chunk]` becomes the sum of squares of the result.
 struct Fold {
   const double* weights;
   int64_t weight;
@@ -23,8 +23,8 @@ struct Fold {
 };
 
 struct Step {
-  const double* hypers;     // [groups][hyper_stride]
-  const int32_t* rules;     // [groups], indices into rules()
+  const double* hypers;  // [groups][hyper_stride]
+  const int32_t* rules;  // [groups], indices into rules()
   int64_t hyper_stride;
   const float* outcome;  // {coefficient, norm, skipped}
 };

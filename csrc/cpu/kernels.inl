@@ -87,8 +87,8 @@ float sum_of_squares(const G* __restrict grad, int64_t n) {
   }
   for (int64_t l = first; l < width; ++l) lanes[l] = 0.0f;
   int64_t i = kLanes;
-  // Several rows at a time, so that the lanes come from the L1 cache less often, and the rows after next fetched ahead: the
-  // hardware prefetcher alone leaves a third of the memory's rate unused here.
+  // Several rows at a time, so that the lanes come from the L1 cache less often, and the rows after next fetched ahead:
+  // the hardware prefetcher alone leaves a third of the memory's rate unused here.
   constexpr int64_t kRows = 8, kBlock = 64 / sizeof(G), kAhead = kRows * kLanes;
   for (; i + kRows * kLanes <= n; i += kRows * kLanes) {
     for (int64_t l = 0; l < kLanes; l += kBlock) {
@@ -148,7 +148,8 @@ void accumulate(const Rows& work, const Fold& fold) {
   const double scale = fold.device_scale ? fold.scale * *fold.device_scale : fold.scale;
   const float add = float(fold.weights[fold.weight] * scale);
   int64_t written_bytes = 0;
-  for (int64_t i = 0; i < work.count; ++i) written_bytes += work.rows[i].weight == kOverwrite ? work.rows[i].numel * 4 : 0;
+  for (int64_t i = 0; i < work.count; ++i)
+    written_bytes += work.rows[i].weight == kOverwrite ? work.rows[i].numel * 4 : 0;
   const bool beyond_cache = written_bytes > kStreamBytes;
   for_each_chunk<Nothing>(work, [=](Nothing, const Row& row, int64_t chunk, int64_t offset, int64_t n) {
     float* accumulator = row.accumulator;
@@ -163,7 +164,7 @@ void accumulate(const Rows& work, const Fold& fold) {
     if (!adds) {
       const float* none = nullptr;
       fold.partials[chunk] = keep != 0.0f ? fold_chunk<true, false>(accumulator, none, keep, add, n)
-                                              : fold_chunk<false, false>(accumulator, none, keep, add, n);
+                                          : fold_chunk<false, false>(accumulator, none, keep, add, n);
       return;
     }
     fold.partials[chunk] = with_grad(row, offset, [=](auto grad) {

@@ -1,5 +1,6 @@
-// Overwriting an accumulator with a gradient. Ordinary stores first read the line that they are about to overwrite; beyond
-// the caches non-temporal ones save that (10 -> 6 bytes an element for a 16-bit gradient). Compilers emit none on their own.
+// Overwriting an accumulator with a gradient. Ordinary stores first read the line that they are about to overwrite;
+// beyond the caches non-temporal ones save that (10 -> 6 bytes an element for a 16-bit gradient). Compilers emit none
+// on their own.
 #pragma once
 #include "../numeric.h"
 #if defined(__SSE2__)
