@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from enum import Enum
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from accumfused.backends.base import OVERWRITE, Backend, Fold
 from accumfused.plan import Grads, Plan
+from accumfused.warn import warn
 
 _READY = 0  # index of the weight 1: what an accumulator holds under it is already weighted
 _PADDING = 16  # elements: accumulators in the arena start at multiples of 64 bytes
@@ -187,10 +187,9 @@ class Window:
         self._end()
         self._dropped += 1
         if self._dropped == 2:
-            warnings.warn(
+            warn(
                 "two accumulation windows in a row were dropped without a step; zero_grad() drops the window: call it "
-                "(if at all) after optimizer.step(), not between the micro-batches of a window",
-                stacklevel=4,
+                "(if at all) after optimizer.step(), not between the micro-batches of a window"
             )
 
     # ---- parts -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ accumulation.py has left (or takes them from p.grad) one coefficient, `step` app
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
@@ -19,6 +18,7 @@ from accumfused.accumulation import Phase, Window, checked_positive
 from accumfused.backends.base import Backend, Outcome, Scaling
 from accumfused.plan import Grads, Plan
 from accumfused.rule import Rule
+from accumfused.warn import warn
 
 Nonfinite = Literal["skip", "propagate", "raise"]
 
@@ -41,6 +41,7 @@ class Settings:
             raise ValueError(f"nonfinite must be one of {', '.join(modes)} or None, got {self.nonfinite!r}")
         if self.backend not in backends.NAMES:
             raise ValueError(f"backend must be one of {', '.join(backends.NAMES)}, got {self.backend!r}")
+        backends.check(self.backend)
 
     @property
     def takes_norm(self) -> bool:
@@ -374,10 +375,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         runtime.skips_copy = torch.empty_like(runtime.skips, device="cpu", pin_memory=runtime.skips.is_cuda)
         runtime.skips_copy.copy_(runtime.skips, non_blocking=True)
         if skipped > _WATCH_EVERY // 2:
-            warnings.warn(
+            warn(
                 f"{skipped} of {_WATCH_EVERY} steps were skipped because of non-finite gradients; "
-                "lower the learning rate or the loss scale, or look for NaN in the loss",
-                stacklevel=4,
+                "lower the learning rate or the loss scale, or look for NaN in the loss"
             )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from operator import index
 from typing import Generic, SupportsIndex, TypeVar
+
+from accumfused.warn import warn
 
 Item = TypeVar("Item")
 
@@ -84,10 +85,9 @@ def _with_length(iterable: Iterable[Item], length: int) -> Iterator[tuple[Item, 
         count += 1
         yield item, count == length
     if count != length:
-        warnings.warn(
+        warn(
             f"the iterable ended after {count} items, its len() says {length}: the last window may not be closed; "
-            "call optimizer.step() once more, or pass an iterable without len()",
-            stacklevel=4,
+            "call optimizer.step() once more, or pass an iterable without len()"
         )
 
 

@@ -98,6 +98,11 @@ void step(const std::string& instruction_set, const Table& table, int threads, c
 PYBIND11_MODULE(_C, m) {
   using namespace accumfused;
   m.doc() = "accumfused's native kernels: addresses in, memory written, no torch.";
+#if defined(__clang__)
+  m.attr("COMPILER") = __VERSION__;
+#else
+  m.attr("COMPILER") = "GCC " __VERSION__;
+#endif
   m.attr("CHUNK") = kChunk;
   m.attr("LANES") = kLanes;
   m.def("instruction_sets", instruction_sets, "What this machine can run, best first.");

@@ -31,6 +31,17 @@ def why_not(name: str, devices: Iterable[torch.device] = ()) -> str | None:
     return None
 
 
+def check(name: str, devices: Iterable[torch.device] = ()) -> None:
+    """Refuses a backend asked for by name that cannot run.
+
+    Raises:
+        RuntimeError: with the reason.
+    """
+    reason = None if name == "auto" else why_not(name, devices)
+    if reason is not None:
+        raise RuntimeError(f"backend={name!r} cannot run: {reason}; use backend='auto' or 'torch'")
+
+
 def select(name: str, devices: Iterable[torch.device]) -> Backend:
     """The backend of that name, or for "auto" the fastest that can run.
 
@@ -38,15 +49,12 @@ def select(name: str, devices: Iterable[torch.device]) -> Backend:
         RuntimeError: one asked for by name cannot run.
     """
     devices = list(devices)
-    if name == "torch":
-        return ReferenceBackend()
-    wanted = "cpu" if name == "auto" else name
-    reason = why_not(wanted, devices)
-    if reason is None:
+    check(name, devices)
+    reason = why_not("cpu", devices)
+    if name == "cpu" or (name == "auto" and reason is None):
         return CpuBackend()
-    if name != "auto":
-        raise RuntimeError(f"backend={name!r} cannot run: {reason}; use backend='auto' or 'torch'")
-    _say_once(f"falling back to the (slower) torch backend: {reason}")
+    if name == "auto":
+        _say_once(f"falling back to the (slower) torch backend: {reason}")
     return ReferenceBackend()
 
 

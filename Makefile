@@ -1,0 +1,59 @@
+# make demo | test | lint | bench | wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --quiet --disable-pip-version-check
+CSRC := $(shell find csrc -type f)
+REASON := accumfused/_native_error.txt
+NATIVE_TESTS := test_backends_agree.py test_layouts.py test_native.py
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint bench wheel sanitize clean
+.SECONDARY:
+
+demo: $(VENV)/examples.stamp
+	$(RUN) examples/train_text.py
+
+test: $(VENV)/test.stamp
+	$(RUN) -m pytest $(ARGS)
+
+bench: $(VENV)/bench.stamp
+	$(RUN) -m bench $(ARGS)
+
+lint: $(VENV)/lint.stamp
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	PATH=$(VENV)/bin:$$PATH clang-format --dry-run -Werror $(CSRC)
+
+# With build isolation: pip fetches what pyproject.toml requires, and torch is not there.
+wheel: $(VENV)/environment.stamp
+	rm -rf build/lib* build/bdist*
+	$(PIP) wheel . --no-deps --wheel-dir dist
+
+# A copy of the package in build/sanitize, imported from there because that is the current folder. The sanitizers'
+# runtimes (GCC's) must be loaded before all else; Python itself leaks; pytest must not swallow their report.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g -O1
+SANITIZED = cd build/sanitize/lib && ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)" \
+	$(CURDIR)/$(RUN)
+sanitize: $(VENV)/test.stamp
+	ACCUMFUSED_NATIVE=1 CXX="$(CXX)" CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" \
+		$(RUN) setup.py --quiet build --build-lib build/sanitize/lib --build-temp build/sanitize/temp
+	$(SANITIZED) -c "from accumfused import _native; assert 'sanitize' in _native._C.__file__"
+	$(SANITIZED) -m pytest --capture=sys -p no:cacheprovider $(addprefix $(CURDIR)/tests/,$(NATIVE_TESTS)) $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info accumfused/_C.*.so $(REASON) $(VENV)/*.stamp
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(VENV)/environment.stamp: tools/environment.py
+	$(PYTHON) tools/environment.py $(VENV) "$(TORCH)"
+	@touch $@
+
+# What needs the package: installed for editing, with an extra of pyproject.toml, and rebuilt when csrc changes.
+# Without a native module all still works, more slowly; the next make tries again.
+$(VENV)/%.stamp: $(VENV)/environment.stamp setup.py pyproject.toml $(CSRC)
+	$(PIP) install --no-build-isolation --editable '.[$*]'
+	@if [ -e $(REASON) ]; then echo "no native module: $$(cat $(REASON))"; else touch $@; fi

@@ -1,0 +1,73 @@
+"""What an optimizer can write, bit for bit: for the tests that say that a call wrote nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import accumfused as af
+from accumfused.accumulation import Phase
+
+Snapshot = dict[str, Any]
+Errors = type[Exception] | tuple[type[Exception], ...]
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> Snapshot:
+    """Parameters, gradients, states, step counts, accumulators of an open window, and the count of skipped steps."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    bits: Snapshot = {f"param {i}": _bits(param) for i, param in enumerate(params)}
+    bits |= {f"grad {i}": _bits(param.grad) for i, param in enumerate(params)}
+    for i, param in enumerate(params):
+        bits |= {f"state {i} {name}": _bits(value) for name, value in optimizer.state.get(param, {}).items()}
+    runtime = getattr(optimizer, "_runtime", None)
+    if runtime is not None:
+        bits["skipped steps"] = int(optimizer.skipped_steps)  # type: ignore[attr-defined]
+        if runtime.window.phase is Phase.OPEN:
+            bits |= {f"accumulator {i}": _bits(value) for i, value in enumerate(runtime.window.accumulators)}
+            bits["weights"] = (_bits(runtime.window._total), runtime.window._count, list(runtime.window._held))
+    return bits
+
+
+def differences(before: Snapshot, after: Snapshot) -> list[str]:
+    """The names of what is not the same."""
+    return [name for name in sorted({*before, *after}) if before.get(name, "nothing") != after.get(name, "nothing")]
+
+
+@contextlib.contextmanager
+def writes_nothing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Everything the optimizer could write is the same after the block."""
+    before = snapshot(optimizer)
+    yield
+    assert differences(before, snapshot(optimizer)) == []
+
+
+@contextlib.contextmanager
+def refused(optimizer: torch.optim.Optimizer, error: Errors, remedy: str) -> Iterator[None]:
+    """The block raises this error, whose text matches this, and writes nothing."""
+    with writes_nothing(optimizer), pytest.raises(error, match=remedy):
+        yield
+
+
+def trained(params: list[torch.nn.Parameter], backend: str, **options: Any) -> af.AdamW:
+    """An optimizer that has made a step, so that there is a state that must not change."""
+    optimizer = af.AdamW(params, lr=0.1, weight_decay=0.1, backend=backend, **options)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def _bits(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    kind = (value.dtype, value.device, tuple(value.shape))
+    if value.device.type == "meta":
+        return kind
+    dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
+    return (*kind, dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
