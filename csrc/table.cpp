@@ -1,5 +1,6 @@
 #include "table.h"
 
+#include <cstddef>
 #include <cstring>
 
 namespace accumfused {
@@ -65,12 +66,13 @@ class TensorType {
 
   PyObject* grad(PyObject* param) const { return call(grad_, param); }
 
-  // A tensor whose memory holds its values: no subclass, which may keep them elsewhere, and not lazily negated (only a
-  // view can be).
-  bool is_plain(PyObject* tensor) const {
-    if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != type_.ptr()) return false;
+  PyTypeObject* type() const { return reinterpret_cast<PyTypeObject*>(type_.ptr()); }
+
+  // Whether the memory holds the values with the other sign (torch's lazy negation); only a view can be so.
+  bool is_negated(PyObject* tensor) const {
     const auto base = py::reinterpret_steal<py::object>(call(base_, tensor));
-    return base && (base.is_none() || !py::reinterpret_borrow<py::object>(tensor).attr("is_neg")().cast<bool>());
+    if (!base) throw py::error_already_set();
+    return !base.is_none() && py::reinterpret_borrow<py::object>(tensor).attr("is_neg")().cast<bool>();
   }
 
  private:
@@ -95,6 +97,7 @@ Table::Table(const py::capsule& exchange_api, const py::list& owners, const py::
     throw std::runtime_error("DLPack exchange table of another major version");
   const size_t count = params.size();
   rows_.resize(count);
+  seen_.resize(count);
   for (size_t i = 0; i < count; ++i) {
     owners_.push_back(PyList_GET_ITEM(owners.ptr(), i));
     owner_layouts_.push_back(layout_of(owners_[i]));
@@ -109,13 +112,13 @@ Table::Table(const py::capsule& exchange_api, const py::list& owners, const py::
     numel_ += row.numel;
     if (!layouts_[i].readable) continue;  // frozen, say: a gradient for it is refused
     PyObject* param = PyList_GET_ITEM(params.ptr(), i);
-    row.param = static_cast<float*>(own(param, &layouts_[i]));
-    if (owners_[i] != param) own(owners_[i], &owner_layouts_[i]);
+    row.param = static_cast<float*>(own(param));
+    if (owners_[i] != param) own(owners_[i]);
     if (states[i].is_none()) continue;  // it has none yet
     bool step_next = counts_steps[i].cast<bool>();
     int next = 0;
     for (const py::handle entry : states[i].cast<py::list>()) {
-      float* data = static_cast<float*>(own(entry.ptr(), step_next ? nullptr : &layouts_[i]));
+      float* data = static_cast<float*>(own(entry.ptr()));
       (step_next ? row.step : row.state[next++]) = data;
       step_next = false;
     }
@@ -155,13 +158,16 @@ Table::Layout Table::layout_of(PyObject* object) const {
   return layout;
 }
 
-void* Table::own(PyObject* object, const Layout* layout) {
+void* Table::own(PyObject* object) {
   dlpack::ManagedTensor* handle = nullptr;
   if (api_->managed_tensor_from_py_object_no_sync(object, &handle) != 0) throw py::error_already_set();
   handles_.emplace_back(handle);
-  void* const data = address(handle->tensor);
-  watched_.push_back({object, data, layout});
-  return data;
+  dlpack::Tensor tensor;
+  if (!read(object, tensor)) throw std::runtime_error("a tensor without memory");
+  watched_.push_back({object, tensor, shapes_.size()});
+  shapes_.insert(shapes_.end(), tensor.shape, tensor.shape + tensor.ndim);
+  shapes_.insert(shapes_.end(), tensor.strides, tensor.strides + tensor.ndim);
+  return address(tensor);
 }
 
 void Table::remember(const py::list& param_groups, const py::dict& state) {
@@ -186,8 +192,14 @@ bool Table::unchanged(const py::list& param_groups, const py::dict& state) const
     if (!owner_layouts_[i].readable && read(owners_[i], tensor) && is_float32(tensor)) return false;
   }
   for (const Watched& watched : watched_) {
-    if (!read(watched.object, tensor) || address(tensor) != watched.data || !is_float32(tensor)) return false;
-    if (watched.layout != nullptr && !same_layout(*watched.layout, tensor)) return false;
+    if (!read(watched.object, tensor)) return false;
+    // Address, device, number of dimensions and dtype, which stand in front; then sizes and strides.
+    if (memcmp(&tensor, &watched.seen, offsetof(dlpack::Tensor, shape)) != 0) return false;
+    if (tensor.byte_offset != watched.seen.byte_offset) return false;
+    const int64_t* const sizes = shapes_.data() + watched.shape;
+    for (int32_t d = 0; d < tensor.ndim; ++d) {
+      if (tensor.shape[d] != sizes[d] || tensor.strides[d] != sizes[tensor.ndim + d]) return false;
+    }
   }
   return true;
 }
@@ -197,7 +209,13 @@ bool Table::set_grad(size_t index, PyObject* grad) {
   row.grad = nullptr;
   if (grad == Py_None) return true;
   dlpack::Tensor tensor;
-  if (!TensorType::get().is_plain(grad) || !read(grad, tensor)) return false;
+  // A subclass may keep its values elsewhere.
+  if (Py_TYPE(grad) != TensorType::get().type() || !read(grad, tensor)) return false;
+  Seen& seen = seen_[index];
+  if (seen.grad != grad || seen.data != tensor.data) {
+    if (TensorType::get().is_negated(grad)) return false;
+    seen = {grad, tensor.data};
+  }
   if (!grad_dtype(tensor.dtype, row.grad_dtype) || !same_layout(layouts_[index], tensor)) return false;
   if (row.numel > 0 && tensor.data == nullptr) return false;  // zeros that are nowhere (torch._efficientzerotensor)
   row.grad = row.numel > 0 ? address(tensor) : &kEmpty;

@@ -51,19 +51,24 @@ class Table {
   };
   struct Watched {
     PyObject* object;
-    const void* data;
-    const Layout* layout;  // null: a scalar
+    dlpack::Tensor seen;
+    size_t shape;  // where its sizes and strides stand in shapes_
   };
   bool set_grad(size_t index, PyObject* grad);
   bool read(PyObject* object, dlpack::Tensor& out) const;
   Layout layout_of(PyObject* object) const;
   static bool same_layout(const Layout& layout, const dlpack::Tensor& tensor);
-  void* own(PyObject* object, const Layout* layout);  // its address
+  void* own(PyObject* object);  // its address
 
   const dlpack::ExchangeApi* api_;
   std::vector<PyObject*> owners_;
   std::vector<Layout> owner_layouts_;
   std::vector<Row> rows_;
+  struct Seen {
+    PyObject* grad = nullptr;
+    const void* data = nullptr;
+  };
+  std::vector<Seen> seen_;       // the gradients last looked at closely: asking whether one is negated costs 30 ns
   std::vector<Layout> layouts_;  // of params, and so of gradients, accumulators and states
   int64_t chunks_ = 0;
   int64_t numel_ = 0;
@@ -72,6 +77,7 @@ class Table {
     void operator()(dlpack::ManagedTensor* handle) const { handle->deleter(handle); }
   };
   std::vector<std::unique_ptr<dlpack::ManagedTensor, Release>> handles_;
+  std::vector<int64_t> shapes_;
   std::vector<Watched> watched_;         // tensors whose memory must not move
   std::vector<PyObject*> group_params_;  // param_groups, flattened
   std::vector<PyObject*> state_walk_;    // state: key, dict and entries, in order
