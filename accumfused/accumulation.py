@@ -198,6 +198,7 @@ class Window:
         same = len(self.params) == len(plan.params) and all(map(operator.is_, self.params, plan.params))
         if not same:
             self.params, self._arena = list(plan.params), [None] * len(plan.params)
+            self._grad_dtypes.clear()
         self._plan = plan
         rows = len(plan.params)
         self.accumulators, self._held, self._summed = [None] * rows, [OVERWRITE] * rows, [False] * rows
