@@ -32,6 +32,6 @@ except ImportError as error:
 if _C is not None and exchange_api is None:
     _C, unavailable = None, f"torch {torch.__version__} has no DLPack exchange table; 2.11 or newer has"
 
-# csrc/table.cpp calls these two descriptors' getters.
-if _C is not None and not all(isgetsetdescriptor(getattr(torch.Tensor, name)) for name in ("grad", "_base")):
+# csrc/table.cpp calls this descriptor's getter.
+if _C is not None and not isgetsetdescriptor(torch.Tensor.grad):
     _C, unavailable = None, f"torch {torch.__version__} keeps p.grad in another way; report this"

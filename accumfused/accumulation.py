@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from enum import Enum
 
 import torch
@@ -52,7 +53,7 @@ class Window:
             if any(g is not None and g is a for g, a in zip(grads, self.accumulators, strict=False)):
                 raise RuntimeError(
                     "p.grad is still the previous window's accumulator; call optimizer.step() or optimizer.zero_grad() "
-                    "after a window was closed, before the next backward()"
+                    "after a window was closed, before the next backward() (a GradScaler that skips calls neither)"
                 )
             self.drop()  # model.zero_grad() has released it
         if self.phase is Phase.OPEN:
@@ -85,6 +86,8 @@ class Window:
             if accumulator is not None and accumulator.stride() != plan.tensors[row].stride():
                 self.accumulators[row] = torch.empty_like(plan.tensors[row], requires_grad=False).copy_(accumulator)
                 self._summed[row] = False  # the norm's order is that of memory
+        if self._plan is not None and self._plan.first_chunk != plan.first_chunk[:known]:  # one was resized
+            self.partials, self._summed = self.partials.new_zeros(plan.chunks), [False] * known
         new = len(plan.params) - known
         self._plan, self.params = plan, list(plan.params)
         self.accumulators += [None] * new
@@ -238,7 +241,7 @@ class Window:
         if OVERWRITE in self._held or not complete:
             first: Grads = [g if a is None else None for g, a in zip(grads, self.accumulators, strict=True)]
             added = [g if a is not None else None for g, a in zip(grads, self.accumulators, strict=True)]
-            self._take_first(plan, backend, first, index)
+            self._take_first(plan, backend, first, index, Counter(g.data_ptr() for g in grads if g is not None))
             rows = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
         if isinstance(scale, Tensor) or (scale != 1.0 and self._only_weight() is None):
             rows = self.accumulators  # closing rescales them all
@@ -252,22 +255,21 @@ class Window:
         backend.accumulate(plan, Fold(grads, rows, self._held, self._weights, index, scale), self.partials)
         self._held = [h if a is None else _READY for a, h in zip(rows, self._held, strict=True)]
         self._summed = [s or a is not None for a, s in zip(rows, self._summed, strict=True)]
+        torch.autograd.graph.increment_version([accumulator for accumulator in rows if accumulator is not None])
 
-    def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int) -> None:
+    def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int, uses: Counter[int]) -> None:
         """The window's first gradients of some parameters: adopted where they can be, else copied to the arena.
 
         Either way they are held as they came; their weight is applied with the next fold.
         """
-        adopted: set[int] = set()
         copied: Grads = [None] * len(grads)
         if all(grad is None for grad in grads):
             return
         for row, grad in enumerate(grads):
             if grad is None:
                 continue
-            if grad is self._arena[row] or (_adoptable(grad) and grad.data_ptr() not in adopted):
+            if grad is self._arena[row] or (_adoptable(grad) and uses[grad.data_ptr()] == 1):
                 self.accumulators[row] = grad
-                adopted.add(grad.data_ptr())
             else:
                 copied[row] = grad
         if any(grad is not None for grad in copied):
@@ -284,7 +286,9 @@ class Window:
         missing = []
         for row, grad in enumerate(grads):
             have = self._arena[row]
-            if grad is not None and (have is None or have.device != grad.device or have.stride() != grad.stride()):
+            if grad is not None and (
+                have is None or (have.device, have.shape, have.stride()) != (grad.device, grad.shape, grad.stride())
+            ):
                 missing.append(row)
         sizes = [-(-plan.tensors[row].numel() // _PADDING) * _PADDING for row in missing]
         flat = torch.empty(sum(sizes), dtype=torch.float32, device=plan.device)
@@ -324,5 +328,6 @@ def _on_device(weight: Tensor, device: torch.device) -> Tensor:
 
 
 def _adoptable(grad: Tensor) -> bool:
-    """Memory that nobody else owns: a view may belong to a bucket, and a gradient with a graph is still needed."""
-    return grad.dtype == torch.float32 and not grad.requires_grad and not grad._is_view()
+    """Memory that nobody else owns: a part may belong to a bucket, and a gradient with a graph is still needed."""
+    whole = not grad._is_view() and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+    return grad.dtype == torch.float32 and whole and not grad.requires_grad

@@ -30,7 +30,7 @@ def fuse(
 
     `torch.optim.SGD`, `Adam` and `AdamW` become `accumfused.SGD`, `Adam` and `AdamW`. Any other optimizer keeps its own
     step, and everything up to it is fused: accumulation, normalization, unscaling, norm and clipping. Such a step needs
-    the coefficient on the host (one synchronization), and leaves the clipped gradients in `p.grad`.
+    the coefficient on the host (one synchronization), and sees the clipped gradients in `p.grad`.
 
     Args:
         optimizer: changed: its class becomes a subclass of what it was.
@@ -42,7 +42,7 @@ def fuse(
     Raises:
         TypeError: not an optimizer; fused already; one whose step needs a closure (LBFGS); parameters not fp32.
         ValueError: wrong settings.
-        RuntimeError: `optimizer.step` was replaced by something else than a scheduler's wrapper.
+        RuntimeError: the backend cannot run; `optimizer.step` was replaced, and not by a scheduler's wrapper.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"fuse() takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -60,9 +60,9 @@ def fuse(
     bound = vars(optimizer).get("step")
     if bound is not None and not hasattr(bound, "_wrapped_by_lr_sched"):
         raise RuntimeError("optimizer.step was replaced; call fuse() before whatever wraps it")
+    optimizer.__class__ = fused
     vars(optimizer).pop("step", None)
     vars(optimizer).pop("_step_supports_amp_scaling", None)
-    optimizer.__class__ = fused
     optimizer._settings = settings  # type: ignore[attr-defined]
     optimizer._runtime = Runtime()  # type: ignore[attr-defined]
     optimizer._patch_step_function()  # its hooks
@@ -99,6 +99,7 @@ class ForeignStep(FusedOptimizer):
             partials = torch.empty(current.chunks, dtype=torch.float32, device=current.device)
             fold = Fold([None] * len(rows), rows, [0] * len(rows), ones, 0, outcome.coefficient.double())
             backend.accumulate(current, fold, partials)
+            torch.autograd.graph.increment_version([row for row in rows if row is not None])
             for row, grad in zip(rows, grads, strict=True):
                 if row is None and grad is not None:
                     grad.mul_(outcome.coefficient)

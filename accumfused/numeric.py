@@ -41,6 +41,11 @@ def power(base: float, exponent: Tensor) -> Tensor:
     return result
 
 
+def whole_steps(count: Tensor) -> Tensor:
+    """A step count as int64, within what fp32 counts exactly."""
+    return torch.where(count > 0, count.clamp(max=2.0**24), 0.0).to(torch.int64)
+
+
 def memory_order(tensor: Tensor) -> Tensor:
     """A dense tensor's elements as they lie in memory, shape [numel]; a view."""
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -87,10 +92,14 @@ def _tree(lanes: Tensor) -> Tensor:
 def ieee() -> Iterator[None]:
     """Keeps subnormals for the duration, whatever `torch.set_flush_denormal` says of the calling thread."""
     flushes = bool(torch.tensor(SMALLEST_NORMAL, dtype=torch.float32).mul(0.5).eq(0))
-    if flushes:
-        torch.set_flush_denormal(False)
+    if not flushes:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_flush_denormal(False)
+    torch.set_num_threads(1)  # torch's other threads may have inherited the mode, and cannot be asked
     try:
         yield
     finally:
-        if flushes:
-            torch.set_flush_denormal(True)
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(True)

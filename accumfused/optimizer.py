@@ -55,6 +55,7 @@ class Runtime:
 
     window: Window = field(default_factory=Window)
     backend: Backend | None = None
+    devices: set[torch.device] | None = None  # that the backend was selected for
     plan: Plan | None = None
     partials: Tensor | None = None  # of the norm of gradients that came in p.grad
     outcome: Outcome | None = None  # of the last step
@@ -108,7 +109,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             ValueError: a negative or non-finite weight; weights that are all zero; weights for some micro-batches only.
             TypeError: a weight, parameter or gradient of a wrong type.
         """
-        self._fold(weight, in_loss=False, last=last)
+        try:
+            self._fold(weight, in_loss=False, last=last)
+        finally:
+            self._let_go()
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False) -> None:
         """Multiplies the loss by the weight, runs backward, and accumulates.
@@ -121,14 +125,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         weight = _checked_weight(weight)
         window, current = self._runtime.window, self._plan()
         grads, present = current.gradients()
+        self._let_go()
         window.begin(current, grads, weight)
         if present:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
         if last:
             window.check_total(weight)
         (loss if weight is None else loss * weight).backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            self._fold(weight, in_loss=True, last=last)
+        try:
+            with torch.no_grad():
+                self._fold(weight, in_loss=True, last=last)
+        finally:
+            self._let_go()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, normalizer: float | Tensor | None = None) -> Any:
@@ -152,12 +160,22 @@ class FusedOptimizer(torch.optim.Optimizer):
             ValueError: a normalizer that is not > 0; a window whose weights are all zero.
         """
         self._opt_called = True  # what LR schedulers look for
+        if normalizer is not None:
+            normalizer = checked_positive(normalizer, "normalizer")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if normalizer is not None:
-            normalizer = checked_positive(normalizer, "normalizer")
+        self._runtime.outcome = None
+        try:
+            self._step(normalizer)
+        finally:
+            self._let_go()
+        return loss
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it tells schedulers itself, and need not be wrapped
+
+    def _step(self, normalizer: float | Tensor | None) -> None:
         window, current = self._runtime.window, self._plan()
         grads, present = current.gradients()
         if window.phase is Phase.CLOSED and not present:
@@ -173,12 +191,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             grads = window.accumulators
             present = len(grads) - sum(grad is None for grad in grads)
         if present:
+            began = window.phase
             self._tail(current, grads, present == len(grads), normalizer)
-        if window.phase is not Phase.IDLE:
+            if began is not Phase.IDLE:
+                window.consume()
+        elif window.phase is not Phase.IDLE:
             window.consume()
-        return loss
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it tells schedulers itself, and need not be wrapped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as torch does, and drops the window if there is one."""
@@ -269,13 +287,19 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _plan(self) -> Plan:
         """The plan, and with it the backend, for the parameters and states of now."""
         runtime = self._runtime
-        if runtime.plan is None or not runtime.plan.unchanged(self.param_groups, self.state):
+        rules = [self.rule_of(group) for group in self.param_groups]
+        known = runtime.plan
+        if known is None or known.rules != rules or not known.unchanged(self.param_groups, self.state):
             devices = {p.device for group in self.param_groups for p in group["params"] if plan.has_memory(p)}
-            if runtime.backend is None or (runtime.backend.native and devices - {torch.device("cpu")}):
+            if runtime.backend is None or runtime.devices not in (None, devices):
                 runtime.backend = backends.select(self._settings.backend, devices)
-            rules = [self.rule_of(group) for group in self.param_groups]
-            runtime.plan = plan.build(self.param_groups, self.state, rules, runtime.backend.native)
-        return runtime.plan
+            runtime.devices = devices
+            runtime.plan = known = plan.build(self.param_groups, self.state, rules, runtime.backend.native)
+        return known
+
+    def _let_go(self) -> None:
+        if self._runtime.plan is not None:
+            self._runtime.plan.let_go()
 
     def _fold(self, weight: float | Tensor | None, *, in_loss: bool, last: bool) -> None:
         weight = _checked_weight(weight)
@@ -311,8 +335,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         runtime.outcome = outcome
         if self._settings.nonfinite == "raise" and bool(outcome.skipped):
             raise RuntimeError(
-                f"the global norm of the gradients is {float(outcome.norm)}, nothing was updated; "
-                "look for the non-finite gradient, or use nonfinite='skip'"
+                f"the global norm of the gradients is {float(outcome.norm)}, nothing was updated; look for the "
+                "non-finite gradient (or found_inf), and call zero_grad() to go on, or use nonfinite='skip'"
             )
         self._apply(current, backend, matched, complete, outcome)
         self._warn_when_stalled()

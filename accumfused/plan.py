@@ -33,7 +33,7 @@ class Plan:
     states: list[list[Tensor] | None]  # in the rule's order, a step count first where it keeps one; None: not made yet
     first_chunk: list[int] = field(default_factory=list)
     chunks: int = 0
-    complete: bool = False  # every parameter has its state
+    has_all_states: bool = False
     copied: list[int] = field(default_factory=list)  # rows whose tensor is a dense copy
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
     _pointed_at: Grads | None = None
@@ -49,7 +49,7 @@ class Plan:
         return bool(self.table.unchanged(param_groups, state))
 
     def lacks_state(self, grads: Grads) -> bool:
-        return not self.complete and any(
+        return not self.has_all_states and any(
             grad is not None and state is None for grad, state in zip(grads, self.states, strict=True)
         )
 
@@ -65,7 +65,7 @@ class Plan:
             grads = [param.grad for param in self.params]
             return grads, sum(grad is not None for grad in grads)
         grads, present, refused = self.table.read_grads()
-        self._pointed_at = grads if refused < 0 else None
+        self._pointed_at = grads if refused < 0 else []
         return grads, present
 
     def match(self, grads: Grads) -> Grads:
@@ -91,7 +91,9 @@ class Plan:
             self._pointed_at = grads
 
     def let_go(self) -> None:
-        self.table.clear()
+        """Forgets the gradients, which would live on otherwise."""
+        if self._pointed_at is not None:
+            self.table.clear()
         self._pointed_at = None
 
     def _match(self, index: int, grad: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ def build(
         plan.states.append(_rows_state(rules[group], tensor, state.get(param)))
         plan.first_chunk.append(plan.chunks)
         plan.chunks += chunk_count(tensor.numel())
-    plan.complete = None not in plan.states
+    plan.has_all_states = None not in plan.states
     _check_shared_memory(params)
     if native:
         counts = [rules[group].counts_steps for group in groups]
@@ -183,7 +185,9 @@ def check_parameter(param: Tensor) -> None:
             f"a parameter is {param.dtype}, only torch.float32 parameters are supported; "
             "keep the model in float32 and use torch.autocast for 16-bit arithmetic"
         )
-    if not has_memory(param):
+    if param.is_neg():
+        raise RuntimeError("a parameter is lazily negated, so its memory holds other values; use param.resolve_neg()")
+    if not has_memory(param) or (param.numel() and not param.untyped_storage().nbytes()):
         raise RuntimeError(
             f"a parameter has no memory to update (layout {param.layout}, device {param.device}); materialize it first"
         )

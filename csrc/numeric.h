@@ -62,6 +62,9 @@ AF_INLINE float square_root(float value) {
 #endif
 }
 
+// A step count as a whole number, within what fp32 counts exactly.
+AF_INLINE int64_t whole_steps(float count) { return count > 0 ? int64_t(count < 0x1p24f ? count : 0x1p24f) : 0; }
+
 // base ** exponent by squaring, in double: the same bits wherever it runs, unlike pow().
 AF_INLINE double power(double base, int64_t exponent) {
   double result = 1.0;

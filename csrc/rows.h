@@ -28,6 +28,6 @@ struct Row {
   Dtype grad_dtype = Dtype::kFloat32;
 };
 
-inline int64_t chunk_count(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
+static constexpr int64_t chunk_count(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 
 }  // namespace accumfused

@@ -24,11 +24,19 @@ bool is_float32(const dlpack::Tensor& tensor) {
   return grad_dtype(tensor.dtype, dtype) && dtype == Dtype::kFloat32;
 }
 
+// fp32 memory that a CPU kernel can write.
+bool is_addressable(const dlpack::Tensor& tensor) {
+  bool empty = false;
+  for (int32_t d = 0; d < tensor.ndim; ++d) empty |= tensor.shape[d] == 0;
+  return is_float32(tensor) && tensor.device.type == dlpack::kCpu && (empty || tensor.data != nullptr);
+}
+
 // Calls visit(object) for every parameter of the groups, in order, until it answers false.
 template <class Visit>
 bool walk_groups(const py::list& param_groups, const Visit& visit) {
   static PyObject* const key = PyUnicode_InternFromString("params");
   for (const py::handle group : param_groups) {
+    if (!visit(nullptr)) return false;  // where a group begins
     PyObject* params = PyDict_Check(group.ptr()) ? PyDict_GetItem(group.ptr(), key) : nullptr;
     if (params == nullptr || !PyList_Check(params)) return false;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
@@ -68,23 +76,23 @@ class TensorType {
 
   PyTypeObject* type() const { return reinterpret_cast<PyTypeObject*>(type_.ptr()); }
 
-  // Whether the memory holds the values with the other sign (torch's lazy negation); only a view can be so.
-  bool is_negated(PyObject* tensor) const {
-    const auto base = py::reinterpret_steal<py::object>(call(base_, tensor));
-    if (!base) throw py::error_already_set();
-    return !base.is_none() && py::reinterpret_borrow<py::object>(tensor).attr("is_neg")().cast<bool>();
+  // Whether the memory holds the values with the other sign (torch's lazy negation).
+  static bool is_negated(PyObject* tensor) {
+    static PyObject* const name = PyUnicode_InternFromString("is_neg");
+    const auto negated = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor, name));
+    if (!negated) throw py::error_already_set();
+    return negated.ptr() == Py_True;
   }
 
  private:
-  TensorType()
-      : type_(py::module_::import("torch").attr("Tensor")), grad_(type_.attr("grad")), base_(type_.attr("_base")) {}
+  TensorType() : type_(py::module_::import("torch").attr("Tensor")), grad_(type_.attr("grad")) {}
 
   static PyObject* call(const py::object& descriptor, PyObject* tensor) {
     const auto* getset = reinterpret_cast<PyGetSetDescrObject*>(descriptor.ptr())->d_getset;
     return getset->get(tensor, getset->closure);
   }
 
-  py::object type_, grad_, base_;
+  py::object type_, grad_;
 };
 
 }  // namespace
@@ -150,7 +158,7 @@ bool Table::same_layout(const Layout& layout, const dlpack::Tensor& tensor) {
 Table::Layout Table::layout_of(PyObject* object) const {
   Layout layout;
   dlpack::Tensor tensor;
-  if (!read(object, tensor) || !is_float32(tensor)) return layout;
+  if (!read(object, tensor) || !is_addressable(tensor)) return layout;
   layout.readable = true;
   layout.device = tensor.device;
   layout.sizes.assign(tensor.shape, tensor.shape + tensor.ndim);
@@ -189,7 +197,7 @@ bool Table::unchanged(const py::list& param_groups, const py::dict& state) const
   if (!walk_state(state, same(state_walk_, entries)) || entries != state_walk_.size()) return false;
   dlpack::Tensor tensor;
   for (size_t i = 0; i < owners_.size(); ++i) {  // one that could not be read may have become readable
-    if (!owner_layouts_[i].readable && read(owners_[i], tensor) && is_float32(tensor)) return false;
+    if (!owner_layouts_[i].readable && read(owners_[i], tensor) && is_addressable(tensor)) return false;
   }
   for (const Watched& watched : watched_) {
     if (!read(watched.object, tensor)) return false;
@@ -213,7 +221,7 @@ bool Table::set_grad(size_t index, PyObject* grad) {
   if (Py_TYPE(grad) != TensorType::get().type() || !read(grad, tensor)) return false;
   Seen& seen = seen_[index];
   if (seen.grad != grad || seen.data != tensor.data) {
-    if (TensorType::get().is_negated(grad)) return false;
+    if (TensorType::is_negated(grad)) return false;
     seen = {grad, tensor.data};
   }
   if (!grad_dtype(tensor.dtype, row.grad_dtype) || !same_layout(layouts_[index], tensor)) return false;

@@ -34,7 +34,6 @@ class CpuBackend:
             self.instruction_set, plan.table, torch.get_num_threads(),
             fold.weights.data_ptr(), fold.weight, number, _address(tensor), partials.data_ptr(),
         )  # fmt: skip
-        plan.let_go()
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = new_outcome(torch.device("cpu"), normed=partials is not None)
@@ -56,7 +55,6 @@ class CpuBackend:
         self._c.step(
             self.instruction_set, plan.table, torch.get_num_threads(), padded, rules, outcome.values.data_ptr()
         )
-        plan.let_go()
 
 
 def _address(tensor: Tensor | None) -> int:

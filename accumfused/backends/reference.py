@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from accumfused.backends.base import OVERWRITE, Fold, Outcome, Scaling, new_outcome
-from accumfused.numeric import chunk_count, ieee, memory_order, square_root, sum_partials, sums_of_squares
+from accumfused.numeric import chunk_count, ieee, memory_order, square_root, sum_partials, sums_of_squares, whole_steps
 from accumfused.plan import Grads, Plan
 
 
@@ -73,14 +73,14 @@ class ReferenceBackend:
                     continue
                 states = [plan.states[i] for i in rows]
                 counts = [s[0] if rule.counts_steps else torch.zeros((), device=plan.device) for s in states]  # type: ignore[index]
-                steps = torch.stack(counts) + 1
+                steps = whole_steps(torch.stack(counts)) + 1
                 scalars = rule.scalars(dict(zip(rule.hypers, values, strict=True)), steps, outcome.coefficient)
                 for j, (i, state) in enumerate(zip(rows, states, strict=True)):
                     own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
                     kept = [plan.tensors[i], *state[rule.counts_steps :]]  # type: ignore[index]
                     new = rule.update(own, kept[0], grads[i].float(), *kept[1:])  # type: ignore[union-attr]
                     if rule.counts_steps:
-                        kept, new = [*kept, counts[j]], (*new, steps[j])
+                        kept, new = [*kept, counts[j]], (*new, counts[j] + 1)
                     for old, value in zip(kept, new, strict=True):
                         old.copy_(torch.where(outcome.skipped, old, value))
 

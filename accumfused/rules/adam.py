@@ -85,6 +85,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
 
     Raises:
         ValueError, TypeError: on hyper-parameters, with torch's texts, and on parameters that are not fp32.
+        RuntimeError: a backend asked for by name cannot run.
     """
 
     rules = (AdamRule, AmsgradRule)

@@ -60,6 +60,7 @@ class Lion(FusedOptimizer):
 
     Raises:
         ValueError, TypeError: on hyper-parameters, and on parameters that are not fp32.
+        RuntimeError: a backend asked for by name cannot run.
     """
 
     rules = (LionRule,)

@@ -68,6 +68,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
 
     Raises:
         ValueError, TypeError: on hyper-parameters, with torch's texts, and on parameters that are not fp32.
+        RuntimeError: a backend asked for by name cannot run.
     """
 
     rules = (SgdRule, MomentumRule)

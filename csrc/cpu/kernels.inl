@@ -204,7 +204,7 @@ struct Prepared {
 template <class Rule>
 void run_rule(const Row& row, const Step& step, Prepared& prepared, int64_t offset, int64_t n) {
   static_assert(sizeof(Rule) <= sizeof(Prepared::rule) && __is_trivially_copyable(Rule), "scalars only");
-  const int64_t count = row.step ? int64_t(*row.step) + 1 : 0;
+  const int64_t count = row.step ? whole_steps(*row.step) + 1 : 0;
   if (prepared.group != row.group || prepared.step != count) {
     const Rule rule(step.hypers + row.group * step.hyper_stride, count, step.outcome[0]);
     memcpy(prepared.rule, &rule, sizeof rule);
