@@ -45,7 +45,7 @@ class Window:
         self._count = 0  # micro-batches that were folded
         self._arena: Grads = []  # accumulators of gradients that cannot be adopted; kept between windows
         self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad is a 16-bit one
-        self._dropped = 0  # windows in a row without a step
+        self._dropped = 0  # open windows in a row without a step
 
     def begin(self, plan: Plan, grads: Grads, weight: float | Tensor | None) -> None:
         """Refuses a micro-batch that cannot be right, before anything is written."""
@@ -187,7 +187,10 @@ class Window:
         """The window is over without a step."""
         if self.phase is Phase.IDLE:
             return
+        was_open = self.phase is Phase.OPEN
         self._end()
+        if not was_open:
+            return  # it may be one that a GradScaler has skipped, lawfully often
         self._dropped += 1
         if self._dropped == 2:
             warn(

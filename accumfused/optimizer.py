@@ -7,7 +7,7 @@ accumulation.py has left (or takes them from p.grad) one coefficient, `step` app
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -34,6 +34,8 @@ class Settings:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.max_grad_norm, (int, float, type(None))):
+            raise TypeError(f"max_grad_norm must be a number or None, got {type(self.max_grad_norm).__name__}")
         if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm must be >= 0 or None, got {self.max_grad_norm}")
         modes = get_args(Nonfinite)
@@ -203,6 +205,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         self._runtime.window.drop()
 
+    @property
+    def max_grad_norm(self) -> float | None:
+        """What the global norm is clipped to, None for no clipping; may be set between steps. Not in `state_dict()`."""
+        return self._settings.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self._settings = replace(self._settings, max_grad_norm=value)
+
     # ---- what is known after a step ---------------------------------------------------------------------------------
 
     @property
@@ -244,8 +255,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: a parameter that requires a gradient and is not fp32.
             RuntimeError: one that cannot be updated: complex, or overlapping itself.
-            ValueError: a parameter that is listed twice.
+            ValueError: a parameter that is listed twice; a `max_grad_norm` of the group's own.
         """
+        if isinstance(param_group, dict) and "max_grad_norm" in param_group:
+            raise ValueError("max_grad_norm is one for all groups; give it to the optimizer, not to a group")
         if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
             given = param_group["params"]
             param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
@@ -253,7 +266,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a checkpoint of this optimizer, or of torch's of the same name."""
+        """Loads a checkpoint of this optimizer, or of torch's of the same name.
+
+        Raises:
+            RuntimeError: while a window is open: its gradients are not those of the loaded state.
+        """
+        self._refuse_to_lose_a_window()
         super().load_state_dict(state_dict)
         self._runtime.plan = None
 

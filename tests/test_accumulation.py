@@ -291,7 +291,7 @@ def test_adamw_over_windows_follows_torch_in_float64(backend: str, window: bool)
 
 
 @pytest.mark.parametrize("how", ["zero_grad", "zero_grad on a closed window", "model.zero_grad on a closed window"])
-def test_two_windows_dropped_in_a_row_warn_once_and_no_more(backend: str, how: str) -> None:
+def test_two_open_windows_dropped_in_a_row_warn_once_and_no_more(backend: str, how: str) -> None:
     param, optimizer = one_parameter(backend)
 
     def drop() -> None:
@@ -304,9 +304,12 @@ def test_two_windows_dropped_in_a_row_warn_once_and_no_more(backend: str, how: s
             optimizer.zero_grad()
 
     drop()
-    with pytest.warns(UserWarning, match=r"after optimizer\.step\(\), not between the micro-batches"):
-        drop()
-    drop()  # warnings are errors: it says it once
+    if "closed" in how:
+        drop()  # a GradScaler that skips drops closed windows, and is right: no warning, which would be an error here
+    else:
+        with pytest.warns(UserWarning, match=r"after optimizer\.step\(\), not between the micro-batches"):
+            drop()
+    drop()  # it says it once
     assert param.tolist() == [8.0] * 4
 
 

@@ -150,3 +150,39 @@ def test_accumulators_count_their_versions(backend: str) -> None:
     optimizer.accumulate(last=True)
     assert param.grad is first
     assert first._version > before
+
+
+def test_max_grad_norm_may_be_changed_between_steps(backend: str) -> None:
+    param = Parameter(torch.zeros(4))
+    optimizer = af.SGD([param], lr=1.0, max_grad_norm=0.5, backend=backend)
+    stepped(optimizer, param, [3.0])
+    torch.testing.assert_close(param.norm(), torch.tensor(0.5), rtol=1e-5, atol=0)
+    optimizer.max_grad_norm = 0.25
+    stepped(optimizer, param, [3.0])
+    torch.testing.assert_close(param.norm(), torch.tensor(0.75), rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="max_grad_norm must be >= 0"):
+        optimizer.max_grad_norm = -1.0
+    assert optimizer.max_grad_norm == 0.25
+    with pytest.raises(ValueError, match="one for all groups"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(1))], "max_grad_norm": 1.0})
+
+
+def test_a_checkpoint_is_not_loaded_into_an_open_window(backend: str) -> None:
+    param = Parameter(torch.zeros(4))
+    optimizer = af.SGD([param], lr=1.0, backend=backend)
+    checkpoint = optimizer.state_dict()
+    param.grad = torch.ones(4)
+    optimizer.accumulate()
+    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) first"):
+        optimizer.load_state_dict(checkpoint)
+    optimizer.zero_grad()
+    optimizer.load_state_dict(checkpoint)
+
+
+def test_closed_windows_that_a_scaler_skips_draw_no_warning(backend: str) -> None:
+    param = Parameter(torch.zeros(4))
+    optimizer = af.SGD([param], lr=1.0, backend=backend)
+    for _ in range(3):  # warnings are errors
+        param.grad = torch.full((4,), float("inf"))
+        optimizer.accumulate(last=True)
+        optimizer.zero_grad()
