@@ -51,7 +51,7 @@ cpu::Rows rows_of(const Table& table, int threads) {
   // two).
   constexpr int64_t kSerialElements = 1 << 17;
   if (threads < 1 || table.numel() < kSerialElements) threads = 1;
-  return {table.rows().data(), int64_t(table.rows().size()), table.chunks(), threads};
+  return {table.rows().data(), table.operands().data(), int64_t(table.rows().size()), table.chunks(), threads};
 }
 
 void accumulate(const std::string& instruction_set, const Table& table, int threads, uintptr_t weights, int64_t weight,

@@ -1,19 +1,10 @@
 // Loads, rounding and flushing shared by every backend. One written order of IEEE fp32 operations; nothing here may be
 // contracted into FMA (-ffp-contract=off, --fmad=false).
-//
-// Everything lives in a namespace per build target (AF_TARGET): the same functor compiled for several instruction sets
-// would otherwise be one weak symbol, and the linker might keep the AVX-512 copy for all of them.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
-#if defined(__CUDACC__)
-#define AF_INLINE static __host__ __device__ __forceinline__
-#define AF_METHOD __host__ __device__ __forceinline__
-#else
-#define AF_INLINE static inline __attribute__((always_inline))
-#define AF_METHOD inline __attribute__((always_inline))
-#endif
+#include "target.h"
 
 namespace accumfused::AF_TARGET {
 

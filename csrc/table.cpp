@@ -105,6 +105,7 @@ Table::Table(const py::capsule& exchange_api, const py::list& owners, const py::
     throw std::runtime_error("DLPack exchange table of another major version");
   const size_t count = params.size();
   rows_.resize(count);
+  operands_.resize(count);
   seen_.resize(count);
   for (size_t i = 0; i < count; ++i) {
     owners_.push_back(PyList_GET_ITEM(owners.ptr(), i));
@@ -115,7 +116,7 @@ Table::Table(const py::capsule& exchange_api, const py::list& owners, const py::
     Row& row = rows_[i];
     row.numel = numels[i].cast<int64_t>();
     row.first_chunk = chunks_;
-    row.group = groups[i].cast<int32_t>();
+    row.group = groups[i].cast<int64_t>();
     chunks_ += chunk_count(row.numel);
     numel_ += row.numel;
     if (!layouts_[i].readable) continue;  // frozen, say: a gradient for it is refused
@@ -213,8 +214,9 @@ bool Table::unchanged(const py::list& param_groups, const py::dict& state) const
 }
 
 bool Table::set_grad(size_t index, PyObject* grad) {
-  Row& row = rows_[index];
-  row.grad = nullptr;
+  Operands& in = operands_[index];
+  const bool empty = rows_[index].numel == 0;
+  in.grad = nullptr;
   if (grad == Py_None) return true;
   dlpack::Tensor tensor;
   // A subclass may keep its values elsewhere.
@@ -224,9 +226,9 @@ bool Table::set_grad(size_t index, PyObject* grad) {
     if (TensorType::is_negated(grad)) return false;
     seen = {grad, tensor.data};
   }
-  if (!grad_dtype(tensor.dtype, row.grad_dtype) || !same_layout(layouts_[index], tensor)) return false;
-  if (row.numel > 0 && tensor.data == nullptr) return false;  // zeros that are nowhere (torch._efficientzerotensor)
-  row.grad = row.numel > 0 ? address(tensor) : &kEmpty;
+  if (!grad_dtype(tensor.dtype, in.grad_dtype) || !same_layout(layouts_[index], tensor)) return false;
+  if (!empty && tensor.data == nullptr) return false;  // zeros that are nowhere (torch._efficientzerotensor)
+  in.grad = empty ? &kEmpty : address(tensor);
   return true;
 }
 
@@ -253,23 +255,20 @@ py::tuple Table::read_grads() {
 
 int64_t Table::set_accumulators(const py::list& accumulators, const py::list& weights) {
   for (size_t i = 0; i < rows_.size(); ++i) {
-    Row& row = rows_[i];
-    row.accumulator = nullptr;
+    Operands& in = operands_[i];
+    in.accumulator = nullptr;
     PyObject* accumulator = PyList_GET_ITEM(accumulators.ptr(), i);
     if (accumulator == Py_None) continue;
     dlpack::Tensor tensor;
     if (!read(accumulator, tensor) || !is_float32(tensor) || !same_layout(layouts_[i], tensor)) return int64_t(i);
-    row.accumulator = static_cast<float*>(address(tensor));
-    row.weight = int32_t(PyLong_AsLong(PyList_GET_ITEM(weights.ptr(), i)));
+    in.accumulator = static_cast<float*>(address(tensor));
+    in.weight = int32_t(PyLong_AsLong(PyList_GET_ITEM(weights.ptr(), i)));
   }
   return -1;
 }
 
 void Table::clear() {
-  for (Row& row : rows_) {
-    row.grad = nullptr;
-    row.accumulator = nullptr;
-  }
+  for (Operands& in : operands_) in = {};
 }
 
 }  // namespace accumfused

@@ -40,6 +40,7 @@ class Table {
   void clear();  // forget the gradients and accumulators again
 
   const std::vector<Row>& rows() const { return rows_; }
+  const std::vector<Operands>& operands() const { return operands_; }
   int64_t chunks() const { return chunks_; }
   int64_t numel() const { return numel_; }
 
@@ -64,6 +65,7 @@ class Table {
   std::vector<PyObject*> owners_;
   std::vector<Layout> owner_layouts_;
   std::vector<Row> rows_;
+  std::vector<Operands> operands_;
   struct Seen {
     PyObject* grad = nullptr;
     const void* data = nullptr;

@@ -6,13 +6,14 @@ namespace accumfused::cpu {
 
 struct Rows {
   const Row* rows;
+  const Operands* operands;
   int64_t count;
   int64_t chunks;  // over all rows
   int threads;
 };
 
-// accumulator <- (w[row.weight] * scale) * accumulator + (w[weight] * scale) * grad, in fp32; a weight of 0 leaves its
-// term out, whatever it holds. An accumulator that holds nothing (kOverwrite) takes the gradient as it is. Where a
+// accumulator <- (w[operands.weight] * scale) * accumulator + (w[weight] * scale) * grad, in fp32; a weight of 0 leaves
+// its term out, whatever it holds. An accumulator that holds nothing (kOverwrite) takes the gradient as it is. Where a
 // gradient was added, or the accumulator rescaled, `partials[chunk]` becomes the sum of squares of the result.
 struct Fold {
   const double* weights;

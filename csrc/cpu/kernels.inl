@@ -19,7 +19,7 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 struct Nothing {};
 
-// Calls body(local, row, chunk, offset, n) for every chunk; each thread has a `Local` of its own.
+// Calls body(local, row, operands, chunk, offset, n) for every chunk; each thread has a `Local` of its own.
 template <class Local, class Body>
 void for_each_chunk(const Rows& work, const Body& body) {
   // Runs of chunks, so that the search is paid once a run; 64 runs a thread keep the threads even.
@@ -33,17 +33,12 @@ void for_each_chunk(const Rows& work, const Body& body) {
     for (int64_t r = 0; r < runs; ++r) {
       int64_t chunk = r * run;
       const int64_t end = smaller(chunk + run, work.chunks);
-      int64_t low = 0, high = work.count;  // the last row whose first chunk is not behind `chunk`
-      while (high - low > 1) {
-        const int64_t middle = (low + high) / 2;
-        (work.rows[middle].first_chunk <= chunk ? low : high) = middle;
-      }
-      for (int64_t i = low; chunk < end; ++i) {
+      for (int64_t i = row_of(work.rows, work.count, chunk); chunk < end; ++i) {
         const Row& row = work.rows[i];
         const int64_t behind = smaller(row.first_chunk + chunk_count(row.numel), end);
         for (; chunk < behind; ++chunk) {
           const int64_t offset = (chunk - row.first_chunk) * kChunk;
-          body(local, row, chunk, offset, smaller(kChunk, row.numel - offset));
+          body(local, row, work.operands[i], chunk, offset, smaller(kChunk, row.numel - offset));
         }
       }
     }
@@ -51,11 +46,11 @@ void for_each_chunk(const Rows& work, const Body& body) {
 }
 
 template <class Body>
-auto with_grad(const Row& row, int64_t offset, const Body& body) {
-  switch (row.grad_dtype) {
-    case Dtype::kFloat16: return body(static_cast<const Float16*>(row.grad) + offset);
-    case Dtype::kBfloat16: return body(static_cast<const Bfloat16*>(row.grad) + offset);
-    default: return body(static_cast<const float*>(row.grad) + offset);
+auto with_grad(const Operands& in, int64_t offset, const Body& body) {
+  switch (in.grad_dtype) {
+    case Dtype::kFloat16: return body(static_cast<const Float16*>(in.grad) + offset);
+    case Dtype::kBfloat16: return body(static_cast<const Bfloat16*>(in.grad) + offset);
+    default: return body(static_cast<const float*>(in.grad) + offset);
   }
 }
 
@@ -116,9 +111,9 @@ float sum_of_squares(const G* __restrict grad, int64_t n) {
 }
 
 void norm(const Rows& work, float* partials) {
-  for_each_chunk<Nothing>(work, [=](Nothing, const Row& row, int64_t chunk, int64_t offset, int64_t n) {
-    if (row.grad == nullptr) return;
-    partials[chunk] = with_grad(row, offset, [=](auto grad) { return sum_of_squares(grad, n); });
+  for_each_chunk<Nothing>(work, [=](Nothing, const Row&, const Operands& in, int64_t chunk, int64_t offset, int64_t n) {
+    if (in.grad == nullptr) return;
+    partials[chunk] = with_grad(in, offset, [=](auto grad) { return sum_of_squares(grad, n); });
   });
 }
 
@@ -149,25 +144,25 @@ void accumulate(const Rows& work, const Fold& fold) {
   const float add = float(fold.weights[fold.weight] * scale);
   int64_t written_bytes = 0;
   for (int64_t i = 0; i < work.count; ++i)
-    written_bytes += work.rows[i].weight == kOverwrite ? work.rows[i].numel * 4 : 0;
+    written_bytes += work.operands[i].weight == kOverwrite ? work.rows[i].numel * 4 : 0;
   const bool beyond_cache = written_bytes > kStreamBytes;
-  for_each_chunk<Nothing>(work, [=](Nothing, const Row& row, int64_t chunk, int64_t offset, int64_t n) {
-    float* accumulator = row.accumulator;
+  for_each_chunk<Nothing>(work, [=](Nothing, const Row&, const Operands& in, int64_t chunk, int64_t offset, int64_t n) {
+    float* accumulator = in.accumulator;
     if (accumulator == nullptr) return;
     accumulator += offset;
-    if (row.weight == kOverwrite) {
-      with_grad(row, offset, [=](auto grad) { overwrite(accumulator, grad, n, beyond_cache); });
+    if (in.weight == kOverwrite) {
+      with_grad(in, offset, [=](auto grad) { overwrite(accumulator, grad, n, beyond_cache); });
       return;
     }
-    const float keep = float(fold.weights[row.weight] * scale);
-    const bool adds = row.grad != nullptr && add != 0.0f;
+    const float keep = float(fold.weights[in.weight] * scale);
+    const bool adds = in.grad != nullptr && add != 0.0f;
     if (!adds) {
       const float* none = nullptr;
       fold.partials[chunk] = keep != 0.0f ? fold_chunk<true, false>(accumulator, none, keep, add, n)
                                           : fold_chunk<false, false>(accumulator, none, keep, add, n);
       return;
     }
-    fold.partials[chunk] = with_grad(row, offset, [=](auto grad) {
+    fold.partials[chunk] = with_grad(in, offset, [=](auto grad) {
       return keep != 0.0f ? fold_chunk<true, true>(accumulator, grad, keep, add, n)
                           : fold_chunk<false, true>(accumulator, grad, keep, add, n);
     });
@@ -196,13 +191,13 @@ void step_chunk(const Rule& rule, float* __restrict param, const G* __restrict g
 
 // A rule's scalars cost two powers; consecutive chunks mostly share them.
 struct Prepared {
-  int32_t group = -1;
+  int64_t group = -1;
   int64_t step = -1;
   alignas(8) unsigned char rule[64];
 };
 
 template <class Rule>
-void run_rule(const Row& row, const Step& step, Prepared& prepared, int64_t offset, int64_t n) {
+void run_rule(const Row& row, const Operands& in, const Step& step, Prepared& prepared, int64_t offset, int64_t n) {
   static_assert(sizeof(Rule) <= sizeof(Prepared::rule) && __is_trivially_copyable(Rule), "scalars only");
   const int64_t count = row.step ? whole_steps(*row.step) + 1 : 0;
   if (prepared.group != row.group || prepared.step != count) {
@@ -214,21 +209,22 @@ void run_rule(const Row& row, const Step& step, Prepared& prepared, int64_t offs
   const Rule rule = *reinterpret_cast<const Rule*>(prepared.rule);
   float* state[kMaxStates];
   for (int k = 0; k < kMaxStates; ++k) state[k] = row.state[k] ? row.state[k] + offset : nullptr;
-  with_grad(row, offset, [&](auto grad) { step_chunk(rule, row.param + offset, grad, state, n); });
+  with_grad(in, offset, [&](auto grad) { step_chunk(rule, row.param + offset, grad, state, n); });
 }
 
-using RunRule = void (*)(const Row&, const Step&, Prepared&, int64_t, int64_t);
+using RunRule = void (*)(const Row&, const Operands&, const Step&, Prepared&, int64_t, int64_t);
 #define AF_RUN(Rule) run_rule<Rule>,
 constexpr RunRule kRunRule[] = {AF_RULES(AF_RUN)};
 #undef AF_RUN
 
 void step(const Rows& work, const Step& step) {
   if (step.outcome[2] != 0.0f) return;  // skipped: nothing is written
-  for_each_chunk<Prepared>(work, [&](Prepared& prepared, const Row& row, int64_t, int64_t offset, int64_t n) {
-    if (row.grad) kRunRule[step.rules[row.group]](row, step, prepared, offset, n);
-  });
+  for_each_chunk<Prepared>(
+      work, [&](Prepared& prepared, const Row& row, const Operands& in, int64_t, int64_t offset, int64_t n) {
+        if (in.grad) kRunRule[step.rules[row.group]](row, in, step, prepared, offset, n);
+      });
   for (int64_t i = 0; i < work.count; ++i) {
-    if (work.rows[i].grad && work.rows[i].step) *work.rows[i].step += 1.0f;
+    if (work.operands[i].grad && work.rows[i].step) *work.rows[i].step += 1.0f;
   }
 }
 
