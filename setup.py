@@ -1,12 +1,15 @@
-"""Builds accumfused._C with ninja. It needs pybind11 and a C++17 compiler, but no torch.
+"""Builds accumfused._C with ninja. It needs pybind11 and a C++17 compiler, but no torch; for the GPU's kernels nvcc.
 
 ACCUMFUSED_NATIVE=auto (default): where the build fails, pure Python installs and `python -m accumfused` says why;
-1: a failed build is an error; 0: no native module. CXX, CXXFLAGS and LDFLAGS are honoured.
+1: a failed build is an error; 0: no native module. ACCUMFUSED_CUDA: the same for the part that nvcc compiles.
+ACCUMFUSED_CUDA_ARCHS="80 90": compute capabilities to build for, in place of all that nvcc knows. CXX, CXXFLAGS,
+LDFLAGS and CUDACXX (nvcc) are honoured.
 """
 
 import itertools
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +25,7 @@ ROOT = Path(__file__).parent.resolve()
 CSRC = ROOT / "csrc"
 MODES = ("auto", "0", "1")
 REASON = "_native_error.txt"  # why there is no native module; lies where the module would, and _native.py reads it
+CUDA_REASON = "_cuda_error.txt"  # why that has no CUDA kernels
 REASON_LINES = 20
 
 # No -march=native and no -ffast-math: one wheel runs anywhere, and every instruction set computes the same bits. The
@@ -33,6 +37,11 @@ INSTRUCTION_SETS = {
     "cpu/x86_64_v3.cpp": V3,
     "cpu/x86_64_v4.cpp": [*V3, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"],
 }
+# No contraction into FMA; what else IEEE asks for (roots, division, subnormals) is nvcc's default.
+NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+OLDEST_NVCC = (12, 4)
+# Compute capability -> the nvcc that brought it. Cards in between run the one below; later ones the PTX of the last.
+ARCHS = {75: (12, 4), 80: (12, 4), 90: (12, 4), 100: (12, 8), 120: (12, 8)}
 PROBE = """
 #if __cplusplus < 201703L
 #error "this compiler has no C++17"
@@ -52,28 +61,39 @@ class BuildNative(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         module = Path(self.get_ext_fullpath(ext.name)).resolve()
+        forget(self.home)
+        self.home.mkdir(parents=True, exist_ok=True)
         try:
-            built = self._ninja()
+            built = self._with_or_without_cuda()
         except (OSError, RuntimeError, ImportError) as error:
-            module.unlink(missing_ok=True)
-            forget(self.home)
-            if mode() == "1":
+            if mode("NATIVE") == "1":
                 raise RuntimeError(f"ACCUMFUSED_NATIVE=1, but the native module does not build: {error}") from None
-            self.home.mkdir(parents=True, exist_ok=True)
             (self.home / REASON).write_text(f"{error}\n")
             print(f"warning: installing without the native module: {error}", file=sys.stderr)
             return
-        (self.home / REASON).unlink(missing_ok=True)
         module.parent.mkdir(parents=True, exist_ok=True)
-        module.unlink(missing_ok=True)  # a running process may have the old file mapped: no write into it
         shutil.copy2(built, module)
 
-    def _ninja(self) -> Path:
+    def _with_or_without_cuda(self) -> Path:
+        if mode("CUDA") == "0":
+            (self.home / CUDA_REASON).write_text("ACCUMFUSED_CUDA=0\n")
+            return self._ninja(None)
+        try:
+            return self._ninja(Nvcc())
+        except (OSError, RuntimeError) as error:
+            if mode("CUDA") == "1":
+                raise RuntimeError(f"ACCUMFUSED_CUDA=1, but the kernels for GPUs do not build: {error}") from None
+            built = self._ninja(None)  # where the rest does not build either, that is the reason to give
+            (self.home / CUDA_REASON).write_text(f"{error}\n")
+            print(f"installing without kernels for GPUs: {error}", file=sys.stderr)
+            return built
+
+    def _ninja(self, nvcc: "Nvcc | None") -> Path:
         # pip builds an editable install in a temporary folder; ours keeps it incremental.
         temp = ROOT / "build" / f"temp.{self.plat_name}-{sys.implementation.cache_tag}"
         build = (temp if self.editable_mode else Path(self.build_temp).resolve()) / "native"
         build.mkdir(parents=True, exist_ok=True)
-        (build / "build.ninja").write_text(ninja_file())
+        (build / "build.ninja").write_text(ninja_file(build, nvcc))
         command = [ninja(), "-C", str(build), *([] if self.verbose else ["--quiet"])]
         lines = []
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -82,7 +102,7 @@ class BuildNative(build_ext):
                 print(line, end="")
                 lines.append(line)
         if process.returncode != 0:
-            raise RuntimeError(f"{compiler()} failed:\n{the_error_in(lines)}")
+            raise RuntimeError(f"the compiler failed:\n{the_error_in(lines)}")
         return build / "_C.so"
 
 
@@ -90,14 +110,17 @@ class BuildPython(build_py):
     """ACCUMFUSED_NATIVE=0 leaves no native module of an earlier editable install behind."""
 
     def run(self) -> None:
-        if self.editable_mode and mode() == "0":
+        if self.editable_mode and mode("NATIVE") == "0":
             forget(ROOT / "accumfused")
         super().run()
 
 
 def forget(package: Path) -> None:
-    """Removes what an earlier build left: a stale module would be imported in silence."""
-    for name in (f"_C{sysconfig.get_config_var('EXT_SUFFIX')}", REASON):
+    """Removes what an earlier build left: a stale module would be imported in silence.
+
+    A running process may have the old file mapped, so it is never written into.
+    """
+    for name in (f"_C{sysconfig.get_config_var('EXT_SUFFIX')}", REASON, CUDA_REASON):
         (package / name).unlink(missing_ok=True)
 
 
@@ -110,10 +133,10 @@ def the_error_in(lines: list[str]) -> str:
     return "".join(itertools.islice(one, REASON_LINES)).strip()
 
 
-def mode() -> str:
-    value = os.environ.get("ACCUMFUSED_NATIVE", "auto")
+def mode(part: str) -> str:
+    value = os.environ.get(f"ACCUMFUSED_{part}", "auto")
     if value not in MODES:
-        raise ValueError(f"ACCUMFUSED_NATIVE={value!r}: use one of {', '.join(MODES)}")
+        raise ValueError(f"ACCUMFUSED_{part}={value!r}: use one of {', '.join(MODES)}")
     return value
 
 
@@ -139,6 +162,60 @@ def compiler() -> str:
     raise RuntimeError(f"no C++17 compiler was found (tried {', '.join(names)}); install g++ or clang++, or set CXX")
 
 
+class Nvcc:
+    """NVIDIA's compiler, and what it is to build for.
+
+    Raises:
+        RuntimeError: there is none, it is too old, or cannot build for what ACCUMFUSED_CUDA_ARCHS asks for.
+    """
+
+    def __init__(self) -> None:
+        homes = [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+        places = [*homes, os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+        found = shutil.which(os.environ.get("CUDACXX", "nvcc"), path=os.pathsep.join(places))
+        if found is None:
+            raise RuntimeError("no nvcc was found; install the CUDA toolkit, or set CUDA_HOME or CUDACXX")
+        self.path = found
+        said = self._says("--version")
+        release = re.search(r"release (\d+)\.(\d+)", said)
+        if release is None:
+            raise RuntimeError(f"{found} is no nvcc: {said.strip()}")
+        self.version = (int(release[1]), int(release[2]))
+        if self.version < OLDEST_NVCC:
+            raise RuntimeError(f"{found} is {dotted(self.version)}; install CUDA {dotted(OLDEST_NVCC)} or newer")
+        known = [arch for arch, since in ARCHS.items() if self.version >= since]
+        asked = os.environ.get("ACCUMFUSED_CUDA_ARCHS", "").replace(",", " ").replace(";", " ").split()
+        if any(not arch.isdigit() for arch in asked):
+            raise RuntimeError(f'ACCUMFUSED_CUDA_ARCHS="{" ".join(asked)}": use compute capabilities like "80 90"')
+        self.archs = sorted(int(arch) for arch in asked) or known
+
+    @property
+    def flags(self) -> list[str]:
+        codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
+        ptx = f"-gencode=arch=compute_{self.archs[-1]},code=compute_{self.archs[-1]}"
+        host = next(word for word in reversed(shlex.split(compiler())) if not word.startswith("-"))
+        return [*NVCC_FLAGS, "-ccbin", host, *codes, ptx]
+
+    @property
+    def link_flags(self) -> list[str]:
+        """The static runtime lies where nvcc itself would look for it."""
+        libraries = re.search(r"LIBRARIES=(.*)", self._says("--dryrun", "x.cu")) or [None, ""]
+        return [*shlex.split(libraries[1]), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+
+    @property
+    def defines(self) -> list[str]:
+        archs = " ".join(map(str, self.archs))
+        return [f'-DAF_CUDA_ARCHS="{archs}"', f'-DAF_CUDA_VERSION="{dotted(self.version)}"']
+
+    def _says(self, *arguments: str) -> str:
+        run = subprocess.run([self.path, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return run.stdout
+
+
+def dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
 def check_compiler(flags: list[str]) -> None:
     """Says what is missing in one line, where compiling csrc would end in a page of errors.
 
@@ -155,18 +232,21 @@ def check_compiler(flags: list[str]) -> None:
         raise RuntimeError(f"no Python.h in {headers}; install this Python's headers (python3-dev, python3-devel)")
 
 
-def ninja_file() -> str:
+def ninja_file(build: Path, nvcc: "Nvcc | None") -> str:
     import pybind11
 
     x86 = platform.machine() in ("x86_64", "AMD64")
     sources = sorted(p.relative_to(CSRC).as_posix() for p in CSRC.rglob("*.cpp"))
     if not x86:
         sources = [s for s in sources if s not in INSTRUCTION_SETS]
+    if nvcc is None:
+        sources = [s for s in sources if not s.startswith("cuda/")]
     # Compiled with OpenMP but not linked to a runtime: the symbols bind to the one that torch has loaded, and follow
     # torch.set_num_threads.
     mac = sys.platform == "darwin"
     openmp = ["-Xpreprocessor", "-fopenmp"] if mac else ["-fopenmp"]
     link = ["-undefined", "dynamic_lookup"] if mac else []
+    link += nvcc.link_flags if nvcc else []
     include = [f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
     cxxflags, ldflags = os.environ.get("CXXFLAGS", ""), os.environ.get("LDFLAGS", "")
     check_compiler([*FLAGS, *shlex.split(cxxflags)])
@@ -174,29 +254,41 @@ def ninja_file() -> str:
     lines = [
         f"cxx = {compiler().replace('$', '$$')}",
         f"flags = {flags.replace('$', '$$')}",
+        f"nvcc = {shlex.quote(nvcc.path).replace('$', '$$') if nvcc else ''}",
+        f"nvcc_flags = {shlex.join(nvcc.flags).replace('$', '$$') if nvcc else ''}",
         "rule compile",
         "  command = $cxx $flags $extra -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = $in",
+        "rule compile_cuda",
+        "  command = $nvcc $nvcc_flags -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = $in",
         "rule link",
-        f"  command = $cxx -shared $in -o $out {' '.join(link)} {ldflags.replace('$', '$$')}",
+        f"  command = $cxx -shared $in -o $out {shlex.join(link)} {ldflags.replace('$', '$$')}",
         "  description = $out",
     ]
     objects = []
     for source in sources:
         objects.append(source.replace("/", "_") + ".o")
         lines.append(f"build {objects[-1]}: compile {escape(CSRC / source)}")
-        lines.append(f"  extra = {' '.join(INSTRUCTION_SETS.get(source, []))}")
+        extra = INSTRUCTION_SETS.get(source, nvcc.defines if nvcc and source.endswith("binding.cpp") else [])
+        lines.append(f"  extra = {shlex.join(extra)}")
+    if nvcc is not None:
+        objects.append("cuda_launch.cu.o")
+        source = os.path.relpath(CSRC / "cuda/launch.cu", build)  # nvcc mangles what lies in a folder like "$0"
+        lines.append(f"build {objects[-1]}: compile_cuda {escape(source)}")
     lines += [f"build _C.so: link {' '.join(objects)}", ""]
     return "\n".join(lines)
 
 
-def escape(path: Path) -> str:
+def escape(path: "Path | str") -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
 setup(
-    ext_modules=[] if mode() == "0" else [Extension("accumfused._C", sources=[], optional=mode() == "auto")],
+    ext_modules=[] if mode("NATIVE") == "0" else [Extension("accumfused._C", sources=[])],
     cmdclass={"build_ext": BuildNative, "build_py": BuildPython},
 )

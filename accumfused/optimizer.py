@@ -312,7 +312,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if runtime.backend is None or runtime.devices not in (None, devices):
                 runtime.backend = backends.select(self._settings.backend, devices)
             runtime.devices = devices
-            runtime.plan = known = plan.build(self.param_groups, self.state, rules, runtime.backend.native)
+            runtime.plan = known = plan.build(self.param_groups, self.state, rules, runtime.backend.table)
         return known
 
     def _let_go(self) -> None:

@@ -35,18 +35,18 @@ class Plan:
     chunks: int = 0
     has_all_states: bool = False
     copied: list[int] = field(default_factory=list)  # rows whose tensor is a dense copy
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where its kernels run
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
+    rule_indices: list[int] = field(default_factory=list)  # per group, in the kernels' order
+    device_tables: dict[int, Any] = field(default_factory=dict)  # the table's copies on a GPU, which cuda.py keeps here
+    parts: list[tuple[Any, Plan]] = field(default_factory=list)  # with several devices: backend and plan of each
     _pointed_at: Grads | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return next((tensor.device for tensor in self.tensors if has_memory(tensor)), torch.device("cpu"))
 
     def unchanged(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool:
         """Whether groups, states and the memory behind them are still those of this plan."""
-        if self.table is None:
-            return False  # the reference reads everything at each step
-        return bool(self.table.unchanged(param_groups, state))
+        tables = [part.table for _, part in self.parts] or [self.table]
+        # The reference has none: it reads everything at each step.
+        return all(table is not None and table.unchanged(param_groups, state) for table in tables)
 
     def lacks_state(self, grads: Grads) -> bool:
         return not self.has_all_states and any(
@@ -82,16 +82,22 @@ class Plan:
             return grads
         return [None if g is None else self._match(i, g) for i, g in enumerate(grads)]
 
-    def point_at(self, grads: Grads) -> None:
-        """Points the table's rows at these (matched) gradients until `let_go`."""
+    def point_at(self, grads: Grads, accumulators: Grads | None = None, held: list[int] | None = None) -> None:
+        """Points the table's rows at these (matched) gradients, and at accumulators, until `let_go`."""
         if self._pointed_at is not grads:
             refused = self.table.set_grads(grads)
             if refused >= 0:
                 raise RuntimeError(f"the gradient of parameter {refused} cannot be read natively; use backend='torch'")
             self._pointed_at = grads
+        if accumulators is not None:
+            refused = self.table.set_accumulators(accumulators, held)
+            if refused >= 0:
+                raise RuntimeError(f"the accumulator of parameter {refused} no longer fits it; call zero_grad()")
 
     def let_go(self) -> None:
         """Forgets the gradients, which would live on otherwise."""
+        for _, part in self.parts:
+            part.let_go()
         if self._pointed_at is not None:
             self.table.clear()
         self._pointed_at = None
@@ -107,9 +113,9 @@ class Plan:
 
 
 def build(
-    param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any], rules: list[type[Rule]], native: bool
+    param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any], rules: list[type[Rule]], table: Any = None
 ) -> Plan:
-    """Builds the plan; with `native`, the table of addresses too.
+    """Builds the plan; with `table`, a native module's class, the table of addresses too.
 
     Raises:
         RuntimeError: two parameters share memory.
@@ -128,13 +134,24 @@ def build(
         plan.chunks += chunk_count(tensor.numel())
     plan.has_all_states = None not in plan.states
     _check_shared_memory(params)
-    if native:
-        counts = [rules[group].counts_steps for group in groups]
-        numels = [tensor.numel() for tensor in plan.tensors]
-        plan.table = _native._C.Table(_native.exchange_api, params, plan.tensors, numels, groups, plan.states, counts)
-        plan.table.remember(param_groups, state)
-        assert plan.table.chunks == plan.chunks
+    plan.device = next((tensor.device for tensor in plan.tensors if has_memory(tensor)), torch.device("cpu"))
+    if table is not None:
+        add_table(plan, table, param_groups, state)
     return plan
+
+
+def add_table(plan: Plan, table: Any, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
+    """Gives a plan its table of the addresses on plan.device."""
+    counts = [plan.rules[group].counts_steps for group in plan.groups]
+    numels = [tensor.numel() for tensor in plan.tensors]
+    device = torch.empty(0, device=plan.device).__dlpack_device__()
+    plan.table = table(
+        _native.exchange_api, device, plan.params, plan.tensors, numels, plan.groups, plan.states, counts
+    )
+    plan.table.remember(param_groups, state)
+    indices = {name: index for index, (name, *_) in enumerate(_native._C.rules())}
+    plan.rule_indices = [indices.get(rule.name, 0) for rule in plan.rules]
+    assert plan.table.chunks == plan.chunks
 
 
 def make_state(rule: type[Rule], tensor: Tensor, entries: dict[str, Any]) -> None:

@@ -40,10 +40,10 @@ class Rule:
         raise NotImplementedError
 
     @classmethod
-    def hyper_values(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """The group's numbers in the order of `hypers`."""
+    def hyper_values(cls, group: Mapping[str, Any]) -> tuple[float | Tensor, ...]:
+        """The group's numbers in the order of `hypers`, as they stand there: a tensor is not read."""
         return tuple(
-            float(group["betas"][name == "beta2"] if name in ("beta1", "beta2") else group[name]) for name in cls.hypers
+            group["betas"][name == "beta2"] if name in ("beta1", "beta2") else group[name] for name in cls.hypers
         )
 
 

@@ -1,5 +1,7 @@
 // Python's view of the kernels. Tensors outside the table come as addresses; the caller keeps them alive.
 #define AF_TARGET baseline
+#include "binding.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -46,26 +48,26 @@ py::list rules() {
   return out;
 }
 
-cpu::Rows rows_of(const Table& table, int threads) {
+cpu::Work work_on(const Table& table, int threads) {
   // Waking a thread takes longer than a few hundred kilobytes do (measured: 64,000 elements, 46 us alone, 50 to 150 in
   // two).
   constexpr int64_t kSerialElements = 1 << 17;
   if (threads < 1 || table.numel() < kSerialElements) threads = 1;
-  return {table.rows().data(), table.operands().data(), int64_t(table.rows().size()), table.chunks(), threads};
+  return {table.rows(), threads};
 }
 
 void accumulate(const std::string& instruction_set, const Table& table, int threads, uintptr_t weights, int64_t weight,
                 double scale, uintptr_t device_scale, uintptr_t partials) {
   const cpu::Kernels& run = kernels(instruction_set);
   const py::gil_scoped_release release;
-  run.accumulate(rows_of(table, threads), {pointer<const double>(weights), weight, scale,
+  run.accumulate(work_on(table, threads), {pointer<const double>(weights), weight, scale,
                                            pointer<const double>(device_scale), pointer<float>(partials)});
 }
 
 void norm(const std::string& instruction_set, const Table& table, int threads, uintptr_t partials) {
   const cpu::Kernels& run = kernels(instruction_set);
   const py::gil_scoped_release release;
-  run.norm(rows_of(table, threads), pointer<float>(partials));
+  run.norm(work_on(table, threads), pointer<float>(partials));
 }
 
 void finish_norm(const Table& table, uintptr_t partials, double normalization, uintptr_t device_normalization,
@@ -80,8 +82,8 @@ void finish_norm(const Table& table, uintptr_t partials, double normalization, u
   scaling.max_grad_norm = max_grad_norm.value_or(0.0);
   scaling.skips_nonfinite = skips_nonfinite;
   const baseline::FloatMode ieee;
-  baseline::finish_norm(scaling, pointer<const float>(partials), table.chunks(), pointer<float>(outcome),
-                        pointer<int64_t>(skips));
+  const double sum = takes_norm ? baseline::sum_partials(pointer<const float>(partials), table.chunks()) : 0.0;
+  baseline::finish_norm(scaling, sum, pointer<float>(outcome), pointer<int64_t>(skips));
 }
 
 void step(const std::string& instruction_set, const Table& table, int threads, const std::vector<double>& hypers,
@@ -89,7 +91,7 @@ void step(const std::string& instruction_set, const Table& table, int threads, c
   const cpu::Kernels& run = kernels(instruction_set);
   const py::gil_scoped_release release;
   const int64_t stride = rules.empty() ? 0 : int64_t(hypers.size() / rules.size());
-  run.step(rows_of(table, threads), {hypers.data(), rules.data(), stride, pointer<const float>(outcome)});
+  run.step(work_on(table, threads), {hypers.data(), rules.data(), stride, pointer<const float>(outcome)});
 }
 
 }  // namespace
@@ -107,18 +109,11 @@ PYBIND11_MODULE(_C, m) {
   m.attr("LANES") = kLanes;
   m.def("instruction_sets", instruction_sets, "What this machine can run, best first.");
   m.def("rules", rules, "Of each rule: name, state names, whether it counts steps, names of its hyper-parameters.");
-  py::class_<Table>(m, "Table")
-      .def(py::init<const py::capsule&, const py::list&, const py::list&, const py::list&, const py::list&,
-                    const py::list&, const py::list&>(),
-           py::arg("exchange_api"), py::arg("owners"), py::arg("params"), py::arg("numels"), py::arg("groups"),
-           py::arg("states"), py::arg("counts_steps"))
-      .def("remember", &Table::remember, py::arg("param_groups"), py::arg("state"))
-      .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state"))
-      .def("read_grads", &Table::read_grads)
-      .def("set_grads", &Table::set_grads, py::arg("grads"))
-      .def("set_accumulators", &Table::set_accumulators, py::arg("accumulators"), py::arg("weights"))
-      .def("clear", &Table::clear)
-      .def_property_readonly("chunks", &Table::chunks);
+  bind_table(m);
+#if defined(AF_CUDA_ARCHS)
+  auto cuda = m.def_submodule("cuda", "The kernels for GPUs.");
+  bind_cuda(cuda);
+#endif
   m.def("accumulate", accumulate);
   m.def("norm", norm);
   m.def("finish_norm", finish_norm);

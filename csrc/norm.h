@@ -33,11 +33,11 @@ struct Scaling {
 //   norm = sqrt(sum of squares) / normalization
 //   coefficient = min(1, max_grad_norm / (norm + 1e-6)) / normalization     (torch.nn.utils.clip_grad_norm_'s formula)
 // A NaN stays a NaN in both. The root is taken of an fp32 number, which every backend rounds correctly.
-inline void finish_norm(const Scaling& scaling, const float* partials, int64_t chunks, float* outcome, int64_t* skips) {
+AF_INLINE void finish_norm(const Scaling& scaling, double sum_of_squares, float* outcome, int64_t* skips) {
   const double divisor =
       scaling.device_normalization ? scaling.normalization * *scaling.device_normalization : scaling.normalization;
-  const double inverse = divisor > 0 && __builtin_isfinite(divisor) ? 1.0 / divisor : double(__builtin_nanf(""));
-  const double norm = scaling.takes_norm ? double(square_root(float(sum_partials(partials, chunks)))) * inverse : 0.0;
+  const double inverse = divisor > 0 && is_finite(divisor) ? 1.0 / divisor : double(float_from_bits(0x7fc00000));
+  const double norm = scaling.takes_norm ? double(square_root(float(sum_of_squares))) * inverse : 0.0;
   double clip = 1.0;
   if (scaling.clips) {
     clip = scaling.max_grad_norm / (double(float(norm)) + 1e-6);
@@ -45,7 +45,7 @@ inline void finish_norm(const Scaling& scaling, const float* partials, int64_t c
   }
   outcome[0] = float(inverse * clip);
   outcome[1] = float(norm);
-  const bool finite = __builtin_isfinite(outcome[0]) && __builtin_isfinite(outcome[1]);
+  const bool finite = is_finite(outcome[0]) && is_finite(outcome[1]);
   const bool skipped = (scaling.skips_nonfinite && !finite) || (scaling.found_inf && *scaling.found_inf != 0.0f);
   outcome[2] = skipped ? 1.0f : 0.0f;
   if (skips != nullptr && skipped) *skips += 1;

@@ -1,6 +1,7 @@
 // Loads, rounding and flushing shared by every backend. One written order of IEEE fp32 operations; nothing here may be
 // contracted into FMA (-ffp-contract=off, --fmad=false).
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -27,22 +28,33 @@ AF_INLINE uint32_t bits_of(float value) {
   return bits;
 }
 
+template <class T>
+AF_INLINE bool is_finite(T value) {
+  return value - value == 0;
+}
+
 AF_INLINE float to_float(float value) { return value; }
 
 AF_INLINE float to_float(Bfloat16 value) { return float_from_bits(uint32_t(value.bits) << 16); }
 
-// Moves the fields into place and lets one exact multiplication rebias the exponent, subnormals included.
 AF_INLINE float to_float(Float16 value) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+  return result;
+#else
+  // Moves the fields into place and lets one exact multiplication rebias the exponent, subnormals included.
   const uint32_t half = value.bits;
   const uint32_t magnitude = (half & 0x7fffu) << 13;
   const uint32_t finite = bits_of(float_from_bits(magnitude) * 0x1p112f);
   const uint32_t rebiased = (half & 0x7c00u) == 0x7c00u ? (magnitude | 0x7f800000u) : finite;
   return float_from_bits(rebiased | ((half & 0x8000u) << 16));
+#endif
 }
 
 // New states below the smallest normal number are stored as 0. Otherwise the moments of unused embedding rows sink into
 // subnormals and the CPU slows sevenfold.
-AF_INLINE float flush_subnormal(float value) { return __builtin_fabsf(value) < 0x1p-126f ? 0.0f : value; }
+AF_INLINE float flush_subnormal(float value) { return fabsf(value) < 0x1p-126f ? 0.0f : value; }
 
 // IEEE square root; vectorises with -fno-math-errno.
 AF_INLINE float square_root(float value) {

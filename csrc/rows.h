@@ -37,6 +37,13 @@ struct Operands {
 
 static_assert(sizeof(Row) == 64 && sizeof(Operands) == 24, "the Triton kernels know these");
 
+struct Rows {
+  const Row* rows;
+  const Operands* operands;
+  int64_t count;
+  int64_t chunks;  // over all rows
+};
+
 AF_INLINE int64_t chunk_count(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 
 // The row that a chunk belongs to: the last one whose first chunk is not behind it. Rows without elements have none.

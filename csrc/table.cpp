@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstring>
 
+#include "binding.h"
+
 namespace accumfused {
 namespace {
 
@@ -22,13 +24,6 @@ bool grad_dtype(const dlpack::DataType& type, Dtype& out) {
 bool is_float32(const dlpack::Tensor& tensor) {
   Dtype dtype;
   return grad_dtype(tensor.dtype, dtype) && dtype == Dtype::kFloat32;
-}
-
-// fp32 memory that a CPU kernel can write.
-bool is_addressable(const dlpack::Tensor& tensor) {
-  bool empty = false;
-  for (int32_t d = 0; d < tensor.ndim; ++d) empty |= tensor.shape[d] == 0;
-  return is_float32(tensor) && tensor.device.type == dlpack::kCpu && (empty || tensor.data != nullptr);
 }
 
 // Calls visit(object) for every parameter of the groups, in order, until it answers false.
@@ -97,9 +92,10 @@ class TensorType {
 
 }  // namespace
 
-Table::Table(const py::capsule& exchange_api, const py::list& owners, const py::list& params, const py::list& numels,
-             const py::list& groups, const py::list& states, const py::list& counts_steps)
-    : api_(static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange_api.ptr(), dlpack::kCapsuleName))) {
+Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py::list& owners, const py::list& params,
+             const py::list& numels, const py::list& groups, const py::list& states, const py::list& counts_steps)
+    : api_(static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange_api.ptr(), dlpack::kCapsuleName))),
+      device_{device[0].cast<int32_t>(), device[1].cast<int32_t>()} {
   if (api_ == nullptr) throw py::error_already_set();
   if (api_->version.major != dlpack::kMajorVersion)
     throw std::runtime_error("DLPack exchange table of another major version");
@@ -142,9 +138,14 @@ bool Table::read(PyObject* object, dlpack::Tensor& out) const {
   return true;
 }
 
-bool Table::same_layout(const Layout& layout, const dlpack::Tensor& tensor) {
-  if (!layout.readable || layout.sizes.size() != size_t(tensor.ndim) || layout.device.type != tensor.device.type ||
-      layout.device.id != tensor.device.id) {
+bool Table::is_addressable(const dlpack::Tensor& tensor) const {
+  bool empty = false;
+  for (int32_t d = 0; d < tensor.ndim; ++d) empty |= tensor.shape[d] == 0;
+  return is_float32(tensor) && is_here(tensor) && (empty || tensor.data != nullptr);
+}
+
+bool Table::same_layout(const Layout& layout, const dlpack::Tensor& tensor) const {
+  if (!layout.readable || layout.sizes.size() != size_t(tensor.ndim) || !is_here(tensor)) {
     return false;
   }
   bool same_strides = true, empty = false;
@@ -161,7 +162,6 @@ Table::Layout Table::layout_of(PyObject* object) const {
   dlpack::Tensor tensor;
   if (!read(object, tensor) || !is_addressable(tensor)) return layout;
   layout.readable = true;
-  layout.device = tensor.device;
   layout.sizes.assign(tensor.shape, tensor.shape + tensor.ndim);
   layout.strides.assign(tensor.strides, tensor.strides + tensor.ndim);
   return layout;
@@ -269,6 +269,21 @@ int64_t Table::set_accumulators(const py::list& accumulators, const py::list& we
 
 void Table::clear() {
   for (Operands& in : operands_) in = {};
+}
+
+void bind_table(py::module_& m) {
+  py::class_<Table>(m, "Table", py::module_local())
+      .def(py::init<const py::capsule&, const py::tuple&, const py::list&, const py::list&, const py::list&,
+                    const py::list&, const py::list&, const py::list&>(),
+           py::arg("exchange_api"), py::arg("device"), py::arg("owners"), py::arg("params"), py::arg("numels"),
+           py::arg("groups"), py::arg("states"), py::arg("counts_steps"))
+      .def("remember", &Table::remember, py::arg("param_groups"), py::arg("state"))
+      .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state"))
+      .def("read_grads", &Table::read_grads)
+      .def("set_grads", &Table::set_grads, py::arg("grads"))
+      .def("set_accumulators", &Table::set_accumulators, py::arg("accumulators"), py::arg("weights"))
+      .def("clear", &Table::clear)
+      .def_property_readonly("chunks", &Table::chunks);
 }
 
 }  // namespace accumfused

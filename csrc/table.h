@@ -22,8 +22,10 @@ class Table {
   // params[i]: what the kernels write, of numels[i] elements; owners[i]: the parameter itself (another object where the
   // parameter's memory is not dense and params[i] is a dense copy); states[i]: its state tensors in the rule's order,
   // the step count first where the rule keeps one, or None while the parameter has none yet.
-  Table(const py::capsule& exchange_api, const py::list& owners, const py::list& params, const py::list& numels,
-        const py::list& groups, const py::list& states, const py::list& counts_steps);
+  // device: DLPack's type and index of the memory that the kernels work on. What lies elsewhere has a row, and its
+  // place in the order of chunks, but no address: a gradient for it is refused.
+  Table(const py::capsule& exchange_api, const py::tuple& device, const py::list& owners, const py::list& params,
+        const py::list& numels, const py::list& groups, const py::list& states, const py::list& counts_steps);
 
   // Remembers which objects param_groups and the optimizer's state hold...
   void remember(const py::list& param_groups, const py::dict& state);
@@ -39,15 +41,13 @@ class Table {
   int64_t set_accumulators(const py::list& accumulators, const py::list& weights);
   void clear();  // forget the gradients and accumulators again
 
-  const std::vector<Row>& rows() const { return rows_; }
-  const std::vector<Operands>& operands() const { return operands_; }
+  Rows rows() const { return {rows_.data(), operands_.data(), int64_t(rows_.size()), chunks_}; }
   int64_t chunks() const { return chunks_; }
   int64_t numel() const { return numel_; }
 
  private:
   struct Layout {
     bool readable = false;  // fp32 memory that a kernel can address
-    dlpack::Device device{};
     std::vector<int64_t> sizes, strides;
   };
   struct Watched {
@@ -58,10 +58,15 @@ class Table {
   bool set_grad(size_t index, PyObject* grad);
   bool read(PyObject* object, dlpack::Tensor& out) const;
   Layout layout_of(PyObject* object) const;
-  static bool same_layout(const Layout& layout, const dlpack::Tensor& tensor);
+  bool is_here(const dlpack::Tensor& tensor) const {
+    return tensor.device.type == device_.type && tensor.device.id == device_.id;
+  }
+  bool is_addressable(const dlpack::Tensor& tensor) const;  // fp32 memory that a kernel can write
+  bool same_layout(const Layout& layout, const dlpack::Tensor& tensor) const;
   void* own(PyObject* object);  // its address
 
   const dlpack::ExchangeApi* api_;
+  dlpack::Device device_;
   std::vector<PyObject*> owners_;
   std::vector<Layout> owner_layouts_;
   std::vector<Row> rows_;

@@ -35,7 +35,7 @@ def setup_py(source: Path, *command: str, **environment: str) -> subprocess.Comp
     known = {name: value for name, value in os.environ.items() if name not in ("CXX", "CXXFLAGS", "LDFLAGS")}
     return subprocess.run(
         [sys.executable, "setup.py", *command],
-        cwd=source, env={**known, "ACCUMFUSED_NATIVE": "auto", **environment}, capture_output=True, text=True,
+        cwd=source, env={**known, "ACCUMFUSED_NATIVE": "auto", "ACCUMFUSED_CUDA": "0", **environment}, capture_output=True, text=True,
     )  # fmt: skip
 
 

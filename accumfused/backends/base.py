@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from accumfused.plan import Grads, Plan
+
+Hypers = list[tuple[float | Tensor, ...]]  # per group, in the order of its rule's `hypers`; a tensor has one element
+T = TypeVar("T")
 
 OVERWRITE = -1  # what an accumulator that holds nothing yet has in place of its weight's index
 
@@ -80,7 +83,7 @@ class Backend(Protocol):
     """The three verbs."""
 
     name: str
-    native: bool  # works on the plan's table of addresses
+    table: Any  # the class of the plan's table of addresses (a native module's), or None: works on tensors
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         """Folds, and writes the sums of squares of what it folded or rescaled into partials [plan.chunks], fp32."""
@@ -96,5 +99,25 @@ class Backend(Protocol):
             partials: None: no norm is taken, and only the normalization enters.
         """
 
-    def step(self, plan: Plan, grads: Grads, hypers: list[tuple[float, ...]], outcome: Outcome) -> None:
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         """Updates parameters and states, and advances their step counts; writes nothing if the outcome is a skip."""
+
+
+def numbers(hypers: Hypers) -> list[tuple[float, ...]]:
+    """Hyper-parameters on the host; waits for those that are on a GPU."""
+    return [tuple(float(value) for value in values) for values in hypers]
+
+
+def padded(rows: list[tuple[T, ...]], padding: T) -> list[T]:
+    """One list of all rows, each as long as the longest."""
+    width = max((len(row) for row in rows), default=0)
+    return [value for row in rows for value in (*row, *[padding] * (width - len(row)))]
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def as_number_and_address(value: float | Tensor) -> tuple[float, int]:
+    """What a kernel multiplies by: a number, and an fp64 number on the device."""
+    return (1.0, value.data_ptr()) if isinstance(value, Tensor) else (value, 0)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accumfused.backends.base import OVERWRITE, Fold, Outcome, Scaling, new_outcome
+from accumfused.backends.base import OVERWRITE, Fold, Hypers, Outcome, Scaling, new_outcome, numbers
 from accumfused.numeric import chunk_count, ieee, memory_order, square_root, sum_partials, sums_of_squares, whole_steps
 from accumfused.plan import Grads, Plan
 
 
 class ReferenceBackend:
     name = "torch"
-    native = False
+    table = None
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         with ieee():
@@ -65,9 +65,9 @@ class ReferenceBackend:
             outcome.values.copy_(torch.stack([coefficient, norm.float(), skipped.float()]))
             return outcome
 
-    def step(self, plan: Plan, grads: Grads, hypers: list[tuple[float, ...]], outcome: Outcome) -> None:
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         with ieee():
-            for group, (rule, values) in enumerate(zip(plan.rules, hypers, strict=True)):
+            for group, (rule, values) in enumerate(zip(plan.rules, numbers(hypers), strict=True)):
                 rows = [i for i, g in enumerate(plan.groups) if g == group and grads[i] is not None]
                 if not rows:
                     continue

@@ -4,11 +4,7 @@
 
 namespace accumfused::cpu {
 
-struct Rows {
-  const Row* rows;
-  const Operands* operands;
-  int64_t count;
-  int64_t chunks;  // over all rows
+struct Work : Rows {
   int threads;
 };
 
@@ -41,9 +37,9 @@ struct RuleInfo {
 
 struct Kernels {
   const char* name;
-  void (*accumulate)(const Rows&, const Fold&);
-  void (*norm)(const Rows&, float* partials);
-  void (*step)(const Rows&, const Step&);
+  void (*accumulate)(const Work&, const Fold&);
+  void (*norm)(const Work&, float* partials);
+  void (*step)(const Work&, const Step&);
 };
 
 extern const Kernels kBaseline;

@@ -10,8 +10,8 @@ namespace accumfused::AF_TARGET {
 namespace {
 
 using cpu::Fold;
-using cpu::Rows;
 using cpu::Step;
+using cpu::Work;
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -21,7 +21,7 @@ struct Nothing {};
 
 // Calls body(local, row, operands, chunk, offset, n) for every chunk; each thread has a `Local` of its own.
 template <class Local, class Body>
-void for_each_chunk(const Rows& work, const Body& body) {
+void for_each_chunk(const Work& work, const Body& body) {
   // Runs of chunks, so that the search is paid once a run; 64 runs a thread keep the threads even.
   const int64_t run = work.chunks / (64 * int64_t(work.threads)) + 1;
   const int64_t runs = (work.chunks + run - 1) / run;
@@ -110,7 +110,7 @@ float sum_of_squares(const G* __restrict grad, int64_t n) {
   return tree_sum(lanes, width);
 }
 
-void norm(const Rows& work, float* partials) {
+void norm(const Work& work, float* partials) {
   for_each_chunk<Nothing>(work, [=](Nothing, const Row&, const Operands& in, int64_t chunk, int64_t offset, int64_t n) {
     if (in.grad == nullptr) return;
     partials[chunk] = with_grad(in, offset, [=](auto grad) { return sum_of_squares(grad, n); });
@@ -139,7 +139,7 @@ float fold_chunk(float* __restrict accumulator, const G* __restrict grad, float 
   return tree_sum(lanes, width);
 }
 
-void accumulate(const Rows& work, const Fold& fold) {
+void accumulate(const Work& work, const Fold& fold) {
   const double scale = fold.device_scale ? fold.scale * *fold.device_scale : fold.scale;
   const float add = float(fold.weights[fold.weight] * scale);
   int64_t written_bytes = 0;
@@ -217,7 +217,7 @@ using RunRule = void (*)(const Row&, const Operands&, const Step&, Prepared&, in
 constexpr RunRule kRunRule[] = {AF_RULES(AF_RUN)};
 #undef AF_RUN
 
-void step(const Rows& work, const Step& step) {
+void step(const Work& work, const Step& step) {
   if (step.outcome[2] != 0.0f) return;  // skipped: nothing is written
   for_each_chunk<Prepared>(
       work, [&](Prepared& prepared, const Row& row, const Operands& in, int64_t, int64_t offset, int64_t n) {

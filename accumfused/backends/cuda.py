@@ -1,0 +1,97 @@
+"""The CUDA kernels: csrc/cuda, over a copy of the plan's table on the GPU, on torch's current stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumfused import _native
+from accumfused.backends.base import (
+    Fold,
+    Hypers,
+    Outcome,
+    Scaling,
+    address,
+    as_number_and_address,
+    new_outcome,
+    padded,
+)
+from accumfused.plan import Grads, Plan
+
+
+class CudaBackend:
+    """Args: module: what has the kernels, `_C.cuda` or an emulation of it; table: the class of that module's tables."""
+
+    name = "cuda"
+
+    def __init__(self, module: Any = None, table: Any = None) -> None:
+        self._c = module or _native._C.cuda
+        self.table = table or _native._C.Table
+
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+        plan.point_at(fold.grads, fold.accumulators, fold.held)
+        copy, stream = self._on_device(plan)
+        copy.accumulate(
+            plan.table, stream, fold.weights.data_ptr(), fold.weight, *as_number_and_address(fold.scale),
+            partials.data_ptr(),
+        )  # fmt: skip
+
+    def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
+        outcome = new_outcome(plan.device, normed=partials is not None)
+        reads = partials is not None and grads is not None
+        if reads:
+            plan.point_at(grads)  # type: ignore[arg-type]
+        copy, stream = self._on_device(plan)
+        copy.norm(
+            plan.table, stream, reads, address(partials), scaling.normalization,
+            address(scaling.device_normalization), address(scaling.found_inf), outcome.normed, scaling.max_grad_norm,
+            scaling.skips_nonfinite, outcome.values.data_ptr(), address(scaling.skips),
+        )  # fmt: skip
+        return outcome
+
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+        plan.point_at(grads)
+        copy, stream = self._on_device(plan)
+        kept = [tuple(_at_hand(value, plan.device) for value in values) for values in hypers]
+        flat = padded([tuple(_hyper(value) for value in values) for values in kept], (0.0, 0, 0))
+        copy.step(plan.table, stream, flat, plan.rule_indices, outcome.values.data_ptr())
+
+    def _on_device(self, plan: Plan) -> tuple[Any, int]:
+        """The table's copy that this call may use, and the stream.
+
+        One copy serves all eager calls. A captured graph has its own: its replays write it, at any later time.
+        """
+        index, stream = 0, 0
+        if plan.device.type == "cuda":
+            current = torch.cuda.current_stream(plan.device)
+            index, stream = current.device_index, current.cuda_stream
+        capture = self._c.capture_id(index, stream)
+        known = plan.device_tables
+        if capture not in known:
+            for old in [key for key in known if key != 0]:
+                del known[old]
+            groups = len(plan.rules)
+            stride = max((len(rule.hypers) for rule in plan.rules), default=0)
+            size = self._c.DeviceTable.bytes(plan.table, groups, stride)
+            memory = torch.empty(size, dtype=torch.uint8, device=plan.device)
+            known[capture] = (memory, self._c.DeviceTable(index, memory.data_ptr(), groups, stride), {stream})
+        memory, copy, streams = known[capture]
+        if stream not in streams:
+            memory.record_stream(torch.cuda.current_stream(plan.device))
+            streams.add(stream)
+        return copy, stream
+
+
+def _at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
+    """A number, or fp32 or fp64 on this device: the kernel reads it there, so a graph's replay follows its changes."""
+    if not isinstance(value, Tensor) or value.device != device:
+        return float(value)
+    return value if value.dtype in (torch.float32, torch.float64) else value.double()
+
+
+def _hyper(value: float | Tensor) -> tuple[float, int, int]:
+    if not isinstance(value, Tensor):
+        return value, 0, 0
+    return (0.0, value.data_ptr(), 0) if value.dtype == torch.float32 else (0.0, 0, value.data_ptr())

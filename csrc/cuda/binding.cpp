@@ -1,0 +1,55 @@
+// Python's view of the GPU's kernels: `_C.cuda`.
+#include "../binding.h"
+
+#include <pybind11/stl.h>
+
+#include "../table.h"
+#include "launch.h"
+
+namespace accumfused {
+namespace {
+
+// A verb that takes a Table for its rows.
+template <class... Arguments>
+auto on_rows(void (cuda::DeviceTable::*verb)(const Rows&, Arguments...)) {
+  return [verb](cuda::DeviceTable& self, const Table& table, Arguments... arguments) {
+    (self.*verb)(table.rows(), arguments...);
+  };
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+  using cuda::DeviceTable;
+  using cuda::HyperParameter;
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  m.def("why_not", cuda::why_not, py::arg("device"), "Why the kernels cannot run on that device, or ''.");
+  m.def("capture_id", cuda::capture_id, py::arg("device"), py::arg("stream"));
+  m.attr("ARCHS") = AF_CUDA_ARCHS;
+  m.attr("COMPILER") = AF_CUDA_VERSION;
+  py::class_<DeviceTable>(m, "DeviceTable", py::module_local())
+      .def(py::init<int, uintptr_t, int64_t, int64_t>(), py::arg("device"), py::arg("memory"), py::arg("groups"),
+           py::arg("stride"))
+      .def_static(
+          "bytes",
+          [](const Table& table, int64_t groups, int64_t stride) {
+            return DeviceTable::bytes(table.rows(), groups, stride);
+          },
+          py::arg("table"), py::arg("groups"), py::arg("stride"))
+      .def("accumulate", on_rows(&DeviceTable::accumulate), release)
+      .def("norm", on_rows(&DeviceTable::norm), release)
+      .def(
+          "step",
+          [](DeviceTable& self, const Table& table, uintptr_t stream,
+             const std::vector<std::tuple<double, uintptr_t, uintptr_t>>& hypers, const std::vector<int32_t>& rules,
+             uintptr_t outcome) {
+            std::vector<HyperParameter> values;
+            for (const auto& [number, device_float, device_double] : hypers) {
+              values.push_back({number, device_float, device_double});
+            }
+            self.step(table.rows(), stream, values, rules, outcome);
+          },
+          release);
+}
+
+}  // namespace accumfused

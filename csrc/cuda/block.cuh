@@ -1,0 +1,174 @@
+// What a block of 256 threads does together: reads and writes rows of a chunk, sums 1024 lanes, finds out that it is
+// the last one. Each thread owns 4 neighbouring lanes, so a row of 1024 elements is one 16-byte access per thread and
+// stream.
+#pragma once
+#include "../numeric.h"
+#include "../rows.h"
+
+namespace accumfused::AF_TARGET {
+
+constexpr int kWidth = 4;
+constexpr int kThreads = int(kLanes) / kWidth;
+constexpr int kWarp = 32;
+
+// ---- memory ---------------------------------------------------------------------------------------------------------
+
+// Elements i .. i + 3 of kRows successive rows. kVector: they all exist, and lie on a boundary of 4 elements; otherwise
+// those from n on read as 0 and are not written.
+template <bool kVector, int kRows>
+struct Access {
+  static constexpr int kCount = kRows;
+
+  __device__ static void load(const float* from, int i, int n, float (&to)[kRows][kWidth]) {
+    if constexpr (kVector) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float4 four = *reinterpret_cast<const float4*>(from + i + r * kLanes);
+        to[r][0] = four.x, to[r][1] = four.y, to[r][2] = four.z, to[r][3] = four.w;
+      }
+    } else {
+      load_each(from, i, n, to);
+    }
+  }
+
+  template <class Half>
+  __device__ static void load(const Half* from, int i, int n, float (&to)[kRows][kWidth]) {
+    if constexpr (kVector) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const uint2 four = *reinterpret_cast<const uint2*>(from + i + r * kLanes);
+        const uint32_t pairs[2] = {four.x, four.y};
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) to[r][k] = to_float(Half{uint16_t(pairs[k / 2] >> (k % 2 * 16))});
+      }
+    } else {
+      load_each(from, i, n, to);
+    }
+  }
+
+  __device__ static void store(float* to, int i, int n, const float (&from)[kRows][kWidth]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if constexpr (kVector) {
+        *reinterpret_cast<float4*>(to + i + r * kLanes) = {from[r][0], from[r][1], from[r][2], from[r][3]};
+      } else {
+        for (int k = 0; k < kWidth; ++k) {
+          if (i + k < n) to[i + k] = from[r][k];
+        }
+      }
+    }
+  }
+
+ private:
+  template <class G>
+  __device__ static void load_each(const G* from, int i, int n, float (&to)[kRows][kWidth]) {
+    static_assert(kRows == 1, "row by row");
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) to[0][k] = i + k < n ? to_float(from[i + k]) : 0.0f;
+  }
+};
+
+// Calls body(access, i) for every row of a chunk of n elements, kRows at a time while they last, so that several
+// accesses are in flight.
+template <int kRows, class Body>
+__device__ void for_each_row(int n, bool aligned, const Body& body) {
+  constexpr int kRow = int(kLanes);
+  const int mine = int(threadIdx.x) * kWidth;
+  int row = 0;
+  if (aligned) {
+#pragma unroll 1
+    for (; row + kRows * kRow <= n; row += kRows * kRow) body(Access<true, kRows>(), row + mine);
+    if constexpr (kRows > 1) {
+#pragma unroll 1
+      for (; row + kRow <= n; row += kRow) body(Access<true, 1>(), row + mine);
+    }
+  }
+#pragma unroll 1
+  for (; row < n; row += kRow) body(Access<false, 1>(), row + mine);
+}
+
+__device__ inline bool is_aligned(const void* address, int elements_bytes) {
+  return reinterpret_cast<uintptr_t>(address) % (kWidth * elements_bytes) == 0;
+}
+
+// A pointer that was read from memory is one to global memory: without being told, the compiler emits generic accesses.
+template <class T>
+__device__ T* global(T* pointer) {
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
+
+// Calls body(grad + offset, whether vector accesses may be used) with the gradient's type.
+template <class Body>
+__device__ void with_grad(const Operands& in, int64_t offset, const Body& body) {
+  if (in.grad_dtype == Dtype::kFloat32) {
+    body(global(static_cast<const float*>(in.grad) + offset), is_aligned(in.grad, 4));
+  } else if (in.grad_dtype == Dtype::kFloat16) {
+    body(global(static_cast<const Float16*>(in.grad) + offset), is_aligned(in.grad, 2));
+  } else {
+    body(global(static_cast<const Bfloat16*>(in.grad) + offset), is_aligned(in.grad, 2));
+  }
+}
+
+// ---- sums -----------------------------------------------------------------------------------------------------------
+
+// Sums the block's lanes by halving, 1024 -> 512 -> ... -> 1, and writes the result.
+__device__ inline void store_sum(const float (&lanes)[kWidth], float* to) {
+  __shared__ float4 all[kThreads];
+  __syncthreads();  // of the chunk before, the first warp may still be reading
+  all[threadIdx.x] = {lanes[0], lanes[1], lanes[2], lanes[3]};
+  __syncthreads();
+  if (threadIdx.x >= kWarp) return;
+  const auto add = [](float4 a, float4 b) { return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; };
+  float4 part[kThreads / kWarp];  // of threads t, t + 32, ...
+#pragma unroll
+  for (int k = 0; k < kThreads / kWarp; ++k) part[k] = all[threadIdx.x + k * kWarp];
+#pragma unroll
+  for (int half = kThreads / kWarp / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int k = 0; k < half; ++k) part[k] = add(part[k], part[k + half]);
+  }
+  float4 sum = part[0];
+#pragma unroll
+  for (int half = kWarp / 2; half > 0; half /= 2) {
+    const float4 other = {__shfl_down_sync(0xffffffffu, sum.x, half), __shfl_down_sync(0xffffffffu, sum.y, half),
+                          __shfl_down_sync(0xffffffffu, sum.z, half), __shfl_down_sync(0xffffffffu, sum.w, half)};
+    sum = add(sum, other);
+  }
+  if (threadIdx.x == 0) *to = (sum.x + sum.z) + (sum.y + sum.w);
+}
+
+// norm.h's sum_partials by one block; the result is thread 0's.
+__device__ inline double sum_partials_in_block(const float* partials, int64_t chunks) {
+  __shared__ double lanes[kLanes];
+  for (int lane = int(threadIdx.x); lane < kLanes; lane += kThreads) {
+    double sum = 0.0;
+#pragma unroll 4
+    for (int64_t c = lane; c < chunks; c += kLanes) sum += double(__ldcg(partials + c));
+    lanes[lane] = sum;
+  }
+  for (int half = int(kLanes) / 2; half > 0; half /= 2) {
+    __syncthreads();
+    for (int lane = int(threadIdx.x); lane < half; lane += kThreads) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];  // written by the thread that reads it
+}
+
+// ---- the last block -------------------------------------------------------------------------------------------------
+
+// Whether all other blocks have done their work, which this block then sees. Leaves the ticket as it was before the
+// launch.
+__device__ inline bool is_last_block(uint32_t* ticket) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();  // releases what the whole block has written
+    last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+    if (last) *ticket = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
+}
+
+}  // namespace accumfused::AF_TARGET

@@ -1,0 +1,229 @@
+#define AF_TARGET gpu
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+
+#include "kernels.cuh"
+#include "launch.h"
+
+namespace accumfused::cuda {
+namespace {
+
+using gpu::Packet;
+
+constexpr int kSmallPacket = 1024, kLargePacket = 32512;  // a launch carries at most 32764 bytes of arguments
+
+#define AF_KERNEL(Rule) gpu::step_kernel<gpu::Rule>,
+using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*);
+constexpr StepKernel kStep[] = {AF_RULES(AF_KERNEL)};
+#undef AF_KERNEL
+
+// The kernel for groups that differ in their rule. The macro leaves a comma in front.
+template <class, class... Rules>
+constexpr StepKernel kMixedStep = gpu::step_kernel<Rules...>;
+#define AF_TYPE(Rule) , gpu::Rule
+constexpr StepKernel kAnyStep = kMixedStep<void AF_RULES(AF_TYPE)>;
+#undef AF_TYPE
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // or the next call would report it again
+  std::string reason = std::string("CUDA, ") + what + ": " + cudaGetErrorString(status);
+  if (status == cudaErrorInitializationError) {
+    reason += " (a forked process cannot use CUDA after its parent did; start it with the spawn method)";
+  }
+  throw std::runtime_error(reason);
+}
+
+class Device {
+ public:
+  explicit Device(int device) {
+    check(cudaGetDevice(&before_), "current device");
+    check(cudaSetDevice(device), "setting the device");
+  }
+  ~Device() { cudaSetDevice(before_); }
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+// How many blocks of a kernel the current device runs at once.
+template <class... Parameters>
+int resident_blocks(void (*kernel)(Parameters...)) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, int> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  int device = 0, multiprocessors = 0, blocks = 0;
+  check(cudaGetDevice(&device), "current device");
+  int& found = known[{device, reinterpret_cast<const void*>(kernel)}];
+  if (found == 0) {
+    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, gpu::kThreads, 0), "occupancy");
+    found = std::max(1, multiprocessors * blocks);
+  }
+  return found;
+}
+
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, uintptr_t stream, Arguments... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(std::clamp<int64_t>(blocks, 1, resident_blocks(kernel))));
+  config.blockDim = dim3(gpu::kThreads);
+  config.stream = reinterpret_cast<cudaStream_t>(stream);
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
+}
+
+template <int kBytes>
+void send_packet(const unsigned char* from, size_t size, uintptr_t to, uintptr_t stream) {
+  Packet<kBytes> packet;
+  memcpy(packet.bytes, from, size);
+  const int count = int(size / sizeof(uint4));
+  launch("table", gpu::write_kernel<kBytes>, (count + gpu::kThreads - 1) / gpu::kThreads, stream, packet,
+         reinterpret_cast<uint4*>(to), count);
+}
+
+size_t rounded(size_t bytes) { return (bytes + sizeof(uint4) - 1) / sizeof(uint4) * sizeof(uint4); }
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+
+static_assert(sizeof(HyperParameter) == sizeof(gpu::Hyper), "sent as it is");
+
+// Where in the memory what lies; each part begins at a multiple of 16 bytes.
+struct DeviceTable::Layout {
+  size_t rows, operands, hypers, rules, ticket, end;
+  gpu::Work work;
+  gpu::Hypers step;
+
+  Layout(const Rows& table, uintptr_t memory, int64_t groups, int64_t stride)
+      : rows(0),
+        operands(rounded(size_t(table.count) * sizeof(Row))),
+        hypers(operands + rounded(size_t(table.count) * sizeof(Operands))),
+        rules(hypers + rounded(size_t(groups * stride) * sizeof(HyperParameter))),
+        ticket(rules + rounded(size_t(groups) * sizeof(int32_t))),
+        end(ticket + sizeof(uint4)),
+        work{pointer<const Row>(memory + rows), pointer<const Operands>(memory + operands), table.count,
+             int(table.chunks), pointer<uint32_t>(memory + ticket)},
+        step{pointer<const gpu::Hyper>(memory + hypers), pointer<const int32_t>(memory + rules), int(stride)} {}
+};
+
+int64_t DeviceTable::bytes(const Rows& table, int64_t groups, int64_t stride) {
+  return int64_t(Layout(table, 0, groups, stride).end);
+}
+
+DeviceTable::DeviceTable(int device, uintptr_t memory, int64_t groups, int64_t stride)
+    : device_(device),
+      memory_(memory),
+      groups_(groups),
+      stride_(stride),
+      hypers_(size_t(groups * stride), HyperParameter{0, 0, 0}),
+      rules_(size_t(groups), 0) {}
+
+DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream) {
+  const Layout layout(table, memory_, groups_, stride_);
+  std::vector<unsigned char> image(layout.end);
+  const auto put = [&](size_t at, const auto* from, size_t count) {
+    if (count > 0) memcpy(image.data() + at, from, count * sizeof *from);
+  };
+  put(layout.rows, table.rows, size_t(table.count));
+  put(layout.operands, table.operands, size_t(table.count));
+  put(layout.hypers, hypers_.data(), hypers_.size());
+  put(layout.rules, rules_.data(), rules_.size());
+
+  size_t begin = 0, end = layout.end;  // of what differs
+  if (sent_.size() == layout.end) {
+    begin = size_t(std::mismatch(image.begin(), image.end(), sent_.begin()).first - image.begin());
+    begin = begin / sizeof(uint4) * sizeof(uint4);
+    while (end > begin && memcmp(&image[end - sizeof(uint4)], &sent_[end - sizeof(uint4)], sizeof(uint4)) == 0) {
+      end -= sizeof(uint4);
+    }
+  }
+  sent_.clear();
+  while (begin < end) {
+    const size_t size = std::min(end - begin, size_t(kLargePacket));
+    const auto send = size <= kSmallPacket ? send_packet<kSmallPacket> : send_packet<kLargePacket>;
+    send(image.data() + begin, size, memory_ + begin, stream);
+    begin += size;
+  }
+  sent_ = std::move(image);
+  return layout;
+}
+
+void DeviceTable::accumulate(const Rows& table, uintptr_t stream, uintptr_t weights, int64_t weight, double scale,
+                             uintptr_t device_scale, uintptr_t partials) {
+  const Device device(device_);
+  const Layout layout = send(table, stream);
+  const gpu::Fold fold{pointer<const double>(weights), weight, scale, pointer<const double>(device_scale),
+                       pointer<float>(partials)};
+  launch("accumulate", gpu::accumulate_kernel, table.chunks, stream, layout.work, fold);
+}
+
+void DeviceTable::norm(const Rows& table, uintptr_t stream, bool reads, uintptr_t partials, double normalization,
+                       uintptr_t device_normalization, uintptr_t found_inf, bool takes_norm,
+                       std::optional<double> max_grad_norm, bool skips_nonfinite, uintptr_t outcome, uintptr_t skips) {
+  const Device device(device_);
+  const Layout layout = send(table, stream);
+  gpu::Scaling scaling;
+  scaling.normalization = normalization;
+  scaling.device_normalization = pointer<const double>(device_normalization);
+  scaling.found_inf = pointer<const float>(found_inf);
+  scaling.takes_norm = takes_norm;
+  scaling.clips = max_grad_norm.has_value();
+  scaling.max_grad_norm = max_grad_norm.value_or(0.0);
+  scaling.skips_nonfinite = skips_nonfinite;
+  launch("norm", gpu::norm_kernel, reads ? table.chunks : 1, stream, layout.work, reads, pointer<float>(partials),
+         scaling, pointer<float>(outcome), pointer<int64_t>(skips));
+}
+
+void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
+                       const std::vector<int32_t>& rules, uintptr_t outcome) {
+  if (hypers.size() != hypers_.size() || rules.size() != rules_.size()) {
+    throw std::invalid_argument("hypers and rules of other groups than the table's");
+  }
+  const Device device(device_);
+  hypers_ = hypers;
+  rules_ = rules;
+  const Layout layout = send(table, stream);
+  const bool one_rule = std::adjacent_find(rules.begin(), rules.end(), std::not_equal_to<>()) == rules.end();
+  const StepKernel kernel = rules.empty() || !one_rule ? kAnyStep : kStep[rules[0]];
+  launch("step", kernel, table.chunks, stream, layout.work, layout.step, pointer<const float>(outcome));
+}
+
+std::string why_not(int device) {
+  try {
+    const Device current(device);
+    const auto load = [](const char* name, auto* kernel) {
+      cudaFuncAttributes attributes;
+      check(cudaFuncGetAttributes(&attributes, kernel), name);
+    };
+    load("accumulate", gpu::accumulate_kernel);
+    load("norm", gpu::norm_kernel);
+    load("table", gpu::write_kernel<kSmallPacket>);
+    load("table", gpu::write_kernel<kLargePacket>);
+    load("step", kAnyStep);
+    for (const StepKernel kernel : kStep) load("step", kernel);
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+uint64_t capture_id(int device, uintptr_t stream) {
+  const Device current(device);
+  cudaStreamCaptureStatus status;
+  unsigned long long id = 0;
+  check(cudaStreamGetCaptureInfo(reinterpret_cast<cudaStream_t>(stream), &status, &id), "capture");
+  return status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
+}  // namespace accumfused::cuda

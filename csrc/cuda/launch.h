@@ -1,0 +1,58 @@
+// The three verbs on a GPU, from the host's side. Includes no CUDA header.
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../rows.h"
+
+namespace accumfused::cuda {
+
+struct HyperParameter {
+  double number;
+  uintptr_t device_float;   // not 0: an fp32 number on the device, in its place
+  uintptr_t device_double;  // or an fp64 one
+};
+
+// A table's copy on a device, and the verbs that work on it. Every launch brings what has changed since the last one
+// with it, so nothing waits and no staging memory is shared; a copy that was made while a graph is captured belongs to
+// that graph, since its replays write it. One stream at a time.
+//
+// `stream` is a cudaStream_t of the device, addresses are of its memory. Verbs raise std::runtime_error with the
+// kernel's name and CUDA's reason; the next call sends the whole table again.
+class DeviceTable {
+ public:
+  // What `memory` has to hold, aligned to 16 bytes; hypers are padded to `stride` for each group.
+  static int64_t bytes(const Rows& table, int64_t groups, int64_t stride);
+
+  DeviceTable(int device, uintptr_t memory, int64_t groups, int64_t stride);
+
+  void accumulate(const Rows& table, uintptr_t stream, uintptr_t weights, int64_t weight, double scale,
+                  uintptr_t device_scale, uintptr_t partials);
+  // `reads`: the table's gradients are read; otherwise their sums of squares are all in `partials`.
+  void norm(const Rows& table, uintptr_t stream, bool reads, uintptr_t partials, double normalization,
+            uintptr_t device_normalization, uintptr_t found_inf, bool takes_norm, std::optional<double> max_grad_norm,
+            bool skips_nonfinite, uintptr_t outcome, uintptr_t skips);
+  void step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
+            const std::vector<int32_t>& rules, uintptr_t outcome);
+
+ private:
+  struct Layout;
+  Layout send(const Rows& table, uintptr_t stream);
+
+  int device_;
+  uintptr_t memory_;
+  int64_t groups_, stride_;
+  std::vector<HyperParameter> hypers_;
+  std::vector<int32_t> rules_;
+  std::vector<unsigned char> sent_;  // what the device holds; empty: not known
+};
+
+// Why the kernels cannot run on a device, or "". Loads them, so that no capture has to.
+std::string why_not(int device);
+
+// An id that no other capture has; 0 where the stream is not being captured.
+uint64_t capture_id(int device, uintptr_t stream);
+
+}  // namespace accumfused::cuda

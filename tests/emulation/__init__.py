@@ -1,0 +1,58 @@
+"""csrc/cuda on the CPU: builds `emulated`, a Python module of the kernels over the emulation in cuda_runtime.h."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SOURCES = [HERE / "module.cpp", *(ROOT / "csrc" / name for name in ("table.cpp", "cuda/binding.cpp", "cuda/launch.cu"))]
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall"]
+FLAGS += ["-Wno-unknown-pragmas", '-DAF_CUDA_ARCHS="emulated"', '-DAF_CUDA_VERSION="none"']
+
+
+def why_not() -> str | None:
+    """Why there is no emulation here."""
+    if not (ROOT / "csrc").exists():
+        return "needs the source"
+    return None if shutil.which("g++") else "needs g++"
+
+
+def build(folder: Path, *extra_flags: str) -> Path:
+    """Compiles into a folder what is out of date there; the module's path."""
+    import pybind11
+
+    folder.mkdir(parents=True, exist_ok=True)
+    include = [f"-I{HERE}", f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
+    newest = max(path.stat().st_mtime for place in (ROOT / "csrc", HERE) for path in place.rglob("*.*"))
+    module = folder / "emulated.so"
+
+    def compile_one(source: Path) -> str:
+        out = str(folder / f"{source.name}.{source.parent.name}.o")
+        subprocess.run(["g++", *FLAGS, *extra_flags, *include, "-x", "c++", "-c", str(source), "-o", out], check=True)
+        return out
+
+    with open(folder / "lock", "w") as lock:  # test processes side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not module.exists() or module.stat().st_mtime < newest:
+            with ThreadPoolExecutor() as pool:
+                objects = list(pool.map(compile_one, SOURCES))
+            subprocess.run(["g++", "-shared", *extra_flags, *objects, "-o", str(module)], check=True)
+    return module
+
+
+def load() -> ModuleType:
+    """The module, built once for all test processes."""
+    spec = importlib.util.spec_from_file_location("emulated", build(ROOT / "build" / "emulation"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,20 @@
+// csrc/cuda over the emulation, as a Python module of its own: the same names as accumfused._C.cuda, and a Table.
+#include <cuda_runtime.h>
+
+#include "../../csrc/binding.h"
+
+PYBIND11_MODULE(emulated, m) {
+  namespace py = pybind11;
+  using emulation::Machine;
+  accumfused::bind_table(m);
+  accumfused::bind_cuda(m);
+  m.def("seed", [](unsigned value) { Machine::get().shuffle.seed(value); }, "Of the order of threads and blocks.");
+  m.def(
+      "skip_barrier", [](int index) { Machine::get().skipped_barrier = index; },
+      "Takes the index-th barrier of every thread away; -1: none.");
+  m.def(
+      "fail_after", [](int launches) { Machine::get().launches_until_failure = launches; },
+      "Lets one launch fail after that many more; -1: none.");
+  m.def("capture", [](uint64_t id) { Machine::get().capture = id; }, "As if a graph were captured; 0: none.");
+  m.def("launches", [] { return Machine::get().launches; }, "So far.");
+}
