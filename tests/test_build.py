@@ -33,9 +33,10 @@ def copy_of_the_source(folder: Path) -> Path:
 
 def setup_py(source: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     known = {name: value for name, value in os.environ.items() if name not in ("CXX", "CXXFLAGS", "LDFLAGS")}
+    modes = {"ACCUMFUSED_NATIVE": "auto", "ACCUMFUSED_CUDA": "0"}
     return subprocess.run(
         [sys.executable, "setup.py", *command],
-        cwd=source, env={**known, "ACCUMFUSED_NATIVE": "auto", "ACCUMFUSED_CUDA": "0", **environment}, capture_output=True, text=True,
+        cwd=source, env={**known, **modes, **environment}, capture_output=True, text=True,
     )  # fmt: skip
 
 
