@@ -288,7 +288,8 @@ def escape(path: "Path | str") -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
+native = Extension("accumfused._C", sources=[], optional=mode("NATIVE") == "auto")
 setup(
-    ext_modules=[] if mode("NATIVE") == "0" else [Extension("accumfused._C", sources=[])],
+    ext_modules=[] if mode("NATIVE") == "0" else [native],
     cmdclass={"build_ext": BuildNative, "build_py": BuildPython},
 )

@@ -15,9 +15,18 @@ import torch
 
 _C: Any = None
 unavailable: str | None = None  # why there is no native module
+cuda_unavailable: str | None = None  # why that has no kernels for GPUs
 
 # torch's table of C functions that read a tensor's address, shape and strides (torch 2.10 and newer).
 exchange_api: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+
+def left_by_the_build(name: str) -> str:
+    """What setup.py has written into a file beside this one, or ""."""
+    with contextlib.suppress(OSError):
+        return (Path(__file__).parent / name).read_text().strip()
+    return ""
+
 
 try:
     _C = import_module("accumfused._C")
@@ -25,8 +34,7 @@ except ImportError as error:
     unavailable = f"the native module does not load: {error}"
     if isinstance(error, ModuleNotFoundError):
         unavailable = "the native module was not built (ACCUMFUSED_NATIVE=0, or installed from pure Python)"
-    with contextlib.suppress(OSError):
-        reason = (Path(__file__).parent / "_native_error.txt").read_text().strip()
+    if reason := left_by_the_build("_native_error.txt"):
         unavailable = f"the native module was not built: {reason}"
 
 if _C is not None and exchange_api is None:
@@ -35,3 +43,9 @@ if _C is not None and exchange_api is None:
 # csrc/table.cpp calls this descriptor's getter.
 if _C is not None and not isgetsetdescriptor(torch.Tensor.grad):
     _C, unavailable = None, f"torch {torch.__version__} keeps p.grad in another way; report this"
+
+if _C is None:
+    cuda_unavailable = unavailable
+elif not hasattr(_C, "cuda"):
+    reason = left_by_the_build("_cuda_error.txt") or "no reason is known"
+    cuda_unavailable = f"the native module was built without CUDA: {reason}"

@@ -131,7 +131,7 @@ class Window:
             weight = _on_device(weight, plan.device)
         if weight is not None:
             self._total = self._total + weight
-        if weight == 0 and not isinstance(weight, Tensor):
+        if not isinstance(weight, Tensor) and weight == 0:
             grads, complete = [None] * len(grads), False
         else:
             self._count += 1
@@ -285,21 +285,22 @@ class Window:
                 self._held[row], self._summed[row] = index, False
 
     def _extend_arena(self, plan: Plan, grads: Grads) -> None:
-        """Room for these gradients in one flat allocation, where there is none that fits."""
-        missing = []
+        """Room for these gradients in one flat allocation per device, where there is none that fits."""
+        missing: dict[torch.device, list[int]] = {}
         for row, grad in enumerate(grads):
             have = self._arena[row]
             if grad is not None and (
                 have is None or (have.device, have.shape, have.stride()) != (grad.device, grad.shape, grad.stride())
             ):
-                missing.append(row)
-        sizes = [-(-plan.tensors[row].numel() // _PADDING) * _PADDING for row in missing]
-        flat = torch.empty(sum(sizes), dtype=torch.float32, device=plan.device)
-        offset = 0
-        for row, size in zip(missing, sizes, strict=True):
-            tensor = plan.tensors[row]
-            self._arena[row] = flat.as_strided(tensor.shape, tensor.stride(), offset)
-            offset += size
+                missing.setdefault(grad.device, []).append(row)
+        for device, rows in missing.items():
+            sizes = [-(-plan.tensors[row].numel() // _PADDING) * _PADDING for row in rows]
+            flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+            offset = 0
+            for row, size in zip(rows, sizes, strict=True):
+                tensor = plan.tensors[row]
+                self._arena[row] = flat.as_strided(tensor.shape, tensor.stride(), offset)
+                offset += size
 
 
 def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False) -> float | Tensor:

@@ -309,10 +309,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         known = runtime.plan
         if known is None or known.rules != rules or not known.unchanged(self.param_groups, self.state):
             devices = {p.device for group in self.param_groups for p in group["params"] if plan.has_memory(p)}
+            _refuse_to_capture(devices)
             if runtime.backend is None or runtime.devices not in (None, devices):
                 runtime.backend = backends.select(self._settings.backend, devices)
             runtime.devices = devices
-            runtime.plan = known = plan.build(self.param_groups, self.state, rules, runtime.backend.table)
+            runtime.plan = known = plan.build(self.param_groups, self.state, rules)
+            runtime.backend.prepare(known, self.param_groups, self.state)
         return known
 
     def _let_go(self) -> None:
@@ -324,7 +326,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         window, current = self._runtime.window, self._plan()
         grads, present = current.gradients()
         window.begin(current, grads, weight)
-        empty = weight == 0 and not isinstance(weight, Tensor)  # an empty micro-batch may come without gradients
+        empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
         if not present and not empty:
             raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
         if last:
@@ -412,6 +414,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         runtime.steps += 1
         if runtime.steps % _WATCH_EVERY or runtime.skips is None:
             return
+        if runtime.skips.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
         known = 0 if runtime.skips_copy is None else int(runtime.skips_copy)
         skipped, runtime.skips_known = known - runtime.skips_known, known
         runtime.skips_copy = torch.empty_like(runtime.skips, device="cpu", pin_memory=runtime.skips.is_cuda)
@@ -430,6 +434,16 @@ def check_parameters(params: list[Tensor]) -> None:
             plan.check_parameter(param)
     if len({id(param) for param in params}) != len(params):
         raise ValueError("a parameter group holds the same parameter twice; remove one of them")
+
+
+def _refuse_to_capture(devices: set[torch.device]) -> None:
+    """A graph would keep addresses that nobody has used yet, or that no longer hold."""
+    if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the optimizer's tensors are new, or have moved since its last step, and a CUDA graph would keep their "
+            "addresses; make one whole step (accumulate() included) before the capture. "
+            "backend='torch' cannot be captured"
+        )
 
 
 def _checked_weight(weight: float | Tensor | None) -> float | Tensor | None:

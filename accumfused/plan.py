@@ -42,6 +42,19 @@ class Plan:
     parts: list[tuple[Any, Plan]] = field(default_factory=list)  # with several devices: backend and plan of each
     _pointed_at: Grads | None = None
 
+    def add_table(self, table: Any, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
+        """Makes the table of the addresses on this device; `table`: the class, of a native module."""
+        counts = [self.rules[group].counts_steps for group in self.groups]
+        numels = [tensor.numel() for tensor in self.tensors]
+        device = torch.empty(0, device=self.device).__dlpack_device__()
+        self.table = table(
+            _native.exchange_api, device, self.params, self.tensors, numels, self.groups, self.states, counts
+        )
+        self.table.remember(param_groups, state)
+        indices = {name: index for index, (name, *_) in enumerate(_native._C.rules())}
+        self.rule_indices = [indices.get(rule.name, 0) for rule in self.rules]
+        assert self.table.chunks == self.chunks
+
     def unchanged(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool:
         """Whether groups, states and the memory behind them are still those of this plan."""
         tables = [part.table for _, part in self.parts] or [self.table]
@@ -112,10 +125,8 @@ class Plan:
         return torch.empty_like(tensor, dtype=grad.dtype, requires_grad=False).copy_(grad.detach())
 
 
-def build(
-    param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any], rules: list[type[Rule]], table: Any = None
-) -> Plan:
-    """Builds the plan; with `table`, a native module's class, the table of addresses too.
+def build(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any], rules: list[type[Rule]]) -> Plan:
+    """Builds the plan; the backend then adds what it keeps with it.
 
     Raises:
         RuntimeError: two parameters share memory.
@@ -135,23 +146,7 @@ def build(
     plan.has_all_states = None not in plan.states
     _check_shared_memory(params)
     plan.device = next((tensor.device for tensor in plan.tensors if has_memory(tensor)), torch.device("cpu"))
-    if table is not None:
-        add_table(plan, table, param_groups, state)
     return plan
-
-
-def add_table(plan: Plan, table: Any, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
-    """Gives a plan its table of the addresses on plan.device."""
-    counts = [plan.rules[group].counts_steps for group in plan.groups]
-    numels = [tensor.numel() for tensor in plan.tensors]
-    device = torch.empty(0, device=plan.device).__dlpack_device__()
-    plan.table = table(
-        _native.exchange_api, device, plan.params, plan.tensors, numels, plan.groups, plan.states, counts
-    )
-    plan.table.remember(param_groups, state)
-    indices = {name: index for index, (name, *_) in enumerate(_native._C.rules())}
-    plan.rule_indices = [indices.get(rule.name, 0) for rule in plan.rules]
-    assert plan.table.chunks == plan.chunks
 
 
 def make_state(rule: type[Rule], tensor: Tensor, entries: dict[str, Any]) -> None:

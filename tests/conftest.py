@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import emulation
 import pytest
 import torch
 
-from accumfused import _native
+from accumfused import _native, backends
+from accumfused.backends.cuda import CudaBackend
 
 
 @pytest.fixture(autouse=True)
@@ -24,12 +27,47 @@ def deterministic() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-@pytest.fixture(params=["torch", "cpu"])
-def backend(request: pytest.FixtureRequest) -> str:
-    """The name of each backend that can run here."""
-    if request.param == "cpu":
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(params=["torch", "cpu", "emulated", *(["cuda", "triton"] if GPU else [])])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of each backend that can run here, on its device.
+
+    "emulated" is the CUDA backend on the CPU, over the emulation of its kernels' machine.
+    """
+    name = request.param
+    if name == "cpu":
         need_native()
-    return request.param
+    elif name == "emulated":
+        request.getfixturevalue("emulate_cuda")
+        name = "cuda"
+    if request.param not in ("cuda", "triton"):
+        yield name
+        return
+    backends.check(name, torch.device("cuda", 0))
+    with torch.device("cuda"):
+        yield name
+
+
+@pytest.fixture(scope="session")
+def emulated() -> Any:
+    """The module of the CUDA kernels over the emulation."""
+    reason = emulation.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    return emulation.load()
+
+
+@pytest.fixture
+def emulate_cuda(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """backend="cuda" is the emulation, for parameters on the CPU."""
+    need_native()
+    emulated.seed(0)
+    select = backends._select
+    cuda = CudaBackend(emulated, emulated.Table)
+    monkeypatch.setattr(backends, "_why_not_cuda", lambda device: None)
+    monkeypatch.setattr(backends, "_select", lambda name, device: cuda if name == "cuda" else select(name, device))
 
 
 @pytest.fixture

@@ -3,59 +3,129 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
+import os
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from accumfused import _native
 from accumfused.backends.base import Backend
 from accumfused.backends.cpu import CpuBackend
+from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.reference import ReferenceBackend
+from accumfused.backends.several import SeveralDevices
 
 NAMES = ("auto", "cuda", "triton", "cpu", "torch")
 
 _log = logging.getLogger("accumfused")
 
 
-def why_not(name: str, devices: Iterable[torch.device] = ()) -> str | None:
-    """Why the backend cannot run (for tensors on these devices), or None."""
-    if name in ("cuda", "triton"):
-        return f"this version has no {name} kernels yet"
-    if name == "cpu":
-        if _native.unavailable is not None:
-            return _native.unavailable
-        elsewhere = sorted({str(device) for device in devices if device.type not in ("cpu", "meta")})
-        if elsewhere:
-            return f"parameters are on {', '.join(elsewhere)}"
-    return None
+def why_not(name: str, device: torch.device | None = None) -> str | None:
+    """Why the backend cannot run (for tensors on that device, or at all), or None."""
+    reason = {"cuda": _why_not_cuda, "triton": _why_not_triton, "cpu": _why_not_cpu}.get(name)
+    return None if reason is None else reason(device)
 
 
-def check(name: str, devices: Iterable[torch.device] = ()) -> None:
+def check(name: str, device: torch.device | None = None) -> None:
     """Refuses a backend asked for by name that cannot run.
 
     Raises:
         RuntimeError: with the reason.
     """
-    reason = None if name == "auto" else why_not(name, devices)
+    reason = None if name == "auto" else why_not(name, device)
     if reason is not None:
         raise RuntimeError(f"backend={name!r} cannot run: {reason}; use backend='auto' or 'torch'")
 
 
 def select(name: str, devices: Iterable[torch.device]) -> Backend:
-    """The backend of that name, or for "auto" the fastest that can run.
+    """The backend of that name, or for "auto" the fastest that can run; with several devices, one for each.
 
     Raises:
         RuntimeError: one asked for by name cannot run.
     """
-    devices = list(devices)
-    check(name, devices)
-    reason = why_not("cpu", devices)
-    if name == "cpu" or (name == "auto" and reason is None):
-        return CpuBackend()
-    if name == "auto":
-        _say_once(f"falling back to the (slower) torch backend: {reason}")
-    return ReferenceBackend()
+    chosen = {device: _select(name, device) for device in devices if device.type != "meta"}
+    if len(chosen) > 1:
+        return SeveralDevices(chosen)
+    return next(iter(chosen.values()), ReferenceBackend())
+
+
+def _select(name: str, device: torch.device) -> Backend:
+    check(name, device)
+    if name != "auto":
+        return _make(name)
+    refused = []
+    for candidate in ("cuda", "triton", "torch") if device.type == "cuda" else ("cpu", "torch"):
+        reason = why_not(candidate, device)
+        if reason is None:
+            break
+        refused.append(reason)
+    if refused:
+        _say_once(f"falling back to the (slower) {candidate} backend: {'; and '.join(refused)}")
+    return _make(candidate)
+
+
+def _make(name: str) -> Backend:
+    if name == "triton":
+        module: Any = importlib.import_module("accumfused.backends.triton")  # imports Triton, so not before
+        backend: Backend = module.TritonBackend()
+        return backend
+    makers: dict[str, type[Backend]] = {"cuda": CudaBackend, "cpu": CpuBackend, "torch": ReferenceBackend}
+    return makers[name]()
+
+
+def _why_not_cpu(device: torch.device | None) -> str | None:
+    if _native.unavailable is not None:
+        return _native.unavailable
+    return None if device is None or device.type in ("cpu", "meta") else f"parameters are on {device}"
+
+
+def _why_not_cuda(device: torch.device | None) -> str | None:
+    if _native.cuda_unavailable is not None:
+        return _native.cuda_unavailable
+    reason = _why_no_gpu(device)
+    if reason is not None:
+        return reason
+    if torch.version.hip is not None:
+        return f"torch {torch.__version__} is for AMD GPUs, and these kernels are for NVIDIA's"
+    return _loads_on(torch.cuda.current_device() if device is None else device.index)
+
+
+def _why_not_triton(device: torch.device | None) -> str | None:
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"Triton does not load: {error}; pip install triton"
+    # The interpreter runs its kernels in Python, on any tensors.
+    return None if os.environ.get("TRITON_INTERPRET") == "1" else _why_no_gpu(device)
+
+
+def _why_no_gpu(device: torch.device | None) -> str | None:
+    if device is not None and device.type != "cuda":
+        return f"parameters are on {device}"
+    if torch.cuda._is_in_bad_fork():
+        return "this process was forked after its parent used CUDA; start it with the spawn method"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built for CPUs only; install a build for GPUs"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no GPU that it can use; torch.cuda.init() may say why"
+    return None
+
+
+@functools.cache
+def _loads_on(index: int) -> str | None:
+    """Why the CUDA kernels do not load on a GPU, or None."""
+    kernels = _native._C.cuda
+    reason = kernels.why_not(index)
+    if not reason:
+        return None
+    major, minor = torch.cuda.get_device_capability(index)
+    return (
+        f"{reason} (built by CUDA {kernels.COMPILER} for compute capabilities {kernels.ARCHS}; "
+        f"{torch.cuda.get_device_name(index)} has {major}{minor}; rebuild with ACCUMFUSED_CUDA_ARCHS={major}{minor})"
+    )
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -83,7 +84,9 @@ class Backend(Protocol):
     """The three verbs."""
 
     name: str
-    table: Any  # the class of the plan's table of addresses (a native module's), or None: works on tensors
+
+    def prepare(self, plan: Plan, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
+        """Adds to a new plan what this backend keeps with it."""
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         """Folds, and writes the sums of squares of what it folded or rescaled into partials [plan.chunks], fp32."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,11 +29,13 @@ class CpuBackend:
 
     def __init__(self, instruction_set: str | None = None) -> None:
         self._c = _native._C
-        self.table = self._c.Table
         available = self._c.instruction_sets()
         self.instruction_set = instruction_set or available[0]
         if self.instruction_set not in available:
             raise RuntimeError(f"instruction set {instruction_set!r} cannot run here; {', '.join(available)} can")
+
+    def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
+        plan.add_table(self._c.Table, param_groups, state)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         plan.point_at(fold.grads, fold.accumulators, fold.held)

@@ -28,7 +28,10 @@ class CudaBackend:
 
     def __init__(self, module: Any = None, table: Any = None) -> None:
         self._c = module or _native._C.cuda
-        self.table = table or _native._C.Table
+        self._table = table or _native._C.Table
+
+    def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
+        plan.add_table(self._table, param_groups, state)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         plan.point_at(fold.grads, fold.accumulators, fold.held)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,9 @@ from accumfused.plan import Grads, Plan
 
 class ReferenceBackend:
     name = "torch"
-    table = None
+
+    def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
+        """Nothing: it works on tensors, and reads everything at each step."""
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         with ieee():

@@ -1,0 +1,84 @@
+"""Several devices in one optimizer: a backend for each, and one norm over all.
+
+The plan's first device leads. Sums of squares of all chunks meet there, in the one order that the norm has on a single
+device, so the numbers are the same; the coefficient goes back to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from accumfused.backends.base import Backend, Fold, Hypers, Outcome, Scaling
+from accumfused.numeric import chunk_count
+from accumfused.plan import Grads, Plan
+
+T = TypeVar("T")
+
+
+class SeveralDevices:
+    """Args: backends: the backend of each device."""
+
+    def __init__(self, backends: dict[torch.device, Backend]) -> None:
+        self.backends = backends
+        self.name = " + ".join(f"{backend.name} ({device})" for device, backend in backends.items())
+
+    def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
+        """One plan for each device, of the same rows; the leading one first."""
+        for device, backend in sorted(self.backends.items(), key=lambda item: item[0] != plan.device):
+            part = replace(plan, device=device, parts=[], device_tables={})
+            backend.prepare(part, param_groups, state)
+            plan.parts.append((backend, part))
+
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+        for backend, part in plan.parts:
+            rows = _rows(part)
+            if not any(own and a is not None for own, a in zip(rows, fold.accumulators, strict=True)):
+                continue
+            scale = fold.scale.to(part.device) if isinstance(fold.scale, Tensor) else fold.scale
+            own_fold = replace(
+                fold, grads=_only(rows, fold.grads), accumulators=_only(rows, fold.accumulators),
+                weights=fold.weights.to(part.device), scale=scale,
+            )  # fmt: skip
+            sums = partials.to(part.device)
+            backend.accumulate(part, own_fold, sums)
+            _merge(part, sums, partials)
+
+    def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
+        for backend, part in plan.parts:
+            own = _only(_rows(part), grads or [None] * len(plan.params))
+            if partials is not None and any(grad is not None for grad in own):
+                sums = partials.to(part.device)
+                backend.norm(part, own, sums, Scaling(part.device, takes_norm=True))
+                _merge(part, sums, partials)
+        lead, leading = plan.parts[0]
+        outcome: Outcome = lead.norm(leading, None, partials, scaling)
+        return outcome
+
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+        for backend, part in plan.parts:
+            own = _only(_rows(part), grads)
+            if any(grad is not None for grad in own):
+                values = outcome.values.to(part.device, non_blocking=part.device.type == "cuda")
+                backend.step(part, own, hypers, Outcome(values, outcome.normed))
+
+
+def _rows(part: Plan) -> list[bool]:
+    return [tensor.device == part.device for tensor in part.tensors]
+
+
+def _only(rows: list[bool], values: Sequence[T | None]) -> list[T | None]:
+    return [value if own else None for own, value in zip(rows, values, strict=True)]
+
+
+def _merge(part: Plan, sums: Tensor, partials: Tensor) -> None:
+    """Takes over the sums of a device's own chunks."""
+    if sums is partials:
+        return
+    counts = torch.tensor([chunk_count(tensor.numel()) for tensor in part.tensors])
+    own = torch.repeat_interleave(torch.tensor(_rows(part)), counts)
+    partials.copy_(torch.where(own.to(partials.device), sums.to(partials.device), partials))
