@@ -11,7 +11,7 @@ Hutter 2019 (arXiv:1711.05101); AMSGrad: Reddi et al. 2018 (arXiv:1904.09237).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,11 @@ from torch import Tensor
 from accumfused.numeric import flush_subnormal, power, square_root
 from accumfused.optimizer import FusedOptimizer, Nonfinite
 from accumfused.rule import Rule, fp32
+
+if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
+    import triton.language as tl
+
+    from accumfused import triton_numeric
 
 
 class AdamRule(Rule):
@@ -60,6 +65,51 @@ class AdamRule(Rule):
         denominator = square_root(second) * s["inverse_root"] + s["eps"]
         param = param * s["decay"] - (exp_avg * s["step_size"]) / denominator
         return param, exp_avg, exp_avg_sq, *rest
+
+    @staticmethod
+    def triton_scalars(hyper: tl.tuple, step: tl.tensor, coefficient: tl.tensor) -> tl.tuple:
+        coefficient = tl.where(hyper[6] != 0, coefficient * -1.0, coefficient)
+        beta1 = hyper[1].to(tl.float32)
+        one_minus_beta1 = (1.0 - hyper[1]).to(tl.float32)
+        beta2 = hyper[2].to(tl.float32)
+        one_minus_beta2 = (1.0 - hyper[2]).to(tl.float32)
+        eps = hyper[3].to(tl.float32)
+        weight_decay = tl.where(hyper[5] != 0, 0.0, hyper[4].to(tl.float32))
+        decay = tl.where(hyper[5] != 0, (1.0 - hyper[0] * hyper[4]).to(tl.float32), 1.0)
+        step_size = (hyper[0] / (1.0 - triton_numeric.power(hyper[1], step))).to(tl.float32)
+        root = tl.sqrt_rn((1.0 - triton_numeric.power(hyper[2], step)).to(tl.float32))
+        inverse_root = (1.0 / root.to(tl.float64)).to(tl.float32)
+        return (
+            coefficient, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay, decay, step_size,
+            inverse_root,
+        )  # fmt: skip
+
+    @staticmethod
+    def triton_update(
+        scalars: tl.tuple,
+        p: tl.tensor,
+        grad: tl.tensor,
+        exp_avg: tl.tensor,
+        exp_avg_sq: tl.tensor,
+        max_exp_avg_sq: tl.tensor,
+        states: tl.constexpr,
+    ) -> tl.tuple:
+        (
+            coefficient, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay, decay, step_size,
+            inverse_root,
+        ) = scalars  # fmt: skip
+        g = grad * coefficient
+        g = tl.where(weight_decay != 0, g + p * weight_decay, g)
+        exp_avg = triton_numeric.flush_subnormal(exp_avg * beta1 + g * one_minus_beta1)
+        exp_avg_sq = triton_numeric.flush_subnormal(exp_avg_sq * beta2 + (g * g) * one_minus_beta2)
+        second = exp_avg_sq
+        if states == 3:
+            second = tl.where(exp_avg_sq > max_exp_avg_sq, exp_avg_sq, max_exp_avg_sq)
+            second = tl.where(exp_avg_sq != exp_avg_sq, exp_avg_sq, second)  # a NaN propagates, as in torch.maximum
+            max_exp_avg_sq = second
+        denominator = tl.sqrt_rn(second) * inverse_root + eps
+        p = p * decay - tl.div_rn(exp_avg * step_size, denominator)
+        return p, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
 class AmsgradRule(AdamRule):

@@ -9,7 +9,7 @@ Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ from torch import Tensor
 from accumfused.numeric import flush_subnormal
 from accumfused.optimizer import FusedOptimizer, Nonfinite
 from accumfused.rule import Rule, fp32
+
+if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
+    import triton.language as tl
+
+    from accumfused import triton_numeric
 
 
 class LionRule(Rule):
@@ -45,6 +50,35 @@ class LionRule(Rule):
         exp_avg = flush_subnormal(exp_avg * s["beta2"] + g * s["one_minus_beta2"])
         sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))  # 0 and NaN stay
         return param * s["decay"] - sign * s["lr"], exp_avg
+
+    @staticmethod
+    def triton_scalars(hyper: tl.tuple, step: tl.tensor, coefficient: tl.tensor) -> tl.tuple:
+        coefficient = tl.where(hyper[4] != 0, coefficient * -1.0, coefficient)
+        lr = hyper[0].to(tl.float32)
+        beta1 = hyper[1].to(tl.float32)
+        one_minus_beta1 = (1.0 - hyper[1]).to(tl.float32)
+        beta2 = hyper[2].to(tl.float32)
+        one_minus_beta2 = (1.0 - hyper[2]).to(tl.float32)
+        decay = (1.0 - hyper[0] * hyper[3]).to(tl.float32)
+        return coefficient, lr, beta1, one_minus_beta1, beta2, one_minus_beta2, decay
+
+    @staticmethod
+    def triton_update(
+        scalars: tl.tuple,
+        p: tl.tensor,
+        grad: tl.tensor,
+        exp_avg: tl.tensor,
+        unused1: tl.tensor,
+        unused2: tl.tensor,
+        states: tl.constexpr,
+    ) -> tl.tuple:
+        coefficient, lr, beta1, one_minus_beta1, beta2, one_minus_beta2, decay = scalars
+        g = grad * coefficient
+        direction = exp_avg * beta1 + g * one_minus_beta1
+        exp_avg = triton_numeric.flush_subnormal(exp_avg * beta2 + g * one_minus_beta2)
+        sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, direction))  # 0 and NaN stay
+        p = p * decay - sign * lr
+        return p, exp_avg, unused1, unused2
 
 
 class Lion(FusedOptimizer):

@@ -10,7 +10,7 @@ torch's form of Sutskever et al. 2013 ("On the importance of initialization and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from torch import Tensor
 from accumfused.numeric import flush_subnormal
 from accumfused.optimizer import FusedOptimizer, Nonfinite
 from accumfused.rule import Rule, fp32
+
+if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
+    import triton.language as tl
+
+    from accumfused import triton_numeric
 
 
 class SgdRule(Rule):
@@ -45,6 +50,36 @@ class SgdRule(Rule):
         buffer = flush_subnormal(states[0] * s["momentum"] + g * s["incoming"])
         direction = torch.where(s["nesterov"], g + buffer * s["momentum"], buffer)
         return param - direction * s["lr"], buffer
+
+    @staticmethod
+    def triton_scalars(hyper: tl.tuple, step: tl.tensor, coefficient: tl.tensor) -> tl.tuple:
+        coefficient = tl.where(hyper[5] != 0, coefficient * -1.0, coefficient)
+        lr = hyper[0].to(tl.float32)
+        weight_decay = hyper[4].to(tl.float32)
+        momentum = hyper[1].to(tl.float32)
+        incoming = tl.where(step == 1, 1.0, (1.0 - hyper[2]).to(tl.float32))
+        nesterov = hyper[3] != 0
+        return coefficient, lr, weight_decay, momentum, incoming, nesterov
+
+    @staticmethod
+    def triton_update(
+        scalars: tl.tuple,
+        p: tl.tensor,
+        grad: tl.tensor,
+        momentum_buffer: tl.tensor,
+        unused1: tl.tensor,
+        unused2: tl.tensor,
+        states: tl.constexpr,
+    ) -> tl.tuple:
+        coefficient, lr, weight_decay, momentum, incoming, nesterov = scalars
+        g = grad * coefficient
+        g = tl.where(weight_decay != 0, g + p * weight_decay, g)
+        if states == 0:
+            p = p - g * lr
+        else:
+            momentum_buffer = triton_numeric.flush_subnormal(momentum_buffer * momentum + g * incoming)
+            p = p - tl.where(nesterov, g + momentum_buffer * momentum, momentum_buffer) * lr
+        return p, momentum_buffer, unused1, unused2
 
 
 class MomentumRule(SgdRule):

@@ -148,7 +148,7 @@ __device__ inline double sum_partials_in_block(const float* partials, int64_t ch
     lanes[lane] = sum;
   }
   for (int half = int(kLanes) / 2; half > 0; half /= 2) {
-    __syncthreads();
+    if (half < kThreads) __syncthreads();  // before, each thread adds what it has written
     for (int lane = int(threadIdx.x); lane < half; lane += kThreads) lanes[lane] += lanes[lane + half];
   }
   return lanes[0];  // written by the thread that reads it

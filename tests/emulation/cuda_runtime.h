@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -65,6 +63,7 @@ struct Machine {
   int launches_until_failure = -1;
   uint64_t capture = 0;
   long launches = 0;
+  bool stuck = false;
   std::vector<int> barriers_of;  // how many each thread has come to
 
   static Machine& get() {
@@ -129,8 +128,8 @@ struct Machine {
     if (released) return true;
     if (done == count) return false;
     if (at_block != count) {
-      fprintf(stderr, "emulation: %u of %u threads wait at a barrier for threads that never come\n", at_block, count);
-      abort();
+      stuck = true;  // they wait at a barrier for threads that have gone, or never come
+      return false;
     }
     for (unsigned i = 0; i < count; ++i) threads[i].state = State::kReady;
     return true;
@@ -166,7 +165,7 @@ inline uint32_t atomicAdd(uint32_t* to, uint32_t value) { return std::exchange(*
 
 // ---- the host's side ------------------------------------------------------------------------------------------------
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInitializationError = 3, cudaErrorLaunchOutOfResources = 701 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInitializationError = 3, cudaErrorLaunchOutOfResources = 701, cudaErrorLaunchTimeout = 702 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 using cudaStream_t = struct CUstream_st*;
@@ -178,10 +177,15 @@ struct cudaLaunchConfig_t {
 };
 
 inline const char* cudaGetErrorString(cudaError_t status) {
-  return status == cudaErrorLaunchOutOfResources ? "too many resources requested for launch" : "an error";
+  return status == cudaErrorLaunchOutOfResources ? "too many resources requested for launch"
+         : status == cudaErrorLaunchTimeout      ? "threads wait for others at a barrier"
+                                                 : "an error";
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+// The launches remember per device how many blocks it runs at once.
+inline cudaError_t cudaGetDevice(int* device) {
+  return *device = emulation::Machine::get().multiprocessors, cudaSuccess;
+}
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return *value = emulation::Machine::get().multiprocessors, cudaSuccess;
@@ -222,5 +226,5 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     machine.block.x = block;
     machine.run_block(config->blockDim.x);
   }
-  return cudaSuccess;
+  return std::exchange(machine.stuck, false) ? cudaErrorLaunchTimeout : cudaSuccess;
 }

@@ -1,0 +1,220 @@
+"""The Triton kernels, on torch's current stream; under TRITON_INTERPRET=1 also on a CPU, slowly.
+
+They read a plan as a table of 64-bit words: a ticket, then a row per parameter (see triton_kernels.py). Needs no native
+module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from accumfused import _native, triton_numeric
+from accumfused.backends import triton_kernels as kernels
+from accumfused.backends.base import (
+    Fold,
+    Hypers,
+    Outcome,
+    Scaling,
+    address,
+    as_number_and_address,
+    new_outcome,
+)
+from accumfused.plan import GRAD_DTYPES, Grads, Plan, has_memory
+from accumfused.rule import Rule
+
+_ROWS, _HYPERS, _FIXED = 0, 1, 2  # in plan.device_tables: the rows and the hyper-parameters sent last; words that last
+
+_PROGRAMS_PER_MULTIPROCESSOR = 4  # of 256 threads, as in csrc/cuda
+_INTERPRETED_PROGRAMS = 3
+
+
+@dataclass
+class _Sent:
+    """Words as they stand on the device, for calls on one stream."""
+
+    words: list[int]
+    stream: int
+    copy: Tensor  # int64
+
+
+class TritonBackend:
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._captured: list[tuple[Tensor, Tensor]] = []  # what a graph's replay reads again: on the host, its copy
+
+    def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
+        """The native module's table, where there is one, tells that a plan still holds; the kernels do not read it."""
+        if _native.unavailable is None:
+            plan.add_table(_native._C.Table, param_groups, state)
+
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+        number, at = as_number_and_address(fold.scale)
+        with _on(plan.device):
+            table = self._send(plan, _ROWS, _table(plan, fold.grads, fold.accumulators, fold.held))
+            _launch(
+                kernels.accumulate_kernel, plan, plan.chunks,
+                table, len(plan.tensors), plan.chunks, fold.weights, fold.weight, _bits(number), at, partials,
+            )  # fmt: skip
+
+    def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
+        outcome = new_outcome(plan.device, normed=partials is not None)
+        reads = grads is not None and partials is not None
+        chunks_to_read = plan.chunks if reads else 0
+        limit = scaling.max_grad_norm
+        with _on(plan.device):
+            table = self._send(plan, _ROWS, _table(plan, grads if reads else None))
+            _launch(
+                kernels.norm_kernel, plan, chunks_to_read,
+                table, len(plan.tensors), plan.chunks, chunks_to_read, address(partials), _bits(scaling.normalization),
+                address(scaling.device_normalization), address(scaling.found_inf), int(limit is not None),
+                _bits(limit or 0.0), int(scaling.skips_nonfinite), outcome.values, address(scaling.skips),
+            )  # fmt: skip
+        return outcome
+
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+        """One launch per distinct rule of the groups: nearly always one."""
+        kept = [[_at_hand(value, plan.device) for value in values] for values in hypers]
+        words = [word for values in kept for word in _hyper_words(values)]
+        with _on(plan.device):
+            table = self._send(plan, _ROWS, _table(plan, grads))
+            hyper_table = self._send(plan, _HYPERS, words)
+            for index, rule in enumerate(_distinct(plan.rules)):
+                _launch(
+                    kernels.step_kernel, plan, plan.chunks,
+                    table, len(plan.tensors), plan.chunks, hyper_table, index, outcome.values,
+                    *arithmetic(rule), len(rule.states),
+                )  # fmt: skip
+
+    def _send(self, plan: Plan, key: int, words: list[int]) -> Tensor:
+        """The words on the plan's device; those of the call before where they are the same.
+
+        Never written again while a kernel may read them: changed words go into fresh memory. A graph that is being
+        captured gets its own, which its replay sends again.
+        """
+        if plan.device.type != "cuda":
+            return torch.tensor(words, dtype=torch.int64, device=plan.device)
+        captures = torch.cuda.is_current_stream_capturing()
+        stream = torch.cuda.current_stream(plan.device).cuda_stream
+        sent = plan.device_tables.get(key)
+        if not captures and sent is not None and sent.stream == stream and sent.words == words:
+            return sent.copy  # type: ignore[no-any-return]
+        host = torch.tensor(words, dtype=torch.int64).pin_memory()
+        copy = host.to(plan.device, non_blocking=True)
+        if captures:
+            self._captured.append((host, copy))
+        else:
+            plan.device_tables[key] = _Sent(words, stream, copy)
+        return copy
+
+
+@functools.cache
+def arithmetic(rule: type[Rule]) -> tuple[Any, Any]:
+    """A rule's `triton_scalars` and `triton_update`, for Triton.
+
+    scalars(hyper, step, coefficient) -> tuple of fp32: from the hyper-parameters (a tuple of fp64, in the order of
+    `rule.hypers`), the number of this step and the coefficient. update(scalars, p, grad, state0, state1, state2, states)
+    -> (p, state0, state1, state2): blocks of elements, of which the first `states` states are the rule's. The module of
+    a rule does not import Triton: the names that these functions use are put there.
+    """
+    functions = rule.triton_scalars, rule.triton_update  # type: ignore[attr-defined]
+    for function in functions:
+        function.__globals__.update(tl=tl, triton_numeric=triton_numeric)
+    scalars, update = map(triton.jit, functions)
+    return scalars, update
+
+
+def options(cuda: bool) -> dict[str, Any]:
+    """How every kernel is compiled. Args: cuda: for an NVIDIA GPU.
+
+    No contraction into FMA. Triton's NVIDIA compiler would also flush subnormals in square roots and divisions.
+    """
+    found: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+    return found | {"enable_reflect_ftz": False} if cuda else found
+
+
+def _launch(kernel: Any, plan: Plan, chunks: int, *args: Any) -> None:
+    """One program at least: the last one finishes."""
+    on_gpu = plan.device.type == "cuda"
+    limit = _resident_programs(plan.device) if on_gpu else _INTERPRETED_PROGRAMS
+    kernel[(max(1, min(chunks, limit)),)](*args, **options(on_gpu and torch.version.hip is None))
+
+
+@functools.cache
+def _resident_programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_MULTIPROCESSOR
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _table(
+    plan: Plan, grads: Grads | None, accumulators: Grads | None = None, held: list[int] | None = None
+) -> list[int]:
+    """The ticket, and every row's words in the order of triton_kernels.py."""
+    words = [0]
+    nothing: Grads = [None] * len(plan.tensors)
+    rows = zip(_fixed_words(plan), grads or nothing, accumulators or nothing, held or [0] * len(nothing), strict=True)
+    for fixed, grad, accumulator, weight in rows:
+        words += fixed
+        words += (
+            address(grad), address(accumulator), weight, kernels.NO_GRAD.value if grad is None else GRAD_DTYPES.index(grad.dtype)
+        )  # fmt: skip
+    return words
+
+
+def _fixed_words(plan: Plan) -> list[tuple[int, ...]]:
+    """Of each row, what lasts as long as the plan."""
+    known = plan.device_tables.get(_FIXED)
+    if known is None:
+        rules = _distinct(plan.rules)
+        known = []
+        for tensor, state, group, first_chunk in zip(
+            plan.tensors, plan.states, plan.groups, plan.first_chunk, strict=True
+        ):
+            rule = plan.rules[group]
+            addresses = [value.data_ptr() for value in state or ()]
+            step = addresses.pop(0) if addresses and rule.counts_steps else 0
+            addresses += [0] * (3 - len(addresses))
+            param = tensor.data_ptr() if has_memory(tensor) else 0
+            known.append((param, *addresses, step, tensor.numel(), first_chunk, group, rules.index(rule)))
+        plan.device_tables[_FIXED] = known
+    return known  # type: ignore[no-any-return]
+
+
+def _distinct(rules: list[type[Rule]]) -> list[type[Rule]]:
+    return list(dict.fromkeys(rules))
+
+
+def _at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
+    """A number, or fp32 or fp64 on this device: the kernel reads it there, so a graph's replay follows its changes."""
+    if not isinstance(value, Tensor) or value.device != device:
+        return float(value)
+    return value if value.dtype in (torch.float32, torch.float64) else value.double()
+
+
+def _hyper_words(values: list[float | Tensor]) -> list[int]:
+    """A group's hyper-parameters: each as the bits of a number, the address of an fp32 one, of an fp64 one."""
+    words = [0] * (kernels.MAX_HYPERS.value * kernels.HYPER_WORDS.value)
+    for index, value in enumerate(values):
+        kind = 0 if not isinstance(value, Tensor) else 1 if value.dtype == torch.float32 else 2
+        words[index * kernels.HYPER_WORDS.value + kind] = (
+            value.data_ptr() if isinstance(value, Tensor) else _bits(value)
+        )
+    return words
+
+
+def _bits(number: float) -> int:
+    """fp64 as a signed 64-bit number."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
