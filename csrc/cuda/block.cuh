@@ -73,18 +73,18 @@ struct Access {
 template <int kRows, class Body>
 __device__ void for_each_row(int n, bool aligned, const Body& body) {
   constexpr int kRow = int(kLanes);
-  const int mine = int(threadIdx.x) * kWidth;
-  int row = 0;
+  int i = int(threadIdx.x) * kWidth;
   if (aligned) {
+    const int batched = n / (kRows * kRow) * (kRows * kRow), whole = n / kRow * kRow;
 #pragma unroll 1
-    for (; row + kRows * kRow <= n; row += kRows * kRow) body(Access<true, kRows>(), row + mine);
+    for (; i < batched; i += kRows * kRow) body(Access<true, kRows>(), i);
     if constexpr (kRows > 1) {
 #pragma unroll 1
-      for (; row + kRow <= n; row += kRow) body(Access<true, 1>(), row + mine);
+      for (; i < whole; i += kRow) body(Access<true, 1>(), i);
     }
   }
 #pragma unroll 1
-  for (; row < n; row += kRow) body(Access<false, 1>(), row + mine);
+  for (; i < n; i += kRow) body(Access<false, 1>(), i);
 }
 
 __device__ inline bool is_aligned(const void* address, int elements_bytes) {

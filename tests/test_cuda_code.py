@@ -1,0 +1,120 @@
+"""The machine code that the module holds for GPUs, read by cuobjdump: wide accesses, no local memory, few instructions.
+
+No GPU is needed. What cannot be seen here is speed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accumfused import _native
+
+TOOLS = Path(__file__).parents[1] / "tools"
+if not TOOLS.exists():
+    pytest.skip("needs the source", allow_module_level=True)
+sys.path.insert(0, str(TOOLS))
+import machine_code  # noqa: E402
+
+# Instructions per element and thread: (where weight decay is decoupled or none, otherwise), gradients in fp32.
+BUDGETS = {
+    "accumulate": (9, 9), "norm": (4, 4), "step: SGD": (9, 9), "step: SGD with momentum": (15, 19),
+    "step: Adam": (45, 47), "step: AMSGrad": (50, 51), "step: Lion": (21, 21),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def archs() -> list[int]:
+    """The compute capabilities that the module was built for."""
+    if _native._C is None or not hasattr(_native._C, "cuda"):
+        pytest.skip(_native.cuda_unavailable or "")
+    if machine_code.cuobjdump() is None:
+        pytest.skip("there is no cuobjdump; the CUDA toolkit and Triton's wheel have one")
+    return [int(arch) for arch in _native._C.cuda.ARCHS.split()]
+
+
+@pytest.fixture(scope="module")
+def hopper(archs: list[int]) -> dict[str, machine_code.Kernel]:
+    if 90 not in archs:
+        pytest.skip(f"the module was built for {archs}")
+    return {kernel.name: kernel for kernel in machine_code.kernels(machine_code.module(), 90)}
+
+
+def test_every_kernel_is_there_for_every_architecture(archs: list[int]) -> None:
+    for arch in archs:
+        assert {kernel.name for kernel in machine_code.kernels(machine_code.module(), arch)} == {
+            *machine_code.NAMES.values()
+        }
+
+
+def test_no_kernel_uses_local_memory(hopper: dict[str, machine_code.Kernel]) -> None:
+    assert [name for name, kernel in hopper.items() if kernel.uses_local_memory] == []
+
+
+def test_elsewhere_local_memory_is_out_of_the_loops(archs: list[int]) -> None:
+    for arch in archs:
+        for kernel in machine_code.kernels(machine_code.module(), arch):
+            assert kernel.local_bytes <= 16, (arch, kernel.name)
+            for loop in kernel.vector_loops():
+                assert not loop.uses_local_memory, (arch, kernel.name)
+
+
+def test_registers_allow_half_of_the_threads(archs: list[int]) -> None:
+    for arch in archs:
+        for kernel in machine_code.kernels(machine_code.module(), arch):
+            assert kernel.occupancy >= 0.5, (arch, kernel.name, kernel.registers)
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_loops_access_16_bytes_at_a_time(name: str, hopper: dict[str, machine_code.Kernel]) -> None:
+    reads, writes = machine_code.STREAMS[name]
+    loops = list(hopper[name].vector_loops())
+    fp32 = [loop for loop in loops if not loop.half_loads]
+    assert fp32, "no loop of this kernel has wide accesses alone"
+    # Several in flight: the widest loop reads four times or more before it computes.
+    assert max(loop.loads for loop in fp32) >= 4
+    for loop in loops:
+        rows = (loop.loads + loop.half_loads) // reads
+        assert loop.stores == rows * writes
+        assert loop.half_loads in (0, rows), "8 bytes for four elements of a 16-bit gradient"
+
+
+def test_any_rule_per_group_has_wide_accesses_too(hopper: dict[str, machine_code.Kernel]) -> None:
+    code = [text for _, text in hopper["step: any rule per group"].code]
+    for access in ("LDG.E.128", "STG.E.128"):
+        assert sum(access in text for text in code) >= 5 * 2
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_instructions_per_element_stay_in_the_budget(name: str, hopper: dict[str, machine_code.Kernel]) -> None:
+    loops = [loop for loop in hopper[name].vector_loops() if not loop.half_loads]
+    best = min(loops, key=lambda loop: loop.most)  # the one that most rows go through
+    least, most = BUDGETS[name]
+    assert best.least <= least
+    assert best.most <= most
+
+
+@pytest.fixture(scope="module")
+def ptx(archs: list[int]) -> str:
+    command = [machine_code.cuobjdump() or "", "--dump-ptx", str(machine_code.module())]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert ".entry" in text
+    return text
+
+
+def test_nothing_is_contracted_approximated_or_flushed(ptx: str) -> None:
+    assert re.findall(r"\b(?:fma|mad)\.(?:rn\.)?f(?:32|64)\b", ptx) == []
+    assert re.findall(r"\S+\.(?:ftz|approx|full)\b\S*", ptx) == []
+    assert {"sqrt.rn.f32", "div.rn.f32", "div.rn.f64"} <= set(re.findall(r"\b(?:sqrt|div)\.rn\.f\d\d\b", ptx))
+
+
+def test_the_module_is_not_linked_to_a_cuda_runtime() -> None:
+    if _native._C is None:
+        pytest.skip(_native.unavailable or "")
+    libraries = subprocess.run(["ldd", _native._C.__file__], capture_output=True, text=True, check=True).stdout
+    assert "cuda" not in libraries
+    assert "torch" not in libraries

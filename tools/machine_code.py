@@ -1,0 +1,175 @@
+"""What the built module holds for GPUs: python tools/machine_code.py [ARCH ...]
+
+Prints, as a Markdown table, each kernel's registers, the occupancy that they allow, its local memory, and its vector
+loops: 16-byte loads and stores, and how many instructions one element takes on its way through one. Reads the
+module with `cuobjdump`, from the CUDA toolkit or from Triton's wheel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+THREADS = 256  # of a block: csrc/cuda/block.cuh
+REGISTERS = 65536  # of a multiprocessor
+MOST_THREADS = {75: 1024, 80: 2048, 90: 2048, 100: 2048, 120: 1536}
+
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
+TARGET = re.compile(r"\bBRA(?:\.\w+)*\s.*?(0x[0-9a-f]+)")
+NAMES = {
+    "accumulate_kernel": "accumulate", "norm_kernel": "norm", "write_kernelILi1024": "table (1 kB)",
+    "write_kernelILi32512": "table (32 kB)", "step_kernelIJNS0_3SgdEEE": "step: SGD",
+    "step_kernelIJNS0_11SgdMomentumEEE": "step: SGD with momentum", "AdamFamilyILb0EEEEEE": "step: Adam",
+    "AdamFamilyILb1EEEEEE": "step: AMSGrad", "step_kernelIJNS0_4LionEEE": "step: Lion",
+    "step_kernelIJNS0_3SgdENS0_11": "step: any rule per group",
+}  # fmt: skip
+# What a pass reads, the gradient included, and what it writes.
+STREAMS = {
+    "accumulate": (2, 1), "norm": (1, 0), "step: SGD": (2, 1), "step: SGD with momentum": (3, 2), "step: Adam": (4, 3),
+    "step: AMSGrad": (5, 4), "step: Lion": (3, 2),
+}  # fmt: skip
+
+
+@dataclass
+class Loop:
+    """An innermost loop with 16-byte loads, or 8-byte ones of 16-bit gradients."""
+
+    loads: int  # of 16 bytes
+    half_loads: int  # of 8 bytes
+    stores: int  # of 16 bytes
+    least: float  # instructions for one element, where neither division nor root takes its slow path
+    most: float  # the same, for other hyper-parameters
+    uses_local_memory: bool
+
+
+@dataclass
+class Kernel:
+    name: str
+    arch: int
+    registers: int
+    local_bytes: int  # stack and local memory, spills included
+    code: list[tuple[int, str]] = field(default_factory=list)  # address, instruction
+
+    @property
+    def occupancy(self) -> float:
+        """The share of a multiprocessor's threads that its registers allow."""
+        blocks = REGISTERS // (-(-self.registers // 8) * 8 * THREADS)
+        return min(1.0, blocks * THREADS / MOST_THREADS[self.arch])
+
+    @property
+    def uses_local_memory(self) -> bool:
+        return self.local_bytes > 0 or _uses_local_memory(self.code)
+
+    def vector_loops(self) -> Iterator[Loop]:
+        """The innermost loops that read and write as the verb does, in wide accesses alone."""
+        reads, writes = STREAMS.get(self.name, (0, 0))
+        loops = [(_target(text), address) for address, text in self.code if -1 < _target(text) < address]
+        for first, last in loops:
+            if any(first <= other[0] and other[1] < last for other in loops if other != (first, last)):
+                continue
+            body = [(address, text) for address, text in self.code if first <= address <= last]
+            accesses = [text for _, text in body if re.search(r"\b(LDG|STG|LD|ST)\.E", text)]
+            loads = sum("LDG.E.128" in text for text in accesses)
+            half_loads = sum("LDG.E.64" in text for text in accesses)
+            stores = sum("STG.E.128" in text for text in accesses)
+            rows = (loads + half_loads) // reads if reads else 0
+            if loads + half_loads + stores == len(accesses) == rows * (reads + writes) > 0 and loads + half_loads > 0:
+                ways = _ways(body)
+                if ways is not None:
+                    local = _uses_local_memory(body)
+                    yield Loop(loads, half_loads, stores, ways[0] / (4 * rows), ways[1] / (4 * rows), local)
+
+
+def _uses_local_memory(code: list[tuple[int, str]]) -> bool:
+    return any(re.search(r"\b(LDL|STL)\b", text) for _, text in code)
+
+
+def _target(text: str) -> int:
+    found = TARGET.search(text)
+    return int(found[1], 16) if found else -1
+
+
+def _ways(body: list[tuple[int, str]]) -> tuple[int, int] | None:
+    """Instructions on the shortest and the longest way through a loop that makes no call, if there is one."""
+    place = {address: index for index, (address, _) in enumerate(body)}
+    ways: list[tuple[int, int] | None] = [(0, 0), *[None] * (len(body) - 1)]
+    for index, (_, text) in enumerate(body[:-1]):
+        here = ways[index]
+        if here is None or re.search(r"\bCALL\b", text):
+            continue
+        branches = re.search(r"\bBRA\b", text)
+        always = branches and not text.startswith("@") and not re.search(r"BRA(?:\.\w+)* !?U?P\d", text)
+        for following in {place.get(_target(text), 0) if branches else 0, 0 if always else index + 1}:
+            if following > index:
+                least, most = ways[following] or (10**9, 0)
+                ways[following] = (min(least, here[0] + 1), max(most, here[1] + 1))
+    end = ways[-1]
+    return None if end is None else (end[0] + 1, end[1] + 1)
+
+
+def module() -> Path:
+    """The native module's path; it is not loaded."""
+    found = importlib.util.find_spec("accumfused._C")
+    if found is None or found.origin is None:
+        raise FileNotFoundError("there is no native module; see python -m accumfused")
+    return Path(found.origin)
+
+
+def cuobjdump() -> str | None:
+    """The program's path, or None."""
+    triton = importlib.util.find_spec("triton")
+    folders = [*(triton.submodule_search_locations or [])] if triton else []
+    wheels = [str(Path(folder) / "backends/nvidia/bin") for folder in folders]
+    return shutil.which("cuobjdump") or next(filter(None, (shutil.which("cuobjdump", path=w) for w in wheels)), None)
+
+
+def kernels(path: Path, arch: int) -> list[Kernel]:
+    """Every kernel that the module holds for a compute capability."""
+    program = cuobjdump()
+    assert program is not None
+
+    def dump(what: str) -> list[str]:
+        command = [program, f"--dump-{what}", "-arch", f"sm_{arch}", str(path)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+    found: dict[str, Kernel] = {}
+    function = ""
+    for line in dump("resource-usage"):
+        if header := re.match(r"\s*Function (\S+):", line):
+            function = header[1]
+        elif usage := re.match(r"\s*REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", line):
+            name = next((name for part, name in NAMES.items() if part in function), function)
+            found[function] = Kernel(name, arch, int(usage[1]), int(usage[2]) + int(usage[3]))
+    for line in dump("sass"):
+        if header := re.match(r"\s*Function : (\S+)", line):
+            function = header[1]
+        elif instruction := INSTRUCTION.match(line):
+            found[function].code.append((int(instruction[1], 16), instruction[2]))
+    return sorted(found.values(), key=lambda kernel: kernel.name)
+
+
+def table(archs: list[int]) -> str:
+    lines = [
+        "| kernel | sm | registers | occupancy | local bytes | loads / stores of 16 bytes | instructions per element |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    for arch in archs:
+        for kernel in kernels(module(), arch):
+            fp32 = [loop for loop in kernel.vector_loops() if not loop.half_loads]
+            wide = sorted({f"{loop.loads} / {loop.stores}" for loop in fp32})
+            count = f"{min(loop.least for loop in fp32):.0f} to {max(loop.most for loop in fp32):.0f}" if fp32 else ""
+            lines.append(
+                f"| {kernel.name} | {arch} | {kernel.registers} | {kernel.occupancy:.0%} | {kernel.local_bytes} "
+                f"| {', '.join(wide)} | {count} |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table([int(arch) for arch in sys.argv[1:]] or [90]))
