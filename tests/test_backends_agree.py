@@ -68,10 +68,18 @@ def inputs(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[Tensor], list
     return params, [random_grads(params, seed, dtype) for seed in range(5)]
 
 
-def run(case: Case, backend: Any, dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> dict[str, Tensor]:
-    """A clipped step from p.grad, a weighted window and its remainder: all tensors and outcomes."""
-    given_params, micro_batches = inputs(sizes, dtype)
-    params = [p.detach().clone().requires_grad_() for p in given_params]
+def on_device(sizes: Sequence[int], dtype: torch.dtype, device: str) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Copies of the inputs, for one run to work on."""
+    params, micro_batches = inputs(sizes, dtype)
+    copies = [p.detach().clone().to(device).requires_grad_() for p in params]
+    return copies, [[g.to(device) for g in grads] for grads in micro_batches]
+
+
+def run(
+    case: Case, backend: Any, dtype: torch.dtype, sizes: Sequence[int] = SIZES, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """A clipped step from p.grad, a weighted window and its remainder: all tensors and outcomes, on the CPU."""
+    params, micro_batches = on_device(sizes, dtype, device)
     recorder = Recorder(backend)
     optimizer = case.make(params, recorder, max_grad_norm=0.5)
     set_grads(params, micro_batches[0])
@@ -84,7 +92,8 @@ def run(case: Case, backend: Any, dtype: torch.dtype, sizes: Sequence[int] = SIZ
     set_grads(params, micro_batches[4])
     optimizer.accumulate(2.0)
     optimizer.step()
-    return everything(optimizer) | {f"outcome {i}": values for i, values in enumerate(recorder.outcomes)}
+    found = everything(optimizer) | {f"outcome {i}": values for i, values in enumerate(recorder.outcomes)}
+    return {name: value.cpu() for name, value in found.items()}
 
 
 @functools.cache
@@ -121,11 +130,11 @@ def test_every_instruction_set_and_thread_count_gives_the_reference_bits(case: C
 
 
 def window(
-    backend: Any, dtype: torch.dtype, weights: Sequence[Any], *, closed: bool, sizes: Sequence[int] = SIZES
-) -> dict[str, Tensor]:
+    backend: Any, dtype: torch.dtype, weights: Sequence[Any], *, closed: bool, sizes: Sequence[int] = SIZES,
+    device: str = "cpu",
+) -> dict[str, Tensor]:  # fmt: skip
     """One window of AdamW, the third parameter from the end coming in only with the second micro-batch."""
-    given_params, micro_batches = inputs(sizes, dtype)
-    params = [p.detach().clone().requires_grad_() for p in given_params]
+    params, micro_batches = on_device(sizes, dtype, device)
     optimizer = ADAMW_CASE.make(params, backend, max_grad_norm=0.5)
     found: dict[str, Tensor] = {}
     for k, weight in enumerate(weights):
@@ -137,7 +146,8 @@ def window(
     if closed:
         found |= {f"p.grad {i}": p.grad.clone() for i, p in enumerate(params) if p.grad is not None}
     optimizer.step()
-    return found | everything(optimizer) | {"norm": optimizer.grad_norm.clone()}
+    found |= everything(optimizer) | {"norm": optimizer.grad_norm.clone()}
+    return {name: value.cpu() for name, value in found.items()}
 
 
 WINDOWS = {

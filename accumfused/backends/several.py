@@ -39,12 +39,12 @@ class SeveralDevices:
             rows = _rows(part)
             if not any(own and a is not None for own, a in zip(rows, fold.accumulators, strict=True)):
                 continue
-            scale = fold.scale.to(part.device) if isinstance(fold.scale, Tensor) else fold.scale
+            scale = _to(fold.scale, part.device) if isinstance(fold.scale, Tensor) else fold.scale
             own_fold = replace(
                 fold, grads=_only(rows, fold.grads), accumulators=_only(rows, fold.accumulators),
-                weights=fold.weights.to(part.device), scale=scale,
+                weights=_to(fold.weights, part.device), scale=scale,
             )  # fmt: skip
-            sums = partials.to(part.device)
+            sums = _to(partials, part.device)
             backend.accumulate(part, own_fold, sums)
             _merge(part, sums, partials)
 
@@ -52,7 +52,7 @@ class SeveralDevices:
         for backend, part in plan.parts:
             own = _only(_rows(part), grads or [None] * len(plan.params))
             if partials is not None and any(grad is not None for grad in own):
-                sums = partials.to(part.device)
+                sums = _to(partials, part.device)
                 backend.norm(part, own, sums, Scaling(part.device, takes_norm=True))
                 _merge(part, sums, partials)
         lead, leading = plan.parts[0]
@@ -63,7 +63,7 @@ class SeveralDevices:
         for backend, part in plan.parts:
             own = _only(_rows(part), grads)
             if any(grad is not None for grad in own):
-                values = outcome.values.to(part.device, non_blocking=part.device.type == "cuda")
+                values = _to(outcome.values, part.device)
                 backend.step(part, own, hypers, Outcome(values, outcome.normed))
 
 
@@ -73,6 +73,11 @@ def _rows(part: Plan) -> list[bool]:
 
 def _only(rows: list[bool], values: Sequence[T | None]) -> list[T | None]:
     return [value if own else None for own, value in zip(rows, values, strict=True)]
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same tensor where it is there already. Towards a GPU nothing waits; what comes to the CPU must be there."""
+    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def _merge(part: Plan, sums: Tensor, partials: Tensor) -> None:
