@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
+# make demo | test | lint | bench | gpu | wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -9,7 +9,7 @@ REASON := accumfused/_native_error.txt
 NATIVE_TESTS := test_backends_agree.py test_layouts.py test_native.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench wheel sanitize clean
+.PHONY: demo test lint bench gpu wheel sanitize clean
 .SECONDARY:
 
 demo: $(VENV)/examples.stamp
@@ -20,6 +20,17 @@ test: $(VENV)/test.stamp
 
 bench: $(VENV)/bench.stamp
 	$(RUN) -m bench $(ARGS)
+
+# On a machine with a GPU, offline, with PYTHON's own torch and Triton: builds for that card alone, runs every test, then
+# the benchmark. Copy the report to bench/results/<card>/<date>.json to keep it.
+REPORT ?= build/gpu.json
+CARD := import torch; print('%d%d' % torch.cuda.get_device_capability())
+gpu: $(VENV)/environment.stamp
+	ACCUMFUSED_NATIVE=1 ACCUMFUSED_CUDA=1 ACCUMFUSED_CUDA_ARCHS="$$($(RUN) -c "$(CARD)")" \
+		$(PIP) install --no-index --no-build-isolation --editable '.[gpu]'
+	$(RUN) -m accumfused
+	$(RUN) -m pytest -n 8 $(ARGS)
+	$(RUN) -m bench --device cuda --json $(REPORT)
 
 lint: $(VENV)/lint.stamp
 	$(RUN) -m ruff check .
@@ -39,13 +50,13 @@ SANITIZED = cd build/sanitize/lib && ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)" \
 	$(CURDIR)/$(RUN)
 sanitize: $(VENV)/test.stamp
-	ACCUMFUSED_NATIVE=1 CXX="$(CXX)" CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" \
+	ACCUMFUSED_NATIVE=1 ACCUMFUSED_CUDA=0 CXX="$(CXX)" CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" \
 		$(RUN) setup.py --quiet build --build-lib build/sanitize/lib --build-temp build/sanitize/temp
 	$(SANITIZED) -c "from accumfused import _native; assert 'sanitize' in _native._C.__file__"
 	$(SANITIZED) -m pytest --capture=sys -p no:cacheprovider $(addprefix $(CURDIR)/tests/,$(NATIVE_TESTS)) $(ARGS)
 
 clean:
-	rm -rf build dist *.egg-info accumfused/_C.*.so $(REASON) $(VENV)/*.stamp
+	rm -rf build dist *.egg-info accumfused/_C.*.so $(REASON) accumfused/_cuda_error.txt $(VENV)/*.stamp
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(VENV)/environment.stamp: tools/environment.py

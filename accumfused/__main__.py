@@ -25,6 +25,7 @@ def report() -> dict[str, Any]:
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "compiler": getattr(_native._C, "COMPILER", None),
+            "GPU kernels": cuda_kernels(),
             "system": platform.platform(),
             "installed in": str(Path(accumfused.__file__).parent),
         },
@@ -36,6 +37,12 @@ def report() -> dict[str, Any]:
             **{f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())},
         },
     }
+
+
+def cuda_kernels() -> str | None:
+    """Who built the CUDA kernels, and for what."""
+    kernels = getattr(_native._C, "cuda", None)
+    return None if kernels is None else f"CUDA {kernels.COMPILER} for compute capabilities {kernels.ARCHS}"
 
 
 def processor() -> str:

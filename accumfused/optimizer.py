@@ -372,7 +372,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             scaling.skips = runtime.skips
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None:
-            scaling.found_inf = torch.as_tensor(found_inf).to(current.device, torch.float32).reshape(())
+            found_inf = torch.as_tensor(found_inf).to(current.device, torch.float32, non_blocking=True)
+            scaling.found_inf = found_inf.reshape(())
         grad_scale = getattr(self, "grad_scale", None)
         if grad_scale is not None:
             scaling.normalize(checked_positive(grad_scale, "grad_scale"))

@@ -98,7 +98,7 @@ TOLERANCES = {
 def assert_close(actual: Tensor, expected: Tensor, tolerance: str, what: str = "") -> None:
     """Compares in float64 within one row of TOLERANCES."""
     torch.testing.assert_close(
-        actual.detach().double(), expected.detach().double(), **TOLERANCES[tolerance],
+        actual.detach().cpu().double(), expected.detach().cpu().double(), **TOLERANCES[tolerance],
         msg=lambda text: f"{what} against {tolerance}: {text}",
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: str, what: str = "
 def bits(tensor: Tensor) -> Tensor:
     """fp32 as integers, so that zeros of different sign differ; every NaN is one NaN (which one is not specified)."""
     tensor = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
-    return tensor.detach().contiguous().view(torch.int32)
+    return tensor.detach().cpu().contiguous().view(torch.int32)
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
@@ -119,13 +119,17 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
 
 
 def random_params(shapes: Iterable[tuple[int, ...]], seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    return [values.requires_grad_() for values in _random(shapes, seed)]
 
 
 def random_grads(params: Iterable[Tensor], seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1000 + seed)
-    return [torch.randn(p.shape, generator=generator).to(dtype) for p in params]
+    return [values.to(dtype) for values in _random([p.shape for p in params], 1000 + seed)]
+
+
+def _random(shapes: Iterable[tuple[int, ...]], seed: int) -> list[Tensor]:
+    """The same numbers on every device: drawn on the CPU, and moved to torch's default device."""
+    generator, device = torch.Generator().manual_seed(seed), torch.get_default_device()
+    return [torch.randn(shape, generator=generator, device="cpu").to(device) for shape in shapes]
 
 
 def set_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:

@@ -69,5 +69,6 @@ def _bits(value: Any) -> Any:
     kind = (value.dtype, value.device, tuple(value.shape))
     if value.device.type == "meta":
         return kind
-    dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
+    dense = value.detach().cpu()
+    dense = dense.to_dense() if value.layout != torch.strided else dense
     return (*kind, dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

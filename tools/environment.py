@@ -44,14 +44,13 @@ def main(folder: Path, torch: str) -> None:
     here = supported_torch()
     if not Path(python).exists():
         print(f"making {folder} for Python {platform.python_version()}", flush=True)
-        inherit = ["--system-site-packages"] if here else []
+        # This interpreter's pip and setuptools too: those that venv brings are older, and not there on every system.
+        inherit = ["--system-site-packages", "--without-pip"] if here else []
         subprocess.run([sys.executable, "-m", "venv", *inherit, str(folder)], check=True)
         if here:
             # --system-site-packages leads to the base installation; this interpreter may itself be an environment.
             library = next(folder.glob("lib/python*/site-packages"))
             (library / "host.pth").write_text(f"{metadata.distribution('torch').locate_file('')}\n")
-            # Before Python 3.12 venv brings a setuptools, which would hide a newer one of this interpreter.
-            subprocess.run([*pip, "uninstall", "--yes", "setuptools"], check=True)
     check = subprocess.run([python, __file__, "--supported-torch"], stdout=subprocess.DEVNULL)
     if check.returncode != 0:
         print(f"installing {torch}", flush=True)

@@ -1,0 +1,96 @@
+"""Nothing on the way of a training step asks a device for a value: the host never waits.
+
+On a CPU a waiting call costs nothing and changes nothing, so the calls themselves are watched: every one that reads a
+tensor's value goes through one of a few operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import accumfused as af
+
+aten: Any = torch.ops.aten
+READS = {
+    aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default,
+    aten.masked_select.default,
+}  # fmt: skip
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses to read a tensor's value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in READS, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def one_tensor(value: float) -> torch.Tensor:
+    return torch.tensor(value)
+
+
+WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "sums": (None, None, None),
+    "numbers": (3.0, 0.0, 2.0),
+    "tensors": (one_tensor(3.0), one_tensor(0.0), one_tensor(2.0)),
+    "one tensor": (one_tensor(3.0),),
+}
+
+
+@pytest.fixture
+def optimizer(emulate_cuda: None) -> af.AdamW:
+    params = [torch.randn(n).requires_grad_() for n in (5, 70)]
+    found = af.AdamW(params, lr=torch.tensor(0.1), max_grad_norm=1.0, backend="cuda")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    found.step()  # makes states
+    found.zero_grad()
+    return found
+
+
+def windows(optimizer: af.AdamW, weights: tuple[Any, ...], *, last: bool, in_loss: bool) -> Callable[[], None]:
+    params = optimizer.param_groups[0]["params"]
+
+    def run() -> None:
+        for index, weight in enumerate(weights):
+            loss = sum((p * p).sum() for p in params)
+            closes = last and index == len(weights) - 1
+            if in_loss:
+                optimizer.backward(loss, weight, last=closes)
+            else:
+                loss.backward()
+                optimizer.accumulate(weight, last=closes)
+        optimizer.grad_scale = one_tensor(2.0)
+        optimizer.found_inf = one_tensor(0.0)
+        optimizer.step(normalizer=one_tensor(4.0))
+        del optimizer.grad_scale, optimizer.found_inf
+
+    return run
+
+
+@pytest.mark.parametrize("in_loss", [False, True], ids=["after backward", "in the loss"])
+@pytest.mark.parametrize("last", [False, True], ids=["open", "closed"])
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_a_window_reads_no_value(weights: tuple[Any, ...], last: bool, in_loss: bool, optimizer: af.AdamW) -> None:
+    with NoReads():
+        windows(optimizer, weights, last=last, in_loss=in_loss)()
+    assert int(optimizer.skipped_steps) == 0
+
+
+def test_steps_from_p_grad_read_no_value(optimizer: af.AdamW) -> None:
+    with NoReads():
+        for _ in range(3):
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_the_watch_sees_a_read(optimizer: af.AdamW) -> None:
+    with NoReads(), pytest.raises(AssertionError, match="waits for the device"):
+        float(optimizer.skipped_steps)
