@@ -15,6 +15,7 @@ from cases import ADAMW_CASE, Case, assert_same_bits, case_named, every_case, ev
 from torch import Tensor
 
 import accumfused as af
+import accumfused.backends.cuda
 from accumfused import _native
 from accumfused.backends.base import Scaling
 from accumfused.backends.cpu import CpuBackend
@@ -190,7 +191,7 @@ def test_a_launch_that_fails_leaves_the_optimizer_usable(launches: int, cuda: Cu
     agree.assert_agree(found[0], found[1])
 
 
-def test_a_capture_has_a_table_of_its_own(cuda: CudaBackend, machine: Any) -> None:
+def test_a_capture_has_a_table_of_its_own(cuda: CudaBackend, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     params = random_params([(20,), (30,)])
     optimizer = ADAMW_CASE.make(params, cuda)
     set_grads(params, [torch.ones_like(p) for p in params])
@@ -198,6 +199,9 @@ def test_a_capture_has_a_table_of_its_own(cuda: CudaBackend, machine: Any) -> No
     plan = optimizer._runtime.plan
     eager = plan.device_tables[0][0]
     before = eager.clone()
+    monkeypatch.setattr(accumfused.backends.cuda, "current_stream", lambda device: (0, 77))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     machine.capture(7)
     set_grads(params, [torch.full_like(p, 2.0) for p in params])  # other addresses
     launches = machine.launches()

@@ -66,11 +66,8 @@ class CudaBackend:
 
         One copy serves all eager calls. A captured graph has its own: its replays write it, at any later time.
         """
-        index, stream = 0, 0
-        if plan.device.type == "cuda":
-            current = torch.cuda.current_stream(plan.device)
-            index, stream = current.device_index, current.cuda_stream
-        capture = self._c.capture_id(index, stream)
+        index, stream = current_stream(plan.device)
+        capture = self._c.capture_id(index, stream) if stream else 0  # the default stream cannot be captured
         known = plan.device_tables
         if capture not in known:
             for old in [key for key in known if key != 0]:
@@ -85,6 +82,14 @@ class CudaBackend:
             memory.record_stream(torch.cuda.current_stream(plan.device))
             streams.add(stream)
         return copy, stream
+
+
+def current_stream(device: torch.device) -> tuple[int, int]:
+    """The device's index, and torch's stream there."""
+    if device.type != "cuda":
+        return 0, 0
+    stream = torch.cuda.current_stream(device)
+    return stream.device_index, stream.cuda_stream
 
 
 def _at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
