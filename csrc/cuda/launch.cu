@@ -131,7 +131,8 @@ DeviceTable::DeviceTable(int device, uintptr_t memory, int64_t groups, int64_t s
 
 DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream) {
   const Layout layout(table, memory_, groups_, stride_);
-  std::vector<unsigned char> image(layout.end);
+  std::vector<unsigned char>& image = image_;
+  image.resize(layout.end);
   const auto put = [&](size_t at, const auto* from, size_t count) {
     if (count > 0) memcpy(image.data() + at, from, count * sizeof *from);
   };
@@ -142,10 +143,11 @@ DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream) {
 
   size_t begin = 0, end = layout.end;  // of what differs
   if (sent_.size() == layout.end) {
-    begin = size_t(std::mismatch(image.begin(), image.end(), sent_.begin()).first - image.begin());
-    begin = begin / sizeof(uint4) * sizeof(uint4);
-    while (end > begin && memcmp(&image[end - sizeof(uint4)], &sent_[end - sizeof(uint4)], sizeof(uint4)) == 0) {
-      end -= sizeof(uint4);
+    const auto is_same = [&](size_t from, size_t to) { return memcmp(&image[from], &sent_[from], to - from) == 0; };
+    constexpr size_t kBlock = 256;
+    while (begin < end && is_same(begin, std::min(begin + kBlock, end))) begin = std::min(begin + kBlock, end);
+    while (end > begin && is_same(std::max(begin, (end - 1) / kBlock * kBlock), end)) {
+      end = std::max(begin, (end - 1) / kBlock * kBlock);
     }
   }
   sent_.clear();
@@ -155,7 +157,7 @@ DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream) {
     send(image.data() + begin, size, memory_ + begin, stream);
     begin += size;
   }
-  sent_ = std::move(image);
+  sent_.swap(image);
   return layout;
 }
 

@@ -46,7 +46,7 @@ class DeviceTable {
   int64_t groups_, stride_;
   std::vector<HyperParameter> hypers_;
   std::vector<int32_t> rules_;
-  std::vector<unsigned char> sent_;  // what the device holds; empty: not known
+  std::vector<unsigned char> image_, sent_;  // what the device is to hold, and what it holds; empty: not known
 };
 
 // Why the kernels cannot run on a device, or "". Loads them, so that no capture has to.
