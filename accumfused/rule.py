@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +38,10 @@ class Rule:
     def update(s: Mapping[str, Tensor], param: Tensor, grad: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         """The new parameter and states, out of place; `s` holds one tensor's scalars, each of shape []."""
         raise NotImplementedError
+
+    # The same in Triton: see backends/triton.py's `arithmetic`, which compiles them.
+    triton_scalars: ClassVar[Callable[..., Any]]
+    triton_update: ClassVar[Callable[..., Any]]
 
     @classmethod
     def hyper_values(cls, group: Mapping[str, Any]) -> tuple[float | Tensor, ...]:

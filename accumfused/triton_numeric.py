@@ -1,7 +1,8 @@
 """The arithmetic that every backend shares, in Triton: the counterpart of csrc/numeric.h and accumfused/numeric.py.
 
 Imports Triton, so the package imports this file only where the Triton kernels run. Triton's own `sqrt` and `/` of fp32
-are approximate: `sqrt_rn` and `div_rn` are IEEE. `-x` is `0 - x` there, which loses the sign of a zero: use `x * -1.0`.
+are approximate: `sqrt_rn` and `div_rn` are IEEE. In Triton 3.6 `-x` is `0 - x`, which loses the sign of a zero: write
+`x * -1.0`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def whole_steps(count):
 @triton.jit
 def power(base, exponent):
     """`base ** exponent` in fp64 by squaring, for one non-negative whole number."""
-    result = base * 0.0 + 1.0
+    result = tl.full([], 1.0, tl.float64)
     while exponent > 0:
         result = tl.where(exponent & 1 == 1, result * base, result)
         base = base * base

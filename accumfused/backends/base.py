@@ -117,6 +117,13 @@ def padded(rows: list[tuple[T, ...]], padding: T) -> list[T]:
     return [value for row in rows for value in (*row, *[padding] * (width - len(row)))]
 
 
+def at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
+    """A number, or fp32 or fp64 on this device: a kernel reads it there, so a graph's replay follows its changes."""
+    if not isinstance(value, Tensor) or value.device != device:
+        return float(value)
+    return value if value.dtype in (torch.float32, torch.float64) else value.double()
+
+
 def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 

@@ -15,6 +15,7 @@ from accumfused.backends.base import (
     Scaling,
     address,
     as_number_and_address,
+    at_hand,
     new_outcome,
     padded,
 )
@@ -57,7 +58,7 @@ class CudaBackend:
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         plan.point_at(grads)
         copy, stream = self._on_device(plan)
-        kept = [tuple(_at_hand(value, plan.device) for value in values) for values in hypers]
+        kept = [tuple(at_hand(value, plan.device) for value in values) for values in hypers]
         flat = padded([tuple(_hyper(value) for value in values) for values in kept], (0.0, 0, 0))
         copy.step(plan.table, stream, flat, plan.rule_indices, outcome.values.data_ptr())
 
@@ -90,13 +91,6 @@ def current_stream(device: torch.device) -> tuple[int, int]:
         return 0, 0
     stream = torch.cuda.current_stream(device)
     return stream.device_index, stream.cuda_stream
-
-
-def _at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
-    """A number, or fp32 or fp64 on this device: the kernel reads it there, so a graph's replay follows its changes."""
-    if not isinstance(value, Tensor) or value.device != device:
-        return float(value)
-    return value if value.dtype in (torch.float32, torch.float64) else value.double()
 
 
 def _hyper(value: float | Tensor) -> tuple[float, int, int]:

@@ -1,6 +1,6 @@
 """The Triton kernels, on torch's current stream; under TRITON_INTERPRET=1 also on a CPU, slowly.
 
-They read a plan as a table of 64-bit words: a ticket, then a row per parameter (see triton_kernels.py). Needs no native
+They read a plan as a table of 64-bit words: a ticket, then a row per parameter (see triton_blocks.py). Needs no native
 module.
 """
 
@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accumfused import _native, triton_numeric
+from accumfused.backends import triton_blocks as blocks
 from accumfused.backends import triton_kernels as kernels
 from accumfused.backends.base import (
     Fold,
@@ -26,8 +27,10 @@ from accumfused.backends.base import (
     Scaling,
     address,
     as_number_and_address,
+    at_hand,
     new_outcome,
 )
+from accumfused.numeric import ieee
 from accumfused.plan import GRAD_DTYPES, Grads, Plan, has_memory
 from accumfused.rule import Rule
 
@@ -35,6 +38,8 @@ _ROWS, _HYPERS, _FIXED = 0, 1, 2  # in plan.device_tables: the rows and the hype
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # of 256 threads, as in csrc/cuda
 _INTERPRETED_PROGRAMS = 3
+
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # of every kernel; no contraction into FMA
 
 
 @dataclass
@@ -83,7 +88,7 @@ class TritonBackend:
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         """One launch per distinct rule of the groups: nearly always one."""
-        kept = [[_at_hand(value, plan.device) for value in values] for values in hypers]
+        kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         words = [word for values in kept for word in _hyper_words(values)]
         with _on(plan.device):
             table = self._send(plan, _ROWS, _table(plan, grads))
@@ -92,7 +97,7 @@ class TritonBackend:
                 _launch(
                     kernels.step_kernel, plan, plan.chunks,
                     table, len(plan.tensors), plan.chunks, hyper_table, index, outcome.values,
-                    *arithmetic(rule), len(rule.states),
+                    *arithmetic(rule), len(rule.states),  # type: ignore[arg-type]  # mypy: a class has no hash
                 )  # fmt: skip
 
     def _send(self, plan: Plan, key: int, words: list[int]) -> Tensor:
@@ -108,7 +113,7 @@ class TritonBackend:
         sent = plan.device_tables.get(key)
         if not captures and sent is not None and sent.stream == stream and sent.words == words:
             return sent.copy  # type: ignore[no-any-return]
-        host = torch.tensor(words, dtype=torch.int64).pin_memory()
+        host = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=True)
         copy = host.to(plan.device, non_blocking=True)
         if captures:
             self._captured.append((host, copy))
@@ -122,31 +127,23 @@ def arithmetic(rule: type[Rule]) -> tuple[Any, Any]:
     """A rule's `triton_scalars` and `triton_update`, for Triton.
 
     scalars(hyper, step, coefficient) -> tuple of fp32: from the hyper-parameters (a tuple of fp64, in the order of
-    `rule.hypers`), the number of this step and the coefficient. update(scalars, p, grad, state0, state1, state2, states)
-    -> (p, state0, state1, state2): blocks of elements, of which the first `states` states are the rule's. The module of
-    a rule does not import Triton: the names that these functions use are put there.
+    `rule.hypers`), the number of this step and the coefficient.
+    update(scalars, p, grad, state0, state1, state2, states) -> (p, state0, state1, state2): blocks of elements; only
+    the first `states` states are the rule's.
+    The module of a rule does not import Triton: the names that these functions use are put there.
     """
-    functions = rule.triton_scalars, rule.triton_update  # type: ignore[attr-defined]
+    functions = rule.triton_scalars, rule.triton_update
     for function in functions:
         function.__globals__.update(tl=tl, triton_numeric=triton_numeric)
     scalars, update = map(triton.jit, functions)
     return scalars, update
 
 
-def options(cuda: bool) -> dict[str, Any]:
-    """How every kernel is compiled. Args: cuda: for an NVIDIA GPU.
-
-    No contraction into FMA. Triton's NVIDIA compiler would also flush subnormals in square roots and divisions.
-    """
-    found: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
-    return found | {"enable_reflect_ftz": False} if cuda else found
-
-
 def _launch(kernel: Any, plan: Plan, chunks: int, *args: Any) -> None:
     """One program at least: the last one finishes."""
     on_gpu = plan.device.type == "cuda"
     limit = _resident_programs(plan.device) if on_gpu else _INTERPRETED_PROGRAMS
-    kernel[(max(1, min(chunks, limit)),)](*args, **options(on_gpu and torch.version.hip is None))
+    kernel[(max(1, min(chunks, limit)),)](*args, **OPTIONS)
 
 
 @functools.cache
@@ -155,22 +152,20 @@ def _resident_programs(device: torch.device) -> int:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    """Triton launches on the current device; its interpreter computes in this thread's float mode."""
+    return torch.cuda.device(device) if device.type == "cuda" else ieee()
 
 
 def _table(
     plan: Plan, grads: Grads | None, accumulators: Grads | None = None, held: list[int] | None = None
 ) -> list[int]:
-    """The ticket, and every row's words in the order of triton_kernels.py."""
+    """The ticket, and every row's words in the order of triton_blocks.py."""
     words = [0]
     nothing: Grads = [None] * len(plan.tensors)
     rows = zip(_fixed_words(plan), grads or nothing, accumulators or nothing, held or [0] * len(nothing), strict=True)
     for fixed, grad, accumulator, weight in rows:
-        words += fixed
-        words += (
-            address(grad), address(accumulator), weight, kernels.NO_GRAD.value if grad is None else GRAD_DTYPES.index(grad.dtype)
-        )  # fmt: skip
+        dtype = blocks.NO_GRAD.value if grad is None else GRAD_DTYPES.index(grad.dtype)
+        words += (*fixed, address(grad), address(accumulator), weight, dtype)
     return words
 
 
@@ -190,28 +185,19 @@ def _fixed_words(plan: Plan) -> list[tuple[int, ...]]:
             param = tensor.data_ptr() if has_memory(tensor) else 0
             known.append((param, *addresses, step, tensor.numel(), first_chunk, group, rules.index(rule)))
         plan.device_tables[_FIXED] = known
-    return known  # type: ignore[no-any-return]
+    return known
 
 
 def _distinct(rules: list[type[Rule]]) -> list[type[Rule]]:
     return list(dict.fromkeys(rules))
 
 
-def _at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
-    """A number, or fp32 or fp64 on this device: the kernel reads it there, so a graph's replay follows its changes."""
-    if not isinstance(value, Tensor) or value.device != device:
-        return float(value)
-    return value if value.dtype in (torch.float32, torch.float64) else value.double()
-
-
 def _hyper_words(values: list[float | Tensor]) -> list[int]:
     """A group's hyper-parameters: each as the bits of a number, the address of an fp32 one, of an fp64 one."""
-    words = [0] * (kernels.MAX_HYPERS.value * kernels.HYPER_WORDS.value)
+    words = [0] * (blocks.MAX_HYPERS.value * blocks.HYPER_WORDS.value)
     for index, value in enumerate(values):
         kind = 0 if not isinstance(value, Tensor) else 1 if value.dtype == torch.float32 else 2
-        words[index * kernels.HYPER_WORDS.value + kind] = (
-            value.data_ptr() if isinstance(value, Tensor) else _bits(value)
-        )
+        words[index * blocks.HYPER_WORDS.value + kind] = value.data_ptr() if isinstance(value, Tensor) else _bits(value)
     return words
 
 

@@ -1,7 +1,7 @@
 """The three verbs in Triton: the kernels of csrc/cuda/kernels.cuh, under the same names.
 
-A persistent grid: program b takes the chunks b, b + programs, ... of all tensors. What is in the table: triton.py. All
-tensors are found by their addresses in it. fp64 numbers come as their bits, because Triton would round them to fp32.
+A persistent grid: program b takes the chunks b, b + programs, ... of all tensors, found by their addresses in the
+table. fp64 numbers come as their bits, because Triton would round them to fp32.
 """
 
 from __future__ import annotations
@@ -9,119 +9,44 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from accumfused.triton_numeric import CHUNK, LANES, is_finite, sum_partials, tree, whole_steps
-
-# The table: the ticket, which is 0 between launches, and per parameter a row of these words.
-ROWS = tl.constexpr(1)
-WORDS = tl.constexpr(13)
-PARAM = tl.constexpr(0)
-STATE = tl.constexpr(1)  # three of them
-STEP = tl.constexpr(4)
-NUMEL = tl.constexpr(5)
-FIRST_CHUNK = tl.constexpr(6)
-GROUP = tl.constexpr(7)
-RULE = tl.constexpr(8)
-GRAD = tl.constexpr(9)
-ACCUMULATOR = tl.constexpr(10)
-WEIGHT = tl.constexpr(11)
-DTYPE = tl.constexpr(12)
-
-NO_GRAD, FLOAT32, FLOAT16 = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)  # what DTYPE says; bfloat16 is the last
-OVERWRITE = tl.constexpr(-1)
-
-HYPER_WORDS = tl.constexpr(3)  # the bits of a number, the address of an fp32 one, of an fp64 one
-MAX_HYPERS = tl.constexpr(8)
-
-BLOCK = tl.constexpr(2048)  # elements of a tensor at a time: two accesses of 16 bytes a thread
+from accumfused.backends.triton_blocks import (
+    ACCUMULATOR,
+    BFLOAT16_BITS,
+    BLOCK,
+    DTYPE,
+    FLOAT16,
+    FLOAT32,
+    GRAD,
+    GROUP,
+    HYPER_WORDS,
+    MAX_HYPERS,
+    NO_GRAD,
+    OVERWRITE,
+    PARAM,
+    ROWS,
+    RULE,
+    STATE,
+    STEP,
+    WEIGHT,
+    WORDS,
+    extent,
+    from_bits,
+    is_aligned,
+    is_last_program,
+    load,
+    pointer,
+    pointer_to,
+    row_of,
+    store,
+    whole_elements,
+)
+from accumfused.triton_numeric import LANES, is_finite, sum_partials, tree, whole_steps
 
 # Arguments whose value must not make another kernel: Triton compiles anew for a 1 and for multiples of 16.
 NUMBERS = (
     "count", "chunks", "chunks_to_read", "partials", "normalization", "device_normalization", "found_inf", "clips",
     "max_grad_norm", "skips_nonfinite", "skips", "weight", "scale", "device_scale", "rule",
 )  # fmt: skip
-
-
-# ---- where things are -----------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def row_of(rows, count, chunk):
-    """The row that a chunk belongs to: the last one whose first chunk is not behind it. Empty tensors have none."""
-    low = 0
-    high = count
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_behind = tl.load(rows + middle * WORDS + FIRST_CHUNK) > chunk
-        low = tl.where(is_behind, low, middle)
-        high = tl.where(is_behind, middle, high)
-    return rows + low * WORDS
-
-
-@triton.jit
-def number(bits):
-    """fp64 from its bits."""
-    return bits.to(tl.int64).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def extent(row, chunk):
-    """Where in its tensor a chunk begins, and of how many elements it is."""
-    offset = (chunk - tl.load(row + FIRST_CHUNK)) * CHUNK
-    return offset, tl.minimum(tl.load(row + NUMEL) - offset, CHUNK).to(tl.int32)
-
-
-@triton.jit
-def pointer(row, word: tl.constexpr, dtype: tl.constexpr, offset):
-    return tl.load(row + word).to(tl.pointer_type(dtype)) + offset
-
-
-@triton.jit
-def is_aligned(row, word: tl.constexpr):
-    return tl.load(row + word) % 16 == 0
-
-
-@triton.jit
-def is_last_program(table):
-    """Whether all other programs have done their work, which this one then sees. Leaves the ticket at 0."""
-    tl.debug_barrier()  # all threads of this program have written
-    is_last = tl.atomic_add(table, 1) == tl.num_programs(0) - 1
-    if is_last:
-        tl.store(table, 0)
-    return is_last
-
-
-@triton.jit
-def load(ptr, first, n, size: tl.constexpr, whole: tl.constexpr):
-    """Elements first .. first + size as fp32. `whole`: they exist, on a boundary of 4; otherwise those from n on are 0.
-
-    The boundary makes 4 neighbours one access. It must be declared on the pointer (on an offset it means nothing), in
-    the function that computes it (on an argument it is lost), and for 16 bits as 8 bytes: a thread then holds the same
-    elements of every tensor, and nothing travels through shared memory.
-    """
-    start = ptr + first
-    i = tl.arange(0, size)
-    if whole:
-        values = tl.load(tl.multiple_of(start, start.dtype.element_ty.primitive_bitwidth // 2) + i)
-    else:
-        values = tl.load(start + i, mask=first + i < n, other=0.0)
-    return values.to(tl.float32)
-
-
-@triton.jit
-def store(ptr, values, first, n, size: tl.constexpr, whole: tl.constexpr):
-    """fp32 to where `load` reads."""
-    start = ptr + first
-    i = tl.arange(0, size)
-    if whole:
-        tl.store(tl.multiple_of(start, 16) + i, values)
-    else:
-        tl.store(start + i, values, mask=first + i < n)
-
-
-@triton.jit
-def whole_elements(n, size: tl.constexpr, aligned):
-    """How many of n elements go in whole pieces of this size; none where they are not aligned."""
-    return tl.where(aligned, n // size * size, 0)
 
 
 # ---- norm -----------------------------------------------------------------------------------------------------------
@@ -158,7 +83,7 @@ def norm_kernel(
     skips: tl.int64,
 ):
     rows = table + ROWS
-    sums = partials.to(tl.pointer_type(tl.float32))
+    sums = pointer_to(partials, tl.float32)
     for chunk in range(tl.program_id(0), chunks_to_read, tl.num_programs(0)):
         row = row_of(rows, count, chunk)
         dtype = tl.load(row + DTYPE)
@@ -170,28 +95,28 @@ def norm_kernel(
             elif dtype == FLOAT16:
                 tl.store(sums + chunk, sum_of_squares(pointer(row, GRAD, tl.float16, offset), n, aligned))
             else:
-                tl.store(sums + chunk, sum_of_squares(pointer(row, GRAD, tl.bfloat16, offset), n, aligned))
+                tl.store(sums + chunk, sum_of_squares(pointer(row, GRAD, BFLOAT16_BITS, offset), n, aligned))
     if is_last_program(table):
         # csrc/norm.h's finish_norm
-        divisor = number(normalization)
+        divisor = from_bits(normalization)
         if device_normalization != 0:
-            divisor *= tl.load(device_normalization.to(tl.pointer_type(tl.float64)))
+            divisor *= tl.load(pointer_to(device_normalization, tl.float64))
         inverse = tl.where((divisor > 0) & is_finite(divisor), 1.0 / divisor, float("nan"))
-        norm = divisor * 0.0
+        norm = tl.full([], 0.0, tl.float64)
         if partials != 0:
             norm = tl.sqrt_rn(sum_partials(sums, chunks).to(tl.float32)).to(tl.float64) * inverse
         rounded_norm = norm.to(tl.float32)
-        clip = number(max_grad_norm) / (rounded_norm.to(tl.float64) + 1e-6)
+        clip = from_bits(max_grad_norm) / (rounded_norm.to(tl.float64) + 1e-6)
         clip = tl.where((clips == 0) | (clip > 1.0), 1.0, clip)  # keeps a NaN
         coefficient = (inverse * clip).to(tl.float32)
         skipped = (skips_nonfinite != 0) & ~(is_finite(coefficient) & is_finite(rounded_norm))
         if found_inf != 0:
-            skipped |= tl.load(found_inf.to(tl.pointer_type(tl.float32))) != 0
+            skipped |= tl.load(pointer_to(found_inf, tl.float32)) != 0
         tl.store(outcome, coefficient)
         tl.store(outcome + 1, rounded_norm)
         tl.store(outcome + 2, skipped.to(tl.float32))
         if skips != 0:
-            counter = skips.to(tl.pointer_type(tl.int64))
+            counter = pointer_to(skips, tl.int64)
             tl.store(counter, tl.load(counter) + skipped.to(tl.int64))
 
 
@@ -263,9 +188,9 @@ def accumulate_kernel(
     partials,
 ):
     rows = table + ROWS
-    factor = number(scale)
+    factor = from_bits(scale)
     if device_scale != 0:
-        factor *= tl.load(device_scale.to(tl.pointer_type(tl.float64)))
+        factor *= tl.load(pointer_to(device_scale, tl.float64))
     add = (tl.load(weights + weight) * factor).to(tl.float32)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         row = row_of(rows, count, chunk)
@@ -287,7 +212,7 @@ def accumulate_kernel(
                 half = pointer(row, GRAD, tl.float16, offset)
                 fold_or_copy(accumulator, half, n, aligned, copies, keep, add, total)
             else:
-                brain = pointer(row, GRAD, tl.bfloat16, offset)
+                brain = pointer(row, GRAD, BFLOAT16_BITS, offset)
                 fold_or_copy(accumulator, brain, n, aligned, copies, keep, add, total)
 
 
@@ -297,12 +222,12 @@ def accumulate_kernel(
 @triton.jit
 def hyper(words):
     """A hyper-parameter: a number of the launch, or one that the device holds and a graph's replay reads anew."""
-    value = number(tl.load(words))
+    value = from_bits(tl.load(words))
     single, double = tl.load(words + 1), tl.load(words + 2)
     if single != 0:
-        value = tl.load(single.to(tl.pointer_type(tl.float32))).to(tl.float64)
+        value = tl.load(pointer_to(single, tl.float32)).to(tl.float64)
     if double != 0:
-        value = tl.load(double.to(tl.pointer_type(tl.float64)))
+        value = tl.load(pointer_to(double, tl.float64))
     return value
 
 
@@ -320,7 +245,7 @@ def step_number(row):
     address = tl.load(row + STEP)
     number = 0
     if address != 0:
-        number = whole_steps(tl.load(address.to(tl.pointer_type(tl.float32)))) + 1
+        number = whole_steps(tl.load(pointer_to(address, tl.float32))) + 1
     return number
 
 
@@ -379,7 +304,7 @@ def advance_steps(rows, count, rule):
         steps = tl.load(row + STEP, mask=exists, other=0)
         stepped = (steps != 0) & (tl.load(row + DTYPE, mask=exists, other=NO_GRAD) != NO_GRAD)
         stepped &= tl.load(row + RULE, mask=exists, other=-1) == rule
-        steps = steps.to(tl.pointer_type(tl.float32))
+        steps = pointer_to(steps, tl.float32)
         tl.store(steps, tl.load(steps, mask=stepped, other=0.0) + 1.0, mask=stepped)
 
 
@@ -410,6 +335,6 @@ def step_kernel(
             elif dtype == FLOAT16:
                 step_chunk(prepared, row, pointer(row, GRAD, tl.float16, offset), offset, n, update, states)
             else:
-                step_chunk(prepared, row, pointer(row, GRAD, tl.bfloat16, offset), offset, n, update, states)
+                step_chunk(prepared, row, pointer(row, GRAD, BFLOAT16_BITS, offset), offset, n, update, states)
     if is_last_program(table):
         advance_steps(rows, count, rule)
