@@ -1,28 +1,17 @@
 """The machine's own rate for each mix of reads and writes: what a pass over memory can be compared with.
 
 A read-only pass, one that overwrites and one that reads and writes several streams reach very different rates (46 GB/s
-against 21 on one machine), so every verb has a ceiling of its own mix. ceiling.cpp holds the loops.
+against 21 on one machine), so every verb has a ceiling of its own mix. The loops are in ceiling.cpp and ceiling.cu.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
-import shlex
-import shutil
 import statistics
-import subprocess
-import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os import environ
-from pathlib import Path
+from typing import Protocol
 
-import torch
-
-SOURCE = Path(__file__).with_name("ceiling.cpp")
-PIECE = 32768  # elements: kPiece in ceiling.cpp
+from bench.clock import Clock, HostClock
 
 
 @dataclass(frozen=True)
@@ -61,96 +50,75 @@ def seconds_at(rates: Mapping[str, float], passes: Sequence[str] | None) -> floa
     return sum(MIXES[mix].bytes / rates[mix] for mix in passes)
 
 
+class Loops(Protocol):
+    """Streaming loops over one size of streams; several for each mix."""
+
+    elements: int
+    count: int
+
+    def run(self, mix: str, loop: int) -> None:
+        """One pass of a mix by one of its loops."""
+
+    def check(self, mix: str, loop: int) -> None:
+        """Raises RuntimeError if this loop does not do the mix's work."""
+
+
 class Ceilings:
-    """Times the loops of ceiling.cpp; without a compiler `reason` says why there are none.
+    """Times the loops; where they cannot be made `reason` says why.
 
     Args:
-        elements: of each of the four streams; the default is 1 GiB in all, far beyond any cache.
+        make: makes the loops, or raises RuntimeError.
     """
 
-    def __init__(self, elements: int = 2048 * PIECE) -> None:
+    def __init__(self, make: Callable[[], Loops], clock: Clock | None = None) -> None:
         self.reason: str | None = None
-        self._library: ctypes.CDLL | None = None
+        self._clock = clock or HostClock()
         self._seconds: dict[str, list[float]] = {}
         self._loop: dict[str, int] = {}
-        self._elements = elements
+        self._loops: Loops | None = None
         try:
-            self._library = _load()
+            self._loops = make()
         except RuntimeError as error:
             self.reason = str(error)
-            return
-        # Like parameters, the streams are torch's memory: huge pages, say, would be another machine.
-        pattern = torch.randn(PIECE)
-        self._streams = [pattern.repeat(elements // PIECE) for _ in range(4)]
 
     def measure(self, mixes: Sequence[str]) -> dict[str, float]:
         """Times each mix once more, with the loop that was the fastest when the mix was met first.
 
         Returns:
-            Mix -> bytes a second, this time; empty without a compiler.
+            Mix -> bytes a second, this time; empty where there are no loops.
         """
         rates: dict[str, float] = {}
-        if self._library is None:
+        if self._loops is None:
             return rates
         for mix in mixes:
             if mix not in self._loop:
-                self._loop[mix] = self._fastest_loop(mix)
+                self._loop[mix] = self._fastest_loop(self._loops, mix)
+                self._loops.check(mix, self._loop[mix])
                 self._seconds[mix] = []
-            seconds = self._time(mix, self._loop[mix])
+            seconds = self._time(self._loops, mix, self._loop[mix])
             self._seconds[mix].append(seconds)
-            rates[mix] = MIXES[mix].bytes * self._elements / seconds
+            rates[mix] = MIXES[mix].bytes * self._loops.elements / seconds
         return rates
 
     def best_rates(self) -> dict[str, float]:
         """Mix -> the best so far, in bytes a second."""
-        return {mix: MIXES[mix].bytes * self._elements / min(seconds) for mix, seconds in self._seconds.items()}
+        return self._rates({mix: min(seconds) for mix, seconds in self._seconds.items()})
 
     def median_rates(self) -> dict[str, float]:
-        medians = {mix: statistics.median(seconds) for mix, seconds in self._seconds.items()}
-        return {mix: MIXES[mix].bytes * self._elements / seconds for mix, seconds in medians.items()}
+        return self._rates({mix: statistics.median(seconds) for mix, seconds in self._seconds.items()})
 
-    def _fastest_loop(self, mix: str) -> int:
-        assert self._library is not None
-        loops = range(self._library.loops())
-        rounds = [[self._time(mix, loop) for loop in loops] for _ in range(4)]
-        return min(loops, key=lambda loop: min(seconds[loop] for seconds in rounds))
+    def fastest_loops(self) -> dict[str, int]:
+        """Mix -> which of its loops was chosen."""
+        return dict(self._loop)
 
-    def _time(self, mix: str, loop: int) -> float:
-        addresses = [ctypes.c_void_p(stream.data_ptr()) for stream in self._streams]
-        run = getattr(self._library, mix)
-        run.restype = ctypes.c_float
-        start = time.perf_counter()
-        result = run(loop, ctypes.c_int64(self._elements), torch.get_num_threads(), *addresses)
-        seconds = time.perf_counter() - start
-        assert math.isfinite(result), "the streams hold finite numbers"
-        return seconds
+    def _rates(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        assert self._loops is not None or not seconds
+        elements = self._loops.elements if self._loops is not None else 0
+        return {mix: MIXES[mix].bytes * elements / taken for mix, taken in seconds.items()}
 
+    def _fastest_loop(self, loops: Loops, mix: str) -> int:
+        rounds = [[self._time(loops, mix, loop) for loop in range(loops.count)] for _ in range(4)]
+        return min(range(loops.count), key=lambda loop: min(seconds[loop] for seconds in rounds))
 
-def _load() -> ctypes.CDLL:
-    """Compiles ceiling.cpp into a temporary folder and loads it.
-
-    Compiled with OpenMP but not linked to a runtime, like the package's own kernels: a second pool of threads would
-    compete with torch's.
-
-    Raises:
-        RuntimeError: no compiler, or one that fails.
-    """
-    names = [environ["CXX"]] if environ.get("CXX") else ["c++", "g++", "clang++"]
-    compiler = next((name for name in names if shutil.which(shlex.split(name)[0])), None)
-    if compiler is None:
-        raise RuntimeError(f"no C++ compiler was found (tried {', '.join(names)}); install g++ or set CXX")
-    with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder)
-        flags = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-c"]
-        commands = [
-            [*shlex.split(compiler), *flags, str(SOURCE), "-o", str(built / "ceiling.o")],
-            [*shlex.split(compiler), "-shared", str(built / "ceiling.o"), "-o", str(built / "ceiling.so")],
-        ]
-        for command in commands:
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode != 0:
-                raise RuntimeError(f"{compiler} failed:\n{done.stderr.strip()}")
-        try:
-            return ctypes.CDLL(str(built / "ceiling.so"))
-        except OSError as error:
-            raise RuntimeError(f"the compiled loops do not load: {error}") from error
+    def _time(self, loops: Loops, mix: str, loop: int) -> float:
+        return self._clock.seconds(lambda: loops.run(mix, loop))

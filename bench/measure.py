@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from bench.ceilings import Ceilings, moved_bytes, seconds_at
+from bench.clock import Clock, HostClock
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Timing:
     variant: Variant
     seconds: list[float] = field(default_factory=list)
     at_ceiling: list[float] = field(default_factory=list)  # per parameter, at the ceilings of the same round
+    host_seconds: float = 0.0  # of the last warm-up
 
     @property
     def median(self) -> float:
@@ -69,25 +70,31 @@ class Timing:
         return first, third
 
 
-def interleave(variants: Sequence[Variant], rounds: int, ceilings: Ceilings | None = None) -> list[Timing]:
-    """Runs every variant once per round, after one warm-up round that is not counted.
+def interleave(
+    variants: Sequence[Variant], rounds: int, ceilings: Ceilings | None = None, clock: Clock | None = None
+) -> list[Timing]:
+    """Runs every variant once per round, after the clock's warm-up rounds, which are not counted.
 
     Each round begins with another variant, so that none always follows the same one. The ceilings of the variants'
     mixes are measured in the same rounds.
     """
     timings = [Timing(variant) for variant in variants]
     mixes = sorted({mix for variant in variants for mix in variant.passes or ()})
+    clock = clock or HostClock()
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        for number in range(rounds + 1):
+        for number in range(-clock.warm_ups, rounds):
             first = number % len(timings)
             for timing in timings[first:] + timings[:first]:
-                seconds = time_once(timing.variant)
-                if number > 0:
-                    timing.seconds.append(seconds)
-            if ceilings is not None and number > 0:
+                if timing.variant.setup is not None:
+                    timing.variant.setup()
+                if number < 0:
+                    timing.host_seconds = clock.host_seconds(timing.variant.run)
+                else:
+                    timing.seconds.append(clock.seconds(timing.variant.run, timing.host_seconds))
+            if ceilings is not None and number >= 0:
                 rates = ceilings.measure(mixes)
                 for timing in timings:
                     at_ceiling = seconds_at(rates, timing.variant.passes)
@@ -97,11 +104,3 @@ def interleave(variants: Sequence[Variant], rounds: int, ceilings: Ceilings | No
         if was_enabled:
             gc.enable()
     return timings
-
-
-def time_once(variant: Variant) -> float:
-    if variant.setup is not None:
-        variant.setup()
-    start = time.perf_counter()
-    variant.run()
-    return time.perf_counter() - start

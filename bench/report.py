@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +10,8 @@ from typing import Any
 
 import rich.box
 import rich.table
-import torch
 from rich.console import Console
 
-from accumfused.__main__ import processor, report
 from bench.ceilings import MIXES, Ceilings, seconds_at
 from bench.measure import Timing
 
@@ -63,11 +59,13 @@ def timed(
         shares = []
     else:
         shares = [Column("share", "of ceiling", "{:.0%}"), Column("share_best", "best / best", "{:.0%}")]
+    factor = {"ms": 1e3, "us": 1e6}[unit]
+    decimals = 1 if min(timing.median for timing in timings) * factor >= 10 else 3
     table = Table(
         title,
         [
             Column("name", ""),
-            Column("median", unit, "{:.1f}"),
+            Column("median", unit, f"{{:.{decimals}f}}"),
             Column("quartiles", "quartiles"),
             Column("bytes_per_parameter", "B/param", "{:g}"),
             Column("gigabytes_per_second", "GB/s", "{:.1f}"),
@@ -75,7 +73,6 @@ def timed(
             *(Column(f"over_{heading}", f"x {heading}", "{:.2f}") for heading in against),
         ],
     )
-    factor = {"ms": 1e3, "us": 1e6}[unit]
     by_name = {timing.variant.name: timing for timing in timings}
     for timing in timings:
         first, third = timing.quartiles
@@ -88,7 +85,7 @@ def timed(
             "first_quartile": first * factor,
             "third_quartile": third * factor,
             "best": timing.best * factor,
-            "quartiles": f"{first * factor:.1f} - {third * factor:.1f}",
+            "quartiles": f"{first * factor:.{decimals}f} - {third * factor:.{decimals}f}",
             "rounds": len(timing.seconds),
             "nanoseconds_per_parameter": timing.median * 1e9 / parameters,
             "bytes_per_parameter": moved,
@@ -114,25 +111,12 @@ def ceiling_table(ceilings: Ceilings) -> Table:
     table = Table("Ceilings: streaming loops of the same mixes, measured in the same rounds", columns)
     if ceilings.reason is not None:
         table.notes.append(f"not measured, and the share of the ceiling is left out: {ceilings.reason}")
-    best, median = ceilings.best_rates(), ceilings.median_rates()
+    best, median, loops = ceilings.best_rates(), ceilings.median_rates(), ceilings.fastest_loops()
     for name, mix in MIXES.items():
         if name in best:
             row = {"name": name, "bytes": f"{mix.read} + {mix.written}", "meaning": mix.meaning}
-            table.rows.append({**row, "best": best[name] / 1e9, "median": median[name] / 1e9})
+            table.rows.append({**row, "best": best[name] / 1e9, "median": median[name] / 1e9, "loop": loops[name]})
     return table
-
-
-def machine() -> dict[str, Any]:
-    """Where and when the figures were taken."""
-    found = report()
-    return {
-        "cpu": processor(),
-        "threads": torch.get_num_threads(),
-        "instruction_set": (found["instruction_sets"] or ["none: no native module"])[0],
-        "load": os.getloadavg()[0],  # of the minute before: what else was running
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        **{name: found["versions"][name] for name in ("accumfused", "torch", "python", "system", "compiler")},
-    }
 
 
 def show(table: Table, console: Console) -> None:
@@ -156,4 +140,5 @@ def write_json(path: Path, about: dict[str, Any], suites: Mapping[str, Sequence[
         suite: [{"title": table.title, "rows": table.rows, "notes": table.notes} for table in found]
         for suite, found in suites.items()
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": about, "suites": tables}, indent=2) + "\n")

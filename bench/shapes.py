@@ -31,6 +31,30 @@ def resnet50(width: int = 64, classes: int = 1000) -> Shapes:
     return [*shapes, (classes, channels), (classes,)]
 
 
+def llama(width: int, inner: int, layers: int, *, key_values: int | None = None, vocabulary: int = 0) -> Shapes:
+    """Llama's blocks: attention, gated feed-forward, two norms; with a vocabulary, a tied embedding and the last norm.
+
+    Args:
+        key_values: width of keys and values, where several query heads share them.
+    """
+    shared = key_values or width
+    shapes: Shapes = [(vocabulary, width)] if vocabulary else []
+    for _ in range(layers):
+        shapes += [(width, width), (shared, width), (shared, width), (width, width)]
+        shapes += [(inner, width), (inner, width), (width, inner), (width,), (width,)]
+    return [*shapes, (width,)] if vocabulary else shapes
+
+
+def llama_1b() -> Shapes:
+    """Llama-3.2-1B: 146 tensors, 1,235,814,400 parameters."""
+    return llama(2048, 8192, 16, key_values=512, vocabulary=128256)
+
+
+def llama_7b_stack() -> Shapes:
+    """10 of Llama-2-7B's 32 blocks: 90 tensors, 2,023,833,600 parameters, 32 GB with gradients and AdamW's states."""
+    return llama(4096, 11008, 10)
+
+
 def small(tensors: int = 1000, elements: int = 64) -> Shapes:
     """Many small tensors: what counts is the cost of a call and of a tensor."""
     return [(elements,)] * tensors
@@ -44,6 +68,21 @@ def flat(elements: int) -> Shapes:
 def count(shapes: Shapes) -> int:
     """How many parameters these are."""
     return sum(math.prod(shape) for shape in shapes)
+
+
+GPT2, LLAMA_1B, LLAMA_7B, RESNET50 = "GPT-2 124M", "Llama-3.2-1B", "Llama-2-7B, 10 blocks", "ResNet-50"
+
+_MODELS = {  # whole, and in small
+    GPT2: (gpt2, lambda: gpt2(64, 2, 512, 64)),
+    LLAMA_1B: (llama_1b, lambda: llama(64, 128, 2, key_values=16, vocabulary=512)),
+    LLAMA_7B: (llama_7b_stack, lambda: llama(64, 176, 2)),
+    RESNET50: (resnet50, lambda: resnet50(8, 10)),
+}
+
+
+def model(name: str, quick: bool = False) -> Shapes:
+    """The shapes of a model; `quick`: of a tiny one of its kind."""
+    return _MODELS[name][quick]()
 
 
 def _convolution(channels: int, filters: int, size: int) -> Shapes:

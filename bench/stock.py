@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bench.workload import MAX_GRAD_NORM
+from bench.exact import MAX_GRAD_NORM
 
 CLIP_FUSED = ("read", "scale", "step")
 TRICK = ("read", "step_rewriting_grad")
 UNSCALE_CLIP_FUSED = ("scale", "read", "scale", "step")
+LOSS_SCALE = 0.25  # so small that gradients which are unscaled (and clipped) again and again stay ordinary numbers
 
 
 def clip_and_step(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -41,14 +42,12 @@ def grad_scale_trick(params: list[torch.nn.Parameter], optimizer: torch.optim.Op
 
 
 def unscale_clip_and_step(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """What `GradScaler.unscale_` does, then `clip_grad_norm_`, then the step, if no inf was found.
-
-    The scale is a quarter, so that gradients that are unscaled (and clipped) again and again stay ordinary numbers.
-    """
-    inverse_scale = torch.tensor(4.0)
+    """What `GradScaler.unscale_` does, then `clip_grad_norm_`, then the step, if no inf was found."""
+    device = params[0].device
+    inverse_scale = torch.tensor(1 / LOSS_SCALE, device=device)
 
     def run() -> None:
-        found_inf = torch.zeros(())
+        found_inf = torch.zeros((), device=device)
         grads: list[Tensor] = [param.grad for param in params if param.grad is not None]
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
         torch.nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM)

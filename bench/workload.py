@@ -6,23 +6,29 @@ states have torch's names and shapes, so several optimizers can hold the same on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import accumfused as af
+from bench import exact
+from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY
 from bench.shapes import Shapes
 
-LR, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, 0.1, 1.0
+CPU = torch.device("cpu")
+_STEPS = 10.0  # that the optimizers have made before
 _PATTERN = (1 << 20) + 7  # random numbers, repeated: drawing 500M of them would take longer than the benchmark
 
 
-def random_tensors(shapes: Shapes, scale: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def random_tensors(
+    shapes: Shapes, scale: float, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> list[Tensor]:
     """Normally distributed tensors of a standard deviation of `scale`."""
-    pattern = torch.randn(_PATTERN).mul_(scale).to(dtype)
-    tensors = [torch.empty(shape, dtype=dtype) for shape in shapes]
+    pattern = torch.randn(_PATTERN, device=device).mul_(scale).to(dtype)
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     for tensor in tensors:
         fill(tensor, pattern)
     return tensors
@@ -37,29 +43,46 @@ def fill(tensor: Tensor, pattern: Tensor) -> None:
 
 
 class Workload:
-    """Parameters with gradients and AdamW's states."""
+    """Parameters with gradients and AdamW's states, on a device."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: Shapes, device: torch.device = CPU) -> None:
         self.shapes = shapes
-        self.params = [torch.nn.Parameter(tensor) for tensor in random_tensors(shapes, 0.02)]
-        self.grads = random_tensors(shapes, 1e-3)
+        self.device = device
+        self.params = [torch.nn.Parameter(tensor) for tensor in self.random(0.02)]
+        self.grads = self.random(1e-3)
         self.count = sum(param.numel() for param in self.params)
         # No second moment is far below its first one: the updates stay about as large as lr.
-        moments = zip(random_tensors(shapes, 1e-3), random_tensors(shapes, 1e-3), strict=True)
         self.states = [
-            {"step": torch.tensor(10.0), "exp_avg": first, "exp_avg_sq": second.square_().add_(1e-6)}
-            for first, second in moments
+            {"step": torch.tensor(_STEPS, device=device), "exp_avg": first, "exp_avg_sq": second.square_().add_(1e-6)}
+            for first, second in zip(self.random(1e-3), self.random(1e-3), strict=True)
         ]
+        self._own_steps: list[Tensor] = []  # of optimizers that cannot share the states' own
 
-    def stock(self, *, fused: bool = False, foreach: bool = False) -> torch.optim.AdamW:
+    def random(self, scale: float = 1e-3, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """Tensors of the parameters' shapes."""
+        return random_tensors(self.shapes, scale, dtype, self.device)
+
+    def own_step(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A step count on the host, for an optimizer that reads it there."""
+        self._own_steps.append(torch.tensor(_STEPS, dtype=dtype))
+        return self._own_steps[-1]
+
+    def stock(self, *, fused: bool = False, foreach: bool = False, capturable: bool = False) -> torch.optim.AdamW:
         """torch's AdamW over the parameters, with the shared states."""
-        optimizer = torch.optim.AdamW(self.params, lr=LR, weight_decay=WEIGHT_DECAY, fused=fused, foreach=foreach)
-        optimizer.state.update(zip(self.params, self.states, strict=True))
+        optimizer = torch.optim.AdamW(
+            self.params, lr=LR, weight_decay=WEIGHT_DECAY, fused=fused, foreach=foreach, capturable=capturable
+        )
+        states = self.states
+        if not fused and not capturable and self.device.type != "cpu":  # torch keeps these counts on the host
+            states = [{**state, "step": self.own_step()} for state in states]
+        optimizer.state.update(zip(self.params, states, strict=True))
         return optimizer
 
-    def ours(self) -> af.AdamW:
+    def ours(self, backend: str = "auto") -> af.AdamW:
         """accumfused's AdamW over the parameters, with the shared states."""
-        optimizer = af.AdamW(self.params, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM)
+        optimizer = af.AdamW(
+            self.params, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, backend=backend
+        )
         optimizer.state.update(zip(self.params, self.states, strict=True))
         return optimizer
 
@@ -68,24 +91,59 @@ class Workload:
         for param, grad in zip(self.params, self.grads if grads is None else grads, strict=True):
             param.grad = grad
 
-    def difference(self, one: Callable[[], Any], other: Callable[[], Any], grads: Sequence[Sequence[Tensor]]) -> float:
-        """The largest |difference| of the parameters after `one` and after `other`, both from what there is now.
+    @contextmanager
+    def put_back(self, sets: Sequence[Sequence[Tensor]] | None = None) -> Iterator[dict[int, Tensor]]:
+        """Puts parameters, states and these gradients (by default `self.grads`) back in the end.
 
-        Everything, the gradients that they may rewrite included, is put back before `other` and after it.
+        Yields:
+            A tensor's id -> a copy of what it held.
         """
-        kept = [*self.params, *(tensor for state in self.states for tensor in state.values())]
-        kept += [grad for one_set in grads for grad in one_set]
+        sets = [self.grads] if sets is None else sets
+        states = [tensor for state in self.states for tensor in state.values()]
+        kept = [*self.params, *states, *self._own_steps, *(grad for one_set in sets for grad in one_set)]
         with torch.no_grad():
-            before = [tensor.clone() for tensor in kept]
-            one()
-            results = [param.clone() for param in self.params]
-            torch._foreach_copy_(kept, before)
-            other()
-            largest = max(
-                (float((a - b).abs().max()) for a, b in zip(results, self.params, strict=True) if a.numel()),
-                default=0.0,
-            )
-            moved = any(not torch.equal(a, b) for a, b in zip(results, before, strict=False))
-            torch._foreach_copy_(kept, before)
-        assert moved, "the step did nothing"
-        return largest
+            saved = {id(tensor): tensor.clone() for tensor in kept}
+            yield saved
+            for device in {tensor.device for tensor in kept}:
+                there = [tensor for tensor in kept if tensor.device == device]
+                torch._foreach_copy_(there, [saved[id(tensor)] for tensor in there])
+
+    def error(
+        self,
+        run: Callable[[], Any],
+        sets: Sequence[Sequence[Tensor]] | None = None,
+        scale: float = 1.0,
+        *,
+        debiased: bool = False,
+    ) -> float:
+        """The largest error of a parameter after this step, against the same step in fp64; all is put back.
+
+        Args:
+            run: one whole step from the workload's beginning, with the gradients that it takes in place.
+            sets: the micro-batches' gradients, of which the step takes the sum; by default `self.grads` alone.
+            scale: what the step multiplies gradients by before it clips them.
+            debiased: see `exact.step`.
+
+        Raises:
+            AssertionError: the step did nothing, or something else.
+        """
+        sets = [self.grads] if sets is None else sets
+        firsts, seconds = ([state[name] for state in self.states] for name in ("exp_avg", "exp_avg_sq"))
+        errors = []
+        with self.put_back(sets) as saved:
+            run()
+            grads = [[saved[id(grad)] for grad in one_set] for one_set in sets]
+            factor = exact.coefficient(grads, scale)
+            before = [[saved[id(tensor)] for tensor in tensors] for tensors in (self.params, firsts, seconds)]
+            for found, found_first, param, first, second, *several in exact.pieces(
+                self.params, firsts, *before, *grads
+            ):
+                grad = exact.total(several) * factor
+                right, right_first = exact.step(param, first, second, grad, int(_STEPS) + 1, debiased=debiased)
+                compared = (found - right, found_first - right_first, found - param)
+                errors.append(torch.stack([each.abs().max().double() for each in compared]))
+        error, moment_error, moved = torch.stack(errors).amax(0).tolist()
+        assert moved > 0, "the step did nothing"
+        assert error <= exact.PARAM_TOLERANCE, f"a parameter is {error:.1e} off"
+        assert moment_error <= exact.MOMENT_TOLERANCE, f"a first moment is {moment_error:.1e} off"
+        return float(error)

@@ -21,7 +21,7 @@ from bench import shapes, stock
 from bench.report import Column, Table
 from bench.suites import Bench
 from bench.suites.window import set_grad_dtype, window
-from bench.workload import Workload, random_tensors
+from bench.workload import Workload
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -72,8 +72,8 @@ def _window(dtype: torch.dtype) -> Callable[[Workload], Prepared]:
         optimizer = work.ours()
         set_grad_dtype(work.params, dtype)
         if dtype == torch.float32:
-            return window(work, optimizer, [work.grads, random_tensors(work.shapes, 1e-3)]), None
-        run = window(work, optimizer, [random_tensors(work.shapes, 1e-3, dtype) for _ in range(2)])
+            return window(work, optimizer, [work.grads, work.random()]), None
+        run = window(work, optimizer, [work.random(dtype=dtype) for _ in range(2)])
         return run, run  # the accumulators are made by the first window and kept
 
     return prepare
@@ -113,7 +113,7 @@ def main() -> None:
     torch.ones(1 << 20).mul(2)  # the threads' own stacks are not the optimizer's
     # Another optimizer has stepped before: what the first call of its kind loads is not the tail's memory.
     VARIANTS[chosen.variant](Workload(shapes.small(4)))[0]()
-    work = Workload(shapes.gpt2(64, 2, 512, 64) if chosen.quick else shapes.gpt2())
+    work = Workload(shapes.model(shapes.GPT2, chosen.quick))
     run, before = VARIANTS[chosen.variant](work)
     if before is not None:
         before()

@@ -5,30 +5,55 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from accumfused.backends import select
 from accumfused.backends.base import OVERWRITE, Fold, Scaling
 from accumfused.plan import Grads
-from bench.measure import Variant, interleave
+from bench import shapes
+from bench.exact import MAX_GRAD_NORM
+from bench.measure import Variant
 from bench.report import Table, timed
-from bench.shapes import gpt2
 from bench.suites import Bench
-from bench.workload import MAX_GRAD_NORM, Workload, random_tensors
+from bench.workload import Workload
 
 _READY = 0  # index of the weight 1
 
 
 def run(bench: Bench) -> list[Table]:
-    shapes = gpt2(64, 2, 512, 64) if bench.quick else gpt2()
-    work = Workload(shapes)
-    grads_bf16 = random_tensors(shapes, 1e-3, torch.bfloat16)
-    accumulators = random_tensors(shapes, 1e-3)
-    optimizer = work.ours()
+    models = [shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.GPT2]
+    return [_model(bench, model) for model in models]
+
+
+def _model(bench: Bench, model: str) -> Table:
+    work = bench.workload(bench.shapes(model))
+    grads_bf16, accumulators = work.random(dtype=torch.bfloat16), work.random()
+    variants, notes, names = [], [], []
+    for backend in bench.backends:
+        name, some, note = _verbs(work, backend, grads_bf16, accumulators)
+        if len(bench.backends) > 1:
+            some = [Variant(f"{variant.name}, {name}", variant.run, passes=variant.passes) for variant in some]
+            note = f"{name}: {note}"
+        names.append(name)
+        variants += some
+        notes.append(note)
+    timings = bench.interleave(variants, 2 * bench.rounds)
+    title = f"verbs, {model}, backend{'s' * (len(names) > 1)} {' and '.join(names)}"
+    table = timed(title, timings, work.count, bench.ceilings)
+    table.notes += notes
+    return table
+
+
+def _verbs(
+    work: Workload, name: str, grads_bf16: list[Tensor], accumulators: list[Tensor]
+) -> tuple[str, list[Variant], str]:
+    """The backend's name, its verbs, and what was checked."""
+    optimizer = work.ours(name)
     plan = optimizer._plan()
-    backend = select("auto", [torch.device("cpu")])
-    rows = len(shapes)
-    partials = torch.zeros(plan.chunks)
-    weights = torch.ones(8, dtype=torch.float64)
+    backend = select(name, [work.device])
+    rows = len(work.shapes)
+    partials = torch.zeros(plan.chunks, device=work.device)
+    weights = torch.ones(8, dtype=torch.float64, device=work.device)
     scaling = Scaling(plan.device, takes_norm=True, max_grad_norm=MAX_GRAD_NORM)
     hypers = [rule.hyper_values(group) for rule, group in zip(plan.rules, optimizer.param_groups, strict=True)]
     grads_fp32: Grads = [*work.grads]
@@ -36,21 +61,35 @@ def run(bench: Bench) -> list[Table]:
     exact = math.sqrt(sum(float(grad.double().square().sum()) for grad in work.grads))
     difference = abs(float(outcome.norm) / exact - 1.0)
     stock_difference = abs(float(torch.nn.utils.get_total_norm(work.grads)) / exact - 1.0)
+    assert difference < 1e-6, f"the norm is {difference:.1e} off"
 
-    def accumulate(grads: list[torch.Tensor], held: int) -> None:
+    def accumulate(grads: list[Tensor], held: int) -> None:
         fold = Fold(list(grads), list(accumulators), [held] * rows, weights, _READY, 1.0)
         backend.accumulate(plan, fold, partials)
 
+    def step() -> None:
+        backend.step(plan, grads_fp32, hypers, outcome)
+
+    # Overwriting goes last: what the accumulators hold before does not matter to it.
+    for grads, held in ((work.grads, _READY), (grads_bf16, _READY), (grads_bf16, OVERWRITE)):
+        expected = [
+            grad.double() + (accumulator.double() if held == _READY else 0.0)
+            for grad, accumulator in zip(grads, accumulators, strict=True)
+        ]
+        accumulate(grads, held)
+        errors = [(x - y).abs().max() for x, y in zip(accumulators, expected, strict=True)]
+        error = float(torch.stack(errors).max())
+        assert error < 1e-8, f"accumulate is {error:.1e} off"
+        del expected
+    work.error(step)
     variants = [
         Variant("norm", lambda: backend.norm(plan, grads_fp32, partials, scaling), passes=("read",)),
         Variant("accumulate, fp32", lambda: accumulate(work.grads, _READY), passes=("accumulate",)),
         Variant("first accumulate, bf16", lambda: accumulate(grads_bf16, OVERWRITE), passes=("overwrite_bf16",)),
         Variant("accumulate, bf16", lambda: accumulate(grads_bf16, _READY), passes=("accumulate_bf16",)),
-        Variant("step, AdamW", lambda: backend.step(plan, grads_fp32, hypers, outcome), passes=("step",)),
+        Variant("step, AdamW", step, passes=("step",)),
     ]
-    timings = interleave(variants, 2 * bench.rounds, bench.ceilings)
-    table = timed(f"verbs, GPT-2 124M, backend {backend.name}", timings, work.count, bench.ceilings)
-    table.notes.append(
+    note = (
         f"relative error of the norm against fp64: {difference:.1e}; of torch's get_total_norm: {stock_difference:.1e}"
     )
-    return [table]
+    return backend.name, variants, note

@@ -12,26 +12,24 @@ import torch
 from torch import Tensor
 
 import accumfused as af
-from bench import stock
-from bench.measure import Variant, interleave
+from bench import shapes, stock
+from bench.measure import Variant
 from bench.report import Table, timed
-from bench.shapes import Shapes, gpt2
-from bench.suites import Bench
-from bench.workload import Workload, random_tensors
+from bench.suites import Bench, largest_error
+from bench.workload import Workload
 
 _MICRO_BATCHES = 4
 
 
 def run(bench: Bench) -> list[Table]:
-    shapes = gpt2(64, 2, 512, 64) if bench.quick else gpt2()
-    return [_fp32(bench, shapes), _bf16(bench, shapes)]
+    models = [shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.GPT2]
+    return [table(bench, model) for model in models for table in (_fp32, _bf16)]
 
 
-def _fp32(bench: Bench, shapes: Shapes) -> Table:
-    work = Workload(shapes)
-    sets = [work.grads, *(random_tensors(shapes, 1e-3) for _ in range(_MICRO_BATCHES - 1))]
+def _fp32(bench: Bench, model: str) -> Table:
+    work = bench.workload(bench.shapes(model))
+    sets = [work.grads, *(work.random() for _ in range(_MICRO_BATCHES - 1))]
     fused = work.stock(fused=True)
-    ours = work.ours()
 
     def stock_window(tail: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -43,9 +41,7 @@ def _fp32(bench: Bench, shapes: Shapes) -> Table:
 
         return run
 
-    our_window = window(work, ours, sets)
     trick = stock_window(stock.grad_scale_trick(work.params, fused))
-    difference = work.difference(our_window, trick, sets)
     added = ("accumulate",) * (_MICRO_BATCHES - 1)
     variants = [
         Variant(
@@ -54,18 +50,22 @@ def _fp32(bench: Bench, shapes: Shapes) -> Table:
             passes=(*added, *stock.CLIP_FUSED),
         ),
         Variant("autograd + trick", trick, passes=(*added, *stock.TRICK)),
-        Variant("accumfused", our_window, passes=(*added, "step")),
+        *(
+            Variant(label, window(work, optimizer, sets), passes=(*added, "step"))
+            for label, optimizer in bench.ours(work).items()
+        ),
     ]
+    errors = {variant.name: work.error(variant.run, sets) for variant in variants}
     against = {"trick": "autograd + trick", "clip+fused": "autograd + clip + fused"}
-    title = f"window of {_MICRO_BATCHES} fp32 micro-batches, GPT-2 124M"
-    table = timed(title, interleave(variants, bench.rounds, bench.ceilings), work.count, bench.ceilings, against)
-    table.notes.append(f"largest difference of a parameter to the trick after one window: {difference:.1e}")
+    title = f"window of {_MICRO_BATCHES} fp32 micro-batches, {model}"
+    table = timed(title, bench.interleave(variants), work.count, bench.ceilings, against)
+    table.notes.append(largest_error(errors))
     return table
 
 
-def _bf16(bench: Bench, shapes: Shapes) -> Table:
-    work = Workload(shapes)
-    sets = [random_tensors(shapes, 1e-3, torch.bfloat16) for _ in range(_MICRO_BATCHES)]
+def _bf16(bench: Bench, model: str) -> Table:
+    work = bench.workload(bench.shapes(model))
+    sets = [work.random(dtype=torch.bfloat16) for _ in range(_MICRO_BATCHES)]
     # Stock: bf16 parameters whose p.grad is fp32, and fp32 master copies for the optimizer.
     halves = [torch.nn.Parameter(param.detach().bfloat16()) for param in work.params]
     for half in halves:
@@ -96,9 +96,6 @@ def _bf16(bench: Bench, shapes: Shapes) -> Table:
         trick()
         release(work.params)
 
-    ours = work.ours()
-    our_window = window(work, ours, sets)
-
     def takes_fp32() -> None:
         set_grad_dtype(work.params, torch.float32)
 
@@ -106,7 +103,6 @@ def _bf16(bench: Bench, shapes: Shapes) -> Table:
         set_grad_dtype(work.params, torch.bfloat16)
 
     native = stock_window(copies_back=False)
-    difference = work.difference(then(takes_bf16, our_window), then(takes_fp32, native), sets)
     widened = ("overwrite_bf16",) + ("overwrite_bf16", "accumulate") * (_MICRO_BATCHES - 1)
     added = ("overwrite_bf16",) + ("accumulate_bf16",) * (_MICRO_BATCHES - 1)
     variants = [
@@ -119,16 +115,17 @@ def _bf16(bench: Bench, shapes: Shapes) -> Table:
             native, takes_fp32, (*widened, *stock.TRICK),
         ),
         Variant("_foreach_add_ into kept fp32 buffers + trick", by_hand, takes_fp32, (*widened, *stock.TRICK)),
-        Variant(
-            "accumfused, fp32 parameters",
-            our_window, takes_bf16, (*added, "step"),
+        *(
+            Variant(f"{label}, fp32 parameters", window(work, optimizer, sets), takes_bf16, (*added, "step"))
+            for label, optimizer in bench.ours(work).items()
         ),
     ]  # fmt: skip
+    errors = {variant.name: work.error(then(variant.setup, variant.run), sets) for variant in variants}
     against = {"native": "grad_dtype=float32 + trick on fp32 masters", "by hand": variants[2].name}
-    title = f"window of {_MICRO_BATCHES} bf16 micro-batches into fp32, GPT-2 124M"
-    table = timed(title, interleave(variants, bench.rounds, bench.ceilings), work.count, bench.ceilings, against)
+    title = f"window of {_MICRO_BATCHES} bf16 micro-batches into fp32, {model}"
+    table = timed(title, bench.interleave(variants), work.count, bench.ceilings, against)
     table.notes += [
-        f"largest difference of a parameter to the second row after one window: {difference:.1e}",
+        largest_error(errors),
         "no stock optimizer takes bf16 parameters with fp32 gradients, so the stock rows step fp32 master copies; "
         "autograd allocates each window's fp32 gradients anew",
     ]
@@ -147,9 +144,10 @@ def window(work: Workload, optimizer: af.AdamW, sets: list[list[Tensor]]) -> Cal
     return run
 
 
-def then(setup: Callable[[], None], run: Callable[[], None]) -> Callable[[], None]:
+def then(setup: Callable[[], object] | None, run: Callable[[], object]) -> Callable[[], None]:
     def both() -> None:
-        setup()
+        if setup is not None:
+            setup()
         run()
 
     return both
