@@ -21,16 +21,19 @@ test: $(VENV)/test.stamp
 bench: $(VENV)/bench.stamp
 	$(RUN) -m bench $(ARGS)
 
-# On a machine with a GPU, offline, with PYTHON's own torch and Triton: builds for that card alone, runs every test, then
-# the benchmark. Copy the report to bench/results/<card>/<date>.json to keep it.
+# On a machine with a GPU, offline, with PYTHON's own torch and Triton: builds for that card alone, runs every test (without
+# the pytest plugins that happen to be installed there), then the benchmark whatever the tests say. Copy the report to
+# bench/results/<card>/<date>.json to keep it.
 REPORT ?= build/gpu.json
 CARD := import torch; print('%d%d' % torch.cuda.get_device_capability())
 gpu: $(VENV)/environment.stamp
 	ACCUMFUSED_NATIVE=1 ACCUMFUSED_CUDA=1 ACCUMFUSED_CUDA_ARCHS="$$($(RUN) -c "$(CARD)")" \
 		$(PIP) install --no-index --no-build-isolation --editable '.[gpu]'
 	$(RUN) -m accumfused
-	$(RUN) -m pytest -n 8 $(ARGS)
-	$(RUN) -m bench --device cuda --json $(REPORT)
+	status=0; \
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -p xdist -n 8 --dist worksteal $(ARGS) || status=$$?; \
+	$(RUN) -m bench --device cuda --json $(REPORT) || status=$$?; \
+	exit $$status
 
 lint: $(VENV)/lint.stamp
 	$(RUN) -m ruff check .

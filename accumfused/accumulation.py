@@ -14,7 +14,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from accumfused.backends.base import OVERWRITE, Backend, Fold
+from accumfused.backends.base import OVERWRITE, Backend, Fold, on_device
 from accumfused.plan import Grads, Plan
 from accumfused.warn import warn
 
@@ -226,7 +226,11 @@ class Window:
         index = self._count
         if index >= len(self._weights):
             self._weights = torch.cat([self._weights, torch.ones_like(self._weights)])
-        self._weights[index] = weight
+        place = self._weights[index]
+        if isinstance(weight, Tensor):
+            place.copy_(weight)
+        else:
+            place.fill_(weight)  # `self._weights[index] = number` would wait for a GPU
         return index
 
     def _only_weight(self) -> int | None:
@@ -327,7 +331,7 @@ def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False)
 
 def _on_device(weight: Tensor, device: torch.device) -> Tensor:
     """fp64, shape []; a negative weight becomes NaN: the norm is then non-finite and the step is skipped."""
-    weight = weight.to(device=device, dtype=torch.float64, non_blocking=True).reshape(())
+    weight = on_device(weight, device, torch.float64)
     return torch.where(weight >= 0, weight, torch.nan)
 
 

@@ -91,7 +91,7 @@ def _tree(lanes: Tensor) -> Tensor:
 @contextlib.contextmanager
 def ieee() -> Iterator[None]:
     """Keeps subnormals for the duration, whatever `torch.set_flush_denormal` says of the calling thread."""
-    flushes = bool(torch.tensor(SMALLEST_NORMAL, dtype=torch.float32).mul(0.5).eq(0))
+    flushes = bool(torch.tensor(SMALLEST_NORMAL, dtype=torch.float32, device="cpu").mul(0.5).eq(0))
     if not flushes:
         yield
         return

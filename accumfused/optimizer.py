@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accumfused import backends, plan
 from accumfused.accumulation import Phase, Window, checked_positive
-from accumfused.backends.base import Backend, Outcome, Scaling
+from accumfused.backends.base import Backend, Outcome, Scaling, on_device
 from accumfused.plan import Grads, Plan
 from accumfused.rule import Rule
 from accumfused.warn import warn
@@ -64,6 +64,7 @@ class Runtime:
     skips: Tensor | None = None  # int64, shape []
     steps: int = 0
     skips_copy: Tensor | None = None  # of `skips`, on the host
+    skips_arrived: torch.cuda.Event | None = None  # when it is there
     skips_known: int = 0
 
 
@@ -315,6 +316,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             runtime.devices = devices
             runtime.plan = known = plan.build(self.param_groups, self.state, rules)
             runtime.backend.prepare(known, self.param_groups, self.state)
+            if runtime.skips is None or runtime.skips.device != known.device:
+                runtime.skips = torch.zeros((), dtype=torch.int64, device=known.device)
         return known
 
     def _let_go(self) -> None:
@@ -342,6 +345,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         assert backend is not None
         matched = current.match(grads)
         if current.lacks_state(matched):
+            _refuse_to_capture({current.device})  # the zeros would be a graph's, and never be there
             current.make_states(matched, self.state)
             current = self._plan()
 
@@ -363,8 +367,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _scaling(self, current: Plan, normalizer: float | Tensor | None) -> Scaling:
         settings, runtime = self._settings, self._runtime
-        if runtime.skips is None or runtime.skips.device != current.device:
-            runtime.skips = torch.zeros((), dtype=torch.int64, device=current.device)
         # Whoever uses a window is promised that bad weights skip the step.
         takes_norm = settings.takes_norm or runtime.window.phase is not Phase.IDLE
         scaling = Scaling(current.device, takes_norm=takes_norm, max_grad_norm=settings.max_grad_norm)
@@ -372,8 +374,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             scaling.skips = runtime.skips
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None:
-            found_inf = torch.as_tensor(found_inf).to(current.device, torch.float32, non_blocking=True)
-            scaling.found_inf = found_inf.reshape(())
+            scaling.found_inf = on_device(torch.as_tensor(found_inf), current.device, torch.float32)
         grad_scale = getattr(self, "grad_scale", None)
         if grad_scale is not None:
             scaling.normalize(checked_positive(grad_scale, "grad_scale"))
@@ -415,12 +416,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         runtime.steps += 1
         if runtime.steps % _WATCH_EVERY or runtime.skips is None:
             return
-        if runtime.skips.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(runtime.skips.device):
             return
+        if runtime.skips_arrived is not None and not runtime.skips_arrived.query():  # type: ignore[no-untyped-call]
+            return  # the device is that far behind
         known = 0 if runtime.skips_copy is None else int(runtime.skips_copy)
         skipped, runtime.skips_known = known - runtime.skips_known, known
         runtime.skips_copy = torch.empty_like(runtime.skips, device="cpu", pin_memory=runtime.skips.is_cuda)
         runtime.skips_copy.copy_(runtime.skips, non_blocking=True)
+        if runtime.skips.is_cuda:
+            runtime.skips_arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            runtime.skips_arrived.record(torch.cuda.current_stream(runtime.skips.device))
         if skipped > _WATCH_EVERY // 2:
             warn(
                 f"{skipped} of {_WATCH_EVERY} steps were skipped because of non-finite gradients; "
@@ -437,9 +443,17 @@ def check_parameters(params: list[Tensor]) -> None:
         raise ValueError("a parameter group holds the same parameter twice; remove one of them")
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is being captured in a graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def _refuse_to_capture(devices: set[torch.device]) -> None:
     """A graph would keep addresses that nobody has used yet, or that no longer hold."""
-    if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
+    if any(map(is_capturing, devices)):
         raise RuntimeError(
             "the optimizer's tensors are new, or have moved since its last step, and a CUDA graph would keep their "
             "addresses; make one whole step (accumulate() included) before the capture. "

@@ -158,7 +158,10 @@ def make_state(rule: type[Rule], tensor: Tensor, entries: dict[str, Any]) -> Non
     if rule.counts_steps:
         # torch's SGD counts no steps: where it left a buffer, the first step is over.
         step = entries.get("step", 0.0 if fresh else 1.0)
-        entries["step"] = torch.as_tensor(step, dtype=torch.float32).to(tensor.device).reshape(())
+        if isinstance(step, Tensor):
+            entries["step"] = step.to(tensor.device, torch.float32).reshape(())
+        else:
+            entries["step"] = torch.full((), float(step), dtype=torch.float32, device=tensor.device)
     for name in rule.states:
         value = entries.get(name)
         if value is None:
@@ -279,6 +282,6 @@ def _overlap(param: Tensor, later: Tensor) -> bool:
         return True
     offset = apart // param.element_size()
     size = (max(_end(param), _end(later)) - param.data_ptr()) // param.element_size()
-    taken = torch.zeros(size, dtype=torch.bool)
+    taken = torch.zeros(size, dtype=torch.bool, device="cpu")
     taken.as_strided(param.shape, param.stride()).fill_(True)
     return bool(taken.as_strided(later.shape, later.stride(), offset).any())

@@ -51,11 +51,11 @@ def token_model(dtype: torch.dtype = torch.float32) -> TokenModel:
 
 
 def micro_batches(sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(2)
+    generator, device = torch.Generator().manual_seed(2), torch.get_default_device()
     return [
         (
-            torch.randint(VOCABULARY, (size, CONTEXT), generator=generator),
-            torch.randint(VOCABULARY, (size,), generator=generator),
+            torch.randint(VOCABULARY, (size, CONTEXT), generator=generator, device="cpu").to(device),
+            torch.randint(VOCABULARY, (size,), generator=generator, device="cpu").to(device),
         )
         for size in sizes
     ]

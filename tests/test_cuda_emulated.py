@@ -12,10 +12,12 @@ import pytest
 import test_backends_agree as agree
 import torch
 from cases import ADAMW_CASE, Case, assert_same_bits, case_named, every_case, everything, random_params, set_grads
+from snapshot import refused
 from torch import Tensor
 
 import accumfused as af
 import accumfused.backends.cuda
+import accumfused.optimizer
 from accumfused import _native
 from accumfused.backends.base import Scaling
 from accumfused.backends.cpu import CpuBackend
@@ -213,6 +215,46 @@ def test_a_capture_has_a_table_of_its_own(cuda: CudaBackend, machine: Any, monke
     machine.capture(8)
     optimizer.step()
     assert sorted(plan.device_tables) == [0, 8]
+
+
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumfused.optimizer, "is_capturing", lambda device: True)
+
+
+def test_a_capture_before_the_first_step_is_refused(cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = random_params([(20,), (30,)])
+    optimizer = ADAMW_CASE.make(params, cuda)
+    set_grads(params, [torch.ones_like(p) for p in params])
+    capturing(monkeypatch)
+    with refused(optimizer, RuntimeError, "make one whole step"):
+        optimizer.step()
+    with refused(optimizer, RuntimeError, "make one whole step"):
+        optimizer.accumulate()
+    assert optimizer.state == {}
+
+
+def test_a_capture_that_would_make_states_is_refused(cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = random_params([(20,), (30,)])
+    optimizer = ADAMW_CASE.make(params, cuda)
+    set_grads(params, [torch.ones(20), None])
+    optimizer.step()  # there is a plan; the second parameter has no state yet
+    set_grads(params, [torch.ones(20), torch.ones(30)])
+    capturing(monkeypatch)
+    with refused(optimizer, RuntimeError, "make one whole step"):
+        optimizer.step()
+    assert params[1] not in optimizer.state
+
+
+def test_a_tensor_that_moved_before_a_capture_is_refused(cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = random_params([(20,), (30,)])
+    optimizer = ADAMW_CASE.make(params, cuda)
+    set_grads(params, [torch.ones_like(p) for p in params])
+    optimizer.step()
+    capturing(monkeypatch)
+    optimizer.step()
+    params[0].data = params[0].data.clone()
+    with refused(optimizer, RuntimeError, "make one whole step"):
+        optimizer.step()
 
 
 # ---- the emulation bites --------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -160,6 +161,7 @@ def test_another_thread(gpu: str) -> None:
 # ---- nothing waits --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("weights", [(None, None), (2.0, 3.0), "device"], ids=str)
 def test_the_host_never_waits(weights: Any, gpu: str) -> None:
     if weights == "device":
@@ -179,9 +181,9 @@ def test_the_host_never_waits(weights: Any, gpu: str) -> None:
 
     one_window()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(40):  # beyond the looks at the count of skipped steps
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(70):  # beyond two looks at the count of skipped steps
             one_window()
             optimizer.zero_grad()
     finally:
@@ -293,10 +295,12 @@ FORKED = """
 import multiprocessing, torch, accumfused as af
 
 def child(param, answers):
+    answer = "no error"
     try:
         af.AdamW([param], backend="cuda")
-    except RuntimeError as error:
-        answers.put(str(error))
+    except Exception as error:
+        answer = str(error)
+    answers.put(answer)
 
 torch.zeros(1, device="cuda")
 answers = multiprocessing.get_context("fork").SimpleQueue()
@@ -320,7 +324,8 @@ def sanitizer() -> str | None:
     found = shutil.which("compute-sanitizer", path="/usr/local/cuda/bin") or shutil.which("compute-sanitizer")
     if found is None:
         return None
-    probe = subprocess.run([found, sys.executable, "-c", "pass"], capture_output=True, text=True)
+    program = "import torch; torch.zeros(1, device='cuda')"
+    probe = subprocess.run([found, "--error-exitcode", "7", sys.executable, "-c", program], capture_output=True)
     return found if probe.returncode == 0 else None
 
 
@@ -329,8 +334,13 @@ def test_compute_sanitizer_finds_nothing(tool: str) -> None:
     if sanitizer() is None:
         pytest.skip("compute-sanitizer is not there, or does not run on this machine")
     program = Path(__file__).with_name("sanitized.py")
-    command = [sanitizer() or "", "--tool", tool, "--error-exitcode", "7", "--kernel-name", "kns=accumfused"]
-    done = subprocess.run([*command, sys.executable, str(program)], capture_output=True, text=True, timeout=240)
+    command = [sanitizer() or "", "--tool", tool, "--error-exitcode", "7"]
+    if tool != "initcheck":  # which has to see what torch's kernels write
+        command += ["--kernel-name", "kns=accumfused"]
+    done = subprocess.run(
+        [*command, sys.executable, str(program)], capture_output=True, text=True, timeout=240,
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # or an overrun stays inside torch's large blocks
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "0 errors" in done.stdout or "0 hazards" in done.stdout, done.stdout[-3000:]
     assert "stepped" in done.stdout

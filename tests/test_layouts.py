@@ -224,7 +224,9 @@ class Wrapper(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapper:
-        wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        wrapper = Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
         wrapper.inner = inner
         return wrapper
 
@@ -234,11 +236,14 @@ class Wrapper(Tensor):
         return function(*unwrapped, **(kwargs or {}))
 
 
+def zeros_without_memory() -> Tensor:
+    return torch._efficientzerotensor(3, device=torch.get_default_device())
+
+
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize(
-    ("make", "value"), [(lambda: Wrapper(torch.ones(3)), 1.0), (lambda: torch._efficientzerotensor(3), 0.0)],
-    ids=["wrapper", "zero"],
-)  # fmt: skip
+    ("make", "value"), [(lambda: Wrapper(torch.ones(3)), 1.0), (zeros_without_memory, 0.0)], ids=["wrapper", "zero"]
+)
 def test_a_gradient_without_memory_is_refused_or_taken_at_its_values(
     make: Any, value: float, accumulates: bool, backend: str
 ) -> None:

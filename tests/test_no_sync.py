@@ -22,12 +22,25 @@ READS = {
 }  # fmt: skip
 
 
+# tensor[i] = 2.0 wraps the number in a tensor of the CPU.
+LITERALS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
+
+
 class NoReads(TorchDispatchMode):
     """Refuses to read a tensor's value."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._literals: list[Any] = []
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func not in READS, f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func in LITERALS:
+            self._literals.append(result)
+        copies_one = func is aten.copy_.default and any(args[1] is literal for literal in self._literals)
+        assert not copies_one, "a number that is assigned to an element goes through the CPU's memory, and waits"
+        return result
 
 
 def one_tensor(value: float) -> torch.Tensor:

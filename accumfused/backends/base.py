@@ -49,7 +49,7 @@ class Scaling:
     def normalize(self, divisor: float | Tensor) -> None:
         """Divides the gradients by one more number; a tensor is not read."""
         if isinstance(divisor, Tensor):
-            divisor = divisor.to(device=self.device, dtype=torch.float64, non_blocking=True).reshape(())
+            divisor = on_device(divisor, self.device, torch.float64)
             known = self.device_normalization
             self.device_normalization = divisor if known is None else known * divisor
         else:
@@ -115,6 +115,16 @@ def padded(rows: list[tuple[T, ...]], padding: T) -> list[T]:
     """One list of all rows, each as long as the longest."""
     width = max((len(row) for row in rows), default=0)
     return [value for row in rows for value in (*row, *[padding] * (width - len(row)))]
+
+
+def on_device(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor of one element, there, with shape []. Nothing waits for a GPU.
+
+    From the CPU it goes as a number: a graph that is being captured would copy from memory that is soon another's.
+    """
+    if value.device.type == "cpu" and device.type != "cpu":
+        return torch.full((), value.item(), dtype=dtype, device=device)
+    return value.to(device=device, dtype=dtype, non_blocking=device.type != "cpu").reshape(())
 
 
 def at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class CudaBackend:
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         plan.point_at(fold.grads, fold.accumulators, fold.held)
-        copy, stream = self._on_device(plan)
+        copy, stream = self._on_device(plan, [fold.weights, partials, *fold.accumulators])
         copy.accumulate(
             plan.table, stream, fold.weights.data_ptr(), fold.weight, *as_number_and_address(fold.scale),
             partials.data_ptr(),
@@ -47,7 +48,7 @@ class CudaBackend:
         reads = partials is not None and grads is not None
         if reads:
             plan.point_at(grads)  # type: ignore[arg-type]
-        copy, stream = self._on_device(plan)
+        copy, stream = self._on_device(plan, [partials, *(grads or [])])
         copy.norm(
             plan.table, stream, reads, address(partials), scaling.normalization,
             address(scaling.device_normalization), address(scaling.found_inf), outcome.normed, scaling.max_grad_norm,
@@ -57,13 +58,13 @@ class CudaBackend:
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         plan.point_at(grads)
-        copy, stream = self._on_device(plan)
+        copy, stream = self._on_device(plan, grads)
         kept = [tuple(at_hand(value, plan.device) for value in values) for values in hypers]
         flat = padded([tuple(_hyper(value) for value in values) for values in kept], (0.0, 0, 0))
         copy.step(plan.table, stream, flat, plan.rule_indices, outcome.values.data_ptr())
 
-    def _on_device(self, plan: Plan) -> tuple[Any, int]:
-        """The table's copy that this call may use, and the stream.
+    def _on_device(self, plan: Plan, used: Sequence[Tensor | None]) -> tuple[Any, int]:
+        """The table's copy that this call may use, and the stream; `used`: what may have been made on another stream.
 
         One copy serves all eager calls. A captured graph has its own: its replays write it, at any later time.
         """
@@ -77,11 +78,12 @@ class CudaBackend:
             stride = max((len(rule.hypers) for rule in plan.rules), default=0)
             size = self._c.DeviceTable.bytes(plan.table, groups, stride)
             memory = torch.empty(size, dtype=torch.uint8, device=plan.device)
-            known[capture] = (memory, self._c.DeviceTable(index, memory.data_ptr(), groups, stride), {stream})
-        memory, copy, streams = known[capture]
-        if stream not in streams:
-            memory.record_stream(torch.cuda.current_stream(plan.device))
-            streams.add(stream)
+            known[capture] = (memory, self._c.DeviceTable(index, memory.data_ptr(), groups, stride), stream)
+        memory, copy, made_on = known[capture]
+        if stream != made_on and capture == 0:
+            # Otherwise torch would give memory that is freed soon to the stream that it was made on.
+            for tensor in (memory, *(tensor for tensor in used if tensor is not None)):
+                tensor.record_stream(torch.cuda.current_stream(plan.device))
         return copy, stream
 
 

@@ -84,6 +84,6 @@ def _merge(part: Plan, sums: Tensor, partials: Tensor) -> None:
     """Takes over the sums of a device's own chunks."""
     if sums is partials:
         return
-    counts = torch.tensor([chunk_count(tensor.numel()) for tensor in part.tensors])
-    own = torch.repeat_interleave(torch.tensor(_rows(part)), counts)
+    counts = torch.tensor([chunk_count(tensor.numel()) for tensor in part.tensors], device="cpu")
+    own = torch.repeat_interleave(torch.tensor(_rows(part), device="cpu"), counts)
     partials.copy_(torch.where(own.to(partials.device), sums.to(partials.device), partials))

@@ -141,12 +141,15 @@ __device__ inline void store_sum(const float (&lanes)[kWidth], float* to) {
 // norm.h's sum_partials by one block; the result is thread 0's.
 __device__ inline double sum_partials_in_block(const float* partials, int64_t chunks) {
   __shared__ double lanes[kLanes];
-  for (int lane = int(threadIdx.x); lane < kLanes; lane += kThreads) {
-    double sum = 0.0;
+  double sums[kWidth] = {};  // of lanes t, t + 256, ...
 #pragma unroll 4
-    for (int64_t c = lane; c < chunks; c += kLanes) sum += double(__ldcg(partials + c));
-    lanes[lane] = sum;
+  for (int64_t c = threadIdx.x; c < chunks; c += kLanes) {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      if (c + k * kThreads < chunks) sums[k] += double(__ldcg(partials + c + k * kThreads));
+    }
   }
+  for (int k = 0; k < kWidth; ++k) lanes[threadIdx.x + k * kThreads] = sums[k];
   for (int half = int(kLanes) / 2; half > 0; half /= 2) {
     if (half < kThreads) __syncthreads();  // before, each thread adds what it has written
     for (int lane = int(threadIdx.x); lane < half; lane += kThreads) lanes[lane] += lanes[lane + half];
@@ -162,9 +165,8 @@ __device__ inline bool is_last_block(uint32_t* ticket) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();  // releases what the whole block has written
-    last = atomicAdd(ticket, 1u) == gridDim.x - 1;
-    if (last) *ticket = 0;
+    __threadfence();                                           // releases what the whole block has written
+    last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;  // wraps to 0 by itself
     __threadfence();
   }
   __syncthreads();

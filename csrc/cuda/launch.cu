@@ -43,14 +43,19 @@ class Device {
  public:
   explicit Device(int device) {
     check(cudaGetDevice(&before_), "current device");
-    check(cudaSetDevice(device), "setting the device");
+    changed_ =
+        device != before_;  // setting it would make a context on a device that nobody uses, this one's neighbour say
+    if (changed_) check(cudaSetDevice(device), "setting the device");
   }
-  ~Device() { cudaSetDevice(before_); }
+  ~Device() {
+    if (changed_) cudaSetDevice(before_);
+  }
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
  private:
   int before_ = 0;
+  bool changed_ = false;
 };
 
 // How many blocks of a kernel the current device runs at once.
@@ -99,26 +104,29 @@ T* pointer(uintptr_t address) {
 
 static_assert(sizeof(HyperParameter) == sizeof(gpu::Hyper), "sent as it is");
 
-// Where in the memory what lies; each part begins at a multiple of 16 bytes.
+// Where in the memory what lies; each part begins at a multiple of 16 bytes. Folds have operands of their own: in a
+// loop whose tensors keep their addresses, neither they nor the step's change.
 struct DeviceTable::Layout {
   size_t rows, operands, hypers, rules, ticket, end;
+  size_t sent_operands;
   gpu::Work work;
   gpu::Hypers step;
 
-  Layout(const Rows& table, uintptr_t memory, int64_t groups, int64_t stride)
+  Layout(const Rows& table, uintptr_t memory, int64_t groups, int64_t stride, bool folds)
       : rows(0),
         operands(rounded(size_t(table.count) * sizeof(Row))),
-        hypers(operands + rounded(size_t(table.count) * sizeof(Operands))),
+        hypers(operands + 2 * rounded(size_t(table.count) * sizeof(Operands))),
         rules(hypers + rounded(size_t(groups * stride) * sizeof(HyperParameter))),
         ticket(rules + rounded(size_t(groups) * sizeof(int32_t))),
         end(ticket + sizeof(uint4)),
-        work{pointer<const Row>(memory + rows), pointer<const Operands>(memory + operands), table.count,
+        sent_operands(operands + (folds ? rounded(size_t(table.count) * sizeof(Operands)) : 0)),
+        work{pointer<const Row>(memory + rows), pointer<const Operands>(memory + sent_operands), table.count,
              int(table.chunks), pointer<uint32_t>(memory + ticket)},
         step{pointer<const gpu::Hyper>(memory + hypers), pointer<const int32_t>(memory + rules), int(stride)} {}
 };
 
 int64_t DeviceTable::bytes(const Rows& table, int64_t groups, int64_t stride) {
-  return int64_t(Layout(table, 0, groups, stride).end);
+  return int64_t(Layout(table, 0, groups, stride, false).end);
 }
 
 DeviceTable::DeviceTable(int device, uintptr_t memory, int64_t groups, int64_t stride)
@@ -129,15 +137,16 @@ DeviceTable::DeviceTable(int device, uintptr_t memory, int64_t groups, int64_t s
       hypers_(size_t(groups * stride), HyperParameter{0, 0, 0}),
       rules_(size_t(groups), 0) {}
 
-DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream) {
-  const Layout layout(table, memory_, groups_, stride_);
+DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream, bool folds) {
+  const Layout layout(table, memory_, groups_, stride_, folds);
   std::vector<unsigned char>& image = image_;
+  image = sent_;  // the other kind's operands stay
   image.resize(layout.end);
   const auto put = [&](size_t at, const auto* from, size_t count) {
     if (count > 0) memcpy(image.data() + at, from, count * sizeof *from);
   };
   put(layout.rows, table.rows, size_t(table.count));
-  put(layout.operands, table.operands, size_t(table.count));
+  put(layout.sent_operands, table.operands, size_t(table.count));
   put(layout.hypers, hypers_.data(), hypers_.size());
   put(layout.rules, rules_.data(), rules_.size());
 
@@ -164,7 +173,7 @@ DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream) {
 void DeviceTable::accumulate(const Rows& table, uintptr_t stream, uintptr_t weights, int64_t weight, double scale,
                              uintptr_t device_scale, uintptr_t partials) {
   const Device device(device_);
-  const Layout layout = send(table, stream);
+  const Layout layout = send(table, stream, true);
   const gpu::Fold fold{pointer<const double>(weights), weight, scale, pointer<const double>(device_scale),
                        pointer<float>(partials)};
   launch("accumulate", gpu::accumulate_kernel, table.chunks, stream, layout.work, fold);
@@ -174,7 +183,7 @@ void DeviceTable::norm(const Rows& table, uintptr_t stream, bool reads, uintptr_
                        uintptr_t device_normalization, uintptr_t found_inf, bool takes_norm,
                        std::optional<double> max_grad_norm, bool skips_nonfinite, uintptr_t outcome, uintptr_t skips) {
   const Device device(device_);
-  const Layout layout = send(table, stream);
+  const Layout layout = send(table, stream, false);
   gpu::Scaling scaling;
   scaling.normalization = normalization;
   scaling.device_normalization = pointer<const double>(device_normalization);
@@ -195,7 +204,7 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
   const Device device(device_);
   hypers_ = hypers;
   rules_ = rules;
-  const Layout layout = send(table, stream);
+  const Layout layout = send(table, stream, false);
   const bool one_rule = std::adjacent_find(rules.begin(), rules.end(), std::not_equal_to<>()) == rules.end();
   const StepKernel kernel = rules.empty() || !one_rule ? kAnyStep : kStep[rules[0]];
   launch("step", kernel, table.chunks, stream, layout.work, layout.step, pointer<const float>(outcome));

@@ -39,7 +39,7 @@ class DeviceTable {
 
  private:
   struct Layout;
-  Layout send(const Rows& table, uintptr_t stream);
+  Layout send(const Rows& table, uintptr_t stream, bool folds);
 
   int device_;
   uintptr_t memory_;

@@ -161,7 +161,7 @@ inline float __shfl_down_sync(unsigned, float value, int by) {
 inline void __threadfence() {}
 inline bool __isGlobal(const void*) { return true; }
 inline float __ldcg(const float* from) { return *from; }
-inline uint32_t atomicAdd(uint32_t* to, uint32_t value) { return std::exchange(*to, *to + value); }
+inline uint32_t atomicInc(uint32_t* to, uint32_t last) { return std::exchange(*to, *to >= last ? 0 : *to + 1); }
 
 // ---- the host's side ------------------------------------------------------------------------------------------------
 
