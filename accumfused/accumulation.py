@@ -140,8 +140,7 @@ class Window:
             elif weight is not None and not in_loss:
                 index = self._weigh(weight)
         self._add(plan, backend, grads, complete, index, self._closing_scale() if last else 1.0)
-        for param in plan.params:
-            param.grad = None
+        plan.release_gradients()
         if last:
             self.expose()
 
@@ -257,12 +256,16 @@ class Window:
     def _launch(
         self, plan: Plan, backend: Backend, grads: Grads, rows: Grads, index: int, scale: float | Tensor
     ) -> None:
-        if all(accumulator is None for accumulator in rows):
+        folded = [accumulator for accumulator in rows if accumulator is not None]
+        if not folded:
             return
         backend.accumulate(plan, Fold(grads, rows, self._held, self._weights, index, scale), self.partials)
-        self._held = [h if a is None else _READY for a, h in zip(rows, self._held, strict=True)]
-        self._summed = [s or a is not None for a, s in zip(rows, self._summed, strict=True)]
-        torch.autograd.graph.increment_version([accumulator for accumulator in rows if accumulator is not None])
+        if len(folded) == len(rows):
+            self._held, self._summed = [_READY] * len(rows), [True] * len(rows)
+        else:
+            self._held = [h if a is None else _READY for a, h in zip(rows, self._held, strict=True)]
+            self._summed = [s or a is not None for a, s in zip(rows, self._summed, strict=True)]
+        torch.autograd.graph.increment_version(folded)
 
     def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int, uses: Counter[int]) -> None:
         """The window's first gradients of some parameters: adopted where they can be, else copied to the arena.

@@ -81,6 +81,14 @@ class Plan:
         self._pointed_at = grads if refused < 0 else []
         return grads, present
 
+    def release_gradients(self) -> None:
+        """p.grad = None for every parameter."""
+        if self.table is not None:
+            self.table.release_grads()
+            return
+        for param in self.params:
+            param.grad = None
+
     def match(self, grads: Grads) -> Grads:
         """The gradients as the kernels can read them: dense, laid out as their parameters.
 

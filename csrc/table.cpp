@@ -69,6 +69,12 @@ class TensorType {
 
   PyObject* grad(PyObject* param) const { return call(grad_, param); }
 
+  // p.grad = None.
+  bool release_grad(PyObject* param) const {
+    const auto* getset = reinterpret_cast<PyGetSetDescrObject*>(grad_.ptr())->d_getset;
+    return getset->set(param, Py_None, getset->closure) == 0;
+  }
+
   PyTypeObject* type() const { return reinterpret_cast<PyTypeObject*>(type_.ptr()); }
 
   // Whether the memory holds the values with the other sign (torch's lazy negation).
@@ -253,6 +259,12 @@ py::tuple Table::read_grads() {
   return py::make_tuple(grads, present, refused);
 }
 
+void Table::release_grads() {
+  for (PyObject* owner : owners_) {
+    if (!TensorType::get().release_grad(owner)) throw py::error_already_set();
+  }
+}
+
 int64_t Table::set_accumulators(const py::list& accumulators, const py::list& weights) {
   for (size_t i = 0; i < rows_.size(); ++i) {
     Operands& in = operands_[i];
@@ -280,6 +292,7 @@ void bind_table(py::module_& m) {
       .def("remember", &Table::remember, py::arg("param_groups"), py::arg("state"))
       .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state"))
       .def("read_grads", &Table::read_grads)
+      .def("release_grads", &Table::release_grads)
       .def("set_grads", &Table::set_grads, py::arg("grads"))
       .def("set_accumulators", &Table::set_accumulators, py::arg("accumulators"), py::arg("weights"))
       .def("clear", &Table::clear)

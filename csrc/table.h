@@ -35,7 +35,9 @@ class Table {
   // Every p.grad, and points the rows at them: (gradients, how many are there, the first index that the kernels cannot
   // take as it is, or -1). Such a gradient has another device, dtype, shape or strides than its parameter.
   py::tuple read_grads();
-  // The same for gradients that are given; returns that index or -1.
+  // p.grad = None for every parameter.
+  void release_grads();
+  // As read_grads, for gradients that are given; returns that index or -1.
   int64_t set_grads(const py::list& grads);
   // Points the rows at their fp32 accumulators (None: not folded), which hold a sum under weights[i].
   int64_t set_accumulators(const py::list& accumulators, const py::list& weights);
