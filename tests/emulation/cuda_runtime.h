@@ -10,6 +10,7 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -62,6 +63,7 @@ struct Machine {
   int skipped_barrier = -1;  // of the barriers that each thread of a block comes to, the one that is not there
   int launches_until_failure = -1;
   uint64_t capture = 0;
+  std::string trouble;  // CUDA's reason why nothing runs
   long launches = 0;
   bool stuck = false;
   std::vector<int> barriers_of;  // how many each thread has come to
@@ -165,7 +167,13 @@ inline uint32_t atomicInc(uint32_t* to, uint32_t last) { return std::exchange(*t
 
 // ---- the host's side ------------------------------------------------------------------------------------------------
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInitializationError = 3, cudaErrorLaunchOutOfResources = 701, cudaErrorLaunchTimeout = 702 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInitializationError = 3,
+  cudaErrorLaunchOutOfResources = 701,
+  cudaErrorLaunchTimeout = 702,
+  cudaErrorUnknown = 999
+};
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 using cudaStream_t = struct CUstream_st*;
@@ -179,12 +187,14 @@ struct cudaLaunchConfig_t {
 inline const char* cudaGetErrorString(cudaError_t status) {
   return status == cudaErrorLaunchOutOfResources ? "too many resources requested for launch"
          : status == cudaErrorLaunchTimeout      ? "threads wait for others at a barrier"
+         : status == cudaErrorUnknown            ? emulation::Machine::get().trouble.c_str()
                                                  : "an error";
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 // The launches remember per device how many blocks it runs at once.
 inline cudaError_t cudaGetDevice(int* device) {
-  return *device = emulation::Machine::get().multiprocessors, cudaSuccess;
+  const auto& machine = emulation::Machine::get();
+  return *device = machine.multiprocessors, machine.trouble.empty() ? cudaSuccess : cudaErrorUnknown;
 }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {

@@ -9,8 +9,7 @@ PYBIND11_MODULE(emulated, m) {
   accumfused::bind_table(m);
   accumfused::bind_cuda(m);
   m.def("seed", [](unsigned value) { Machine::get().shuffle.seed(value); }, "Of the order of threads and blocks.");
-  m.def(
-      "multiprocessors", [](int count) { Machine::get().multiprocessors = count; }, "So many blocks run at once.");
+  m.def("multiprocessors", [](int count) { Machine::get().multiprocessors = count; }, "So many blocks run at once.");
   m.def(
       "skip_barrier", [](int index) { Machine::get().skipped_barrier = index; },
       "Takes the index-th barrier of every thread away; -1: none.");
@@ -18,5 +17,6 @@ PYBIND11_MODULE(emulated, m) {
       "fail_after", [](int launches) { Machine::get().launches_until_failure = launches; },
       "Lets one launch fail after that many more; -1: none.");
   m.def("capture", [](uint64_t id) { Machine::get().capture = id; }, "As if a graph were captured; 0: none.");
+  m.def("trouble", [](const std::string& reason) { Machine::get().trouble = reason; }, "Nothing runs; \"\": all does.");
   m.def("launches", [] { return Machine::get().launches; }, "So far.");
 }
