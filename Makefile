@@ -16,7 +16,7 @@ demo: $(VENV)/examples.stamp
 	$(RUN) examples/train_text.py
 
 test: $(VENV)/test.stamp
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n auto --dist loadfile $(ARGS)
 
 bench: $(VENV)/bench.stamp
 	$(RUN) -m bench $(ARGS)

@@ -13,16 +13,14 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from accumfused import backends, plan
+from accumfused import backends, graphs, plan
 from accumfused.accumulation import Phase, Window, checked_positive
 from accumfused.backends.base import Backend, Outcome, Scaling, on_device
 from accumfused.plan import Grads, Plan
 from accumfused.rule import Rule
-from accumfused.warn import warn
+from accumfused.skips import Skips
 
 Nonfinite = Literal["skip", "propagate", "raise"]
-
-_WATCH_EVERY = 32  # steps between two looks at the count of skipped ones
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,7 @@ class Runtime:
     plan: Plan | None = None
     partials: Tensor | None = None  # of the norm of gradients that came in p.grad
     outcome: Outcome | None = None  # of the last step
-    skips: Tensor | None = None  # int64, shape []
-    steps: int = 0
-    skips_copy: Tensor | None = None  # of `skips`, on the host
-    skips_arrived: torch.cuda.Event | None = None  # when it is there
-    skips_known: int = 0
+    skips: Skips | None = None
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -236,7 +230,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def skipped_steps(self) -> Tensor:
         """How many steps wrote nothing: int64, shape [], on the device."""
         skips = self._runtime.skips
-        return torch.zeros((), dtype=torch.int64) if skips is None else skips.clone()
+        return torch.zeros((), dtype=torch.int64) if skips is None else skips.count.clone()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -310,14 +304,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         known = runtime.plan
         if known is None or known.rules != rules or not known.unchanged(self.param_groups, self.state):
             devices = {p.device for group in self.param_groups for p in group["params"] if plan.has_memory(p)}
-            _refuse_to_capture(devices)
+            graphs.refuse_new_tensors(devices)
             if runtime.backend is None or runtime.devices not in (None, devices):
                 runtime.backend = backends.select(self._settings.backend, devices)
             runtime.devices = devices
             runtime.plan = known = plan.build(self.param_groups, self.state, rules)
             runtime.backend.prepare(known, self.param_groups, self.state)
-            if runtime.skips is None or runtime.skips.device != known.device:
-                runtime.skips = torch.zeros((), dtype=torch.int64, device=known.device)
+            if runtime.skips is None or runtime.skips.count.device != known.device:
+                runtime.skips = Skips(known.device)
         return known
 
     def _let_go(self) -> None:
@@ -345,7 +339,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         assert backend is not None
         matched = current.match(grads)
         if current.lacks_state(matched):
-            _refuse_to_capture({current.device})  # the zeros would be a graph's, and never be there
+            graphs.refuse_new_tensors({current.device})  # the zeros would be a graph's, and never be there
             current.make_states(matched, self.state)
             current = self._plan()
 
@@ -363,7 +357,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "non-finite gradient (or found_inf), and call zero_grad() to go on, or use nonfinite='skip'"
             )
         self._apply(current, backend, matched, complete, outcome)
-        self._warn_when_stalled()
+        assert runtime.skips is not None
+        runtime.skips.watch()
 
     def _scaling(self, current: Plan, normalizer: float | Tensor | None) -> Scaling:
         settings, runtime = self._settings, self._runtime
@@ -371,7 +366,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         takes_norm = settings.takes_norm or runtime.window.phase is not Phase.IDLE
         scaling = Scaling(current.device, takes_norm=takes_norm, max_grad_norm=settings.max_grad_norm)
         if settings.nonfinite != "raise":
-            scaling.skips = runtime.skips
+            assert runtime.skips is not None
+            scaling.skips = runtime.skips.count
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None:
             scaling.found_inf = on_device(torch.as_tensor(found_inf), current.device, torch.float32)
@@ -410,29 +406,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         assert runtime.partials is not None
         return runtime.partials
 
-    def _warn_when_stalled(self) -> None:
-        """Says so when most steps are skipped, from a host copy begun some steps ago: nothing waits for the device."""
-        runtime = self._runtime
-        runtime.steps += 1
-        if runtime.steps % _WATCH_EVERY or runtime.skips is None:
-            return
-        if is_capturing(runtime.skips.device):
-            return
-        if runtime.skips_arrived is not None and not runtime.skips_arrived.query():  # type: ignore[no-untyped-call]
-            return  # the device is that far behind
-        known = 0 if runtime.skips_copy is None else int(runtime.skips_copy)
-        skipped, runtime.skips_known = known - runtime.skips_known, known
-        runtime.skips_copy = torch.empty_like(runtime.skips, device="cpu", pin_memory=runtime.skips.is_cuda)
-        runtime.skips_copy.copy_(runtime.skips, non_blocking=True)
-        if runtime.skips.is_cuda:
-            runtime.skips_arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            runtime.skips_arrived.record(torch.cuda.current_stream(runtime.skips.device))
-        if skipped > _WATCH_EVERY // 2:
-            warn(
-                f"{skipped} of {_WATCH_EVERY} steps were skipped because of non-finite gradients; "
-                "lower the learning rate or the loss scale, or look for NaN in the loss"
-            )
-
 
 def check_parameters(params: list[Tensor]) -> None:
     """Refuses parameters that require a gradient and cannot be updated, and one that is listed twice."""
@@ -441,24 +414,6 @@ def check_parameters(params: list[Tensor]) -> None:
             plan.check_parameter(param)
     if len({id(param) for param in params}) != len(params):
         raise ValueError("a parameter group holds the same parameter twice; remove one of them")
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of a device is being captured in a graph."""
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
-def _refuse_to_capture(devices: set[torch.device]) -> None:
-    """A graph would keep addresses that nobody has used yet, or that no longer hold."""
-    if any(map(is_capturing, devices)):
-        raise RuntimeError(
-            "the optimizer's tensors are new, or have moved since its last step, and a CUDA graph would keep their "
-            "addresses; make one whole step (accumulate() included) before the capture. "
-            "backend='torch' cannot be captured"
-        )
 
 
 def _checked_weight(weight: float | Tensor | None) -> float | Tensor | None:

@@ -73,14 +73,8 @@ void norm(const std::string& instruction_set, const Table& table, int threads, u
 void finish_norm(const Table& table, uintptr_t partials, double normalization, uintptr_t device_normalization,
                  uintptr_t found_inf, bool takes_norm, std::optional<double> max_grad_norm, bool skips_nonfinite,
                  uintptr_t outcome, uintptr_t skips) {
-  baseline::Scaling scaling;
-  scaling.normalization = normalization;
-  scaling.device_normalization = pointer<const double>(device_normalization);
-  scaling.found_inf = pointer<const float>(found_inf);
-  scaling.takes_norm = takes_norm;
-  scaling.clips = max_grad_norm.has_value();
-  scaling.max_grad_norm = max_grad_norm.value_or(0.0);
-  scaling.skips_nonfinite = skips_nonfinite;
+  const baseline::Scaling scaling = baseline::make_scaling(normalization, device_normalization, found_inf, takes_norm,
+                                                           max_grad_norm, skips_nonfinite);
   const baseline::FloatMode ieee;
   const double sum = takes_norm ? baseline::sum_partials(pointer<const float>(partials), table.chunks()) : 0.0;
   baseline::finish_norm(scaling, sum, pointer<float>(outcome), pointer<int64_t>(skips));

@@ -1,5 +1,7 @@
 // How a norm ends: the chunks' sums of squares become one number, and that number the coefficient of the step.
 #pragma once
+#include <optional>
+
 #include "numeric.h"
 #include "rows.h"
 
@@ -20,14 +22,26 @@ inline double sum_partials(const float* partials, int64_t chunks) {
 }
 
 struct Scaling {
-  double normalization = 1.0;                    // what the gradients are divided by
-  const double* device_normalization = nullptr;  // multiplies it; read on the device
-  const float* found_inf = nullptr;
-  bool takes_norm = false;
-  bool clips = false;
-  double max_grad_norm = 0;
-  bool skips_nonfinite = false;
+  double normalization;                // what the gradients are divided by
+  const double* device_normalization;  // nullable; multiplies it
+  const float* found_inf;              // nullable; not 0: the step is skipped
+  bool takes_norm;
+  bool clips;
+  double max_grad_norm;
+  bool skips_nonfinite;
 };
+
+// Of addresses, as they come from Python.
+inline Scaling make_scaling(double normalization, uintptr_t device_normalization, uintptr_t found_inf, bool takes_norm,
+                            std::optional<double> max_grad_norm, bool skips_nonfinite) {
+  return {normalization,
+          reinterpret_cast<const double*>(device_normalization),
+          reinterpret_cast<const float*>(found_inf),
+          takes_norm,
+          max_grad_norm.has_value(),
+          max_grad_norm.value_or(0.0),
+          skips_nonfinite};
+}
 
 // outcome = {coefficient, norm, skipped}, with
 //   norm = sqrt(sum of squares) / normalization

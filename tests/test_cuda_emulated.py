@@ -17,7 +17,7 @@ from torch import Tensor
 
 import accumfused as af
 import accumfused.backends.cuda
-import accumfused.optimizer
+import accumfused.graphs
 from accumfused import _native
 from accumfused.backends.base import Scaling
 from accumfused.backends.cpu import CpuBackend
@@ -218,7 +218,7 @@ def test_a_capture_has_a_table_of_its_own(cuda: CudaBackend, machine: Any, monke
 
 
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumfused.optimizer, "is_capturing", lambda device: True)
+    monkeypatch.setattr(accumfused.graphs, "is_capturing", lambda device: True)
 
 
 def test_a_capture_before_the_first_step_is_refused(cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:

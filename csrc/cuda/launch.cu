@@ -184,14 +184,8 @@ void DeviceTable::norm(const Rows& table, uintptr_t stream, bool reads, uintptr_
                        std::optional<double> max_grad_norm, bool skips_nonfinite, uintptr_t outcome, uintptr_t skips) {
   const Device device(device_);
   const Layout layout = send(table, stream, false);
-  gpu::Scaling scaling;
-  scaling.normalization = normalization;
-  scaling.device_normalization = pointer<const double>(device_normalization);
-  scaling.found_inf = pointer<const float>(found_inf);
-  scaling.takes_norm = takes_norm;
-  scaling.clips = max_grad_norm.has_value();
-  scaling.max_grad_norm = max_grad_norm.value_or(0.0);
-  scaling.skips_nonfinite = skips_nonfinite;
+  const gpu::Scaling scaling =
+      gpu::make_scaling(normalization, device_normalization, found_inf, takes_norm, max_grad_norm, skips_nonfinite);
   launch("norm", gpu::norm_kernel, reads ? table.chunks : 1, stream, layout.work, reads, pointer<float>(partials),
          scaling, pointer<float>(outcome), pointer<int64_t>(skips));
 }

@@ -1,0 +1,27 @@
+"""CUDA graphs: what an optimizer must not do while one is captured."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is being captured in a graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def refuse_new_tensors(devices: set[torch.device]) -> None:
+    """A graph would keep addresses that nobody has used yet, or that no longer hold; what it fills would stay empty.
+
+    Raises:
+        RuntimeError: one of the devices is being captured.
+    """
+    if any(map(is_capturing, devices)):
+        raise RuntimeError(
+            "the optimizer's tensors are new, or have moved since its last step, and a CUDA graph would keep their "
+            "addresses; make one whole step (accumulate() included) before the capture. "
+            "backend='torch' cannot be captured"
+        )
