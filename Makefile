@@ -7,6 +7,8 @@ PIP := $(RUN) -m pip --quiet --disable-pip-version-check
 CSRC := $(shell find csrc -type f)
 REASON := accumfused/_native_error.txt
 NATIVE_TESTS := test_backends_agree.py test_layouts.py test_native.py
+# Without the plugins that happen to be installed where the environment inherits from.
+PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -p xdist --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test lint bench gpu wheel sanitize clean
@@ -16,14 +18,13 @@ demo: $(VENV)/examples.stamp
 	$(RUN) examples/train_text.py
 
 test: $(VENV)/test.stamp
-	$(RUN) -m pytest -n auto --dist loadfile $(ARGS)
+	$(PYTEST) -n auto $(ARGS)
 
 bench: $(VENV)/bench.stamp
 	$(RUN) -m bench $(ARGS)
 
-# On a machine with a GPU, offline, with PYTHON's own torch and Triton: builds for that card alone, runs every test (without
-# the pytest plugins that happen to be installed there), then the benchmark whatever the tests say. Copy the report to
-# bench/results/<card>/<date>.json to keep it.
+# On a machine with a GPU, offline, with PYTHON's own torch and Triton: builds for that card alone, runs every test, then
+# the benchmark whatever the tests say. Copy the report to bench/results/<card>/<date>.json to keep it.
 REPORT ?= build/gpu.json
 CARD := import torch; print('%d%d' % torch.cuda.get_device_capability())
 gpu: $(VENV)/environment.stamp
@@ -31,7 +32,7 @@ gpu: $(VENV)/environment.stamp
 		$(PIP) install --no-index --no-build-isolation --editable '.[gpu]'
 	$(RUN) -m accumfused
 	status=0; \
-	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -p xdist -n 8 --dist worksteal $(ARGS) || status=$$?; \
+	$(PYTEST) -n 8 $(ARGS) || status=$$?; \
 	$(RUN) -m bench --device cuda --json $(REPORT) || status=$$?; \
 	exit $$status
 
