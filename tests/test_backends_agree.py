@@ -150,6 +150,24 @@ def window(
     return {name: value.cpu() for name, value in found.items()}
 
 
+def uneven_steps(backend: Any, device: str = "cpu") -> dict[str, Tensor]:
+    """Parameters of one group that have made different numbers of steps, and so have other bias corrections."""
+    params = [p.detach().to(device).requires_grad_() for p in random_params([(40,), (CHUNK + 3,), (50,), (60,)])]
+    optimizer = ADAMW_CASE.make(params, backend)
+    for step in range(4):
+        grads: list[Tensor | None] = [g.to(device) for g in random_grads(params, step)]
+        set_grads(params, [g if step % (index + 1) == 0 else None for index, g in enumerate(grads)])
+        optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in params] == [4, 2, 2, 1]
+    return {name: value.cpu() for name, value in everything(optimizer).items()}
+
+
+def test_uneven_step_counts_agree() -> None:
+    expected = uneven_steps(ReferenceBackend())
+    for name in INSTRUCTION_SETS:
+        assert_agree(uneven_steps(CpuBackend(name)), expected)
+
+
 WINDOWS = {
     "sum": (None, None, None),
     "sum of one": (None,),

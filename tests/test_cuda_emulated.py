@@ -92,6 +92,12 @@ def test_memory_off_the_16_byte_boundaries_gives_the_same_bits(
     agree.assert_agree(found[0], found[1])
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_uneven_step_counts_agree(blocks: int, machine: Any, cuda: CudaBackend) -> None:
+    machine.multiprocessors(blocks)
+    agree.assert_agree(agree.uneven_steps(cuda), agree.uneven_steps(CpuBackend()))
+
+
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
 @pytest.mark.parametrize("position", [0, 1023, CHUNK, CHUNK + 8])
 def test_a_non_finite_gradient_anywhere_writes_nothing(position: int, value: float, cuda: CudaBackend) -> None:

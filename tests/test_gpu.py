@@ -64,6 +64,10 @@ def test_every_rule_and_dtype_gives_the_cpu_bits(case: Case, dtype: torch.dtype,
     agree.assert_agree(found, agree.reference_run(case.name, dtype))
 
 
+def test_uneven_step_counts_agree(gpu: str) -> None:
+    agree.assert_agree(agree.uneven_steps(make(gpu), "cuda"), agree.uneven_steps(ReferenceBackend()))
+
+
 @pytest.mark.parametrize("name", ["adamw", "adamw_amsgrad", "sgd_nesterov", "lion_weight_decay"])
 def test_the_reference_gives_the_same_bits_on_a_gpu(name: str) -> None:
     found = agree.run(case_named(name), ReferenceBackend(), torch.float32, device="cuda")
