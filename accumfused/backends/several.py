@@ -86,4 +86,4 @@ def _merge(part: Plan, sums: Tensor, partials: Tensor) -> None:
         return
     counts = torch.tensor([chunk_count(tensor.numel()) for tensor in part.tensors], device="cpu")
     own = torch.repeat_interleave(torch.tensor(_rows(part), device="cpu"), counts)
-    partials.copy_(torch.where(own.to(partials.device), sums.to(partials.device), partials))
+    partials.copy_(torch.where(_to(own, partials.device), _to(sums, partials.device), partials))
