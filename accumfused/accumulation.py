@@ -6,6 +6,7 @@ with `last=True`, or handed to the step. docs/state-machine.md draws the states 
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections import Counter
@@ -68,6 +69,8 @@ class Window:
         """Goes on with a newer plan: added parameters come in as new rows, others must be what they were."""
         if plan is self._plan:
             return
+        if self._plan is None:  # it was resumed
+            self._weights, self.partials = self._weights.to(plan.device), self.partials.to(plan.device)
         known = len(self.params)
         if len(plan.params) < known or any(a is not b for a, b in zip(self.params, plan.params, strict=False)):
             raise RuntimeError(
@@ -95,6 +98,39 @@ class Window:
         self._summed += [False] * new
         self._arena += [None] * new
         self.partials = torch.cat([self.partials, self.partials.new_zeros(plan.chunks - len(self.partials))])
+
+    def weights_held(self) -> list[Tensor]:
+        """What `resumed` needs with each accumulator: fp64 [4], see checkpoint.py."""
+        total = self._total.reshape(()) if isinstance(self._total, Tensor) else self._weights.new_tensor(self._total)
+        count, weighted = (self._weights.new_tensor(float(value)) for value in (self._count, bool(self._weighted)))
+        factors = {index: self._weights[max(index, _READY)] for index in set(self._held)}
+        return [torch.stack([factors[index], total, count, weighted]) for index in self._held]
+
+    @classmethod
+    def resumed(cls, rows: list[tuple[Tensor, Tensor | None, list[float] | None]]) -> Window:
+        """An open window from parameters, their accumulators, and `weights_held()` of each, on the host."""
+        window, known = cls(), {1.0: _READY}
+        window.phase, window._arena = Phase.OPEN, [None] * len(rows)
+        for param, accumulator, weights in rows:
+            factor, total, count, weighted = weights or (1.0, 0.0, 0.0, 0.0)
+            factor = math.nan if math.isnan(factor) else factor  # one NaN equals itself in a dictionary
+            window.params.append(param)
+            window.accumulators.append(accumulator)
+            window._held.append(OVERWRITE if accumulator is None else known.setdefault(factor, len(known)))
+            window._summed.append(False)
+            if weights is not None:
+                window._total, window._count, window._weighted = total, int(count), bool(weighted)
+        window._weights = torch.tensor([*known, *[1.0] * (window._count + 1)], dtype=torch.float64, device="cpu")
+        return window
+
+    def copied(self) -> Window:
+        """The same sums in memory of their own, for a copy of the optimizer."""
+        twin, rows = copy.copy(self), len(self.params)
+        twin.params, twin._held, twin._weights = list(self.params), list(self._held), self._weights.clone()
+        twin.accumulators = [None if a is None else a.clone() for a in self.accumulators]
+        twin._plan, twin._arena, twin._grad_dtypes = None, [None] * rows, {}
+        twin.partials, twin._summed = self.partials[:0], [False] * rows
+        return twin
 
     def check_total(self, weight: float | Tensor | None) -> None:
         """Refuses to close a window whose weights, this one included, are all zero."""

@@ -8,23 +8,21 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import Unpack
 
 from accumfused.accumulation import Phase
-from accumfused.backends.base import Backend, Fold, Outcome
-from accumfused.optimizer import FusedOptimizer, Nonfinite, Runtime, Settings, check_parameters
-from accumfused.plan import Grads, Plan
+from accumfused.backends.base import rescale
+from accumfused.optimizer import FusedOptimizer, Measured, Runtime, check_parameters
 from accumfused.rule import Rule
 from accumfused.rules import ALL
+from accumfused.settings import SettingArguments, Settings
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 def fuse(
     optimizer: AnyOptimizer,
-    *,
-    max_grad_norm: float | None = None,
-    nonfinite: Nonfinite | None = None,
-    backend: str = "auto",
+    **settings: Unpack[SettingArguments],
 ) -> AnyOptimizer:
     """Makes a torch optimizer a fused one, in place: the same object, so groups, state, hooks and schedulers stay.
 
@@ -34,7 +32,7 @@ def fuse(
 
     Args:
         optimizer: changed: its class becomes a subclass of what it was.
-        max_grad_norm, nonfinite, backend: see `accumfused.Adam`.
+        **settings: see `accumfused.Adam`.
 
     Returns:
         The optimizer.
@@ -48,7 +46,7 @@ def fuse(
         raise TypeError(f"fuse() takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, FusedOptimizer):
         raise TypeError(f"the optimizer is fused already ({type(optimizer).__name__})")
-    settings = Settings(max_grad_norm, nonfinite, backend)
+    chosen = Settings(**settings)
     for group in optimizer.param_groups:
         check_parameters(group["params"])
         if group.get("differentiable"):
@@ -63,7 +61,7 @@ def fuse(
     optimizer.__class__ = fused
     vars(optimizer).pop("step", None)
     vars(optimizer).pop("_step_supports_amp_scaling", None)
-    optimizer._settings = settings  # type: ignore[attr-defined]
+    optimizer._settings = chosen  # type: ignore[attr-defined]
     optimizer._runtime = Runtime()  # type: ignore[attr-defined]
     optimizer._patch_step_function()  # its hooks
     return optimizer
@@ -90,21 +88,19 @@ class ForeignStep(FusedOptimizer):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.torch_class,), self.__getstate__()
 
-    def _apply(self, current: Plan, backend: Backend, grads: Grads, complete: bool, outcome: Outcome) -> None:
+    def _apply(self, measured: Measured) -> None:
+        outcome, backend = measured.outcome, self._runtime.backend
+        assert backend is not None
         if bool(outcome.skipped):
             return
-        rows = [None if g is None or g.dtype != torch.float32 else g for g in grads]
         if float(outcome.coefficient) != 1.0:
-            ones = torch.ones(1, dtype=torch.float64, device=current.device)
-            partials = torch.empty(current.chunks, dtype=torch.float32, device=current.device)
-            fold = Fold([None] * len(rows), rows, [0] * len(rows), ones, 0, outcome.coefficient.double())
-            backend.accumulate(current, fold, partials)
-            torch.autograd.graph.increment_version([row for row in rows if row is not None])
-            for row, grad in zip(rows, grads, strict=True):
-                if row is None and grad is not None:
-                    grad.mul_(outcome.coefficient)
-        self._expose(current, grads)
+            rescale(backend, measured.plan, measured.grads, measured.matched, outcome.coefficient)
+        if self._runtime.window.phase is Phase.OPEN:
+            self._runtime.window.expose()
         self._own_step()
+
+    def _write_grad(self, measured: Measured) -> None:
+        """It is there already: the step has read it."""
 
     def _own_step(self) -> None:
         assert self.torch_class is not None
@@ -117,14 +113,6 @@ class ForeignStep(FusedOptimizer):
             step(self)
         finally:
             vars(self).update(hidden)
-
-    def _expose(self, current: Plan, grads: Grads) -> None:
-        """The gradients as the step is to see them: the window's, and those copied into another layout."""
-        if self._runtime.window.phase is Phase.OPEN:
-            self._runtime.window.expose()
-        for param, grad in zip(current.params, grads, strict=True):
-            if grad is not None and param.grad is not grad:
-                param.grad = grad
 
 
 @functools.cache

@@ -8,45 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-from accumfused import backends, graphs, plan
+from accumfused import backends, checkpoint, graphs, plan
 from accumfused.accumulation import Phase, Window, checked_positive
-from accumfused.backends.base import Backend, Outcome, Scaling, on_device
+from accumfused.backends.base import Backend, Outcome, Scaling, on_device, rescale
 from accumfused.plan import Grads, Plan
 from accumfused.rule import Rule
+from accumfused.settings import SettingArguments, Settings
 from accumfused.skips import Skips
 
-Nonfinite = Literal["skip", "propagate", "raise"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user chose; carried by deepcopy and pickle, not by state_dict."""
-
-    max_grad_norm: float | None = None
-    nonfinite: Nonfinite | None = None
-    backend: str = "auto"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.max_grad_norm, (int, float, type(None))):
-            raise TypeError(f"max_grad_norm must be a number or None, got {type(self.max_grad_norm).__name__}")
-        if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
-            raise ValueError(f"max_grad_norm must be >= 0 or None, got {self.max_grad_norm}")
-        modes = get_args(Nonfinite)
-        if self.nonfinite not in (None, *modes):
-            raise ValueError(f"nonfinite must be one of {', '.join(modes)} or None, got {self.nonfinite!r}")
-        if self.backend not in backends.NAMES:
-            raise ValueError(f"backend must be one of {', '.join(backends.NAMES)}, got {self.backend!r}")
-        backends.check(self.backend)
-
-    @property
-    def takes_norm(self) -> bool:
-        """Whether a norm is wanted even where it does not come free."""
-        return self.max_grad_norm is not None or self.nonfinite in ("skip", "raise")
+if TYPE_CHECKING:
+    from accumfused.clipping import ClipTogether
 
 
 @dataclass
@@ -60,6 +37,28 @@ class Runtime:
     partials: Tensor | None = None  # of the norm of gradients that came in p.grad
     outcome: Outcome | None = None  # of the last step
     skips: Skips | None = None
+    scaled: tuple[Any, Any] | None = None  # what our GradScaler steps with in place of grad_scale and found_inf
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """What one step divides by, besides its window's weights, and who says that it is to be skipped."""
+
+    normalizer: float | Tensor | None
+    grad_scale: float | Tensor | None
+    found_inf: float | Tensor | None
+    for_scaler: bool  # who wants to know whether the gradients are finite, and does not want to hear of it by an error
+
+
+@dataclass
+class Measured:
+    """The gradients of one step with their coefficient: what is left is to apply them."""
+
+    plan: Plan
+    grads: Grads  # as the step found them: p.grad, or an open window's accumulators
+    matched: Grads  # as the kernels read them
+    complete: bool  # there is one for every parameter
+    outcome: Outcome
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -73,22 +72,22 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _settings: Settings
     _runtime: Runtime
+    _together: ClipTogether | None = None
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
         """The rule for a parameter group."""
         raise NotImplementedError
 
-    def _configure(
-        self, max_grad_norm: float | None, nonfinite: Nonfinite | None, backend: str, *, differentiable: bool = False
-    ) -> None:
+    def _configure(self, settings: SettingArguments, *, differentiable: bool = False) -> None:
         if differentiable:
             raise ValueError("differentiable=True is not supported: the step is not recorded by autograd")
-        self._settings = Settings(max_grad_norm, nonfinite, backend)
+        self._settings = Settings(**settings)
         self._runtime = Runtime()
 
     # ---- the calls of a training loop -------------------------------------------------------------------------------
 
+    @_disable_dynamo  # a compiled function calls it as it is
     @torch.no_grad()
     def accumulate(self, weight: float | Tensor | None = None, *, last: bool = False) -> None:
         """Adds every fresh `p.grad` to the open window, in fp32, and releases it (`p.grad = None`).
@@ -111,6 +110,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         finally:
             self._let_go()
 
+    @_disable_dynamo
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False) -> None:
         """Multiplies the loss by the weight, runs backward, and accumulates.
 
@@ -135,13 +135,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         finally:
             self._let_go()
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, normalizer: float | Tensor | None = None) -> Any:
         """Updates the parameters from the window, or where there is none from `p.grad`.
 
         Gradients are divided by `normalizer` and `self.grad_scale`, clipped to `max_grad_norm` and applied in one
         pass. Nothing is written if the norm is non-finite (see `nonfinite`) or `self.found_inf` is not 0. A window is
-        consumed and its accumulators are released; other gradients stay in `p.grad`, unchanged.
+        consumed and its accumulators are released; other gradients stay in `p.grad`, unchanged. With `write_grad`
+        `p.grad` is the applied gradient instead, also of a window, which stays closed until `zero_grad()`.
 
         Args:
             closure: re-evaluates the model and returns the loss.
@@ -173,32 +175,28 @@ class FusedOptimizer(torch.optim.Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it tells schedulers itself, and need not be wrapped
 
     def _step(self, normalizer: float | Tensor | None) -> None:
-        window, current = self._runtime.window, self._plan()
-        grads, present = current.gradients()
-        if window.phase is Phase.CLOSED and not present:
-            window.drop()  # model.zero_grad() has released it
-        if window.phase is Phase.OPEN:
-            if present:
-                raise RuntimeError(
-                    "a window is open and there is a gradient that was not accumulated; "
-                    "call accumulate() after the last backward(), before step()"
-                )
-            window.follow(current)
-            window.check_total(0.0)
-            grads = window.accumulators
-            present = len(grads) - sum(grad is None for grad in grads)
-        if present:
-            began = window.phase
-            self._tail(current, grads, present == len(grads), normalizer)
-            if began is not Phase.IDLE:
-                window.consume()
-        elif window.phase is not Phase.IDLE:
+        runtime, window = self._runtime, self._runtime.window
+        scaled = runtime.scaled or (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        divisors = Divisors(normalizer, *scaled, for_scaler=runtime.scaled is not None)
+        measured = self._measure(divisors) if self._together is None else self._together.measure(self, divisors)
+        if measured is not None:
+            runtime.outcome = measured.outcome
+            self._refuse_nonfinite(measured.outcome)
+            self._apply(measured)
+            if self._settings.write_grad:
+                self._write_grad(measured)
+            assert runtime.skips is not None
+            runtime.skips.watch()
+        kept = measured is not None and self._settings.write_grad and window.phase is Phase.CLOSED
+        if window.phase is not Phase.IDLE and not kept:
             window.consume()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as torch does, and drops the window if there is one."""
         super().zero_grad(set_to_none)
         self._runtime.window.drop()
+        if self._together is not None:
+            self._together.forget(self)
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -207,6 +205,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
+        if value is not None and self._together is not None:
+            raise ValueError("max_grad_norm is that of clip_together; set it on what clip_together() returned")
         self._settings = replace(self._settings, max_grad_norm=value)
 
     # ---- what is known after a step ---------------------------------------------------------------------------------
@@ -234,13 +234,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """torch's GradScaler reads this before it decides: the one moment to refuse a window that it cannot see."""
+        """Whether a stock GradScaler leaves unscaling and skipping to the step.
+
+        It reads this before it decides: the one moment to refuse a window that it cannot see. With `clip_together` the
+        norm is over gradients of others, which it would unscale one optimizer after the other.
+        """
         if self._runtime.window.phase is Phase.OPEN:
             raise RuntimeError(
-                "a GradScaler cannot see into an open window; "
-                "close it with accumulate(..., last=True) before scaler.unscale_() or scaler.step()"
+                "a stock GradScaler cannot see into an open window; close it with accumulate(..., last=True) before "
+                "scaler.unscale_() or scaler.step(), or use accumfused.GradScaler, which steps open windows"
             )
-        return False
+        return self._settings.amp == "fused" or self._together is not None
 
     # ---- torch.optim's protocol -------------------------------------------------------------------------------------
 
@@ -261,39 +265,55 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a checkpoint of this optimizer, or of torch's of the same name.
+        """Loads a checkpoint of this optimizer, or of torch's of the same name; an open window goes on.
 
         Raises:
+            ValueError: a checkpoint that does not fit; this optimizer stays as it was.
             RuntimeError: while a window is open: its gradients are not those of the loaded state.
         """
-        self._refuse_to_lose_a_window()
-        super().load_state_dict(state_dict)
+        if self._runtime.window.phase is Phase.OPEN:
+            raise RuntimeError(
+                "a window is open, and its gradients are not those of the checkpoint; "
+                "call step() or zero_grad() before load_state_dict()"
+            )
+        window = None
+
+        def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            nonlocal window
+            checkpoint.check(self, loaded)
+            loaded, window = checkpoint.without_window(self, loaded)
+            return loaded
+
+        last = self.register_load_state_dict_pre_hook(check)  # after those of the user, which may change what is loaded
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
         self._runtime.plan = None
+        if window is not None:
+            self._runtime.window = window
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state_dict.
-
-        Raises:
-            RuntimeError: while a window is open: its accumulators would be lost.
-        """
-        self._refuse_to_lose_a_window()
-        return super().state_dict()
+        """torch's state_dict; an open window is in `state`, under keys that torch's optimizers leave alone."""
+        if self._runtime.window.phase is not Phase.OPEN:
+            return super().state_dict()
+        state = self.state
+        self.state = checkpoint.with_window(self)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = state
 
     def __getstate__(self) -> dict[str, Any]:
-        self._refuse_to_lose_a_window()
-        return {**super().__getstate__(), "_settings": self._settings}
+        carried = {**super().__getstate__(), "_settings": self._settings, "_together": self._together}
+        if self._runtime.window.phase is Phase.OPEN:
+            carried["_window"] = self._runtime.window.copied()
+        return carried
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_runtime" not in self.__dict__:
-            self._runtime = Runtime()
+            self._runtime = Runtime(window=state.pop("_window", None) or Window())
         super().__setstate__(state)
-
-    def _refuse_to_lose_a_window(self) -> None:
-        if self._runtime.window.phase is Phase.OPEN:
-            raise RuntimeError(
-                "a window is open, and its accumulators would be lost; "
-                "save or copy after step(), or call zero_grad() first"
-            )
 
     # ---- the gradient tail ------------------------------------------------------------------------------------------
 
@@ -333,67 +353,94 @@ class FusedOptimizer(torch.optim.Optimizer):
         complete = present == len(grads)
         window.fold(current, self._runtime.backend, matched, complete, weight, in_loss=in_loss, last=last)
 
-    def _tail(self, current: Plan, grads: Grads, complete: bool, normalizer: float | Tensor | None) -> None:
-        """Norm and step of these gradients; `complete`: there is one for every parameter."""
-        runtime, window, backend = self._runtime, self._runtime.window, self._runtime.backend
-        assert backend is not None
+    def _measure(self, divisors: Divisors) -> Measured | None:
+        """The coefficient of the gradients that a step takes now; None where there is no gradient."""
+        runtime, window, current = self._runtime, self._runtime.window, self._plan()
+        grads, present = current.gradients()
+        if window.phase is Phase.CLOSED and not present:
+            window.drop()  # model.zero_grad() has released it
+        if window.phase is Phase.OPEN:
+            if present:
+                raise RuntimeError(
+                    "a window is open and there is a gradient that was not accumulated; "
+                    "call accumulate() after the last backward(), before step()"
+                )
+            window.follow(current)
+            window.check_total(0.0)
+            grads = window.accumulators
+            present = len(grads) - sum(grad is None for grad in grads)
+        if not present:
+            return None
         matched = current.match(grads)
         if current.lacks_state(matched):
             graphs.refuse_new_tensors({current.device})  # the zeros would be a graph's, and never be there
             current.make_states(matched, self.state)
             current = self._plan()
 
-        scaling = self._scaling(current, normalizer)
+        backend, complete = runtime.backend, present == len(grads)
+        assert backend is not None
+        scaling = self._scaling(current, divisors)
         if window.phase is Phase.OPEN:
             scaling.normalize(window.settle(current, backend))
             outcome = backend.norm(current, window.stale(matched), window.partials, scaling)
         else:
             partials = self._partials(current, complete) if scaling.takes_norm else None
             outcome = backend.norm(current, matched, partials, scaling)
-        runtime.outcome = outcome
-        if self._settings.nonfinite == "raise" and bool(outcome.skipped):
-            raise RuntimeError(
-                f"the global norm of the gradients is {float(outcome.norm)}, nothing was updated; look for the "
-                "non-finite gradient (or found_inf), and call zero_grad() to go on, or use nonfinite='skip'"
-            )
-        self._apply(current, backend, matched, complete, outcome)
-        assert runtime.skips is not None
-        runtime.skips.watch()
+        return Measured(current, grads, matched, complete, outcome)
 
-    def _scaling(self, current: Plan, normalizer: float | Tensor | None) -> Scaling:
+    def _scaling(self, current: Plan, divisors: Divisors) -> Scaling:
         settings, runtime = self._settings, self._runtime
         # Whoever uses a window is promised that bad weights skip the step.
         takes_norm = settings.takes_norm or runtime.window.phase is not Phase.IDLE
+        takes_norm = takes_norm or self._together is not None or (divisors.for_scaler and divisors.found_inf is None)
         scaling = Scaling(current.device, takes_norm=takes_norm, max_grad_norm=settings.max_grad_norm)
-        if settings.nonfinite != "raise":
+        if self._together is None and (settings.nonfinite != "raise" or divisors.for_scaler):
             assert runtime.skips is not None
             scaling.skips = runtime.skips.count
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None:
-            scaling.found_inf = on_device(torch.as_tensor(found_inf), current.device, torch.float32)
-        grad_scale = getattr(self, "grad_scale", None)
-        if grad_scale is not None:
-            scaling.normalize(checked_positive(grad_scale, "grad_scale"))
-        if normalizer is not None:
-            scaling.normalize(normalizer)
+        if divisors.found_inf is not None:
+            scaling.found_inf = on_device(torch.as_tensor(divisors.found_inf), current.device, torch.float32)
+        if divisors.grad_scale is not None:
+            scaling.normalize(checked_positive(divisors.grad_scale, "grad_scale"))
+        if divisors.normalizer is not None:
+            scaling.normalize(divisors.normalizer)
         checked = takes_norm or scaling.device_normalization is not None
-        scaling.skips_nonfinite = checked and settings.nonfinite != "propagate"
+        scaling.skips_nonfinite = checked and (settings.nonfinite != "propagate" or divisors.for_scaler)
         return scaling
 
-    def _apply(self, current: Plan, backend: Backend, grads: Grads, complete: bool, outcome: Outcome) -> None:
+    def _refuse_nonfinite(self, outcome: Outcome) -> None:
+        """With nonfinite="raise", which waits for the device; a scaler's overflow is nothing to raise for."""
+        if self._settings.nonfinite != "raise" or self._runtime.scaled is not None or not bool(outcome.skipped):
+            return
+        raise RuntimeError(
+            f"the global norm of the gradients is {float(outcome.norm)}, nothing was updated; look for the "
+            "non-finite gradient (or found_inf), and call zero_grad() to go on, or use nonfinite='skip'"
+        )
+
+    def _apply(self, measured: Measured) -> None:
         """The step itself."""
+        current, grads, backend = measured.plan, measured.matched, self._runtime.backend
+        assert backend is not None
         for index in current.copied:
             current.tensors[index].copy_(current.params[index])
         hypers = [rule.hyper_values(group) for rule, group in zip(current.rules, self.param_groups, strict=True)]
-        backend.step(current, grads, hypers, outcome)
+        backend.step(current, grads, hypers, measured.outcome)
         for index in current.copied:
             if grads[index] is not None:
                 current.params[index].copy_(current.tensors[index])
         written = current.params
-        if not complete:
+        if not measured.complete:
             written = [param for param, grad in zip(current.params, grads, strict=True) if grad is not None]
         # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
         torch.autograd.graph.increment_version(written)
+
+    def _write_grad(self, measured: Measured) -> None:
+        """p.grad becomes what was applied; that of a skipped step stays as it came."""
+        if self._runtime.window.phase is Phase.OPEN:
+            self._runtime.window.expose()
+        outcome = measured.outcome
+        factor = torch.where(outcome.skipped, 1.0, outcome.coefficient)
+        assert self._runtime.backend is not None
+        rescale(self._runtime.backend, measured.plan, measured.grads, measured.matched, factor)
 
     def _partials(self, current: Plan, complete: bool) -> Tensor:
         """Room for the sums of squares; zero where there is no gradient."""

@@ -17,6 +17,7 @@ class Rule:
 
     name: ClassVar[str]
     states: ClassVar[tuple[str, ...]]  # per-element fp32 states, torch's names
+    torch_states: ClassVar[tuple[str, ...]] = ()  # all that torch's optimizer of the same name keeps, and expects
     counts_steps: ClassVar[bool]  # keeps state["step"], an fp32 scalar per tensor
     hypers: ClassVar[tuple[str, ...]]  # keys of a parameter group; beta1 and beta2 are group["betas"]
 

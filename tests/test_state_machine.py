@@ -24,7 +24,6 @@ NO_GRADIENT = (RuntimeError, r"call loss\.backward\(\) before each accumulate\(\
 STILL_ACCUMULATOR = (RuntimeError, r"call optimizer\.step\(\) or optimizer\.zero_grad\(\) after a window was closed")
 NOT_ACCUMULATED = (RuntimeError, r"call accumulate\(\) after the last backward\(\), before step\(\)")
 LEFT_OVER = (RuntimeError, r"call accumulate\(\) or zero_grad\(\) first")
-LOST = (RuntimeError, r"save or copy after step\(\), or call zero_grad\(\) first")
 
 # idle: no window and no gradient. live: no window, a gradient in p.grad. open: a window, p.grad is None.
 # open+live: a window and a gradient that is not in it. closed: p.grad is the accumulator.
@@ -43,8 +42,9 @@ TRANSITIONS = {
     "closure":          ("live",       "live",    NOT_ACCUMULATED, NOT_ACCUMULATED, "idle"),
     "own_backward":     ("open",       LEFT_OVER, "open",       LEFT_OVER,       STILL_ACCUMULATOR),
     "own_backward_last": ("closed",    LEFT_OVER, "closed",     LEFT_OVER,       STILL_ACCUMULATOR),
-    "state_dict":       ("idle",       "live",    LOST,         LOST,            "closed"),
-    "deepcopy":         ("idle",       "live",    LOST,         LOST,            "closed"),
+    "state_dict":       ("idle",       "live",    "open",       "open+live",     "closed"),
+    "resume":           ("idle",       "live",    "open",       "open+live",     "live"),
+    "copy":             ("idle",       "idle",    "open",       "open",          "idle"),
 }
 # fmt: on
 STATES = ("idle", "live", "open", "open+live", "closed")
@@ -70,6 +70,7 @@ class Loop:
         self.model = torch.nn.ParameterList([torch.nn.Parameter(torch.full(shape, 8.0)) for shape in SHAPES])
         self.optimizer = af.SGD(self.model.parameters(), lr=LR, backend=backend, max_grad_norm=max_grad_norm)
         self.max_grad_norm = max_grad_norm
+        self.backend = backend
         self.weighted = weighted
         self.exact = not weighted and max_grad_norm is None
         self.state = "idle"
@@ -196,9 +197,22 @@ class Loop:
     def state_dict(self) -> None:
         assert self.optimizer.state_dict()["param_groups"][0]["lr"] == LR
 
-    def deepcopy(self) -> None:
-        twin = copy.deepcopy(self.optimizer)
-        assert all(map(torch.equal, twin.param_groups[0]["params"], self.model))
+    def resume(self) -> None:
+        """A new optimizer for the same model goes on from the checkpoint."""
+        checkpoint = copy.deepcopy(self.optimizer.state_dict())
+        self.optimizer = af.SGD(self.model.parameters(), lr=1e3, backend=self.backend, max_grad_norm=self.max_grad_norm)
+        self.optimizer.load_state_dict(checkpoint)
+        self.replaceable = False
+
+    def copy(self) -> None:
+        """A copy of model and optimizer goes on, without p.grad (as torch copies); the original goes another way."""
+        model, optimizer = self.model, self.optimizer
+        self.model, self.optimizer = copy.deepcopy((model, optimizer))
+        self.grads, self.replaceable = None, False
+        for param in model:
+            param.grad = torch.full_like(param, 100.0)
+        if self.state != "closed":
+            optimizer.accumulate(7.0 if optimizer._runtime.window._weighted else None)
 
     def _plain_fold(self) -> None:
         assert self.grads is not None

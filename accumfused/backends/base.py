@@ -106,6 +106,24 @@ class Backend(Protocol):
         """Updates parameters and states, and advances their step counts; writes nothing if the outcome is a skip."""
 
 
+def rescale(backend: Backend, plan: Plan, grads: Grads, matched: Grads, factor: Tensor) -> None:
+    """Multiplies gradients in place by an fp32 number on the device, shape []: one pass that reads and writes.
+
+    Args:
+        matched: as `plan.match` gave them back.
+    """
+    rows = [
+        None if m is not g or g is None or g.dtype != torch.float32 else g for g, m in zip(grads, matched, strict=True)
+    ]
+    ones = torch.ones(1, dtype=torch.float64, device=plan.device)
+    partials = torch.empty(plan.chunks, dtype=torch.float32, device=plan.device)
+    backend.accumulate(plan, Fold([None] * len(rows), rows, [0] * len(rows), ones, 0, factor.double()), partials)
+    torch.autograd.graph.increment_version([row for row in rows if row is not None])
+    for row, grad in zip(rows, grads, strict=True):
+        if row is None and grad is not None:
+            grad.mul_(factor.to(grad.device))
+
+
 def numbers(hypers: Hypers) -> list[tuple[float, ...]]:
     """Hyper-parameters on the host; waits for those that are on a GPU."""
     return [tuple(float(value) for value in values) for values in hypers]

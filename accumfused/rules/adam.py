@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from accumfused.numeric import flush_subnormal, power, square_root
-from accumfused.optimizer import FusedOptimizer, Nonfinite
+from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
+from accumfused.settings import SettingArguments
 
 if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
     import triton.language as tl
@@ -29,6 +31,7 @@ if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts t
 class AdamRule(Rule):
     name = "adam"
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    torch_states: ClassVar[tuple[str, ...]] = ("step", *states)
     counts_steps = True
     hypers = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
 
@@ -115,6 +118,7 @@ class AdamRule(Rule):
 class AmsgradRule(AdamRule):
     name = "adam_amsgrad"
     states = (*AdamRule.states, "max_exp_avg_sq")
+    torch_states = ("step", *states)
 
 
 class Adam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
@@ -128,7 +132,11 @@ class Adam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
         max_grad_norm: clip the global norm of all gradients, as `clip_grad_norm_` does; None: no clipping.
         nonfinite: what a step does on a non-finite norm: "skip" writes nothing, "propagate" behaves as stock torch,
             "raise" checks on the host and raises before anything is written; None: "skip" whenever a norm is taken.
-        backend: "cpu" (native kernels), "torch" (the reference), or "auto": the fastest that can run.
+        amp: "fused" lets a stock GradScaler hand over unscaling and skipping (torch's `_step_supports_amp_scaling`);
+            see docs/amp.md for what that does to frameworks. Not needed with `accumfused.GradScaler`.
+        write_grad: leaves the gradient as it was applied (normalized, unscaled, clipped) in `p.grad`, for whoever reads
+            it after the step: one more pass. A window then stays closed until `zero_grad()`.
+        backend: "cpu", "cuda" (native kernels), "triton", "torch" (the reference), or "auto": the fastest that runs.
         foreach, fused, capturable: accepted for torch's sake; they choose between torch's implementations.
         differentiable: not supported.
         decoupled_weight_decay: as in torch: True makes it AdamW.
@@ -156,11 +164,9 @@ class Adam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        max_grad_norm: float | None = None,
-        nonfinite: Nonfinite | None = None,
-        backend: str = "auto",
+        **settings: Unpack[SettingArguments],
     ) -> None:
-        self._configure(max_grad_norm, nonfinite, backend, differentiable=differentiable)
+        self._configure(settings, differentiable=differentiable)
         torch.optim.Adam.__init__(
             self, params, lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, capturable=capturable, decoupled_weight_decay=decoupled_weight_decay,
@@ -194,12 +200,10 @@ class AdamW(Adam, torch.optim.AdamW):  # type: ignore[override]
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        max_grad_norm: float | None = None,
-        nonfinite: Nonfinite | None = None,
-        backend: str = "auto",
+        **settings: Unpack[SettingArguments],
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, capturable=capturable, differentiable=differentiable, decoupled_weight_decay=True,
-            max_grad_norm=max_grad_norm, nonfinite=nonfinite, backend=backend,
+            **settings,
         )  # fmt: skip

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from accumfused.numeric import flush_subnormal
-from accumfused.optimizer import FusedOptimizer, Nonfinite
+from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
+from accumfused.settings import SettingArguments
 
 if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
     import triton.language as tl
@@ -90,7 +92,7 @@ class Lion(FusedOptimizer):
         betas: interpolation of the update, decay of the momentum.
         weight_decay: decoupled, multiplied by lr; three to ten times larger than AdamW's.
         maximize: ascend.
-        max_grad_norm, nonfinite, backend: see `accumfused.Adam`.
+        **settings: see `accumfused.Adam`.
 
     Raises:
         ValueError, TypeError: on hyper-parameters, and on parameters that are not fp32.
@@ -107,11 +109,9 @@ class Lion(FusedOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        max_grad_norm: float | None = None,
-        nonfinite: Nonfinite | None = None,
-        backend: str = "auto",
+        **settings: Unpack[SettingArguments],
     ) -> None:
-        self._configure(max_grad_norm, nonfinite, backend)
+        self._configure(settings)
         if not lr >= 0.0:
             raise ValueError(f"Invalid learning rate: {lr}")
         for index, beta in enumerate(betas):

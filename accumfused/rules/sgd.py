@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from accumfused.numeric import flush_subnormal
-from accumfused.optimizer import FusedOptimizer, Nonfinite
+from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
+from accumfused.settings import SettingArguments
 
 if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
     import triton.language as tl
@@ -85,6 +87,7 @@ class SgdRule(Rule):
 class MomentumRule(SgdRule):
     name = "sgd_momentum"
     states = ("momentum_buffer",)
+    torch_states = ("momentum_buffer",)
     counts_steps = True  # so that a skipped first step leaves the second one the first
 
 
@@ -97,7 +100,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     Args:
         params: fp32 parameters or parameter groups; gradients may be fp32, fp16 or bf16.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
-        max_grad_norm, nonfinite, backend: see `accumfused.Adam`.
+        **settings: see `accumfused.Adam`.
         foreach, fused: accepted for torch's sake; they choose between torch's implementations.
         differentiable: not supported.
 
@@ -122,11 +125,9 @@ class SGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        max_grad_norm: float | None = None,
-        nonfinite: Nonfinite | None = None,
-        backend: str = "auto",
+        **settings: Unpack[SettingArguments],
     ) -> None:
-        self._configure(max_grad_norm, nonfinite, backend, differentiable=differentiable)
+        self._configure(settings, differentiable=differentiable)
         torch.optim.SGD.__init__(self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
 
     @classmethod

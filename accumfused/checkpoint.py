@@ -1,0 +1,122 @@
+"""What a checkpoint holds: the states, checked before they are loaded, and an open window.
+
+A window is saved with each parameter, because torch.distributed.checkpoint keeps nothing else:
+`state[p]["grad_accumulator"]`, fp32, is the sum so far, and `state[p]["grad_accumulator_weights"]`, fp64 [4], holds the
+factor that the next fold applies to it, the sum of the window's weights, the number of its micro-batches, and 1 where
+it is weighted (0: a plain sum).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accumfused.accumulation import Window
+from accumfused.plan import make_state
+
+if TYPE_CHECKING:
+    from accumfused.optimizer import FusedOptimizer
+
+ACCUMULATOR = "grad_accumulator"
+WEIGHTS = "grad_accumulator_weights"
+
+
+def with_window(optimizer: FusedOptimizer) -> defaultdict[Tensor, Any]:
+    """The optimizer's state with its open window.
+
+    Parameters that have not been stepped get the zeros that torch's optimizer begins with: it takes a state that holds
+    anything for a complete one.
+    """
+    window = optimizer._runtime.window
+    rules = {p: optimizer.rule_of(group) for group in optimizer.param_groups for p in group["params"]}
+    state: defaultdict[Tensor, Any] = defaultdict(dict, optimizer.state)
+    for param, accumulator, weights in zip(window.params, window.accumulators, window.weights_held(), strict=True):
+        if accumulator is None:
+            continue
+        state[param] = dict(state[param])
+        if "step" in rules[param].torch_states:
+            make_state(rules[param], param, state[param])
+        state[param] |= {ACCUMULATOR: accumulator, WEIGHTS: weights}
+    return state
+
+
+def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Window | None]:
+    """The checkpoint without its open window, and that window, on the devices of the parameters."""
+    params = _params(optimizer, state_dict)
+    found, state = {}, {}
+    for key, entries in state_dict["state"].items():
+        state[key] = entries
+        if key in params and ACCUMULATOR in entries:
+            state[key] = {name: value for name, value in entries.items() if name not in (ACCUMULATOR, WEIGHTS)}
+            accumulator = torch.empty_like(params[key], dtype=torch.float32, requires_grad=False)
+            found[id(params[key])] = accumulator.copy_(entries[ACCUMULATOR]), entries[WEIGHTS].tolist()
+    if not found:
+        return dict(state_dict), None
+    window = Window.resumed([(param, *found.get(id(param), (None, None))) for param in params.values()])
+    return {**state_dict, "state": state}, window
+
+
+def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint that does not fit, before anything is changed. The number of parameters is left to torch.
+
+    Raises:
+        ValueError: not an optimizer's checkpoint; that of another optimizer; a state that is incomplete, has another
+            shape than its parameter, or belongs to none.
+    """
+    if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
+        raise ValueError(
+            "this is not an optimizer's state_dict, which has 'state' and 'param_groups'; "
+            f"this one has {', '.join(map(repr, list(state_dict)[:5]))}"
+        )
+    name = (optimizer.torch_class or type(optimizer)).__name__
+    rules = []
+    for group in state_dict["param_groups"]:
+        rule = optimizer.rule_of({**optimizer.defaults, **group})
+        rules += [rule] * len(group["params"])
+        keys = ["betas" if key.startswith("beta") else key for key in rule.hypers]
+        lacks = [key for key in keys if key not in group and not isinstance(optimizer.defaults[key], bool)]
+        if lacks:
+            raise ValueError(f"the checkpoint's groups have no {lacks[0]!r}, which {name} needs; load one of {name}")
+    params = _params(optimizer, state_dict)
+    rule_of = dict(zip(params, rules, strict=False))
+    for key, entries in state_dict["state"].items():
+        if isinstance(key, int) and key not in params:
+            raise ValueError(
+                f"the checkpoint has a state of parameter {key}, which none of its groups has; it is damaged"
+            )
+        if key in params:
+            _check_state(key, params[key], entries, rule_of[key].states, rule_of[key].torch_states, name)
+
+
+def _check_state(
+    key: Any, param: Tensor, entries: Mapping[str, Any], states: tuple[str, ...], expected: tuple[str, ...], name: str
+) -> None:
+    own = {k: v for k, v in entries.items() if v is not None and k not in (ACCUMULATOR, WEIGHTS)}
+    lacks = [k for k in expected or states if own and k not in own]
+    if lacks:
+        raise ValueError(
+            f"the checkpoint's state of parameter {key} has no {lacks[0]!r}, only {', '.join(sorted(own))}: "
+            f"it is incomplete, or of another optimizer than {name}"
+        )
+    for k in (*states, ACCUMULATOR):
+        value = entries.get(k)
+        if isinstance(value, Tensor) and value.shape != param.shape:
+            raise ValueError(
+                f"state {k!r} of parameter {key} has shape {list(value.shape)}, its parameter {list(param.shape)}; "
+                "load a checkpoint of the same model"
+            )
+    if (ACCUMULATOR in entries) != (WEIGHTS in entries) or (WEIGHTS in entries and entries[WEIGHTS].shape != (4,)):
+        raise ValueError(
+            f"the open window of parameter {key} is incomplete: it needs {ACCUMULATOR!r} and {WEIGHTS!r} [4]"
+        )
+
+
+def _params(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:
+    """The parameter of each of the checkpoint's ids; they are paired in order, as torch does."""
+    ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return dict(zip(ids, params, strict=False))
