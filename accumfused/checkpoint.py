@@ -81,10 +81,10 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
         lacks = [key for key in keys if key not in group and not isinstance(optimizer.defaults[key], bool)]
         if lacks:
             raise ValueError(f"the checkpoint's groups have no {lacks[0]!r}, which {name} needs; load one of {name}")
-    params = _params(optimizer, state_dict)
-    rule_of = dict(zip(params, rules, strict=False))
+    ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+    params, rule_of = _params(optimizer, state_dict), dict(zip(ids, rules, strict=True))
     for key, entries in state_dict["state"].items():
-        if isinstance(key, int) and key not in params:
+        if isinstance(key, int) and key not in rule_of:
             raise ValueError(
                 f"the checkpoint has a state of parameter {key}, which none of its groups has; it is damaged"
             )

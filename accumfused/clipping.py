@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from accumfused.backends.base import Outcome, on_device
 from accumfused.numeric import square_root
@@ -86,7 +87,9 @@ class ClipTogether:
             return self._measured.pop(optimizer)[0]
         before = self._divisors
         assert before is not None
-        if (before.grad_scale is None) != (divisors.grad_scale is None) or before.normalizer is not divisors.normalizer:
+        if (before.grad_scale is None) != (divisors.grad_scale is None) or not _same(
+            before.normalizer, divisors.normalizer
+        ):
             raise RuntimeError(
                 "optimizers that are clipped together must all be stepped with the same normalizer, and all or none of "
                 "them unscaled by scaler.unscale_(); call zero_grad() on each to begin again"
@@ -134,6 +137,11 @@ class ClipTogether:
             measured.outcome = Outcome(torch.stack([values, *shared]))
             assert member._runtime.skips is not None
             member._runtime.skips.count.add_(measured.outcome.skipped)
+
+
+def _same(one: float | Tensor | None, other: float | Tensor | None) -> bool:
+    """A tensor is not read."""
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
 
 
 def _fingerprint(grads: Grads) -> Fingerprint:

@@ -52,6 +52,13 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        mates = [] if optimizer._together is None else optimizer._together.optimizers
+        stages = {self._per_optimizer_states[id(mate)]["stage"] for mate in mates} - {OptState.STEPPED}
+        if len(stages) > 1:
+            raise RuntimeError(
+                "some of the optimizers that are clipped together were unscaled, so there is no common norm; "
+                "call scaler.unscale_() on all of them or on none"
+            )
         flags = [flag.to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
         own = getattr(optimizer, "grad_scale", None)
         runtime = optimizer._runtime

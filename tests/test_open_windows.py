@@ -1,4 +1,4 @@
-"""An open window is part of a checkpoint: what resumes goes on bit for bit, and torch's optimizers are not disturbed."""
+"""An open window is part of a checkpoint: who resumes goes on bit for bit, torch's optimizers are not disturbed."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_distributed_checkpoint_keeps_it(backend: str) -> None:
     assert_go_on_alike(optimizer, twin, 5, [0.5])
 
 
-# ---- what is around it -------------------------------------------------------------------------------------------------
+# ---- what is around it ----------------------------------------------------------------------------------------------
 
 
 def test_saving_changes_nothing_and_the_hooks_see_the_window(backend: str) -> None:
