@@ -368,6 +368,10 @@ def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False)
     return number
 
 
+def checked_weight(weight: float | Tensor | None) -> float | Tensor | None:
+    return None if weight is None else checked_positive(weight, "weight", or_zero=True)
+
+
 def _on_device(weight: Tensor, device: torch.device) -> Tensor:
     """fp64, shape []; a negative weight becomes NaN: the norm is then non-finite and the step is skipped."""
     weight = on_device(weight, device, torch.float64)

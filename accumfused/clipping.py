@@ -9,9 +9,10 @@ from torch import Tensor
 
 from accumfused.backends.base import Outcome, on_device
 from accumfused.numeric import square_root
-from accumfused.optimizer import Divisors, FusedOptimizer, Measured
+from accumfused.optimizer import FusedOptimizer
 from accumfused.plan import Grads
 from accumfused.settings import Settings
+from accumfused.tail import Divisors, Measured
 
 Fingerprint = list[tuple[int, int, int]]
 

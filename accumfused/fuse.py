@@ -12,10 +12,11 @@ from typing_extensions import Unpack
 
 from accumfused.accumulation import Phase
 from accumfused.backends.base import rescale
-from accumfused.optimizer import FusedOptimizer, Measured, Runtime, check_parameters
+from accumfused.optimizer import FusedOptimizer, check_parameters
 from accumfused.rule import Rule
 from accumfused.rules import ALL
 from accumfused.settings import SettingArguments, Settings
+from accumfused.tail import Measured, Runtime
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 

@@ -23,7 +23,7 @@ class SettingArguments(TypedDict, total=False):
     backend: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings:
     """Carried by deepcopy and pickle, not by state_dict: a checkpoint of torch's has none to give."""
 

@@ -1,0 +1,213 @@
+"""The gradient tail: from gradients, in p.grad or in a window, to updated weights.
+
+One step is two verbs of a backend with nothing in between that waits for the host: `norm` makes the sums that
+accumulation.py has left (or takes them from p.grad) one coefficient, `step` applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accumfused import backends, graphs, plan
+from accumfused.accumulation import Phase, Window, checked_positive
+from accumfused.backends.base import Backend, Outcome, Scaling, on_device, rescale
+from accumfused.plan import Grads, Plan
+from accumfused.rule import Rule
+from accumfused.settings import Settings
+from accumfused.skips import Skips
+
+if TYPE_CHECKING:
+    from accumfused.clipping import ClipTogether
+
+
+@dataclass
+class Runtime:
+    """What is built when first needed, and built again in a copy."""
+
+    window: Window = field(default_factory=Window)
+    backend: Backend | None = None
+    devices: set[torch.device] | None = None  # that the backend was selected for
+    plan: Plan | None = None
+    partials: Tensor | None = None  # of the norm of gradients that came in p.grad
+    outcome: Outcome | None = None  # of the last step
+    skips: Skips | None = None
+    scaled: tuple[Any, Any] | None = None  # what our GradScaler steps with in place of grad_scale and found_inf
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """What one step divides by, besides its window's weights, and who says that it is to be skipped."""
+
+    normalizer: float | Tensor | None
+    grad_scale: float | Tensor | None
+    found_inf: float | Tensor | None
+    for_scaler: bool  # who wants to know whether the gradients are finite, and does not want to hear of it by an error
+
+
+@dataclass
+class Measured:
+    """The gradients of one step with their coefficient: what is left is to apply them."""
+
+    plan: Plan
+    grads: Grads  # as the step found them: p.grad, or an open window's accumulators
+    matched: Grads  # as the kernels read them
+    complete: bool  # there is one for every parameter
+    outcome: Outcome
+
+
+class Tail(torch.optim.Optimizer):
+    """The gradient tail of one optimizer: its plan, its window, and what a step does in three parts.
+
+    `_measure` ends in the coefficient, `_apply` writes parameters and states, `_write_grad` the gradients if asked to.
+    """
+
+    rules: ClassVar[tuple[type[Rule], ...]] = ()
+
+    _settings: Settings
+    _runtime: Runtime
+    _together: ClipTogether | None = None
+
+    @classmethod
+    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
+        """The rule for a parameter group."""
+        raise NotImplementedError
+
+    def _plan(self) -> Plan:
+        """The plan, and with it the backend, for the parameters and states of now."""
+        runtime = self._runtime
+        rules = [self.rule_of(group) for group in self.param_groups]
+        known = runtime.plan
+        if known is None or known.rules != rules or not known.unchanged(self.param_groups, self.state):
+            devices = {p.device for group in self.param_groups for p in group["params"] if plan.has_memory(p)}
+            graphs.refuse_new_tensors(devices)
+            if runtime.backend is None or runtime.devices not in (None, devices):
+                runtime.backend = backends.select(self._settings.backend, devices)
+            runtime.devices = devices
+            runtime.plan = known = plan.build(self.param_groups, self.state, rules)
+            runtime.backend.prepare(known, self.param_groups, self.state)
+            if runtime.skips is None or runtime.skips.count.device != known.device:
+                runtime.skips = Skips(known.device)
+        return known
+
+    def _let_go(self) -> None:
+        if self._runtime.plan is not None:
+            self._runtime.plan.let_go()
+
+    def _fold(self, weight: float | Tensor | None, *, in_loss: bool, last: bool) -> None:
+        window, current = self._runtime.window, self._plan()
+        grads, present = current.gradients()
+        window.begin(current, grads, weight)
+        empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
+        if not present and not empty:
+            raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
+        if last:
+            window.check_total(weight)
+        matched = current.match(grads)
+        assert self._runtime.backend is not None
+        complete = present == len(grads)
+        window.fold(current, self._runtime.backend, matched, complete, weight, in_loss=in_loss, last=last)
+
+    def _measure(self, divisors: Divisors) -> Measured | None:
+        """The coefficient of the gradients that a step takes now; None where there is no gradient."""
+        runtime, window, current = self._runtime, self._runtime.window, self._plan()
+        grads, present = current.gradients()
+        if window.phase is Phase.CLOSED and not present:
+            window.drop()  # model.zero_grad() has released it
+        if window.phase is Phase.OPEN:
+            if present:
+                raise RuntimeError(
+                    "a window is open and there is a gradient that was not accumulated; "
+                    "call accumulate() after the last backward(), before step()"
+                )
+            window.follow(current)
+            window.check_total(0.0)
+            grads = window.accumulators
+            present = len(grads) - sum(grad is None for grad in grads)
+        if not present:
+            return None
+        matched = current.match(grads)
+        if current.lacks_state(matched):
+            graphs.refuse_new_tensors({current.device})  # the zeros would be a graph's, and never be there
+            current.make_states(matched, self.state)
+            current = self._plan()
+
+        backend, complete = runtime.backend, present == len(grads)
+        assert backend is not None
+        scaling = self._scaling(current, divisors)
+        if window.phase is Phase.OPEN:
+            scaling.normalize(window.settle(current, backend))
+            outcome = backend.norm(current, window.stale(matched), window.partials, scaling)
+        else:
+            partials = self._partials(current, complete) if scaling.takes_norm else None
+            outcome = backend.norm(current, matched, partials, scaling)
+        return Measured(current, grads, matched, complete, outcome)
+
+    def _scaling(self, current: Plan, divisors: Divisors) -> Scaling:
+        settings, runtime = self._settings, self._runtime
+        # Whoever uses a window is promised that bad weights skip the step.
+        takes_norm = settings.takes_norm or runtime.window.phase is not Phase.IDLE
+        takes_norm = takes_norm or self._together is not None or (divisors.for_scaler and divisors.found_inf is None)
+        scaling = Scaling(current.device, takes_norm=takes_norm, max_grad_norm=settings.max_grad_norm)
+        if self._together is None and (settings.nonfinite != "raise" or divisors.for_scaler):
+            assert runtime.skips is not None
+            scaling.skips = runtime.skips.count
+        if divisors.found_inf is not None:
+            scaling.found_inf = on_device(torch.as_tensor(divisors.found_inf), current.device, torch.float32)
+        if divisors.grad_scale is not None:
+            scaling.normalize(checked_positive(divisors.grad_scale, "grad_scale"))
+        if divisors.normalizer is not None:
+            scaling.normalize(divisors.normalizer)
+        checked = takes_norm or scaling.device_normalization is not None
+        scaling.skips_nonfinite = checked and (settings.nonfinite != "propagate" or divisors.for_scaler)
+        return scaling
+
+    def _refuse_nonfinite(self, outcome: Outcome) -> None:
+        """With nonfinite="raise", which waits for the device; a scaler's overflow is nothing to raise for."""
+        if self._settings.nonfinite != "raise" or self._runtime.scaled is not None or not bool(outcome.skipped):
+            return
+        raise RuntimeError(
+            f"the global norm of the gradients is {float(outcome.norm)}, nothing was updated; look for the "
+            "non-finite gradient (or found_inf), and call zero_grad() to go on, or use nonfinite='skip'"
+        )
+
+    def _apply(self, measured: Measured) -> None:
+        """The step itself."""
+        current, grads, backend = measured.plan, measured.matched, self._runtime.backend
+        assert backend is not None
+        for index in current.copied:
+            current.tensors[index].copy_(current.params[index])
+        hypers = [rule.hyper_values(group) for rule, group in zip(current.rules, self.param_groups, strict=True)]
+        backend.step(current, grads, hypers, measured.outcome)
+        for index in current.copied:
+            if grads[index] is not None:
+                current.params[index].copy_(current.tensors[index])
+        written = current.params
+        if not measured.complete:
+            written = [param for param, grad in zip(current.params, grads, strict=True) if grad is not None]
+        # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
+        torch.autograd.graph.increment_version(written)
+
+    def _write_grad(self, measured: Measured) -> None:
+        """p.grad becomes what was applied; that of a skipped step stays as it came."""
+        if self._runtime.window.phase is Phase.OPEN:
+            self._runtime.window.expose()
+        outcome = measured.outcome
+        factor = torch.where(outcome.skipped, 1.0, outcome.coefficient)
+        assert self._runtime.backend is not None
+        rescale(self._runtime.backend, measured.plan, measured.grads, measured.matched, factor)
+
+    def _partials(self, current: Plan, complete: bool) -> Tensor:
+        """Room for the sums of squares; zero where there is no gradient."""
+        runtime = self._runtime
+        known = runtime.partials
+        if known is None or len(known) != current.chunks or known.device != current.device:
+            runtime.partials = torch.zeros(current.chunks, dtype=torch.float32, device=current.device)
+        elif not complete:
+            known.zero_()
+        assert runtime.partials is not None
+        return runtime.partials
