@@ -1,12 +1,28 @@
 """accumfused: what happens between loss.backward() and updated weights, in the fewest passes over memory."""
 
+from accumfused.batch_norm import BatchNormWarning
 from accumfused.clipping import clip_together
 from accumfused.fuse import fuse
 from accumfused.grad_scaler import GradScaler
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rules import SGD, Adam, AdamW, Lion
+from accumfused.schedule import gradient_accumulation_steps, scale_lr, updates_per_epoch
 from accumfused.windows import windows
 
 __version__ = "0.1.0"
 
-__all__ = ["SGD", "Adam", "AdamW", "FusedOptimizer", "GradScaler", "Lion", "clip_together", "fuse", "windows"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "BatchNormWarning",
+    "FusedOptimizer",
+    "GradScaler",
+    "Lion",
+    "clip_together",
+    "fuse",
+    "gradient_accumulation_steps",
+    "scale_lr",
+    "updates_per_epoch",
+    "windows",
+]

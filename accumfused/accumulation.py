@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from accumfused.backends.base import OVERWRITE, Backend, Fold, on_device
+from accumfused.batch_norm import warn_of_batch_norm
 from accumfused.plan import Grads, Plan
 from accumfused.warn import warn
 
@@ -47,6 +48,7 @@ class Window:
         self._arena: Grads = []  # accumulators of gradients that cannot be adopted; kept between windows
         self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad is a 16-bit one
         self._dropped = 0  # open windows in a row without a step
+        self._sought_batch_norm = False
 
     def begin(self, plan: Plan, grads: Grads, weight: float | Tensor | None) -> None:
         """Refuses a micro-batch that cannot be right, before anything is written."""
@@ -179,6 +181,9 @@ class Window:
         plan.release_gradients()
         if last:
             self.expose()
+        if self._count == 2 and not self._sought_batch_norm:  # last, so that all is well where a warning is an error
+            self._sought_batch_norm = True
+            warn_of_batch_norm(self.params)
 
     def settle(self, plan: Plan, backend: Backend) -> float | Tensor:
         """Brings every accumulator under one common factor, for the step to divide by, and returns it."""

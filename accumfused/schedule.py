@@ -1,0 +1,101 @@
+"""What follows from a window's size: the learning rate, the number of updates, the number of micro-batches."""
+
+from __future__ import annotations
+
+import math
+from operator import index
+from typing import Literal, SupportsIndex, get_args
+
+Rule = Literal["linear", "sqrt"]
+
+
+def scale_lr(base_lr: float, base_batch: int, effective_batch: int, rule: Rule = "linear") -> float:
+    """The learning rate for a larger (or smaller) batch, from one that works.
+
+    With k = effective_batch / base_batch, "linear" is base_lr * k: one update does what k did, as long as the weights
+    move little meanwhile; it is meant for SGD and wants a warm-up (Goyal et al. 2017, arXiv:1706.02677). "sqrt" is
+    base_lr * sqrt(k): it keeps the noise of an update (Krizhevsky 2014, arXiv:1404.5997), and is the rule for Adam and
+    other adaptive methods (Malladi et al. 2022, arXiv:2205.10287, who scale the betas and eps too). Both hold up to
+    some batch size, which depends on the task.
+
+    Args:
+        base_lr: the learning rate that works with `base_batch`.
+        base_batch: samples (or tokens) in an update at `base_lr`.
+        effective_batch: in an update now: micro-batch x gradient_accumulation_steps x processes, in the same unit.
+        rule: "linear" or "sqrt".
+
+    Returns:
+        The learning rate for `effective_batch`.
+
+    Raises:
+        ValueError: a learning rate that is not finite and > 0, a batch that is not a whole number >= 1, another rule.
+
+    Example:
+        >>> scale_lr(0.1, base_batch=256, effective_batch=1024)
+        0.4
+        >>> scale_lr(1e-3, base_batch=256, effective_batch=1024, rule="sqrt")
+        0.002
+    """
+    if isinstance(base_lr, bool) or not isinstance(base_lr, (int, float)) or not 0 < base_lr < math.inf:
+        raise ValueError(f"base_lr must be a finite number > 0, got {base_lr!r}: give the one that works at base_batch")
+    factor = _whole(effective_batch, "effective_batch") / _whole(base_batch, "base_batch")
+    if rule not in get_args(Rule):
+        raise ValueError(f'rule must be "linear" (SGD) or "sqrt" (Adam and other adaptive methods), got {rule!r}')
+    return float(base_lr * (factor if rule == "linear" else math.sqrt(factor)))
+
+
+def updates_per_epoch(micro_batches: int, gradient_accumulation_steps: int) -> int:
+    """How many updates an epoch over `windows(loader, gradient_accumulation_steps)` makes, the remainder's included.
+
+    This is a scheduler's `steps_per_epoch`; times the epochs, its `total_steps` or `T_max`.
+
+    Args:
+        micro_batches: in an epoch: `len(loader)`.
+        gradient_accumulation_steps: micro-batches in a window.
+
+    Raises:
+        ValueError: one of them is not a whole number >= 1.
+
+    Example:
+        >>> updates_per_epoch(10, 4)
+        3
+    """
+    return -(
+        -_whole(micro_batches, "micro_batches") // _whole(gradient_accumulation_steps, "gradient_accumulation_steps")
+    )
+
+
+def gradient_accumulation_steps(effective_batch: int, per_device: int, world_size: int = 1) -> int:
+    """How many micro-batches of `per_device` samples on each of `world_size` processes make the effective batch.
+
+    Args:
+        effective_batch: samples in an update, over all processes.
+        per_device: samples in a micro-batch of one process.
+        world_size: processes that share a window.
+
+    Raises:
+        ValueError: it does not divide (the text names the nearest effective batches that do), or a number is not a
+            whole one >= 1.
+
+    Example:
+        >>> gradient_accumulation_steps(256, per_device=8, world_size=4)
+        8
+    """
+    wanted = _whole(effective_batch, "effective_batch")
+    at_once = _whole(per_device, "per_device") * _whole(world_size, "world_size")
+    steps, over = divmod(wanted, at_once)
+    if over:
+        nearest = " or ".join(str(count * at_once) for count in (steps, steps + 1) if count)
+        raise ValueError(
+            f"effective_batch must be a multiple of per_device * world_size = {per_device} * {world_size} = {at_once}, "
+            f"got {wanted}: take {nearest}, or another per_device"
+        )
+    return steps
+
+
+def _whole(value: int, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}: round it to an int")
+    if index(value) < 1:
+        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}: count it again")
+    return index(value)
