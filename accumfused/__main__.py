@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 import textwrap
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 import accumfused
 from accumfused import _native
 from accumfused.backends import NAMES, why_not
+
+BESIDE = ("numpy", "triton", "transformers", "accelerate", "lightning", "pytorch-lightning")
 
 
 def report() -> dict[str, Any]:
@@ -26,6 +29,7 @@ def report() -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "compiler": getattr(_native._C, "COMPILER", None),
             "GPU kernels": cuda_kernels(),
+            **{name: installed(name) for name in BESIDE},
             "system": platform.platform(),
             "installed in": str(Path(accumfused.__file__).parent),
         },
@@ -37,6 +41,14 @@ def report() -> dict[str, Any]:
             **{f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())},
         },
     }
+
+
+def installed(package: str) -> str | None:
+    """Its version; it is not imported."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def cuda_kernels() -> str | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,8 @@ def test_json_holds_what_a_bug_report_needs() -> None:
     assert found["versions"]["cuda"] == torch.version.cuda
     assert found["versions"]["python"].startswith(platform.python_version())
     assert found["versions"]["installed in"] == str(PACKAGE)
+    for name in ("numpy", "triton", "transformers", "accelerate", "lightning"):
+        assert found["versions"][name] == (metadata.version(name) if importlib.util.find_spec(name) else None)
     assert list(found["backends"]) == [name for name in NAMES if name != "auto"]
     assert found["backends"] == {name: why_not(name) for name in found["backends"]}
     assert found["backends"]["torch"] is None

@@ -107,3 +107,28 @@ def test_steps_from_p_grad_read_no_value(optimizer: af.AdamW) -> None:
 def test_the_watch_sees_a_read(optimizer: af.AdamW) -> None:
     with NoReads(), pytest.raises(AssertionError, match="waits for the device"):
         float(optimizer.skipped_steps)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["open", "closed"])
+def test_neither_clipping_together_nor_writing_gradients_nor_saving_reads_a_value(
+    emulate_cuda: None, last: bool
+) -> None:
+    params = [torch.randn(n).requires_grad_() for n in (5, 70)]
+    optimizers = [af.AdamW([p], capturable=True, write_grad=True, backend="cuda") for p in params]
+    af.clip_together(optimizers, 1.0)
+    for step in range(3):
+        for weight in (2.0, one_tensor(3.0)):
+            for p, optimizer in zip(params, optimizers, strict=True):
+                p.grad = torch.ones_like(p)
+                with NoReads():
+                    optimizer.accumulate(weight, last=last and isinstance(weight, torch.Tensor))
+        for optimizer in optimizers:
+            if step:
+                with NoReads():
+                    optimizer.state_dict()
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert params[0].grad[0] < 1.0
+        for optimizer in optimizers:
+            optimizer.zero_grad()
