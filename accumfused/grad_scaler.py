@@ -46,7 +46,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled or not isinstance(optimizer, FusedOptimizer):
             return super().step(optimizer, *args, **kwargs)
-        if args or kwargs.get("closure") is not None:
+        if any(closure is not None for closure in (*args[:1], kwargs.get("closure"))):
             raise RuntimeError("a GradScaler cannot step with a closure; call backward() before scaler.step()")
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
@@ -67,7 +67,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             runtime.scaled = scale if own is None else scale * own, None
         try:
-            result = optimizer.step(**kwargs)
+            result = optimizer.step(*args, **kwargs)
         finally:
             runtime.scaled = None
         skipped = optimizer.step_was_skipped.float()  # a tensor of its own: update() adds to it

@@ -5,8 +5,8 @@ The calls of a training loop, and torch.optim's protocol; tail.py does the work.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -27,9 +27,8 @@ class FusedOptimizer(Tail):
 
     torch_class: ClassVar[type[torch.optim.Optimizer] | None] = None  # whose checkpoints are ours
 
-    def _configure(self, settings: SettingArguments, *, differentiable: bool = False) -> None:
-        if differentiable:
-            raise ValueError("differentiable=True is not supported: the step is not recorded by autograd")
+    def _configure(self, settings: SettingArguments) -> None:
+        refuse_differentiable(self.defaults)
         self._settings = Settings(**settings)
         self._runtime = Runtime()
 
@@ -195,6 +194,10 @@ class FusedOptimizer(Tail):
             )
         return self._settings.amp == "fused" or self._together is not None
 
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """torch's constructors set it where fused=True; what a GradScaler is told stays the same."""
+
     # ---- torch.optim's protocol -------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -203,10 +206,12 @@ class FusedOptimizer(Tail):
         Raises:
             TypeError: a parameter that requires a gradient and is not fp32.
             RuntimeError: one that cannot be updated: complex, or overlapping itself.
-            ValueError: a parameter that is listed twice; a `max_grad_norm` of the group's own.
+            ValueError: a parameter that is listed twice; a setting (`max_grad_norm`...) of the group's own.
         """
-        if isinstance(param_group, dict) and "max_grad_norm" in param_group:
-            raise ValueError("max_grad_norm is one for all groups; give it to the optimizer, not to a group")
+        if isinstance(param_group, dict):
+            for name in {setting.name for setting in fields(Settings)} & param_group.keys():
+                raise ValueError(f"{name} is one for all groups; give it to the optimizer, not to a group")
+            refuse_differentiable(param_group)
         if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
             given = param_group["params"]
             param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
@@ -263,6 +268,11 @@ class FusedOptimizer(Tail):
         if not hasattr(self, "_runtime"):  # a wrapper may have it, and not in its own __dict__
             self._runtime = Runtime(window=state.pop("_window", None) or Window())
         super().__setstate__(state)
+
+
+def refuse_differentiable(options: Mapping[str, Any]) -> None:
+    if options.get("differentiable"):
+        raise ValueError("differentiable=True is not supported: the step is not recorded by autograd")
 
 
 def check_parameters(params: list[Tensor]) -> None:

@@ -121,7 +121,7 @@ class AmsgradRule(AdamRule):
     torch_states = ("step", *states)
 
 
-class Adam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
+class Adam(FusedOptimizer, torch.optim.Adam):
     """Adam, with accumulation, unscaling and clipping in the same pass.
 
     Takes the place of `torch.optim.Adam`: same arguments, group keys, state names and checkpoints.
@@ -137,13 +137,13 @@ class Adam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
         write_grad: leaves the gradient as it was applied (normalized, unscaled, clipped) in `p.grad`, for whoever reads
             it after the step: one more pass. A window then stays closed until `zero_grad()`.
         backend: "cpu", "cuda" (native kernels), "triton", "torch" (the reference), or "auto": the fastest that runs.
-        foreach, fused, capturable: accepted for torch's sake; they choose between torch's implementations.
+        foreach, fused, capturable: kept in the groups for torch's sake; they choose between torch's implementations.
         differentiable: not supported.
         decoupled_weight_decay: as in torch: True makes it AdamW.
 
     Raises:
         ValueError, TypeError: on hyper-parameters, with torch's texts, and on parameters that are not fp32.
-        RuntimeError: a backend asked for by name cannot run.
+        RuntimeError: a backend asked for by name cannot run; fused with foreach, as in torch.
     """
 
     rules = (AdamRule, AmsgradRule)
@@ -153,9 +153,9 @@ class Adam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float = 0,
         amsgrad: bool = False,
         *,
         foreach: bool | None = None,
@@ -166,18 +166,19 @@ class Adam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
         decoupled_weight_decay: bool = False,
         **settings: Unpack[SettingArguments],
     ) -> None:
-        self._configure(settings, differentiable=differentiable)
         torch.optim.Adam.__init__(
             self, params, lr, betas, eps, weight_decay, amsgrad,
-            maximize=maximize, capturable=capturable, decoupled_weight_decay=decoupled_weight_decay,
+            foreach=foreach, maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
         )  # fmt: skip
+        self._configure(settings)
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
         return AmsgradRule if group["amsgrad"] else AdamRule
 
 
-class AdamW(Adam, torch.optim.AdamW):  # type: ignore[override]
+class AdamW(Adam, torch.optim.AdamW):
     """AdamW: `Adam` with decoupled weight decay.
 
     Takes the place of `torch.optim.AdamW`: same arguments, group keys, state names and checkpoints. Arguments and
@@ -190,7 +191,7 @@ class AdamW(Adam, torch.optim.AdamW):  # type: ignore[override]
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
@@ -204,6 +205,6 @@ class AdamW(Adam, torch.optim.AdamW):  # type: ignore[override]
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad,
-            maximize=maximize, capturable=capturable, differentiable=differentiable, decoupled_weight_decay=True,
-            **settings,
+            foreach=foreach, maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused,
+            decoupled_weight_decay=True, **settings,
         )  # fmt: skip

@@ -105,13 +105,15 @@ class Lion(FusedOptimizer):
         self,
         params: Any,
         lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
         **settings: Unpack[SettingArguments],
     ) -> None:
-        self._configure(settings)
+        for name, number in (("lr", lr), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
+            if isinstance(number, Tensor) and number.numel() != 1:
+                raise ValueError(f"Tensor {name} must be 1-element")
         if not lr >= 0.0:
             raise ValueError(f"Invalid learning rate: {lr}")
         for index, beta in enumerate(betas):
@@ -121,6 +123,7 @@ class Lion(FusedOptimizer):
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         torch.optim.Optimizer.__init__(self, params, defaults)
+        self._configure(settings)
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:

@@ -91,7 +91,7 @@ class MomentumRule(SgdRule):
     counts_steps = True  # so that a skipped first step leaves the second one the first
 
 
-class SGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
+class SGD(FusedOptimizer, torch.optim.SGD):
     """SGD, with accumulation, unscaling and clipping in the same pass.
 
     Takes the place of `torch.optim.SGD`: same arguments, group keys, state names and checkpoints (with momentum, the
@@ -101,12 +101,12 @@ class SGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         params: fp32 parameters or parameter groups; gradients may be fp32, fp16 or bf16.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
         **settings: see `accumfused.Adam`.
-        foreach, fused: accepted for torch's sake; they choose between torch's implementations.
+        foreach, fused: kept in the groups for torch's sake; they choose between torch's implementations.
         differentiable: not supported.
 
     Raises:
         ValueError, TypeError: on hyper-parameters, with torch's texts, and on parameters that are not fp32.
-        RuntimeError: a backend asked for by name cannot run.
+        RuntimeError: a backend asked for by name cannot run; fused with foreach, as in torch.
     """
 
     rules = (SgdRule, MomentumRule)
@@ -116,9 +116,9 @@ class SGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float | Tensor = 0.0,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
         nesterov: bool = False,
         *,
         maximize: bool = False,
@@ -127,8 +127,11 @@ class SGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         fused: bool | None = None,
         **settings: Unpack[SettingArguments],
     ) -> None:
-        self._configure(settings, differentiable=differentiable)
-        torch.optim.SGD.__init__(self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
+        torch.optim.SGD.__init__(
+            self, params, lr, momentum, dampening, weight_decay, nesterov,
+            maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
+        )  # fmt: skip
+        self._configure(settings)
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
