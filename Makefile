@@ -67,8 +67,11 @@ $(VENV)/environment.stamp: tools/environment.py
 	$(PYTHON) tools/environment.py $(VENV) "$(TORCH)"
 	@touch $@
 
+# Frameworks are tested where they can be had; without them their tests are skipped, with the reason.
+EXTRAS_test := test,frameworks
+
 # What needs the package: installed for editing, with an extra of pyproject.toml, and rebuilt when csrc changes.
 # Without a native module all still works, more slowly; the next make tries again.
 $(VENV)/%.stamp: $(VENV)/environment.stamp setup.py pyproject.toml $(CSRC)
-	$(PIP) install --no-build-isolation --editable '.[$*]'
+	$(PIP) install --no-build-isolation --editable '.[$(or $(EXTRAS_$*),$*)]'
 	@if [ -e $(REASON) ]; then echo "no native module: $$(cat $(REASON))"; else touch $@; fi

@@ -288,7 +288,7 @@ class Window:
         if OVERWRITE in self._held or not complete:
             first: Grads = [g if a is None else None for g, a in zip(grads, self.accumulators, strict=True)]
             added = [g if a is not None else None for g, a in zip(grads, self.accumulators, strict=True)]
-            self._take_first(plan, backend, first, index, Counter(g.data_ptr() for g in grads if g is not None))
+            self._take_first(plan, backend, first, index, _shared_memory(grads))
             rows = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
         if isinstance(scale, Tensor) or (scale != 1.0 and self._only_weight() is None):
             rows = self.accumulators  # closing rescales them all
@@ -308,7 +308,7 @@ class Window:
             self._summed = [s or a is not None for a, s in zip(rows, self._summed, strict=True)]
         torch.autograd.graph.increment_version(folded)
 
-    def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int, uses: Counter[int]) -> None:
+    def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int, shared: set[int]) -> None:
         """The window's first gradients of some parameters: adopted where they can be, else copied to the arena.
 
         Either way they are held as they came; their weight is applied with the next fold.
@@ -319,7 +319,8 @@ class Window:
         for row, grad in enumerate(grads):
             if grad is None:
                 continue
-            if grad is self._arena[row] or (_adoptable(grad) and uses[grad.data_ptr()] == 1):
+            alone = not shared or grad.data_ptr() not in shared
+            if grad is self._arena[row] or (alone and _adoptable(grad)):
                 self.accumulators[row] = grad
             else:
                 copied[row] = grad
@@ -385,5 +386,14 @@ def _on_device(weight: Tensor, device: torch.device) -> Tensor:
 
 def _adoptable(grad: Tensor) -> bool:
     """Memory that nobody else owns: a part may belong to a bucket, and a gradient with a graph is still needed."""
-    whole = not grad._is_view() and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
-    return grad.dtype == torch.float32 and whole and not grad.requires_grad
+    if grad.dtype is not torch.float32 or grad.requires_grad or grad._is_view():
+        return False
+    return grad.untyped_storage().nbytes() == grad.nbytes
+
+
+def _shared_memory(grads: Grads) -> set[int]:
+    """Addresses at which more than one gradient begins."""
+    addresses = [grad.data_ptr() for grad in grads if grad is not None]
+    if len(set(addresses)) == len(addresses):
+        return set()
+    return {address for address, count in Counter(addresses).items() if count > 1}

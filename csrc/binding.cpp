@@ -5,6 +5,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "cpu/float_mode.h"
 #include "cpu/kernels.h"
 #include "norm.h"
@@ -80,12 +82,21 @@ void finish_norm(const Table& table, uintptr_t partials, double normalization, u
   baseline::finish_norm(scaling, sum, pointer<float>(outcome), pointer<int64_t>(skips));
 }
 
-void step(const std::string& instruction_set, const Table& table, int threads, const std::vector<double>& hypers,
+// hypers[group]: its numbers in its rule's order, or tensors of one element.
+void step(const std::string& instruction_set, const Table& table, int threads, const std::vector<py::tuple>& hypers,
           const std::vector<int32_t>& rules, uintptr_t outcome) {
   const cpu::Kernels& run = kernels(instruction_set);
+  size_t stride = 0;
+  for (const py::tuple& group : hypers) stride = std::max(stride, group.size());
+  std::vector<double> numbers(hypers.size() * stride);
+  for (size_t g = 0; g < hypers.size(); ++g) {
+    for (size_t k = 0; k < hypers[g].size(); ++k) {
+      numbers[g * stride + k] = PyFloat_AsDouble(PyTuple_GET_ITEM(hypers[g].ptr(), k));
+    }
+    if (PyErr_Occurred()) throw py::error_already_set();
+  }
   const py::gil_scoped_release release;
-  const int64_t stride = rules.empty() ? 0 : int64_t(hypers.size() / rules.size());
-  run.step(work_on(table, threads), {hypers.data(), rules.data(), stride, pointer<const float>(outcome)});
+  run.step(work_on(table, threads), {numbers.data(), rules.data(), int64_t(stride), pointer<const float>(outcome)});
 }
 
 }  // namespace

@@ -50,7 +50,8 @@ class Table {
  private:
   struct Layout {
     bool readable = false;  // fp32 memory that a kernel can address
-    std::vector<int64_t> sizes, strides;
+    int32_t ndim = 0;
+    size_t shape = 0;  // where its sizes and strides stand in shapes_
   };
   struct Watched {
     PyObject* object;
@@ -59,7 +60,8 @@ class Table {
   };
   bool set_grad(size_t index, PyObject* grad);
   bool read(PyObject* object, dlpack::Tensor& out) const;
-  Layout layout_of(PyObject* object) const;
+  Layout layout_of(PyObject* object);
+  size_t keep_shape(const dlpack::Tensor& tensor);
   bool is_here(const dlpack::Tensor& tensor) const {
     return tensor.device.type == device_.type && tensor.device.id == device_.id;
   }
@@ -73,11 +75,6 @@ class Table {
   std::vector<Layout> owner_layouts_;
   std::vector<Row> rows_;
   std::vector<Operands> operands_;
-  struct Seen {
-    PyObject* grad = nullptr;
-    const void* data = nullptr;
-  };
-  std::vector<Seen> seen_;       // the gradients last looked at closely: asking whether one is negated costs 30 ns
   std::vector<Layout> layouts_;  // of params, and so of gradients, accumulators and states
   int64_t chunks_ = 0;
   int64_t numel_ = 0;

@@ -35,14 +35,14 @@ def collate(samples: list[Tensor]) -> dict[str, Tensor]:
 
 
 def trainer(folder: str) -> Trainer:
-    """The stock Trainer: 4 micro-batches of 8 samples an update, of different numbers of tokens."""
+    """The stock Trainer: 4 micro-batches of 4 samples an update, of different numbers of tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     )
     arguments = TrainingArguments(
         output_dir=folder,
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=4,
         gradient_accumulation_steps=4,
         max_steps=UPDATES,
         learning_rate=1e-3,

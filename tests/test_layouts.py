@@ -197,6 +197,20 @@ def test_a_lazily_negated_gradient_is_taken_at_its_values(accumulates: bool, bac
     assert_same_bits(param, torch.tensor([1.0, 2.0, -3.0]) * torch.tensor(0.3))
 
 
+def test_a_gradient_that_takes_the_place_of_another_may_be_lazily_negated(backend: str) -> None:
+    """Its object and its memory may be those of the one before, which was freed."""
+    values, param = torch.randn(64), torch.zeros(64, requires_grad=True)
+    optimizer = case_named("sgd").make([param], backend)
+    for _ in range(3):
+        for grad, sign in ((values.detach(), 1.0), (torch._neg_view(values), -1.0)):
+            before = param.detach().clone()
+            param.grad = grad
+            del grad
+            optimizer.step()
+            param.grad = None
+            assert_same_bits(param, before - sign * values * torch.tensor(0.3))
+
+
 @every_case
 def test_frozen_and_unused_parameters_are_left_alone(case: Case, backend: str) -> None:
     used, unused, frozen = random_params([(5,), (6,), (7,)])

@@ -14,6 +14,7 @@ from stock_optimizers import params_of, set_grads
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch_peers import CASES, assert_alike, make, train
 
 import accumfused as af
@@ -175,6 +176,30 @@ def test_hooks_fire_once_around_the_step_and_may_change_its_arguments(backend: s
     assert [when for when, _ in seen] == ["pre", "post"]
     assert seen[0][1] == 1.0
     assert seen[1][1] == param[0].item() < 1.0
+
+
+@pytest.mark.parametrize("how", [torch.profiler.profile, torch.autograd.profiler.profile])
+def test_a_profiler_finds_the_step_by_its_name(backend: str, how: Any) -> None:
+    param = Parameter(torch.ones(3))
+    optimizer = af.AdamW([param], lr=0.1, backend=backend)
+    for _ in range(2):
+        param.grad = torch.ones(3)
+        with how() as trace:
+            optimizer.step()
+        assert [event.count for event in trace.key_averages() if event.key == "Optimizer.step#AdamW.step"] == [1]
+
+
+@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+def test_hooks_of_all_optimizers_fire(backend: str, register: Callable[..., Any]) -> None:
+    param, seen = Parameter(torch.ones(3)), []
+    optimizer = af.AdamW([param], lr=0.1, backend=backend)
+    handle = register(lambda opt, args, kwargs: seen.append(opt))
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+    optimizer.step()
+    assert seen == [optimizer]
 
 
 def test_a_post_accumulate_hook_may_fold_the_gradients_of_its_own_optimizer(backend: str) -> None:

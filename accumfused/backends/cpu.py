@@ -16,8 +16,6 @@ from accumfused.backends.base import (
     address,
     as_number_and_address,
     new_outcome,
-    numbers,
-    padded,
 )
 from accumfused.plan import Grads, Plan
 
@@ -45,7 +43,7 @@ class CpuBackend:
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        outcome = new_outcome(torch.device("cpu"), normed=partials is not None)
+        outcome = new_outcome(plan.device, normed=partials is not None)
         if partials is not None and grads is not None:
             plan.point_at(grads)
             self._c.norm(self.instruction_set, plan.table, torch.get_num_threads(), partials.data_ptr())
@@ -60,5 +58,5 @@ class CpuBackend:
         plan.point_at(grads)
         self._c.step(
             self.instruction_set, plan.table, torch.get_num_threads(),
-            padded(numbers(hypers), 0.0), plan.rule_indices, outcome.values.data_ptr(),
+            hypers, plan.rule_indices, outcome.values.data_ptr(),
         )  # fmt: skip
