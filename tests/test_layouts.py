@@ -202,10 +202,9 @@ def test_a_gradient_that_takes_the_place_of_another_may_be_lazily_negated(backen
     values, param = torch.randn(64), torch.zeros(64, requires_grad=True)
     optimizer = case_named("sgd").make([param], backend)
     for _ in range(3):
-        for grad, sign in ((values.detach(), 1.0), (torch._neg_view(values), -1.0)):
+        for make, sign in ((values.detach, 1.0), (lambda: torch._neg_view(values), -1.0)):
             before = param.detach().clone()
-            param.grad = grad
-            del grad
+            param.grad = make()
             optimizer.step()
             param.grad = None
             assert_same_bits(param, before - sign * values * torch.tensor(0.3))
