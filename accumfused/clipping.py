@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,6 +107,9 @@ class ClipTogether:
             known.plan, known.matched = current, current.match(known.grads)
         del self._measured[optimizer]
         return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_measured": {}, "_divisors": None}  # a copy's gradients are its own
 
     def forget(self, optimizer: FusedOptimizer) -> None:
         """The gradients of a member are gone."""

@@ -158,8 +158,12 @@ def test_one_without_gradients_adds_nothing(backend: str) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_copies_are_clipped_together_too(copied: Any) -> None:
+@pytest.mark.parametrize("between", [False, True])
+def test_copies_are_clipped_together_too(copied: Any, between: bool) -> None:
     both = Both("auto")
+    if between:  # between their steps: the norm that was taken is not the copies'
+        both.set([torch.zeros_like(grad) for grad in both.gradients(0)])
+        both.optimizers[2].step()
     both.optimizers = copied(both.optimizers)
     both.ours = [optimizer.param_groups[0]["params"] for optimizer in both.optimizers]
     both.set(both.gradients(0))
