@@ -43,10 +43,10 @@ class Runtime:
 class Divisors:
     """What one step divides by, besides its window's weights, and who says that it is to be skipped."""
 
-    normalizer: float | Tensor | None
-    grad_scale: float | Tensor | None
-    found_inf: float | Tensor | None
-    for_scaler: bool  # who wants to know whether the gradients are finite, and does not want to hear of it by an error
+    normalizer: float | Tensor | None = None
+    grad_scale: float | Tensor | None = None
+    found_inf: float | Tensor | None = None
+    for_scaler: bool = False  # who must know whether the gradients are finite, and not by an error
 
 
 @dataclass

@@ -173,7 +173,7 @@ def test_a_checkpoint_is_not_loaded_into_an_open_window(backend: str) -> None:
     checkpoint = optimizer.state_dict()
     param.grad = torch.ones(4)
     optimizer.accumulate()
-    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) first"):
+    with pytest.raises(RuntimeError, match=r"call step\(\) or zero_grad\(\) before load_state_dict\(\)"):
         optimizer.load_state_dict(checkpoint)
     optimizer.zero_grad()
     optimizer.load_state_dict(checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import accumfused as af
+from accumfused.tail import Divisors
 from bench import stock
 from bench.measure import Variant, interleave
 from bench.peers import peers
@@ -80,7 +81,7 @@ def _host_time(bench: Bench, label: str, optimizer: af.AdamW) -> Table:
     plan, backend = optimizer._plan(), optimizer._runtime.backend
     assert backend is not None
     grads, _ = plan.gradients()
-    scaling, partials = optimizer._scaling(plan, None), optimizer._partials(plan, True)
+    scaling, partials = optimizer._scaling(plan, Divisors()), optimizer._partials(plan, True)
     hypers = [rule.hyper_values(group) for rule, group in zip(plan.rules, optimizer.param_groups, strict=True)]
     outcome = backend.norm(plan, plan.match(grads), partials, scaling)
     plan.let_go()
