@@ -106,7 +106,8 @@ class Window:
         total = self._total.reshape(()) if isinstance(self._total, Tensor) else self._weights.new_tensor(self._total)
         count, weighted = (self._weights.new_tensor(float(value)) for value in (self._count, bool(self._weighted)))
         factors = {index: self._weights[max(index, _READY)] for index in set(self._held)}
-        return [torch.stack([factors[index], total, count, weighted]) for index in self._held]
+        rows = {index: torch.stack([factor, total, count, weighted]) for index, factor in factors.items()}
+        return [rows[index] for index in self._held]
 
     @classmethod
     def resumed(cls, rows: list[tuple[Tensor, Tensor | None, list[float] | None]]) -> Window:

@@ -8,7 +8,6 @@ it is weighted (0: a plain sum).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,23 +24,24 @@ ACCUMULATOR = "grad_accumulator"
 WEIGHTS = "grad_accumulator_weights"
 
 
-def with_window(optimizer: FusedOptimizer) -> defaultdict[Tensor, Any]:
-    """The optimizer's state with its open window.
+def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint with the (fused) optimizer's open window.
 
     Parameters that have not been stepped get the zeros that torch's optimizer begins with: it takes a state that holds
     anything for a complete one.
     """
-    window = optimizer._runtime.window
-    rules = {p: optimizer.rule_of(group) for group in optimizer.param_groups for p in group["params"]}
-    state: defaultdict[Tensor, Any] = defaultdict(dict, optimizer.state)
+    window, state = optimizer._runtime.window, dict(state_dict["state"])
+    keys = {id(param): key for key, param in _params(optimizer, state_dict).items()}
+    rules = {id(p): optimizer.rule_of(group) for group in optimizer.param_groups for p in group["params"]}
     for param, accumulator, weights in zip(window.params, window.accumulators, window.weights_held(), strict=True):
         if accumulator is None:
             continue
-        state[param] = dict(state[param])
-        if "step" in rules[param].torch_states:
-            make_state(rules[param], param, state[param])
-        state[param] |= {ACCUMULATOR: accumulator, WEIGHTS: weights}
-    return state
+        key, rule = keys[id(param)], rules[id(param)]
+        entries = dict(state.get(key, {}))
+        if "step" in rule.torch_states:
+            make_state(rule, param, entries)
+        state[key] = entries | {ACCUMULATOR: accumulator, WEIGHTS: weights}
+    return {**state_dict, "state": state}
 
 
 def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Window | None]:
@@ -75,6 +75,8 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
     name = (optimizer.torch_class or type(optimizer)).__name__
     rules = []
     for group in state_dict["param_groups"]:
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError("a group of the checkpoint has no 'params'; it is damaged")
         rule = optimizer.rule_of({**optimizer.defaults, **group})
         rules += [rule] * len(group["params"])
         keys = ["betas" if key.startswith("beta") else key for key in rule.hypers]
@@ -95,6 +97,8 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
 def _check_state(
     key: Any, param: Tensor, entries: Mapping[str, Any], states: tuple[str, ...], expected: tuple[str, ...], name: str
 ) -> None:
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"the checkpoint's state of parameter {key} is a {type(entries).__name__}, not a dictionary")
     own = {k: v for k, v in entries.items() if v is not None and k not in (ACCUMULATOR, WEIGHTS)}
     lacks = [k for k in expected or states if own and k not in own]
     if lacks:
@@ -102,6 +106,9 @@ def _check_state(
             f"the checkpoint's state of parameter {key} has no {lacks[0]!r}, only {', '.join(sorted(own))}: "
             f"it is incomplete, or of another optimizer than {name}"
         )
+    step = entries.get("step")
+    if "step" in expected and isinstance(step, Tensor) and step.numel() != 1:
+        raise ValueError(f"state 'step' of parameter {key} has shape {list(step.shape)}, and is to be one number")
     for k in (*states, ACCUMULATOR):
         value = entries.get(k)
         if isinstance(value, Tensor) and value.shape != param.shape:
@@ -109,7 +116,8 @@ def _check_state(
                 f"state {k!r} of parameter {key} has shape {list(value.shape)}, its parameter {list(param.shape)}; "
                 "load a checkpoint of the same model"
             )
-    if (ACCUMULATOR in entries) != (WEIGHTS in entries) or (WEIGHTS in entries and entries[WEIGHTS].shape != (4,)):
+    window = [entries[k] for k in (ACCUMULATOR, WEIGHTS) if k in entries]
+    if window and not (len(window) == 2 and all(isinstance(v, Tensor) for v in window) and window[1].shape == (4,)):
         raise ValueError(
             f"the open window of parameter {key} is incomplete: it needs {ACCUMULATOR!r} and {WEIGHTS!r} [4]"
         )

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from accumfused.backends.base import Outcome, on_device
+from accumfused.accumulation import Phase
+from accumfused.backends.base import Outcome
 from accumfused.numeric import square_root
 from accumfused.optimizer import FusedOptimizer
-from accumfused.plan import Grads
 from accumfused.settings import Settings
-from accumfused.tail import Divisors, Measured
-
-Fingerprint = list[tuple[int, int, int]]
+from accumfused.tail import Divisors, Fingerprint, Measured, Taken
 
 
 def clip_together(optimizers: Sequence[FusedOptimizer], max_grad_norm: float) -> ClipTogether:
@@ -45,13 +42,15 @@ def clip_together(optimizers: Sequence[FusedOptimizer], max_grad_norm: float) ->
 
 
 class ClipTogether:
-    """What `clip_together` returns."""
+    """What `clip_together` returns.
+
+    The first member to step measures all of them, and leaves for each what it will step with (`Runtime.taken`). Until
+    then their gradients must stay as they are; those of a member that does not step live on until the next time.
+    """
 
     def __init__(self, optimizers: Sequence[FusedOptimizer], max_grad_norm: float) -> None:
         self.optimizers = list(optimizers)
         self.max_grad_norm = max_grad_norm
-        self._measured: dict[FusedOptimizer, tuple[Measured | None, Fingerprint]] = {}  # by the step of another one
-        self._divisors: Divisors | None = None
         for optimizer in self.optimizers:
             if not isinstance(optimizer, FusedOptimizer):
                 raise TypeError(
@@ -84,64 +83,92 @@ class ClipTogether:
 
     def measure(self, optimizer: FusedOptimizer, divisors: Divisors) -> Measured | None:
         """The gradients of a member that steps, with the coefficient that all members share."""
-        if optimizer not in self._measured:
+        runtime = optimizer._runtime
+        if runtime.taken is None:
             self._measure_all(divisors)
-            return self._measured.pop(optimizer)[0]
-        before = self._divisors
-        assert before is not None
-        if (before.grad_scale is None) != (divisors.grad_scale is None) or not _same(
-            before.normalizer, divisors.normalizer
-        ):
-            raise RuntimeError(
-                "optimizers that are clipped together must all be stepped with the same normalizer, and all or none of "
-                "them unscaled by scaler.unscale_(); call zero_grad() on each to begin again"
-            )
-        known, fingerprint = self._measured[optimizer]
-        current = optimizer._plan()
-        if fingerprint != _fingerprint(optimizer._runtime.window.accumulators or current.gradients()[0]):
-            raise RuntimeError(
-                "gradients changed since the norm over all optimizers was taken, by the first of them to step; step "
-                "all of them after the last backward(), and call zero_grad() on each to begin again"
-            )
-        if known is not None:
-            known.plan, known.matched = current, current.match(known.grads)
-        del self._measured[optimizer]
-        return known
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_measured": {}, "_divisors": None}  # a copy's gradients are its own
+        else:
+            self._check_taken(divisors)
+        taken, runtime.taken = runtime.taken, None
+        if taken is None:
+            raise RuntimeError("this is a shallow copy of an optimizer that is clipped together with others; step that")
+        measured: Measured | None = taken.measured
+        if measured is not None:
+            measured.plan = optimizer._plan()
+            measured.matched = measured.plan.match(measured.grads)
+        return measured
 
     def forget(self, optimizer: FusedOptimizer) -> None:
-        """The gradients of a member are gone."""
-        self._measured.pop(optimizer, None)
+        """The gradients of a member are gone, and where no other waits with its own, so is the norm."""
+        optimizer._runtime.taken = None
+        waiting = [member._runtime for member in self.optimizers if member._runtime.taken is not None]
+        if all(runtime.taken.measured is None for runtime in waiting if runtime.taken is not None):
+            for runtime in waiting:
+                runtime.taken = None
+
+    def follow_writes(self) -> None:
+        """A member's step has written gradients: those of others may be views of the same buffer, and count it too."""
+        for member in self.optimizers:
+            if member._runtime.taken is not None:
+                member._runtime.taken.fingerprint = _fingerprint(member)
+
+    def _check_taken(self, divisors: Divisors) -> None:
+        """Refuses to go on with a norm that is not that of the gradients of now."""
+        for member in self.optimizers:
+            taken = member._runtime.taken
+            if taken is None:
+                continue
+            before = taken.divisors
+            scaled_alike = (before.grad_scale is None) == (divisors.grad_scale is None)
+            if not scaled_alike or not _same(before.normalizer, divisors.normalizer):
+                raise RuntimeError(
+                    "optimizers that are clipped together must all be stepped with the same normalizer, and all or "
+                    "none of them unscaled by scaler.unscale_(); call zero_grad() on each to begin again"
+                )
+            if taken.fingerprint != _fingerprint(member):
+                raise RuntimeError(
+                    "gradients changed since the norm over all optimizers was taken, by the first of them to step; "
+                    "step all of them after the last backward(), and call zero_grad() on each to begin again"
+                )
 
     def _measure_all(self, divisors: Divisors) -> None:
         """Takes the norm over all members, for each of them to step with."""
-        self._measured, self._divisors = {}, divisors
+        for member in self.optimizers:
+            member._runtime.taken = None
+        parts: list[Measured | None] = []
         for member in self.optimizers:
             try:
-                measured = member._measure(divisors)
+                parts.append(member._measure(divisors))
             finally:
                 member._let_go()
-            self._measured[member] = measured, _fingerprint([] if measured is None else measured.grads)
-        found = [(member, measured) for member, (measured, _) in self._measured.items() if measured is not None]
+        both = list(zip(self.optimizers, parts, strict=True))
+        self._share([(member, part) for member, part in both if part is not None], divisors)
+        for member, part in both:
+            member._runtime.taken = Taken(part, divisors, _fingerprint(member))
+
+    def _share(self, found: list[tuple[FusedOptimizer, Measured]], divisors: Divisors) -> None:
+        """Puts the common norm, and one skip for all, into each member's outcome."""
         if not found:
             return
         device = found[0][1].plan.device
-        norms = torch.stack([on_device(measured.outcome.norm, device, torch.float64) for _, measured in found])
-        norm = square_root((norms * norms).sum().float())
-        limit = torch.full_like(norm, self._max_grad_norm, dtype=torch.float64)
-        clip = (limit / (norm.double() + 1e-6)).clamp(max=1.0)
-        skipped = torch.stack(
-            [on_device(measured.outcome.values[2], device, torch.float32) for _, measured in found]
-        ).amax()
-        for member, measured in found:
-            own = measured.outcome.values
-            values = (own[0].double() * on_device(clip, own.device, torch.float64)).float()
-            shared = [on_device(value, own.device, torch.float32) for value in (norm, skipped)]
-            measured.outcome = Outcome(torch.stack([values, *shared]))
-            assert member._runtime.skips is not None
-            member._runtime.skips.count.add_(measured.outcome.skipped)
+        own = torch.stack([_to(measured.outcome.values, device) for _, measured in found])
+        coefficients, norms, skips = own.double().unbind(1)
+        norm = square_root((norms * norms).sum().float()).double()
+        clip = (torch.full_like(norm, self._max_grad_norm) / (norm + 1e-6)).clamp(max=1.0)
+        skipped = skips.amax()
+        if any(member._settings.nonfinite != "propagate" for member in self.optimizers):
+            skipped = torch.maximum(skipped, (~norm.isfinite()).double())  # a sum may overflow where no part does
+        rows = torch.stack([coefficients * clip, norm.expand_as(norms), skipped.expand_as(norms)], 1).float()
+        for (member, measured), row in zip(found, rows, strict=True):
+            measured.outcome = Outcome(_to(row, measured.plan.device))
+            measured.matched = []  # copies of gradients in another layout need not live until its step
+            if member._counts_skips(divisors):
+                assert member._runtime.skips is not None
+                member._runtime.skips.count.add_(measured.outcome.skipped)
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Towards a GPU nothing waits; what comes to the CPU must be there."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def _same(one: float | Tensor | None, other: float | Tensor | None) -> bool:
@@ -149,6 +176,10 @@ def _same(one: float | Tensor | None, other: float | Tensor | None) -> bool:
     return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
 
 
-def _fingerprint(grads: Grads) -> Fingerprint:
-    """Which tensors these are, and how often they were written: autograd adds to a gradient in place."""
+def _fingerprint(optimizer: FusedOptimizer) -> Fingerprint:
+    """Which gradients a step would look at, and how often they were written: autograd adds to them in place."""
+    window, grads = optimizer._runtime.window, optimizer._plan().gradients()[0]
+    optimizer._let_go()
+    if window.phase is Phase.OPEN:
+        grads = [*window.accumulators, *grads]
     return [(row, id(grad), grad._version) for row, grad in enumerate(grads) if grad is not None]

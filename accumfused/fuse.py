@@ -91,13 +91,18 @@ class ForeignStep(FusedOptimizer):
     def _apply(self, measured: Measured) -> None:
         outcome, backend = measured.outcome, self._runtime.backend
         assert backend is not None
-        if bool(outcome.skipped):
+        coefficient, _, skipped = outcome.values.tolist()  # the one time that the host waits
+        if skipped:
             return
-        if float(outcome.coefficient) != 1.0:
+        if coefficient != 1.0:
             rescale(backend, measured.plan, measured.grads, measured.matched, outcome.coefficient)
         if self._runtime.window.phase is Phase.OPEN:
             self._runtime.window.expose()
         self._own_step()
+
+    @property
+    def _writes_grads(self) -> bool:
+        return True  # it clips them where they are
 
     def _write_grad(self, measured: Measured) -> None:
         """It is there already: the step has read it."""

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from accumfused.backends.base import on_device
 from accumfused.optimizer import FusedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, same arguments, loop and checkpoints; optimizers of torch are handled as torch does.
 
-    For optimizers of this package `step()` always steps, and never waits: after an overflow the optimizer writes
-    nothing, and counts it in `skipped_steps`. Open windows are stepped too. `unscale_()` is for an external clip: it
+    For optimizers with kernels `step()` always steps, and never waits: after an overflow the optimizer writes nothing,
+    and counts it in `skipped_steps`. Open windows are stepped too. `unscale_()` is for an external clip: it
     costs the pass that `max_grad_norm` does not need, and wants `accumulate(..., last=True)` before it.
     """
 
@@ -59,7 +60,7 @@ class GradScaler(torch.amp.GradScaler):
                 "some of the optimizers that are clipped together were unscaled, so there is no common norm; "
                 "call scaler.unscale_() on all of them or on none"
             )
-        flags = [flag.to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
+        flags = [on_device(flag, scale.device, torch.float32) for flag in state["found_inf_per_device"].values()]
         own = getattr(optimizer, "grad_scale", None)
         runtime = optimizer._runtime
         if state["stage"] is OptState.UNSCALED:
@@ -70,7 +71,7 @@ class GradScaler(torch.amp.GradScaler):
             result = optimizer.step(*args, **kwargs)
         finally:
             runtime.scaled = None
-        skipped = optimizer.step_was_skipped.float()  # a tensor of its own: update() adds to it
+        skipped = on_device(optimizer.step_was_skipped, scale.device, torch.float32)  # a new one: update() adds to it
         state["found_inf_per_device"] = {skipped.device: skipped}
         state["stage"] = OptState.STEPPED
         return result

@@ -36,6 +36,7 @@ class Runtime:
     partials: Tensor | None = None  # of the norm of gradients that came in p.grad
     outcome: Outcome | None = None  # of the last step
     skips: Skips | None = None
+    taken: Taken | None = None  # with clip_together, by the step of another optimizer
     scaled: tuple[Any, Any] | None = None  # what our GradScaler steps with in place of grad_scale and found_inf
 
 
@@ -46,7 +47,7 @@ class Divisors:
     normalizer: float | Tensor | None = None
     grad_scale: float | Tensor | None = None
     found_inf: float | Tensor | None = None
-    for_scaler: bool = False  # who must know whether the gradients are finite, and not by an error
+    for_scaler: bool = False  # to which an overflow is nothing to raise for
 
 
 @dataclass
@@ -58,6 +59,18 @@ class Measured:
     matched: Grads  # as the kernels read them
     complete: bool  # there is one for every parameter
     outcome: Outcome
+
+
+Fingerprint = list[tuple[int, int, int]]  # row, id and version of each gradient
+
+
+@dataclass
+class Taken:
+    """What an optimizer will step with, and what must not have changed until then."""
+
+    measured: Measured | None
+    divisors: Divisors
+    fingerprint: Fingerprint
 
 
 class Tail(torch.optim.Optimizer):
@@ -111,6 +124,10 @@ class Tail(torch.optim.Optimizer):
         assert self._runtime.backend is not None
         complete = present == len(grads)
         window.fold(current, self._runtime.backend, matched, complete, weight, in_loss=in_loss, last=last)
+        if not self.state and window.phase is Phase.OPEN:
+            # torch.distributed.checkpoint makes the state of an optimizer that has none by a step of its own, with
+            # zeros in p.grad: an open window refuses that, and a learning rate of 0 would be left behind.
+            self.state[current.params[0]] = {}
 
     def _measure(self, divisors: Divisors) -> Measured | None:
         """The coefficient of the gradients that a step takes now; None where there is no gradient."""
@@ -151,9 +168,10 @@ class Tail(torch.optim.Optimizer):
         settings, runtime = self._settings, self._runtime
         # Whoever uses a window is promised that bad weights skip the step.
         takes_norm = settings.takes_norm or runtime.window.phase is not Phase.IDLE
-        takes_norm = takes_norm or self._together is not None or (divisors.for_scaler and divisors.found_inf is None)
+        is_unchecked = divisors.for_scaler and divisors.found_inf is None
+        takes_norm = takes_norm or self._together is not None or is_unchecked
         scaling = Scaling(current.device, takes_norm=takes_norm, max_grad_norm=settings.max_grad_norm)
-        if self._together is None and (settings.nonfinite != "raise" or divisors.for_scaler):
+        if self._together is None and self._counts_skips(divisors):
             assert runtime.skips is not None
             scaling.skips = runtime.skips.count
         if divisors.found_inf is not None:
@@ -163,12 +181,16 @@ class Tail(torch.optim.Optimizer):
         if divisors.normalizer is not None:
             scaling.normalize(divisors.normalizer)
         checked = takes_norm or scaling.device_normalization is not None
-        scaling.skips_nonfinite = checked and (settings.nonfinite != "propagate" or divisors.for_scaler)
+        scaling.skips_nonfinite = checked and (settings.nonfinite != "propagate" or is_unchecked)
         return scaling
 
-    def _refuse_nonfinite(self, outcome: Outcome) -> None:
-        """With nonfinite="raise", which waits for the device; a scaler's overflow is nothing to raise for."""
-        if self._settings.nonfinite != "raise" or self._runtime.scaled is not None or not bool(outcome.skipped):
+    def _counts_skips(self, divisors: Divisors) -> bool:
+        """Others raise."""
+        return self._settings.nonfinite != "raise" or divisors.for_scaler
+
+    def _refuse_nonfinite(self, outcome: Outcome, divisors: Divisors) -> None:
+        """With nonfinite="raise", which waits for the device."""
+        if self._counts_skips(divisors) or not bool(outcome.skipped):
             return
         raise RuntimeError(
             f"the global norm of the gradients is {float(outcome.norm)}, nothing was updated; look for the "
@@ -191,6 +213,10 @@ class Tail(torch.optim.Optimizer):
             written = [param for param, grad in zip(current.params, grads, strict=True) if grad is not None]
         # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
         torch.autograd.graph.increment_version(written)
+
+    @property
+    def _writes_grads(self) -> bool:
+        return self._settings.write_grad
 
     def _write_grad(self, measured: Measured) -> None:
         """p.grad becomes what was applied; that of a skipped step stays as it came."""

@@ -91,9 +91,10 @@ void step(const std::string& instruction_set, const Table& table, int threads, c
   std::vector<double> numbers(hypers.size() * stride);
   for (size_t g = 0; g < hypers.size(); ++g) {
     for (size_t k = 0; k < hypers[g].size(); ++k) {
-      numbers[g * stride + k] = PyFloat_AsDouble(PyTuple_GET_ITEM(hypers[g].ptr(), k));
+      const double number = PyFloat_AsDouble(PyTuple_GET_ITEM(hypers[g].ptr(), k));
+      if (number == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+      numbers[g * stride + k] = number;
     }
-    if (PyErr_Occurred()) throw py::error_already_set();
   }
   const py::gil_scoped_release release;
   run.step(work_on(table, threads), {numbers.data(), rules.data(), int64_t(stride), pointer<const float>(outcome)});

@@ -81,6 +81,15 @@ DAMAGED: dict[str, tuple[Callable[[Checkpoint], Checkpoint], str]] = {
         edited(lambda c: c["state"].update({7: c["state"][1]})),
         "a state of parameter 7, which none of its groups has",
     ),
+    "a group without params": (
+        edited(lambda c: c["param_groups"][0].pop("params")),
+        "a group of the checkpoint has no",
+    ),
+    "a state that is none": (
+        edited(lambda c: c["state"].update({0: 3.0})),
+        "state of parameter 0 is a float, not a dict",
+    ),
+    "a step of three": (edited(lambda c: c["state"][1].update(step=torch.ones(3))), r"'step' of parameter 1 has shape"),
     "amsgrad without its maximum": (
         edited(lambda c: c["param_groups"][0].update(amsgrad=True)),
         "has no 'max_exp_avg_sq'",
@@ -91,6 +100,10 @@ WINDOWS: dict[str, tuple[Callable[[Checkpoint], Checkpoint], str]] = {
     "no accumulator": (without("grad_accumulator"), "the open window of parameter 1 is incomplete"),
     "cut weights": (
         edited(lambda c: c["state"][0].update(grad_accumulator_weights=torch.ones(2))),
+        "the open window of parameter 0 is incomplete",
+    ),
+    "weights in a list": (
+        edited(lambda c: c["state"][0].update(grad_accumulator_weights=[1.0] * 4)),
         "the open window of parameter 0 is incomplete",
     ),
     "another shape": (

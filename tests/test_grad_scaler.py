@@ -176,11 +176,12 @@ def test_16_bit_gradients(backend: str, kind: str, dtype: torch.dtype) -> None:
     assert scaler.get_scale() == 2.0**3
 
 
+@every_scaler
 @pytest.mark.parametrize("nonfinite", [None, "skip", "propagate", "raise"])
-def test_an_overflow_is_skipped_whatever_nonfinite_says(backend: str, nonfinite: Any) -> None:
+def test_an_overflow_is_skipped_whatever_nonfinite_says(backend: str, nonfinite: Any, kind: str) -> None:
     param = Parameter(torch.ones(3))
-    optimizer = af.AdamW([param], nonfinite=nonfinite, backend=backend)
-    scaler = scaler_of("af.GradScaler")
+    optimizer = af.AdamW([param], nonfinite=nonfinite, **SCALERS[kind][1], backend=backend)
+    scaler = scaler_of(kind)
     scaler.scale((param * math.inf).sum()).backward()
     scaler.step(optimizer)
     scaler.update()

@@ -244,6 +244,45 @@ def test_saving_changes_nothing_and_the_hooks_see_the_window(backend: str) -> No
     assert all(map(torch.equal, everything(optimizer).values(), everything(twin).values()))
 
 
+@pytest.mark.parametrize("cls", [af.SGD, af.AdamW])
+def test_distributed_checkpoint_saves_a_window_before_the_first_step(backend: str, cls: Any) -> None:
+    model = torch.nn.Linear(3, 4)
+    optimizer, twin = (cls(model.parameters(), lr=0.25, backend=backend) for _ in range(2))
+    for index, weight in enumerate((0.1, 0.9)):
+        micro_batch(optimizer, index, weight)
+        saved = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer))
+    dcp.set_optimizer_state_dict(model, twin, saved)
+    assert [each.param_groups[0]["lr"] for each in (optimizer, twin)] == [0.25, 0.25]
+    for ours, theirs in zip(optimizer._runtime.window.accumulators, twin._runtime.window.accumulators, strict=True):
+        assert torch.equal(ours, theirs)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_hook_before_saving_may_write_to_the_state(backend: str) -> None:
+    optimizer = ADAMW_CASE.make(random_params(SHAPES), backend)
+    param = optimizer.param_groups[0]["params"][0]
+    optimizer.register_state_dict_pre_hook(lambda opt: opt.state[param].update(note=torch.ones(1)))
+    micro_batch(optimizer, 0, 1.0)
+    assert "note" in optimizer.state_dict()["state"][0]
+    assert "note" in optimizer.state[param]
+
+
+def test_loading_releases_a_closed_window(backend: str) -> None:
+    param = torch.zeros(4).requires_grad_()
+    param.grad_dtype = torch.bfloat16
+    optimizer = af.SGD([param], lr=1.0, backend=backend)
+    other = af.SGD([torch.zeros(4).requires_grad_()], lr=1.0, backend=backend)
+    other.param_groups[0]["params"][0].grad = torch.ones(4)
+    other.accumulate()
+    param.grad = torch.full((4,), 100.0, dtype=torch.bfloat16)
+    optimizer.accumulate(last=True)
+    optimizer.load_state_dict(other.state_dict())
+    assert param.grad is None
+    assert param.grad_dtype is torch.bfloat16
+    optimizer.step()
+    assert param.tolist() == [-1.0] * 4
+
+
 @pytest.mark.parametrize("phase", ["idle", "closed"])
 def test_there_is_no_window_to_save_where_p_grad_has_the_gradients(backend: str, phase: str) -> None:
     optimizer = ADAMW_CASE.make(random_params(SHAPES), backend)
