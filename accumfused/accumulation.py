@@ -56,7 +56,8 @@ class Window:
             if any(g is not None and g is a for g, a in zip(grads, self.accumulators, strict=False)):
                 raise RuntimeError(
                     "p.grad is still the previous window's accumulator; call optimizer.step() or optimizer.zero_grad() "
-                    "after a window was closed, before the next backward() (a GradScaler that skips calls neither)"
+                    "after a window was closed, before the next backward() (a GradScaler that skips calls neither; "
+                    "with write_grad it stays until zero_grad())"
                 )
             self.drop()  # model.zero_grad() has released it
         if self.phase is Phase.OPEN:
@@ -178,7 +179,7 @@ class Window:
                 index = self._weigh((weight != 0).double())  # a masked mean of nothing is NaN, also times 0
             elif weight is not None and not in_loss:
                 index = self._weigh(weight)
-        self._add(plan, backend, grads, complete, index, self._closing_scale() if last else 1.0)
+        self._add(plan, backend, grads, complete, index, self._closing_scale() if last else None)
         plan.release_gradients()
         if last:
             self.expose()
@@ -279,21 +280,26 @@ class Window:
         pending = set(self._held) - {OVERWRITE}
         return pending.pop() if self._count == 1 and len(pending) == 1 and _READY not in pending else None
 
+    def _waits_for_closing(self, scale: float) -> bool:
+        """Whether accumulators that this fold adds nothing to must change too: by the scale, or by their own weight."""
+        return self._only_weight() is None and (scale != 1.0 or max(self._held, default=OVERWRITE) > _READY)
+
     def _closing_scale(self) -> float | Tensor:
         return 1.0 / self._total if self._weighted else 1.0
 
     def _add(
-        self, plan: Plan, backend: Backend, grads: Grads, complete: bool, index: int, scale: float | Tensor
+        self, plan: Plan, backend: Backend, grads: Grads, complete: bool, index: int, scale: float | Tensor | None
     ) -> None:
+        """Args: scale: of the fold that closes the window."""
         added, rows = grads, self.accumulators
         if OVERWRITE in self._held or not complete:
             first: Grads = [g if a is None else None for g, a in zip(grads, self.accumulators, strict=True)]
             added = [g if a is not None else None for g, a in zip(grads, self.accumulators, strict=True)]
             self._take_first(plan, backend, first, index, _shared_memory(grads))
             rows = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
-        if isinstance(scale, Tensor) or (scale != 1.0 and self._only_weight() is None):
+        if isinstance(scale, Tensor) or (scale is not None and self._waits_for_closing(scale)):
             rows = self.accumulators  # closing rescales them all
-        self._launch(plan, backend, added, rows, index, scale)
+        self._launch(plan, backend, added, rows, index, 1.0 if scale is None else scale)
 
     def _launch(
         self, plan: Plan, backend: Backend, grads: Grads, rows: Grads, index: int, scale: float | Tensor

@@ -72,6 +72,8 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
             "this is not an optimizer's state_dict, which has 'state' and 'param_groups'; "
             f"this one has {', '.join(map(repr, list(state_dict)[:5]))}"
         )
+    from accumfused.rules import ALL  # which are optimizers, and import this
+
     name = (optimizer.torch_class or type(optimizer)).__name__
     rules = []
     for group in state_dict["param_groups"]:
@@ -79,10 +81,13 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
             raise ValueError("a group of the checkpoint has no 'params'; it is damaged")
         rule = optimizer.rule_of({**optimizer.defaults, **group})
         rules += [rule] * len(group["params"])
-        keys = ["betas" if key.startswith("beta") else key for key in rule.hypers]
-        lacks = [key for key in keys if key not in group and not isinstance(optimizer.defaults[key], bool)]
+        # Switches and what defaults to None came to torch with time, and older checkpoints lack them.
+        needed = [key for key, value in optimizer.defaults.items() if not isinstance(value, (bool, type(None)))]
+        lacks = [key for key in needed if key not in group]
         if lacks:
             raise ValueError(f"the checkpoint's groups have no {lacks[0]!r}, which {name} needs; load one of {name}")
+    known = {state for fused in ALL for rule in fused.rules for state in rule.states}
+    known -= {state for rule in optimizer.rules for state in rule.states}
     ids = [key for group in state_dict["param_groups"] for key in group["params"]]
     params, rule_of = _params(optimizer, state_dict), dict(zip(ids, rules, strict=True))
     for key, entries in state_dict["state"].items():
@@ -92,6 +97,9 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
             )
         if key in params:
             _check_state(key, params[key], entries, rule_of[key].states, rule_of[key].torch_states, name)
+            others = known & entries.keys() if rule_of[key].states else set()
+            if others:
+                raise ValueError(f"the checkpoint's state of parameter {key} has {min(others)!r}, which {name} has not")
 
 
 def _check_state(

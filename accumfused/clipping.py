@@ -63,11 +63,16 @@ class ClipTogether:
                 raise ValueError("one of the optimizers is clipped together with others already")
         if len(set(self.optimizers)) != len(self.optimizers) or len(self.optimizers) < 2:
             raise ValueError(f"clip_together takes two or more different optimizers, got {len(self.optimizers)}")
-        params = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        if len(set(params)) != len(params):
-            raise ValueError("a parameter is in two of the optimizers, and would count twice in the norm")
+        self.refuse_shared([])
         for optimizer in self.optimizers:
             optimizer._together = self
+
+    def refuse_shared(self, new: Sequence[Tensor]) -> None:
+        """Refuses parameters (those that are to be added, too) of more than one optimizer."""
+        params = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        params += map(id, new)
+        if len(set(params)) != len(params):
+            raise ValueError("a parameter is in two of the optimizers, and would count twice in the norm")
 
     @property
     def max_grad_norm(self) -> float:
@@ -155,7 +160,7 @@ class ClipTogether:
         norm = square_root((norms * norms).sum().float()).double()
         clip = (torch.full_like(norm, self._max_grad_norm) / (norm + 1e-6)).clamp(max=1.0)
         skipped = skips.amax()
-        if any(member._settings.nonfinite != "propagate" for member in self.optimizers):
+        if divisors.for_scaler or any(member._settings.nonfinite != "propagate" for member in self.optimizers):
             skipped = torch.maximum(skipped, (~norm.isfinite()).double())  # a sum may overflow where no part does
         rows = torch.stack([coefficients * clip, norm.expand_as(norms), skipped.expand_as(norms)], 1).float()
         for (member, measured), row in zip(found, rows, strict=True):
@@ -173,7 +178,9 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _same(one: float | Tensor | None, other: float | Tensor | None) -> bool:
     """A tensor is not read."""
-    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.data_ptr() == other.data_ptr()
+    return not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
 
 
 def _fingerprint(optimizer: FusedOptimizer) -> Fingerprint:

@@ -193,8 +193,8 @@ class FusedOptimizer(Tail):
         """
         if self._runtime.window.phase is Phase.OPEN:
             raise RuntimeError(
-                "a stock GradScaler cannot see into an open window; close it with accumulate(..., last=True) before "
-                "scaler.unscale_() or scaler.step(), or use accumfused.GradScaler, which steps open windows"
+                "a GradScaler cannot see into an open window; close it with accumulate(..., last=True) before "
+                "scaler.unscale_() or scaler.step() (accumfused.GradScaler.step() needs no closed one)"
             )
         return self._settings.amp == "fused" or self._together is not None
 
@@ -241,7 +241,10 @@ class FusedOptimizer(Tail):
         if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
             given = param_group["params"]
             param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
-            check_parameters([p[1] if isinstance(p, tuple) else p for p in given])
+            params = [p[1] if isinstance(p, tuple) else p for p in given]
+            check_parameters(params)
+            if self._together is not None:
+                self._together.refuse_shared(params)
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from operator import index
-from typing import Literal, SupportsIndex, get_args
+from typing import Literal, SupportsFloat, SupportsIndex, get_args
 
 Rule = Literal["linear", "sqrt"]
 
@@ -36,12 +36,12 @@ def scale_lr(base_lr: float, base_batch: int, effective_batch: int, rule: Rule =
         >>> scale_lr(1e-3, base_batch=256, effective_batch=1024, rule="sqrt")
         0.002
     """
-    if isinstance(base_lr, bool) or not isinstance(base_lr, (int, float)) or not 0 < base_lr < math.inf:
+    if isinstance(base_lr, bool) or not isinstance(base_lr, SupportsFloat) or not 0 < float(base_lr) < math.inf:
         raise ValueError(f"base_lr must be a finite number > 0, got {base_lr!r}: give the one that works at base_batch")
     factor = _whole(effective_batch, "effective_batch") / _whole(base_batch, "base_batch")
     if rule not in get_args(Rule):
         raise ValueError(f'rule must be "linear" (SGD) or "sqrt" (Adam and other adaptive methods), got {rule!r}')
-    return float(base_lr * (factor if rule == "linear" else math.sqrt(factor)))
+    return float(base_lr) * (factor if rule == "linear" else math.sqrt(factor))
 
 
 def updates_per_epoch(micro_batches: int, gradient_accumulation_steps: int) -> int:

@@ -17,11 +17,11 @@ class Windows(Generic[Item]):
     def __init__(self, iterable: Iterable[Item], steps: int | Callable[[int], int], start: int) -> None:
         if not callable(steps):
             _checked(steps)
-        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        if isinstance(start, bool) or not isinstance(start, SupportsIndex) or index(start) < 0:
             raise ValueError(f"start must be a whole number >= 0, got {start!r}")
         self._iterable = iterable
         self._steps: Callable[[int], int] = steps if callable(steps) else lambda _: steps
-        self._start = start
+        self._start = index(start)
 
     def __len__(self) -> int:
         if not isinstance(self._iterable, Sized):

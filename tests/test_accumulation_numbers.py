@@ -331,3 +331,22 @@ def test_a_gradient_that_two_parameters_share_is_not_counted_twice(backend: str)
 
 def test_cases_of_every_class_are_compared() -> None:
     assert {case.optimizer for case in CASES} == {getattr(af, name) for name in ("SGD", "Adam", "AdamW", "Lion")}
+
+
+@pytest.mark.parametrize("weights", [(0.25, 0.75), (0.5, 0.5), (1.0, 1.0), (3.0, 5.0), (0.25, 0.25, 0.5)], ids=str)
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("tensors", [False, True])
+def test_a_parameter_without_a_gradient_in_the_last_micro_batch_has_its_weight(
+    backend: str, weights: tuple[float, ...], closed: bool, tensors: bool
+) -> None:
+    """Also where the weights add up to 1, so that closing has nothing to divide by."""
+    often, once = (torch.zeros(4).requires_grad_() for _ in range(2))
+    optimizer = af.SGD([often, once], lr=1.0, backend=backend)
+    for index, weight in enumerate(weights):
+        often.grad = torch.ones(4)
+        once.grad = torch.full((4,), 8.0) if index == 0 else None
+        last = closed and index == len(weights) - 1
+        optimizer.accumulate(torch.tensor(weight) if tensors else weight, last=last)
+    optimizer.step()
+    expected = torch.tensor([-1.0, -8.0 * weights[0] / sum(weights)])
+    assert_close(torch.stack([often[0], once[0]]), expected, "window")

@@ -165,6 +165,20 @@ def test_a_checkpoint_of_sgd_is_checked_too(backend: str, options: dict[str, flo
     optimizer.load_state_dict(make(torch.optim.SGD, **options).state_dict())
 
 
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, af.Adam])
+def test_lion_does_not_take_adams_first_moment(backend: str, cls: Any) -> None:
+    optimizer = make(af.Lion, backend=backend)
+    with refused(optimizer, ValueError, "has 'exp_avg_sq', which Lion has not"):
+        optimizer.load_state_dict(make(cls).state_dict())
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, af.Lion])
+def test_an_optimizer_without_kernels_is_checked_by_its_own_options(backend: str, cls: Any) -> None:
+    optimizer = af.fuse(make(torch.optim.RMSprop), backend=backend)
+    with refused(optimizer, ValueError, "groups have no '(momentum|alpha)', which RMSprop needs"):
+        optimizer.load_state_dict(make(cls).state_dict())
+
+
 def test_what_else_a_state_holds_is_kept(backend: str) -> None:
     optimizer, fresh = make(af.AdamW, backend=backend), make(af.AdamW, backend=backend)
     checkpoint = copy.deepcopy(optimizer.state_dict())

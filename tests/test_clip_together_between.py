@@ -144,3 +144,34 @@ def test_skips_are_counted_where_they_do_not_raise(backend: str, nonfinite: Any)
         else:
             optimizer.step()
     assert [int(optimizer.skipped_steps) for optimizer in optimizers] == [int(nonfinite == "skip")] * 2
+
+
+def test_the_normalizer_may_be_a_tensor(backend: str) -> None:
+    params, optimizers, _ = pair(backend, limit=1e9)
+    set_grads(params, [torch.full((4,), 6.0)] * 2)
+    normalizer = torch.tensor(2.0)
+    for optimizer in optimizers:
+        optimizer.step(normalizer=normalizer)
+    assert [param.tolist() for param in params] == [[-3.0] * 4] * 2
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_overflow_under_a_scaler_is_skipped_by_those_that_propagate_too(backend: str, bad: int) -> None:
+    params, optimizers, _ = pair(backend, nonfinite="propagate")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    scaler.scale(torch.ones(()))
+    set_grads(params, [torch.ones(4)] * 2)
+    params[bad].grad[1] = math.inf
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [param.tolist() for param in params] == [[0.0] * 4] * 2
+    assert scaler.get_scale() == 2.0**7
+
+
+def test_a_parameter_of_another_member_cannot_be_added(backend: str) -> None:
+    params, (_, second), _ = pair(backend)
+    with refused(second, ValueError, "a parameter is in two of the optimizers"):
+        second.add_param_group({"params": [params[0]]})
+    second.add_param_group({"params": [torch.zeros(3).requires_grad_()]})
+    assert len(second.param_groups) == 2
