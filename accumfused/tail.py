@@ -127,7 +127,10 @@ class Tail(torch.optim.Optimizer):
         if not self.state and window.phase is Phase.OPEN:
             # torch.distributed.checkpoint makes the state of an optimizer that has none by a step of its own, with
             # zeros in p.grad: an open window refuses that, and a learning rate of 0 would be left behind.
-            self.state[current.params[0]] = {}
+            for param, accumulator in zip(window.params, window.accumulators, strict=True):
+                if accumulator is not None:
+                    self.state[param] = {}
+                    break
 
     def _measure(self, divisors: Divisors) -> Measured | None:
         """The coefficient of the gradients that a step takes now; None where there is no gradient."""
