@@ -9,6 +9,7 @@ from typing import Any
 import emulation
 import pytest
 import torch
+import triton_interpreter  # noqa: F401  # before all that imports Triton
 
 from accumfused import _native, backends
 from accumfused.backends.cuda import CudaBackend

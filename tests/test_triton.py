@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from cases import (
 from hypothesis import given, settings
 from test_backends_agree import CHUNK, WINDOWS, assert_agree, each_dtype
 from torch import Tensor
+from triton_interpreter import DEVICE, interpreting
 
 import accumfused as af
 from accumfused import _native, plan
@@ -36,25 +36,12 @@ from accumfused.backends.base import Scaling
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.rules import RULES
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@contextlib.contextmanager
-def interpreting() -> Iterator[None]:
-    """Triton looks at this when it is imported, which it is in parts, and when it meets a kernel."""
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE == "cpu":
-            patch.setenv("TRITON_INTERPRET", "1")
-        yield
-
-
 with interpreting():
     triton: Any = pytest.importorskip("triton")
     tl: Any = pytest.importorskip("triton.language")
     from accumfused.backends.triton import TritonBackend
 
-if DEVICE == "cpu" and not type(tl.sum).__name__.startswith("Interpreted"):
-    pytest.skip("Triton was imported before, for a GPU that is not there", allow_module_level=True)
+assert DEVICE == "cuda" or type(tl.sum).__name__.startswith("Interpreted"), "something imported Triton before us"
 if DEVICE == "cpu" and triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
     pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4", allow_module_level=True)
 
