@@ -1,4 +1,4 @@
-"""The window: the micro-batches between two updates, summed in fp32.
+"""The window: the micro-batches between two updates, summed in fp32 (or, if asked, in bf16, rounded stochastically).
 
 In: fresh `p.grad`s and their weights. Out: one accumulator per parameter, exposed as `p.grad` when the window is closed
 with `last=True`, or handed to the step. docs/state-machine.md draws the states and what is refused in each.
@@ -21,7 +21,7 @@ from accumfused.plan import Grads, Plan
 from accumfused.warn import warn
 
 _READY = 0  # index of the weight 1: what an accumulator holds under it is already weighted
-_PADDING = 16  # elements: accumulators in the arena start at multiples of 64 bytes
+_PADDING = 32  # elements: accumulators in the arena start at multiples of 64 bytes
 
 
 class Phase(Enum):
@@ -45,8 +45,9 @@ class Window:
         self._weighted: bool | None = None  # None: no micro-batch yet
         self._total: float | Tensor = 0.0  # of the weights
         self._count = 0  # micro-batches that were folded
+        self._folds = 0  # passes over accumulators
         self._arena: Grads = []  # accumulators of gradients that cannot be adopted; kept between windows
-        self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad is a 16-bit one
+        self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another one
         self._dropped = 0  # open windows in a row without a step
         self._sought_batch_norm = False
 
@@ -80,9 +81,7 @@ class Window:
                 "parameters were removed or reordered while a window is open; call step() or zero_grad() first"
             )
         for param, accumulator in zip(self.params, self.accumulators, strict=True):
-            if accumulator is not None and (
-                (param.device, param.shape) != (accumulator.device, accumulator.shape) or param.dtype != torch.float32
-            ):
+            if accumulator is not None and (param.device, param.shape) != (accumulator.device, accumulator.shape):
                 raise RuntimeError(
                     f"a parameter became {param.dtype} of shape {list(param.shape)} on {param.device} while a window "
                     f"is open; its accumulator has shape {list(accumulator.shape)} and is on {accumulator.device}. "
@@ -90,7 +89,7 @@ class Window:
                 )
         for row, accumulator in enumerate(self.accumulators):
             if accumulator is not None and accumulator.stride() != plan.tensors[row].stride():
-                self.accumulators[row] = torch.empty_like(plan.tensors[row], requires_grad=False).copy_(accumulator)
+                self.accumulators[row] = _laid_out(accumulator, plan.tensors[row])
                 self._summed[row] = False  # the norm's order is that of memory
         if self._plan is not None and self._plan.first_chunk != plan.first_chunk[:known]:  # one was resized
             self.partials, self._summed = self.partials.new_zeros(plan.chunks), [False] * known
@@ -200,13 +199,13 @@ class Window:
         return self._total
 
     def expose(self) -> None:
-        """Closes the window: p.grad becomes the accumulator, in fp32 also where autograd's gradient is a 16-bit one."""
+        """Closes the window: p.grad becomes the accumulator, also where autograd's gradient has another dtype."""
         self.phase = Phase.CLOSED
         for index, (param, accumulator) in enumerate(zip(self.params, self.accumulators, strict=True)):
             if accumulator is None:
                 continue
             dtype = getattr(param, "grad_dtype", torch.float32)
-            if dtype not in (torch.float32, None):
+            if dtype not in (accumulator.dtype, None):
                 self._grad_dtypes[index] = dtype
                 param.grad_dtype = None
             param.grad = accumulator
@@ -262,7 +261,7 @@ class Window:
         self.phase = Phase.IDLE
         self._plan = None
         self.accumulators, self._held, self._summed = [], [], []
-        self._weighted, self._total, self._count = None, 0.0, 0
+        self._weighted, self._total, self._count, self._folds = None, 0.0, 0, 0
 
     def _weigh(self, weight: float | Tensor) -> int:
         index = self._count
@@ -307,7 +306,9 @@ class Window:
         folded = [accumulator for accumulator in rows if accumulator is not None]
         if not folded:
             return
-        backend.accumulate(plan, Fold(grads, rows, self._held, self._weights, index, scale), self.partials)
+        self._folds += 1
+        fold = Fold(grads, rows, self._held, self._weights, index, scale, self._folds)
+        backend.accumulate(plan, fold, self.partials)
         if len(folded) == len(rows):
             self._held, self._summed = [_READY] * len(rows), [True] * len(rows)
         else:
@@ -327,7 +328,7 @@ class Window:
             if grad is None:
                 continue
             alone = not shared or grad.data_ptr() not in shared
-            if grad is self._arena[row] or (alone and _adoptable(grad)):
+            if grad is self._arena[row] or (alone and _adoptable(grad, plan.accumulator_dtype)):
                 self.accumulators[row] = grad
             else:
                 copied[row] = grad
@@ -346,12 +347,14 @@ class Window:
         for row, grad in enumerate(grads):
             have = self._arena[row]
             if grad is not None and (
-                have is None or (have.device, have.shape, have.stride()) != (grad.device, grad.shape, grad.stride())
+                have is None
+                or have.dtype != plan.accumulator_dtype
+                or (have.device, have.shape, have.stride()) != (grad.device, grad.shape, grad.stride())
             ):
                 missing.setdefault(grad.device, []).append(row)
         for device, rows in missing.items():
             sizes = [-(-plan.tensors[row].numel() // _PADDING) * _PADDING for row in rows]
-            flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+            flat = torch.empty(sum(sizes), dtype=plan.accumulator_dtype, device=device)
             offset = 0
             for row, size in zip(rows, sizes, strict=True):
                 tensor = plan.tensors[row]
@@ -391,9 +394,13 @@ def _on_device(weight: Tensor, device: torch.device) -> Tensor:
     return torch.where(weight >= 0, weight, torch.nan)
 
 
-def _adoptable(grad: Tensor) -> bool:
+def _laid_out(accumulator: Tensor, tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, dtype=accumulator.dtype, requires_grad=False).copy_(accumulator)
+
+
+def _adoptable(grad: Tensor, dtype: torch.dtype) -> bool:
     """Memory that nobody else owns: a part may belong to a bucket, and a gradient with a graph is still needed."""
-    if grad.dtype is not torch.float32 or grad.requires_grad or grad._is_view():
+    if grad.dtype is not dtype or grad.requires_grad or grad._is_view():
         return False
     return grad.untyped_storage().nbytes() == grad.nbytes
 

@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from accumfused.accumulation import Window
-from accumfused.plan import make_state
+from accumfused.formats import format_of
+from accumfused.state import make_state
+from accumfused.warn import warn
 
 if TYPE_CHECKING:
     from accumfused.optimizer import FusedOptimizer
 
 ACCUMULATOR = "grad_accumulator"
 WEIGHTS = "grad_accumulator_weights"
+REMAINDER = "master_remainder"
 
 
 def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +42,8 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         key, rule = keys[id(param)], rules[id(param)]
         entries = dict(state.get(key, {}))
         if "step" in rule.torch_states:
-            make_state(rule, param, entries)
+            settings = optimizer._settings
+            make_state(rule, format_of(rule, param, settings), param, entries, settings.seed)
         state[key] = entries | {ACCUMULATOR: accumulator, WEIGHTS: weights}
     return {**state_dict, "state": state}
 
@@ -52,12 +56,40 @@ def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> 
         state[key] = entries
         if key in params and ACCUMULATOR in entries:
             state[key] = {name: value for name, value in entries.items() if name not in (ACCUMULATOR, WEIGHTS)}
-            accumulator = torch.empty_like(params[key], dtype=torch.float32, requires_grad=False)
+            dtype = optimizer._settings.accumulator_dtype
+            accumulator = torch.empty_like(params[key], dtype=dtype, requires_grad=False)
             found[id(params[key])] = accumulator.copy_(entries[ACCUMULATOR]), entries[WEIGHTS].tolist()
     if not found:
         return dict(state_dict), None
     window = Window.resumed([(param, *found.get(id(param), (None, None))) for param in params.values()])
     return {**state_dict, "state": state}, window
+
+
+def without_formats(
+    optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]]]:
+    """The checkpoint without what torch would cast to its parameter's dtype, and that, on the parameter's device."""
+    params, state = _params(optimizer, state_dict), dict(state_dict["state"])
+    kept: dict[Tensor, dict[str, Tensor]] = {}
+    for key, param in params.items():
+        entries = state.get(key, {})
+        own = {
+            name: value.to(param.device)
+            for name, value in entries.items()
+            if isinstance(value, Tensor) and name != "step"
+            if param.dtype != torch.float32 or not value.is_floating_point()
+        }
+        remainder = own.get(REMAINDER)
+        if remainder is not None and remainder.dtype not in (torch.int16, torch.int8):
+            warn(
+                f"the checkpoint's {REMAINDER!r} of parameter {key} is {remainder.dtype}, so its bits are lost (another "
+                "optimizer has cast it); the master weight is derived from the parameter again"
+            )
+            del own[REMAINDER]
+        if own:
+            kept[param] = own
+            state[key] = {name: value for name, value in entries.items() if name not in (*own, REMAINDER)}
+    return {**state_dict, "state": state}, kept
 
 
 def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:

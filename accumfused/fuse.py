@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from accumfused.accumulation import Phase
 from accumfused.backends.base import rescale
-from accumfused.optimizer import FusedOptimizer, check_parameters, refuse_differentiable
+from accumfused.optimizer import FusedOptimizer, check_formats, check_parameters, refuse_differentiable
 from accumfused.rule import Rule
 from accumfused.rules import ALL
 from accumfused.settings import SettingArguments, Settings
@@ -50,6 +50,7 @@ def fuse(
     chosen = Settings(**settings)
     for group in optimizer.param_groups:
         check_parameters(group["params"])
+        check_formats(group["params"], chosen)
         refuse_differentiable(group)
     known = {fused.torch_class: fused for fused in ALL if fused.torch_class is not None}
     fused: Any = known.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]

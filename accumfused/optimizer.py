@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
-from accumfused import checkpoint, plan
+from accumfused import checkpoint, formats, plan
 from accumfused.accumulation import Phase, Window, checked_positive, checked_weight
+from accumfused.masters import Masters
 from accumfused.settings import SettingArguments, Settings
 from accumfused.tail import Divisors, Runtime, Tail
 
@@ -31,8 +32,10 @@ class FusedOptimizer(Tail):
 
     def _configure(self, settings: SettingArguments) -> None:
         refuse_differentiable(self.defaults)
-        self._settings = Settings(**settings)
-        self._runtime = Runtime()
+        chosen = Settings(**settings)
+        for group in self.param_groups:
+            check_formats(group["params"], chosen)
+        self._settings, self._runtime = chosen, Runtime()
 
     # ---- the calls of a training loop -------------------------------------------------------------------------------
 
@@ -230,9 +233,10 @@ class FusedOptimizer(Tail):
         """Adds a group, as torch does.
 
         Raises:
-            TypeError: a parameter that requires a gradient and is not fp32.
+            TypeError: a parameter that requires a gradient and is not fp32, fp16 or bf16.
             RuntimeError: one that cannot be updated: complex, or overlapping itself.
-            ValueError: a parameter that is listed twice; a setting (`max_grad_norm`...) of the group's own.
+            ValueError: a parameter that is listed twice, or whose dtype `master_weights` does not serve; a setting
+                (`max_grad_norm`...) of the group's own.
         """
         if isinstance(param_group, dict):
             for name in {setting.name for setting in fields(Settings)} & param_group.keys():
@@ -243,6 +247,8 @@ class FusedOptimizer(Tail):
             param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
             params = [p[1] if isinstance(p, tuple) else p for p in given]
             check_parameters(params)
+            if hasattr(self, "_settings"):  # not yet within torch's constructors
+                check_formats(params, self._settings)
             if self._together is not None:
                 self._together.refuse_shared(params)
         super().add_param_group(param_group)
@@ -261,12 +267,13 @@ class FusedOptimizer(Tail):
                 "a window is open, and its gradients are not those of the checkpoint; "
                 "call step() or zero_grad() before load_state_dict()"
             )
-        window = None
+        window, kept = None, dict[Tensor, dict[str, Tensor]]()
 
         def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            nonlocal window
+            nonlocal window, kept
             checkpoint.check(self, loaded)
             loaded, window = checkpoint.without_window(self, loaded)
+            loaded, kept = checkpoint.without_formats(self, loaded)
             return loaded
 
         last = self.register_load_state_dict_pre_hook(check)  # after those of the user, which may change what is loaded
@@ -274,7 +281,9 @@ class FusedOptimizer(Tail):
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-        self._runtime.plan = None
+        for param, entries in kept.items():
+            self.state[param].update(entries)
+        self._runtime.plan, self._runtime.masters = None, Masters()
         if self._runtime.window.phase is Phase.CLOSED:
             self._runtime.window.consume()  # its gradients are not those of the checkpoint either
         if window is not None:
@@ -305,6 +314,13 @@ class FusedOptimizer(Tail):
 def refuse_differentiable(options: Mapping[str, Any]) -> None:
     if options.get("differentiable"):
         raise ValueError("differentiable=True is not supported: the step is not recorded by autograd")
+
+
+def check_formats(params: list[Tensor], settings: Settings) -> None:
+    """Refuses parameters that the settings cannot keep."""
+    for param in params:
+        if isinstance(param, Tensor) and param.dtype in (torch.float16, torch.bfloat16):
+            formats.check_master_weights(param.dtype, settings.master_weights)
 
 
 def check_parameters(params: list[Tensor]) -> None:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from accumfused import _native
+from accumfused.formats import PARAM_DTYPES, Format, Storage, format_of, storage_of
 from accumfused.numeric import chunk_count
 from accumfused.rule import Rule
+
+if TYPE_CHECKING:
+    from accumfused.settings import Settings
 
 GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -30,13 +34,15 @@ class Plan:
     tensors: list[Tensor]  # what the kernels write: the parameter, or a dense copy where its memory is not dense
     groups: list[int]
     rules: list[type[Rule]]  # per group
-    states: list[list[Tensor] | None]  # in the rule's order, a step count first where it keeps one; None: not made yet
+    formats: list[Format]
+    storages: list[Storage | None]  # None: not made yet
     first_chunk: list[int] = field(default_factory=list)
     chunks: int = 0
     has_all_states: bool = False
     copied: list[int] = field(default_factory=list)  # rows whose tensor is a dense copy
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where its kernels run
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
+    accumulator_dtype: torch.dtype = torch.float32
     rule_indices: list[int] = field(default_factory=list)  # per group, in the kernels' order
     device_tables: dict[int, Any] = field(default_factory=dict)  # the table's copies on a GPU, which cuda.py keeps here
     parts: list[tuple[Any, Plan]] = field(default_factory=list)  # with several devices: backend and plan of each
@@ -44,12 +50,11 @@ class Plan:
 
     def add_table(self, table: Any, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
         """Makes the table of the addresses on this device; `table`: the class, of a native module."""
-        counts = [self.rules[group].counts_steps for group in self.groups]
         numels = [tensor.numel() for tensor in self.tensors]
         device = torch.empty(0, device=self.device).__dlpack_device__()
-        self.table = table(
-            _native.exchange_api, device, self.params, self.tensors, numels, self.groups, self.states, counts
-        )
+        slots = [None if storage is None else storage.slots() for storage in self.storages]
+        formats = [(int(form.weights), int(form.states)) for form in self.formats]
+        self.table = table(_native.exchange_api, device, self.params, self.tensors, numels, self.groups, slots, formats)
         self.table.remember(param_groups, state)
         indices = {name: index for index, (name, *_) in enumerate(_native._C.rules())}
         self.rule_indices = [indices.get(rule.name, 0) for rule in self.rules]
@@ -63,14 +68,8 @@ class Plan:
 
     def lacks_state(self, grads: Grads) -> bool:
         return not self.has_all_states and any(
-            grad is not None and state is None for grad, state in zip(grads, self.states, strict=True)
+            grad is not None and storage is None for grad, storage in zip(grads, self.storages, strict=True)
         )
-
-    def make_states(self, grads: Grads, state: dict[Tensor, Any]) -> None:
-        """Makes the missing state of every parameter that has a gradient; the plan is out of date then."""
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                make_state(self.rules[self.groups[index]], self.tensors[index], state[self.params[index]])
 
     def gradients(self) -> tuple[Grads, int]:
         """Every p.grad, and how many there are."""
@@ -96,7 +95,7 @@ class Plan:
 
         Raises:
             RuntimeError: sparse or complex gradients; another device or shape than the parameter's.
-            TypeError: a parameter that is not fp32, or a gradient that is not fp32, fp16 or bf16.
+            TypeError: a parameter or gradient that is not fp32, fp16 or bf16.
         """
         if self.table is not None and (self._pointed_at is grads or self.table.set_grads(grads) < 0):
             self._pointed_at = grads
@@ -133,7 +132,9 @@ class Plan:
         return torch.empty_like(tensor, dtype=grad.dtype, requires_grad=False).copy_(grad.detach())
 
 
-def build(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any], rules: list[type[Rule]]) -> Plan:
+def build(
+    param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any], rules: list[type[Rule]], settings: Settings
+) -> Plan:
     """Builds the plan; the backend then adds what it keeps with it.
 
     Raises:
@@ -141,46 +142,22 @@ def build(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]
     """
     params = [p for group in param_groups for p in group["params"]]
     groups = [g for g, group in enumerate(param_groups) for _ in group["params"]]
-    plan = Plan(params, [], groups, rules, [])
+    plan = Plan(params, [], groups, rules, [], [], accumulator_dtype=settings.accumulator_dtype)
     for index, (param, group) in enumerate(zip(params, groups, strict=True)):
         tensor = param
         if layout(param) == "strided":
             tensor = torch.empty_like(param, requires_grad=False)
             plan.copied.append(index)
         plan.tensors.append(tensor)
-        plan.states.append(_rows_state(rules[group], tensor, state.get(param)))
+        form = format_of(rules[group], param, settings) if param.dtype in PARAM_DTYPES else Format()
+        plan.formats.append(form)
+        plan.storages.append(storage_of(rules[group], form, tensor, state.get(param)))
         plan.first_chunk.append(plan.chunks)
         plan.chunks += chunk_count(tensor.numel())
-    plan.has_all_states = None not in plan.states
+    plan.has_all_states = None not in plan.storages
     _check_shared_memory(params)
     plan.device = next((tensor.device for tensor in plan.tensors if has_memory(tensor)), torch.device("cpu"))
     return plan
-
-
-def make_state(rule: type[Rule], tensor: Tensor, entries: dict[str, Any]) -> None:
-    """Completes the state of a (dense) parameter in place: torch's names and shapes, fp32, on its device.
-
-    A state of another dtype, device or layout (a checkpoint's, say) is converted.
-    """
-    fresh = all(entries.get(name) is None for name in rule.states)
-    if rule.counts_steps:
-        # torch's SGD counts no steps: where it left a buffer, the first step is over.
-        step = entries.get("step", 0.0 if fresh else 1.0)
-        if isinstance(step, Tensor):
-            entries["step"] = step.to(tensor.device, torch.float32).reshape(())
-        else:
-            entries["step"] = torch.full((), float(step), dtype=torch.float32, device=tensor.device)
-    for name in rule.states:
-        value = entries.get(name)
-        if value is None:
-            entries[name] = torch.zeros_like(tensor, requires_grad=False)
-        elif not _fits(value, tensor):
-            if value.shape != tensor.shape:
-                raise RuntimeError(
-                    f"state {name!r} has shape {list(value.shape)}, its parameter {list(tensor.shape)}; "
-                    "load a checkpoint of the same model"
-                )
-            entries[name] = torch.empty_like(tensor, requires_grad=False).copy_(value)
 
 
 def layout(tensor: Tensor) -> str:
@@ -203,11 +180,9 @@ def check_parameter(param: Tensor) -> None:
     """Refuses what no backend can update."""
     if param.is_complex():
         raise RuntimeError("complex parameters are not supported; optimize torch.view_as_real(parameter) instead")
-    if param.dtype != torch.float32:
-        raise TypeError(
-            f"a parameter is {param.dtype}, only torch.float32 parameters are supported; "
-            "keep the model in float32 and use torch.autocast for 16-bit arithmetic"
-        )
+    if param.dtype not in PARAM_DTYPES:
+        names = ", ".join(str(dtype) for dtype in PARAM_DTYPES)
+        raise TypeError(f"a parameter is {param.dtype}; supported are {names}")
     if param.is_neg():
         raise RuntimeError("a parameter is lazily negated, so its memory holds other values; use param.resolve_neg()")
     if not has_memory(param) or (param.numel() and not param.untyped_storage().nbytes()):
@@ -236,29 +211,6 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
         raise RuntimeError(f"a gradient is on {grad.device}, its parameter on {param.device}; move one of them")
     if grad.shape != param.shape:
         raise RuntimeError(f"a gradient has shape {list(grad.shape)}, its parameter {list(param.shape)}")
-
-
-def _rows_state(rule: type[Rule], tensor: Tensor, entries: Mapping[str, Any] | None) -> list[Tensor] | None:
-    names = (("step",) if rule.counts_steps else ()) + rule.states
-    entries = entries or {}
-    values = [entries.get(name) for name in names]
-    for name, value in zip(names, values, strict=True):
-        if not isinstance(value, Tensor):
-            return None
-        if name == "step" and (value.dtype != torch.float32 or value.device != tensor.device or value.dim() != 0):
-            return None
-        if name != "step" and not _fits(value, tensor):
-            return None
-    return values  # type: ignore[return-value]
-
-
-def _fits(value: Tensor, tensor: Tensor) -> bool:
-    return (
-        value.dtype == torch.float32
-        and value.device == tensor.device
-        and value.shape == tensor.shape
-        and value.stride() == tensor.stride()
-    )
 
 
 def _check_shared_memory(params: Sequence[Tensor]) -> None:

@@ -16,7 +16,8 @@ class Rule:
     """
 
     name: ClassVar[str]
-    states: ClassVar[tuple[str, ...]]  # per-element fp32 states, torch's names
+    states: ClassVar[tuple[str, ...]]  # per element, torch's names
+    second_moments: ClassVar[tuple[str, ...]] = ()  # of the states, the last ones
     torch_states: ClassVar[tuple[str, ...]] = ()  # all that torch's optimizer of the same name keeps, and expects
     counts_steps: ClassVar[bool]  # keeps state["step"], an fp32 scalar per tensor
     hypers: ClassVar[tuple[str, ...]]  # keys of a parameter group; beta1 and beta2 are group["betas"]

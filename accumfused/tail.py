@@ -16,10 +16,12 @@ from torch import Tensor
 from accumfused import backends, graphs, plan
 from accumfused.accumulation import Phase, Window, checked_positive
 from accumfused.backends.base import Backend, Outcome, Scaling, on_device, rescale
+from accumfused.masters import Masters
 from accumfused.plan import Grads, Plan
 from accumfused.rule import Rule
 from accumfused.settings import Settings
 from accumfused.skips import Skips
+from accumfused.state import make_state
 
 if TYPE_CHECKING:
     from accumfused.clipping import ClipTogether
@@ -33,6 +35,7 @@ class Runtime:
     backend: Backend | None = None
     devices: set[torch.device] | None = None  # that the backend was selected for
     plan: Plan | None = None
+    masters: Masters = field(default_factory=Masters)
     partials: Tensor | None = None  # of the norm of gradients that came in p.grad
     outcome: Outcome | None = None  # of the last step
     skips: Skips | None = None
@@ -101,7 +104,7 @@ class Tail(torch.optim.Optimizer):
             if runtime.backend is None or runtime.devices not in (None, devices):
                 runtime.backend = backends.select(self._settings.backend, devices)
             runtime.devices = devices
-            runtime.plan = known = plan.build(self.param_groups, self.state, rules)
+            runtime.plan = known = plan.build(self.param_groups, self.state, rules, self._settings)
             runtime.backend.prepare(known, self.param_groups, self.state)
             if runtime.skips is None or runtime.skips.count.device != known.device:
                 runtime.skips = Skips(known.device)
@@ -153,7 +156,7 @@ class Tail(torch.optim.Optimizer):
         matched = current.match(grads)
         if current.lacks_state(matched):
             graphs.refuse_new_tensors({current.device})  # the zeros would be a graph's, and never be there
-            current.make_states(matched, self.state)
+            self._make_states(current, matched)
             current = self._plan()
 
         backend, complete = runtime.backend, present == len(grads)
@@ -166,6 +169,21 @@ class Tail(torch.optim.Optimizer):
             partials = self._partials(current, complete) if scaling.takes_norm else None
             outcome = backend.norm(current, matched, partials, scaling)
         return Measured(current, grads, matched, complete, outcome)
+
+    def _make_states(self, current: Plan, grads: Grads) -> None:
+        """Makes the missing state of every parameter that has a gradient; the plan is out of date then."""
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            param, tensor = current.params[index], current.tensors[index]
+            if index in current.copied:
+                tensor.copy_(param)
+            make_state(
+                current.rules[current.groups[index]], current.formats[index], tensor, self.state[param],
+                self._settings.seed,
+            )  # fmt: skip
+            if index in current.copied:
+                param.copy_(tensor)
 
     def _scaling(self, current: Plan, divisors: Divisors) -> Scaling:
         settings, runtime = self._settings, self._runtime
@@ -204,6 +222,8 @@ class Tail(torch.optim.Optimizer):
         """The step itself."""
         current, grads, backend = measured.plan, measured.matched, self._runtime.backend
         assert backend is not None
+        masters = self._runtime.masters
+        masters.refresh(current)
         for index in current.copied:
             current.tensors[index].copy_(current.params[index])
         hypers = [rule.hyper_values(group) for rule, group in zip(current.rules, self.param_groups, strict=True)]
@@ -216,6 +236,7 @@ class Tail(torch.optim.Optimizer):
             written = [param for param, grad in zip(current.params, grads, strict=True) if grad is not None]
         # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
         torch.autograd.graph.increment_version(written)
+        masters.written()
 
     @property
     def _writes_grads(self) -> bool:

@@ -59,11 +59,11 @@ cpu::Work work_on(const Table& table, int threads) {
 }
 
 void accumulate(const std::string& instruction_set, const Table& table, int threads, uintptr_t weights, int64_t weight,
-                double scale, uintptr_t device_scale, uintptr_t partials) {
+                double scale, uintptr_t device_scale, int64_t number, uintptr_t partials) {
   const cpu::Kernels& run = kernels(instruction_set);
   const py::gil_scoped_release release;
   run.accumulate(work_on(table, threads), {pointer<const double>(weights), weight, scale,
-                                           pointer<const double>(device_scale), pointer<float>(partials)});
+                                           pointer<const double>(device_scale), number, pointer<float>(partials)});
 }
 
 void norm(const std::string& instruction_set, const Table& table, int threads, uintptr_t partials) {
@@ -113,6 +113,9 @@ PYBIND11_MODULE(_C, m) {
 #endif
   m.attr("CHUNK") = kChunk;
   m.attr("LANES") = kLanes;
+  m.attr("BLOCK") = kBlock;
+  m.attr("MIN_SECOND_MOMENT") = kMinSecondMoment;
+  m.attr("SMALLEST_SCALE") = kSmallestScale;
   m.def("instruction_sets", instruction_sets, "What this machine can run, best first.");
   m.def("rules", rules, "Of each rule: name, state names, whether it counts steps, names of its hyper-parameters.");
   bind_table(m);

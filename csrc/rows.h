@@ -1,5 +1,5 @@
 // What the kernels work on: one row per parameter, in the optimizer's order, and what one call brings to it. No Python,
-// no torch. The Triton kernels read the same bytes as words of 64 bits: see accumfused/backends/triton.py.
+// no torch.
 #pragma once
 #include <cstdint>
 
@@ -13,29 +13,58 @@ constexpr int64_t kChunk = 32768;
 constexpr int64_t kLanes = 1024;
 constexpr int kMaxStates = 3;
 
+// States in 8 bits: so many elements share a scale (a warp's 32 threads hold four each), the smallest code of a second
+// moment, and the smallest biased exponent of a scale that is not 0.
+constexpr int64_t kBlock = 128;
+constexpr int kMinSecondMoment = 4;
+constexpr int kSmallestScale = 33;
+
 enum class Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
+
+// How a parameter is kept, and how its states are: see accumfused/formats.py.
+enum class Weights : int32_t {
+  kFloat32 = 0,
+  kBfloat16,
+  kBfloat16Stochastic,
+  kFloat16,
+  kFloat16Stochastic,
+  kBfloat16Split16,
+  kBfloat16Split8,
+  kBfloat16Master,
+  kFloat16Master,
+};
+enum class States : int32_t { kFloat32 = 0, kBfloat16, kInt8 };
 
 constexpr int32_t kOverwrite = -1;  // in place of a weight's index: the accumulator holds nothing yet
 
 // The parameter, its states and its place in the order of chunks: what lasts from call to call.
 struct Row {
-  float* param = nullptr;
-  float* state[kMaxStates] = {};
-  float* step = nullptr;  // null: the rule counts no steps
+  void* param = nullptr;
+  float* step = nullptr;          // null: none is counted
+  const int64_t* seed = nullptr;  // null: nothing is rounded stochastically
+  void* master = nullptr;         // what the parameter lacks of its fp32 value
+  void* state[kMaxStates] = {};
+  uint8_t* scale[kMaxStates] = {};  // biased exponents, one per block of a state
   int64_t numel = 0;
   int64_t first_chunk = 0;
   int64_t group = 0;
+  Weights weights = Weights::kFloat32;
+  States states = States::kFloat32;
+
+  bool is_plain() const { return weights == Weights::kFloat32 && states == States::kFloat32; }
 };
 
 // What changes with every call.
 struct Operands {
-  const void* grad = nullptr;    // null: no gradient in this call
-  float* accumulator = nullptr;  // null: not folded in this call
-  int32_t weight = kOverwrite;   // of what the accumulator holds: an index into the window's weights
+  const void* grad = nullptr;   // null: no gradient in this call
+  void* accumulator = nullptr;  // null: not folded in this call
+  int32_t weight = kOverwrite;  // of what the accumulator holds: an index into the window's weights
   Dtype grad_dtype = Dtype::kFloat32;
+  Dtype accumulator_dtype = Dtype::kFloat32;  // or kBfloat16
+  int32_t unused = 0;
 };
 
-static_assert(sizeof(Row) == 64 && sizeof(Operands) == 24, "the Triton kernels know these");
+static_assert(sizeof(Row) % 16 == 0 && sizeof(Operands) % 16 == 0, "copied to a GPU 16 bytes at a time");
 
 struct Rows {
   const Row* rows;

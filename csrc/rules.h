@@ -1,7 +1,8 @@
 // The optimizers' elementwise arithmetic: one functor per rule, and the list of rules. CPU and CUDA include this file.
 //
 // A functor is built once per tensor from its group's hyper-parameters, the number of this step (1 for the first) and
-// the coefficient; the call takes one element: its parameter, its gradient as it was read, its (up to three) states.
+// the coefficient; the call takes one element: its parameter, its gradient as it was read, its (up to three) states, of
+// which those from kFirstSecondMoment on are second moments.
 // Scalars are computed in double and rounded to fp32 once. The same arithmetic in PyTorch stands in accumfused/rules/,
 // under the same names.
 #pragma once
@@ -13,6 +14,7 @@ namespace accumfused::AF_TARGET {
 struct Sgd {
   static constexpr const char* kName = "sgd";
   static constexpr int kStates = 0;
+  static constexpr int kFirstSecondMoment = 0;
   static constexpr const char* kStateNames[1] = {nullptr};
   static constexpr bool kCountsSteps = false;
   static constexpr int kHypers = 6;
@@ -35,6 +37,7 @@ struct Sgd {
 struct SgdMomentum {
   static constexpr const char* kName = "sgd_momentum";
   static constexpr int kStates = 1;
+  static constexpr int kFirstSecondMoment = 1;
   static constexpr const char* kStateNames[kStates] = {"momentum_buffer"};
   static constexpr bool kCountsSteps = true;
   static constexpr int kHypers = Sgd::kHypers;
@@ -53,7 +56,7 @@ struct SgdMomentum {
   AF_METHOD void operator()(float& p, float grad, float& momentum_buffer, float&, float&) const {
     float g = grad * coefficient;
     g = weight_decay != 0 ? g + p * weight_decay : g;
-    momentum_buffer = flush_subnormal(momentum_buffer * momentum + g * incoming);
+    momentum_buffer = momentum_buffer * momentum + g * incoming;
     p = p - (nesterov ? g + momentum_buffer * momentum : momentum_buffer) * lr;
   }
 };
@@ -65,6 +68,7 @@ template <bool kAmsgrad>
 struct AdamFamily {
   static constexpr const char* kName = kAmsgrad ? "adam_amsgrad" : "adam";
   static constexpr int kStates = kAmsgrad ? 3 : 2;
+  static constexpr int kFirstSecondMoment = 1;
   static constexpr const char* kStateNames[3] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
   static constexpr bool kCountsSteps = true;
   static constexpr int kHypers = 7;
@@ -84,18 +88,20 @@ struct AdamFamily {
         step_size(float(hyper[0] / (1.0 - power(hyper[1], step)))),
         inverse_root(float(1.0 / double(square_root(float(1.0 - power(hyper[2], step)))))) {}
 
-  AF_METHOD void operator()(float& p, float grad, float& exp_avg, float& exp_avg_sq, float& max_exp_avg_sq) const {
-    float g = grad * coefficient;
+  // Of one element, or of a vector of them (cpu/vector.h).
+  template <class F>
+  AF_METHOD void operator()(F& p, F grad, F& exp_avg, F& exp_avg_sq, F& max_exp_avg_sq) const {
+    F g = grad * coefficient;
     g = weight_decay != 0 ? g + p * weight_decay : g;
-    exp_avg = flush_subnormal(exp_avg * beta1 + g * one_minus_beta1);
-    exp_avg_sq = flush_subnormal(exp_avg_sq * beta2 + (g * g) * one_minus_beta2);
-    float second = exp_avg_sq;
+    exp_avg = exp_avg * beta1 + g * one_minus_beta1;
+    exp_avg_sq = exp_avg_sq * beta2 + (g * g) * one_minus_beta2;
+    F second = exp_avg_sq;
     if constexpr (kAmsgrad) {
       second = exp_avg_sq > max_exp_avg_sq ? exp_avg_sq : max_exp_avg_sq;
       second = exp_avg_sq != exp_avg_sq ? exp_avg_sq : second;  // a NaN propagates, as in torch.maximum
       max_exp_avg_sq = second;
     }
-    const float denominator = square_root(second) * inverse_root + eps;
+    const F denominator = square_root(second) * inverse_root + eps;
     p = p * decay - (exp_avg * step_size) / denominator;
   }
 };
@@ -106,6 +112,7 @@ using AdamAmsgrad = AdamFamily<true>;
 struct Lion {
   static constexpr const char* kName = "lion";
   static constexpr int kStates = 1;
+  static constexpr int kFirstSecondMoment = 1;
   static constexpr const char* kStateNames[kStates] = {"exp_avg"};
   static constexpr bool kCountsSteps = false;
   static constexpr int kHypers = 5;
@@ -124,7 +131,7 @@ struct Lion {
   AF_METHOD void operator()(float& p, float grad, float& exp_avg, float&, float&) const {
     const float g = grad * coefficient;
     const float direction = exp_avg * beta1 + g * one_minus_beta1;
-    exp_avg = flush_subnormal(exp_avg * beta2 + g * one_minus_beta2);
+    exp_avg = exp_avg * beta2 + g * one_minus_beta2;
     const float sign = direction > 0 ? 1.0f : (direction < 0 ? -1.0f : direction);  // 0 and NaN stay
     p = p * decay - sign * lr;
   }

@@ -12,18 +12,13 @@ const char kEmpty = 0;  // the address of a gradient that is there but has no el
 
 void* address(const dlpack::Tensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
 
-bool grad_dtype(const dlpack::DataType& type, Dtype& out) {
+bool float_dtype(const dlpack::DataType& type, Dtype& out) {
   if (type.lanes != 1) return false;
   if (type.code == dlpack::kFloat && type.bits == 32) out = Dtype::kFloat32;
   else if (type.code == dlpack::kFloat && type.bits == 16) out = Dtype::kFloat16;
   else if (type.code == dlpack::kBfloat && type.bits == 16) out = Dtype::kBfloat16;
   else return false;
   return true;
-}
-
-bool is_float32(const dlpack::Tensor& tensor) {
-  Dtype dtype;
-  return grad_dtype(tensor.dtype, dtype) && dtype == Dtype::kFloat32;
 }
 
 // Torch's part of a tensor lies around its sizes. Each read there takes and drops a reference, and the processor does
@@ -117,7 +112,7 @@ class TensorType {
 }  // namespace
 
 Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py::list& owners, const py::list& params,
-             const py::list& numels, const py::list& groups, const py::list& states, const py::list& counts_steps)
+             const py::list& numels, const py::list& groups, const py::list& slots, const py::list& formats)
     : api_(static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange_api.ptr(), dlpack::kCapsuleName))),
       device_{device[0].cast<int32_t>(), device[1].cast<int32_t>()} {
   if (api_ == nullptr) throw py::error_already_set();
@@ -140,16 +135,22 @@ Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py:
     numel_ += row.numel;
     if (!layouts_[i].readable) continue;  // frozen, say: a gradient for it is refused
     PyObject* param = PyList_GET_ITEM(params.ptr(), i);
-    row.param = static_cast<float*>(own(param));
+    row.param = own(param);
     if (owners_[i] != param) own(owners_[i]);
-    if (states[i].is_none()) continue;  // it has none yet
-    bool step_next = counts_steps[i].cast<bool>();
-    int next = 0;
-    for (const py::handle entry : states[i].cast<py::list>()) {
-      float* data = static_cast<float*>(own(entry.ptr()));
-      (step_next ? row.step : row.state[next++]) = data;
-      step_next = false;
-    }
+    const auto format = formats[i].cast<std::pair<int32_t, int32_t>>();
+    row.weights = Weights(format.first), row.states = States(format.second);
+    if (slots[i].is_none()) continue;  // it has none yet
+    const py::list entries = slots[i].cast<py::list>();
+    size_t next = 0;
+    const auto take = [&] {
+      PyObject* entry = PyList_GET_ITEM(entries.ptr(), next++);
+      return entry == Py_None ? nullptr : own(entry);
+    };
+    row.step = static_cast<float*>(take());
+    row.seed = static_cast<const int64_t*>(take());
+    row.master = take();
+    for (void*& state : row.state) state = take();
+    for (uint8_t*& scale : row.scale) scale = static_cast<uint8_t*>(take());
   }
 }
 
@@ -164,7 +165,8 @@ bool Table::read(PyObject* object, dlpack::Tensor& out) const {
 bool Table::is_addressable(const dlpack::Tensor& tensor) const {
   bool empty = false;
   for (int32_t d = 0; d < tensor.ndim; ++d) empty |= tensor.shape[d] == 0;
-  return is_float32(tensor) && is_here(tensor) && (empty || tensor.data != nullptr);
+  Dtype dtype;
+  return float_dtype(tensor.dtype, dtype) && is_here(tensor) && (empty || tensor.data != nullptr);
 }
 
 bool Table::same_layout(const Layout& layout, const dlpack::Tensor& tensor) const {
@@ -249,7 +251,7 @@ bool Table::set_grad(size_t index, PyObject* grad) {
   // A subclass may keep its values elsewhere.
   if (Py_TYPE(grad) != TensorType::get().type() || !read(grad, tensor)) return false;
   if (TensorType::get().is_negated(grad)) return false;
-  if (!grad_dtype(tensor.dtype, in.grad_dtype) || !same_layout(layouts_[index], tensor)) return false;
+  if (!float_dtype(tensor.dtype, in.grad_dtype) || !same_layout(layouts_[index], tensor)) return false;
   if (!empty && tensor.data == nullptr) return false;  // zeros that are nowhere (torch._efficientzerotensor)
   in.grad = empty ? &kEmpty : address(tensor);
   return true;
@@ -289,8 +291,9 @@ int64_t Table::set_accumulators(const py::list& accumulators, const py::list& we
     PyObject* accumulator = PyList_GET_ITEM(accumulators.ptr(), i);
     if (accumulator == Py_None) continue;
     dlpack::Tensor tensor;
-    if (!read(accumulator, tensor) || !is_float32(tensor) || !same_layout(layouts_[i], tensor)) return int64_t(i);
-    in.accumulator = static_cast<float*>(address(tensor));
+    if (!read(accumulator, tensor) || !same_layout(layouts_[i], tensor)) return int64_t(i);
+    if (!float_dtype(tensor.dtype, in.accumulator_dtype) || in.accumulator_dtype == Dtype::kFloat16) return int64_t(i);
+    in.accumulator = address(tensor);
     in.weight = int32_t(PyLong_AsLong(PyList_GET_ITEM(weights.ptr(), i)));
   }
   return -1;
@@ -305,7 +308,7 @@ void bind_table(py::module_& m) {
       .def(py::init<const py::capsule&, const py::tuple&, const py::list&, const py::list&, const py::list&,
                     const py::list&, const py::list&, const py::list&>(),
            py::arg("exchange_api"), py::arg("device"), py::arg("owners"), py::arg("params"), py::arg("numels"),
-           py::arg("groups"), py::arg("states"), py::arg("counts_steps"))
+           py::arg("groups"), py::arg("slots"), py::arg("formats"))
       .def("remember", &Table::remember, py::arg("param_groups"), py::arg("state"))
       .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state"))
       .def("read_grads", &Table::read_grads)

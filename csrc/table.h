@@ -20,12 +20,12 @@ namespace py = pybind11;
 class Table {
  public:
   // params[i]: what the kernels write, of numels[i] elements; owners[i]: the parameter itself (another object where the
-  // parameter's memory is not dense and params[i] is a dense copy); states[i]: its state tensors in the rule's order,
-  // the step count first where the rule keeps one, or None while the parameter has none yet.
-  // device: DLPack's type and index of the memory that the kernels work on. What lies elsewhere has a row, and its
-  // place in the order of chunks, but no address: a gradient for it is refused.
+  // parameter's memory is not dense and params[i] is a dense copy); slots[i]: its state tensors or None, in the order
+  // of Row from `step` on, or None while the parameter has no state yet; formats[i]: its Weights and States. device:
+  // DLPack's type and index of the memory that the kernels work on. What lies elsewhere has a row, and its place in the
+  // order of chunks, but no address: a gradient for it is refused.
   Table(const py::capsule& exchange_api, const py::tuple& device, const py::list& owners, const py::list& params,
-        const py::list& numels, const py::list& groups, const py::list& states, const py::list& counts_steps);
+        const py::list& numels, const py::list& groups, const py::list& slots, const py::list& formats);
 
   // Remembers which objects param_groups and the optimizer's state hold...
   void remember(const py::list& param_groups, const py::dict& state);
@@ -39,7 +39,7 @@ class Table {
   void release_grads();
   // As read_grads, for gradients that are given; returns that index or -1.
   int64_t set_grads(const py::list& grads);
-  // Points the rows at their fp32 accumulators (None: not folded), which hold a sum under weights[i].
+  // Points the rows at their accumulators, fp32 or bf16 (None: not folded), which hold a sum under weights[i].
   int64_t set_accumulators(const py::list& accumulators, const py::list& weights);
   void clear();  // forget the gradients and accumulators again
 
@@ -49,7 +49,7 @@ class Table {
 
  private:
   struct Layout {
-    bool readable = false;  // fp32 memory that a kernel can address
+    bool readable = false;  // memory of floats that a kernel can address
     int32_t ndim = 0;
     size_t shape = 0;  // where its sizes and strides stand in shapes_
   };
@@ -65,7 +65,7 @@ class Table {
   bool is_here(const dlpack::Tensor& tensor) const {
     return tensor.device.type == device_.type && tensor.device.id == device_.id;
   }
-  bool is_addressable(const dlpack::Tensor& tensor) const;  // fp32 memory that a kernel can write
+  bool is_addressable(const dlpack::Tensor& tensor) const;  // memory of floats that a kernel can write
   bool same_layout(const Layout& layout, const dlpack::Tensor& tensor) const;
   void* own(PyObject* object);  // its address
 

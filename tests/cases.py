@@ -104,13 +104,18 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: str, what: str = "
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """fp32 as integers, so that zeros of different sign differ; every NaN is one NaN (which one is not specified)."""
-    tensor = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
-    return tensor.detach().cpu().contiguous().view(torch.int32)
+    """The tensor's bits as integers, so that zeros of different sign differ; every NaN is one NaN (which one is not
+    specified).
+    """
+    if tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
+        tensor = tensor.detach().contiguous().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+    return tensor.detach().cpu()
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
     assert actual.shape == expected.shape, f"{what}: {actual.shape} {expected.shape}"
+    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} {expected.dtype}"
     differ = bits(actual) != bits(expected)
     assert not differ.any(), (
         f"{what}: {int(differ.sum())} of {differ.numel()} differ, first "

@@ -22,15 +22,17 @@ class Fold:
     """One micro-batch's arrival in the accumulators.
 
     accumulator <- (weights[held] * scale) * accumulator + (weights[weight] * scale) * grad, each factor rounded to fp32
-    once; a weight of 0 leaves its term out, whatever it holds. OVERWRITE: accumulator <- grad.
+    once; a weight of 0 leaves its term out, whatever it holds. OVERWRITE: accumulator <- grad. A bf16 accumulator is
+    rounded stochastically.
     """
 
     grads: Grads  # None: the accumulator is only rescaled
-    accumulators: Grads  # fp32; None: left alone
+    accumulators: Grads  # fp32 or bf16; None: left alone
     held: list[int]  # per row: the index of the weight under which the accumulator holds what it holds, or OVERWRITE
     weights: Tensor  # [micro-batches + 1], fp64; index 0 holds 1: "already weighted"
     weight: int  # this micro-batch's index
     scale: float | Tensor  # a number, or fp64 of shape []
+    number: int  # of the folds of this window, from 1: for the noise that rounds bf16 accumulators
 
 
 @dataclass
@@ -117,7 +119,7 @@ def rescale(backend: Backend, plan: Plan, grads: Grads, matched: Grads, factor: 
     ]
     ones = torch.ones(1, dtype=torch.float64, device=plan.device)
     partials = torch.empty(plan.chunks, dtype=torch.float32, device=plan.device)
-    backend.accumulate(plan, Fold([None] * len(rows), rows, [0] * len(rows), ones, 0, factor.double()), partials)
+    backend.accumulate(plan, Fold([None] * len(rows), rows, [0] * len(rows), ones, 0, factor.double(), 1), partials)
     torch.autograd.graph.increment_version([row for row in rows if row is not None])
     for row, grad in zip(rows, grads, strict=True):
         if row is None and grad is not None:

@@ -39,7 +39,8 @@ class CpuBackend:
         plan.point_at(fold.grads, fold.accumulators, fold.held)
         self._c.accumulate(
             self.instruction_set, plan.table, torch.get_num_threads(),
-            fold.weights.data_ptr(), fold.weight, *as_number_and_address(fold.scale), partials.data_ptr(),
+            fold.weights.data_ptr(), fold.weight, *as_number_and_address(fold.scale),
+            fold.number, partials.data_ptr(),
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accumfused import codecs
 from accumfused.backends.base import OVERWRITE, Fold, Hypers, Outcome, Scaling, new_outcome, numbers
-from accumfused.numeric import chunk_count, ieee, memory_order, square_root, sum_partials, sums_of_squares, whole_steps
+from accumfused.formats import Format, States, Weights
+from accumfused.numeric import (
+    chunk_count,
+    flush_subnormal,
+    ieee,
+    memory_order,
+    square_root,
+    sum_partials,
+    sums_of_squares,
+    whole_steps,
+)
 from accumfused.plan import Grads, Plan
+from accumfused.rule import Rule
 
 
 class ReferenceBackend:
@@ -23,22 +36,37 @@ class ReferenceBackend:
             factors = (fold.weights * fold.scale).float()
             add = factors[fold.weight]
             rows = zip(fold.accumulators, fold.grads, fold.held, plan.first_chunk, strict=True)
-            for accumulator, grad, held, first_chunk in rows:
+            for row, (accumulator, grad, held, first_chunk) in enumerate(rows):
                 if accumulator is None:
                     continue
                 if held == OVERWRITE:
-                    accumulator.copy_(grad)  # type: ignore[arg-type]
+                    assert grad is not None
+                    accumulator.copy_(self._rounded(plan, fold, row, accumulator, grad.float()))
                     continue
                 keep = factors[held]
-                kept = torch.where(keep != 0, accumulator * keep, 0.0)
+                kept = torch.where(keep != 0, accumulator.float() * keep, 0.0)
                 if grad is None:
                     value = kept
                 else:
                     added = grad.float() * add
                     both = torch.where(keep != 0, kept + added, added)
                     value = torch.where(add != 0, both, kept)
-                accumulator.copy_(value)
+                accumulator.copy_(self._rounded(plan, fold, row, accumulator, value))
                 _write_partials(partials, first_chunk, accumulator)
+
+    def _rounded(self, plan: Plan, fold: Fold, row: int, accumulator: Tensor, value: Tensor) -> Tensor:
+        """The fp32 value as the accumulator takes it."""
+        if accumulator.dtype != torch.bfloat16:
+            return value
+        storage = plan.storages[row]
+        seed = torch.zeros((), dtype=torch.int64, device=value.device)
+        if storage is not None and storage.seed is not None:
+            seed = storage.seed
+        key = codecs.key(seed, whole_steps(self._steps_made(plan, row)), fold.number, row)
+        rounded = torch.empty_like(accumulator)
+        bits = codecs.to_bfloat16_stochastic(memory_order(value), codecs.noise(key, value.numel()))
+        memory_order(rounded).copy_(_bfloat16(bits))
+        return rounded
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         with ieee():
@@ -75,18 +103,96 @@ class ReferenceBackend:
                 rows = [i for i, g in enumerate(plan.groups) if g == group and grads[i] is not None]
                 if not rows:
                     continue
-                states = [plan.states[i] for i in rows]
-                counts = [s[0] if rule.counts_steps else torch.zeros((), device=plan.device) for s in states]  # type: ignore[index]
+                counts = [self._steps_made(plan, row) for row in rows]
                 steps = whole_steps(torch.stack(counts)) + 1
                 scalars = rule.scalars(dict(zip(rule.hypers, values, strict=True)), steps, outcome.coefficient)
-                for j, (i, state) in enumerate(zip(rows, states, strict=True)):
+                for j, row in enumerate(rows):
                     own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
-                    kept = [plan.tensors[i], *state[rule.counts_steps :]]  # type: ignore[index]
-                    new = rule.update(own, kept[0], grads[i].float(), *kept[1:])  # type: ignore[union-attr]
-                    if rule.counts_steps:
-                        kept, new = [*kept, counts[j]], (*new, counts[j] + 1)
-                    for old, value in zip(kept, new, strict=True):
-                        old.copy_(torch.where(outcome.skipped, old, value))
+                    _update(plan, row, rule, own, grads[row], steps[j], outcome.skipped)  # type: ignore[arg-type]
+
+    def _steps_made(self, plan: Plan, row: int) -> Tensor:
+        storage = plan.storages[row]
+        if storage is None or storage.step is None:
+            return torch.zeros((), device=plan.device)
+        return storage.step
+
+
+def _update(
+    plan: Plan, row: int, rule: type[Rule], scalars: Mapping[str, Tensor], grad: Tensor, step: Tensor, skipped: Tensor
+) -> None:
+    """One parameter: everything decoded to fp32, in memory order, updated, and encoded again."""
+    form, storage, param = plan.formats[row], plan.storages[row], memory_order(plan.tensors[row])
+    assert storage is not None
+    master = None if storage.master is None else memory_order(storage.master)
+    values = [memory_order(value) for value in storage.values]
+    scales: Grads = [*storage.scales] or [None] * len(values)
+    kinds = [name in rule.second_moments for name in rule.states]
+    states = [_load_state(*part) for part in zip(values, scales, kinds, strict=True)]
+    new_param, *new_states = rule.update(
+        scalars, _load_weights(form, param, master), memory_order(grad).float(), *states
+    )
+    bits = torch.zeros_like(param, dtype=torch.int32)
+    if storage.seed is not None:
+        bits = codecs.noise(codecs.key(storage.seed, step, 0, row), param.numel())
+    stored = [*zip([param, master], _store_weights(form, new_param, codecs.stream(bits, 2)), strict=True)]
+    for index, (state, value, scale, is_second) in enumerate(zip(new_states, values, scales, kinds, strict=True)):
+        new = _store_state(form, state, codecs.stream(bits, min(index, 1)), is_second)
+        stored += zip([value, scale], new, strict=True)
+    if storage.step is not None:
+        stored.append((storage.step, storage.step + 1))
+    for old, value in stored:
+        if old is not None and value is not None:
+            old.copy_(torch.where(skipped, old, value))
+
+
+def _load_weights(form: Format, param: Tensor, master: Tensor | None) -> Tensor:
+    if form.weights in (Weights.BFLOAT16_MASTER, Weights.FLOAT16_MASTER):
+        assert master is not None
+        return master
+    if master is None:
+        return param.float()
+    join = codecs.join if form.weights is Weights.BFLOAT16_SPLIT16 else codecs.join_short
+    return join(param.view(torch.int16).to(torch.int32), master.to(torch.int32))
+
+
+def _store_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The parameter and its master, in their dtypes."""
+    if form.weights is Weights.FLOAT32:
+        return weights, None
+    if form.weights is Weights.FLOAT16_MASTER:
+        return weights.half(), weights
+    if form.weights is Weights.FLOAT16:
+        return weights.half(), None
+    if form.weights is Weights.FLOAT16_STOCHASTIC:
+        return codecs.to_float16_stochastic(weights, noise).to(torch.int16).view(torch.float16), None
+    if form.weights is Weights.BFLOAT16_SPLIT16:
+        high, master = codecs.split(weights)
+        return _bfloat16(high), master.to(torch.int16)
+    if form.weights is Weights.BFLOAT16_SPLIT8:
+        high, master = codecs.split_short(weights, noise)
+        return _bfloat16(high), master.to(torch.int8)
+    if form.weights is Weights.BFLOAT16_STOCHASTIC:
+        return _bfloat16(codecs.to_bfloat16_stochastic(weights, noise)), None
+    return _bfloat16(codecs.to_bfloat16(weights)), weights if form.master is not None else None
+
+
+def _bfloat16(bits: Tensor) -> Tensor:
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def _load_state(value: Tensor, scale: Tensor | None, second_moment: bool) -> Tensor:
+    return value.float() if scale is None else codecs.decode(value, scale, second_moment=second_moment)
+
+
+def _store_state(form: Format, state: Tensor, noise: Tensor, second_moment: bool) -> tuple[Tensor, Tensor | None]:
+    """The state and its scales, in their dtypes."""
+    if form.states is States.INT8:
+        scale = codecs.scale_of(state)
+        return codecs.encode(state, scale, noise, second_moment=second_moment), scale
+    state = flush_subnormal(state)
+    if form.states is States.FLOAT32:
+        return state, None
+    return _bfloat16(codecs.to_bfloat16_stochastic(state, noise)), None
 
 
 def _write_partials(partials: Tensor, first_chunk: int, values: Tensor) -> None:

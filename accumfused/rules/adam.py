@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from accumfused.numeric import flush_subnormal, power, square_root
+from accumfused.numeric import power, square_root
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
 from accumfused.settings import SettingArguments
@@ -32,6 +32,7 @@ class AdamRule(Rule):
     name = "adam"
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     torch_states: ClassVar[tuple[str, ...]] = ("step", *states)
+    second_moments: ClassVar[tuple[str, ...]] = ("exp_avg_sq", "max_exp_avg_sq")
     counts_steps = True
     hypers = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
 
@@ -61,8 +62,8 @@ class AdamRule(Rule):
         exp_avg, exp_avg_sq, *rest = states
         g = grad * s["coefficient"]
         g = torch.where(s["weight_decay"] != 0, g + param * s["weight_decay"], g)
-        exp_avg = flush_subnormal(exp_avg * s["beta1"] + g * s["one_minus_beta1"])
-        exp_avg_sq = flush_subnormal(exp_avg_sq * s["beta2"] + (g * g) * s["one_minus_beta2"])
+        exp_avg = exp_avg * s["beta1"] + g * s["one_minus_beta1"]
+        exp_avg_sq = exp_avg_sq * s["beta2"] + (g * g) * s["one_minus_beta2"]
         rest = [torch.maximum(exp_avg_sq, max_exp_avg_sq) for max_exp_avg_sq in rest]
         second = rest[0] if rest else exp_avg_sq
         denominator = square_root(second) * s["inverse_root"] + s["eps"]
@@ -103,8 +104,8 @@ class AdamRule(Rule):
         ) = scalars  # fmt: skip
         g = grad * coefficient
         g = tl.where(weight_decay != 0, g + p * weight_decay, g)
-        exp_avg = triton_numeric.flush_subnormal(exp_avg * beta1 + g * one_minus_beta1)
-        exp_avg_sq = triton_numeric.flush_subnormal(exp_avg_sq * beta2 + (g * g) * one_minus_beta2)
+        exp_avg = exp_avg * beta1 + g * one_minus_beta1
+        exp_avg_sq = exp_avg_sq * beta2 + (g * g) * one_minus_beta2
         second = exp_avg_sq
         if states == 3:
             second = tl.where(exp_avg_sq > max_exp_avg_sq, exp_avg_sq, max_exp_avg_sq)

@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from accumfused.numeric import flush_subnormal
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
 from accumfused.settings import SettingArguments
 
 if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
     import triton.language as tl
-
-    from accumfused import triton_numeric
 
 
 class LionRule(Rule):
@@ -49,7 +46,7 @@ class LionRule(Rule):
         (exp_avg,) = states
         g = grad * s["coefficient"]
         direction = exp_avg * s["beta1"] + g * s["one_minus_beta1"]
-        exp_avg = flush_subnormal(exp_avg * s["beta2"] + g * s["one_minus_beta2"])
+        exp_avg = exp_avg * s["beta2"] + g * s["one_minus_beta2"]
         sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))  # 0 and NaN stay
         return param * s["decay"] - sign * s["lr"], exp_avg
 
@@ -77,7 +74,7 @@ class LionRule(Rule):
         coefficient, lr, beta1, one_minus_beta1, beta2, one_minus_beta2, decay = scalars
         g = grad * coefficient
         direction = exp_avg * beta1 + g * one_minus_beta1
-        exp_avg = triton_numeric.flush_subnormal(exp_avg * beta2 + g * one_minus_beta2)
+        exp_avg = exp_avg * beta2 + g * one_minus_beta2
         sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, direction))  # 0 and NaN stay
         p = p * decay - sign * lr
         return p, exp_avg, unused1, unused2

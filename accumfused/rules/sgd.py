@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from accumfused.numeric import flush_subnormal
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
 from accumfused.settings import SettingArguments
 
 if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
     import triton.language as tl
-
-    from accumfused import triton_numeric
 
 
 class SgdRule(Rule):
@@ -49,7 +46,7 @@ class SgdRule(Rule):
         g = torch.where(s["weight_decay"] != 0, g + param * s["weight_decay"], g)
         if not states:
             return (param - g * s["lr"],)
-        buffer = flush_subnormal(states[0] * s["momentum"] + g * s["incoming"])
+        buffer = states[0] * s["momentum"] + g * s["incoming"]
         direction = torch.where(s["nesterov"], g + buffer * s["momentum"], buffer)
         return param - direction * s["lr"], buffer
 
@@ -79,7 +76,7 @@ class SgdRule(Rule):
         if states == 0:
             p = p - g * lr
         else:
-            momentum_buffer = triton_numeric.flush_subnormal(momentum_buffer * momentum + g * incoming)
+            momentum_buffer = momentum_buffer * momentum + g * incoming
             p = p - tl.where(nesterov, g + momentum_buffer * momentum, momentum_buffer) * lr
         return p, momentum_buffer, unused1, unused2
 

@@ -1,6 +1,8 @@
 // The CPU kernels. Compiled once per instruction set, with AF_TARGET naming the namespace; nothing here names one: the
 // compiler vectorises the loops, and every instruction set computes the same bits.
-#include "../numeric.h"
+#include "vector.h"  // first: the templates of codecs and rules find its overloads by name
+//
+#include "../codecs.h"
 #include "../rules.h"
 #include "float_mode.h"
 #include "kernels.h"
@@ -179,6 +181,37 @@ float fold_chunk(float* __restrict accumulator, const G* __restrict grad, float 
   return tree_sum(lanes, width);
 }
 
+// A row of 1024 goes through the L1 cache: folded in fp32, rounded stochastically, and its squares are those of what is
+// stored.
+void fold_bfloat16(const Fold& fold, double scale, const Row& row, int64_t index, const Operands& in, int64_t chunk,
+                   int64_t offset, int64_t n) {
+  const bool overwrites = in.weight == kOverwrite;
+  const float keep = overwrites ? 0.0f : float(fold.weights[in.weight] * scale);
+  const float add = in.grad == nullptr ? 0.0f : overwrites ? 1.0f : float(fold.weights[fold.weight] * scale);
+  const Noise noise(row, index, row.step ? whole_steps(*row.step) : 0, fold.number, offset);
+  auto* __restrict accumulator = static_cast<Bfloat16*>(in.accumulator) + offset;
+  alignas(64) float lanes[kLanes] = {}, values[kLanes];
+  for (int64_t first = 0; first < n; first += kLanes) {
+    const int64_t length = smaller(kLanes, n - first);
+    for (int64_t l = 0; l < length; ++l) values[l] = keep != 0.0f ? to_float(accumulator[first + l]) * keep : 0.0f;
+    if (add != 0.0f) {
+      with_grad(in, offset + first, [&](const auto* __restrict grad) {
+        if (keep != 0.0f) {
+          for (int64_t l = 0; l < length; ++l) values[l] = values[l] + to_float(grad[l]) * add;
+        } else {
+          for (int64_t l = 0; l < length; ++l) values[l] = to_float(grad[l]) * add;
+        }
+      });
+    }
+    for (int64_t l = 0; l < length; ++l) {
+      const Bfloat16 rounded = to_bfloat16(values[l], noise(uint32_t(first + l)));
+      accumulator[first + l] = rounded;
+      lanes[l] += to_float(rounded) * to_float(rounded);
+    }
+  }
+  if (!overwrites) fold.partials[chunk] = tree_sum(lanes, kLanes);
+}
+
 void accumulate(const Work& work, const Fold& fold) {
   const double scale = fold.device_scale ? fold.scale * *fold.device_scale : fold.scale;
   const float add = float(fold.weights[fold.weight] * scale);
@@ -186,33 +219,38 @@ void accumulate(const Work& work, const Fold& fold) {
   for (int64_t i = 0; i < work.count; ++i)
     written_bytes += work.operands[i].weight == kOverwrite ? work.rows[i].numel * 4 : 0;
   const bool beyond_cache = written_bytes > kStreamBytes;
-  for_each_chunk<Nothing>(work, [=](Nothing, const Row&, const Operands& in, int64_t chunk, int64_t offset, int64_t n) {
-    float* accumulator = in.accumulator;
-    if (accumulator == nullptr) return;
-    accumulator += offset;
-    if (in.weight == kOverwrite) {
-      with_grad(in, offset, [=](auto grad) { overwrite(accumulator, grad, n, beyond_cache); });
-      return;
-    }
-    const float keep = float(fold.weights[in.weight] * scale);
-    const bool adds = in.grad != nullptr && add != 0.0f;
-    if (!adds) {
-      const float* none = nullptr;
-      fold.partials[chunk] = keep != 0.0f ? fold_chunk<true, false>(accumulator, none, keep, add, n)
-                                          : fold_chunk<false, false>(accumulator, none, keep, add, n);
-      return;
-    }
-    fold.partials[chunk] = with_grad(in, offset, [=](auto grad) {
-      return keep != 0.0f ? fold_chunk<true, true>(accumulator, grad, keep, add, n)
-                          : fold_chunk<false, true>(accumulator, grad, keep, add, n);
-    });
-  });
+  for_each_chunk<Nothing>(
+      work, [&](Nothing, const Row& row, const Operands& in, int64_t chunk, int64_t offset, int64_t n) {
+        if (in.accumulator == nullptr) return;
+        if (in.accumulator_dtype == Dtype::kBfloat16) {
+          fold_bfloat16(fold, scale, row, &row - work.rows, in, chunk, offset, n);
+          return;
+        }
+        float* const accumulator = static_cast<float*>(in.accumulator) + offset;
+        if (in.weight == kOverwrite) {
+          with_grad(in, offset, [=](auto grad) { overwrite(accumulator, grad, n, beyond_cache); });
+          return;
+        }
+        const float keep = float(fold.weights[in.weight] * scale);
+        const bool adds = in.grad != nullptr && add != 0.0f;
+        if (!adds) {
+          const float* none = nullptr;
+          fold.partials[chunk] = keep != 0.0f ? fold_chunk<true, false>(accumulator, none, keep, add, n)
+                                              : fold_chunk<false, false>(accumulator, none, keep, add, n);
+          return;
+        }
+        fold.partials[chunk] = with_grad(in, offset, [=](auto grad) {
+          return keep != 0.0f ? fold_chunk<true, true>(accumulator, grad, keep, add, n)
+                              : fold_chunk<false, true>(accumulator, grad, keep, add, n);
+        });
+      });
 }
 
 // ---- step -----------------------------------------------------------------------------------------------------------
 
-template <class Rule, class G>
-void step_chunk(const Rule& rule, float* __restrict param, const G* __restrict grad, float* const* state, int64_t n) {
+template <class Rule, bool kFlush, class G>
+void update(const Rule& rule, float* __restrict param, const G* __restrict grad, float* const* state, int64_t n) {
+  const auto flushed = [](float value) { return kFlush ? flush_subnormal(value) : value; };
   float* __restrict s0 = state[0];
   float* __restrict s1 = state[1];
   float* __restrict s2 = state[2];
@@ -223,11 +261,19 @@ void step_chunk(const Rule& rule, float* __restrict param, const G* __restrict g
     if constexpr (Rule::kStates > 2) c = s2[i];
     rule(p, to_float(grad[i]), a, b, c);
     param[i] = p;
-    if constexpr (Rule::kStates > 0) s0[i] = a;
-    if constexpr (Rule::kStates > 1) s1[i] = b;
-    if constexpr (Rule::kStates > 2) s2[i] = c;
+    if constexpr (Rule::kStates > 0) s0[i] = flushed(a);
+    if constexpr (Rule::kStates > 1) s1[i] = flushed(b);
+    if constexpr (Rule::kStates > 2) s2[i] = flushed(c);
   }
 }
+
+}  // namespace
+}  // namespace accumfused::AF_TARGET
+
+#include "formats.inl"
+
+namespace accumfused::AF_TARGET {
+namespace {
 
 // A rule's scalars cost two powers; consecutive chunks mostly share them.
 struct Prepared {
@@ -237,7 +283,8 @@ struct Prepared {
 };
 
 template <class Rule>
-void run_rule(const Row& row, const Operands& in, const Step& step, Prepared& prepared, int64_t offset, int64_t n) {
+void run_rule(const Row& row, int64_t index, const Operands& in, const Step& step, Prepared& prepared, int64_t offset,
+              int64_t n) {
   static_assert(sizeof(Rule) <= sizeof(Prepared::rule) && __is_trivially_copyable(Rule), "scalars only");
   const int64_t count = row.step ? whole_steps(*row.step) + 1 : 0;
   if (prepared.group != row.group || prepared.step != count) {
@@ -247,12 +294,17 @@ void run_rule(const Row& row, const Operands& in, const Step& step, Prepared& pr
     prepared.step = count;
   }
   const Rule rule = *reinterpret_cast<const Rule*>(prepared.rule);
+  if (!row.is_plain()) {
+    step_formatted(rule, row, index, in, count, offset, n);
+    return;
+  }
   float* state[kMaxStates];
-  for (int k = 0; k < kMaxStates; ++k) state[k] = row.state[k] ? row.state[k] + offset : nullptr;
-  with_grad(in, offset, [&](auto grad) { step_chunk(rule, row.param + offset, grad, state, n); });
+  for (int k = 0; k < kMaxStates; ++k) state[k] = row.state[k] ? static_cast<float*>(row.state[k]) + offset : nullptr;
+  float* const param = static_cast<float*>(row.param) + offset;
+  with_grad(in, offset, [&](auto grad) { update<Rule, true>(rule, param, grad, state, n); });
 }
 
-using RunRule = void (*)(const Row&, const Operands&, const Step&, Prepared&, int64_t, int64_t);
+using RunRule = void (*)(const Row&, int64_t, const Operands&, const Step&, Prepared&, int64_t, int64_t);
 #define AF_RUN(Rule) run_rule<Rule>,
 constexpr RunRule kRunRule[] = {AF_RULES(AF_RUN)};
 #undef AF_RUN
@@ -261,7 +313,7 @@ void step(const Work& work, const Step& step) {
   if (step.outcome[2] != 0.0f) return;  // skipped: nothing is written
   for_each_chunk<Prepared>(
       work, [&](Prepared& prepared, const Row& row, const Operands& in, int64_t, int64_t offset, int64_t n) {
-        if (in.grad) kRunRule[step.rules[row.group]](row, in, step, prepared, offset, n);
+        if (in.grad) kRunRule[step.rules[row.group]](row, &row - work.rows, in, step, prepared, offset, n);
       });
   for (int64_t i = 0; i < work.count; ++i) {
     if (work.operands[i].grad && work.rows[i].step) *work.rows[i].step += 1.0f;

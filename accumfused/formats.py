@@ -1,0 +1,175 @@
+"""In what form a parameter and its optimizer states lie in memory; chosen for each parameter from the settings.
+
+The arithmetic is fp32 in every format: a step decodes, updates and encodes in one pass (codecs.py). `Storage` is what
+the optimizer's state holds of a parameter, in the order in which kernels take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accumfused import codecs
+from accumfused.rule import Rule
+
+if TYPE_CHECKING:
+    from accumfused.settings import Settings
+
+PARAM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Weights(IntEnum):
+    """How a parameter is kept; the numbers are those of csrc/rows.h."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1  # rounded to nearest
+    BFLOAT16_STOCHASTIC = 2
+    FLOAT16 = 3
+    FLOAT16_STOCHASTIC = 4
+    BFLOAT16_SPLIT16 = 5  # with an int16 remainder
+    BFLOAT16_SPLIT8 = 6  # with an int8 remainder
+    BFLOAT16_MASTER = 7  # beside an fp32 one
+    FLOAT16_MASTER = 8
+
+
+class States(IntEnum):
+    """How the states of a rule are kept."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1  # rounded stochastically
+    INT8 = 2  # codes and scales of blocks
+
+
+STATE_DTYPES = {States.FLOAT32: torch.float32, States.BFLOAT16: torch.bfloat16, States.INT8: torch.uint8}
+_MASTERS = {
+    Weights.BFLOAT16_SPLIT16: ("master_remainder", torch.int16),
+    Weights.BFLOAT16_SPLIT8: ("master_remainder", torch.int8),
+    Weights.BFLOAT16_MASTER: ("master_weight", torch.float32),
+    Weights.FLOAT16_MASTER: ("master_weight", torch.float32),
+}
+_NOISY_WEIGHTS = (Weights.BFLOAT16_STOCHASTIC, Weights.FLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT8)
+_WEIGHTS = {  # of 16-bit parameters, by dtype and master_weights
+    (torch.bfloat16, "auto"): Weights.BFLOAT16_SPLIT16,
+    (torch.bfloat16, "split16"): Weights.BFLOAT16_SPLIT16,
+    (torch.bfloat16, "split8"): Weights.BFLOAT16_SPLIT8,
+    (torch.bfloat16, "fp32"): Weights.BFLOAT16_MASTER,
+    (torch.bfloat16, None): Weights.BFLOAT16,
+    (torch.float16, "auto"): Weights.FLOAT16_MASTER,
+    (torch.float16, "fp32"): Weights.FLOAT16_MASTER,
+    (torch.float16, None): Weights.FLOAT16,
+}
+_STOCHASTIC = {
+    Weights.BFLOAT16: Weights.BFLOAT16_STOCHASTIC,
+    Weights.FLOAT16: Weights.FLOAT16_STOCHASTIC,
+}
+
+SEED = "rounding_seed"
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one parameter and its states are kept."""
+
+    weights: Weights = Weights.FLOAT32
+    states: States = States.FLOAT32
+    accumulates_bfloat16: bool = False
+
+    @property
+    def needs_noise(self) -> bool:
+        return self.weights in _NOISY_WEIGHTS or self.states is not States.FLOAT32 or self.accumulates_bfloat16
+
+    @property
+    def master(self) -> tuple[str, torch.dtype] | None:
+        """The name in the state, and the dtype, of what the parameter lacks of its fp32 value."""
+        return _MASTERS.get(self.weights)
+
+
+@dataclass
+class Storage:
+    """A parameter's tensors in the optimizer's state; what a format has not is None or missing."""
+
+    step: Tensor | None  # fp32, shape []
+    seed: Tensor | None  # int64, shape []
+    master: Tensor | None
+    values: list[Tensor]  # of the rule's states
+    scales: list[Tensor]  # uint8 [blocks], of INT8 states
+
+    def slots(self) -> list[Tensor | None]:
+        """In the order of csrc/rows.h."""
+        padded = [*self.values, *[None] * (3 - len(self.values))], [*self.scales, *[None] * (3 - len(self.scales))]
+        return [self.step, self.seed, self.master, *padded[0], *padded[1]]
+
+
+def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
+    """The format of a parameter under these settings.
+
+    Raises:
+        ValueError: master_weights that its dtype cannot be kept with.
+    """
+    weights = Weights.FLOAT32
+    if param.dtype != torch.float32:
+        check_master_weights(param.dtype, settings.master_weights)
+        weights = _WEIGHTS[param.dtype, settings.master_weights]
+        if settings.rounding == "stochastic":
+            weights = _STOCHASTIC.get(weights, weights)
+    states = States.FLOAT32
+    if rule.states and param.numel() >= settings.state_dtype_min_numel:
+        states = settings.states
+    return Format(weights, states, settings.accumulator_dtype == torch.bfloat16)
+
+
+def check_master_weights(dtype: torch.dtype, master_weights: str | None) -> None:
+    if (dtype, master_weights) not in _WEIGHTS:
+        raise ValueError(
+            f"a parameter is {dtype}, which master_weights={master_weights!r} does not serve: an fp16 number is not "
+            "the upper half of an fp32 one; use master_weights='fp32'"
+        )
+
+
+def names(rule: type[Rule], form: Format) -> list[str]:
+    """The keys of a parameter's state, in the order of `Storage`."""
+    found = ["step"] if counts_steps(rule, form) else []
+    found += [SEED] if form.needs_noise else []
+    found += [form.master[0]] if form.master else []
+    found += rule.states
+    found += [scale_name(name) for name in rule.states] if form.states is States.INT8 else []
+    return found
+
+
+def scale_name(state: str) -> str:
+    return f"{state}_scale"
+
+
+def counts_steps(rule: type[Rule], form: Format) -> bool:
+    """Noise is another one in every step."""
+    return rule.counts_steps or form.needs_noise
+
+
+def storage_of(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[str, Any] | None) -> Storage | None:
+    """What the state of a (dense) parameter holds, or None where it is not complete and as the format says."""
+    entries = entries or {}
+    if not all(_fits(name, entries.get(name), rule, form, param) for name in names(rule, form)):
+        return None
+    return Storage(
+        entries["step"] if counts_steps(rule, form) else None,
+        entries[SEED] if form.needs_noise else None,
+        entries[form.master[0]] if form.master else None,
+        [entries[name] for name in rule.states],
+        [entries[scale_name(name)] for name in rule.states] if form.states is States.INT8 else [],
+    )
+
+
+def _fits(name: str, value: Any, rule: type[Rule], form: Format, param: Tensor) -> bool:
+    if not isinstance(value, Tensor) or value.device != param.device:
+        return False
+    if name in ("step", SEED):
+        return value.dim() == 0 and value.dtype == (torch.float32 if name == "step" else torch.int64)
+    if name in rule.states or (form.master is not None and name == form.master[0]):
+        dtype = STATE_DTYPES[form.states] if name in rule.states else form.master[1]  # type: ignore[index]
+        return value.dtype == dtype and value.shape == param.shape and value.stride() == param.stride()
+    return value.dtype == torch.uint8 and value.shape == (codecs.block_count(param.numel()),) and value.is_contiguous()

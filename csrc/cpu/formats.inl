@@ -1,0 +1,155 @@
+// The step of parameters and states that are not all kept in fp32: a tile at a time is decoded into the L1 cache,
+// updated there by the same loop over fp32, and encoded. So formats and rules add up, and do not multiply.
+#include <type_traits>
+
+#include "../codecs.h"
+#include "lean.h"
+
+namespace accumfused::AF_TARGET {
+namespace {
+
+constexpr int64_t kTile = 4 * kBlock;
+
+struct Tile {
+  alignas(64) float grad[kTile], param[kTile], state[kMaxStates][kTile];
+  alignas(64) uint32_t noise[kTile];
+};
+
+// ---- weights --------------------------------------------------------------------------------------------------------
+
+template <class W>
+void load_weights(const Row& row, int64_t at, int64_t n, float* __restrict out) {
+  const auto* __restrict param = static_cast<const typename W::Param*>(row.param) + at;
+  if constexpr (__is_same(typename W::Master, void)) {
+    for (int64_t i = 0; i < n; ++i) out[i] = W::join(param[i]);
+  } else {
+    const auto* __restrict master = static_cast<const typename W::Master*>(row.master) + at;
+    for (int64_t i = 0; i < n; ++i) out[i] = W::join(param[i], master[i]);
+  }
+}
+
+template <class W>
+void store_weights(const Row& row, int64_t at, int64_t n, const float* __restrict from,
+                   const uint32_t* __restrict noise) {
+  auto* __restrict param = static_cast<typename W::Param*>(row.param) + at;
+  if constexpr (__is_same(typename W::Master, void)) {
+    for (int64_t i = 0; i < n; ++i) param[i] = W::store(from[i], stream<kWeightStream>(noise[i]));
+  } else {
+    auto* __restrict master = static_cast<typename W::Master*>(row.master) + at;
+    for (int64_t i = 0; i < n; ++i) W::store(from[i], stream<kWeightStream>(noise[i]), param[i], master[i]);
+  }
+}
+
+#define AF_LOAD(...) load_weights<__VA_ARGS__>,
+constexpr void (*kLoadWeights[])(const Row&, int64_t, int64_t, float*) = {AF_WEIGHTS(AF_LOAD)};
+#undef AF_LOAD
+#define AF_STORE(...) store_weights<__VA_ARGS__>,
+constexpr void (*kStoreWeights[])(const Row&, int64_t, int64_t, const float*, const uint32_t*) = {AF_WEIGHTS(AF_STORE)};
+#undef AF_STORE
+
+// ---- states ---------------------------------------------------------------------------------------------------------
+
+template <bool kSecondMoment>
+void decode_blocks(const uint8_t* __restrict codes, const uint8_t* scale, int64_t n, float* __restrict out) {
+  for (int64_t first = 0; first < n; first += kBlock) {
+    const float factor = scale_factor(*scale++);
+    const int64_t end = smaller(first + kBlock, n);
+    for (int64_t i = first; i < end; ++i) out[i] = decode<kSecondMoment>(uint32_t(codes[i]), factor);
+  }
+}
+
+template <bool kSecondMoment, int kStream>
+void encode_blocks(uint8_t* __restrict codes, uint8_t* scale, int64_t n, const float* __restrict from,
+                   const uint32_t* __restrict noise) {
+  for (int64_t first = 0; first < n; first += kBlock) {
+    const int64_t end = smaller(first + kBlock, n);
+    uint32_t largest = 0;
+    for (int64_t i = first; i < end; ++i) {
+      const uint32_t magnitude = bits_of(from[i]) & 0x7fffffffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    const uint32_t exponent = scale_of(largest);
+    *scale++ = uint8_t(exponent);
+    const float inverse = inverse_scale(exponent);
+    for (int64_t i = first; i < end; ++i) {
+      codes[i] = uint8_t(encode<kSecondMoment>(from[i], inverse, stream<kStream>(noise[i])));
+    }
+  }
+}
+
+template <int kState, bool kSecondMoment>
+const float* load_state(const Row& row, int64_t at, int64_t n, float* out) {
+  if (row.states == States::kBfloat16) {
+    const auto* __restrict from = static_cast<const Bfloat16*>(row.state[kState]) + at;
+    for (int64_t i = 0; i < n; ++i) out[i] = to_float(from[i]);
+  } else {
+    decode_blocks<kSecondMoment>(static_cast<const uint8_t*>(row.state[kState]) + at, row.scale[kState] + at / kBlock,
+                                 n, out);
+  }
+  return out;
+}
+
+template <int kState, bool kSecondMoment>
+void store_state(const Row& row, int64_t at, int64_t n, const float* __restrict from,
+                 const uint32_t* __restrict noise) {
+  constexpr int kStream = kState == 0 ? 0 : 1;
+  if (row.states == States::kBfloat16) {
+    auto* __restrict to = static_cast<Bfloat16*>(row.state[kState]) + at;
+    for (int64_t i = 0; i < n; ++i) to[i] = to_bfloat16(flush_subnormal(from[i]), stream<kStream>(noise[i]));
+  } else {
+    encode_blocks<kSecondMoment, kStream>(static_cast<uint8_t*>(row.state[kState]) + at,
+                                          row.scale[kState] + at / kBlock, n, from, noise);
+  }
+}
+
+// Calls body(number) for each state of the rule, with a number that is known when compiling.
+template <class Rule, class Body>
+AF_INLINE void for_each_state(const Body& body) {
+  if constexpr (Rule::kStates > 0) body(std::integral_constant<int, 0>());
+  if constexpr (Rule::kStates > 1) body(std::integral_constant<int, 1>());
+  if constexpr (Rule::kStates > 2) body(std::integral_constant<int, 2>());
+}
+
+// ---- step -----------------------------------------------------------------------------------------------------------
+
+template <class Rule>
+void step_formatted(const Rule& rule, const Row& row, int64_t index, const Operands& in, int64_t count, int64_t offset,
+                    int64_t n) {
+  const Noise noise(row, index, count, 0, offset);
+  const bool plain_states = row.states == States::kFloat32;
+  int64_t first = 0;
+  if constexpr (__is_same(Rule, Adam)) {
+    if (row.states == States::kInt8 && in.grad_dtype == Dtype::kBfloat16) {
+      const auto* grad = static_cast<const Bfloat16*>(in.grad) + offset;
+      if (row.weights == Weights::kBfloat16Split8)
+        first = step_blocks<Split8Weights>(rule, row, noise, grad, offset, 0, n);
+      if (row.weights == Weights::kBfloat16Split16)
+        first = step_blocks<Split16Weights>(rule, row, noise, grad, offset, 0, n);
+    }
+  }
+  Tile tile;
+  for (; first < n; first += kTile) {
+    const int64_t at = offset + first, length = smaller(kTile, n - first);
+    if (row.seed) {
+      for (int64_t i = 0; i < length; ++i) tile.noise[i] = noise(uint32_t(first + i));
+    }
+    with_grad(in, at, [&](const auto* __restrict grad) {
+      for (int64_t i = 0; i < length; ++i) tile.grad[i] = to_float(grad[i]);
+    });
+    kLoadWeights[int(row.weights)](row, at, length, tile.param);
+    float* state[kMaxStates];
+    for_each_state<Rule>([&](auto k) {
+      state[k] = plain_states ? static_cast<float*>(row.state[k]) + at : tile.state[k];
+      if (!plain_states) load_state<k, k >= Rule::kFirstSecondMoment>(row, at, length, state[k]);
+    });
+    if (plain_states) update<Rule, true>(rule, tile.param, tile.grad, state, length);
+    else update<Rule, false>(rule, tile.param, tile.grad, state, length);
+    kStoreWeights[int(row.weights)](row, at, length, tile.param, tile.noise);
+    for_each_state<Rule>([&](auto k) {
+      if (!plain_states) store_state<k, k >= Rule::kFirstSecondMoment>(row, at, length, state[k], tile.noise);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace accumfused::AF_TARGET

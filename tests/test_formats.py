@@ -1,0 +1,102 @@
+"""Parameters and states in fewer bits: every backend stores the same bits, whatever the rule, format and gradient."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from cases import (
+    Case,
+    assert_same_bits,
+    case_named,
+    everything,
+    random_grads,
+    random_params,
+    set_grads,
+)  # fmt: skip
+from torch import Tensor
+
+from accumfused import _native, numeric
+from accumfused.backends.cpu import CpuBackend
+from accumfused.backends.reference import ReferenceBackend
+
+CHUNK = numeric.CHUNK
+SIZES = (0, 1, 127, 128, 129, 1000, CHUNK - 1, CHUNK + 130, 2 * CHUNK + 5)
+SMALL = (0, 3, 127, 128, 129, 1300)
+
+WEIGHTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (torch.float32, {}),
+    "bf16": (torch.bfloat16, {"master_weights": None}),
+    "bf16_stochastic": (torch.bfloat16, {"master_weights": None, "rounding": "stochastic"}),
+    "fp16": (torch.float16, {"master_weights": None}),
+    "fp16_stochastic": (torch.float16, {"master_weights": None, "rounding": "stochastic"}),
+    "split16": (torch.bfloat16, {"master_weights": "split16"}),
+    "split8": (torch.bfloat16, {"master_weights": "split8"}),
+    "bf16_master": (torch.bfloat16, {"master_weights": "fp32"}),
+    "fp16_master": (torch.float16, {"master_weights": "fp32"}),
+}
+STATES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}
+RULES = ("sgd_weight_decay", "sgd_nesterov", "adamw", "adamw_amsgrad", "lion_weight_decay")
+GRADS = (torch.float32, torch.float16, torch.bfloat16)
+
+each_weights = pytest.mark.parametrize("weights", WEIGHTS)
+each_states = pytest.mark.parametrize("states", STATES)
+each_rule = pytest.mark.parametrize("rule", RULES)
+
+
+def make(
+    case: Case, backend: Any, weights: str, states: str, sizes: Any = SIZES, **settings: Any
+) -> tuple[Any, list[Tensor]]:
+    """An optimizer over random parameters in one format; small tensors too."""
+    dtype, options = WEIGHTS[weights]
+    params = [p.detach().to(dtype).requires_grad_() for p in random_params([(size,) for size in sizes])]
+    settings = {"rounding_seed": 17, "state_dtype_min_numel": 2, **options, "state_dtype": STATES[states], **settings}
+    return case.make(params, backend, max_grad_norm=0.5, **settings), params
+
+
+def run(
+    case: Case, backend: Any, weights: str, states: str, grad_dtype: torch.dtype, sizes: Any = SIZES, **settings: Any
+) -> dict[str, Tensor]:
+    """A clipped step from p.grad, then a weighted window: all that is stored afterwards."""
+    optimizer, params = make(case, backend, weights, states, sizes, **settings)
+    set_grads(params, random_grads(params, 0, grad_dtype))
+    optimizer.step()
+    optimizer.zero_grad()
+    for seed, weight in enumerate((3.0, 0.7, 5.0), start=1):
+        set_grads(params, random_grads(params, seed, grad_dtype))
+        optimizer.accumulate(weight)
+    optimizer.step()
+    return {name: value.cpu() for name, value in everything(optimizer).items()}
+
+
+@functools.cache
+def reference_run(
+    rule: str, weights: str, states: str, grad_dtype: torch.dtype, sizes: Any = SIZES, **settings: Any
+) -> dict[str, Tensor]:
+    return run(case_named(rule), ReferenceBackend(), weights, states, grad_dtype, sizes, **settings)
+
+
+def assert_agree(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same_bits(actual[name], value, name)
+
+
+needs_native = pytest.mark.skipif(_native._C is None, reason=_native.unavailable or "")
+
+
+@needs_native
+@each_rule
+@each_weights
+@each_states
+def test_every_instruction_set_and_thread_count_gives_the_reference_bits(rule: str, weights: str, states: str) -> None:
+    grad_dtype = GRADS[(list(WEIGHTS).index(weights) + list(STATES).index(states)) % 3]
+    expected = reference_run(rule, weights, states, grad_dtype)
+    for name, threads in zip(_native._C.instruction_sets(), itertools.cycle((2, 1, 3))):
+        torch.set_num_threads(threads)
+        actual = run(case_named(rule), CpuBackend(name), weights, states, grad_dtype)
+        torch.set_num_threads(1)
+        assert_agree(actual, expected)
