@@ -71,8 +71,10 @@ def count(shapes: Shapes) -> int:
 
 
 GPT2, LLAMA_1B, LLAMA_7B, RESNET50 = "GPT-2 124M", "Llama-3.2-1B", "Llama-2-7B, 10 blocks", "ResNet-50"
+GPT2_BLOCKS = "GPT-2, 4 blocks"  # 28,353,024 parameters: many copies of them fit in a small machine
 
 _MODELS = {  # whole, and in small
+    GPT2_BLOCKS: (lambda: gpt2(layers=4, vocabulary=0)[2:], lambda: gpt2(64, 2, 512, 64)),
     GPT2: (gpt2, lambda: gpt2(64, 2, 512, 64)),
     LLAMA_1B: (llama_1b, lambda: llama(64, 128, 2, key_values=16, vocabulary=512)),
     LLAMA_7B: (llama_7b_stack, lambda: llama(64, 176, 2)),

@@ -19,7 +19,7 @@ from cases import (
 )  # fmt: skip
 from torch import Tensor
 
-from accumfused import _native, numeric
+from accumfused import _native, codecs, formats, numeric
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.reference import ReferenceBackend
 
@@ -100,3 +100,61 @@ def test_every_instruction_set_and_thread_count_gives_the_reference_bits(rule: s
         actual = run(case_named(rule), CpuBackend(name), weights, states, grad_dtype)
         torch.set_num_threads(1)
         assert_agree(actual, expected)
+
+
+# ---- bfloat16 accumulators ------------------------------------------------------------------------------------------
+
+
+def windows(
+    backend: Any, weights: str, grad_dtype: torch.dtype, sizes: Any = SIZES, *, closed: bool
+) -> dict[str, Tensor]:
+    """Two windows of three micro-batches summed in bf16: what is stored, and the norms, which are of what was stored."""
+    case = case_named("adamw")
+    optimizer, params = make(case, backend, weights, "fp32", sizes, accumulator_dtype=torch.bfloat16)
+    found = {}
+    for window in range(2):
+        for seed, weight in enumerate((3.0, 0.7, 5.0)):
+            grads: list[Tensor | None] = [*random_grads(params, 10 * window + seed, grad_dtype)]
+            if seed == 0:
+                grads[-2] = None  # comes in later
+            set_grads(params, grads)
+            optimizer.accumulate(weight, last=closed and seed == 2)
+        if closed:
+            assert all(param.grad.dtype == torch.bfloat16 for param in params)
+            found |= {f"p.grad {window} {i}": param.grad.clone() for i, param in enumerate(params)}
+        optimizer.step()
+        found[f"norm {window}"] = optimizer.grad_norm.clone()
+    return {name: value.cpu() for name, value in (everything(optimizer) | found).items()}
+
+
+@needs_native
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
+@pytest.mark.parametrize("weights", ["fp32", "split16", "fp16_master"])
+@pytest.mark.parametrize("grad_dtype", GRADS, ids=str)
+def test_bfloat16_accumulators_agree(weights: str, grad_dtype: torch.dtype, closed: bool) -> None:
+    expected = windows(ReferenceBackend(), weights, grad_dtype, closed=closed)
+    for name in _native._C.instruction_sets():
+        assert_agree(windows(CpuBackend(name), weights, grad_dtype, closed=closed), expected)
+
+
+def test_a_bfloat16_accumulator_is_right_on_average(backend: str) -> None:
+    # Micro-batches whose sum to nearest would stop growing near 1: each adds less than half a unit there.
+    param = torch.zeros(40_000, requires_grad=True)
+    optimizer = case_named("sgd").make([param], backend, accumulator_dtype=torch.bfloat16)
+    value = 1 / 256 - 1 / 1024
+    for _ in range(256):
+        set_grads([param], [torch.full_like(param, value)])
+        optimizer.accumulate()
+    optimizer.step()
+    error = (-param.detach() / 0.3).double().mean() / (256 * value) - 1
+    assert abs(error) < 2e-3  # five standard errors of the mean: each sum is 4% off
+
+
+def test_constants_are_those_of_the_kernels() -> None:
+    if _native._C is None:
+        pytest.skip(_native.unavailable or "")
+    assert (_native._C.BLOCK, _native._C.MIN_SECOND_MOMENT, _native._C.SMALLEST_SCALE) == (
+        codecs.BLOCK, codecs.MIN_SECOND_MOMENT, codecs.SMALLEST_SCALE
+    )  # fmt: skip
+    assert numeric.CHUNK % codecs.BLOCK == 0
+    assert max(formats.Weights) == 8
