@@ -5,6 +5,7 @@ from accumfused.clipping import clip_together
 from accumfused.fuse import fuse
 from accumfused.grad_scaler import GradScaler
 from accumfused.optimizer import FusedOptimizer
+from accumfused.release import release_gradients
 from accumfused.rules import SGD, Adam, AdamW, Lion
 from accumfused.schedule import gradient_accumulation_steps, scale_lr, updates_per_epoch
 from accumfused.windows import windows
@@ -22,6 +23,7 @@ __all__ = [
     "clip_together",
     "fuse",
     "gradient_accumulation_steps",
+    "release_gradients",
     "scale_lr",
     "updates_per_epoch",
     "windows",

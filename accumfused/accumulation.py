@@ -46,6 +46,9 @@ class Window:
         self._total: float | Tensor = 0.0  # of the weights
         self._count = 0  # micro-batches that were folded
         self._folds = 0  # passes over accumulators
+        self.entered = False  # a micro-batch is in progress: it counts already, and more of its gradients may come
+        self._index: int | None = None  # of its weight; None: it is left out
+        self._closed: int | None = None  # index under which rows are held that are divided already
         self._arena: Grads = []  # accumulators of gradients that cannot be adopted; kept between windows
         self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another one
         self._dropped = 0  # open windows in a row without a step
@@ -54,7 +57,7 @@ class Window:
     def begin(self, plan: Plan, grads: Grads, weight: float | Tensor | None) -> None:
         """Refuses a micro-batch that cannot be right, before anything is written."""
         if self.phase is Phase.CLOSED:
-            if any(g is not None and g is a for g, a in zip(grads, self.accumulators, strict=False)):
+            if self.is_exposed(grads):
                 raise RuntimeError(
                     "p.grad is still the previous window's accumulator; call optimizer.step() or optimizer.zero_grad() "
                     "after a window was closed, before the next backward() (a GradScaler that skips calls neither; "
@@ -68,6 +71,15 @@ class Window:
                 "weights for some micro-batches of a window only; this one began "
                 f"{'with' if self._weighted else 'without'} weights: give one to every micro-batch, or to none"
             )
+
+    @property
+    def is_first_entered(self) -> bool:
+        """Whether the micro-batch in progress is the window's first: a loop without accumulate() has no other."""
+        return self.entered and self._count <= 1
+
+    def is_exposed(self, grads: Grads) -> bool:
+        """Whether p.grad is still an accumulator of a closed window."""
+        return any(g is not None and g is a for g, a in zip(grads, self.accumulators, strict=False))
 
     def follow(self, plan: Plan) -> None:
         """Goes on with a newer plan: added parameters come in as new rows, others must be what they were."""
@@ -144,41 +156,44 @@ class Window:
                 "the weights of this window are all zero, so it has no mean; call zero_grad() in place of the step"
             )
 
-    def fold(
-        self,
-        plan: Plan,
-        backend: Backend,
-        grads: Grads,
-        complete: bool,
-        weight: float | Tensor | None,
-        *,
-        in_loss: bool,
-        last: bool,
-    ) -> None:
-        """Adds a micro-batch of matched gradients and releases `p.grad`; `last` closes the window.
+    def enter(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
+        """Begins a micro-batch: it and its weight count once, however many folds bring its gradients.
 
         Args:
-            complete: there is a gradient for every parameter.
-            weight: of this micro-batch; None: a plain sum.
+            weight: None: a plain sum.
             in_loss: the loss was multiplied by the weight, so the gradients are already.
         """
         if self.phase is Phase.IDLE:
             self._open(plan)
-        self._weighted = weight is not None
-        index = _READY
+        self.entered, self._weighted, self._index = True, weight is not None, _READY
         if isinstance(weight, Tensor):
             weight = _on_device(weight, plan.device)
         if weight is not None:
             self._total = self._total + weight
         if not isinstance(weight, Tensor) and weight == 0:
+            self._index = None
+            return
+        self._count += 1
+        if isinstance(weight, Tensor) and in_loss:
+            # A masked mean of nothing is NaN, also times 0.
+            self._index = self._weigh((weight != 0).double(), self._count)
+        elif weight is not None and not in_loss:
+            self._index = self._weigh(weight, self._count)
+
+    def fold(self, plan: Plan, backend: Backend, grads: Grads, complete: bool, *, last: bool, ends: bool) -> None:
+        """Adds matched gradients of the micro-batch that was entered.
+
+        Args:
+            complete: there is a gradient for every parameter.
+            last: the micro-batch closes the window; to be said with each of its folds.
+            ends: no more of its gradients will come: `p.grad` is released.
+        """
+        if self._index is None:
             grads, complete = [None] * len(grads), False
-        else:
-            self._count += 1
-            if isinstance(weight, Tensor) and in_loss:
-                index = self._weigh((weight != 0).double())  # a masked mean of nothing is NaN, also times 0
-            elif weight is not None and not in_loss:
-                index = self._weigh(weight)
-        self._add(plan, backend, grads, complete, index, self._closing_scale() if last else None)
+        self._add(plan, backend, grads, complete, self._closing_scale() if last else None, ends)
+        if not ends:
+            return
+        self.entered = False
         plan.release_gradients()
         if last:
             self.expose()
@@ -229,9 +244,10 @@ class Window:
         if self.phase is Phase.IDLE:
             return
         was_open = self.phase is Phase.OPEN
+        was_first = self.is_first_entered
         self._end()
-        if not was_open:
-            return  # it may be one that a GradScaler has skipped, lawfully often
+        if not was_open or was_first:
+            return  # it may be one that a GradScaler has skipped, or a plain zero_grad(), lawfully often
         self._dropped += 1
         if self._dropped == 2:
             warn(
@@ -262,10 +278,10 @@ class Window:
         self._plan = None
         self.accumulators, self._held, self._summed = [], [], []
         self._weighted, self._total, self._count, self._folds = None, 0.0, 0, 0
+        self.entered, self._closed = False, None
 
-    def _weigh(self, weight: float | Tensor) -> int:
-        index = self._count
-        if index >= len(self._weights):
+    def _weigh(self, weight: float | Tensor, index: int) -> int:
+        while index >= len(self._weights):
             self._weights = torch.cat([self._weights, torch.ones_like(self._weights)])
         place = self._weights[index]
         if isinstance(weight, Tensor):
@@ -287,18 +303,23 @@ class Window:
         return 1.0 / self._total if self._weighted else 1.0
 
     def _add(
-        self, plan: Plan, backend: Backend, grads: Grads, complete: bool, index: int, scale: float | Tensor | None
+        self, plan: Plan, backend: Backend, grads: Grads, complete: bool, scale: float | Tensor | None, ends: bool
     ) -> None:
-        """Args: scale: of the fold that closes the window."""
-        added, rows = grads, self.accumulators
+        """Args: scale: of the folds that close the window; ends: this is the last of them."""
+        added, rows, index = grads, self.accumulators, self._index or _READY
         if OVERWRITE in self._held or not complete:
             first: Grads = [g if a is None else None for g, a in zip(grads, self.accumulators, strict=True)]
             added = [g if a is not None else None for g, a in zip(grads, self.accumulators, strict=True)]
-            self._take_first(plan, backend, first, index, _shared_memory(grads))
+            self._take_first(plan, backend, first, index, _shared_memory([*grads, *self.accumulators]))
             rows = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
-        if isinstance(scale, Tensor) or (scale is not None and self._waits_for_closing(scale)):
-            rows = self.accumulators  # closing rescales them all
+        closes = isinstance(scale, Tensor) or (scale is not None and self._waits_for_closing(scale))
+        if closes:  # it rescales them all, each once
+            both = zip(self.accumulators, grads, self._held, strict=True)
+            rows = [a if g is not None or (ends and h != self._closed) else None for a, g, h in both]
         self._launch(plan, backend, added, rows, index, 1.0 if scale is None else scale)
+        if closes and not ends:
+            self._closed = self._weigh(self._total, self._count + 1)  # times the scale it is 1
+            self._held = [h if g is None else self._closed for g, h in zip(grads, self._held, strict=True)]
 
     def _launch(
         self, plan: Plan, backend: Backend, grads: Grads, rows: Grads, index: int, scale: float | Tensor

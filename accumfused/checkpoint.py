@@ -27,6 +27,19 @@ WEIGHTS = "grad_accumulator_weights"
 REMAINDER = "master_remainder"
 
 
+def refuse_part(window: Window) -> None:
+    """Refuses to save or copy a window that holds a part of a micro-batch.
+
+    Raises:
+        RuntimeError: it does: gradients are released during backward, and the micro-batch has not ended.
+    """
+    if window.entered:
+        raise RuntimeError(
+            "a micro-batch is in progress, and a part of its gradients is in the window; call accumulate() (or step(), "
+            "or zero_grad()) before the optimizer is saved or copied"
+        )
+
+
 def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint with the (fused) optimizer's open window.
 

@@ -5,6 +5,7 @@ The calls of a training loop, and torch.optim's protocol; tail.py does the work.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -53,7 +54,7 @@ class FusedOptimizer(Tail):
 
         Raises:
             RuntimeError: no new gradient; `p.grad` is still the previous window's accumulator; parameters changed
-                within the window; gradients that cannot be used.
+                within the window; gradients that cannot be used; a weight after `release_gradients` has folded them.
             ValueError: a negative or non-finite weight; weights that are all zero; weights for some micro-batches only.
             TypeError: a weight, parameter or gradient of a wrong type.
         """
@@ -72,15 +73,18 @@ class FusedOptimizer(Tail):
             RuntimeError: there is a gradient that was not accumulated; otherwise as `accumulate`.
         """
         weight = checked_weight(weight)
-        window, current = self._runtime.window, self._plan()
+        window, release, current = self._runtime.window, self._runtime.release, self._plan()
         grads, present = current.gradients()
         self._let_go()
+        if release is not None:
+            release.end(weight, in_loss=True)
         window.begin(current, grads, weight)
-        if present:
+        if present or window.entered:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
         if last:
             window.check_total(weight)
-        (loss if weight is None else loss * weight).backward()  # type: ignore[no-untyped-call]
+        with contextlib.nullcontext() if release is None else release.expecting(weight, last):
+            (loss if weight is None else loss * weight).backward()  # type: ignore[no-untyped-call]
         try:
             with torch.no_grad():
                 self._fold(weight, in_loss=True, last=last)
@@ -147,8 +151,11 @@ class FusedOptimizer(Tail):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as torch does, and drops the window if there is one."""
-        super().zero_grad(set_to_none)
+        release = self._runtime.release
+        super().zero_grad(set_to_none or release is not None)  # those that were folded cannot be zeros either
         self._runtime.window.drop()
+        if release is not None:
+            release.forget()
         if self._together is not None:
             self._together.forget(self)
 
@@ -251,6 +258,9 @@ class FusedOptimizer(Tail):
                 check_formats(params, self._settings)
             if self._together is not None:
                 self._together.refuse_shared(params)
+            runtime = getattr(self, "_runtime", None)  # torch's constructor calls this, before there is one
+            if runtime is not None and runtime.release is not None:
+                runtime.release.follow(params)
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -293,6 +303,7 @@ class FusedOptimizer(Tail):
         """torch's state_dict; an open window is in `state`, under keys that torch's optimizers leave alone."""
         if self._runtime.window.phase is not Phase.OPEN:
             return super().state_dict()
+        checkpoint.refuse_part(self._runtime.window)
         first = self.register_state_dict_post_hook(checkpoint.with_window, prepend=True)
         try:
             return super().state_dict()
@@ -302,6 +313,7 @@ class FusedOptimizer(Tail):
     def __getstate__(self) -> dict[str, Any]:
         carried = {**super().__getstate__(), "_settings": replace(self._settings), "_together": self._together}
         if self._runtime.window.phase is Phase.OPEN:
+            checkpoint.refuse_part(self._runtime.window)
             carried["_window"] = self._runtime.window.copied()
         return carried
 

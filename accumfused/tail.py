@@ -6,7 +6,7 @@ accumulation.py has left (or takes them from p.grad) one coefficient, `step` app
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +25,7 @@ from accumfused.state import make_state
 
 if TYPE_CHECKING:
     from accumfused.clipping import ClipTogether
+    from accumfused.release import GradientRelease
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Runtime:
     skips: Skips | None = None
     taken: Taken | None = None  # with clip_together, by the step of another optimizer
     scaled: tuple[Any, Any] | None = None  # what our GradScaler steps with in place of grad_scale and found_inf
+    release: GradientRelease | None = None  # while gradients are folded during backward
 
 
 @dataclass(frozen=True)
@@ -114,19 +116,31 @@ class Tail(torch.optim.Optimizer):
         if self._runtime.plan is not None:
             self._runtime.plan.let_go()
 
-    def _fold(self, weight: float | Tensor | None, *, in_loss: bool, last: bool) -> None:
-        window, current = self._runtime.window, self._plan()
+    def _fold(
+        self, weight: float | Tensor | None, *, in_loss: bool, last: bool, part: Container[int] | None = None
+    ) -> None:
+        """Args: part: ids of the parameters whose gradients are folded; None: all, and the micro-batch ends."""
+        window, release, current = self._runtime.window, self._runtime.release, self._plan()
         grads, present = current.gradients()
+        if part is not None:
+            grads = [grad if id(param) in part else None for param, grad in zip(current.params, grads, strict=True)]
+            present = sum(grad is not None for grad in grads)
+        elif release is not None:
+            release.end(weight, in_loss=in_loss)
         window.begin(current, grads, weight)
         empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
-        if not present and not empty:
+        if not present and not empty and not window.entered:
             raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
         if last:
             window.check_total(weight)
         matched = current.match(grads)
         assert self._runtime.backend is not None
+        if not window.entered:
+            window.enter(current, weight, in_loss=in_loss)
+        if part is None and release is not None:
+            release.forget()
         complete = present == len(grads)
-        window.fold(current, self._runtime.backend, matched, complete, weight, in_loss=in_loss, last=last)
+        window.fold(current, self._runtime.backend, matched, complete, last=last, ends=part is None)
         if not self.state and window.phase is Phase.OPEN:
             # torch.distributed.checkpoint makes the state of an optimizer that has none by a step of its own, with
             # zeros in p.grad: an open window refuses that, and a learning rate of 0 would be left behind.
@@ -137,6 +151,8 @@ class Tail(torch.optim.Optimizer):
 
     def _measure(self, divisors: Divisors) -> Measured | None:
         """The coefficient of the gradients that a step takes now; None where there is no gradient."""
+        if self._runtime.release is not None:
+            self._runtime.release.end_before_step()
         runtime, window, current = self._runtime, self._runtime.window, self._plan()
         grads, present = current.gradients()
         if window.phase is Phase.CLOSED and not present:

@@ -56,6 +56,23 @@ def test_windows_over_two_devices(weights: Any, closed: bool, two_devices: Sever
     agree.assert_agree(agree.window(two_devices, torch.bfloat16, weights, closed=closed), expected)
 
 
+def test_released_gradients_over_two_devices(two_devices: SeveralDevices) -> None:
+    results = []
+    for bucket in (None, 1, 400):
+        params = random_params([(3, 5), (33,), (), (70,)])
+        optimizer = ADAMW_CASE.make(params, two_devices, max_grad_norm=0.5)
+        if bucket is not None:
+            af.release_gradients(optimizer, bucket)
+        for update in range(3):
+            for weight in (2.0, 3.0):
+                optimizer.backward(sum((p * p).sum() for p in params), weight, last=update == 1 and weight == 3.0)
+            optimizer.step()
+        results.append(params)
+    for plain, *released in zip(*results, strict=True):
+        for param in released:
+            assert_same_bits(param, plain)
+
+
 def test_the_norm_takes_gradients_of_all_devices(two_devices: SeveralDevices) -> None:
     params = random_params([(3,), (4,), (5,)])
     optimizer = ADAMW_CASE.make(params, two_devices, max_grad_norm=1.0)
