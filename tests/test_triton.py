@@ -35,6 +35,7 @@ from accumfused import _native, plan
 from accumfused.backends.base import Scaling
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.rules import RULES
+from accumfused.settings import Settings
 
 with interpreting():
     triton: Any = pytest.importorskip("triton")
@@ -115,7 +116,7 @@ def test_more_chunks_than_lanes_agree() -> None:
     found = []
     for backend, device in ((ReferenceBackend(), "cpu"), (TritonBackend(), DEVICE)):
         param = torch.zeros(1, device=device)
-        built = replace(plan.build([{"params": [param]}], {}, [RULES[0]]), chunks=len(partials))
+        built = replace(plan.build([{"params": [param]}], {}, [RULES[0]], Settings()), chunks=len(partials))
         scaling = Scaling(built.device, normalization=0.3, takes_norm=True, max_grad_norm=0.7)
         found.append(backend.norm(built, None, partials.to(device), scaling).values.cpu())
     assert_same_bits(found[1], found[0])

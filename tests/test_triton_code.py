@@ -11,13 +11,21 @@ from typing import Any
 
 import pytest
 
+from accumfused.formats import Format, States, Weights
 from accumfused.rules import RULES
 
 pytest.importorskip("triton")
 
 NVIDIA = ("80", "90", "100")
 STATES = {rule.name: len(rule.states) for rule in RULES}
+STEPS = {rule.name: (rule, Format()) for rule in RULES}
+ADAM = next(rule for rule in RULES if rule.name == "adam")
+LEAN = {
+    "adam_split16": (ADAM, Format(Weights.BFLOAT16_SPLIT16)),
+    "adam_split8_int8": (ADAM, Format(Weights.BFLOAT16_SPLIT8, States.INT8)),
+}
 KERNELS = ("norm", "accumulate", *STATES)
+ALL_KERNELS = (*KERNELS, "accumulate_bfloat16", *LEAN)
 POINTERS = {"table": "*i64", "weights": "*fp64", "partials": "*fp32", "hypers": "*i64", "outcome": "*fp32"}
 
 
@@ -27,26 +35,31 @@ def compile_kernels(target: str, folder: Path) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from accumfused.backends import triton, triton_kernels
+    from accumfused.backends import triton, triton_blocks, triton_kernels, triton_step
 
-    kernels: dict[str, tuple[Any, dict[str, Any]]] = {
-        "norm": (triton_kernels.norm_kernel, {}),
-        "accumulate": (triton_kernels.accumulate_kernel, {}),
+    accumulators = {"accumulate": triton_blocks.tl.float32, "accumulate_bfloat16": triton_blocks.BFLOAT16_BITS.value}
+    kernels: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+        "norm": (triton_kernels.norm_kernel, {}, triton.OPTIONS),
+        **{
+            name: (triton_kernels.accumulate_kernel, {"accumulator_dtype": dtype}, triton.OPTIONS)
+            for name, dtype in accumulators.items()
+        },
     }
-    for rule in RULES:
-        scalars, update = triton.arithmetic(rule)
-        constants = {"scalars": scalars, "update": update, "states": len(rule.states)}
-        kernels[rule.name] = triton_kernels.step_kernel, constants
+    for name, (rule, form) in (STEPS | LEAN).items():
+        kernel = triton_step.step_kernel
+        names = [p.name for p in kernel.params if p.is_constexpr]
+        options = triton.NOISY_OPTIONS if form.needs_noise else triton.OPTIONS
+        kernels[name] = kernel, dict(zip(names, triton.constants(rule, form), strict=True)), options
     nvidia = target in NVIDIA
     gpu = GPUTarget("cuda", int(target), 32) if nvidia else GPUTarget("hip", target, 64)
-    for name, (kernel, constants) in kernels.items():
+    for name, (kernel, constants, options) in kernels.items():
         kinds = {
             p.name: "constexpr" if p.is_constexpr else p.annotation_type or POINTERS[p.name] for p in kernel.params
         }
         source = ASTSource(
             fn=kernel, signature=kinds, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()}
         )
-        compiled = triton_compile(source, target=gpu, options=triton.OPTIONS)
+        compiled = triton_compile(source, target=gpu, options=options)
         (folder / name).write_text(compiled.asm["ptx" if nvidia else "amdgcn"])
 
 
@@ -68,7 +81,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 each_target = pytest.mark.parametrize("target", NVIDIA)
-each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+each_kernel = pytest.mark.parametrize("kernel", ALL_KERNELS)
 
 
 def accesses(code: str, kind: str) -> int:
@@ -95,6 +108,32 @@ def test_whole_rows_are_read_and_written_16_bytes_at_a_time(target: str, compile
 
 
 @each_target
+def test_fewer_bits_are_read_and_written_4_elements_at_a_time(target: str, compiled: Any) -> None:
+    """As 8 bytes of 16 bits and 4 of 8 bits, beside 16 of fp32: a thread has the same elements of every stream."""
+    found = {}
+    for kernel in ("accumulate_bfloat16", *LEAN):
+        code = compiled(target, kernel)
+        found[kernel] = tuple(
+            accesses(code, f"{way}.global.{kind}") for kind in ("v4.b32", "v2.b32") for way in ("ld", "st")
+        )
+    assert found == {
+        # Two rows at a time: gradients of folds and of copies, three dtypes; accumulators of those, and rescaling.
+        "accumulate_bfloat16": ((1 + 1) * 2, 0, (3 + 1 + 2 + 2) * 2, (3 + 1 + 3) * 2),
+        # For three dtypes the states; parameter and remainder; and the gradient.
+        "adam_split16": (2 * 3 * 2 + 2, 2 * 3 * 2, (2 * 3 + 2) * 2, 2 * 3 * 2),
+        "adam_split8_int8": (2, 0, (3 + 2) * 2, 3 * 2),
+    }
+    # Remainder and codes. Besides: four step counts a thread, which the last program advances.
+    assert accesses(compiled(target, "adam_split8_int8"), "st.global.b32") == 3 * 3 * 2 + 4
+
+
+@each_target
+@pytest.mark.parametrize("kernel", [*STATES, "adam_split16"])
+def test_no_value_travels_through_shared_memory(target: str, kernel: str, compiled: Any) -> None:
+    assert len(re.findall(r"\bld\.shared", compiled(target, kernel))) == 1  # the ticket
+
+
+@each_target
 @each_kernel
 def test_nothing_is_contracted_approximated_or_flushed(target: str, kernel: str, compiled: Any) -> None:
     code = compiled(target, kernel)
@@ -106,12 +145,12 @@ def test_nothing_is_contracted_approximated_or_flushed(target: str, kernel: str,
 
 
 @each_target
-@pytest.mark.parametrize("kernel", ["adam", "adam_amsgrad"])
+@pytest.mark.parametrize("kernel", ["adam", "adam_amsgrad", *LEAN])
 def test_adam_takes_ieee_roots_and_quotients(target: str, kernel: str, compiled: Any) -> None:
     code = compiled(target, kernel)
-    # 8 elements a thread and piece, aligned or not, for three dtypes; a root more where a tensor's scalars are made.
-    assert accesses(code, "div.rn.f32") == 8 * 2 * 3
-    assert accesses(code, "sqrt.rn.f32") == 8 * 2 * 3 + 2
+    # 8 elements a thread and piece, 4 off the boundaries, for three dtypes; a root more where scalars are made.
+    assert accesses(code, "div.rn.f32") == (8 + 4) * 3
+    assert accesses(code, "sqrt.rn.f32") == (8 + 4) * 3 + 2
     assert accesses(code, "div.rn.f64") > 0
 
 
@@ -124,7 +163,7 @@ def test_the_norm_ends_in_double(target: str, compiled: Any) -> None:
 
 
 @each_target
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "accumulate"])
+@pytest.mark.parametrize("kernel", [k for k in ALL_KERNELS if not k.startswith("accumulate")])
 def test_a_program_has_written_before_it_takes_its_ticket(target: str, kernel: str, compiled: Any) -> None:
     before, ticket, after = compiled(target, kernel).partition("atom.global.gpu.acq_rel.add.u64")
     assert ticket
@@ -138,7 +177,8 @@ def test_a_program_has_written_before_it_takes_its_ticket(target: str, kernel: s
 def test_amd_code_has_wide_accesses(kernel: str, compiled: Any) -> None:
     code = compiled("gfx942", kernel)
     assert re.search(r"\b(global|buffer)_load_dwordx4\b", code)
-    assert kernel == "norm" or re.search(r"\b(global|buffer)_store_dwordx4\b", code)
+    widest = "dwordx2" if kernel in ("accumulate_bfloat16", "adam_split8_int8") else "dwordx4"
+    assert kernel == "norm" or re.search(rf"\b(global|buffer)_store_{widest}\b", code)
 
 
 if __name__ == "__main__":

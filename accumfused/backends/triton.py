@@ -30,16 +30,22 @@ from accumfused.backends.base import (
     at_hand,
     new_outcome,
 )
+from accumfused.backends.triton_step import step_kernel
+from accumfused.formats import Format, Storage
 from accumfused.numeric import ieee
 from accumfused.plan import GRAD_DTYPES, Grads, Plan, has_memory
 from accumfused.rule import Rule
 
-_ROWS, _HYPERS, _FIXED = 0, 1, 2  # in plan.device_tables: the rows and the hyper-parameters sent last; words that last
+_ROWS, _HYPERS, _FIXED = 0, 1, 2  # in plan.device_tables: the rows and hyper-parameters sent last; a _Fixed
+_NO_SLOTS = Storage(None, None, None, [], []).slots()
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # of 256 threads, as in csrc/cuda
 _INTERPRETED_PROGRAMS = 3
 
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # of every kernel; no contraction into FMA
+# Of a step that rounds stochastically. Adam's would take 190 registers a thread for INT8 states, and be alone on its
+# multiprocessor; with 128 there are two, and next to nothing is spilled. (AMD's compiler does not know the option.)
+NOISY_OPTIONS = OPTIONS if torch.version.hip else {**OPTIONS, "maxnreg": 128}
 
 
 @dataclass
@@ -49,6 +55,14 @@ class _Sent:
     words: list[int]
     stream: int
     copy: Tensor  # int64
+
+
+@dataclass
+class _Fixed:
+    """What lasts as long as the plan."""
+
+    kinds: list[tuple[type[Rule], Format]]  # that there are among the rows
+    rows: list[tuple[int, ...]]  # the words of each, up to KIND
 
 
 class TritonBackend:
@@ -63,13 +77,17 @@ class TritonBackend:
             plan.add_table(_native._C.Table, param_groups, state)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+        """One launch per dtype of the accumulators: nearly always one."""
         number, at = as_number_and_address(fold.scale)
-        with _on(plan.device):
-            table = self._send(plan, _ROWS, _table(plan, fold.grads, fold.accumulators, fold.held))
-            _launch(
-                kernels.accumulate_kernel, plan, plan.chunks,
-                table, len(plan.tensors), plan.chunks, fold.weights, fold.weight, _bits(number), at, partials,
-            )  # fmt: skip
+        for dtype in dict.fromkeys(a.dtype for a in fold.accumulators if a is not None):
+            rows: Grads = [a if a is not None and a.dtype == dtype else None for a in fold.accumulators]
+            with _on(plan.device):
+                table = self._send(plan, _ROWS, _table(plan, fold.grads, rows, fold.held))
+                _launch(
+                    kernels.accumulate_kernel, plan, plan.chunks,
+                    table, len(plan.tensors), plan.chunks, fold.weights, fold.weight, _bits(number), at, fold.number,
+                    partials, tl.float32 if dtype == torch.float32 else blocks.BFLOAT16_BITS.value,
+                )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = new_outcome(plan.device, normed=partials is not None)
@@ -87,17 +105,17 @@ class TritonBackend:
         return outcome
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
-        """One launch per distinct rule of the groups: nearly always one."""
+        """One launch per kind of row: nearly always one, two where small states stay fp32."""
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         words = [word for values in kept for word in _hyper_words(values)]
         with _on(plan.device):
             table = self._send(plan, _ROWS, _table(plan, grads))
             hyper_table = self._send(plan, _HYPERS, words)
-            for index, rule in enumerate(_distinct(plan.rules)):
+            for index, kind in enumerate(_fixed(plan).kinds):
                 _launch(
-                    kernels.step_kernel, plan, plan.chunks,
-                    table, len(plan.tensors), plan.chunks, hyper_table, index, outcome.values,
-                    *arithmetic(rule), len(rule.states),  # type: ignore[arg-type]  # mypy: a class has no hash
+                    step_kernel, plan, plan.chunks,
+                    table, len(plan.tensors), plan.chunks, hyper_table, index, outcome.values, *constants(*kind),
+                    options=NOISY_OPTIONS if kind[1].needs_noise else OPTIONS,
                 )  # fmt: skip
 
     def _send(self, plan: Plan, key: int, words: list[int]) -> Tensor:
@@ -122,6 +140,13 @@ class TritonBackend:
         return copy
 
 
+def constants(rule: type[Rule], form: Format) -> tuple[Any, ...]:
+    """What the step's kernel is compiled for, in the order of its arguments."""
+    first_moments = sum(name not in rule.second_moments for name in rule.states)
+    numbers = len(rule.states), first_moments, int(form.weights), int(form.states), form.needs_noise
+    return *arithmetic(rule), *numbers  # type: ignore[arg-type]  # mypy: a class has no hash
+
+
 @functools.cache
 def arithmetic(rule: type[Rule]) -> tuple[Any, Any]:
     """A rule's `triton_scalars` and `triton_update`, for Triton.
@@ -139,11 +164,11 @@ def arithmetic(rule: type[Rule]) -> tuple[Any, Any]:
     return scalars, update
 
 
-def _launch(kernel: Any, plan: Plan, chunks: int, *args: Any) -> None:
+def _launch(kernel: Any, plan: Plan, chunks: int, *args: Any, options: dict[str, Any] = OPTIONS) -> None:
     """One program at least: the last one finishes."""
     on_gpu = plan.device.type == "cuda"
     limit = _resident_programs(plan.device) if on_gpu else _INTERPRETED_PROGRAMS
-    kernel[(max(1, min(chunks, limit)),)](*args, **OPTIONS)
+    kernel[(max(1, min(chunks, limit)),)](*args, **options)
 
 
 @functools.cache
@@ -162,34 +187,30 @@ def _table(
     """The ticket, and every row's words in the order of triton_blocks.py."""
     words = [0]
     nothing: Grads = [None] * len(plan.tensors)
-    rows = zip(_fixed_words(plan), grads or nothing, accumulators or nothing, held or [0] * len(nothing), strict=True)
+    rows = zip(_fixed(plan).rows, grads or nothing, accumulators or nothing, held or [0] * len(nothing), strict=True)
     for fixed, grad, accumulator, weight in rows:
         dtype = blocks.NO_GRAD.value if grad is None else GRAD_DTYPES.index(grad.dtype)
         words += (*fixed, address(grad), address(accumulator), weight, dtype)
     return words
 
 
-def _fixed_words(plan: Plan) -> list[tuple[int, ...]]:
-    """Of each row, what lasts as long as the plan."""
+def _fixed(plan: Plan) -> _Fixed:
     known = plan.device_tables.get(_FIXED)
     if known is None:
-        rules = _distinct(plan.rules)
-        known = []
-        for tensor, state, group, first_chunk in zip(
-            plan.tensors, plan.states, plan.groups, plan.first_chunk, strict=True
+        # A step does not read accumulators.
+        formats = [Format(form.weights, form.states) for form in plan.formats]
+        kinds = [(plan.rules[group], form) for group, form in zip(plan.groups, formats, strict=True)]
+        known = _Fixed(list(dict.fromkeys(kinds)), [])
+        for tensor, storage, group, kind, first_chunk in zip(
+            plan.tensors, plan.storages, plan.groups, kinds, plan.first_chunk, strict=True
         ):
-            rule = plan.rules[group]
-            addresses = [value.data_ptr() for value in state or ()]
-            step = addresses.pop(0) if addresses and rule.counts_steps else 0
-            addresses += [0] * (3 - len(addresses))
+            slots = _NO_SLOTS if storage is None else storage.slots()
             param = tensor.data_ptr() if has_memory(tensor) else 0
-            known.append((param, *addresses, step, tensor.numel(), first_chunk, group, rules.index(rule)))
+            known.rows.append(
+                (param, *map(address, slots), tensor.numel(), first_chunk, group, known.kinds.index(kind))
+            )
         plan.device_tables[_FIXED] = known
     return known
-
-
-def _distinct(rules: list[type[Rule]]) -> list[type[Rule]]:
-    return list(dict.fromkeys(rules))
 
 
 def _hyper_words(values: list[float | Tensor]) -> list[int]:

@@ -8,22 +8,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from accumfused.triton_numeric import CHUNK
+from accumfused.triton_codecs import from_bfloat16
+from accumfused.triton_numeric import CHUNK, whole_steps
 
 # The table: the ticket, which is 0 between launches, and per parameter a row of these words.
 ROWS = tl.constexpr(1)
-WORDS = tl.constexpr(13)
+WORDS = tl.constexpr(18)
 PARAM = tl.constexpr(0)
-STATE = tl.constexpr(1)  # three of them
-STEP = tl.constexpr(4)
-NUMEL = tl.constexpr(5)
-FIRST_CHUNK = tl.constexpr(6)
-GROUP = tl.constexpr(7)
-RULE = tl.constexpr(8)
-GRAD = tl.constexpr(9)
-ACCUMULATOR = tl.constexpr(10)
-WEIGHT = tl.constexpr(11)
-DTYPE = tl.constexpr(12)
+STEP = tl.constexpr(1)  # from here on as in formats.Storage
+SEED = tl.constexpr(2)
+MASTER = tl.constexpr(3)
+STATE = tl.constexpr(4)  # three of them
+SCALE = tl.constexpr(7)  # theirs
+NUMEL = tl.constexpr(10)
+FIRST_CHUNK = tl.constexpr(11)
+GROUP = tl.constexpr(12)
+KIND = tl.constexpr(13)  # rule and formats
+GRAD = tl.constexpr(14)
+ACCUMULATOR = tl.constexpr(15)
+WEIGHT = tl.constexpr(16)
+DTYPE = tl.constexpr(17)
 
 NO_GRAD, FLOAT32, FLOAT16 = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)  # what DTYPE says; bfloat16 is the last
 BFLOAT16_BITS = tl.constexpr(tl.uint16)  # how bfloat16 is read: Triton's interpreter gets its subnormals wrong
@@ -32,7 +36,8 @@ OVERWRITE = tl.constexpr(-1)
 HYPER_WORDS = tl.constexpr(3)  # the bits of a number, the address of an fp32 one, of an fp64 one
 MAX_HYPERS = tl.constexpr(8)
 
-BLOCK = tl.constexpr(2048)  # elements of a tensor at a time: two accesses of 16 bytes a thread
+BLOCK = tl.constexpr(2048)  # elements of a tensor at a time: two accesses of up to 16 bytes a thread
+REST = tl.constexpr(1024)  # where each is an access of its own, whose addresses take registers
 
 
 # ---- where things are -----------------------------------------------------------------------------------------------
@@ -40,7 +45,10 @@ BLOCK = tl.constexpr(2048)  # elements of a tensor at a time: two accesses of 16
 
 @triton.jit
 def row_of(rows, count, chunk):
-    """The row that a chunk belongs to: the last one whose first chunk is not behind it. Empty tensors have none."""
+    """The row that a chunk belongs to, and its index: the last one whose first chunk is not behind it.
+
+    Empty tensors have none.
+    """
     low = 0
     high = count
     while high - low > 1:
@@ -48,11 +56,11 @@ def row_of(rows, count, chunk):
         is_behind = tl.load(rows + middle * WORDS + FIRST_CHUNK) > chunk
         low = tl.where(is_behind, low, middle)
         high = tl.where(is_behind, middle, high)
-    return rows + low * WORDS
+    return rows + low * WORDS, low
 
 
 @triton.jit
-def from_bits(bits):
+def float64_from(bits):
     """fp64 from its bits. The interpreter makes a small argument 32 bits wide, whatever its declaration."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
 
@@ -80,6 +88,26 @@ def is_aligned(row, word: tl.constexpr):
 
 
 @triton.jit
+def step_number(row):
+    """Of this step: 1 for the first; 0 where none are counted."""
+    address = tl.load(row + STEP)
+    number = 0
+    if address != 0:
+        number = whole_steps(tl.load(pointer_to(address, tl.float32))) + 1
+    return number
+
+
+@triton.jit
+def seed_of(row):
+    """0 where the state is not made yet."""
+    address = tl.load(row + SEED)
+    seed = tl.full([], 0, tl.int64)
+    if address != 0:
+        seed = tl.load(pointer_to(address, tl.int64))
+    return seed
+
+
+@triton.jit
 def is_last_program(table):
     """Whether all other programs have done their work, which this one then sees. Leaves the ticket at 0."""
     tl.debug_barrier()  # all threads of this program have written
@@ -90,12 +118,12 @@ def is_last_program(table):
 
 
 @triton.jit
-def load(ptr, first, n, size: tl.constexpr, whole: tl.constexpr):
-    """Elements first .. first + size as fp32. `whole`: they exist, on a boundary of 4; otherwise those from n on are 0.
+def load_stored(ptr, first, n, size: tl.constexpr, whole: tl.constexpr):
+    """Elements first .. first + size. `whole`: they exist, on a boundary of 4; otherwise those from n on are 0.
 
     The boundary makes 4 neighbours one access. It must be declared on the pointer (on an offset it means nothing), in
-    the function that computes it (on an argument it is lost), and for 16 bits as 8 bytes: a thread then holds the same
-    elements of every tensor, and nothing travels through shared memory.
+    the function that computes it (on an argument it is lost), and for 16 bits as 8 bytes, for 8 as 4: a thread then
+    holds the same elements of every tensor, and nothing travels through shared memory.
     """
     start = ptr + first
     i = tl.arange(0, size)
@@ -103,18 +131,25 @@ def load(ptr, first, n, size: tl.constexpr, whole: tl.constexpr):
         values = tl.load(tl.multiple_of(start, start.dtype.element_ty.primitive_bitwidth // 2) + i)
     else:
         values = tl.load(start + i, mask=first + i < n, other=0)
+    return values
+
+
+@triton.jit
+def load(ptr, first, n, size: tl.constexpr, whole: tl.constexpr):
+    """The same of fp32, fp16 or bfloat16, as fp32."""
+    values = load_stored(ptr, first, n, size, whole)
     if ptr.dtype.element_ty == BFLOAT16_BITS:
-        values = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        values = from_bfloat16(values)
     return values.to(tl.float32)
 
 
 @triton.jit
 def store(ptr, values, first, n, size: tl.constexpr, whole: tl.constexpr):
-    """fp32 to where `load` reads."""
+    """To where `load_stored` reads, what it reads."""
     start = ptr + first
     i = tl.arange(0, size)
     if whole:
-        tl.store(tl.multiple_of(start, 16) + i, values)
+        tl.store(tl.multiple_of(start, start.dtype.element_ty.primitive_bitwidth // 2) + i, values)
     else:
         tl.store(start + i, values, mask=first + i < n)
 

@@ -1,0 +1,178 @@
+"""Weights and states as a step decodes and encodes them, and bf16 accumulators: triton_codecs.py over memory.
+
+The counterpart of csrc/cpu/formats.inl. A format is known when Triton compiles, so a kernel knows one of each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from accumfused.backends.triton_blocks import (
+    BFLOAT16_BITS,
+    MASTER,
+    PARAM,
+    SCALE,
+    STATE,
+    load,
+    load_stored,
+    pointer,
+    store,
+)
+from accumfused.formats import States, Weights
+from accumfused.triton_codecs import (
+    SCALED,
+    bits_of,
+    decode,
+    encode,
+    inverse_scale,
+    join,
+    join_short,
+    scale_factor,
+    scale_of,
+    split,
+    split_short,
+    spread,
+    to_bfloat16,
+    to_bfloat16_stochastic,
+    to_float16_stochastic,
+)
+from accumfused.triton_numeric import flush_subnormal
+
+FLOAT32_WEIGHTS = tl.constexpr(int(Weights.FLOAT32))
+BFLOAT16_STOCHASTIC = tl.constexpr(int(Weights.BFLOAT16_STOCHASTIC))
+FLOAT16 = tl.constexpr(int(Weights.FLOAT16))
+FLOAT16_STOCHASTIC = tl.constexpr(int(Weights.FLOAT16_STOCHASTIC))
+SPLIT16 = tl.constexpr(int(Weights.BFLOAT16_SPLIT16))
+SPLIT8 = tl.constexpr(int(Weights.BFLOAT16_SPLIT8))
+BFLOAT16_MASTER = tl.constexpr(int(Weights.BFLOAT16_MASTER))
+FLOAT16_MASTER = tl.constexpr(int(Weights.FLOAT16_MASTER))
+
+FLOAT32_STATES = tl.constexpr(int(States.FLOAT32))
+BFLOAT16_STATES = tl.constexpr(int(States.BFLOAT16))
+INT8_STATES = tl.constexpr(int(States.INT8))
+
+
+@triton.jit
+def has_master(weights: tl.constexpr):
+    return weights >= SPLIT16
+
+
+@triton.jit
+def has_full_master(weights: tl.constexpr):
+    return weights >= BFLOAT16_MASTER
+
+
+@triton.jit
+def is_float16(weights: tl.constexpr):
+    return (weights == FLOAT16) | (weights == FLOAT16_STOCHASTIC) | (weights == FLOAT16_MASTER)
+
+
+@triton.jit
+def weights_at(row, offset, weights: tl.constexpr):
+    """Where a chunk of a parameter and of its master lie; without a master, the parameter again."""
+    if weights == FLOAT32_WEIGHTS:
+        param = pointer(row, PARAM, tl.float32, offset)
+    elif is_float16(weights):
+        param = pointer(row, PARAM, tl.float16, offset)
+    else:
+        param = pointer(row, PARAM, BFLOAT16_BITS, offset)
+    master = param
+    if weights == SPLIT16:
+        master = pointer(row, MASTER, tl.int16, offset)
+    elif weights == SPLIT8:
+        master = pointer(row, MASTER, tl.int8, offset)
+    elif has_full_master(weights):
+        master = pointer(row, MASTER, tl.float32, offset)
+    return param, master
+
+
+@triton.jit
+def load_weights(place, first, n, size: tl.constexpr, weights: tl.constexpr, whole: tl.constexpr):
+    """fp32. The parameter is not read where its master is all of it."""
+    param, master = place
+    if has_full_master(weights):
+        values = load(master, first, n, size, whole)
+    elif weights == SPLIT16:
+        high = load_stored(param, first, n, size, whole)
+        values = join(high, load_stored(master, first, n, size, whole))
+    elif weights == SPLIT8:
+        high = load_stored(param, first, n, size, whole)
+        values = join_short(high, load_stored(master, first, n, size, whole))
+    else:
+        values = load(param, first, n, size, whole)
+    return values
+
+
+@triton.jit
+def store_weights(place, values, noise, first, n, size: tl.constexpr, weights: tl.constexpr, whole: tl.constexpr):
+    param, master = place
+    lacking = values
+    if weights == FLOAT32_WEIGHTS:
+        stored = values
+    elif weights == SPLIT16:
+        stored, lacking = split(values)
+    elif weights == SPLIT8:
+        stored, lacking = split_short(values, noise)
+    elif weights == FLOAT16_STOCHASTIC:
+        stored = to_float16_stochastic(values, noise)
+    elif is_float16(weights):
+        stored = values.to(tl.float16)
+    elif weights == BFLOAT16_STOCHASTIC:
+        stored = to_bfloat16_stochastic(values, noise)
+    else:
+        stored = to_bfloat16(values)
+    store(param, stored, first, n, size, whole)
+    if has_master(weights):
+        store(master, lacking, first, n, size, whole)
+
+
+@triton.jit
+def state_at(row, offset, number: tl.constexpr, form: tl.constexpr):
+    """Where a chunk of a state and of its scales lie; without scales, the state again."""
+    if form == FLOAT32_STATES:
+        state = pointer(row, STATE + number, tl.float32, offset)
+    elif form == BFLOAT16_STATES:
+        state = pointer(row, STATE + number, BFLOAT16_BITS, offset)
+    else:
+        state = pointer(row, STATE + number, tl.uint8, offset)
+    scale = state
+    if form == INT8_STATES:
+        scale = pointer(row, SCALE + number, tl.uint8, offset // SCALED)
+    return state, scale
+
+
+@triton.jit
+def load_state(
+    place, first, n, size: tl.constexpr, form: tl.constexpr, second_moment: tl.constexpr, whole: tl.constexpr
+):  # fmt: skip
+    state, scale = place
+    if form == INT8_STATES:
+        block = tl.arange(0, size // SCALED)
+        exponent = tl.load(scale + first // SCALED + block, mask=first + block * SCALED < n, other=0).to(tl.int32)
+        codes = load_stored(state, first, n, size, whole)
+        values = decode(codes, spread(scale_factor(exponent), size), second_moment)
+    else:
+        values = load(state, first, n, size, whole)
+    return values
+
+
+@triton.jit
+def store_state(
+    place, values, noise, first, n, size: tl.constexpr, form: tl.constexpr, second_moment: tl.constexpr,
+    whole: tl.constexpr
+):  # fmt: skip
+    state, scale = place
+    if form == INT8_STATES:
+        magnitudes = bits_of(values) & 0x7FFFFFFF
+        if not whole:
+            pass
+        exponent = scale_of(magnitudes, size)
+        block = tl.arange(0, size // SCALED)
+        tl.store(scale + first // SCALED + block, exponent.to(tl.uint8), mask=first + block * SCALED < n)
+        stored = encode(values, spread(inverse_scale(exponent), size), noise, second_moment)
+    elif form == BFLOAT16_STATES:
+        stored = to_bfloat16_stochastic(flush_subnormal(values), noise)
+    else:
+        stored = flush_subnormal(values)
+    store(state, stored, first, n, size, whole)

@@ -1,0 +1,184 @@
+"""Parameters, states and accumulators in fewer bits: the Triton kernels store the bits of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_layouts
+import test_triton  # first: it imports the kernels to be interpreted
+import torch
+from cases import Case, case_named, everything, random_grads, random_params, set_grads
+from test_formats import GRADS, RULES, STATES, WEIGHTS, assert_agree, make, run
+from torch import Tensor
+from triton_interpreter import DEVICE
+
+from accumfused.backends import triton
+from accumfused.backends.reference import ReferenceBackend
+from accumfused.backends.triton import TritonBackend
+from accumfused.numeric import CHUNK
+
+pytestmark = test_triton.pytestmark
+_interpreted = test_triton._interpreted
+
+PIECE = 2048  # goes as a whole where it is aligned
+SIZES = (0, 3, 128, PIECE + 129)
+
+
+def run_both(run: Callable[[Any, str], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Compares what `run(backend, device)` finds with the reference's, on the CPU, and returns that."""
+    actual, expected = run(TritonBackend(), DEVICE), run(ReferenceBackend(), "cpu")
+    assert_agree({name: value.cpu() for name, value in actual.items()}, expected)
+    return expected
+
+
+def compare(rule: str, weights: str, states: str, grad: torch.dtype, sizes: Any = SIZES, **settings: Any) -> None:
+    def train(backend: Any, device: str) -> dict[str, Tensor]:
+        with torch.device(device):
+            return run(case_named(rule), backend, weights, states, grad, sizes, **settings)
+
+    run_both(train)
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_every_format_gives_the_reference_bits(weights: str, states: str) -> None:
+    """With one of the rules and of the gradients' dtypes each; every rule has int8 states once."""
+    number = list(WEIGHTS).index(weights) + list(STATES).index(states)
+    compare(RULES[number % len(RULES)], weights, states, GRADS[number % len(GRADS)])
+
+
+@pytest.mark.parametrize("weights", ["fp32", "split8"])
+@pytest.mark.parametrize("grad", GRADS)
+def test_bfloat16_accumulators_give_the_reference_bits(weights: str, grad: torch.dtype) -> None:
+    compare("lion_weight_decay", weights, "fp32", grad, accumulator_dtype=torch.bfloat16)
+
+
+def test_noise_and_scales_go_on_in_the_next_chunk() -> None:
+    compare("adamw", "split8", "int8", torch.bfloat16, (5, CHUNK + 130), accumulator_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("place_param", [test_layouts.misaligned, test_layouts.same], ids=["parameter", "gradient"])
+def test_misaligned_tensors_give_the_reference_bits(place_param: Any) -> None:
+    place_grad = test_layouts.same if place_param is test_layouts.misaligned else test_layouts.misaligned
+    case = case_named("adamw_amsgrad")
+
+    def train(backend: Any, device: str) -> dict[str, Tensor]:
+        param = place_param(random_params([(PIECE + 7,)])[0].detach().bfloat16().to(device)).requires_grad_()
+        optimizer = case.make(
+            [param], backend, master_weights="split8", state_dtype="int8", state_dtype_min_numel=1, rounding_seed=3,
+            accumulator_dtype=torch.bfloat16,
+        )  # fmt: skip
+        for step in range(2):
+            for seed in range(2):
+                (grad,) = random_grads([param], 2 * step + seed, torch.bfloat16)
+                param.grad = place_grad(grad.to(device))
+                optimizer.accumulate(3.0 - seed)
+            optimizer.step()
+        return everything(optimizer)
+
+    run_both(train)
+
+
+@pytest.mark.parametrize("weights", [name for name in WEIGHTS if name != "fp32"])
+def test_every_16_bit_parameter_is_read_and_rounded(weights: str) -> None:
+    """Zeros, subnormals, infinities and NaN among them; updates of about half a unit."""
+    dtype, options = WEIGHTS[weights]
+    bits = torch.arange(2**16, dtype=torch.int32)
+    values = bits.to(torch.int16).view(dtype)
+    neighbours = (bits + 1).to(torch.int16).view(dtype)
+    grad = (neighbours.float() - values.float()) * torch.rand(len(bits), generator=torch.Generator().manual_seed(4))
+
+    def train(backend: Any, device: str) -> dict[str, Tensor]:
+        param = values.to(device).clone().requires_grad_()
+        sgd = Case("", case_named("sgd").optimizer, None, None, {"lr": 1.0})  # type: ignore[arg-type]
+        optimizer = sgd.make([param], backend, nonfinite="propagate", rounding_seed=5, **options)
+        set_grads([param], [grad.to(device)])
+        optimizer.step()
+        return everything(optimizer)
+
+    found = run_both(train)
+    moved = found["param 0"].isfinite() & (found["param 0"] != values)
+    assert moved.sum() > 1000 or "split" in weights or weights.endswith("master")
+
+
+@pytest.mark.parametrize(("rule", "states"), [("sgd_nesterov", "bf16"), ("sgd_nesterov", "int8"), ("adamw", "int8")])
+def test_states_of_every_size_give_the_reference_bits(rule: str, states: str) -> None:
+    """Blocks from below the smallest scale to above the largest; within one they are of all sizes too."""
+    generator = torch.Generator().manual_seed(6)
+    exponents = torch.linspace(-148, 126, 24).repeat_interleave(128)
+    if rule == "adamw":
+        exponents = exponents / 2 - 4  # of what is squared
+    grad = torch.randn(len(exponents), generator=generator) * torch.exp2(exponents)
+    grad = grad * torch.exp2(-20 * torch.rand(len(grad), generator=generator))
+
+    def train(backend: Any, device: str) -> dict[str, Tensor]:
+        param = torch.zeros(len(grad), device=device, requires_grad=True)
+        optimizer = case_named(rule).make(
+            [param], backend, state_dtype=STATES[states], state_dtype_min_numel=1, rounding_seed=7,
+            nonfinite="propagate",
+        )  # fmt: skip
+        for _ in range(3):
+            set_grads([param], [grad.to(device)])
+            optimizer.step()
+        return everything(optimizer)
+
+    found = run_both(train)
+    for name, value in found.items():
+        if name.startswith(("momentum_buffer_scale", "exp_avg_sq_scale")):
+            assert value.min() == 0
+            assert value.max() > 240
+
+
+def test_a_nonfinite_gradient_is_skipped_or_spreads_through_its_block() -> None:
+    def train(backend: Any, device: str) -> dict[str, Tensor]:
+        with torch.device(device):
+            optimizer, params = make(case_named("adamw"), backend, "split8", "int8", (PIECE + 300,))
+        found = {}
+        for step, nonfinite in enumerate(("skip", "skip", "propagate")):
+            (grad,) = (g.to(device) for g in random_grads(params, step))
+            if step > 0:
+                grad[200], grad[-1] = torch.nan, torch.inf
+            optimizer._runtime.settings.nonfinite = nonfinite
+            if nonfinite == "propagate":
+                optimizer._runtime.settings.max_grad_norm = None
+            set_grads(params, [grad])
+            optimizer.step()
+            found |= {f"{name} after {step}": value for name, value in everything(optimizer).items()}
+        for name in ("exp_avg", "exp_avg_sq"):  # which codes stand for NaN depends on the machine's NaN
+            scales = found[f"{name}_scale 0 after 2"].repeat_interleave(128)[: PIECE + 300]
+            found[f"{name} 0 after 2"][scales == 255] = 0
+        return found
+
+    found = run_both(train)
+    assert int(found["step 0 after 1"]) == 1
+    assert found["exp_avg_scale 0 after 2"].eq(255).nonzero().flatten().tolist() == [1, (PIECE + 299) // 128]
+
+
+def test_each_kind_of_row_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[Any] = []
+    launch = triton._launch
+
+    def counted(kernel: Any, *args: Any, **options: Any) -> None:
+        launches.append(kernel)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(triton, "_launch", counted)
+
+    def train(backend: Any, device: str) -> dict[str, Tensor]:
+        dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float16, torch.float32)
+        values = random_params([(size,) for size in (300, 301, 302, 303, 4)])
+        params = [v.detach().to(device, d).requires_grad_() for v, d in zip(values, dtypes, strict=True)]
+        optimizer = case_named("adamw").make(
+            params, backend, master_weights="fp32", state_dtype="int8", state_dtype_min_numel=300, rounding_seed=1
+        )
+        for step in range(2):
+            set_grads(params, [g.to(device) for g in random_grads(params, step)])
+            optimizer.step()
+        return everything(optimizer)
+
+    run_both(train)
+    assert (
+        launches.count(triton.step_kernel) == 2 * 4
+    )  # three dtypes with int8 states, and one parameter too small for them
