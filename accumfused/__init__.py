@@ -4,6 +4,7 @@ from accumfused.batch_norm import BatchNormWarning
 from accumfused.clipping import clip_together
 from accumfused.fuse import fuse
 from accumfused.grad_scaler import GradScaler
+from accumfused.memory_report import MemoryReport, memory_report
 from accumfused.optimizer import FusedOptimizer
 from accumfused.release import release_gradients
 from accumfused.rules import SGD, Adam, AdamW, Lion
@@ -20,9 +21,11 @@ __all__ = [
     "FusedOptimizer",
     "GradScaler",
     "Lion",
+    "MemoryReport",
     "clip_together",
     "fuse",
     "gradient_accumulation_steps",
+    "memory_report",
     "release_gradients",
     "scale_lr",
     "updates_per_epoch",

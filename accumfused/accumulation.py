@@ -17,6 +17,7 @@ from torch import Tensor
 
 from accumfused.backends.base import OVERWRITE, Backend, Fold, on_device
 from accumfused.batch_norm import warn_of_batch_norm
+from accumfused.formats import PARAM_DTYPES
 from accumfused.plan import Grads, Plan
 from accumfused.warn import warn
 
@@ -45,7 +46,6 @@ class Window:
         self._weighted: bool | None = None  # None: no micro-batch yet
         self._total: float | Tensor = 0.0  # of the weights
         self._count = 0  # micro-batches that were folded
-        self._folds = 0  # passes over accumulators
         self.entered = False  # a micro-batch is in progress: it counts already, and more of its gradients may come
         self._index: int | None = None  # of its weight; None: it is left out
         self._closed: int | None = None  # index under which rows are held that are divided already
@@ -93,7 +93,10 @@ class Window:
                 "parameters were removed or reordered while a window is open; call step() or zero_grad() first"
             )
         for param, accumulator in zip(self.params, self.accumulators, strict=True):
-            if accumulator is not None and (param.device, param.shape) != (accumulator.device, accumulator.shape):
+            if accumulator is not None and (
+                (param.device, param.shape) != (accumulator.device, accumulator.shape)
+                or param.dtype not in PARAM_DTYPES
+            ):
                 raise RuntimeError(
                     f"a parameter became {param.dtype} of shape {list(param.shape)} on {param.device} while a window "
                     f"is open; its accumulator has shape {list(accumulator.shape)} and is on {accumulator.device}. "
@@ -225,6 +228,16 @@ class Window:
                 param.grad_dtype = None
             param.grad = accumulator
 
+    def cast(self) -> None:
+        """p.grad of a closed window in the dtype of its parameter, for a step of torch's: some refuse another."""
+        for index, (param, accumulator) in enumerate(zip(self.params, self.accumulators, strict=True)):
+            grad, dtype = param.grad, getattr(param, "grad_dtype", None)
+            if grad is None or grad.dtype == param.dtype or dtype not in (None, param.dtype):
+                continue
+            param.grad = grad.to(param.dtype)
+            if grad is accumulator:
+                self.accumulators[index] = param.grad
+
     def stale(self, grads: Grads) -> Grads | None:
         """Those accumulators whose sums of squares are not in `partials`, if any."""
         if False not in self._summed:
@@ -277,8 +290,8 @@ class Window:
         self.phase = Phase.IDLE
         self._plan = None
         self.accumulators, self._held, self._summed = [], [], []
-        self._weighted, self._total, self._count, self._folds = None, 0.0, 0, 0
-        self.entered, self._closed = False, None
+        self._weighted, self._total, self._count, self.entered = None, 0.0, 0, False
+        self._closed = None
 
     def _weigh(self, weight: float | Tensor, index: int) -> int:
         while index >= len(self._weights):
@@ -322,13 +335,22 @@ class Window:
             self._held = [h if g is None else self._closed for g, h in zip(grads, self._held, strict=True)]
 
     def _launch(
-        self, plan: Plan, backend: Backend, grads: Grads, rows: Grads, index: int, scale: float | Tensor
+        self,
+        plan: Plan,
+        backend: Backend,
+        grads: Grads,
+        rows: Grads,
+        index: int,
+        scale: float | Tensor,
+        *,
+        first: bool = False,
     ) -> None:
         folded = [accumulator for accumulator in rows if accumulator is not None]
         if not folded:
             return
-        self._folds += 1
-        fold = Fold(grads, rows, self._held, self._weights, index, scale, self._folds)
+        # Up to three folds for a micro-batch, each with a number of its own; by the count, which a checkpoint has.
+        number = 3 * self._count + (0 if first else 1 if any(grad is not None for grad in grads) else 2)
+        fold = Fold(grads, rows, self._held, self._weights, index, scale, number)
         backend.accumulate(plan, fold, self.partials)
         if len(folded) == len(rows):
             self._held, self._summed = [_READY] * len(rows), [True] * len(rows)
@@ -356,7 +378,7 @@ class Window:
         if any(grad is not None for grad in copied):
             self._extend_arena(plan, copied)
             rows: Grads = [None if g is None else a for g, a in zip(copied, self._arena, strict=True)]
-            self._launch(plan, backend, copied, rows, _READY, 1.0)
+            self._launch(plan, backend, copied, rows, _READY, 1.0, first=True)
             self.accumulators = [a if r is None else r for a, r in zip(self.accumulators, rows, strict=True)]
         for row, grad in enumerate(grads):
             if grad is not None:

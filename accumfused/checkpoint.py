@@ -1,9 +1,9 @@
 """What a checkpoint holds: the states, checked before they are loaded, and an open window.
 
 A window is saved with each parameter, because torch.distributed.checkpoint keeps nothing else:
-`state[p]["grad_accumulator"]`, fp32, is the sum so far, and `state[p]["grad_accumulator_weights"]`, fp64 [4], holds the
-factor that the next fold applies to it, the sum of the window's weights, the number of its micro-batches, and 1 where
-it is weighted (0: a plain sum).
+`state[p]["grad_accumulator"]`, fp32 or bf16, is the sum so far, and `state[p]["grad_accumulator_weights"]`, fp64 [4],
+holds the factor that the next fold applies to it, the sum of the window's weights, the number of its micro-batches, and
+1 where it is weighted (0: a plain sum).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from accumfused.accumulation import Window
-from accumfused.formats import format_of
+from accumfused.codecs import BLOCK, block_count
+from accumfused.formats import MASTER, PARAM_DTYPES, REMAINDER, SEED, format_of, scale_name
+from accumfused.rule import Rule
 from accumfused.state import make_state
 from accumfused.warn import warn
 
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 
 ACCUMULATOR = "grad_accumulator"
 WEIGHTS = "grad_accumulator_weights"
-REMAINDER = "master_remainder"
 
 
 def refuse_part(window: Window) -> None:
@@ -54,7 +55,7 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             continue
         key, rule = keys[id(param)], rules[id(param)]
         entries = dict(state.get(key, {}))
-        if "step" in rule.torch_states:
+        if "step" in rule.torch_states and not all(name in entries for name in rule.states):
             settings = optimizer._settings
             make_state(rule, format_of(rule, param, settings), param, entries, settings.seed)
         state[key] = entries | {ACCUMULATOR: accumulator, WEIGHTS: weights}
@@ -81,28 +82,42 @@ def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> 
 def without_formats(
     optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]]]:
-    """The checkpoint without what torch would cast to its parameter's dtype, and that, on the parameter's device."""
-    params, state = _params(optimizer, state_dict), dict(state_dict["state"])
+    """The checkpoint without what torch would cast to its parameter's dtype, and that, on the parameter's device.
+
+    The next step converts it, when also the parameters are loaded. What another optimizer has cast is left out.
+    """
+    params, rules, state = _params(optimizer, state_dict), _rules(optimizer, state_dict), dict(state_dict["state"])
     kept: dict[Tensor, dict[str, Tensor]] = {}
     for key, param in params.items():
-        entries = state.get(key, {})
-        own = {
-            name: value.to(param.device)
-            for name, value in entries.items()
-            if isinstance(value, Tensor) and name != "step"
-            if param.dtype != torch.float32 or not value.is_floating_point()
-        }
-        remainder = own.get(REMAINDER)
-        if remainder is not None and remainder.dtype not in (torch.int16, torch.int8):
+        rule, entries = rules[key], state.get(key)
+        if not entries or rule.is_foreign or param.dtype not in PARAM_DTYPES:
+            continue
+        formatted, remainder = _formatted(optimizer), entries.get(REMAINDER)
+        usable = {name for name in formatted if _is_whole(name, entries.get(name))}
+        if remainder is not None and REMAINDER not in usable and format_of(rule, param, optimizer._settings).master:
             warn(
-                f"the checkpoint's {REMAINDER!r} of parameter {key} is {remainder.dtype}, so its bits are lost (another "
-                "optimizer has cast it); the master weight is derived from the parameter again"
+                f"the checkpoint's {REMAINDER!r} of parameter {key} is {remainder.dtype}, so its bits are lost "
+                "(another optimizer has cast it); the master weight is derived from the parameter again"
             )
-            del own[REMAINDER]
-        if own:
-            kept[param] = own
-            state[key] = {name: value for name, value in entries.items() if name not in (*own, REMAINDER)}
+        kept[param] = {name: entries[name].to(param.device) for name in entries if name in usable}
+        state[key] = {name: value for name, value in entries.items() if name not in formatted}
     return {**state_dict, "state": state}, kept
+
+
+def _states(optimizer: FusedOptimizer) -> set[str]:
+    return {state for rule in optimizer.rules for state in rule.states}
+
+
+def _formatted(optimizer: FusedOptimizer) -> set[str]:
+    """The keys of what has a format of ours, in any format and under any options."""
+    states = _states(optimizer)
+    return {*states, *map(scale_name, states), REMAINDER, MASTER, SEED}
+
+
+def _is_whole(name: str, value: Tensor | None) -> bool:
+    """Whether it is there, and not cast to a dtype in which its bits are lost."""
+    dtypes = {REMAINDER: (torch.int16, torch.int8), SEED: (torch.int64,)}
+    return value is not None and (name not in dtypes or value.dtype in dtypes[name])
 
 
 def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
@@ -110,7 +125,7 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: not an optimizer's checkpoint; that of another optimizer; a state that is incomplete, has another
-            shape than its parameter, or belongs to none.
+            shape than its parameter, cannot be decoded, or belongs to none.
     """
     if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ValueError(
@@ -120,40 +135,37 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
     from accumfused.rules import ALL  # which are optimizers, and import this
 
     name = (optimizer.torch_class or type(optimizer)).__name__
-    rules = []
     for group in state_dict["param_groups"]:
         if not isinstance(group, Mapping) or "params" not in group:
             raise ValueError("a group of the checkpoint has no 'params'; it is damaged")
-        rule = optimizer.rule_of({**optimizer.defaults, **group})
-        rules += [rule] * len(group["params"])
         # Switches and what defaults to None came to torch with time, and older checkpoints lack them.
         needed = [key for key, value in optimizer.defaults.items() if not isinstance(value, (bool, type(None)))]
         lacks = [key for key in needed if key not in group]
         if lacks:
             raise ValueError(f"the checkpoint's groups have no {lacks[0]!r}, which {name} needs; load one of {name}")
     known = {state for fused in ALL for rule in fused.rules for state in rule.states}
-    known -= {state for rule in optimizer.rules for state in rule.states}
-    ids = [key for group in state_dict["param_groups"] for key in group["params"]]
-    params, rule_of = _params(optimizer, state_dict), dict(zip(ids, rules, strict=True))
+    known -= _states(optimizer)
+    params, rules = _params(optimizer, state_dict), _rules(optimizer, state_dict)
     for key, entries in state_dict["state"].items():
-        if isinstance(key, int) and key not in rule_of:
+        if isinstance(key, int) and key not in rules:
             raise ValueError(
                 f"the checkpoint has a state of parameter {key}, which none of its groups has; it is damaged"
             )
         if key in params:
-            _check_state(key, params[key], entries, rule_of[key].states, rule_of[key].torch_states, name)
-            others = known & entries.keys() if rule_of[key].states else set()
+            _check_state(key, params[key], entries, rules[key], name)
+            if not rules[key].is_foreign:
+                _check_formats(key, params[key], entries, optimizer)
+            others = known & entries.keys() if rules[key].states else set()
             if others:
                 raise ValueError(f"the checkpoint's state of parameter {key} has {min(others)!r}, which {name} has not")
 
 
-def _check_state(
-    key: Any, param: Tensor, entries: Mapping[str, Any], states: tuple[str, ...], expected: tuple[str, ...], name: str
-) -> None:
+def _check_state(key: Any, param: Tensor, entries: Mapping[str, Any], rule: type[Rule], name: str) -> None:
     if not isinstance(entries, Mapping):
         raise ValueError(f"the checkpoint's state of parameter {key} is a {type(entries).__name__}, not a dictionary")
+    expected = rule.torch_states
     own = {k: v for k, v in entries.items() if v is not None and k not in (ACCUMULATOR, WEIGHTS)}
-    lacks = [k for k in expected or states if own and k not in own]
+    lacks = [k for k in expected or rule.states if own and k not in own]
     if lacks:
         raise ValueError(
             f"the checkpoint's state of parameter {key} has no {lacks[0]!r}, only {', '.join(sorted(own))}: "
@@ -162,18 +174,67 @@ def _check_state(
     step = entries.get("step")
     if "step" in expected and isinstance(step, Tensor) and step.numel() != 1:
         raise ValueError(f"state 'step' of parameter {key} has shape {list(step.shape)}, and is to be one number")
-    for k in (*states, ACCUMULATOR):
-        value = entries.get(k)
-        if isinstance(value, Tensor) and value.shape != param.shape:
-            raise ValueError(
-                f"state {k!r} of parameter {key} has shape {list(value.shape)}, its parameter {list(param.shape)}; "
-                "load a checkpoint of the same model"
-            )
+    if isinstance(entries.get(ACCUMULATOR), Tensor):
+        _check_shape(key, param, ACCUMULATOR, entries[ACCUMULATOR])
     window = [entries[k] for k in (ACCUMULATOR, WEIGHTS) if k in entries]
     if window and not (len(window) == 2 and all(isinstance(v, Tensor) for v in window) and window[1].shape == (4,)):
         raise ValueError(
             f"the open window of parameter {key} is incomplete: it needs {ACCUMULATOR!r} and {WEIGHTS!r} [4]"
         )
+
+
+def _check_formats(key: Any, param: Tensor, entries: Mapping[str, Any], optimizer: FusedOptimizer) -> None:
+    """Refuses what `state.make_state` could not read."""
+    states, formatted = _states(optimizer), _formatted(optimizer)
+    own = {name: entries[name] for name in sorted(formatted & entries.keys()) if entries[name] is not None}
+    for name, value in own.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"state {name!r} of parameter {key} is a {type(value).__name__}, not a tensor")
+        if name in (*states, REMAINDER, MASTER):
+            _check_shape(key, param, name, value)
+    for name in states & own.keys():
+        _check_scale(key, name, own[name], own.get(scale_name(name)))
+    seed = own.get(SEED)
+    if seed is not None and seed.numel() != 1:
+        raise ValueError(f"{SEED!r} of parameter {key} has shape {list(seed.shape)}, and is to be one number")
+
+
+def _check_shape(key: Any, param: Tensor, name: str, value: Tensor) -> None:
+    if value.shape != param.shape:
+        raise ValueError(
+            f"state {name!r} of parameter {key} has shape {list(value.shape)}, its parameter {list(param.shape)}; "
+            "load a checkpoint of the same model"
+        )
+
+
+def _check_scale(key: Any, name: str, value: Tensor, scale: Tensor | None) -> None:
+    """Codes need their scales; and numbers that have scales were codes, before another optimizer has cast them."""
+    what = f"state {name!r} of parameter {key}"
+    if value.is_floating_point() and scale is None:
+        return
+    if value.dtype != torch.uint8 or (scale is not None and scale.dtype != torch.uint8):
+        raise ValueError(
+            f"{what} is {value.dtype} {'without scales' if scale is None else f'with scales in {scale.dtype}'}, "
+            "which is none of the formats (floating point, or torch.uint8 with scales in torch.uint8): another "
+            "optimizer has cast 8-bit codes; load the checkpoint as accumfused has saved it"
+        )
+    if scale is None:
+        raise ValueError(f"{what} is in 8 bits, and its scales {scale_name(name)!r} are missing; it is incomplete")
+    blocks = block_count(value.numel())
+    if scale.shape != (blocks,):
+        raise ValueError(
+            f"{what} has scales of shape {list(scale.shape)}, and {BLOCK} elements to a scale make [{blocks}]; "
+            "it is damaged, or was made with another block size"
+        )
+
+
+def _rules(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[Any, type[Rule]]:
+    """The rule of each of the checkpoint's ids, by the options in the checkpoint."""
+    return {
+        key: optimizer.rule_of({**optimizer.defaults, **group})
+        for group in state_dict["param_groups"]
+        for key in group["params"]
+    }
 
 
 def _params(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:

@@ -46,11 +46,12 @@ class States(IntEnum):
 
 
 STATE_DTYPES = {States.FLOAT32: torch.float32, States.BFLOAT16: torch.bfloat16, States.INT8: torch.uint8}
+SEED, REMAINDER, MASTER = "rounding_seed", "master_remainder", "master_weight"  # keys of a parameter's state
 _MASTERS = {
-    Weights.BFLOAT16_SPLIT16: ("master_remainder", torch.int16),
-    Weights.BFLOAT16_SPLIT8: ("master_remainder", torch.int8),
-    Weights.BFLOAT16_MASTER: ("master_weight", torch.float32),
-    Weights.FLOAT16_MASTER: ("master_weight", torch.float32),
+    Weights.BFLOAT16_SPLIT16: (REMAINDER, torch.int16),
+    Weights.BFLOAT16_SPLIT8: (REMAINDER, torch.int8),
+    Weights.BFLOAT16_MASTER: (MASTER, torch.float32),
+    Weights.FLOAT16_MASTER: (MASTER, torch.float32),
 }
 _NOISY_WEIGHTS = (Weights.BFLOAT16_STOCHASTIC, Weights.FLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT8)
 _WEIGHTS = {  # of 16-bit parameters, by dtype and master_weights
@@ -67,8 +68,6 @@ _STOCHASTIC = {
     Weights.BFLOAT16: Weights.BFLOAT16_STOCHASTIC,
     Weights.FLOAT16: Weights.FLOAT16_STOCHASTIC,
 }
-
-SEED = "rounding_seed"
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,8 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
     Raises:
         ValueError: master_weights that its dtype cannot be kept with.
     """
+    if rule.is_foreign:
+        return Format(_WEIGHTS.get((param.dtype, None), Weights.FLOAT32))
     weights = Weights.FLOAT32
     if param.dtype != torch.float32:
         check_master_weights(param.dtype, settings.master_weights)
@@ -152,9 +153,11 @@ def counts_steps(rule: type[Rule], form: Format) -> bool:
 
 def storage_of(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[str, Any] | None) -> Storage | None:
     """What the state of a (dense) parameter holds, or None where it is not complete and as the format says."""
-    entries = entries or {}
-    if not all(_fits(name, entries.get(name), rule, form, param) for name in names(rule, form)):
+    entries, wanted = entries or {}, names(rule, form)
+    if not all(_fits(name, entries.get(name), rule, form, param) for name in wanted):
         return None
+    if not rule.is_foreign and any(name in entries and name not in wanted for name in (SEED, REMAINDER, MASTER)):
+        return None  # what another format has left is not to outlive a step
     return Storage(
         entries["step"] if counts_steps(rule, form) else None,
         entries[SEED] if form.needs_noise else None,

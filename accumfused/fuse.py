@@ -39,8 +39,9 @@ def fuse(
         The optimizer.
 
     Raises:
-        TypeError: not an optimizer; fused already; one whose step needs a closure (LBFGS); parameters not fp32.
-        ValueError: wrong settings.
+        TypeError: not an optimizer; fused already; one whose step needs a closure (LBFGS); parameters that are not
+            fp32, fp16 or bf16.
+        ValueError: wrong settings; masters or formats of states for an optimizer that keeps its own step.
         RuntimeError: the backend cannot run; `optimizer.step` was replaced, and not by a scheduler's wrapper.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -54,6 +55,8 @@ def fuse(
         refuse_differentiable(group)
     known = {fused.torch_class: fused for fused in ALL if fused.torch_class is not None}
     fused: Any = known.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
+    if issubclass(fused, ForeignStep):
+        _refuse_formats(type(optimizer).__name__, chosen)
 
     # An LR scheduler has bound the old class's step to the object, where it would go on running in silence.
     bound = vars(optimizer).get("step")
@@ -72,6 +75,7 @@ class NoRule(Rule):
     """No state, no arithmetic: the optimizer has its own."""
 
     name = ""
+    is_foreign = True
     states = ()
     counts_steps = False
     hypers = ()
@@ -97,8 +101,11 @@ class ForeignStep(FusedOptimizer):
             return
         if coefficient != 1.0:
             rescale(backend, measured.plan, measured.grads, measured.matched, outcome.coefficient)
-        if self._runtime.window.phase is Phase.OPEN:
-            self._runtime.window.expose()
+        window = self._runtime.window
+        if window.phase is Phase.OPEN:
+            window.expose()
+        if window.phase is Phase.CLOSED:
+            window.cast()
         self._own_step()
 
     @property
@@ -119,6 +126,18 @@ class ForeignStep(FusedOptimizer):
             step(self)
         finally:
             vars(self).update(hidden)
+
+
+def _refuse_formats(name: str, chosen: Settings) -> None:
+    """Refuses what only kernels do; the parameters are what they are, and so are the states."""
+    plain = Settings(master_weights=None)
+    for setting in ("master_weights", "rounding", "state_dtype"):
+        value = getattr(chosen, setting)
+        if value not in (getattr(plain, setting), "auto"):
+            raise ValueError(
+                f"{name} keeps its own step, parameters and states, so {setting}={value!r} is not for it; "
+                "leave it out, or take an optimizer of accumfused"
+            )
 
 
 @functools.cache

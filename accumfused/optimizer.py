@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
-from accumfused import checkpoint, formats, plan
+from accumfused import checkpoint, formats, full_precision, plan
 from accumfused.accumulation import Phase, Window, checked_positive, checked_weight
 from accumfused.masters import Masters
 from accumfused.settings import SettingArguments, Settings
@@ -43,7 +43,7 @@ class FusedOptimizer(Tail):
     @_disable_dynamo  # a compiled function calls it as it is
     @torch.no_grad()
     def accumulate(self, weight: float | Tensor | None = None, *, last: bool = False) -> None:
-        """Adds every fresh `p.grad` to the open window, in fp32, and releases it (`p.grad = None`).
+        """Adds every fresh `p.grad` to the open window, in `accumulator_dtype`, and releases it (`p.grad = None`).
 
         Args:
             weight: of this micro-batch. Its gradients are multiplied by it and the window's sum is divided by the sum
@@ -277,7 +277,8 @@ class FusedOptimizer(Tail):
                 "a window is open, and its gradients are not those of the checkpoint; "
                 "call step() or zero_grad() before load_state_dict()"
             )
-        window, kept = None, dict[Tensor, dict[str, Tensor]]()
+        window: Window | None = None
+        kept: dict[Tensor, dict[str, Tensor]] = {}
 
         def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             nonlocal window, kept
@@ -301,6 +302,7 @@ class FusedOptimizer(Tail):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state_dict; an open window is in `state`, under keys that torch's optimizers leave alone."""
+        self._runtime.masters.settle()
         if self._runtime.window.phase is not Phase.OPEN:
             return super().state_dict()
         checkpoint.refuse_part(self._runtime.window)
@@ -310,7 +312,39 @@ class FusedOptimizer(Tail):
         finally:
             first.remove()
 
+    def full_precision_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """`model.state_dict()` with every 16-bit parameter in fp32: out of its master if it has one, else upcast.
+
+        Args:
+            model: whose parameters are this optimizer's; others are upcast, buffers are as they are.
+
+        Raises:
+            TypeError, ValueError: not a model; one of which this optimizer has no parameter.
+        """
+        return full_precision.state_dict(self, model)
+
+    def load_full_precision_state_dict(
+        self, model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> Any:
+        """Loads fp32 weights into the model and into the masters of its parameters.
+
+        What `full_precision_state_dict` has given is restored bit for bit ("split8" keeps 16 bits of a mantissa: to
+        nearest). Makes the (zero) states of parameters with masters that have none yet.
+
+        Args:
+            model, state_dict, strict: as in `model.load_state_dict(state_dict, strict)`.
+
+        Returns:
+            What `model.load_state_dict` returns.
+
+        Raises:
+            TypeError, ValueError: as `full_precision_state_dict`; names or shapes that do not fit; nothing has changed.
+            RuntimeError: while a window is open.
+        """
+        return full_precision.load_state_dict(self, model, state_dict, strict)
+
     def __getstate__(self) -> dict[str, Any]:
+        self._runtime.masters.settle()
         carried = {**super().__getstate__(), "_settings": replace(self._settings), "_together": self._together}
         if self._runtime.window.phase is Phase.OPEN:
             checkpoint.refuse_part(self._runtime.window)

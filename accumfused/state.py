@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accumfused import codecs
-from accumfused.formats import SEED, STATE_DTYPES, Format, States, Weights, counts_steps, names, scale_name, storage_of
+from accumfused.formats import (
+    MASTER,
+    REMAINDER,
+    SEED,
+    STATE_DTYPES,
+    Format,
+    States,
+    Weights,
+    counts_steps,
+    names,
+    scale_name,
+    storage_of,
+)
 from accumfused.numeric import ieee, memory_order
+from accumfused.plan import layout
 from accumfused.rule import Rule
 
 _NEAREST = -(1 << 31)  # as noise, half of what is dropped: rounds to nearest
@@ -18,13 +32,13 @@ _NEAREST = -(1 << 31)  # as noise, half of what is dropped: rounds to nearest
 def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str, Any], seed: int) -> None:
     """Completes the state of a (dense) parameter in place: torch's names and shapes, on its device, in its format.
 
-    A state in another format, dtype or layout (a checkpoint's, say) is converted, to nearest. What is not of this format
-    is taken out.
+    A state in another format, dtype or layout (a checkpoint's, say) is converted, to nearest. What is not of this
+    format is taken out.
     """
     if storage_of(rule, form, tensor, entries) is not None:
         return
+    weights = full_precision(tensor, entries)
     with ieee():
-        weights = full_precision(tensor, entries)
         values = {name: _full_state(rule, name, tensor, entries) for name in rule.states}
         fresh = all(entries.get(name) is None for name in rule.states)
         if counts_steps(rule, form):
@@ -39,51 +53,63 @@ def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str
             number = seed if known is None else int(known)
             entries[SEED] = torch.full((), number, dtype=torch.int64, device=tensor.device)
         if form.master is not None:
-            entries[form.master[0]] = _master(form, tensor, weights)
+            half, entries[form.master[0]] = _halves(form, tensor, weights)
+            if not torch.equal(half.view(torch.int16), tensor.detach().view(torch.int16)):
+                tensor.detach().copy_(half)
         for name, value in values.items():
             _put_state(rule, form, name, tensor, value, entries)
     wanted = names(rule, form)
-    formats = ("master_weight", "master_remainder", SEED, *map(scale_name, rule.states))
+    formats = (MASTER, REMAINDER, SEED, *map(scale_name, rule.states))
     for name in [name for name in formats if name in entries and name not in wanted]:
         del entries[name]
 
 
-def full_precision(tensor: Tensor, entries: dict[str, Any]) -> Tensor:
+def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
     """The fp32 value of a parameter: with what the state holds of it, if that is there and of its shape."""
-    remainder, master = entries.get("master_remainder"), entries.get("master_weight")
-    if isinstance(master, Tensor) and master.shape == tensor.shape:
-        return torch.empty_like(tensor, dtype=torch.float32, requires_grad=False).copy_(master)
-    if tensor.dtype == torch.bfloat16 and isinstance(remainder, Tensor) and remainder.shape == tensor.shape:
-        high = tensor.detach().view(torch.int16).to(torch.int32)
-        low = remainder.to(tensor.device, torch.int32)
-        if remainder.dtype == torch.int16:
-            return codecs.join(high, low)
-        if remainder.dtype == torch.int8:
-            return codecs.join_short(high, low)
-    return tensor.detach().float()
+    tensor, remainder, master = tensor.detach(), entries.get(REMAINDER), entries.get(MASTER)
+    with ieee():
+        if isinstance(master, Tensor) and master.shape == tensor.shape:
+            return still_halved(master, tensor)
+        if tensor.dtype == torch.bfloat16 and isinstance(remainder, Tensor) and remainder.shape == tensor.shape:
+            high, low = tensor.view(torch.int16).to(torch.int32), remainder.to(tensor.device, torch.int32)
+            if remainder.dtype == torch.int16:
+                return codecs.join(high, low)
+            if remainder.dtype == torch.int8:
+                return codecs.join_short(high, low)
+        return tensor.float()
 
 
-def store_full_precision(form: Format, tensor: Tensor, entries: dict[str, Any], weights: Tensor) -> None:
-    """Sets a parameter, and what the state holds of it, from fp32 values: to nearest where that is not all of them."""
-    with torch.no_grad(), ieee():
-        tensor.copy_(weights)
-        if form.master is not None:
-            entries[form.master[0]] = _master(form, tensor, weights)
+def still_halved(master: Tensor, tensor: Tensor) -> Tensor:
+    """The elements of an fp32 master whose 16-bit halves are still those of the parameter; where not, the parameter."""
+    master = _laid_out(master, tensor)
+    return torch.where(master.to(tensor.dtype) == tensor, master, tensor.detach().float())
 
 
-def _master(form: Format, tensor: Tensor, weights: Tensor) -> Tensor:
-    """What the parameter lacks of its fp32 value. A split one is set to its part of it."""
+def store_full_precision(form: Format, tensor: Tensor, entries: Mapping[str, Any], weights: Tensor) -> None:
+    """Sets a (dense) parameter and its master, which is there, from fp32 values: to nearest where bits are too few."""
     assert form.master is not None
-    weights = torch.empty_like(tensor, dtype=torch.float32, requires_grad=False).copy_(weights)
+    with ieee():
+        half, master = _halves(form, tensor, weights)
+        tensor.detach().copy_(half)
+        entries[form.master[0]].copy_(master)
+
+
+def _halves(form: Format, tensor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 weights as the parameter takes them, and its master."""
+    assert form.master is not None
+    weights = _laid_out(weights, tensor)
     if form.weights in (Weights.BFLOAT16_MASTER, Weights.FLOAT16_MASTER):
-        return weights
+        return weights.to(tensor.dtype), weights
     if form.weights is Weights.BFLOAT16_SPLIT16:
         high, remainder = codecs.split(weights)
     else:
         high, remainder = codecs.split_short(weights, torch.full_like(weights, _NEAREST, dtype=torch.int32))
-    if not torch.equal(high.to(torch.int16), tensor.detach().view(torch.int16)):
-        tensor.detach().view(torch.int16).copy_(high.to(torch.int16))
-    return remainder.to(form.master[1])
+    return high.to(torch.int16).view(torch.bfloat16), remainder.to(form.master[1])
+
+
+def _laid_out(values: Tensor, tensor: Tensor) -> Tensor:
+    """A copy in fp32, on the parameter's device and in its layout."""
+    return torch.empty_like(tensor, dtype=torch.float32, requires_grad=False).copy_(values)
 
 
 def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, Any]) -> Tensor | None:
@@ -96,13 +122,13 @@ def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, 
             f"state {name!r} has shape {list(value.shape)}, its parameter {list(tensor.shape)}; "
             "load a checkpoint of the same model"
         )
-    full = torch.empty_like(tensor, dtype=torch.float32, requires_grad=False)
     if value.dtype != torch.uint8:
-        return full.copy_(value)
-    codes = torch.empty_like(tensor, dtype=torch.uint8, requires_grad=False).copy_(value)
-    scale = entries[scale_name(name)].to(tensor.device)
-    memory_order(full).copy_(codecs.decode(memory_order(codes), scale, second_moment=name in rule.second_moments))
-    return full
+        return _laid_out(value, tensor)
+    # The blocks are those of the layout that the codes have now.
+    value = value if layout(value) == "dense" else value.contiguous()
+    full, scale = torch.empty_like(value, dtype=torch.float32), entries[scale_name(name)].to(value.device)
+    memory_order(full).copy_(codecs.decode(memory_order(value), scale, second_moment=name in rule.second_moments))
+    return _laid_out(full, tensor)
 
 
 def _put_state(

@@ -134,6 +134,11 @@ class Tail(torch.optim.Optimizer):
         if last:
             window.check_total(weight)
         matched = current.match(grads)
+        if current.accumulator_dtype == torch.bfloat16 and current.lacks_state(matched):
+            current = self._with_states(current, matched)  # which hold the seed of the noise that rounds the sums
+            matched = current.match(grads)
+            if window.phase is Phase.OPEN:
+                window.follow(current)
         assert self._runtime.backend is not None
         if not window.entered:
             window.enter(current, weight, in_loss=in_loss)
@@ -171,9 +176,7 @@ class Tail(torch.optim.Optimizer):
             return None
         matched = current.match(grads)
         if current.lacks_state(matched):
-            graphs.refuse_new_tensors({current.device})  # the zeros would be a graph's, and never be there
-            self._make_states(current, matched)
-            current = self._plan()
+            current = self._with_states(current, matched)
 
         backend, complete = runtime.backend, present == len(grads)
         assert backend is not None
@@ -186,8 +189,9 @@ class Tail(torch.optim.Optimizer):
             outcome = backend.norm(current, matched, partials, scaling)
         return Measured(current, grads, matched, complete, outcome)
 
-    def _make_states(self, current: Plan, grads: Grads) -> None:
-        """Makes the missing state of every parameter that has a gradient; the plan is out of date then."""
+    def _with_states(self, current: Plan, grads: Grads) -> Plan:
+        """The plan once every parameter that has a gradient has its state."""
+        graphs.refuse_new_tensors({current.device})  # the zeros would be a graph's, and never be there
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
@@ -200,6 +204,7 @@ class Tail(torch.optim.Optimizer):
             )  # fmt: skip
             if index in current.copied:
                 param.copy_(tensor)
+        return self._plan()
 
     def _scaling(self, current: Plan, divisors: Divisors) -> Scaling:
         settings, runtime = self._settings, self._runtime

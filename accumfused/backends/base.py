@@ -32,7 +32,7 @@ class Fold:
     weights: Tensor  # [micro-batches + 1], fp64; index 0 holds 1: "already weighted"
     weight: int  # this micro-batch's index
     scale: float | Tensor  # a number, or fp64 of shape []
-    number: int  # of the folds of this window, from 1: for the noise that rounds bf16 accumulators
+    number: int  # > 0, another one for each fold of a window: for the noise that rounds bf16 accumulators
 
 
 @dataclass
@@ -122,8 +122,8 @@ def rescale(backend: Backend, plan: Plan, grads: Grads, matched: Grads, factor: 
     backend.accumulate(plan, Fold([None] * len(rows), rows, [0] * len(rows), ones, 0, factor.double(), 1), partials)
     torch.autograd.graph.increment_version([row for row in rows if row is not None])
     for row, grad in zip(rows, grads, strict=True):
-        if row is None and grad is not None:
-            grad.mul_(factor.to(grad.device))
+        if row is None and grad is not None:  # in fp32: multiplying 16 bits, torch may round the factor to them
+            grad.copy_(grad.float() * factor.to(grad.device))
 
 
 def numbers(hypers: Hypers) -> list[tuple[float, ...]]:

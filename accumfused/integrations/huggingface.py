@@ -49,7 +49,7 @@ def fuse_trainer(trainer: AnyTrainer) -> AnyTrainer:
 
     Raises:
         ImportError: transformers is too old.
-        TypeError: not a Trainer; parameters that are not fp32; an optimizer that cannot be fused.
+        TypeError: not a Trainer; parameters that are not fp32, fp16 or bf16; an optimizer that cannot be fused.
         ValueError: DeepSpeed, FSDP or other sharding; an optimizer that steps inside backward, that lacks trainable
             parameters, or whose own max_grad_norm is not the Trainer's.
         RuntimeError: this trainer is fused already, or has trained with an optimizer that is not.

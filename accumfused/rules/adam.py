@@ -128,7 +128,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     Takes the place of `torch.optim.Adam`: same arguments, group keys, state names and checkpoints.
 
     Args:
-        params: fp32 parameters or parameter groups; gradients may be fp32, fp16 or bf16.
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may be another of these.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; weight_decay is L2.
         max_grad_norm: clip the global norm of all gradients, as `clip_grad_norm_` does; None: no clipping.
         nonfinite: what a step does on a non-finite norm: "skip" writes nothing, "propagate" behaves as stock torch,
@@ -137,13 +137,25 @@ class Adam(FusedOptimizer, torch.optim.Adam):
             see docs/amp.md for what that does to frameworks. Not needed with `accumfused.GradScaler`.
         write_grad: leaves the gradient as it was applied (normalized, unscaled, clipped) in `p.grad`, for whoever reads
             it after the step: one more pass. A window then stays closed until `zero_grad()`.
+        master_weights: what 16-bit parameters keep beside them of their fp32 values, which a step works on. "fp32": all
+            of it. "split16", of bf16: the 16 bits that they lack, which is exact; "split8": 8 of them, rounded
+            stochastically. None: nothing, and each step rounds. "auto": "split16" for bf16, "fp32" for fp16.
+        rounding: "nearest", or "stochastic", of 16-bit parameters that keep nothing beside them.
+        state_dtype: torch.float32, torch.bfloat16 (rounded stochastically), or "int8": 8-bit floats with a scale for
+            each block of 128 elements. An element whose state overflows takes its block with it, where no norm is
+            taken and nonfinite is not "skip" or "raise".
+        state_dtype_min_numel: smaller parameters have fp32 states.
+        accumulator_dtype: of a window's sums: torch.float32, or torch.bfloat16, rounded stochastically at each
+            `accumulate()`.
+        rounding_seed: of all stochastic rounding, for states that are new; None: that of torch's generator, of which
+            nothing is drawn. The same seed gives the same bits on every backend.
         backend: "cpu", "cuda" (native kernels), "triton", "torch" (the reference), or "auto": the fastest that runs.
         foreach, fused, capturable: kept in the groups for torch's sake; they choose between torch's implementations.
         differentiable: not supported.
         decoupled_weight_decay: as in torch: True makes it AdamW.
 
     Raises:
-        ValueError, TypeError: on hyper-parameters, with torch's texts, and on parameters that are not fp32.
+        ValueError, TypeError: on hyper-parameters, with torch's texts; on settings; on parameters of other dtypes.
         RuntimeError: a backend asked for by name cannot run; fused with foreach, as in torch.
     """
 

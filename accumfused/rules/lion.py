@@ -84,7 +84,7 @@ class Lion(FusedOptimizer):
     """Lion, with accumulation, unscaling and clipping in the same pass.
 
     Args:
-        params: fp32 parameters or parameter groups; gradients may be fp32, fp16 or bf16.
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may be another of these.
         lr: the size of every element's update; three to ten times smaller than AdamW's.
         betas: interpolation of the update, decay of the momentum.
         weight_decay: decoupled, multiplied by lr; three to ten times larger than AdamW's.
@@ -92,7 +92,7 @@ class Lion(FusedOptimizer):
         **settings: see `accumfused.Adam`.
 
     Raises:
-        ValueError, TypeError: on hyper-parameters, and on parameters that are not fp32.
+        ValueError, TypeError: on hyper-parameters, on settings, and on parameters of other dtypes.
         RuntimeError: a backend asked for by name cannot run.
     """
 

@@ -95,14 +95,14 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     state also counts steps).
 
     Args:
-        params: fp32 parameters or parameter groups; gradients may be fp32, fp16 or bf16.
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may be another of these.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
         **settings: see `accumfused.Adam`.
         foreach, fused: kept in the groups for torch's sake; they choose between torch's implementations.
         differentiable: not supported.
 
     Raises:
-        ValueError, TypeError: on hyper-parameters, with torch's texts, and on parameters that are not fp32.
+        ValueError, TypeError: on hyper-parameters, with torch's texts; on settings; on parameters of other dtypes.
         RuntimeError: a backend asked for by name cannot run; fused with foreach, as in torch.
     """
 

@@ -56,8 +56,8 @@ def test_a_trainer_that_has_trained_without(tmp_path: Path) -> None:
     refuses(trainer, RuntimeError, r"not fused; call fuse_trainer\(\) before train\(\)")
 
 
-def test_parameters_in_16_bits(tmp_path: Path) -> None:
-    refuses(make(tmp_path, language_model().bfloat16()), TypeError, "only torch.float32 parameters are supported")
+def test_parameters_in_64_bits(tmp_path: Path) -> None:
+    refuses(make(tmp_path, language_model().double()), TypeError, r"a parameter is torch\.float64; supported are")
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"])

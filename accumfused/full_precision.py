@@ -1,0 +1,91 @@
+"""A model's weights in fp32, whatever the optimizer keeps them in: to save, to evaluate, to change formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from accumfused.accumulation import Phase
+from accumfused.formats import PARAM_DTYPES
+from accumfused.state import full_precision, store_full_precision
+
+if TYPE_CHECKING:
+    from accumfused.optimizer import FusedOptimizer
+
+
+@torch.no_grad()
+def state_dict(optimizer: FusedOptimizer, model: Module) -> dict[str, Any]:
+    """See `FusedOptimizer.full_precision_state_dict`."""
+    _check_model(optimizer, model)
+    optimizer._runtime.masters.settle()
+    saved: dict[str, Any] = model.state_dict(keep_vars=True)  # the parameters themselves, under all their names
+    whole: dict[int, Tensor] = {}
+    for name, value in saved.items():
+        if isinstance(value, Parameter) and value.dtype in PARAM_DTYPES and value.dtype != torch.float32:
+            if id(value) not in whole:
+                whole[id(value)] = full_precision(value, optimizer.state.get(value, {}))
+            saved[name] = whole[id(value)]
+        elif isinstance(value, Tensor):
+            saved[name] = value.detach()
+    return saved
+
+
+@torch.no_grad()
+def load_state_dict(optimizer: FusedOptimizer, model: Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    """See `FusedOptimizer.load_full_precision_state_dict`."""
+    if optimizer._runtime.window.phase is Phase.OPEN:
+        raise RuntimeError(
+            "a window is open, and its gradients are not those of the loaded weights; "
+            "call step() or zero_grad() before load_full_precision_state_dict()"
+        )
+    _check_model(optimizer, model)
+    own: dict[str, Any] = model.state_dict(keep_vars=True)
+    _check_names(own, state_dict, strict)
+    values = {id(own[name]): value for name, value in state_dict.items() if isinstance(own.get(name), Parameter)}
+
+    current, masters = optimizer._plan(), optimizer._runtime.masters
+    masters.refresh(current)  # what was written before belongs to what is there now
+    result = model.load_state_dict(state_dict, strict)
+    rows = [row for row, form in enumerate(current.formats) if form.master and id(current.params[row]) in values]
+    current = optimizer._with_states(current, [p if row in rows else None for row, p in enumerate(current.params)])
+    for row in rows:
+        param, tensor = current.params[row], current.tensors[row]
+        store_full_precision(current.formats[row], tensor, optimizer.state[param], values[id(param)])
+        if tensor is not param:  # its memory has holes
+            param.copy_(tensor)
+    masters.written()
+    masters.refresh(current)  # which may have more of them now
+    return result
+
+
+def _check_model(optimizer: FusedOptimizer, model: Module) -> None:
+    if not isinstance(model, Module):
+        raise TypeError(f"this takes the model first, a torch.nn.Module, got {type(model).__name__}")
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if own.isdisjoint(map(id, model.parameters())):
+        raise ValueError("none of the model's parameters is in this optimizer; give the model that it was made for")
+
+
+def _check_names(own: Mapping[str, Any], given: Any, strict: bool) -> None:
+    """Refuses what torch would find out when half of it is loaded."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"a state_dict is a dictionary of names and tensors, got {type(given).__name__}")
+    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if strict and missing:
+        raise ValueError(f"the state_dict has no {missing[0]!r} ({len(missing)} are missing), which the model needs")
+    if strict and unexpected:
+        raise ValueError(f"the state_dict has {unexpected[0]!r} ({len(unexpected)} too many), which the model has not")
+    for name in own.keys() & given.keys():
+        value, known = given[name], own[name]
+        if not isinstance(known, Tensor):
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name!r} in the state_dict is a {type(value).__name__}, not a tensor")
+        if value.shape != known.shape:
+            raise ValueError(
+                f"{name!r} has shape {list(value.shape)}, that of the model {list(known.shape)}; load the same model's"
+            )

@@ -1,0 +1,245 @@
+"""Parameters overwritten from outside: their masters follow, and only theirs; our own steps are not mistaken."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_same_bits
+from stored import MASTERS, WEIGHTS, Model, assert_same, build, grads_of, skip_a_step, train, trained
+from torch import Tensor
+from torch.nn import Parameter
+
+import accumfused as af
+
+each_master = pytest.mark.parametrize("weights", MASTERS)
+
+
+def assign(model: Model, values: Tensor) -> None:
+    model.load_state_dict({**model.state_dict(), "matrix": values, "tied": values})
+
+
+@torch.no_grad()
+def copy_into(model: Model, values: Tensor) -> None:
+    model.matrix.copy_(values)
+
+
+@torch.no_grad()
+def multiply(model: Model, values: Tensor) -> None:
+    model.matrix.mul_(0).add_(values)
+
+
+def swap_in_an_average(model: Model, values: Tensor) -> None:
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with torch.no_grad():
+        average.module.matrix.copy_(values)
+        for param, mean in zip(model.parameters(), average.module.parameters(), strict=True):
+            param.copy_(mean)
+
+
+WRITES: list[Callable[[Model, Tensor], None]] = [assign, copy_into, multiply, swap_in_an_average]
+
+
+def step_of(optimizer: Any, seed: int) -> None:
+    grads_of(optimizer, seed)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("write", WRITES)
+@each_master
+def test_a_parameter_that_was_overwritten_is_stepped_from_what_it_is(
+    backend: str, weights: str, write: Callable[[Model, Tensor], None]
+) -> None:
+    model, optimizer = trained(weights, "fp32", backend)
+    values = (8 + torch.rand(37, 11)).to(model.matrix.dtype)  # no element is by chance what it was
+    write(model, values)
+    whole = optimizer.full_precision_state_dict(model)
+    assert torch.equal(whole["matrix"], values.float())
+    # A twin whose master is made anew from these values, and whose other masters and states are the same.
+    twin_model, twin = build(weights, "fp32", backend)
+    twin_model.load_state_dict(model.state_dict())
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    twin.load_full_precision_state_dict(twin_model, whole)
+    step_of(optimizer, 9)
+    step_of(twin, 9)
+    assert_same(optimizer, twin)
+    step_of(optimizer, 10)
+    step_of(twin, 10)
+    assert_same(optimizer, twin)
+
+
+@each_master
+def test_other_masters_and_those_of_our_own_steps_are_kept(backend: str, weights: str) -> None:
+    model, optimizer = trained(weights, "fp32", backend)
+    before = optimizer.full_precision_state_dict(model)
+    assert not torch.equal(before["vector"], model.vector.float())
+    with torch.no_grad():
+        model.matrix.mul_(2)
+    skip_a_step(optimizer)
+    after = optimizer.full_precision_state_dict(model)
+    assert torch.equal(after["matrix"], model.matrix.float())
+    for name in ("vector", "scalar", "kernel"):
+        assert_same_bits(after[name], before[name])
+
+
+@each_master
+def test_skipped_and_partial_steps_and_windows_are_our_own(backend: str, weights: str) -> None:
+    model, optimizer = trained(weights, "fp32", backend)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    skip_a_step(optimizer)
+    for each, own in ((optimizer, model), (twin, twin_model)):
+        own.vector.grad = torch.ones_like(own.vector)
+        each.step()
+        each.zero_grad()
+        for seed in range(2):
+            grads_of(each, seed)
+            each.accumulate(1.0)
+        each.step()
+    assert_same(optimizer, twin)
+
+
+@pytest.mark.parametrize("weights", ["bf16 + fp32", "fp16 + fp32"])
+def test_an_fp32_master_serves_again_when_its_weights_come_back(backend: str, weights: str) -> None:
+    model, optimizer = trained(weights, "fp32", backend)
+    _, twin = copy.deepcopy((model, optimizer))
+    kept = [param.detach().clone() for param in model.parameters()]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.25)
+        optimizer.state_dict(), copy.deepcopy(optimizer)  # neither of which may take the average for the weights
+        assert optimizer.full_precision_state_dict(model)["vector"].unique().tolist() == [0.25]
+        for param, values in zip(model.parameters(), kept, strict=True):
+            param.copy_(values)
+    step_of(optimizer, 5)
+    step_of(twin, 5)
+    assert_same(optimizer, twin)
+
+
+@each_master
+def test_a_checkpoint_of_an_overwritten_parameter_goes_on_as_its_optimizer(backend: str, weights: str) -> None:
+    model, optimizer = trained(weights, "fp32", backend)
+    with torch.no_grad():
+        model.matrix.mul_(0.7)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for order in ((0, 1), (1, 0)):
+        twin_model, twin = build(weights, "fp32", backend)
+        for index in order:
+            (twin_model, twin)[index].load_state_dict(copy.deepcopy(saved[index]))
+        step_of(twin, 5)
+        reference = copy.deepcopy(optimizer)
+        step_of(reference, 5)
+        assert_same(reference, twin)
+        after = twin.full_precision_state_dict(twin_model)["matrix"]
+        with torch.no_grad():  # what was loaded is done with: now an overwrite is one again
+            twin_model.matrix.mul_(0.5)
+        assert not torch.equal(after * 0.5, twin.full_precision_state_dict(twin_model)["matrix"])
+
+
+@pytest.mark.parametrize("weights", ["bf16 + fp32", "fp16 + fp32"])
+def test_an_fp32_master_of_other_weights_does_not_bring_its_own_back(backend: str, weights: str) -> None:
+    _, optimizer = trained(weights, "fp32", backend)
+    model, twin = build(weights, "fp32", backend)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with torch.no_grad():
+        model.vector.add_(8)
+    values = model.vector.detach().clone()
+    skip_a_step(twin)
+    assert torch.equal(model.vector, values)
+    assert torch.equal(twin.state[model.vector]["master_weight"], values.float())
+
+
+@each_master
+def test_writes_through_data_are_not_noticed(backend: str, weights: str) -> None:
+    param = Parameter(torch.full((3,), 1.0).to(WEIGHTS[weights][0]))
+    optimizer = af.SGD([param], lr=0.001, backend=backend, **WEIGHTS[weights][1])
+    param.grad = torch.ones_like(param)
+    optimizer.step()  # 0.999, whose bfloat16 is 1 with a negative remainder
+    param.data.fill_(8.0)
+    param.grad.zero_()
+    optimizer.step()
+    near = 1.0 if weights.endswith("fp32") else 8.0  # an fp32 master is what counts; a remainder is half a unit at most
+    torch.testing.assert_close(param.detach().float(), torch.full((3,), near), rtol=2.0**-8, atol=0)
+
+
+@each_master
+def test_other_memory_through_data_counts_for_fp32_masters(backend: str, weights: str) -> None:
+    param = Parameter(torch.full((3,), 1.0).to(WEIGHTS[weights][0]))
+    optimizer = af.SGD([param], lr=0.001, backend=backend, **WEIGHTS[weights][1])
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    param.grad.zero_()
+    moved = param.detach().clone()
+    param.data = moved  # the same values elsewhere, as model.to() does
+    optimizer.step()
+    torch.testing.assert_close(whole(optimizer, param), torch.full((3,), 0.999), rtol=1e-5, atol=0)
+    param.data = torch.full_like(moved, 8.0)
+    optimizer.step()
+    torch.testing.assert_close(param.detach().float(), torch.full((3,), 8.0), rtol=2.0**-8, atol=0)
+
+
+def whole(optimizer: Any, param: Parameter) -> Tensor:
+    module = torch.nn.Module()
+    module.p = param
+    value: Tensor = optimizer.full_precision_state_dict(module)["p"]
+    return value
+
+
+# ---- parameters that come later --------------------------------------------------------------------------------------
+
+
+@each_master
+def test_a_group_that_is_added_later_gets_its_masters(backend: str, weights: str) -> None:
+    model, optimizer = trained(weights, "int8", backend)
+    before = optimizer.full_precision_state_dict(model)
+    added = Parameter(torch.randn(200).to(WEIGHTS[weights][0]))
+    optimizer.add_param_group({"params": [added]})
+    with torch.no_grad():
+        added.fill_(3.0)
+    skip_a_step(optimizer)
+    assert whole(optimizer, added).unique().tolist() == [3.0]
+    for name, value in before.items():
+        assert_same_bits(optimizer.full_precision_state_dict(model)[name], value)
+    train(optimizer, 1)
+    assert not torch.equal(whole(optimizer, added), added.float())
+    if weights == "split16":
+        with pytest.raises(ValueError, match=r"torch\.float16, which master_weights='split16' does not serve"):
+            optimizer.add_param_group({"params": [Parameter(torch.ones(3).half())]})
+
+
+@each_master
+def test_a_frozen_parameter_is_stepped_from_what_it_is_when_it_is_unfrozen(backend: str, weights: str) -> None:
+    model, optimizer = build(weights, "fp32", backend)
+    model.vector.requires_grad_(False)
+    for seed in range(2):
+        grads_of(optimizer, seed)
+        model.vector.grad = None
+        optimizer.step()
+    assert model.vector not in optimizer.state
+    with torch.no_grad():
+        model.vector.fill_(0.5)
+    model.vector.requires_grad_(True)
+    optimizer.zero_grad()
+    model.vector.grad = torch.ones_like(model.vector)
+    optimizer.step()
+    # AdamW's first step is lr, and its decay is 0.01 * lr.
+    torch.testing.assert_close(whole(optimizer, model.vector), torch.full((130,), 0.5 * 0.999 - 0.1), rtol=1e-4, atol=0)
+
+
+@each_master
+def test_a_parameter_that_was_written_before_its_first_gradient(backend: str, weights: str) -> None:
+    model, optimizer = build(weights, "fp32", backend)
+    model.matrix.grad = torch.ones_like(model.matrix)
+    optimizer.step()
+    with torch.no_grad():
+        model.vector.fill_(0.5)
+        model.matrix.fill_(0.25)
+    assert whole(optimizer, model.vector).unique().tolist() == [0.5]
+    optimizer.zero_grad()
+    model.vector.grad = torch.ones_like(model.vector)
+    optimizer.step()  # matrix has no gradient this time
+    torch.testing.assert_close(whole(optimizer, model.vector), torch.full((130,), 0.5 * 0.999 - 0.1), rtol=1e-4, atol=0)
+    assert whole(optimizer, model.matrix).unique().tolist() == [0.25]
