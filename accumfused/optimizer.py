@@ -287,13 +287,17 @@ class FusedOptimizer(Tail):
             loaded, kept = checkpoint.without_formats(self, loaded)
             return loaded
 
+        def complete(_: torch.optim.Optimizer) -> None:
+            for param, entries in kept.items():
+                self.state[param].update(entries)
+
         last = self.register_load_state_dict_pre_hook(check)  # after those of the user, which may change what is loaded
+        first = self.register_load_state_dict_post_hook(complete, prepend=True)  # before those, which may look at it
         try:
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-        for param, entries in kept.items():
-            self.state[param].update(entries)
+            first.remove()
         self._runtime.plan, self._runtime.masters = None, Masters()
         if self._runtime.window.phase is Phase.CLOSED:
             self._runtime.window.consume()  # its gradients are not those of the checkpoint either

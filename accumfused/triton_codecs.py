@@ -1,7 +1,7 @@
 """How numbers are stored in fewer bits, and the noise that rounds them, in Triton: the counterpart of codecs.py.
 
-Values are blocks of fp32; bits and noise of uint32. Triton's interpreter takes an overflow for an error unless told that
-one is meant, so sums and products that may wrap say so.
+Values are fp32; their bits, and noise, uint32. Triton's interpreter takes an overflow for an error unless told that one
+is meant, so sums and products that may wrap say so.
 """
 
 from __future__ import annotations

@@ -103,6 +103,19 @@ def test_every_16_bit_parameter_is_read_and_rounded(weights: str) -> None:
     assert moved.sum() > 1000 or "split" in weights or weights.endswith("master")
 
 
+def test_far_below_the_smallest_float16_rounding_is_still_in_proportion() -> None:
+    exponents = torch.linspace(-25, -45, 4096)
+
+    def train(backend: Any, device: str) -> dict[str, Tensor]:
+        param = torch.zeros(4096, dtype=torch.float16, device=device, requires_grad=True)
+        optimizer = case_named("sgd").make([param], backend, **WEIGHTS["fp16_stochastic"][1], rounding_seed=8)
+        set_grads([param], [torch.exp2(exponents).to(device)])
+        optimizer.step()
+        return everything(optimizer)
+
+    assert run_both(train)["param 0"].count_nonzero() > 0
+
+
 @pytest.mark.parametrize(("rule", "states"), [("sgd_nesterov", "bf16"), ("sgd_nesterov", "int8"), ("adamw", "int8")])
 def test_states_of_every_size_give_the_reference_bits(rule: str, states: str) -> None:
     """Blocks from below the smallest scale to above the largest; within one they are of all sizes too."""

@@ -166,7 +166,7 @@ def store_state(
     if form == INT8_STATES:
         magnitudes = bits_of(values) & 0x7FFFFFFF
         if not whole:
-            pass
+            magnitudes = tl.where(first + tl.arange(0, size) < n, magnitudes, 0)
         exponent = scale_of(magnitudes, size)
         block = tl.arange(0, size // SCALED)
         tl.store(scale + first // SCALED + block, exponent.to(tl.uint8), mask=first + block * SCALED < n)

@@ -77,8 +77,7 @@ def group_hypers(hypers, group):
 @triton.jit
 def step_block(
     scalars, keys, param, grad, state, first, n, update: tl.constexpr, states: tl.constexpr, moments: tl.constexpr,
-    weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr, size: tl.constexpr,
-    whole: tl.constexpr
+    weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr, size: tl.constexpr, whole: tl.constexpr
 ):  # fmt: skip
     g = load(grad, first, n, size, whole)
     p = load_weights(param, first, n, size, weights, whole)
@@ -145,7 +144,14 @@ def step_kernel(
     scalars: tl.constexpr, update: tl.constexpr, states: tl.constexpr, moments: tl.constexpr,
     weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr,
 ):  # fmt: skip
-    """Of the rows of one kind. Args: states: how many the rule has; moments: how many of them are first moments."""
+    """Steps the rows of one kind.
+
+    Args:
+        scalars, update: the rule's arithmetic.
+        states: how many states it has; moments: how many of them are no second moments, and come first.
+        weights, form: how parameters and states are kept, as numbers of formats.py; noisy: whether either is rounded
+            stochastically.
+    """
     if tl.load(outcome + 2) != 0:
         return  # skipped: nothing is written
     rows = table + ROWS
