@@ -35,7 +35,7 @@ FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 V3 = ["-mavx2", "-mfma"]
 INSTRUCTION_SETS = {
     "cpu/x86_64_v3.cpp": V3,
-    "cpu/x86_64_v4.cpp": [*V3, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"],
+    "cpu/x86_64_v4.cpp": [*V3, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"],
 }
 # No contraction into FMA; what else IEEE asks for (roots, division, subnormals) is nvcc's default.
 NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]

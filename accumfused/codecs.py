@@ -131,8 +131,8 @@ def join_short(high: Tensor, remainder: Tensor) -> Tensor:
 
 
 # ---- blocks of 8 bits -----------------------------------------------------------------------------------------------
-# A code is a float of 4 bits of mantissa and 3 or 4 of exponent: with F(c) the code's number, which is from 2^-7 or 2^-15
-# on and below 2, it stands for (F(c) - F(0)) times the block's scale. So 0 is a code, and rounding is unbiased down to
+# A code is a float of 4 bits of mantissa and 3 or 4 of exponent: with F(c) the code's number, from 2^-7 or 2^-15 on and
+# below 2, it stands for (F(c) - F(0)) times the block's scale. So 0 is a code, and rounding is unbiased down to
 # it.
 
 

@@ -51,7 +51,7 @@ struct Row {
   Weights weights = Weights::kFloat32;
   States states = States::kFloat32;
 
-  bool is_plain() const { return weights == Weights::kFloat32 && states == States::kFloat32; }
+  AF_METHOD bool is_plain() const { return weights == Weights::kFloat32 && states == States::kFloat32; }
 };
 
 // What changes with every call.
@@ -71,6 +71,8 @@ struct Rows {
   const Operands* operands;
   int64_t count;
   int64_t chunks;  // over all rows
+  bool plain;      // so is every row
+  bool folds_float32, folds_bfloat16;  // there are accumulators of that type
 };
 
 AF_INLINE int64_t chunk_count(int64_t numel) { return (numel + kChunk - 1) / kChunk; }

@@ -91,18 +91,28 @@ struct AdamFamily {
   // Of one element, or of a vector of them (cpu/vector.h).
   template <class F>
   AF_METHOD void operator()(F& p, F grad, F& exp_avg, F& exp_avg_sq, F& max_exp_avg_sq) const {
-    F g = grad * coefficient;
-    g = weight_decay != 0 ? g + p * weight_decay : g;
-    exp_avg = exp_avg * beta1 + g * one_minus_beta1;
-    exp_avg_sq = exp_avg_sq * beta2 + (g * g) * one_minus_beta2;
+    moments(p, grad, exp_avg, exp_avg_sq);
     F second = exp_avg_sq;
     if constexpr (kAmsgrad) {
       second = exp_avg_sq > max_exp_avg_sq ? exp_avg_sq : max_exp_avg_sq;
       second = exp_avg_sq != exp_avg_sq ? exp_avg_sq : second;  // a NaN propagates, as in torch.maximum
       max_exp_avg_sq = second;
     }
-    const F denominator = square_root(second) * inverse_root + eps;
-    p = p * decay - (exp_avg * step_size) / denominator;
+    move(p, exp_avg, square_root(second), [](F a, F b) { return a / b; });
+  }
+
+  template <bool kDecays = true, class F>
+  AF_METHOD void moments(F p, F grad, F& exp_avg, F& exp_avg_sq) const {
+    F g = grad * coefficient;
+    if constexpr (kDecays) g = weight_decay != 0 ? g + p * weight_decay : g;
+    exp_avg = exp_avg * beta1 + g * one_minus_beta1;
+    exp_avg_sq = exp_avg_sq * beta2 + (g * g) * one_minus_beta2;
+  }
+
+  template <class F, class Divide>
+  AF_METHOD void move(F& p, F exp_avg, F root, const Divide& divide) const {
+    const F denominator = root * inverse_root + eps;
+    p = p * decay - divide(exp_avg * step_size, denominator);
   }
 };
 using Adam = AdamFamily<false>;

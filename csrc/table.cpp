@@ -139,6 +139,7 @@ Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py:
     if (owners_[i] != param) own(owners_[i]);
     const auto format = formats[i].cast<std::pair<int32_t, int32_t>>();
     row.weights = Weights(format.first), row.states = States(format.second);
+    plain_ &= row.is_plain();
     if (slots[i].is_none()) continue;  // it has none yet
     const py::list entries = slots[i].cast<py::list>();
     size_t next = 0;
@@ -285,6 +286,7 @@ void Table::release_grads() {
 }
 
 int64_t Table::set_accumulators(const py::list& accumulators, const py::list& weights) {
+  folds_float32_ = folds_bfloat16_ = false;
   for (size_t i = 0; i < rows_.size(); ++i) {
     Operands& in = operands_[i];
     in.accumulator = nullptr;
@@ -293,6 +295,7 @@ int64_t Table::set_accumulators(const py::list& accumulators, const py::list& we
     dlpack::Tensor tensor;
     if (!read(accumulator, tensor) || !same_layout(layouts_[i], tensor)) return int64_t(i);
     if (!float_dtype(tensor.dtype, in.accumulator_dtype) || in.accumulator_dtype == Dtype::kFloat16) return int64_t(i);
+    (in.accumulator_dtype == Dtype::kFloat32 ? folds_float32_ : folds_bfloat16_) = true;
     in.accumulator = address(tensor);
     in.weight = int32_t(PyLong_AsLong(PyList_GET_ITEM(weights.ptr(), i)));
   }
@@ -300,6 +303,7 @@ int64_t Table::set_accumulators(const py::list& accumulators, const py::list& we
 }
 
 void Table::clear() {
+  folds_float32_ = folds_bfloat16_ = false;
   for (Operands& in : operands_) in = {};
 }
 

@@ -43,7 +43,9 @@ class Table {
   int64_t set_accumulators(const py::list& accumulators, const py::list& weights);
   void clear();  // forget the gradients and accumulators again
 
-  Rows rows() const { return {rows_.data(), operands_.data(), int64_t(rows_.size()), chunks_}; }
+  Rows rows() const {
+    return {rows_.data(), operands_.data(), int64_t(rows_.size()), chunks_, plain_, folds_float32_, folds_bfloat16_};
+  }
   int64_t chunks() const { return chunks_; }
   int64_t numel() const { return numel_; }
 
@@ -78,6 +80,8 @@ class Table {
   std::vector<Layout> layouts_;  // of params, and so of gradients, accumulators and states
   int64_t chunks_ = 0;
   int64_t numel_ = 0;
+  bool plain_ = true;
+  bool folds_float32_ = false, folds_bfloat16_ = false;
 
   struct Release {
     void operator()(dlpack::ManagedTensor* handle) const { handle->deleter(handle); }

@@ -104,7 +104,7 @@ def _ways(body: list[tuple[int, str]]) -> tuple[int, int] | None:
         if here is None or re.search(r"\bCALL\b", text):
             continue
         branches = re.search(r"\bBRA\b", text)
-        always = branches and not text.startswith("@") and not re.search(r"BRA(?:\.\w+)* !?U?P\d", text)
+        always = branches and not text.startswith("@") and not re.search(r"BRA(?:\.\w+)* !?U?P\d|BRA\.DIV", text)
         for following in {place.get(_target(text), 0) if branches else 0, 0 if always else index + 1}:
             if following > index:
                 least, most = ways[following] or (10**9, 0)

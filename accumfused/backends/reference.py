@@ -134,7 +134,8 @@ def _update(
     bits = torch.zeros_like(param, dtype=torch.int32)
     if storage.seed is not None:
         bits = codecs.noise(codecs.key(storage.seed, step, 0, row), param.numel())
-    stored = [*zip([param, master], _store_weights(form, new_param, codecs.stream(bits, 2)), strict=True)]
+    stored: list[tuple[Tensor | None, Tensor | None]] = []
+    stored += zip([param, master], _store_weights(form, new_param, codecs.stream(bits, 2)), strict=True)
     for index, (state, value, scale, is_second) in enumerate(zip(new_states, values, scales, kinds, strict=True)):
         new = _store_state(form, state, codecs.stream(bits, min(index, 1)), is_second)
         stored += zip([value, scale], new, strict=True)

@@ -11,6 +11,15 @@ constexpr int kWidth = 4;
 constexpr int kThreads = int(kLanes) / kWidth;
 constexpr int kWarp = 32;
 
+// One chunk, the same for all threads of the block.
+struct Chunk {
+  const Row& row;
+  const Operands& in;
+  int64_t index;  // of the row
+  int64_t offset;
+  int n;
+};
+
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
 // Elements i .. i + 3 of kRows successive rows. kVector: they all exist, and lie on a boundary of 4 elements; otherwise
@@ -59,6 +68,22 @@ struct Access {
     }
   }
 
+  // What is a bf16 number already.
+  __device__ static void store(Bfloat16* to, int i, int n, const float (&from)[kRows][kWidth]) {
+    const auto half = [](float value) { return bits_of(value) >> 16; };
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if constexpr (kVector) {
+        *reinterpret_cast<uint2*>(to + i + r * kLanes) = {half(from[r][0]) | half(from[r][1]) << 16,
+                                                          half(from[r][2]) | half(from[r][3]) << 16};
+      } else {
+        for (int k = 0; k < kWidth; ++k) {
+          if (i + k < n) to[i + k] = {uint16_t(half(from[r][k]))};
+        }
+      }
+    }
+  }
+
  private:
   template <class G>
   __device__ static void load_each(const G* from, int i, int n, float (&to)[kRows][kWidth]) {
@@ -96,6 +121,17 @@ template <class T>
 __device__ T* global(T* pointer) {
   __builtin_assume(__isGlobal(pointer));
   return pointer;
+}
+
+// Calls body with a pointer of the type of that index among Types.
+template <class Type, class... Others, class Body>
+__device__ void with_type(int index, const Body& body) {
+  if constexpr (sizeof...(Others) == 0) {
+    body(static_cast<const Type*>(nullptr));
+  } else {
+    if (index == 0) body(static_cast<const Type*>(nullptr));
+    else with_type<Others...>(index - 1, body);
+  }
 }
 
 // Calls body(grad + offset, whether vector accesses may be used) with the gradient's type.

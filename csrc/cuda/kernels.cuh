@@ -2,9 +2,13 @@
 // chunks b, b + gridDim.x, ... of all tensors, found by search in the rows' prefix sums. The arithmetic is in rules.h
 // and norm.h, the geometry in block.cuh.
 #pragma once
+#include <type_traits>
+
 #include "../norm.h"
 #include "../rules.h"
 #include "block.cuh"
+#include "formats.cuh"
+#include "packed.cuh"
 
 namespace accumfused::AF_TARGET {
 
@@ -16,22 +20,12 @@ struct Work {
   uint32_t* ticket;  // 0 between launches
 };
 
-// One chunk, the same for all threads of the block.
-struct Chunk {
-  const Row& row;
-  const Operands& in;
-  int64_t offset;
-  int n;
-
-  __device__ Chunk(const Work& work, int chunk) : Chunk(work, chunk, row_of(work.rows, work.count, chunk)) {}
-
- private:
-  __device__ Chunk(const Work& work, int chunk, int64_t index)
-      : row(work.rows[index]), in(work.operands[index]), offset((chunk - row.first_chunk) * kChunk) {
-    const int64_t left = row.numel - offset;
-    n = int(left < kChunk ? left : kChunk);
-  }
-};
+__device__ inline Chunk chunk_of(const Work& work, int chunk) {
+  const int64_t index = row_of(work.rows, work.count, chunk);
+  const Row& row = work.rows[index];
+  const int64_t offset = (chunk - row.first_chunk) * kChunk, left = row.numel - offset;
+  return {row, work.operands[index], index, offset, int(left < kChunk ? left : kChunk)};
+}
 
 // ---- norm -----------------------------------------------------------------------------------------------------------
 
@@ -39,7 +33,7 @@ struct Chunk {
 __global__ void __launch_bounds__(kThreads, 4) norm_kernel(const Work work, const bool reads, float* partials,
                                                            const Scaling scaling, float* outcome, int64_t* skips) {
   for (int chunk = int(blockIdx.x); reads && chunk < work.chunks; chunk += int(gridDim.x)) {
-    const Chunk at(work, chunk);
+    const Chunk at = chunk_of(work, chunk);
     if (at.in.grad == nullptr) continue;
     float lanes[kWidth] = {};
     with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
@@ -68,13 +62,32 @@ struct Fold {
   int64_t weight;
   double scale;
   const double* device_scale;  // nullable; multiplies `scale`
+  int64_t number;              // of the folds of this window, from 1
   float* partials;
 };
 
-template <bool kKeep, bool kAdd, class G>
-__device__ void fold_chunk(float* accumulator, const G* grad, int n, bool aligned, float keep, float add, float* sum) {
+// What an accumulator takes of an fp32 value.
+template <class A>
+struct Rounding {
+  __device__ Rounding(const Chunk&, const Fold&) {}
+  __device__ float operator()(float value, int) const { return value; }
+};
+template <>
+struct Rounding<Bfloat16> {
+  Noise noise;
+
+  __device__ Rounding(const Chunk& at, const Fold& fold)
+      : noise(at.row, at.index, at.row.step ? whole_steps(*at.row.step) : 0, fold.number, at.offset) {}
+  __device__ float operator()(float value, int element) const {
+    return to_float(to_bfloat16(value, noise(uint32_t(element))));
+  }
+};
+
+template <bool kKeep, bool kAdd, class A, class G>
+__device__ void fold_chunk(const Rounding<A>& rounded, A* accumulator, const G* grad, int n, bool aligned, float keep,
+                           float add, float* sum) {
   float lanes[kWidth] = {};
-  for_each_row<2>(n, aligned && is_aligned(accumulator, 4), [&](auto access, int i) {
+  for_each_row<2>(n, aligned && is_aligned(accumulator, sizeof(A)), [&](auto access, int i) {
     float value[access.kCount][kWidth];
     [[maybe_unused]] float g[access.kCount][kWidth];
     if constexpr (kKeep) access.load(accumulator, i, n, value);
@@ -86,6 +99,7 @@ __device__ void fold_chunk(float* accumulator, const G* grad, int n, bool aligne
         float folded = 0.0f;
         if constexpr (kKeep) folded = value[r][k] * keep;
         if constexpr (kAdd) folded = kKeep ? folded + g[r][k] * add : g[r][k] * add;
+        folded = rounded(folded, i + r * int(kLanes) + k);
         value[r][k] = folded;
         lanes[k] += folded * folded;
       }
@@ -95,20 +109,29 @@ __device__ void fold_chunk(float* accumulator, const G* grad, int n, bool aligne
   store_sum(lanes, sum);
 }
 
+// For the accumulators of one type.
+template <class A>
 __global__ void __launch_bounds__(kThreads, 4) accumulate_kernel(const Work work, const Fold fold) {
+  constexpr Dtype kDtype = std::is_same_v<A, float> ? Dtype::kFloat32 : Dtype::kBfloat16;
   const double scale = fold.device_scale ? fold.scale * *fold.device_scale : fold.scale;
   const float add = float(fold.weights[fold.weight] * scale);
   for (int chunk = int(blockIdx.x); chunk < work.chunks; chunk += int(gridDim.x)) {
-    const Chunk at(work, chunk);
-    if (at.in.accumulator == nullptr) continue;
-    float* const accumulator = global(at.in.accumulator + at.offset);
+    const Chunk at = chunk_of(work, chunk);
+    if (at.in.accumulator == nullptr || at.in.accumulator_dtype != kDtype) continue;
+    A* const accumulator = global(static_cast<A*>(at.in.accumulator) + at.offset);
+    const Rounding<A> rounded(at, fold);
     float* const sum = fold.partials + chunk;
     const int n = at.n;
     if (at.in.weight == kOverwrite) {
       with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
-        for_each_row<2>(n, aligned && is_aligned(accumulator, 4), [&](auto access, int i) {
+        for_each_row<2>(n, aligned && is_aligned(accumulator, sizeof(A)), [&](auto access, int i) {
           float g[access.kCount][kWidth];
           access.load(grad, i, n, g);
+#pragma unroll
+          for (int r = 0; r < access.kCount; ++r) {
+#pragma unroll
+            for (int k = 0; k < kWidth; ++k) g[r][k] = rounded(g[r][k], i + r * int(kLanes) + k);
+          }
           access.store(accumulator, i, n, g);
         });
       });
@@ -116,13 +139,13 @@ __global__ void __launch_bounds__(kThreads, 4) accumulate_kernel(const Work work
     }
     const float keep = float(fold.weights[at.in.weight] * scale);
     if (at.in.grad == nullptr || add == 0.0f) {
-      if (keep != 0.0f) fold_chunk<true, false>(accumulator, accumulator, n, true, keep, add, sum);
-      else fold_chunk<false, false>(accumulator, accumulator, n, true, keep, add, sum);
+      if (keep != 0.0f) fold_chunk<true, false>(rounded, accumulator, accumulator, n, true, keep, add, sum);
+      else fold_chunk<false, false>(rounded, accumulator, accumulator, n, true, keep, add, sum);
       continue;
     }
     with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
-      if (keep != 0.0f) fold_chunk<true, true>(accumulator, grad, n, aligned, keep, add, sum);
-      else fold_chunk<false, true>(accumulator, grad, n, aligned, keep, add, sum);
+      if (keep != 0.0f) fold_chunk<true, true>(rounded, accumulator, grad, n, aligned, keep, add, sum);
+      else fold_chunk<false, true>(rounded, accumulator, grad, n, aligned, keep, add, sum);
     });
   }
 }
@@ -156,60 +179,83 @@ struct Prepared {
   alignas(16) unsigned char rule[64];
 };
 
-template <class Rule, class G>
+// W: weights that need no noise.
+template <class W, class Rule, class G>
 __device__ void step_chunk(const Rule& rule, const Chunk& at, const G* grad, bool aligned) {
-  float* const param = global(at.row.param + at.offset);
+  const WeightStreams<W> weights(at);
   float* state[kMaxStates];
-  aligned = aligned && is_aligned(param, 4);
+  aligned = aligned && weights.lie_on_boundaries();
 #pragma unroll
   for (int s = 0; s < Rule::kStates; ++s) {
-    state[s] = global(at.row.state[s] + at.offset);
+    state[s] = global(static_cast<float*>(at.row.state[s]) + at.offset);
     aligned = aligned && is_aligned(state[s], 4);
   }
   constexpr int kRows = Rule::kStates < 2 ? 2 : 1;  // with its three or four streams enough is in flight
   const int n = at.n;
   for_each_row<kRows>(n, aligned, [&](auto access, int i) {
     constexpr int kCount = decltype(access)::kCount;
+    if constexpr (Rule::kStates > 2) read_anew();
     float p[kCount][kWidth], g[kCount][kWidth], s[kMaxStates][kCount][kWidth];
     access.load(grad, i, n, g);
-    access.load(param, i, n, p);
+    weights.load(access, i, n, p);
 #pragma unroll
     for (int k = 0; k < Rule::kStates; ++k) access.load(state[k], i, n, s[k]);
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) rule(p[r][k], g[r][k], s[0][r][k], s[1][r][k], s[2][r][k]);
+      for (int k = 0; k < kWidth; ++k) {
+        rule(p[r][k], g[r][k], s[0][r][k], s[1][r][k], s[2][r][k]);
+#pragma unroll
+        for (int j = 0; j < Rule::kStates; ++j) s[j][r][k] = flush_subnormal(s[j][r][k]);
+      }
     }
-    access.store(param, i, n, p);
+    weights.store(access, i, n, p);
 #pragma unroll
     for (int k = 0; k < Rule::kStates; ++k) access.store(state[k], i, n, s[k]);
   });
 }
 
-// Calls body with a pointer of the type of the rule of that index among Rules.
-template <class Rule, class... Others, class Body>
-__device__ void with_rule(int index, const Body& body) {
-  if constexpr (sizeof...(Others) == 0) {
-    body(static_cast<const Rule*>(nullptr));
+// What a kernel is for: rows in fp32; those and any others, with loops for formats that Adam often has; the same
+// without them.
+enum class Kind { kPlain, kPacked, kAny };
+
+template <Kind kKind, class Rule>
+__device__ void step_any(const Rule& rule, const Work& work, int chunk, const Chunk& at, int count) {
+  const auto in_floats = [&](auto weights) {
+    with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
+      step_chunk<decltype(weights)>(rule, at, grad, aligned);
+    });
+  };
+  if constexpr (kKind == Kind::kPlain) {
+    in_floats(Float32Weights());
   } else {
-    if (index == 0) body(static_cast<const Rule*>(nullptr));
-    else with_rule<Others...>(index - 1, body);
+    int done = 0;
+    if constexpr (kKind == Kind::kPacked) {
+      if (at.row.is_plain()) return in_floats(Float32Weights());
+      if (at.row.states == States::kFloat32 && at.row.weights == Weights::kBfloat16Split16) {
+        return in_floats(Split16Weights());
+      }
+      done = step_packed(rule, at, count);
+      if (done == at.n) return;
+    }
+    const Chunk rest = chunk_of(work, chunk);  // looked up again: nothing of it takes registers in the loops above
+    step_formatted(rule, rest, count, done);
   }
 }
 
 // For one rule; or for groups that differ in theirs, for all of them.
-template <class... Rules>
+template <Kind kKind, class... Rules>
 __global__ void __launch_bounds__(kThreads, 4) step_kernel(const Work work, const Hypers hypers, const float* outcome) {
   if (outcome[2] != 0.0f) return;  // skipped: nothing is written
   __shared__ Prepared prepared;
   if (threadIdx.x == 0) prepared.group = -1;
   __syncthreads();
   for (int chunk = int(blockIdx.x); chunk < work.chunks; chunk += int(gridDim.x)) {
-    const Chunk at(work, chunk);
+    const Chunk at = chunk_of(work, chunk);
     if (at.in.grad == nullptr) continue;
     const int group = int(at.row.group), count = at.row.step ? int(whole_steps(*at.row.step)) + 1 : 0;
     const bool is_new = group != prepared.group || count != prepared.count;
-    with_rule<Rules...>(hypers.rules[group], [&](auto* type) {
+    with_type<Rules...>(hypers.rules[group], [&](auto* type) {
       using Rule = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
       static_assert(sizeof(Rule) <= sizeof prepared.rule && Rule::kHypers <= kMaxHypers, "Prepared is too small");
       if (is_new) {
@@ -224,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, 4) step_kernel(const Work work, cons
         __syncthreads();
       }
       const Rule& rule = *reinterpret_cast<const Rule*>(prepared.rule);
-      with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) { step_chunk(rule, at, grad, aligned); });
+      step_any<kKind>(rule, work, chunk, at, count);
     });
   }
   if (!is_last_block(work.ticket)) return;

@@ -13,21 +13,30 @@
 namespace accumfused::cuda {
 namespace {
 
+using gpu::Kind;
 using gpu::Packet;
 
 constexpr int kSmallPacket = 1024, kLargePacket = 32512;  // a launch carries at most 32764 bytes of arguments
 
-#define AF_KERNEL(Rule) gpu::step_kernel<gpu::Rule>,
+#define AF_KERNEL(Rule) gpu::step_kernel<Kind::kPlain, gpu::Rule>,
 using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*);
 constexpr StepKernel kStep[] = {AF_RULES(AF_KERNEL)};
 #undef AF_KERNEL
 
-// The kernel for groups that differ in their rule. The macro leaves a comma in front.
-template <class, class... Rules>
-constexpr StepKernel kMixedStep = gpu::step_kernel<Rules...>;
+// The kernel for groups that differ in their rule, and those for rows that are not all kept in fp32: Adam's has loops for
+// the formats that it mostly goes with.
 #define AF_TYPE(Rule) , gpu::Rule
-constexpr StepKernel kAnyStep = kMixedStep<void AF_RULES(AF_TYPE)>;
+constexpr StepKernel kAnyStep = gpu::step_kernel<Kind::kPlain AF_RULES(AF_TYPE)>;
+constexpr StepKernel kAnyFormattedStep = gpu::step_kernel<Kind::kAny AF_RULES(AF_TYPE)>;
 #undef AF_TYPE
+constexpr StepKernel kAdamStep = gpu::step_kernel<Kind::kPacked, gpu::PackedAdam>;
+
+StepKernel step_kernel(const std::vector<int32_t>& rules, bool plain) {
+  const bool one_rule = std::adjacent_find(rules.begin(), rules.end(), std::not_equal_to<>()) == rules.end();
+  const StepKernel own = rules.empty() || !one_rule ? kAnyStep : kStep[rules[0]];
+  if (plain) return own;
+  return own == gpu::step_kernel<Kind::kPlain, gpu::Adam> ? kAdamStep : kAnyFormattedStep;
+}
 
 void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
@@ -171,12 +180,15 @@ DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream, bool 
 }
 
 void DeviceTable::accumulate(const Rows& table, uintptr_t stream, uintptr_t weights, int64_t weight, double scale,
-                             uintptr_t device_scale, uintptr_t partials) {
+                             uintptr_t device_scale, int64_t number, uintptr_t partials) {
   const Device device(device_);
   const Layout layout = send(table, stream, true);
-  const gpu::Fold fold{pointer<const double>(weights), weight, scale, pointer<const double>(device_scale),
+  const gpu::Fold fold{pointer<const double>(weights), weight, scale, pointer<const double>(device_scale), number,
                        pointer<float>(partials)};
-  launch("accumulate", gpu::accumulate_kernel, table.chunks, stream, layout.work, fold);
+  if (table.folds_bfloat16) {
+    launch("accumulate", gpu::accumulate_kernel<gpu::Bfloat16>, table.chunks, stream, layout.work, fold);
+  }
+  if (table.folds_float32) launch("accumulate", gpu::accumulate_kernel<float>, table.chunks, stream, layout.work, fold);
 }
 
 void DeviceTable::norm(const Rows& table, uintptr_t stream, bool reads, uintptr_t partials, double normalization,
@@ -199,9 +211,7 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
   hypers_ = hypers;
   rules_ = rules;
   const Layout layout = send(table, stream, false);
-  const bool one_rule = std::adjacent_find(rules.begin(), rules.end(), std::not_equal_to<>()) == rules.end();
-  const StepKernel kernel = rules.empty() || !one_rule ? kAnyStep : kStep[rules[0]];
-  launch("step", kernel, table.chunks, stream, layout.work, layout.step, pointer<const float>(outcome));
+  launch("step", step_kernel(rules, table.plain), table.chunks, stream, layout.work, layout.step, pointer<const float>(outcome));
 }
 
 std::string why_not(int device) {
@@ -211,12 +221,13 @@ std::string why_not(int device) {
       cudaFuncAttributes attributes;
       check(cudaFuncGetAttributes(&attributes, kernel), name);
     };
-    load("accumulate", gpu::accumulate_kernel);
+    load("accumulate", gpu::accumulate_kernel<float>);
+    load("accumulate", gpu::accumulate_kernel<gpu::Bfloat16>);
     load("norm", gpu::norm_kernel);
     load("table", gpu::write_kernel<kSmallPacket>);
     load("table", gpu::write_kernel<kLargePacket>);
-    load("step", kAnyStep);
     for (const StepKernel kernel : kStep) load("step", kernel);
+    for (const StepKernel kernel : {kAnyStep, kAdamStep, kAnyFormattedStep}) load("step", kernel);
   } catch (const std::runtime_error& error) {
     return error.what();
   }

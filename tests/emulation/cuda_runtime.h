@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -56,7 +57,7 @@ struct Machine {
   void (*body)(const void*) = nullptr;  // the kernel, and its arguments
   const void* arguments = nullptr;
   dim3 thread{0}, block{0}, grid{0};
-  float exchanged[1024];
+  uint32_t exchanged[1024];
 
   // What tests set.
   int multiprocessors = 3;
@@ -150,13 +151,40 @@ inline void __syncthreads() {
   machine.wait(emulation::State::kAtBlockBarrier);
 }
 
-inline float __shfl_down_sync(unsigned, float value, int by) {
+// What body(the values of a warp's threads, this thread's lane) makes of them.
+template <class T, class Body>
+T in_warp(T value, const Body& body) {
+  static_assert(sizeof(T) == 4, "one register");
   auto& machine = emulation::Machine::get();
   const unsigned index = machine.thread.x, lane = index % emulation::kWarp;
-  machine.exchanged[index] = value;
+  memcpy(&machine.exchanged[index], &value, sizeof value);
   machine.wait(emulation::State::kAtWarpBarrier);
-  const float result = lane + by < emulation::kWarp ? machine.exchanged[index + by] : value;
+  T values[emulation::kWarp];
+  memcpy(values, &machine.exchanged[index - lane], sizeof values);
   machine.wait(emulation::State::kAtWarpBarrier);
+  return body(values, int(lane));
+}
+
+template <class T>
+T __shfl_down_sync(unsigned, T value, int by) {
+  return in_warp(value, [=](const T* values, int lane) { return lane + by < emulation::kWarp ? values[lane + by] : value; });
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int by) {
+  return in_warp(value, [=](const T* values, int lane) { return values[lane ^ by]; });
+}
+inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
+  return in_warp(value, [](const uint32_t* values, int) { return *std::max_element(values, values + emulation::kWarp); });
+}
+
+inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
+inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff); }
+inline uint32_t __vminu2(uint32_t a, uint32_t b) { return min(a >> 16, b >> 16) << 16 | min(a & 0xffff, b & 0xffff); }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return result;
 }
 

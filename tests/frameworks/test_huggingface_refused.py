@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType  # noqa: E402
 from trainers import language_model, make, quick_collections  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
+from accumfused.integrations import huggingface  # noqa: E402
 from accumfused.integrations.huggingface import fuse_trainer  # noqa: E402
 
 __all__ = ["quick_collections"]  # a fixture
@@ -40,9 +41,10 @@ def test_what_is_not_a_trainer() -> None:
 
 def test_an_old_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path)
-    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    seen = huggingface.transformers  # a lazy module, which may have been replaced by another since
+    monkeypatch.setattr(seen, "__version__", "4.57.6")
     refuses(trainer, ImportError, r"needs transformers 5\.0 or newer, and 4\.57\.6 is installed")
-    monkeypatch.setattr(transformers, "__version__", "5.0.0.dev0")
+    monkeypatch.setattr(seen, "__version__", "5.0.0.dev0")
     fuse_trainer(trainer)
 
 

@@ -1,0 +1,307 @@
+// Parameters and states in every format: a row of 1024 elements at a time, with a switch at each access, so that formats
+// and rules add up in the code and do not multiply. packed.cuh has loops for what is common.
+#pragma once
+#include "../codecs.h"
+#include "block.cuh"
+
+namespace accumfused::AF_TARGET {
+
+// ---- memory ---------------------------------------------------------------------------------------------------------
+
+// Elements i .. i + 3 of a stream, of 1, 2 or 4 bytes each.
+template <class T>
+struct alignas(kWidth * sizeof(T)) Four {
+  T each[kWidth];
+};
+
+// kWhole: they all exist, and lie on a boundary of 4 elements; otherwise those from n on read as 0 and are not written.
+template <bool kWhole, class T>
+__device__ Four<T> load_four(const T* from, int i, int n) {
+  if constexpr (kWhole) return *reinterpret_cast<const Four<T>*>(from + i);
+  Four<T> four = {};
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    if (i + k < n) four.each[k] = from[i + k];
+  }
+  return four;
+}
+
+template <bool kWhole, class T>
+__device__ void store_four(T* to, int i, int n, const Four<T>& four) {
+  if constexpr (kWhole) {
+    *reinterpret_cast<Four<T>*>(to + i) = four;
+  } else {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      if (i + k < n) to[i + k] = four.each[k];
+    }
+  }
+}
+
+template <class T>
+__device__ Four<T> load_four(const T* from, int i, int n) {
+  return i + kWidth <= n && is_aligned(from, sizeof(T)) ? load_four<true>(from, i, n) : load_four<false>(from, i, n);
+}
+
+template <class T>
+__device__ void store_four(T* to, int i, int n, const Four<T>& four) {
+  if (i + kWidth <= n && is_aligned(to, sizeof(T))) store_four<true>(to, i, n, four);
+  else store_four<false>(to, i, n, four);
+}
+
+// A stream of a chunk, from its first element on.
+template <class T, class Void>
+__device__ T* stream_at(Void* base, const Chunk& at) {
+  return global(static_cast<T*>(base) + at.offset);
+}
+
+// The same four elements before anything is known of them but their size, of at most kBytes each: all streams are asked
+// for before the first one is waited for.
+template <int kBytes>
+struct Raw {
+  Four<uint32_t> words = {};
+
+  __device__ Raw(const Chunk& at, const void* base, int bytes, int i) {
+    if (kBytes == 4 && bytes == 4) keep(load_four(stream_at<const uint32_t>(base, at), i, at.n));
+    if (bytes == 2) keep(load_four(stream_at<const uint16_t>(base, at), i, at.n));
+    if (bytes == 1) keep(load_four(stream_at<const uint8_t>(base, at), i, at.n));
+  }
+
+  template <class T>
+  __device__ Four<T> as() const {
+    Four<T> four;
+    memcpy(&four, &words, sizeof four);
+    return four;
+  }
+
+  template <class T>
+  __device__ void to_floats(float (&to)[kWidth]) const {
+    const Four<T> four = as<T>();
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) to[k] = to_float(four.each[k]);
+  }
+
+ private:
+  template <class T>
+  __device__ void keep(const Four<T>& four) {
+    memcpy(&words, &four, sizeof four);
+  }
+};
+
+// ---- weights --------------------------------------------------------------------------------------------------------
+
+// A parameter's two streams: that of 16-bit numbers, if it has one, and what lies beside it, or is its fp32 number.
+struct RawWeights {
+  Raw<2> half;
+  Raw<4> rest;
+
+  __device__ RawWeights(const Chunk& at, int i)
+      : half(at, at.row.param, at.row.weights == Weights::kFloat32 ? 0 : 2, i),
+        rest(at, at.row.weights == Weights::kFloat32 ? at.row.param : at.row.master, rest_bytes(at.row.weights), i) {}
+
+  template <class W>
+  __device__ void join(float (&p)[kWidth]) const {
+    if constexpr (__is_same(W, Float32Weights)) {
+      rest.to_floats<float>(p);
+    } else if constexpr (__is_same(typename W::Master, void)) {
+      half.to_floats<typename W::Param>(p);
+    } else {
+      const auto params = half.as<typename W::Param>();
+      const auto masters = rest.as<typename W::Master>();
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) p[k] = W::join(params.each[k], masters.each[k]);
+    }
+  }
+
+ private:
+  __device__ static int rest_bytes(Weights weights) {
+    if (weights == Weights::kBfloat16Split8) return 1;
+    if (weights == Weights::kBfloat16Split16) return 2;
+    const bool has_float = weights == Weights::kBfloat16Master || weights == Weights::kFloat16Master;
+    return has_float || weights == Weights::kFloat32 ? 4 : 0;
+  }
+};
+
+// Calls body with a number of the type that the format has in codecs.h.
+template <class Body>
+__device__ void with_weights(Weights weights, const Body& body) {
+  int index = 0;
+#define AF_CASE(...) \
+  if (int(weights) == index++) return body(__VA_ARGS__());
+  AF_WEIGHTS(AF_CASE)
+#undef AF_CASE
+}
+
+template <class W>
+__device__ void store_weights(const Chunk& at, int i, const float (&p)[kWidth], const uint32_t (&noise)[kWidth]) {
+  Four<typename W::Param> param;
+  if constexpr (__is_same(typename W::Master, void)) {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) param.each[k] = W::store(p[k], stream<kWeightStream>(noise[k]));
+  } else {
+    Four<typename W::Master> master;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) W::store(p[k], stream<kWeightStream>(noise[k]), param.each[k], master.each[k]);
+    store_four(stream_at<typename W::Master>(at.row.master, at), i, at.n, master);
+  }
+  store_four(stream_at<typename W::Param>(at.row.param, at), i, at.n, param);
+}
+
+// The weights of rows whose states are fp32, in the loops of kernels.cuh.
+template <class W>
+struct WeightStreams {
+  typename W::Param* const param;
+  typename W::Master* const master;
+
+  __device__ explicit WeightStreams(const Chunk& at)
+      : param(stream_at<typename W::Param>(at.row.param, at)),
+        master(stream_at<typename W::Master>(at.row.master, at)) {}
+
+  __device__ bool lie_on_boundaries() const {
+    return is_aligned(param, sizeof *param) && is_aligned(master, sizeof *master);
+  }
+
+  template <bool kWhole, int kRows>
+  __device__ void load(Access<kWhole, kRows>, int i, int n, float (&p)[kRows][kWidth]) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const auto params = load_four<kWhole>(param + r * kLanes, i, n);
+      const auto masters = load_four<kWhole>(master + r * kLanes, i, n);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) p[r][k] = W::join(params.each[k], masters.each[k]);
+    }
+  }
+
+  template <bool kWhole, int kRows>
+  __device__ void store(Access<kWhole, kRows>, int i, int n, const float (&p)[kRows][kWidth]) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      Four<typename W::Param> params;
+      Four<typename W::Master> masters;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) W::store(p[r][k], 0, params.each[k], masters.each[k]);
+      store_four<kWhole>(param + r * kLanes, i, n, params);
+      store_four<kWhole>(master + r * kLanes, i, n, masters);
+    }
+  }
+};
+
+template <>
+struct WeightStreams<Float32Weights> {
+  float* const param;
+
+  __device__ explicit WeightStreams(const Chunk& at) : param(stream_at<float>(at.row.param, at)) {}
+  __device__ bool lie_on_boundaries() const { return is_aligned(param, sizeof *param); }
+
+  template <class A, int kRows>
+  __device__ void load(A access, int i, int n, float (&p)[kRows][kWidth]) const {
+    access.load(param, i, n, p);
+  }
+  template <class A, int kRows>
+  __device__ void store(A access, int i, int n, const float (&p)[kRows][kWidth]) const {
+    access.store(param, i, n, p);
+  }
+};
+
+// ---- states ---------------------------------------------------------------------------------------------------------
+
+__device__ inline int state_bytes(States states) {
+  return states == States::kFloat32 ? 4 : states == States::kBfloat16 ? 2 : 1;
+}
+
+// The largest number of a warp, for each of its threads.
+__device__ inline uint32_t warp_max(uint32_t value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+  return value;
+#else
+  return __reduce_max_sync(0xffffffffu, value);
+#endif
+}
+
+template <bool kSecondMoment>
+__device__ void decode_state(States states, const Raw<4>& raw, uint32_t exponent, float (&s)[kWidth]) {
+  if (states == States::kFloat32) return raw.to_floats<float>(s);
+  if (states == States::kBfloat16) return raw.to_floats<Bfloat16>(s);
+  const Four<uint8_t> codes = raw.as<uint8_t>();
+  const float factor = scale_factor(exponent);
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) s[k] = decode<kSecondMoment>(uint32_t(codes.each[k]), factor);
+}
+
+// A block of 8-bit states is what a warp holds: all its threads come here.
+template <bool kSecondMoment, int kStream>
+__device__ void store_state(const Chunk& at, int state, int i, const float (&s)[kWidth],
+                            const uint32_t (&noise)[kWidth]) {
+  void* const to = at.row.state[state];
+  if (at.row.states == States::kFloat32) {
+    Four<float> four;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) four.each[k] = flush_subnormal(s[k]);
+    store_four(stream_at<float>(to, at), i, at.n, four);
+  } else if (at.row.states == States::kBfloat16) {
+    Four<Bfloat16> four;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) four.each[k] = to_bfloat16(flush_subnormal(s[k]), stream<kStream>(noise[k]));
+    store_four(stream_at<Bfloat16>(to, at), i, at.n, four);
+  } else {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) largest = max(largest, i + k < at.n ? bits_of(s[k]) & 0x7fffffffu : 0);
+    const uint32_t exponent = scale_of(warp_max(largest));
+    const float inverse = inverse_scale(exponent);
+    Four<uint8_t> codes;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) codes.each[k] = uint8_t(encode<kSecondMoment>(s[k], inverse, stream<kStream>(noise[k])));
+    store_four(stream_at<uint8_t>(to, at), i, at.n, codes);
+    if (i % kBlock == 0) global(at.row.scale[state])[(at.offset + i) / kBlock] = uint8_t(exponent);
+  }
+}
+
+// ---- step -----------------------------------------------------------------------------------------------------------
+
+// In a loop: scalars are read from memory in every pass, and not kept in registers, which are dearer there.
+__device__ inline void read_anew() { asm volatile("" ::: "memory"); }
+
+// A chunk from its element `first` on, which begins a block.
+template <class Rule>
+__device__ void step_formatted(const Rule& rule, const Chunk& at, int count, int first) {
+  constexpr int kStates = Rule::kStates;
+  const Row& row = at.row;
+  const Noise noise(row, at.index, count, 0, at.offset);
+  const int thread = int(threadIdx.x) * kWidth, warp = thread / int(kBlock) * int(kBlock);
+  // A warp goes on while one of its threads has elements: it takes all of them to find a block's largest.
+#pragma unroll 1
+  for (int i = first + thread, block = first + warp; block < at.n; i += int(kLanes), block += int(kLanes)) {
+    read_anew();
+    const Raw<4> grad(at, at.in.grad, at.in.grad_dtype == Dtype::kFloat32 ? 4 : 2, i);
+    const RawWeights weights(at, i);
+    const auto state = [&](int k) { return Raw<4>(at, row.state[k], k < kStates ? state_bytes(row.states) : 0, i); };
+    const Raw<4> raw[kMaxStates] = {state(0), state(1), state(2)};
+    uint32_t exponent[kMaxStates] = {}, bits[kWidth];
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) {
+      if (row.states == States::kInt8) exponent[k] = global(row.scale[k])[(at.offset + block) / kBlock];
+    }
+
+    float g[kWidth], p[kWidth], s[kMaxStates][kWidth];
+    if (at.in.grad_dtype == Dtype::kFloat32) grad.to_floats<float>(g);
+    else if (at.in.grad_dtype == Dtype::kFloat16) grad.to_floats<Float16>(g);
+    else grad.to_floats<Bfloat16>(g);
+    with_weights(row.weights, [&](auto form) { weights.join<decltype(form)>(p); });
+    if constexpr (kStates > 0) decode_state<Rule::kFirstSecondMoment == 0>(row.states, raw[0], exponent[0], s[0]);
+    if constexpr (kStates > 1) decode_state<Rule::kFirstSecondMoment <= 1>(row.states, raw[1], exponent[1], s[1]);
+    if constexpr (kStates > 2) decode_state<Rule::kFirstSecondMoment <= 2>(row.states, raw[2], exponent[2], s[2]);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) rule(p[k], g[k], s[0][k], s[1][k], s[2][k]);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) bits[k] = noise(uint32_t(i + k));
+    with_weights(row.weights, [&](auto form) { store_weights<decltype(form)>(at, i, p, bits); });
+    if constexpr (kStates > 0) store_state<Rule::kFirstSecondMoment == 0, 0>(at, 0, i, s[0], bits);
+    if constexpr (kStates > 1) store_state<Rule::kFirstSecondMoment <= 1, 1>(at, 1, i, s[1], bits);
+    if constexpr (kStates > 2) store_state<Rule::kFirstSecondMoment <= 2, 1>(at, 2, i, s[2], bits);
+  }
+}
+
+}  // namespace accumfused::AF_TARGET
