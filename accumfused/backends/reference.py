@@ -141,9 +141,9 @@ def _update(
         stored += zip([value, scale], new, strict=True)
     if storage.step is not None:
         stored.append((storage.step, storage.step + 1))
-    for old, value in stored:
-        if old is not None and value is not None:
-            old.copy_(torch.where(skipped, old, value))
+    for old, new_value in stored:
+        if old is not None and new_value is not None:
+            old.copy_(torch.where(skipped, old, new_value))
 
 
 def _load_weights(form: Format, param: Tensor, master: Tensor | None) -> Tensor:
