@@ -405,32 +405,6 @@ class Window:
                 offset += size
 
 
-def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False) -> float | Tensor:
-    """A host number that is finite and > 0 (or >= 0), or a one-element tensor as it is: the device is not asked.
-
-    Raises:
-        ValueError: another number, or a tensor of several elements.
-        TypeError: neither a number nor a tensor.
-    """
-    if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_complex():
-            raise ValueError(
-                f"{name} must be one real number, got a tensor of shape {list(value.shape)}, {value.dtype}"
-            )
-        return value.detach()
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be a number or a tensor of one element, got {type(value).__name__}") from error
-    if not math.isfinite(number) or number < 0 or (number == 0 and not or_zero):
-        raise ValueError(f"{name} must be finite and {'>= 0' if or_zero else '> 0'}, got {value}")
-    return number
-
-
-def checked_weight(weight: float | Tensor | None) -> float | Tensor | None:
-    return None if weight is None else checked_positive(weight, "weight", or_zero=True)
-
-
 def _on_device(weight: Tensor, device: torch.device) -> Tensor:
     """fp64, shape []; a negative weight becomes NaN: the norm is then non-finite and the step is skipped."""
     weight = on_device(weight, device, torch.float64)

@@ -17,7 +17,8 @@ from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
 from accumfused import checkpoint, formats, full_precision, plan
-from accumfused.accumulation import Phase, Window, checked_positive, checked_weight
+from accumfused.accumulation import Phase, Window
+from accumfused.arguments import checked_positive, checked_weight
 from accumfused.masters import Masters
 from accumfused.settings import SettingArguments, Settings
 from accumfused.tail import Divisors, Runtime, Tail

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from accumfused import backends, graphs, plan
-from accumfused.accumulation import Phase, Window, checked_positive
+from accumfused.accumulation import Phase, Window
+from accumfused.arguments import checked_positive
 from accumfused.backends.base import Backend, Outcome, Scaling, on_device, rescale
 from accumfused.masters import Masters
 from accumfused.plan import Grads, Plan
