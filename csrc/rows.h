@@ -70,8 +70,8 @@ struct Rows {
   const Row* rows;
   const Operands* operands;
   int64_t count;
-  int64_t chunks;  // over all rows
-  bool plain;      // so is every row
+  int64_t chunks;                      // over all rows
+  bool plain;                          // so is every row
   bool folds_float32, folds_bfloat16;  // there are accumulators of that type
 };
 

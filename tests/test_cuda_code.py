@@ -23,8 +23,14 @@ import machine_code  # noqa: E402
 # Instructions per element and thread: (where weight decay is decoupled or none, otherwise), gradients in fp32.
 BUDGETS = {
     "accumulate": (9, 9), "norm": (4, 4), "step: SGD": (9, 9), "step: SGD with momentum": (15, 19),
-    "step: Adam": (45, 47), "step: AMSGrad": (50, 51), "step: Lion": (21, 21),
+    "step: Adam": (45, 47), "step: AMSGrad": (52, 54), "step: Lion": (21, 21),
 }  # fmt: skip
+# The same for AdamW on 8-bit states, where no root or quotient is unusual, by weights and gradient.
+PACKED_BUDGETS = {
+    ("split8", "bf16"): 70, ("split8", "fp32"): 69, ("split16", "bf16"): 69, ("split16", "fp32"): 68,
+    ("bf16 stochastic", "bf16"): 67, ("bf16 stochastic", "fp32"): 66,
+}  # fmt: skip
+PACKED = "step: Adam in any format"
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +58,20 @@ def test_every_kernel_is_there_for_every_architecture(archs: list[int]) -> None:
 
 
 def test_no_kernel_uses_local_memory(hopper: dict[str, machine_code.Kernel]) -> None:
-    assert [name for name, kernel in hopper.items() if kernel.uses_local_memory] == []
+    assert [name for name, kernel in hopper.items() if kernel.uses_local_memory and name != PACKED] == []
+    assert hopper[PACKED].local_bytes <= 16
+    assert [loop for *_, loop in hopper[PACKED].packed_loops() if loop.uses_local_memory] == []
 
 
 def test_elsewhere_local_memory_is_out_of_the_loops(archs: list[int]) -> None:
     for arch in archs:
         for kernel in machine_code.kernels(machine_code.module(), arch):
-            assert kernel.local_bytes <= 16, (arch, kernel.name)
+            assert kernel.local_bytes <= (48 if "format" in kernel.name else 24), (arch, kernel.name)
             for loop in kernel.vector_loops():
                 assert not loop.uses_local_memory, (arch, kernel.name)
+            for weights, grad, loop in kernel.packed_loops():
+                if arch < 120:  # there one number of one of them is
+                    assert not loop.uses_local_memory, (arch, weights, grad)
 
 
 def test_registers_allow_half_of_the_threads(archs: list[int]) -> None:
@@ -98,6 +109,13 @@ def test_instructions_per_element_stay_in_the_budget(name: str, hopper: dict[str
     assert best.most <= most
 
 
+def test_packed_formats_stay_in_the_budget(hopper: dict[str, machine_code.Kernel]) -> None:
+    loops = {(weights, grad): loop for weights, grad, loop in hopper[PACKED].packed_loops()}
+    assert loops.keys() == PACKED_BUDGETS.keys()
+    for key, most in PACKED_BUDGETS.items():
+        assert loops[key].least <= most, key
+
+
 @pytest.fixture(scope="module")
 def ptx(archs: list[int]) -> str:
     command = [machine_code.cuobjdump() or "", "--dump-ptx", str(machine_code.module())]
@@ -107,8 +125,18 @@ def ptx(archs: list[int]) -> str:
 
 
 def test_nothing_is_contracted_approximated_or_flushed(ptx: str) -> None:
-    assert re.findall(r"\b(?:fma|mad)\.(?:rn\.)?f(?:32|64)\b", ptx) == []
-    assert re.findall(r"\S+\.(?:ftz|approx|full)\b\S*", ptx) == []
+    fused, approximate = r"\b(?:fma|mad)\.(?:rn\.)?f(?:32|64)\b", r"\S+\.(?:ftz|approx|full)\b\S*"
+    packed, others = [], []
+    for entry in ptx.split(".entry")[1:]:
+        (packed if "PackedAdam" in entry.split("(")[0] else others).append(entry)
+    for entry in others:
+        assert re.findall(fused, entry) == []
+        assert re.findall(approximate, entry) == []
+    # What the compiler makes of an IEEE root and division, and fused where the product is exact.
+    for entry in packed:
+        assert set(re.findall(approximate, entry)) == {"rsqrt.approx.ftz.f32", "rcp.approx.ftz.f32"}
+        assert set(re.findall(fused, entry)) == {"fma.rn.f32"}
+    assert len(packed) == 1
     assert {"sqrt.rn.f32", "div.rn.f32", "div.rn.f64"} <= set(re.findall(r"\b(?:sqrt|div)\.rn\.f\d\d\b", ptx))
 
 

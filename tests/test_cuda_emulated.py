@@ -25,6 +25,7 @@ from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.fuse import NoRule
 from accumfused.plan import build
+from accumfused.settings import Settings
 
 pytestmark = pytest.mark.skipif(_native._C is None, reason=_native.unavailable or "")
 
@@ -324,7 +325,7 @@ def test_a_missing_barrier_of_the_final_sum_is_seen(index: int, machine: Any, cu
     partials, others = torch.rand(2, len(params), generator=torch.Generator().manual_seed(0))
 
     def norm(backend: Any) -> dict[str, Tensor]:
-        plan = build([{"params": params}], {}, [NoRule])
+        plan = build([{"params": params}], {}, [NoRule], Settings())
         backend.prepare(plan, [{"params": params}], {})
         scaling = Scaling(plan.device, takes_norm=True)
         backend.norm(plan, None, others, scaling)  # or shared memory would still hold the right sums

@@ -55,8 +55,8 @@ def make(
     """An optimizer over random parameters in one format; small tensors too."""
     dtype, options = WEIGHTS[weights]
     params = [p.detach().to(dtype).requires_grad_() for p in random_params([(size,) for size in sizes])]
-    settings = {"rounding_seed": 17, "state_dtype_min_numel": 2, **options, "state_dtype": STATES[states], **settings}
-    return case.make(params, backend, max_grad_norm=0.5, **settings), params
+    known = {"max_grad_norm": 0.5, "rounding_seed": 17, "state_dtype_min_numel": 2, "state_dtype": STATES[states]}
+    return case.make(params, backend, **{**known, **options, **settings}), params
 
 
 def run(
@@ -111,7 +111,7 @@ def test_every_instruction_set_and_thread_count_gives_the_reference_bits(rule: s
 def windows(
     backend: Any, weights: str, grad_dtype: torch.dtype, sizes: Any = SIZES, *, closed: bool
 ) -> dict[str, Tensor]:
-    """Two windows of three micro-batches summed in bf16: what is stored, and the norms, which are of what was stored."""
+    """Two windows of three micro-batches summed in bf16: what is stored, and the norms, which are of that."""
     case = case_named("adamw")
     optimizer, params = make(case, backend, weights, "fp32", sizes, accumulator_dtype=torch.bfloat16)
     found = {}

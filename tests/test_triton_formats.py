@@ -153,9 +153,9 @@ def test_a_nonfinite_gradient_is_skipped_or_spreads_through_its_block() -> None:
             (grad,) = (g.to(device) for g in random_grads(params, step))
             if step > 0:
                 grad[200], grad[-1] = torch.nan, torch.inf
-            optimizer._runtime.settings.nonfinite = nonfinite
+            optimizer._settings.nonfinite = nonfinite
             if nonfinite == "propagate":
-                optimizer._runtime.settings.max_grad_norm = None
+                optimizer._settings.max_grad_norm = None
             set_grads(params, [grad])
             optimizer.step()
             found |= {f"{name} after {step}": value for name, value in everything(optimizer).items()}

@@ -23,17 +23,23 @@ MOST_THREADS = {75: 1024, 80: 2048, 90: 2048, 100: 2048, 120: 1536}
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 TARGET = re.compile(r"\bBRA(?:\.\w+)*\s.*?(0x[0-9a-f]+)")
 NAMES = {
-    "accumulate_kernel": "accumulate", "norm_kernel": "norm", "write_kernelILi1024": "table (1 kB)",
-    "write_kernelILi32512": "table (32 kB)", "step_kernelIJNS0_3SgdEEE": "step: SGD",
-    "step_kernelIJNS0_11SgdMomentumEEE": "step: SGD with momentum", "AdamFamilyILb0EEEEEE": "step: Adam",
-    "AdamFamilyILb1EEEEEE": "step: AMSGrad", "step_kernelIJNS0_4LionEEE": "step: Lion",
-    "step_kernelIJNS0_3SgdENS0_11": "step: any rule per group",
+    "accumulate_kernelIf": "accumulate", "accumulate_kernelINS0_8Bfloat16": "accumulate: bf16", "norm_kernel": "norm",
+    "write_kernelILi1024": "table (1 kB)", "write_kernelILi32512": "table (32 kB)",
+    "KindE0EJNS0_3SgdEEE": "step: SGD", "KindE0EJNS0_11SgdMomentumEEE": "step: SGD with momentum",
+    "KindE0EJNS0_10AdamFamilyILb0EEEEEE": "step: Adam", "KindE0EJNS0_10AdamFamilyILb1EEEEEE": "step: AMSGrad",
+    "KindE0EJNS0_4LionEEE": "step: Lion", "KindE0EJNS0_3SgdENS0_11": "step: any rule per group",
+    "KindE1EJ": "step: any rule and format", "KindE2EJ": "step: Adam in any format",
 }  # fmt: skip
 # What a pass reads, the gradient included, and what it writes.
 STREAMS = {
-    "accumulate": (2, 1), "norm": (1, 0), "step: SGD": (2, 1), "step: SGD with momentum": (3, 2), "step: Adam": (4, 3),
+    "accumulate": (2, 1), "accumulate: bf16": (2, 1), "norm": (1, 0), "step: SGD": (2, 1),
+    "step: SGD with momentum": (3, 2), "step: Adam": (4, 3),
     "step: AMSGrad": (5, 4), "step: Lion": (3, 2),
 }  # fmt: skip
+
+
+# The loops for packed formats: loads of 8 bytes, stores of 16 bytes -> weights; the rest tells the gradient.
+PACKED = {(3, 1): "split8", (2, 2): "split16", (2, 1): "bf16 stochastic"}
 
 
 @dataclass
@@ -69,12 +75,8 @@ class Kernel:
     def vector_loops(self) -> Iterator[Loop]:
         """The innermost loops that read and write as the verb does, in wide accesses alone."""
         reads, writes = STREAMS.get(self.name, (0, 0))
-        loops = [(_target(text), address) for address, text in self.code if -1 < _target(text) < address]
-        for first, last in loops:
-            if any(first <= other[0] and other[1] < last for other in loops if other != (first, last)):
-                continue
-            body = [(address, text) for address, text in self.code if first <= address <= last]
-            accesses = [text for _, text in body if re.search(r"\b(LDG|STG|LD|ST)\.E", text)]
+        for body in self._innermost_loops():
+            accesses = _accesses(body)
             loads = sum("LDG.E.128" in text for text in accesses)
             half_loads = sum("LDG.E.64" in text for text in accesses)
             stores = sum("STG.E.128" in text for text in accesses)
@@ -84,6 +86,31 @@ class Kernel:
                 if ways is not None:
                     local = _uses_local_memory(body)
                     yield Loop(loads, half_loads, stores, ways[0] / (4 * rows), ways[1] / (4 * rows), local)
+
+    def packed_loops(self) -> Iterator[tuple[str, str, Loop]]:
+        """(weights, gradient, loop) of the loops over eight elements and their blocks' two scales."""
+        for body in self._innermost_loops():
+            accesses = _accesses(body)
+            wide, half, scales, stores, half_stores, scale_stores = (
+                sum(access in text for text in accesses)
+                for access in ("LDG.E.128", "LDG.E.64", "LDG.E.U8", "STG.E.128", "STG.E.64", "STG.E.U8")
+            )
+            if scales != 2 or wide + half + scales + stores + half_stores + scale_stores != len(accesses):
+                continue
+            ways = _ways(body)
+            if ways is not None and (half, stores) in PACKED:
+                loop = Loop(wide, half, stores, ways[0] / 8, ways[1] / 8, _uses_local_memory(body))
+                yield PACKED[half, stores], "fp32" if wide == stores + 2 else "bf16", loop
+
+    def _innermost_loops(self) -> Iterator[list[tuple[int, str]]]:
+        loops = [(_target(text), address) for address, text in self.code if -1 < _target(text) < address]
+        for first, last in loops:
+            if not any(first <= other[0] and other[1] < last for other in loops if other != (first, last)):
+                yield [(address, text) for address, text in self.code if first <= address <= last]
+
+
+def _accesses(body: list[tuple[int, str]]) -> list[str]:
+    return [text for _, text in body if re.search(r"\b(LDG|STG|LD|ST)\.E", text)]
 
 
 def _uses_local_memory(code: list[tuple[int, str]]) -> bool:

@@ -41,49 +41,32 @@ from accumfused.triton_numeric import flush_subnormal
 
 FLOAT32_WEIGHTS = tl.constexpr(int(Weights.FLOAT32))
 BFLOAT16_STOCHASTIC = tl.constexpr(int(Weights.BFLOAT16_STOCHASTIC))
-FLOAT16 = tl.constexpr(int(Weights.FLOAT16))
 FLOAT16_STOCHASTIC = tl.constexpr(int(Weights.FLOAT16_STOCHASTIC))
-SPLIT16 = tl.constexpr(int(Weights.BFLOAT16_SPLIT16))
+SPLIT16 = tl.constexpr(int(Weights.BFLOAT16_SPLIT16))  # from here on there is a master
 SPLIT8 = tl.constexpr(int(Weights.BFLOAT16_SPLIT8))
-BFLOAT16_MASTER = tl.constexpr(int(Weights.BFLOAT16_MASTER))
-FLOAT16_MASTER = tl.constexpr(int(Weights.FLOAT16_MASTER))
+BFLOAT16_MASTER = tl.constexpr(int(Weights.BFLOAT16_MASTER))  # from here on it is fp32
 
-FLOAT32_STATES = tl.constexpr(int(States.FLOAT32))
 BFLOAT16_STATES = tl.constexpr(int(States.BFLOAT16))
 INT8_STATES = tl.constexpr(int(States.INT8))
 
-
-@triton.jit
-def has_master(weights: tl.constexpr):
-    return weights >= SPLIT16
-
-
-@triton.jit
-def has_full_master(weights: tl.constexpr):
-    return weights >= BFLOAT16_MASTER
-
-
-@triton.jit
-def is_float16(weights: tl.constexpr):
-    return (weights == FLOAT16) | (weights == FLOAT16_STOCHASTIC) | (weights == FLOAT16_MASTER)
+# In the formats' order.
+PARAM_TYPES = tl.constexpr(
+    (
+        tl.float32, BFLOAT16_BITS.value, BFLOAT16_BITS.value, tl.float16, tl.float16, BFLOAT16_BITS.value,
+        BFLOAT16_BITS.value, BFLOAT16_BITS.value, tl.float16,
+    )
+)  # fmt: skip
+MASTER_TYPES = tl.constexpr((None, None, None, None, None, tl.int16, tl.int8, tl.float32, tl.float32))
+STATE_TYPES = tl.constexpr((tl.float32, BFLOAT16_BITS.value, tl.uint8))
 
 
 @triton.jit
 def weights_at(row, offset, weights: tl.constexpr):
     """Where a chunk of a parameter and of its master lie; without a master, the parameter again."""
-    if weights == FLOAT32_WEIGHTS:
-        param = pointer(row, PARAM, tl.float32, offset)
-    elif is_float16(weights):
-        param = pointer(row, PARAM, tl.float16, offset)
-    else:
-        param = pointer(row, PARAM, BFLOAT16_BITS, offset)
+    param = pointer(row, PARAM, PARAM_TYPES[weights], offset)
     master = param
-    if weights == SPLIT16:
-        master = pointer(row, MASTER, tl.int16, offset)
-    elif weights == SPLIT8:
-        master = pointer(row, MASTER, tl.int8, offset)
-    elif has_full_master(weights):
-        master = pointer(row, MASTER, tl.float32, offset)
+    if weights >= SPLIT16:
+        master = pointer(row, MASTER, MASTER_TYPES[weights], offset)
     return param, master
 
 
@@ -91,7 +74,7 @@ def weights_at(row, offset, weights: tl.constexpr):
 def load_weights(place, first, n, size: tl.constexpr, weights: tl.constexpr, whole: tl.constexpr):
     """fp32. The parameter is not read where its master is all of it."""
     param, master = place
-    if has_full_master(weights):
+    if weights >= BFLOAT16_MASTER:
         values = load(master, first, n, size, whole)
     elif weights == SPLIT16:
         high = load_stored(param, first, n, size, whole)
@@ -116,26 +99,21 @@ def store_weights(place, values, noise, first, n, size: tl.constexpr, weights: t
         stored, lacking = split_short(values, noise)
     elif weights == FLOAT16_STOCHASTIC:
         stored = to_float16_stochastic(values, noise)
-    elif is_float16(weights):
+    elif param.dtype.element_ty == tl.float16:
         stored = values.to(tl.float16)
     elif weights == BFLOAT16_STOCHASTIC:
         stored = to_bfloat16_stochastic(values, noise)
     else:
         stored = to_bfloat16(values)
     store(param, stored, first, n, size, whole)
-    if has_master(weights):
+    if weights >= SPLIT16:
         store(master, lacking, first, n, size, whole)
 
 
 @triton.jit
 def state_at(row, offset, number: tl.constexpr, form: tl.constexpr):
     """Where a chunk of a state and of its scales lie; without scales, the state again."""
-    if form == FLOAT32_STATES:
-        state = pointer(row, STATE + number, tl.float32, offset)
-    elif form == BFLOAT16_STATES:
-        state = pointer(row, STATE + number, BFLOAT16_BITS, offset)
-    else:
-        state = pointer(row, STATE + number, tl.uint8, offset)
+    state = pointer(row, STATE + number, STATE_TYPES[form], offset)
     scale = state
     if form == INT8_STATES:
         scale = pointer(row, SCALE + number, tl.uint8, offset // SCALED)

@@ -40,7 +40,7 @@ from accumfused.backends.triton_blocks import (
     whole_elements,
 )
 from accumfused.backends.triton_formats import (
-    has_master,
+    SPLIT16,
     load_state,
     load_weights,
     state_at,
@@ -109,7 +109,7 @@ def step_chunk(
     param = weights_at(row, offset, weights)
     state = state_at(row, offset, 0, form), state_at(row, offset, 1, form), state_at(row, offset, 2, form)
     aligned = is_aligned(row, PARAM) & is_aligned(row, GRAD)
-    if has_master(weights):
+    if weights >= SPLIT16:
         aligned &= is_aligned(row, MASTER)
     for number in tl.static_range(states):
         aligned &= is_aligned(row, STATE + number)

@@ -3,7 +3,10 @@
 #pragma once
 #include "../numeric.h"
 #if defined(__SSE2__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 finds it in its own header (bug 105593)
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 namespace accumfused::AF_TARGET {
@@ -44,7 +47,7 @@ AF_INLINE Words exclusive_or(Words a, Words b, Words c) { return a ^ b ^ c; }
 
 AF_INLINE Floats square_root(Floats values) {
 #if defined(__AVX512F__)
-  return _mm512_maskz_sqrt_ps(0xffff, values);  // GCC 12 warns of the plain one
+  return _mm512_sqrt_ps(values);
 #elif defined(__AVX2__)
   return _mm256_sqrt_ps(values);
 #elif defined(__SSE2__)

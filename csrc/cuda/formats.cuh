@@ -1,5 +1,5 @@
-// Parameters and states in every format: a row of 1024 elements at a time, with a switch at each access, so that formats
-// and rules add up in the code and do not multiply. packed.cuh has loops for what is common.
+// Parameters and states in every format: a row of 1024 elements at a time, with a switch at each access, so that
+// formats and rules add up in the code and do not multiply. packed_adam.cuh has loops for what is common.
 #pragma once
 #include "../codecs.h"
 #include "block.cuh"
@@ -253,7 +253,8 @@ __device__ void store_state(const Chunk& at, int state, int i, const float (&s)[
     const float inverse = inverse_scale(exponent);
     Four<uint8_t> codes;
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) codes.each[k] = uint8_t(encode<kSecondMoment>(s[k], inverse, stream<kStream>(noise[k])));
+    for (int k = 0; k < kWidth; ++k)
+      codes.each[k] = uint8_t(encode<kSecondMoment>(s[k], inverse, stream<kStream>(noise[k])));
     store_four(stream_at<uint8_t>(to, at), i, at.n, codes);
     if (i % kBlock == 0) global(at.row.scale[state])[(at.offset + i) / kBlock] = uint8_t(exponent);
   }
@@ -270,10 +271,11 @@ __device__ void step_formatted(const Rule& rule, const Chunk& at, int count, int
   constexpr int kStates = Rule::kStates;
   const Row& row = at.row;
   const Noise noise(row, at.index, count, 0, at.offset);
-  const int thread = int(threadIdx.x) * kWidth, warp = thread / int(kBlock) * int(kBlock);
+  const uint32_t begin = noise.position(0u);
   // A warp goes on while one of its threads has elements: it takes all of them to find a block's largest.
 #pragma unroll 1
-  for (int i = first + thread, block = first + warp; block < at.n; i += int(kLanes), block += int(kLanes)) {
+  for (int block = first + int(threadIdx.x) / kWarp * int(kBlock); block < at.n; block += int(kLanes)) {
+    const int i = block + int(threadIdx.x) % kWarp * kWidth;
     read_anew();
     const Raw<4> grad(at, at.in.grad, at.in.grad_dtype == Dtype::kFloat32 ? 4 : 2, i);
     const RawWeights weights(at, i);
@@ -285,6 +287,7 @@ __device__ void step_formatted(const Rule& rule, const Chunk& at, int count, int
       if (row.states == States::kInt8) exponent[k] = global(row.scale[k])[(at.offset + block) / kBlock];
     }
 
+    read_anew();
     float g[kWidth], p[kWidth], s[kMaxStates][kWidth];
     if (at.in.grad_dtype == Dtype::kFloat32) grad.to_floats<float>(g);
     else if (at.in.grad_dtype == Dtype::kFloat16) grad.to_floats<Float16>(g);
@@ -296,7 +299,7 @@ __device__ void step_formatted(const Rule& rule, const Chunk& at, int count, int
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) rule(p[k], g[k], s[0][k], s[1][k], s[2][k]);
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) bits[k] = noise(uint32_t(i + k));
+    for (int k = 0; k < kWidth; ++k) bits[k] = noise.at(begin + uint32_t(i + k) * Noise::kStride);
     with_weights(row.weights, [&](auto form) { store_weights<decltype(form)>(at, i, p, bits); });
     if constexpr (kStates > 0) store_state<Rule::kFirstSecondMoment == 0, 0>(at, 0, i, s[0], bits);
     if constexpr (kStates > 1) store_state<Rule::kFirstSecondMoment <= 1, 1>(at, 1, i, s[1], bits);

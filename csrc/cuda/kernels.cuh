@@ -8,7 +8,7 @@
 #include "../rules.h"
 #include "block.cuh"
 #include "formats.cuh"
-#include "packed.cuh"
+#include "packed_adam.cuh"
 
 namespace accumfused::AF_TARGET {
 
@@ -194,7 +194,7 @@ __device__ void step_chunk(const Rule& rule, const Chunk& at, const G* grad, boo
   const int n = at.n;
   for_each_row<kRows>(n, aligned, [&](auto access, int i) {
     constexpr int kCount = decltype(access)::kCount;
-    if constexpr (Rule::kStates > 2) read_anew();
+    if constexpr (Rule::kStates > 2) read_anew();  // or some would be spilled
     float p[kCount][kWidth], g[kCount][kWidth], s[kMaxStates][kCount][kWidth];
     access.load(grad, i, n, g);
     weights.load(access, i, n, p);
@@ -215,29 +215,26 @@ __device__ void step_chunk(const Rule& rule, const Chunk& at, const G* grad, boo
   });
 }
 
-// What a kernel is for: rows in fp32; those and any others, with loops for formats that Adam often has; the same
-// without them.
-enum class Kind { kPlain, kPacked, kAny };
+// What a kernel is for: rows in fp32; rows in any format; the same, with loops for the formats that go with Adam.
+enum class Kind { kPlain, kAny, kPacked };
 
 template <Kind kKind, class Rule>
 __device__ void step_any(const Rule& rule, const Work& work, int chunk, const Chunk& at, int count) {
-  const auto in_floats = [&](auto weights) {
-    with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
-      step_chunk<decltype(weights)>(rule, at, grad, aligned);
-    });
+  [[maybe_unused]] const auto step_floats = [&](auto weights) {
+    with_grad(at.in, at.offset,
+              [&](const auto* grad, bool aligned) { step_chunk<decltype(weights)>(rule, at, grad, aligned); });
   };
   if constexpr (kKind == Kind::kPlain) {
-    in_floats(Float32Weights());
+    step_floats(Float32Weights());
+  } else if constexpr (kKind == Kind::kAny) {
+    step_formatted(rule, at, count, 0);
   } else {
-    int done = 0;
-    if constexpr (kKind == Kind::kPacked) {
-      if (at.row.is_plain()) return in_floats(Float32Weights());
-      if (at.row.states == States::kFloat32 && at.row.weights == Weights::kBfloat16Split16) {
-        return in_floats(Split16Weights());
-      }
-      done = step_packed(rule, at, count);
-      if (done == at.n) return;
+    if (at.row.is_plain()) return step_floats(Float32Weights());
+    if (at.row.states == States::kFloat32 && at.row.weights == Weights::kBfloat16Split16) {
+      return step_floats(Split16Weights());
     }
+    const int done = step_packed(rule, at, count);
+    if (done == at.n) return;
     const Chunk rest = chunk_of(work, chunk);  // looked up again: nothing of it takes registers in the loops above
     step_formatted(rule, rest, count, done);
   }

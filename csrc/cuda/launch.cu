@@ -23,8 +23,8 @@ using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*);
 constexpr StepKernel kStep[] = {AF_RULES(AF_KERNEL)};
 #undef AF_KERNEL
 
-// The kernel for groups that differ in their rule, and those for rows that are not all kept in fp32: Adam's has loops for
-// the formats that it mostly goes with.
+// The kernel for groups that differ in their rule, and those for rows that are not all kept in fp32: Adam's has loops
+// for the formats that it mostly goes with.
 #define AF_TYPE(Rule) , gpu::Rule
 constexpr StepKernel kAnyStep = gpu::step_kernel<Kind::kPlain AF_RULES(AF_TYPE)>;
 constexpr StepKernel kAnyFormattedStep = gpu::step_kernel<Kind::kAny AF_RULES(AF_TYPE)>;
@@ -183,8 +183,8 @@ void DeviceTable::accumulate(const Rows& table, uintptr_t stream, uintptr_t weig
                              uintptr_t device_scale, int64_t number, uintptr_t partials) {
   const Device device(device_);
   const Layout layout = send(table, stream, true);
-  const gpu::Fold fold{pointer<const double>(weights), weight, scale, pointer<const double>(device_scale), number,
-                       pointer<float>(partials)};
+  const gpu::Fold fold{pointer<const double>(weights),      weight, scale,
+                       pointer<const double>(device_scale), number, pointer<float>(partials)};
   if (table.folds_bfloat16) {
     launch("accumulate", gpu::accumulate_kernel<gpu::Bfloat16>, table.chunks, stream, layout.work, fold);
   }
@@ -211,7 +211,8 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
   hypers_ = hypers;
   rules_ = rules;
   const Layout layout = send(table, stream, false);
-  launch("step", step_kernel(rules, table.plain), table.chunks, stream, layout.work, layout.step, pointer<const float>(outcome));
+  launch("step", step_kernel(rules, table.plain), table.chunks, stream, layout.work, layout.step,
+         pointer<const float>(outcome));
 }
 
 std::string why_not(int device) {

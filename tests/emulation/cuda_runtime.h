@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -64,7 +65,8 @@ struct Machine {
   int skipped_barrier = -1;  // of the barriers that each thread of a block comes to, the one that is not there
   int launches_until_failure = -1;
   uint64_t capture = 0;
-  std::string trouble;  // CUDA's reason why nothing runs
+  std::vector<std::function<void()>> captured;  // launches, to be made again
+  std::string trouble;                          // CUDA's reason why nothing runs
   long launches = 0;
   bool stuck = false;
   std::vector<int> barriers_of;  // how many each thread has come to
@@ -109,6 +111,17 @@ struct Machine {
         swapcontext(&scheduler, &threads[index].context);
       }
       if (!ran && !release(count)) return;
+    }
+  }
+
+  void run_grid(unsigned blocks, unsigned count) {
+    grid.x = blocks;
+    std::vector<unsigned> order(blocks);
+    std::iota(order.begin(), order.end(), 0u);
+    std::shuffle(order.begin(), order.end(), shuffle);
+    for (const unsigned index : order) {
+      block.x = index;
+      run_block(count);
     }
   }
 
@@ -167,14 +180,16 @@ T in_warp(T value, const Body& body) {
 
 template <class T>
 T __shfl_down_sync(unsigned, T value, int by) {
-  return in_warp(value, [=](const T* values, int lane) { return lane + by < emulation::kWarp ? values[lane + by] : value; });
+  return in_warp(value,
+                 [=](const T* values, int lane) { return lane + by < emulation::kWarp ? values[lane + by] : value; });
 }
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int by) {
   return in_warp(value, [=](const T* values, int lane) { return values[lane ^ by]; });
 }
 inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
-  return in_warp(value, [](const uint32_t* values, int) { return *std::max_element(values, values + emulation::kWarp); });
+  return in_warp(value,
+                 [](const uint32_t* values, int) { return *std::max_element(values, values + emulation::kWarp); });
 }
 
 inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
@@ -250,19 +265,15 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   }
   ++machine.launches;
   using Call = std::pair<void (*)(Parameters...), std::tuple<std::remove_cv_t<Parameters>...>>;
-  const Call call{kernel, {std::forward<Arguments>(given)...}};
-  machine.arguments = &call;
-  machine.body = [](const void* arguments) {
-    const auto& [function, values] = *static_cast<const Call*>(arguments);
-    std::apply(function, values);
+  const auto run = [&machine, config = *config, call = Call{kernel, {std::forward<Arguments>(given)...}}] {
+    machine.arguments = &call;
+    machine.body = [](const void* arguments) {
+      const auto& [function, values] = *static_cast<const Call*>(arguments);
+      std::apply(function, values);
+    };
+    machine.run_grid(config.gridDim.x, config.blockDim.x);
   };
-  machine.grid = config->gridDim;
-  std::vector<unsigned> blocks(config->gridDim.x);
-  std::iota(blocks.begin(), blocks.end(), 0u);
-  std::shuffle(blocks.begin(), blocks.end(), machine.shuffle);
-  for (const unsigned block : blocks) {
-    machine.block.x = block;
-    machine.run_block(config->blockDim.x);
-  }
+  run();
+  if (machine.capture != 0) machine.captured.push_back(run);
   return std::exchange(machine.stuck, false) ? cudaErrorLaunchTimeout : cudaSuccess;
 }

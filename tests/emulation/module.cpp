@@ -16,7 +16,15 @@ PYBIND11_MODULE(emulated, m) {
   m.def(
       "fail_after", [](int launches) { Machine::get().launches_until_failure = launches; },
       "Lets one launch fail after that many more; -1: none.");
-  m.def("capture", [](uint64_t id) { Machine::get().capture = id; }, "As if a graph were captured; 0: none.");
+  m.def(
+      "capture", [](uint64_t id) { Machine::get().capture = id, Machine::get().captured.clear(); },
+      "As if a graph were captured, but its launches are made too; 0: none.");
+  m.def(
+      "replay",
+      [] {
+        for (const auto& run : Machine::get().captured) run();
+      },
+      "Makes the launches since the capture began again.");
   m.def("trouble", [](const std::string& reason) { Machine::get().trouble = reason; }, "Nothing runs; \"\": all does.");
   m.def("launches", [] { return Machine::get().launches; }, "So far.");
 }

@@ -1,0 +1,212 @@
+// AdamW on blocks of 8 bits beside bf16 parameters, in half of the instructions that formats.cuh takes: a thread has 8
+// neighbouring elements, 16 threads a block, so that what they do alike is shared by twice as many elements; packed.cuh
+// packs several numbers at a time; and no root or quotient is tested by itself for what is unusual.
+#pragma once
+#include "../rules.h"
+#include "formats.cuh"
+#include "packed.cuh"
+
+namespace accumfused::AF_TARGET {
+
+// ---- root and quotient
+// -----------------------------------------------------------------------------------------------
+
+// What the compiler makes of square_root() and of a division on their usual way, instruction by instruction, without
+// the test of each number for the unusual one: subnormals, zeros, and what becomes one of them.
+__device__ inline float usual_root(float value) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(value));
+  const float root = value * y;
+  return __fmaf_rn(__fmaf_rn(-root, root, value), y * 0.5f, root);
+#else
+  return square_root(value);
+#endif
+}
+
+// `a` is not 0: of -0 it would lose the sign.
+__device__ inline float usual_quotient(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
+  y = __fmaf_rn(y, __fmaf_rn(-b, y, 1.0f), y);
+  const float quotient = a * y;
+  return __fmaf_rn(y, __fmaf_rn(-b, quotient, a), quotient);
+#else
+  return a / b;
+#endif
+}
+
+// The least and the greatest magnitudes of a thread's moments.
+struct Extent {
+  uint32_t least_first, most_first, least_second, most_second;
+
+  __device__ Extent(const float (&m)[kEight], const float (&v)[kEight])
+      : least_first(bits_of(fabsf(m[0]))),
+        most_first(least_first),
+        least_second(bits_of(v[0])),
+        most_second(least_second) {
+#pragma unroll
+    for (int k = 1; k < kEight; ++k) {
+      least_first = bits_of(fminf(float_from_bits(least_first), fabsf(m[k])));
+      most_first = larger_magnitude(most_first, m[k]);
+      least_second = min(least_second, bits_of(v[k]));
+      most_second = max(most_second, bits_of(v[k]));
+    }
+  }
+
+ private:
+  // As integers, so that a NaN is larger than all.
+  __device__ static uint32_t larger_magnitude(uint32_t most, float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(float_from_bits(most)), "f"(fabsf(value)));
+    return bits_of(result);
+#else
+    return max(most, bits_of(fabsf(value)));
+#endif
+  }
+};
+
+// Adam, and where root and quotient take their usual way: second moments from 2^-101 to 2^60 make denominators from
+// 2^-51 to 2^40, and with numerators from 2^-80 to 2^60 all that is computed on the way, remainders too, is a normal
+// number. No parameter becomes NaN there that is none.
+struct PackedAdam : Adam {
+  float least_first, most_first;
+
+  __device__ PackedAdam(const double* hyper, int64_t step, float coef) : Adam(hyper, step, coef) {
+    const bool can_be = eps >= 0 && eps <= 0x1p38f && inverse_root >= 1 && inverse_root <= 0x1p9f &&
+                        step_size >= 0x1p-40f && step_size <= 0x1p40f && decay > 0 && decay <= 1;
+    least_first = 0x1p-80f / step_size, most_first = can_be ? 0x1p60f / step_size : -1.0f;
+  }
+
+  __device__ bool is_usual(const float (&p)[kEight], const Extent& extent) const {
+    constexpr uint32_t kLeastSecond = (127u - 101) << 23, kMostSecond = (127u + 60) << 23;
+    bool usual = float_from_bits(extent.least_first) >= least_first;
+    usual &= float_from_bits(extent.most_first) <= most_first;
+    usual &= extent.least_second >= kLeastSecond;
+    usual &= extent.most_second <= kMostSecond;
+#pragma unroll
+    for (int k = 0; k < kEight; k += 2) usual &= p[k] == p[k] && p[k + 1] == p[k + 1];  // one comparison for both
+    return usual;
+  }
+};
+
+// ---- step -----------------------------------------------------------------------------------------------------------
+
+// The streams of a chunk, eight elements a thread; in step_packed() all of them lie on boundaries of eight, or of 16
+// bytes.
+template <class W, class G>
+struct Streams {
+  static constexpr int kRow = kThreads * kEight, kMasterBytes = PackedWeights<W>::kMasterWords;
+  const G* grad;
+  Bfloat16* param;
+  uint8_t *master, *codes[2], *scale[2];
+
+  __device__ Streams(const Chunk& at, const G* grads, int lane)
+      : grad(grads + lane),
+        param(stream_at<Bfloat16>(at.row.param, at) + lane),
+        master(global(static_cast<uint8_t*>(at.row.master)) + (at.offset + lane) * kMasterBytes) {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      codes[s] = stream_at<uint8_t>(at.row.state[s], at) + lane;
+      scale[s] = global(at.row.scale[s]) + (at.offset + lane) / kBlock;
+    }
+  }
+
+  __device__ void advance() {
+    grad += kRow, param += kRow, master += kRow * kMasterBytes;
+#pragma unroll
+    for (int s = 0; s < 2; ++s) codes[s] += kRow, scale[s] += kRow / kBlock;
+  }
+};
+
+// The whole rows of 2048 elements of a chunk; how many elements that were. Weight decay is decoupled, or none.
+template <class W, class G>
+__device__ int step_blocks(const PackedAdam& rule, const Chunk& at, int count, const G* grads) {
+  using Packed = PackedWeights<W>;
+  constexpr int kRow = Streams<W, G>::kRow, kMaster = Packed::kMasterWords;
+  const int lane = int(threadIdx.x) * kEight;
+  Streams<W, G> streams(at, grads, lane);
+  const Noise noise(at.row, at.index, count, 0, at.offset);
+  uint32_t counter = noise.position(uint32_t(lane));
+#pragma unroll 1
+  for (int rows = at.n / kRow; rows > 0; --rows, counter += kRow * Noise::kStride) {
+    read_anew();
+    uint32_t grad[2 * sizeof(G)], param[4], codes[2][2];
+    [[maybe_unused]] uint32_t master[kMaster > 0 ? 2 * kMaster : 1];
+    load_words(streams.grad, grad);
+    load_words(streams.param, param);
+    if constexpr (kMaster > 0) load_words(streams.master, master);
+    load_words(streams.codes[0], codes[0]);
+    load_words(streams.codes[1], codes[1]);
+    const uint32_t exponents[2] = {*streams.scale[0], *streams.scale[1]};
+    streams.advance();
+
+    float p[kEight], m[kEight], v[kEight];
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      Packed::join(param + 2 * q, master + q * kMaster, p + q * kWidth);
+      decode_first(codes[0][q], exponents[0], m + q * kWidth);
+      decode_second(codes[1][q], exponents[1], v + q * kWidth);
+    }
+#pragma unroll
+    for (int k = 0; k < kEight; ++k) {
+      float g;
+      if constexpr (sizeof(G) == 4) g = float_from_bits(grad[k]);
+      else g = to_float(G{uint16_t(grad[k / 2] >> (k % 2 * 16))});
+      rule.moments<false>(p[k], g, m[k], v[k]);
+    }
+
+    const Extent extent(m, v);
+    if (rule.is_usual(p, extent)) {
+#pragma unroll
+      for (int k = 0; k < kEight; ++k) rule.move(p[k], m[k], usual_root(v[k]), usual_quotient);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kEight; ++k) {
+        rule.move(p[k], m[k], square_root(v[k]), [](float a, float b) { return a / b; });
+        p[k] = p[k] != p[k] ? float_from_bits(kNan) : p[k];
+      }
+    }
+
+    const Scales scales(extent.most_first, extent.most_second);
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      uint32_t random[kWidth];
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) random[k] = noise.at(counter + uint32_t(q * kWidth + k) * Noise::kStride);
+      Packed::store(p + q * kWidth, random, param + 2 * q, master + q * kMaster);
+      codes[0][q] = encode_first(m + q * kWidth, scales.first_inverse, random);
+      codes[1][q] = encode_second(v + q * kWidth, scales.second_inverse, random);
+    }
+    store_words(streams.param - kRow, param);
+    if constexpr (kMaster > 0) store_words(streams.master - kRow * kMaster, master);
+    store_words(streams.codes[0] - kRow, codes[0]);
+    store_words(streams.codes[1] - kRow, codes[1]);
+    streams.scale[0][-kRow / kBlock] = uint8_t(scales.first);  // by all threads of the block: one access
+    streams.scale[1][-kRow / kBlock] = uint8_t(scales.second);
+  }
+  return at.n / kRow * kRow;
+}
+
+template <class W>
+__device__ int step_packed_as(const PackedAdam& rule, const Chunk& at, int count) {
+  if (at.in.grad_dtype == Dtype::kFloat32)
+    return step_blocks<W>(rule, at, count, stream_at<const float>(at.in.grad, at));
+  return step_blocks<W>(rule, at, count, stream_at<const Bfloat16>(at.in.grad, at));
+}
+
+// The part of a chunk that the loops above are for, from its first element on; how many elements that were.
+__device__ inline int step_packed(const PackedAdam& rule, const Chunk& at, int count) {
+  const Row& row = at.row;
+  const auto lie_on = [](int bytes, auto... addresses) { return (is_aligned(addresses, bytes / kWidth) && ...); };
+  if (row.states != States::kInt8 || at.in.grad_dtype == Dtype::kFloat16 || rule.weight_decay != 0) return 0;
+  if (!lie_on(16, at.in.grad, row.param) || !lie_on(8, row.master, row.state[0], row.state[1])) return 0;
+  if (row.weights == Weights::kBfloat16Split8) return step_packed_as<Split8Weights>(rule, at, count);
+  if (row.weights == Weights::kBfloat16Stochastic) return step_packed_as<Bfloat16Weights<true>>(rule, at, count);
+  if (row.weights != Weights::kBfloat16Split16 || !lie_on(16, row.master)) return 0;
+  return step_packed_as<Split16Weights>(rule, at, count);
+}
+
+}  // namespace accumfused::AF_TARGET
