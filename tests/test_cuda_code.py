@@ -116,6 +116,28 @@ def test_packed_formats_stay_in_the_budget(hopper: dict[str, machine_code.Kernel
         assert loops[key].least <= most, key
 
 
+def following(code: list[tuple[int, str]], first: str, operation: str, count: int) -> list[list[str]]:
+    """The operands, the result first, of the operations that follow the first instruction of that name."""
+    texts = [text.replace(".reuse", "") for _, text in code]
+    start = next(index for index, text in enumerate(texts) if first in text)
+    found = [text.split(" ", 1) for text in texts[start + 1 :] if re.match(operation, text)]
+    return [re.split(r",\s*", operands) for _, operands in found[:count]]
+
+
+def test_packed_roots_and_quotients_are_those_of_the_compiler(archs: list[int]) -> None:
+    """csrc/cuda/packed_adam.cuh writes down what the compiler makes of sqrtf and of a division on their usual way."""
+    for arch in archs:
+        adam = next(k for k in machine_code.kernels(machine_code.module(), arch) if k.name == "step: Adam")
+        (s, x, y), (h, *half), (r, *remainder), (_, *root) = following(adam.code, "MUFU.RSQ", "FMUL.FTZ|FFMA", 4)
+        assert (half, remainder, root) == ([y, "0.5"], [f"-{s}", s, x], [r, h, s]), arch
+        (e, *error), (y1, y, *better), (q, a, *quotient), (r, *remainder), (_, *result) = following(
+            adam.code, "FCHK", "FFMA", 5
+        )
+        b = error[0].lstrip("-")
+        assert (error, better) == ([f"-{b}", y, "1"], [e, y]), arch
+        assert (quotient, remainder, result) == ([y1, "RZ"], [f"-{b}", q, a], [y1, r, q]), arch
+
+
 @pytest.fixture(scope="module")
 def ptx(archs: list[int]) -> str:
     command = [machine_code.cuobjdump() or "", "--dump-ptx", str(machine_code.module())]

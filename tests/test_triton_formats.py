@@ -12,15 +12,19 @@ import torch
 from cases import Case, case_named, everything, random_grads, random_params, set_grads
 from test_formats import GRADS, RULES, STATES, WEIGHTS, assert_agree, make, run
 from torch import Tensor
-from triton_interpreter import DEVICE
+from triton_interpreter import DEVICE, interpreting
 
-from accumfused.backends import triton
+from accumfused import codecs
+from accumfused.backends import triton as backend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.triton import TritonBackend
+from accumfused.backends.triton_formats import INT8_STATES, store_state
 from accumfused.numeric import CHUNK
+from accumfused.triton_codecs import noise, noise_keys
 
 pytestmark = test_triton.pytestmark
 _interpreted = test_triton._interpreted
+triton, tl = test_triton.triton, test_triton.tl
 
 PIECE = 2048  # goes as a whole where it is aligned
 SIZES = (0, 3, 128, PIECE + 129)
@@ -171,13 +175,13 @@ def test_a_nonfinite_gradient_is_skipped_or_spreads_through_its_block() -> None:
 
 def test_each_kind_of_row_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[Any] = []
-    launch = triton._launch
+    launch = backend._launch
 
     def counted(kernel: Any, *args: Any, **options: Any) -> None:
         launches.append(kernel)
         launch(kernel, *args, **options)
 
-    monkeypatch.setattr(triton, "_launch", counted)
+    monkeypatch.setattr(backend, "_launch", counted)
 
     def train(backend: Any, device: str) -> dict[str, Tensor]:
         dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float16, torch.float32)
@@ -193,5 +197,41 @@ def test_each_kind_of_row_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None
 
     run_both(train)
     assert (
-        launches.count(triton.step_kernel) == 2 * 4
+        launches.count(backend.step_kernel) == 2 * 4
     )  # three dtypes with int8 states, and one parameter too small for them
+
+
+with interpreting():
+
+    @triton.jit
+    def store_numbers(state: Any, scale: Any, n: Any) -> None:
+        """0, 1, 2, ... up to 1023, of which the first n exist."""
+        values = tl.arange(0, 1024).to(tl.float32)
+        store_state((state, scale), values, tl.zeros([1024], tl.uint32), 0, n, 1024, INT8_STATES, False, False)
+
+    @triton.jit
+    def store_noise(out: Any, seed: Any, step: Any, fold: Any, row: Any, offset: Any) -> None:
+        keys = noise_keys(seed.to(tl.int64), step, fold, row, offset.to(tl.int64))
+        element = tl.arange(0, 1024)
+        tl.store(out + element, noise(keys, element).to(tl.int32, bitcast=True))
+
+
+def test_what_lies_behind_the_end_of_a_tensor_has_no_part_in_a_scale() -> None:
+    state = torch.full((1024,), 77, dtype=torch.uint8, device=DEVICE)
+    scale = torch.full((8,), 77, dtype=torch.uint8, device=DEVICE)
+    store_numbers[(1,)](state, scale, 130)
+    values = torch.arange(130.0)
+    expected = codecs.scale_of(values)
+    codes = codecs.encode(values, expected, torch.zeros(130, dtype=torch.int32), second_moment=False)
+    assert scale.tolist() == [*expected.tolist(), *[77] * 6]
+    assert state.tolist() == [*codes.tolist(), *[77] * (1024 - 130)]
+
+
+@pytest.mark.parametrize("offset", [0, CHUNK, 2**32, 2**33 + 3 * CHUNK])
+def test_noise_of_any_chunk_is_that_of_the_reference(offset: int) -> None:
+    out = torch.empty(1024, dtype=torch.int32, device=DEVICE)
+    store_noise[(1,)](out, 2**62 + 5, 7, 3, 11, offset)
+    key = codecs.key(torch.tensor(2**62 + 5), torch.tensor(7), 3, 11) ^ (
+        offset >> 32
+    )  # each 2^32 elements have their own
+    assert torch.equal(out.cpu(), codecs.noise(key, offset % 2**32 + 1024)[-1024:])

@@ -191,7 +191,7 @@ struct Scales {
   float first_inverse, second_inverse;
 
   __device__ Scales(uint32_t largest_first, uint32_t largest_second) {
-    constexpr uint32_t kBoth = 0x10001u, kBelow = (1 << 7) * kBoth, kAbove = ((254 << 7) - 1) * kBoth;
+    constexpr uint32_t kBoth = 0x10001u, kBelow = (kSmallestScale << 7) * kBoth, kAbove = ((254 << 7) - 1) * kBoth;
     uint32_t largest = __byte_perm(largest_first, largest_second, 0x7632) + (kHeadroom >> 16) * kBoth;
 #pragma unroll
     for (int lanes = kBlockLanes / 2; lanes > 0; lanes /= 2) {
