@@ -144,7 +144,7 @@ def scale_of(values: Tensor) -> Tensor:
     0: all are below 2^-94, and stored as 0, so that what a block stands for is never subnormal.
     """
     largest = (_bits(_blocks(values)) & 0x7FFFFFFF).amax(1)
-    exponent = (largest + _HEADROOM) >> 23
+    exponent = _logical(largest + _HEADROOM, 23)  # of some NaNs the sum is beyond int32
     exponent = torch.where(exponent < SMALLEST_SCALE, 0, exponent)
     return torch.where(exponent >= 254, 255, exponent).to(torch.uint8)
 

@@ -8,7 +8,7 @@
 
 namespace accumfused::AF_TARGET {
 
-// ---- root and quotient -----------------------------------------------------------------------------------------------
+// ---- root and quotient ----------------------------------------------------------------------------------------------
 
 // What the compiler makes of square_root() and of a division on their usual way, instruction by instruction, without
 // the test of each number for the unusual one: subnormals, zeros, and what becomes one of them.
