@@ -144,6 +144,12 @@ def _table(
     table.notes += [
         "kept: parameters and optimizer states; moved: the gradient twice (norm, step), the rest in and out"
     ]
+    slower = [row["name"] for row in table.rows if row["moved_bytes"] is not None and row["over_fp32"] < 1]
+    if slower:
+        table.notes.append(
+            f"slower than fp32, though they move fewer bytes: {', '.join(slower)}; there arithmetic is the limit: "
+            "decoding, noise and encoding take two to three times the instructions of the update itself"
+        )
     table.notes += notes
     return table
 
