@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,10 +38,10 @@ def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str
     """
     if storage_of(rule, form, tensor, entries) is not None:
         return
-    weights = full_precision(tensor, entries)
-    with ieee():
+    fresh = all(entries.get(name) is None for name in rule.states)
+    has_master = MASTER in entries or REMAINDER in entries
+    with contextlib.nullcontext() if fresh and form.master is None else ieee():  # zeros need no arithmetic
         values = {name: _full_state(rule, name, tensor, entries) for name in rule.states}
-        fresh = all(entries.get(name) is None for name in rule.states)
         if counts_steps(rule, form):
             # torch's SGD counts no steps: where it left a buffer, the first step is over.
             step = entries.get("step", 0.0 if fresh else 1.0)
@@ -53,8 +54,9 @@ def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str
             number = seed if known is None else int(known)
             entries[SEED] = torch.full((), number, dtype=torch.int64, device=tensor.device)
         if form.master is not None:
-            half, entries[form.master[0]] = _halves(form, tensor, weights)
-            if not torch.equal(half.view(torch.int16), tensor.detach().view(torch.int16)):
+            half, entries[form.master[0]] = _halves(form, tensor, full_precision(tensor, entries))
+            # (One that was derived from the parameter has it as its half; comparing would wait for a GPU.)
+            if has_master and not torch.equal(half.view(torch.int16), tensor.detach().view(torch.int16)):
                 tensor.detach().copy_(half)
         for name, value in values.items():
             _put_state(rule, form, name, tensor, value, entries)
