@@ -1,4 +1,4 @@
-"""Every CUDA kernel once, for compute-sanitizer: aligned and ragged memory, 16-bit gradients, each rule."""
+"""Every CUDA kernel once, for compute-sanitizer: aligned and ragged memory, 16-bit gradients, each rule and format."""
 
 from __future__ import annotations
 
@@ -21,3 +21,25 @@ for optimizer_class, options in (
         optimizer.step()
     torch.cuda.synchronize()
     print("stepped", optimizer_class.__name__, int(optimizer.skipped_steps))
+
+FORMATS = [
+    {"master_weights": masters, "state_dtype": states}
+    for masters in ("split8", "split16")
+    for states in ("int8", torch.bfloat16)
+]
+FORMATS += [{"master_weights": None, "rounding": "stochastic", "state_dtype": "int8"}]
+for optimizer_class, options in ((af.AdamW, {}), (af.AdamW, {"amsgrad": True}), (af.Lion, {})):
+    for formats in FORMATS:
+        params = [torch.randn(n, device="cuda").bfloat16().requires_grad_() for n in (3 * 32768 + 2048 + 5, 1023, 1)]
+        optimizer = optimizer_class(
+            params, backend="cuda", accumulator_dtype=torch.bfloat16, state_dtype_min_numel=2, **options, **formats
+        )
+        for dtype in (torch.float32, torch.bfloat16):
+            for weight in (1.0, 2.0):
+                for param in params:
+                    param.grad_dtype = dtype
+                    param.grad = torch.randn(param.numel(), device="cuda").to(dtype)
+                optimizer.accumulate(weight)
+            optimizer.step()
+        torch.cuda.synchronize()
+        print("stepped", optimizer_class.__name__, formats)

@@ -32,12 +32,9 @@ NAMES = {
 }  # fmt: skip
 # What a pass reads, the gradient included, and what it writes.
 STREAMS = {
-    "accumulate": (2, 1), "accumulate: bf16": (2, 1), "norm": (1, 0), "step: SGD": (2, 1),
-    "step: SGD with momentum": (3, 2), "step: Adam": (4, 3),
-    "step: AMSGrad": (5, 4), "step: Lion": (3, 2),
+    "accumulate": (2, 1), "norm": (1, 0), "step: SGD": (2, 1), "step: SGD with momentum": (3, 2),
+    "step: Adam": (4, 3), "step: AMSGrad": (5, 4), "step: Lion": (3, 2),
 }  # fmt: skip
-
-
 # The loops for packed formats: loads of 8 bytes, stores of 16 bytes -> weights; the rest tells the gradient.
 PACKED = {(3, 1): "split8", (2, 2): "split16", (2, 1): "bf16 stochastic"}
 
@@ -189,12 +186,15 @@ def table(archs: list[int]) -> str:
     for arch in archs:
         for kernel in kernels(module(), arch):
             fp32 = [loop for loop in kernel.vector_loops() if not loop.half_loads]
-            wide = sorted({f"{loop.loads} / {loop.stores}" for loop in fp32})
+            pairs = sorted({f"{loop.loads} / {loop.stores}" for loop in fp32})
             count = f"{min(loop.least for loop in fp32):.0f} to {max(loop.most for loop in fp32):.0f}" if fp32 else ""
             lines.append(
                 f"| {kernel.name} | {arch} | {kernel.registers} | {kernel.occupancy:.0%} | {kernel.local_bytes} "
-                f"| {', '.join(wide)} | {count} |"
+                f"| {', '.join(pairs)} | {count} |"
             )
+            for weights, grad, loop in sorted(kernel.packed_loops(), key=lambda found: found[:2]):
+                wide = f"{loop.loads} / {loop.stores}"
+                lines.append(f"| ... {weights}, {grad} gradients | {arch} | | | | {wide} | {loop.least:.1f} |")
     return "\n".join(lines)
 
 
