@@ -85,17 +85,22 @@ AF_INLINE Bfloat16 to_bfloat16(float value, uint32_t noise) { return {uint16_t(b
 
 AF_INLINE uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-// Below 2^-14 the distance between neighbours stays 2^-24, so more bits of the mantissa are dropped there.
-AF_INLINE Float16 to_float16(float value, uint32_t noise) {
+// Below 2^-14 the distance between neighbours stays 2^-24, so more bits of the mantissa are dropped there: at most 30,
+// of which `up(dropped, mantissa)` says what is added to them.
+template <class Up>
+AF_INLINE Float16 round_to_float16(float value, const Up& up) {
   const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu, exponent = magnitude >> 23;
   const uint32_t below = exponent < 113 ? 113 - exponent : 0;
-  const uint32_t beyond = below > 17 ? smaller(below - 17, 31) : 0;  // what noise of 30 bits cannot decide about
+  const uint32_t beyond = below > 17 ? smaller(below - 17, 31) : 0;  // what 30 bits cannot decide about
   const uint32_t dropped = smaller(13 + below, 30);
   const uint32_t mantissa = ((magnitude & 0x7fffffu) | 0x800000u) >> beyond;
-  const uint32_t half =
-      ((exponent > 113 ? exponent - 113 : 0) << 10) + ((mantissa + (noise >> (32 - dropped))) >> dropped);
+  const uint32_t half = ((exponent > 113 ? exponent - 113 : 0) << 10) + ((mantissa + up(dropped, mantissa)) >> dropped);
   const uint32_t kept = magnitude > 0x7f800000u ? 0x7e00u : smaller(half, 0x7c00u);
   return {uint16_t(kept | (bits >> 16 & 0x8000u))};
+}
+
+AF_INLINE Float16 to_float16(float value, uint32_t noise) {
+  return round_to_float16(value, [=](uint32_t dropped, uint32_t) { return noise >> (32 - dropped); });
 }
 
 AF_INLINE Float16 to_float16(float value) {
@@ -104,15 +109,10 @@ AF_INLINE Float16 to_float16(float value) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
   return {half};
 #else
-  // To nearest, ties to even: one less than half a unit is added, and the bit that is to be the last one.
-  const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu, exponent = magnitude >> 23;
-  const uint32_t below = exponent < 113 ? 113 - exponent : 0;
-  const uint32_t dropped = smaller(13 + below, 30);
-  const uint32_t mantissa = below > 17 ? 0 : (magnitude & 0x7fffffu) | 0x800000u;
-  const uint32_t up = ((1u << dropped) >> 1) - 1 + (mantissa >> dropped & 1);
-  const uint32_t half = ((exponent > 113 ? exponent - 113 : 0) << 10) + ((mantissa + up) >> dropped);
-  const uint32_t kept = magnitude > 0x7f800000u ? 0x7e00u : smaller(half, 0x7c00u);
-  return {uint16_t(kept | (bits >> 16 & 0x8000u))};
+  // Ties to even: one less than half a unit, and the bit that is to be the last one.
+  return round_to_float16(value, [](uint32_t dropped, uint32_t mantissa) {
+    return ((1u << dropped) >> 1) - 1 + (mantissa >> dropped & 1);
+  });
 #endif
 }
 
