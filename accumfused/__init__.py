@@ -2,6 +2,7 @@
 
 from accumfused.batch_norm import BatchNormWarning
 from accumfused.clipping import clip_together
+from accumfused.ddp import attach_ddp
 from accumfused.fuse import fuse
 from accumfused.grad_scaler import GradScaler
 from accumfused.memory_report import MemoryReport, memory_report
@@ -22,6 +23,7 @@ __all__ = [
     "GradScaler",
     "Lion",
     "MemoryReport",
+    "attach_ddp",
     "clip_together",
     "fuse",
     "gradient_accumulation_steps",

@@ -15,9 +15,11 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from accumfused import shards
 from accumfused.backends.base import OVERWRITE, Backend, Fold, on_device
 from accumfused.batch_norm import warn_of_batch_norm
 from accumfused.formats import PARAM_DTYPES
+from accumfused.numeric import memory_order
 from accumfused.plan import Grads, Plan
 from accumfused.warn import warn
 
@@ -48,8 +50,11 @@ class Window:
         self._count = 0  # micro-batches that were folded
         self.entered = False  # a micro-batch is in progress: it counts already, and more of its gradients may come
         self._index: int | None = None  # of its weight; None: it is left out
+        self._divisor: float | Tensor | None = None  # what processes have agreed on; else the total
+        self.is_complete = False  # last=True was said, and the accumulators wait for the step
         self._closed: int | None = None  # index under which rows are held that are divided already
         self._arena: Grads = []  # accumulators of gradients that cannot be adopted; kept between windows
+        self.flats: list[Tensor] = []  # what it lies in
         self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another one
         self._dropped = 0  # open windows in a row without a step
         self._sought_batch_norm = False
@@ -64,6 +69,11 @@ class Window:
                     "with write_grad it stays until zero_grad())"
                 )
             self.drop()  # model.zero_grad() has released it
+        if self.is_complete:
+            raise RuntimeError(
+                "the window was closed by last=True and waits for its step; call step() or zero_grad() before the next "
+                "backward()"
+            )
         if self.phase is Phase.OPEN:
             self.follow(plan)
         if self._weighted is not None and self._weighted != (weight is not None):
@@ -92,7 +102,7 @@ class Window:
             raise RuntimeError(
                 "parameters were removed or reordered while a window is open; call step() or zero_grad() first"
             )
-        for param, accumulator in zip(self.params, self.accumulators, strict=True):
+        for param, accumulator in zip(plan.owned, self.accumulators, strict=False):
             if accumulator is not None and (
                 (param.device, param.shape) != (accumulator.device, accumulator.shape)
                 or param.dtype not in PARAM_DTYPES
@@ -146,13 +156,15 @@ class Window:
         twin, rows = copy.copy(self), len(self.params)
         twin.params, twin._held, twin._weights = list(self.params), list(self._held), self._weights.clone()
         twin.accumulators = [None if a is None else a.clone() for a in self.accumulators]
-        twin._plan, twin._arena, twin._grad_dtypes = None, [None] * rows, {}
+        twin._plan, twin._arena, twin.flats, twin._grad_dtypes = None, [None] * rows, [], {}
         twin.partials, twin._summed = self.partials[:0], [False] * rows
         return twin
 
     def check_total(self, weight: float | Tensor | None) -> None:
         """Refuses to close a window whose weights, this one included, are all zero."""
         if self._weighted is False or weight is None or isinstance(self._total, Tensor) or isinstance(weight, Tensor):
+            return
+        if self._divisor is not None:  # other processes have weights too
             return
         if self._total + weight == 0:
             raise ValueError(
@@ -167,7 +179,7 @@ class Window:
             in_loss: the loss was multiplied by the weight, so the gradients are already.
         """
         if self.phase is Phase.IDLE:
-            self._open(plan)
+            self.open(plan)
         self.entered, self._weighted, self._index = True, weight is not None, _READY
         if isinstance(weight, Tensor):
             weight = _on_device(weight, plan.device)
@@ -198,23 +210,62 @@ class Window:
             return
         self.entered = False
         plan.release_gradients()
-        if last:
-            self.expose()
         if self._count == 2 and not self._sought_batch_norm:  # last, so that all is well where a warning is an error
             self._sought_batch_norm = True
             warn_of_batch_norm(self.params)
 
     def settle(self, plan: Plan, backend: Backend) -> float | Tensor:
         """Brings every accumulator under one common factor, for the step to divide by, and returns it."""
-        if not self._weighted:
+        if not self._weighted and self._divisor is None:
             return 1.0
         alone = self._only_weight()
         if alone is not None:
             return self._total / self._weights[alone] if isinstance(self._total, Tensor) else 1.0
-        if max(self._held) > _READY:
+        if max(self._held, default=OVERWRITE) > _READY:
             pending: Grads = [a if h > _READY else None for a, h in zip(self.accumulators, self._held, strict=True)]
             self._launch(plan, backend, [None] * len(pending), pending, _READY, 1.0)
+        return self._total if self._divisor is None else self._divisor
+
+    def agree(self, plan: Plan, divisor: Tensor, missing: list[bool]) -> None:
+        """What processes have told each other before they close the window: see `reduction.Reduction.exchange`.
+
+        Args:
+            divisor: of the sums of all processes, fp64, shape [].
+            missing: which parameters have a gradient elsewhere only: they get an accumulator of zeros.
+        """
+        self._divisor = divisor
+        if True in missing:
+            self._extend_arena(plan, [t if m else None for t, m in zip(plan.tensors, missing, strict=True)])
+        for row, is_missing in enumerate(missing):
+            zeros = self._arena[row]
+            if is_missing and zeros is not None:
+                self.accumulators[row] = zeros.zero_()
+                self._held[row] = _READY
+
+    def present(self, grads: Grads) -> list[bool]:
+        """Which parameters have a sum, or get one by these gradients."""
+        grads = [None] * len(grads) if self._index is None else grads
+        return [a is not None or g is not None for a, g in zip(self.accumulators, grads, strict=True)]
+
+    def to_reduce(self) -> list[Tensor]:
+        """The memory of all accumulators, in as few tensors as may be."""
+        rows = zip(self.accumulators, self._arena, strict=True)
+        if all(accumulator is None or accumulator is place for accumulator, place in rows):
+            return self.flats
+        return [memory_order(accumulator) for accumulator in self.accumulators if accumulator is not None]
+
+    @property
+    def is_weighted(self) -> bool | None:
+        return self._weighted
+
+    @property
+    def total(self) -> float | Tensor:
         return self._total
+
+    def reduced(self) -> None:
+        """The accumulators are sums over processes now, and their sums of squares are not known."""
+        self._summed = [False] * len(self._summed)
+        torch.autograd.graph.increment_version([a for a in self.accumulators if a is not None])
 
     def expose(self) -> None:
         """Closes the window: p.grad becomes the accumulator, also where autograd's gradient has another dtype."""
@@ -226,7 +277,13 @@ class Window:
             if dtype not in (accumulator.dtype, None):
                 self._grad_dtypes[index] = dtype
                 param.grad_dtype = None
-            param.grad = accumulator
+            assert self._plan is not None
+            shard = self._plan.shards[index]
+            if shard is None:
+                param.grad = accumulator
+            else:
+                param.grad = shard.whole(accumulator)
+                self.accumulators[index] = shards.local(param.grad)  # by which it is known again
 
     def cast(self) -> None:
         """p.grad of a closed window in the dtype of its parameter, for a step of torch's: some refuse another."""
@@ -235,8 +292,8 @@ class Window:
             if grad is None or grad.dtype == param.dtype or dtype not in (None, param.dtype):
                 continue
             param.grad = grad.to(param.dtype)
-            if grad is accumulator:
-                self.accumulators[index] = param.grad
+            if shards.local(grad) is accumulator:
+                self.accumulators[index] = shards.local(param.grad)
 
     def stale(self, grads: Grads) -> Grads | None:
         """Those accumulators whose sums of squares are not in `partials`, if any."""
@@ -270,10 +327,11 @@ class Window:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
-    def _open(self, plan: Plan) -> None:
+    def open(self, plan: Plan) -> None:
+        """Begins a window, with no micro-batch yet."""
         same = len(self.params) == len(plan.params) and all(map(operator.is_, self.params, plan.params))
         if not same:
-            self.params, self._arena = list(plan.params), [None] * len(plan.params)
+            self.params, self._arena, self.flats = list(plan.params), [None] * len(plan.params), []
             self._grad_dtypes.clear()
         self._plan = plan
         rows = len(plan.params)
@@ -291,7 +349,7 @@ class Window:
         self._plan = None
         self.accumulators, self._held, self._summed = [], [], []
         self._weighted, self._total, self._count, self.entered = None, 0.0, 0, False
-        self._closed = None
+        self._closed, self._divisor, self.is_complete = None, None, False
 
     def _weigh(self, weight: float | Tensor, index: int) -> int:
         while index >= len(self._weights):
@@ -306,6 +364,8 @@ class Window:
     def _only_weight(self) -> int | None:
         """The index of the weight that all accumulators wait for, if one micro-batch was all: its mean is itself."""
         pending = set(self._held) - {OVERWRITE}
+        if self._divisor is not None:
+            return None
         return pending.pop() if self._count == 1 and len(pending) == 1 and _READY not in pending else None
 
     def _waits_for_closing(self, scale: float) -> bool:
@@ -313,6 +373,8 @@ class Window:
         return self._only_weight() is None and (scale != 1.0 or max(self._held, default=OVERWRITE) > _READY)
 
     def _closing_scale(self) -> float | Tensor:
+        if self._divisor is not None:
+            return 1.0 / self._divisor
         return 1.0 / self._total if self._weighted else 1.0
 
     def _add(
@@ -371,7 +433,8 @@ class Window:
             if grad is None:
                 continue
             alone = not shared or grad.data_ptr() not in shared
-            if grad is self._arena[row] or (alone and _adoptable(grad, plan.accumulator_dtype)):
+            adopts = plan.adopts_gradients and alone and _adoptable(grad, plan.accumulator_dtype)
+            if grad is self._arena[row] or adopts:
                 self.accumulators[row] = grad
             else:
                 copied[row] = grad
@@ -387,6 +450,9 @@ class Window:
     def _extend_arena(self, plan: Plan, grads: Grads) -> None:
         """Room for these gradients in one flat allocation per device, where there is none that fits."""
         missing: dict[torch.device, list[int]] = {}
+        if not plan.adopts_gradients:  # all at once, for what is to be reduced
+            wanted = [p.requires_grad or g is not None for p, g in zip(plan.params, grads, strict=True)]
+            grads = [t if want else None for t, want in zip(plan.tensors, wanted, strict=True)]
         for row, grad in enumerate(grads):
             have = self._arena[row]
             if grad is not None and (
@@ -398,6 +464,7 @@ class Window:
         for device, rows in missing.items():
             sizes = [-(-plan.tensors[row].numel() // _PADDING) * _PADDING for row in rows]
             flat = torch.empty(sum(sizes), dtype=plan.accumulator_dtype, device=device)
+            self.flats.append(flat)
             offset = 0
             for row, size in zip(rows, sizes, strict=True):
                 tensor = plan.tensors[row]

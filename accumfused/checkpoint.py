@@ -18,6 +18,7 @@ from accumfused.accumulation import Window
 from accumfused.codecs import BLOCK, block_count
 from accumfused.formats import MASTER, PARAM_DTYPES, REMAINDER, SEED, format_of, scale_name
 from accumfused.rule import Rule
+from accumfused.shards import is_dtensor, owned, shard_of
 from accumfused.state import make_state
 from accumfused.warn import warn
 
@@ -57,7 +58,13 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         entries = dict(state.get(key, {}))
         if "step" in rule.torch_states and not all(name in entries for name in rule.states):
             settings = optimizer._settings
-            make_state(rule, format_of(rule, param, settings), param, entries, settings.seed)
+            shard = shard_of(param)
+            own = entries if shard is None else shard.parts(entries)
+            make_state(rule, format_of(rule, param, settings), owned(param, shard), own, settings.seed)
+            if shard is not None:
+                shard.put(own, entries)
+        if is_dtensor(param):
+            accumulator = shard_of(param).whole(accumulator)  # type: ignore[union-attr]
         state[key] = entries | {ACCUMULATOR: accumulator, WEIGHTS: weights}
     return {**state_dict, "state": state}
 
@@ -71,8 +78,10 @@ def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> 
         if key in params and ACCUMULATOR in entries:
             state[key] = {name: value for name, value in entries.items() if name not in (ACCUMULATOR, WEIGHTS)}
             dtype = optimizer._settings.accumulator_dtype
-            accumulator = torch.empty_like(params[key], dtype=dtype, requires_grad=False)
-            found[id(params[key])] = accumulator.copy_(entries[ACCUMULATOR]), entries[WEIGHTS].tolist()
+            shard, saved = shard_of(params[key]), entries[ACCUMULATOR]
+            accumulator = torch.empty_like(owned(params[key], shard), dtype=dtype, requires_grad=False)
+            accumulator.copy_(saved if shard is None else shard.part(ACCUMULATOR, saved))
+            found[id(params[key])] = accumulator, entries[WEIGHTS].tolist()
     if not found:
         return dict(state_dict), None
     window = Window.resumed([(param, *found.get(id(param), (None, None))) for param in params.values()])
@@ -221,7 +230,7 @@ def _check_scale(key: Any, name: str, value: Tensor, scale: Tensor | None) -> No
     if scale is None:
         raise ValueError(f"{what} is in 8 bits, and its scales {scale_name(name)!r} are missing; it is incomplete")
     blocks = block_count(value.numel())
-    if scale.shape != (blocks,):
+    if scale.numel() != blocks:
         raise ValueError(
             f"{what} has scales of shape {list(scale.shape)}, and {BLOCK} elements to a scale make [{blocks}]; "
             "it is damaged, or was made with another block size"

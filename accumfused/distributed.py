@@ -1,23 +1,81 @@
-"""Who reduces gradients between processes, and would find none where they were released."""
+"""torch.distributed as it is found here: groups, meshes, and who reduces gradients between processes."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 
-def refuse_wrapped(params: Iterable[Tensor]) -> None:
-    """Refuses parameters of a DistributedDataParallel or FullyShardedDataParallel: it would reduce zeros, in silence.
+def has_processes() -> bool:
+    """Whether there is more than one."""
+    available = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return available and torch.distributed.get_world_size() > 1
 
-    Modules that `gc.freeze()` has put out of sight are not found.
+
+def check_group(name: str, group: Any) -> None:
+    """Refuses what is no process group of this process.
+
+    Raises:
+        TypeError, ValueError
+    """
+    if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):
+        what = "a group that this process is not in" if isinstance(group, int) else type(group).__name__
+        raise TypeError(
+            f"{name} must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD, say), got {what}"
+        )
+
+
+def mesh_of(group: Any, devices: set[torch.device]) -> Any:
+    """A one-dimensional mesh over the processes of a group.
+
+    Raises:
+        RuntimeError: parameters on more than one kind of device.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    kinds = {device.type for device in devices}
+    if len(kinds) != 1:
+        raise RuntimeError(f"sharding_group is for parameters on one kind of device, these are on {sorted(kinds)}")
+    return DeviceMesh.from_group(group, kinds.pop())
+
+
+def refuse_wrapped(params: Iterable[Tensor]) -> None:
+    """Refuses to release gradients of a DistributedDataParallel or FullyShardedDataParallel: it would reduce zeros.
 
     Raises:
         RuntimeError: there is one.
+    """
+    for wrapper in _wrappers(params):
+        _refuse(type(wrapper).__name__)
+
+
+def refuse_reducing(params: Iterable[Tensor]) -> None:
+    """Refuses parameters whose gradients somebody else reduces too.
+
+    Raises:
+        RuntimeError: they are.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+    for wrapper in _wrappers(params):
+        if noop_hook not in [hook for hook, _ in getattr(wrapper, "_comm_hooks", [])]:
+            raise RuntimeError(
+                f"the optimizer has a process group, and its parameters belong to a {type(wrapper).__name__} that "
+                "reduces their gradients too; call accumfused.attach_ddp(ddp, optimizer) (FullyShardedDataParallel: "
+                "use fully_shard, and no process_group)"
+            )
+
+
+def _wrappers(params: Iterable[Tensor]) -> Iterator[Any]:
+    """The DistributedDataParallel or FullyShardedDataParallel modules that have any of these parameters.
+
+    Modules that `gc.freeze()` has put out of sight are not found.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
@@ -29,7 +87,7 @@ def refuse_wrapped(params: Iterable[Tensor]) -> None:
             continue
         inner = [child for child in vars(wrapper).get("_modules", {}).values() if child is not None]
         if any(id(param) in ids for module in inner for param in module.parameters()):
-            _refuse(type(wrapper).__name__)
+            yield wrapper
 
 
 def refuse_tensor(param: Tensor) -> None:

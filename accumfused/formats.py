@@ -6,6 +6,7 @@ the optimizer's state holds of a parameter, in the order in which kernels take i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accumfused import codecs
+from accumfused import codecs, shards
 from accumfused.rule import Rule
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
     states = States.FLOAT32
     if rule.states and param.numel() >= settings.state_dtype_min_numel:
         states = settings.states
+    if states is States.INT8 and not shards.keeps_blocks(param, settings.sharding_group is not None):
+        states = States.FLOAT32
     return Format(weights, states, settings.accumulator_dtype == torch.bfloat16)
 
 
@@ -146,6 +149,13 @@ def scale_name(state: str) -> str:
     return f"{state}_scale"
 
 
+def scale_shape(param: Tensor) -> tuple[int, ...]:
+    """A scale for each block: as a matrix where rows are whole blocks, which processes can share row by row."""
+    if shards.has_block_rows(param):
+        return param.shape[0], math.prod(param.shape[1:]) // codecs.BLOCK
+    return (codecs.block_count(param.numel()),)
+
+
 def counts_steps(rule: type[Rule], form: Format) -> bool:
     """Noise is another one in every step."""
     return rule.counts_steps or form.needs_noise
@@ -163,7 +173,7 @@ def storage_of(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[s
         entries[SEED] if form.needs_noise else None,
         entries[form.master[0]] if form.master else None,
         [entries[name] for name in rule.states],
-        [entries[scale_name(name)] for name in rule.states] if form.states is States.INT8 else [],
+        [entries[scale_name(name)].view(-1) for name in rule.states] if form.states is States.INT8 else [],
     )
 
 
@@ -175,4 +185,4 @@ def _fits(name: str, value: Any, rule: type[Rule], form: Format, param: Tensor) 
     if name in rule.states or (form.master is not None and name == form.master[0]):
         dtype = STATE_DTYPES[form.states] if name in rule.states else form.master[1]  # type: ignore[index]
         return value.dtype == dtype and value.shape == param.shape and value.stride() == param.stride()
-    return value.dtype == torch.uint8 and value.shape == (codecs.block_count(param.numel()),) and value.is_contiguous()
+    return value.dtype == torch.uint8 and value.shape == scale_shape(param) and value.is_contiguous()

@@ -11,6 +11,7 @@ from torch.nn import Module, Parameter
 
 from accumfused.accumulation import Phase
 from accumfused.formats import PARAM_DTYPES
+from accumfused.shards import owned, replicated, shard_of
 from accumfused.state import full_precision, store_full_precision
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def state_dict(optimizer: FusedOptimizer, model: Module) -> dict[str, Any]:
     for name, value in saved.items():
         if isinstance(value, Parameter) and value.dtype in PARAM_DTYPES and value.dtype != torch.float32:
             if id(value) not in whole:
-                whole[id(value)] = full_precision(value, optimizer.state.get(value, {}))
+                whole[id(value)] = _full_precision(optimizer, value)
             saved[name] = whole[id(value)]
         elif isinstance(value, Tensor):
             saved[name] = value.detach()
@@ -54,12 +55,24 @@ def load_state_dict(optimizer: FusedOptimizer, model: Module, state_dict: Mappin
     current = optimizer._with_states(current, [p if row in rows else None for row, p in enumerate(current.params)])
     for row in rows:
         param, tensor = current.params[row], current.tensors[row]
-        store_full_precision(current.formats[row], tensor, optimizer.state[param], values[id(param)])
-        if tensor is not param:  # its memory has holes
-            param.copy_(tensor)
+        shard, entries, value = current.shards[row], optimizer.state[param], values[id(param)]
+        if shard is not None:
+            entries, value = shard.parts(entries), shard.part("weights", value)
+        store_full_precision(current.formats[row], tensor, entries, value)
+        if tensor is not current.owned[row]:  # its memory has holes
+            current.owned[row].copy_(tensor)
     masters.written()
     masters.refresh(current)  # which may have more of them now
     return result
+
+
+def _full_precision(optimizer: FusedOptimizer, param: Tensor) -> Tensor:
+    mesh, entries = optimizer._runtime.mesh, optimizer.state.get(param, {})
+    shard = shard_of(param, mesh)
+    if shard is None:
+        return full_precision(param, entries)
+    part = shard.whole(full_precision(owned(param, shard), shard.parts(entries)))
+    return part if mesh is None else replicated(part)
 
 
 def _check_model(optimizer: FusedOptimizer, model: Module) -> None:

@@ -64,7 +64,7 @@ class Masters:
         self._plan = plan
         self._rows = [row for row, (form, storage) in enumerate(rows) if form.master is not None and storage]
         self._params = [plan.params[row] for row in self._rows]
-        self._addresses = [param.data_ptr() for param in self._params]
+        self._addresses = [plan.owned[row].data_ptr() for row in self._rows]
         self._versions = []
         for row, param, address in zip(self._rows, self._params, self._addresses, strict=True):
             version, before = known.get(id(param), (param._version, None))
@@ -79,7 +79,7 @@ def _is_whole(storage: Storage | None) -> bool:
 
 
 def _derive(plan: Plan, row: int) -> None:
-    param, storage = plan.params[row], plan.storages[row]
+    param, storage = plan.owned[row], plan.storages[row]
     assert storage is not None
     assert storage.master is not None
     if _is_whole(storage):

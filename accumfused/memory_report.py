@@ -26,6 +26,7 @@ from accumfused.formats import (
 )
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule
+from accumfused.shards import Shard, local, owned, shard_of
 
 PARTS = ("parameters", "masters", "states", "scales", "accumulators", "gradients")
 _WEIGHTS = {
@@ -166,21 +167,30 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
         rule = optimizer.rule_of(group)
         for param in group["params"]:
             form = format_of(rule, param, optimizer._settings) if param.dtype in PARAM_DTYPES else Format()
-            own = _memory_of(rule, form, param, optimizer.state.get(param, {}), accumulators.get(id(param), []))
+            shard, entries = shard_of(param, optimizer._runtime.mesh), optimizer.state.get(param, {})
+            own = _memory_of(rule, form, param, shard, entries, accumulators.get(id(param), []))
             formats.setdefault(_name(rule, form, param), Memory()).add(own)
     return MemoryReport(formats)
 
 
 def _memory_of(
-    rule: type[Rule], form: Format, param: Tensor, entries: Mapping[str, Any], held: list[Tensor | None]
+    rule: type[Rule],
+    form: Format,
+    param: Tensor,
+    shard: Shard | None,
+    entries: Mapping[str, Any],
+    held: list[Tensor | None],
 ) -> Memory:
-    memory = Memory(1, param.numel())
+    memory = Memory(1, local(param).numel())
     parts = memory.parts
-    parts["parameters"] = param.nbytes
+    parts["parameters"] = local(param).nbytes
     accumulators = {id(tensor): tensor for tensor in held if tensor is not None}
     parts["accumulators"] = sum(tensor.nbytes for tensor in accumulators.values())
-    if param.grad is not None and id(param.grad) not in accumulators:
-        parts["gradients"] = param.grad.nbytes
+    grad = local(param.grad)
+    if grad is not None and id(grad) not in accumulators:
+        parts["gradients"] = grad.nbytes
+    if shard is not None:
+        entries, param = shard.parts(entries), owned(param, shard)
     if rule.is_foreign or storage_of(rule, form, param, entries) is not None or not param.requires_grad:
         for name, value in entries.items():
             parts[_part(rule, name)] += value.nbytes if isinstance(value, Tensor) else 0

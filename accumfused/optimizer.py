@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
-from accumfused import checkpoint, formats, full_precision, plan
+from accumfused import checkpoint, formats, full_precision, plan, shards
 from accumfused.accumulation import Phase, Window
 from accumfused.arguments import checked_positive, checked_weight
 from accumfused.masters import Masters
@@ -74,15 +74,16 @@ class FusedOptimizer(Tail):
             RuntimeError: there is a gradient that was not accumulated; otherwise as `accumulate`.
         """
         weight = checked_weight(weight)
-        window, release, current = self._runtime.window, self._runtime.release, self._plan()
+        window, release, current = self._runtime.window, self._runtime.release, self._whole_plan()
         grads, present = current.gradients()
         self._let_go()
+        self._refuse_unreduced(current, weight, in_loss=True)
         if release is not None:
             release.end(weight, in_loss=True)
         window.begin(current, grads, weight)
         if present or window.entered:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
-        if last:
+        if last and self._settings.group is None:
             window.check_total(weight)
         with contextlib.nullcontext() if release is None else release.expecting(weight, last):
             (loss if weight is None else loss * weight).backward()  # type: ignore[no-untyped-call]
@@ -202,9 +203,18 @@ class FusedOptimizer(Tail):
         It reads this before it decides: the one moment to refuse a window that it cannot see. With `clip_together` the
         norm is over gradients of others, which it would unscale one optimizer after the other.
         """
-        if self._runtime.window.phase is Phase.OPEN:
+        phase, settings = self._runtime.window.phase, self._settings
+        if settings.sharding_group is not None:
             raise RuntimeError(
-                "a GradScaler cannot see into an open window; close it with accumulate(..., last=True) before "
+                "with sharding_group gradients are added up within the step, after a GradScaler has looked at them; "
+                "use accumfused.GradScaler"
+            )
+        if phase is Phase.OPEN or (settings.process_group is not None and phase is Phase.IDLE):
+            what = "a GradScaler cannot see into an open window"
+            if phase is Phase.IDLE:
+                what = "gradients are not added up over the processes yet, so a GradScaler would decide on its own"
+            raise RuntimeError(
+                f"{what}; close it with accumulate(..., last=True) before "
                 "scaler.unscale_() or scaler.step() (accumfused.GradScaler.step() needs no closed one)"
             )
         return self._settings.amp == "fused" or self._together is not None
@@ -299,7 +309,8 @@ class FusedOptimizer(Tail):
         finally:
             last.remove()
             first.remove()
-        self._runtime.plan, self._runtime.masters = None, Masters()
+        self._runtime.plan = self._runtime.whole = None
+        self._runtime.masters = Masters()
         if self._runtime.window.phase is Phase.CLOSED:
             self._runtime.window.consume()  # its gradients are not those of the checkpoint either
         if window is not None:
@@ -311,6 +322,7 @@ class FusedOptimizer(Tail):
         if self._runtime.window.phase is not Phase.OPEN:
             return super().state_dict()
         checkpoint.refuse_part(self._runtime.window)
+        self._refuse_own_sums()
         first = self.register_state_dict_post_hook(checkpoint.with_window, prepend=True)
         try:
             return super().state_dict()
@@ -350,11 +362,25 @@ class FusedOptimizer(Tail):
 
     def __getstate__(self) -> dict[str, Any]:
         self._runtime.masters.settle()
-        carried = {**super().__getstate__(), "_settings": replace(self._settings), "_together": self._together}
+        if self._settings.sharding_group is not None:
+            raise RuntimeError(
+                "an optimizer with sharding_group cannot be copied or pickled, as its process group cannot; save its "
+                "state_dict() by torch.distributed.checkpoint"
+            )
+        settings = replace(self._settings, process_group=None, reduce_dtype=None)
+        carried = {**super().__getstate__(), "_settings": settings, "_together": self._together}
         if self._runtime.window.phase is Phase.OPEN:
             checkpoint.refuse_part(self._runtime.window)
+            self._refuse_own_sums()
             carried["_window"] = self._runtime.window.copied()
         return carried
+
+    def _refuse_own_sums(self) -> None:
+        if self._settings.group is not None:
+            raise RuntimeError(
+                "a window is open, and holds this process's own part of the sums: no checkpoint or copy of one process "
+                "has them all; call step() or zero_grad(), or accumulate(..., last=True), before that"
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not hasattr(self, "_runtime"):  # a wrapper may have it, and not in its own __dict__
@@ -378,6 +404,6 @@ def check_parameters(params: list[Tensor]) -> None:
     """Refuses parameters that require a gradient and cannot be updated, and one that is listed twice."""
     for param in params:
         if isinstance(param, Tensor) and param.requires_grad and param.device.type != "meta":
-            plan.check_parameter(param)
+            plan.check_parameter(shards.local(param))
     if len({id(param) for param in params}) != len(params):
         raise ValueError("a parameter group holds the same parameter twice; remove one of them")

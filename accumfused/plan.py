@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accumfused import _native
+from accumfused import _native, shards
 from accumfused.formats import PARAM_DTYPES, Format, Storage, format_of, storage_of
 from accumfused.numeric import chunk_count
 from accumfused.rule import Rule
+from accumfused.shards import Shard
 
 if TYPE_CHECKING:
     from accumfused.settings import Settings
@@ -31,7 +32,8 @@ class Plan:
     """Rows of tensors; built by `build`, dropped when something moves."""
 
     params: list[Tensor]  # as the user has them
-    tensors: list[Tensor]  # what the kernels write: the parameter, or a dense copy where its memory is not dense
+    owned: list[Tensor]  # this process's part of each: the parameter itself, where it is not spread over processes
+    tensors: list[Tensor]  # what the kernels write: the same, or a dense copy where that memory is not dense
     groups: list[int]
     rules: list[type[Rule]]  # per group
     formats: list[Format]
@@ -43,10 +45,18 @@ class Plan:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where its kernels run
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
     accumulator_dtype: torch.dtype = torch.float32
+    adopts_gradients: bool = True  # as accumulators; False: those are to be reduced, so they lie side by side
+    shards: list[Shard | None] = field(default_factory=list)  # how parts lie in their parameters; None: the whole
     rule_indices: list[int] = field(default_factory=list)  # per group, in the kernels' order
     device_tables: dict[int, Any] = field(default_factory=dict)  # the table's copies on a GPU, which cuda.py keeps here
     parts: list[tuple[Any, Plan]] = field(default_factory=list)  # with several devices: backend and plan of each
     _pointed_at: Grads | None = None
+    _seen: list[Any] | None = None  # of the groups and states of a plan with shards
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether parameters are spread over processes."""
+        return any(shard is not None for shard in self.shards)
 
     def add_table(self, table: Any, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
         """Makes the table of the addresses on this device; `table`: the class, of a native module."""
@@ -54,14 +64,18 @@ class Plan:
         device = torch.empty(0, device=self.device).__dlpack_device__()
         slots = [None if storage is None else storage.slots() for storage in self.storages]
         formats = [(int(form.weights), int(form.states)) for form in self.formats]
-        self.table = table(_native.exchange_api, device, self.params, self.tensors, numels, self.groups, slots, formats)
-        self.table.remember(param_groups, state)
+        owners = [self.owned[row] if shard else self.params[row] for row, shard in enumerate(self.shards)]
+        self.table = table(_native.exchange_api, device, owners, self.tensors, numels, self.groups, slots, formats)
+        if not self.is_spread:
+            self.table.remember(param_groups, state)
         indices = {name: index for index, (name, *_) in enumerate(_native._C.rules())}
         self.rule_indices = [indices.get(rule.name, 0) for rule in self.rules]
         assert self.table.chunks == self.chunks
 
     def unchanged(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool:
         """Whether groups, states and the memory behind them are still those of this plan."""
+        if self.is_spread:
+            return self._seen == _identities(param_groups, state)
         tables = [part.table for _, part in self.parts] or [self.table]
         # The reference has none: it reads everything at each step.
         return all(table is not None and table.unchanged(param_groups, state) for table in tables)
@@ -73,8 +87,9 @@ class Plan:
 
     def gradients(self) -> tuple[Grads, int]:
         """Every p.grad, and how many there are."""
-        if self.table is None:
-            grads = [param.grad for param in self.params]
+        if self.table is None or self.is_spread:
+            whole = [param.grad for param in self.params]
+            grads = [g if s is None else _part(p, g) for p, g, s in zip(self.params, whole, self.shards, strict=True)]
             return grads, sum(grad is not None for grad in grads)
         grads, present, refused = self.table.read_grads()
         self._pointed_at = grads if refused < 0 else []
@@ -82,7 +97,7 @@ class Plan:
 
     def release_gradients(self) -> None:
         """p.grad = None for every parameter."""
-        if self.table is not None:
+        if self.table is not None and not self.is_spread:
             self.table.release_grads()
             return
         for param in self.params:
@@ -124,7 +139,7 @@ class Plan:
 
     def _match(self, index: int, grad: Tensor) -> Tensor:
         tensor = self.tensors[index]
-        check_parameter(self.params[index])
+        check_parameter(self.owned[index])
         check_gradient(tensor, grad)
         in_memory = type(grad) is Tensor and not grad.is_neg() and not grad._is_zerotensor()
         if in_memory and grad.stride() == tensor.stride():
@@ -133,31 +148,71 @@ class Plan:
 
 
 def build(
-    param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any], rules: list[type[Rule]], settings: Settings
+    param_groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, Any],
+    rules: list[type[Rule]],
+    settings: Settings,
+    mesh: Any = None,
 ) -> Plan:
     """Builds the plan; the backend then adds what it keeps with it.
 
+    Args:
+        mesh: of processes that share the update of plain parameters; None: each makes all of it.
+
     Raises:
-        RuntimeError: two parameters share memory.
+        RuntimeError: two parameters share memory; a DTensor of which this process has no part to update.
     """
     params = [p for group in param_groups for p in group["params"]]
     groups = [g for g, group in enumerate(param_groups) for _ in group["params"]]
-    plan = Plan(params, [], groups, rules, [], [], accumulator_dtype=settings.accumulator_dtype)
+    plan = Plan(params, [], [], groups, rules, [], [], accumulator_dtype=settings.accumulator_dtype)
+    plan.adopts_gradients = settings.group is None
     for index, (param, group) in enumerate(zip(params, groups, strict=True)):
-        tensor = param
-        if layout(param) == "strided":
-            tensor = torch.empty_like(param, requires_grad=False)
+        shard = shards.shard_of(param, mesh)
+        tensor = shards.owned(param, shard)
+        plan.shards.append(shard)
+        plan.owned.append(tensor)
+        if layout(tensor) == "strided":
+            tensor = torch.empty_like(tensor, requires_grad=False)
             plan.copied.append(index)
         plan.tensors.append(tensor)
         form = format_of(rules[group], param, settings) if param.dtype in PARAM_DTYPES else Format()
         plan.formats.append(form)
-        plan.storages.append(storage_of(rules[group], form, tensor, state.get(param)))
+        entries = state.get(param)
+        if shard is not None and entries is not None:
+            entries = shard.parts(entries)
+        plan.storages.append(storage_of(rules[group], form, tensor, entries))
         plan.first_chunk.append(plan.chunks)
         plan.chunks += chunk_count(tensor.numel())
     plan.has_all_states = None not in plan.storages
-    _check_shared_memory(params)
+    _check_shared_memory(plan.owned)
+    if plan.is_spread:
+        plan._seen = _identities(param_groups, state)
     plan.device = next((tensor.device for tensor in plan.tensors if has_memory(tensor)), torch.device("cpu"))
     return plan
+
+
+def _identities(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> list[Any]:
+    """Which objects and addresses a plan with shards was made of."""
+    params = [param for group in param_groups for param in group["params"]]
+    parts = [(id(p), own.data_ptr(), own.dtype, own.shape) for p in params for own in [shards.local(p)]]
+    values = [(name, id(value)) for p in params for name, value in state.get(p, {}).items()]
+    return [parts, values]
+
+
+def _part(param: Tensor, grad: Tensor | None) -> Tensor | None:
+    """This process's part of the gradient of a DTensor.
+
+    Raises:
+        RuntimeError: a gradient that is placed otherwise than its parameter.
+    """
+    if grad is None:
+        return None
+    placements = [getattr(tensor, "placements", "a plain tensor") for tensor in (param, grad)]
+    if placements[0] != placements[1]:
+        raise RuntimeError(
+            f"a parameter is placed as {placements[0]}, its gradient as {placements[1]}; redistribute() the gradient"
+        )
+    return shards.local(grad)  # type: ignore[no-any-return]
 
 
 def layout(tensor: Tensor) -> str:

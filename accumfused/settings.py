@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from typing_extensions import TypedDict  # a dependency of torch's
 
-from accumfused import backends
+from accumfused import backends, distributed
 from accumfused.formats import States
 
 Nonfinite = Literal["skip", "propagate", "raise"]
@@ -34,6 +34,10 @@ class SettingArguments(TypedDict, total=False):
     state_dtype_min_numel: int
     accumulator_dtype: torch.dtype
     rounding_seed: int | None
+    process_group: Any
+    sharding_group: Any
+    grads_are_reduced: bool
+    reduce_dtype: torch.dtype | None
 
 
 @dataclass
@@ -51,6 +55,10 @@ class Settings:
     state_dtype_min_numel: int = 4096
     accumulator_dtype: torch.dtype = torch.float32
     rounding_seed: int | None = None
+    process_group: Any = None  # torch.distributed.ProcessGroup
+    sharding_group: Any = None
+    grads_are_reduced: bool = False
+    reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_grad_norm, (int, float, type(None))):
@@ -65,6 +73,7 @@ class Settings:
         if self.backend not in backends.NAMES:
             raise ValueError(f"backend must be one of {', '.join(backends.NAMES)}, got {self.backend!r}")
         self._check_formats()
+        self._check_groups()
         backends.check(self.backend)
 
     def _check_formats(self) -> None:
@@ -89,6 +98,26 @@ class Settings:
                 raise TypeError(f"{name} must be a whole number, got {type(value).__name__}")
             if not 0 <= value < 2**63:
                 raise ValueError(f"{name} must be >= 0 and below 2^63, got {value}")
+
+    def _check_groups(self) -> None:
+        for name, group in (("process_group", self.process_group), ("sharding_group", self.sharding_group)):
+            if group is not None:
+                distributed.check_group(name, group)
+        if self.process_group is not None and self.sharding_group is not None:
+            raise ValueError("sharding_group reduces gradients too; leave process_group out")
+        if self.grads_are_reduced and self.group is not None:
+            raise ValueError("grads_are_reduced=True says that nothing is to be reduced; leave the process group out")
+        if self.reduce_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(f"reduce_dtype must be torch.float32, torch.bfloat16 or None, got {self.reduce_dtype!r}")
+        if self.reduce_dtype is not None and self.group is None:
+            raise ValueError("reduce_dtype is for gradients that process_group or sharding_group reduces; give one")
+        if self.sharding_group is not None and self.accumulator_dtype != torch.float32:
+            raise ValueError("with sharding_group accumulators are fp32; leave accumulator_dtype out")
+
+    @property
+    def group(self) -> Any:
+        """Of the processes whose gradients this optimizer adds up itself, or None."""
+        return self.process_group if self.sharding_group is None else self.sharding_group
 
     @property
     def seed(self) -> int:

@@ -21,6 +21,7 @@ from accumfused.formats import (
     counts_steps,
     names,
     scale_name,
+    scale_shape,
     storage_of,
 )
 from accumfused.numeric import ieee, memory_order
@@ -128,7 +129,8 @@ def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, 
         return _laid_out(value, tensor)
     # The blocks are those of the layout that the codes have now.
     value = value if layout(value) == "dense" else value.contiguous()
-    full, scale = torch.empty_like(value, dtype=torch.float32), entries[scale_name(name)].to(value.device)
+    full = torch.empty_like(value, dtype=torch.float32)
+    scale = entries[scale_name(name)].to(value.device).reshape(-1)
     memory_order(full).copy_(codecs.decode(memory_order(value), scale, second_moment=name in rule.second_moments))
     return _laid_out(full, tensor)
 
@@ -140,7 +142,7 @@ def _put_state(
     stored = torch.zeros_like(tensor, dtype=STATE_DTYPES[form.states], requires_grad=False)
     entries[name] = stored
     if form.states is States.INT8:
-        entries[scale_name(name)] = stored.new_zeros(codecs.block_count(tensor.numel()))
+        entries[scale_name(name)] = stored.new_zeros(scale_shape(tensor))
     if value is None:
         return
     if form.states is not States.INT8:
@@ -151,4 +153,4 @@ def _put_state(
     noise = torch.full_like(flat, _NEAREST, dtype=torch.int32)
     second = name in rule.second_moments
     memory_order(stored).copy_(codecs.encode(flat, scale, noise, second_moment=second))
-    entries[scale_name(name)].copy_(scale)
+    entries[scale_name(name)].view(-1).copy_(scale)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from accumfused import backends, graphs, plan
+from accumfused import backends, distributed, graphs, plan, shards
 from accumfused.accumulation import Phase, Window
 from accumfused.arguments import checked_positive
 from accumfused.backends.base import Backend, Outcome, Scaling, on_device, rescale
+from accumfused.backends.reference import finish_norm
 from accumfused.masters import Masters
 from accumfused.plan import Grads, Plan
 from accumfused.rule import Rule
@@ -26,6 +27,7 @@ from accumfused.state import make_state
 
 if TYPE_CHECKING:
     from accumfused.clipping import ClipTogether
+    from accumfused.reduction import Reduction
     from accumfused.release import GradientRelease
 
 
@@ -37,6 +39,9 @@ class Runtime:
     backend: Backend | None = None
     devices: set[torch.device] | None = None  # that the backend was selected for
     plan: Plan | None = None
+    whole: Plan | None = None  # with sharding_group: of whole parameters, for windows; the other is of parts
+    reduction: Reduction | None = None
+    mesh: Any = None  # of sharding_group: torch.distributed.device_mesh.DeviceMesh
     masters: Masters = field(default_factory=Masters)
     partials: Tensor | None = None  # of the norm of gradients that came in p.grad
     outcome: Outcome | None = None  # of the last step
@@ -107,22 +112,43 @@ class Tail(torch.optim.Optimizer):
             if runtime.backend is None or runtime.devices not in (None, devices):
                 runtime.backend = backends.select(self._settings.backend, devices)
             runtime.devices = devices
-            runtime.plan = known = plan.build(self.param_groups, self.state, rules, self._settings)
+            runtime.plan = known = plan.build(self.param_groups, self.state, rules, self._settings, self._mesh(devices))
             runtime.backend.prepare(known, self.param_groups, self.state)
             if runtime.skips is None or runtime.skips.count.device != known.device:
                 runtime.skips = Skips(known.device)
         return known
 
+    def _whole_plan(self) -> Plan:
+        """That of the gradients: of whole parameters also where this process updates a part of each."""
+        current, runtime = self._plan(), self._runtime
+        if self._settings.sharding_group is None:
+            return current
+        known, state = runtime.whole, dict[Tensor, Any]()
+        if known is None or known.rules != current.rules or not known.unchanged(self.param_groups, state):
+            assert runtime.backend is not None
+            runtime.whole = known = plan.build(self.param_groups, state, current.rules, self._settings)
+            runtime.backend.prepare(known, self.param_groups, state)
+        return known
+
+    def _mesh(self, devices: set[torch.device]) -> Any:
+        runtime, group = self._runtime, self._settings.sharding_group
+        if group is not None and runtime.mesh is None:
+            runtime.mesh = distributed.mesh_of(group, devices)
+        return runtime.mesh
+
     def _let_go(self) -> None:
-        if self._runtime.plan is not None:
-            self._runtime.plan.let_go()
+        for known in (self._runtime.plan, self._runtime.whole):
+            if known is not None:
+                known.let_go()
 
     def _fold(
         self, weight: float | Tensor | None, *, in_loss: bool, last: bool, part: Container[int] | None = None
     ) -> None:
         """Args: part: ids of the parameters whose gradients are folded; None: all, and the micro-batch ends."""
-        window, release, current = self._runtime.window, self._runtime.release, self._plan()
+        window, release, current = self._runtime.window, self._runtime.release, self._whole_plan()
         grads, present = current.gradients()
+        self._refuse_unreduced(current, weight, in_loss=in_loss)
+        group = self._settings.group
         if part is not None:
             grads = [grad if id(param) in part else None for param, grad in zip(current.params, grads, strict=True)]
             present = sum(grad is not None for grad in grads)
@@ -130,9 +156,10 @@ class Tail(torch.optim.Optimizer):
             release.end(weight, in_loss=in_loss)
         window.begin(current, grads, weight)
         empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
-        if not present and not empty and not window.entered:
+        # (fully_shard without its synchronization leaves them with the module, and brings their sum later.)
+        if not present and not empty and not window.entered and not (in_loss and current.is_spread):
             raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
-        if last:
+        if last and group is None:
             window.check_total(weight)
         matched = current.match(grads)
         if current.accumulator_dtype == torch.bfloat16 and current.lacks_state(matched):
@@ -146,7 +173,16 @@ class Tail(torch.optim.Optimizer):
         if part is None and release is not None:
             release.forget()
         complete = present == len(grads)
-        window.fold(current, self._runtime.backend, matched, complete, last=last, ends=part is None)
+        closes = last and self._settings.sharding_group is None and (part is None or group is None)
+        if closes and part is None:
+            self._agree(current, matched)
+        window.fold(current, self._runtime.backend, matched, complete, last=closes, ends=part is None)
+        if last and part is None:
+            if closes:
+                self._reduce()
+                window.expose()
+            else:
+                window.is_complete = True
         if not self.state and window.phase is Phase.OPEN:
             # torch.distributed.checkpoint makes the state of an optimizer that has none by a step of its own, with
             # zeros in p.grad: an open window refuses that, and a learning rate of 0 would be left behind.
@@ -155,11 +191,72 @@ class Tail(torch.optim.Optimizer):
                     self.state[param] = {}
                     break
 
+    def _refuse_unreduced(self, current: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
+        """Refuses gradients that are not what their windows take them for, where there is more than one process."""
+        if not distributed.has_processes() or self._runtime.window.phase is Phase.OPEN:
+            return
+        own = [s is None and p.requires_grad for p, s in zip(current.params, current.shards, strict=True)]
+        if current.is_spread and weight is not None and not in_loss:
+            raise RuntimeError(
+                "gradients of DTensors are means over processes already, and a weight would come too late; call "
+                "optimizer.backward(loss, weight=...) in place of loss.backward() and accumulate(weight)"
+            )
+        if current.is_spread and self._settings.group is not None:
+            raise RuntimeError(
+                "gradients of DTensors are reduced already; leave process_group and sharding_group to optimizers of "
+                "plain parameters"
+            )
+        if any(own) and self._settings.group is None and not self._settings.grads_are_reduced:
+            raise RuntimeError(
+                "there is more than one process, and accumulate() takes gradients out of the reach of "
+                "DistributedDataParallel; give the optimizer process_group= and call accumfused.attach_ddp(ddp, "
+                "optimizer), or say grads_are_reduced=True if every micro-batch's gradients are reduced already"
+            )
+
+    def _reduction(self) -> Reduction:
+        if self._runtime.reduction is None:
+            from accumfused.reduction import Reduction  # needs torch.distributed, which some builds of torch lack
+
+            self._runtime.reduction = Reduction(self._settings.group, self._settings.reduce_dtype)
+        return self._runtime.reduction
+
+    def _agree(self, current: Plan, grads: Grads) -> None:
+        """Before a window closes: processes tell each other their weights, and who has gradients of what."""
+        window, settings = self._runtime.window, self._settings
+        if settings.group is not None:
+            reduction = self._reduction()
+            reduction.agree(current.params)
+            present = window.present(grads)
+            divisor, anywhere = reduction.exchange(window.total, window.is_weighted, present, current.device)
+            missing = [wanted and not here for wanted, here in zip(anywhere, present, strict=True)]
+            window.agree(current, divisor, missing)
+        elif current.is_spread and window.is_weighted and distributed.has_processes():
+            from accumfused.reduction import mean_of_totals
+
+            window.agree(current, mean_of_totals(current, window.total), [False] * len(grads))
+
+    def _reduce(self) -> None:
+        """Adds up the accumulators of all processes."""
+        window = self._runtime.window
+        if self._settings.process_group is not None:
+            self._reduction().sum(window.to_reduce())
+            window.reduced()
+
+    def _take_own(self) -> None:
+        """Where processes add up gradients, those in p.grad are this one's: a window of one micro-batch."""
+        if self._settings.group is not None and self._runtime.window.phase is Phase.IDLE:
+            current = self._whole_plan()
+            if current.gradients()[1]:
+                self._fold(None, in_loss=False, last=False)
+            else:
+                self._runtime.window.open(current)  # others may have some
+
     def _measure(self, divisors: Divisors) -> Measured | None:
         """The coefficient of the gradients that a step takes now; None where there is no gradient."""
         if self._runtime.release is not None:
             self._runtime.release.end_before_step()
-        runtime, window, current = self._runtime, self._runtime.window, self._plan()
+        self._take_own()
+        runtime, window, current = self._runtime, self._runtime.window, self._whole_plan()
         grads, present = current.gradients()
         if window.phase is Phase.CLOSED and not present:
             window.drop()  # model.zero_grad() has released it
@@ -170,11 +267,20 @@ class Tail(torch.optim.Optimizer):
                     "call accumulate() after the last backward(), before step()"
                 )
             window.follow(current)
+            self._agree(current, [None] * len(grads))
             window.check_total(0.0)
             grads = window.accumulators
             present = len(grads) - sum(grad is None for grad in grads)
         if not present:
             return None
+        normalization: float | Tensor = 1.0
+        if window.phase is Phase.OPEN:
+            assert runtime.backend is not None
+            normalization = window.settle(current, runtime.backend)
+            self._reduce()
+        if self._settings.sharding_group is not None:
+            current = self._plan()
+            grads = self._reduction().scatter(current, grads)
         matched = current.match(grads)
         if current.lacks_state(matched):
             current = self._with_states(current, matched)
@@ -182,13 +288,25 @@ class Tail(torch.optim.Optimizer):
         backend, complete = runtime.backend, present == len(grads)
         assert backend is not None
         scaling = self._scaling(current, divisors)
-        if window.phase is Phase.OPEN:
-            scaling.normalize(window.settle(current, backend))
-            outcome = backend.norm(current, window.stale(matched), window.partials, scaling)
+        scaling.normalize(normalization)
+        stale: Grads | None = matched
+        partials: Tensor | None = None
+        if window.phase is Phase.OPEN and self._settings.sharding_group is None:
+            stale, partials = window.stale(matched), window.partials
+        elif scaling.takes_norm:
+            partials = self._partials(current, complete)
+        if current.is_spread and partials is not None:
+            outcome = self._norm_over_processes(current, stale, partials, scaling)
         else:
-            partials = self._partials(current, complete) if scaling.takes_norm else None
-            outcome = backend.norm(current, matched, partials, scaling)
+            outcome = backend.norm(current, stale, partials, scaling)
         return Measured(current, grads, matched, complete, outcome)
+
+    def _norm_over_processes(self, current: Plan, stale: Grads | None, partials: Tensor, scaling: Scaling) -> Outcome:
+        from accumfused.reduction import sum_of_squares
+
+        assert self._runtime.backend is not None
+        self._runtime.backend.norm(current, stale, partials, Scaling(current.device, takes_norm=True))
+        return finish_norm(sum_of_squares(current, partials), scaling)
 
     def _with_states(self, current: Plan, grads: Grads) -> Plan:
         """The plan once every parameter that has a gradient has its state."""
@@ -198,13 +316,15 @@ class Tail(torch.optim.Optimizer):
                 continue
             param, tensor = current.params[index], current.tensors[index]
             if index in current.copied:
-                tensor.copy_(param)
-            make_state(
-                current.rules[current.groups[index]], current.formats[index], tensor, self.state[param],
-                self._settings.seed,
-            )  # fmt: skip
+                tensor.copy_(current.owned[index])
+            shard, entries = current.shards[index], self.state[param]
+            own = entries if shard is None else shard.parts(entries)
+            rule = current.rules[current.groups[index]]
+            make_state(rule, current.formats[index], tensor, own, self._settings.seed)
+            if shard is not None:
+                shard.put(own, entries)
             if index in current.copied:
-                param.copy_(tensor)
+                current.owned[index].copy_(tensor)
         return self._plan()
 
     def _scaling(self, current: Plan, divisors: Divisors) -> Scaling:
@@ -218,7 +338,8 @@ class Tail(torch.optim.Optimizer):
             assert runtime.skips is not None
             scaling.skips = runtime.skips.count
         if divisors.found_inf is not None:
-            scaling.found_inf = on_device(torch.as_tensor(divisors.found_inf), current.device, torch.float32)
+            found_inf = shards.replicated(torch.as_tensor(divisors.found_inf))
+            scaling.found_inf = on_device(found_inf, current.device, torch.float32)
         if divisors.grad_scale is not None:
             scaling.normalize(checked_positive(divisors.grad_scale, "grad_scale"))
         if divisors.normalizer is not None:
@@ -247,12 +368,14 @@ class Tail(torch.optim.Optimizer):
         masters = self._runtime.masters
         masters.refresh(current)
         for index in current.copied:
-            current.tensors[index].copy_(current.params[index])
+            current.tensors[index].copy_(current.owned[index])
         hypers = [rule.hyper_values(group) for rule, group in zip(current.rules, self.param_groups, strict=True)]
         backend.step(current, grads, hypers, measured.outcome)
         for index in current.copied:
             if grads[index] is not None:
-                current.params[index].copy_(current.tensors[index])
+                current.owned[index].copy_(current.tensors[index])
+        if self._settings.sharding_group is not None:
+            self._reduction().gather(current, grads)
         written = current.params
         if not measured.complete:
             written = [param for param, grad in zip(current.params, grads, strict=True) if grad is not None]

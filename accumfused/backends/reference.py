@@ -70,32 +70,12 @@ class ReferenceBackend:
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         with ieee():
-            outcome = new_outcome(plan.device, normed=partials is not None)
-            device = outcome.values.device
-            divisor = torch.tensor(scaling.normalization, dtype=torch.float64, device=device)
-            if scaling.device_normalization is not None:
-                divisor = divisor * scaling.device_normalization
-            inverse = torch.where((divisor > 0) & divisor.isfinite(), 1.0 / divisor, torch.nan)
-            norm = torch.zeros((), dtype=torch.float64, device=device)
-            if partials is not None:
-                for grad, first_chunk in zip(grads or [], plan.first_chunk, strict=False):
-                    if grad is not None:
-                        _write_partials(partials, first_chunk, grad)
-                norm = square_root(sum_partials(partials).float()).double() * inverse
-            clip = torch.ones_like(norm)
-            if scaling.max_grad_norm is not None:
-                limit = torch.tensor(scaling.max_grad_norm, dtype=torch.float64, device=device)
-                clip = (limit / (norm.float().double() + 1e-6)).clamp(max=1.0)
-            coefficient = (inverse * clip).float()
-            skipped = torch.zeros((), dtype=torch.bool, device=device)
-            if scaling.skips_nonfinite:
-                skipped = ~(norm.float().isfinite() & coefficient.isfinite())
-            if scaling.found_inf is not None:
-                skipped = skipped | (scaling.found_inf != 0)
-            if scaling.skips is not None:
-                scaling.skips.add_(skipped)
-            outcome.values.copy_(torch.stack([coefficient, norm.float(), skipped.float()]))
-            return outcome
+            if partials is None:
+                return finish_norm(None, scaling)
+            for grad, first_chunk in zip(grads or [], plan.first_chunk, strict=False):
+                if grad is not None:
+                    _write_partials(partials, first_chunk, grad)
+            return finish_norm(sum_partials(partials), scaling)
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         with ieee():
@@ -115,6 +95,38 @@ class ReferenceBackend:
         if storage is None or storage.step is None:
             return torch.zeros((), device=plan.device)
         return storage.step
+
+
+@ieee()
+def finish_norm(sum_of_squares: Tensor | None, scaling: Scaling) -> Outcome:
+    """The second half of `Backend.norm`.
+
+    Args:
+        sum_of_squares: of all gradients, fp64, shape []; None: no norm is taken.
+    """
+    device = scaling.device
+    outcome = new_outcome(device, normed=sum_of_squares is not None)
+    divisor = torch.full((), scaling.normalization, dtype=torch.float64, device=device)
+    if scaling.device_normalization is not None:
+        divisor = divisor * scaling.device_normalization
+    inverse = torch.where((divisor > 0) & divisor.isfinite(), 1.0 / divisor, torch.nan)
+    norm = torch.zeros_like(divisor)
+    if sum_of_squares is not None:
+        norm = square_root(sum_of_squares.float()).double() * inverse
+    clip = torch.ones_like(norm)
+    if scaling.max_grad_norm is not None:
+        limit = torch.full_like(norm, scaling.max_grad_norm)
+        clip = (limit / (norm.float().double() + 1e-6)).clamp(max=1.0)
+    coefficient = (inverse * clip).float()
+    skipped = torch.zeros_like(norm, dtype=torch.bool)
+    if scaling.skips_nonfinite:
+        skipped = ~(norm.float().isfinite() & coefficient.isfinite())
+    if scaling.found_inf is not None:
+        skipped = skipped | (scaling.found_inf != 0)
+    if scaling.skips is not None:
+        scaling.skips.add_(skipped)
+    outcome.values.copy_(torch.stack([coefficient, norm.float(), skipped.float()]))
+    return outcome
 
 
 def _update(

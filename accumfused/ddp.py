@@ -1,0 +1,69 @@
+"""DistributedDataParallel whose gradients the optimizer reduces: once for a window, in its accumulators' dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from accumfused.accumulation import Phase
+from accumfused.optimizer import FusedOptimizer
+
+
+def attach_ddp(ddp: DistributedDataParallel, optimizer: FusedOptimizer) -> None:
+    """Takes DDP's own reduction out, for good: `optimizer` adds gradients up over the processes, once for each window.
+
+    Every backward() then leaves a process's own gradients, under any `no_sync()` pattern. `accumulate(weight,
+    last=last)` folds them, and the last one (or `step()`) adds up the accumulators of all processes. Without weights
+    the result is the mean over processes, as DDP's; with weights it is divided by their sum over all processes and
+    micro-batches. DDP goes on broadcasting parameters and buffers.
+
+    Args:
+        ddp: changed: its communication hook does nothing. It cannot be taken back.
+        optimizer: of this package, with `process_group` or `sharding_group`, or neither: it then gets DDP's.
+
+    Raises:
+        TypeError: another kind of module or optimizer.
+        ValueError: another process group than DDP's; parameters of DDP that the optimizer has not.
+        RuntimeError: a window is open; DDP has a communication hook already.
+
+    Example:
+        >>> model = DistributedDataParallel(model)
+        >>> optimizer = af.AdamW(model.parameters(), max_grad_norm=1.0)
+        >>> af.attach_ddp(model, optimizer)
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"attach_ddp takes a DistributedDataParallel first, got {type(ddp).__name__}")
+    if not isinstance(optimizer, FusedOptimizer):
+        raise TypeError(
+            f"attach_ddp takes an optimizer of this package, got {type(optimizer).__name__}; convert it with "
+            "accumfused.fuse()"
+        )
+    if optimizer._runtime.window.phase is Phase.OPEN:
+        raise RuntimeError("a window is open; call step() or zero_grad() before attach_ddp()")
+    settings, group = optimizer._settings, ddp.process_group
+    if settings.group is not None and set(_ranks(settings.group)) != set(_ranks(group)):
+        raise ValueError(
+            f"the optimizer adds up over processes {_ranks(settings.group)}, DistributedDataParallel is on "
+            f"{_ranks(group)}; give both the same process group"
+        )
+    if settings.grads_are_reduced:
+        raise ValueError("the optimizer was told grads_are_reduced=True, and after this they are not; leave it out")
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    left = [name for name, param in ddp.module.named_parameters() if param.requires_grad and id(param) not in own]
+    if left:
+        raise ValueError(
+            f"the optimizer has no parameter {left[0]!r} ({len(left)} are missing), whose gradients nobody would "
+            "reduce; give it all parameters of the module"
+        )
+    ddp.register_comm_hook(None, noop_hook)  # gradients stay this process's own; it refuses a second one
+    if settings.group is None:
+        optimizer._settings.process_group = replace(settings, process_group=group).process_group  # in place, checked
+
+
+def _ranks(group: Any) -> list[int]:
+    return torch.distributed.get_process_group_ranks(group)

@@ -1,0 +1,221 @@
+"""What processes tell each other: gradients and weights of a window, sums of squares, slices of parameters.
+
+The collectives are torch.distributed's. Nothing here waits for a GPU, but a process in which parameters had no gradient
+asks whether others had one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accumfused import distributed
+from accumfused.numeric import chunk_count, sum_partials
+from accumfused.plan import Grads, Plan
+
+BUCKET_BYTES = 32 * 2**20
+
+
+class Reduction:
+    """Args: group: torch.distributed.ProcessGroup; wire_dtype: in which gradients travel, None: as they are."""
+
+    def __init__(self, group: Any, wire_dtype: torch.dtype | None) -> None:
+        self.group = group
+        self.size: int = dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+        self._wire_dtype = wire_dtype
+        self._agreed: list[Tensor] = []  # on these parameters
+
+    def agree(self, params: list[Tensor]) -> None:
+        """Refuses parameters that are not those of the other processes; asks once for each list of them.
+
+        Raises:
+            ValueError: on every process.
+        """
+        if len(params) == len(self._agreed) and all(a is b for a, b in zip(params, self._agreed, strict=True)):
+            return
+        distributed.refuse_reducing(params)
+        own = [(tuple(param.shape), tuple(param.stride()), str(param.dtype), param.requires_grad) for param in params]
+        every: list[list[Any]] = [[]] * self.size
+        dist.all_gather_object(every, own, group=self.group)
+        for rank, other in enumerate(every):
+            if len(other) != len(every[0]):
+                raise ValueError(
+                    f"process {rank} of the group has {len(other)} parameters in this optimizer, process 0 has "
+                    f"{len(every[0])}; build the same model and optimizer in each"
+                )
+            for index, (first, there) in enumerate(zip(every[0], other, strict=True)):
+                if first != there:
+                    raise ValueError(
+                        f"parameter {index} is {there} in process {rank} of the group and {first} in process 0 (shape, "
+                        "strides, dtype, requires_grad); give every optimizer the same parameters in the same order"
+                    )
+        self._agreed = list(params)
+
+    def exchange(
+        self, total: float | Tensor, is_weighted: bool | None, present: list[bool], device: torch.device
+    ) -> tuple[Tensor, list[bool]]:
+        """What a window is divided by once its sums are added up, and which parameters have a gradient somewhere.
+
+        Args:
+            total: of this process's weights.
+            is_weighted: None: this process had no micro-batch.
+            present: which parameters have a gradient here.
+
+        Returns:
+            The sum of all weights, or without weights the number of processes (a mean over them, as DDP takes): fp64,
+            shape []; NaN if some have weights and some have not. And one flag for each parameter.
+        """
+        message = torch.zeros(3 + len(present), dtype=torch.float64, device=device)
+        weights, weighted, unweighted = message[:3].unbind()
+        weights += total  # filled, not assigned: assigning a number waits for a GPU
+        weighted.fill_(is_weighted is True)
+        unweighted.fill_(is_weighted is False)
+        if all(present):
+            message[3:].fill_(1.0)
+        else:
+            message[3:].copy_(torch.tensor(present))
+        dist.all_reduce(message, group=self.group)
+        number = torch.full_like(weights, float(self.size))
+        divisor = torch.where(unweighted == 0, weights, torch.where(weighted == 0, number, torch.nan))
+        return divisor, present if all(present) else (message[3:] > 0).tolist()
+
+    def sum(self, flats: Iterable[Tensor]) -> None:
+        """Replaces these (flat) tensors by their sums over all processes, in buckets, several of them under way."""
+        started: list[tuple[Any, Tensor, Tensor]] = []
+        for flat in flats:
+            for bucket in _split(flat):
+                wire = bucket if self._wire_dtype in (None, bucket.dtype) else bucket.to(self._wire_dtype)
+                started.append((dist.all_reduce(wire, group=self.group, async_op=True), bucket, wire))
+        for work, bucket, wire in started:
+            work.wait()
+            if wire is not bucket:
+                bucket.copy_(wire)
+
+    def scatter(self, plan: Plan, sums: Grads) -> Grads:
+        """This process's part of every gradient, added up over all processes.
+
+        Args:
+            plan: of the parts.
+            sums: this process's, of the whole parameters; None: no process has one.
+        """
+        parts: Grads = list(sums)
+        uncut = [grad for grad, shard in zip(sums, plan.shards, strict=True) if grad is not None and shard is None]
+        for grad in uncut:
+            dist.all_reduce(grad, group=self.group)
+        rows = [row for row, grad in enumerate(sums) if grad is not None and plan.shards[row] is not None]
+        for bucket, starts in self._buckets(plan, rows, 4):
+            first = sums[bucket[0]]
+            assert first is not None
+            dtype = self._wire_dtype or first.dtype
+            every = torch.empty(self.size, starts[-1], dtype=dtype, device=first.device)
+            for row, start in zip(bucket, starts, strict=False):
+                for rank, piece in enumerate(self._pieces(sums[row])):
+                    every[rank, start : start + piece.numel()].view(piece.shape).copy_(piece)
+            own = torch.empty(starts[-1], dtype=dtype, device=first.device)
+            dist.reduce_scatter_tensor(own, every.view(-1), group=self.group)
+            own = own.to(first.dtype)
+            for row, start in zip(bucket, starts, strict=False):
+                shape = plan.owned[row].shape
+                parts[row] = own[start : start + shape.numel()].view(shape)
+        return parts
+
+    def gather(self, plan: Plan, present: Sequence[object | None]) -> None:
+        """Writes the parts that other processes have updated into the parameters.
+
+        Args:
+            plan: of the parts.
+            present: None for parameters that were not updated.
+        """
+        cut = [row for row, flag in enumerate(present) if flag is not None and plan.shards[row] is not None]
+        for dtype in dict.fromkeys(plan.params[row].dtype for row in cut):
+            rows = [row for row in cut if plan.params[row].dtype == dtype]
+            for bucket, starts in self._buckets(plan, rows, dtype.itemsize):
+                own = torch.empty(starts[-1], dtype=dtype, device=plan.params[bucket[0]].device)
+                for row, start in zip(bucket, starts, strict=False):
+                    part = plan.owned[row]
+                    own[start : start + part.numel()].view(part.shape).copy_(part)
+                every = own.new_empty(self.size, starts[-1])
+                dist.all_gather_into_tensor(every.view(-1), own, group=self.group)
+                for row, start in zip(bucket, starts, strict=False):
+                    for rank, piece in enumerate(self._pieces(plan.params[row].detach())):
+                        if rank != self.rank:
+                            piece.copy_(every[rank, start : start + piece.numel()].view(piece.shape))
+
+    def _buckets(self, plan: Plan, rows: list[int], itemsize: int) -> Iterator[tuple[list[int], list[int]]]:
+        """Rows, and where their parts start in a buffer of one process, with its end: the same in all of them."""
+        bucket: list[int] = []
+        starts = [0]
+        for row in rows:
+            bucket.append(row)
+            starts.append(starts[-1] + self._pieces(plan.params[row])[0].numel())
+            if starts[-1] * self.size * itemsize >= BUCKET_BYTES:
+                yield bucket, starts
+                bucket, starts = [], [0]
+        if bucket:
+            yield bucket, starts
+
+    def _pieces(self, whole: Tensor | None) -> list[Tensor]:
+        """The parts of all processes, as DTensor's Shard(0) cuts: rows in equal numbers, the last have fewer."""
+        assert whole is not None
+        rows = whole.shape[0]
+        each = -(-rows // self.size)
+        cuts = [min(rank * each, rows) for rank in range(self.size + 1)]
+        return [whole.narrow(0, start, end - start) for start, end in pairwise(cuts)]
+
+
+def sum_of_squares(plan: Plan, partials: Tensor) -> Tensor:
+    """Over all parameters, added up over the processes between which each is cut: fp64, shape [], the same in all.
+
+    One all-reduce of a few numbers for each dimension of a mesh. A NaN or inf anywhere makes it one.
+    """
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for row, shard in enumerate(plan.shards):
+        if plan.tensors[row].numel() or shard is not None:
+            kinds.setdefault(() if shard is None else shard.groups, []).append(row)
+    sums = []
+    for rows in kinds.values():
+        own = partials
+        if len(kinds) > 1:
+            mask = torch.zeros(len(partials), dtype=torch.bool, device=partials.device)
+            for row in rows:
+                first = plan.first_chunk[row]
+                mask[first : first + chunk_count(plan.tensors[row].numel())].fill_(True)
+            own = torch.where(mask, partials, 0.0)
+        sums.append(sum_partials(own))
+    total = torch.stack(sums)
+    for group in dict.fromkeys(group for groups in kinds for group in groups):
+        which = [index for index, groups in enumerate(kinds) if group in groups]
+        if len(which) == len(kinds):
+            dist.all_reduce(total, group=group)
+            continue
+        part = torch.stack([total[index] for index in which])
+        dist.all_reduce(part, group=group)
+        for index, value in zip(which, part, strict=True):
+            total[index].copy_(value)
+    return total.sum()
+
+
+def mean_of_totals(plan: Plan, total: float | Tensor) -> Tensor:
+    """The mean of windows' weights over all processes of the parameters' (largest) mesh: fp64, shape [].
+
+    Gradients of `fully_shard` are means over processes, so this is what their sum is divided by.
+    """
+    meshes = [shard.mesh for shard in plan.shards if shard is not None]
+    mesh = max(meshes, key=lambda mesh: mesh.size())
+    mean = torch.zeros((), dtype=torch.float64, device=plan.device)
+    mean += total
+    for dim in range(mesh.ndim):
+        dist.all_reduce(mean, group=mesh.get_group(dim))
+    mean /= mesh.size()
+    return mean
+
+
+def _split(flat: Tensor) -> list[Tensor]:
+    each = BUCKET_BYTES // flat.element_size()
+    return [flat[start : start + each] for start in range(0, len(flat), each)]
