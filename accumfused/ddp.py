@@ -12,7 +12,9 @@ from accumfused.accumulation import Phase
 from accumfused.optimizer import FusedOptimizer
 
 
-def attach_ddp(ddp: DistributedDataParallel, optimizer: FusedOptimizer) -> None:
+def attach_ddp(
+    ddp: DistributedDataParallel, optimizer: FusedOptimizer, reduce_dtype: torch.dtype | None = None
+) -> None:
     """Takes DDP's own reduction out, for good: `optimizer` adds gradients up over the processes, once for each window.
 
     Every backward() then leaves a process's own gradients, under any `no_sync()` pattern. `accumulate(weight,
@@ -23,6 +25,7 @@ def attach_ddp(ddp: DistributedDataParallel, optimizer: FusedOptimizer) -> None:
     Args:
         ddp: changed: its communication hook does nothing. It cannot be taken back.
         optimizer: of this package, with `process_group` or `sharding_group`, or neither: it then gets DDP's.
+        reduce_dtype: see `accumfused.Adam`; None: as the optimizer has it.
 
     Raises:
         TypeError: another kind of module or optimizer.
@@ -53,6 +56,8 @@ def attach_ddp(ddp: DistributedDataParallel, optimizer: FusedOptimizer) -> None:
         )
     if settings.grads_are_reduced:
         raise ValueError("the optimizer was told grads_are_reduced=True, and after this they are not; leave it out")
+    wanted = settings.process_group if settings.sharding_group is not None else group
+    replace(settings, process_group=wanted, reduce_dtype=reduce_dtype)  # checks them
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     left = [name for name, param in ddp.module.named_parameters() if param.requires_grad and id(param) not in own]
     if left:
@@ -61,8 +66,9 @@ def attach_ddp(ddp: DistributedDataParallel, optimizer: FusedOptimizer) -> None:
             "reduce; give it all parameters of the module"
         )
     ddp.register_comm_hook(None, noop_hook)  # gradients stay this process's own; it refuses a second one
-    if settings.group is None:
-        optimizer._settings.process_group = replace(settings, process_group=group).process_group  # in place, checked
+    settings.process_group = group if settings.group is None else settings.process_group
+    settings.reduce_dtype = settings.reduce_dtype if reduce_dtype is None else reduce_dtype
+    optimizer._runtime.plan = optimizer._runtime.reduction = None
 
 
 def _ranks(group: Any) -> list[int]:

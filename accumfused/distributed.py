@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def has_processes() -> bool:
@@ -43,6 +45,29 @@ def mesh_of(group: Any, devices: set[torch.device]) -> Any:
     if len(kinds) != 1:
         raise RuntimeError(f"sharding_group is for parameters on one kind of device, these are on {sorted(kinds)}")
     return DeviceMesh.from_group(group, kinds.pop())
+
+
+# Parameter: (weak reference to its optimizer, whether that updates a part of it).
+_claimed: Any = WeakTensorKeyDictionary()
+
+
+def claim(optimizer: torch.optim.Optimizer, is_sharded: bool) -> None:
+    """Refuses parameters of which one optimizer updates a part, with `sharding_group`, and another the whole.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    if not has_processes():
+        return
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        known, was_sharded = _claimed.get(param, (None, is_sharded))
+        other = None if known is None else known()
+        if other is not None and other is not optimizer and True in (is_sharded, was_sharded):
+            raise RuntimeError(
+                "a parameter is in two optimizers, and one of them has sharding_group: it would overwrite what the "
+                "other has done; give each parameter to one optimizer"
+            )
+        _claimed[param] = weakref.ref(optimizer), is_sharded
 
 
 def refuse_wrapped(params: Iterable[Tensor]) -> None:

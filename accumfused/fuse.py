@@ -131,9 +131,9 @@ class ForeignStep(FusedOptimizer):
 def _refuse_formats(name: str, chosen: Settings) -> None:
     """Refuses what only kernels do; the parameters are what they are, and so are the states."""
     plain = Settings(master_weights=None)
-    for setting in ("master_weights", "rounding", "state_dtype"):
+    for setting in ("master_weights", "rounding", "state_dtype", "sharding_group"):
         value = getattr(chosen, setting)
-        if value not in (getattr(plain, setting), "auto"):
+        if value is not getattr(plain, setting) and value not in (getattr(plain, setting), "auto"):
             raise ValueError(
                 f"{name} keeps its own step, parameters and states, so {setting}={value!r} is not for it; "
                 "leave it out, or take an optimizer of accumfused"

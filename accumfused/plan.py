@@ -200,18 +200,16 @@ def _identities(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor
 
 
 def _part(param: Tensor, grad: Tensor | None) -> Tensor | None:
-    """This process's part of the gradient of a DTensor.
+    """This process's part of a gradient.
 
-    Raises:
-        RuntimeError: a gradient that is placed otherwise than its parameter.
+    One that is placed otherwise than its parameter (a sum that is pending, with tensor parallelism) is redistributed.
     """
     if grad is None:
         return None
-    placements = [getattr(tensor, "placements", "a plain tensor") for tensor in (param, grad)]
-    if placements[0] != placements[1]:
-        raise RuntimeError(
-            f"a parameter is placed as {placements[0]}, its gradient as {placements[1]}; redistribute() the gradient"
-        )
+    given: Any = grad
+    placements = getattr(param, "placements", None)
+    if shards.is_dtensor(given) and given.placements != placements:
+        param.grad = grad = given.redistribute(placements=placements)
     return shards.local(grad)  # type: ignore[no-any-return]
 
 

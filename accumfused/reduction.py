@@ -20,6 +20,9 @@ from accumfused.plan import Grads, Plan
 
 BUCKET_BYTES = 32 * 2**20
 
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Reduction:
     """Args: group: torch.distributed.ProcessGroup; wire_dtype: in which gradients travel, None: as they are."""
@@ -118,7 +121,7 @@ class Reduction:
                 for rank, piece in enumerate(self._pieces(sums[row])):
                     every[rank, start : start + piece.numel()].view(piece.shape).copy_(piece)
             own = torch.empty(starts[-1], dtype=dtype, device=first.device)
-            dist.reduce_scatter_tensor(own, every.view(-1), group=self.group)
+            _reduce_scatter(own, every.view(-1), group=self.group)
             own = own.to(first.dtype)
             for row, start in zip(bucket, starts, strict=False):
                 shape = plan.owned[row].shape
@@ -141,7 +144,7 @@ class Reduction:
                     part = plan.owned[row]
                     own[start : start + part.numel()].view(part.shape).copy_(part)
                 every = own.new_empty(self.size, starts[-1])
-                dist.all_gather_into_tensor(every.view(-1), own, group=self.group)
+                _all_gather(every.view(-1), own, group=self.group)
                 for row, start in zip(bucket, starts, strict=False):
                     for rank, piece in enumerate(self._pieces(plan.params[row].detach())):
                         if rank != self.rank:

@@ -111,6 +111,10 @@ class Settings:
             raise ValueError(f"reduce_dtype must be torch.float32, torch.bfloat16 or None, got {self.reduce_dtype!r}")
         if self.reduce_dtype is not None and self.group is None:
             raise ValueError("reduce_dtype is for gradients that process_group or sharding_group reduces; give one")
+        if self.sharding_group is not None and self.write_grad:
+            raise ValueError(
+                "write_grad leaves whole gradients, of which a process with sharding_group has a part only"
+            )
         if self.sharding_group is not None and self.accumulator_dtype != torch.float32:
             raise ValueError("with sharding_group accumulators are fp32; leave accumulator_dtype out")
 

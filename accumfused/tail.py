@@ -109,6 +109,7 @@ class Tail(torch.optim.Optimizer):
         if known is None or known.rules != rules or not known.unchanged(self.param_groups, self.state):
             devices = {p.device for group in self.param_groups for p in group["params"] if plan.has_memory(p)}
             graphs.refuse_new_tensors(devices)
+            distributed.claim(self, self._settings.sharding_group is not None)
             if runtime.backend is None or runtime.devices not in (None, devices):
                 runtime.backend = backends.select(self._settings.backend, devices)
             runtime.devices = devices

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import emulation
+import processes
 import pytest
 import torch
 import triton_interpreter  # noqa: F401  # before all that imports Triton
@@ -28,6 +29,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+    processes.close()
 
 
 @pytest.fixture(autouse=True)

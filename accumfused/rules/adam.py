@@ -149,6 +149,14 @@ class Adam(FusedOptimizer, torch.optim.Adam):
             `accumulate()`.
         rounding_seed: of all stochastic rounding, for states that are new; None: that of torch's generator, of which
             nothing is drawn. The same seed gives the same bits on every backend.
+        process_group: of processes (torch.distributed) with a batch each, whose gradients the optimizer adds up itself,
+            once for a window: see `accumfused.attach_ddp` and docs/distributed.md. Not carried by copies and pickles.
+        sharding_group: the same, and each process updates a part of every parameter and keeps the states of that
+            part only. Accumulators are whole; `accumulate(last=True)` leaves None in `p.grad`.
+        reduce_dtype: in which gradients travel between those processes: torch.float32, torch.bfloat16 (added up in
+            bf16 then), or None: as they were accumulated.
+        grads_are_reduced: says that each micro-batch's gradients are reduced already, where there is more than one
+            process and neither group is given; without that `accumulate()` is refused.
         backend: "cpu", "cuda" (native kernels), "triton", "torch" (the reference), or "auto": the fastest that runs.
         foreach, fused, capturable: kept in the groups for torch's sake; they choose between torch's implementations.
         differentiable: not supported.
