@@ -1,0 +1,250 @@
+"""A window of 4 micro-batches in two processes (gloo): backward passes, reduction, norm, clip and step.
+
+The model's loss is the dot product of parameters and given gradients, so there is nothing to compute but the tail. What
+backward passes alone take (without any reduction) is measured in the same rounds and subtracted: the rest is the tail.
+Bytes on the wire are the payload that a process hands to collectives, counted as they are called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import accumfused as af
+from accumfused import reduction
+from bench import shapes
+from bench.exact import MAX_GRAD_NORM
+from bench.report import Column, Table
+from bench.suites import Bench
+
+_PROCESSES = 2
+_MICRO_BATCHES = 4
+_ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
+_ALONE = "backward passes alone"
+
+
+def run(bench: Bench) -> list[Table]:
+    columns = [
+        Column("name", ""),
+        Column("milliseconds", "window, ms", "{:.0f}"),
+        Column("tail_milliseconds", "tail, ms", "{:.0f}"),
+        Column("against_ddp", "tail against DDP + clip + fused", "{:.2f}x"),
+        Column("collectives", "collectives"),
+        Column("wire_bytes", "payload, bytes/parameter", "{:.2f}"),
+        Column("state_bytes", "states + accumulators, bytes/parameter", "{:.2f}"),
+    ]
+    title = f"{_PROCESSES} processes: window of {_MICRO_BATCHES} fp32 micro-batches, {shapes.GPT2_BLOCKS}"
+    table = Table(title, columns)
+    command = [sys.executable, "-m", "bench.suites.processes", "--rounds", str(bench.rounds)]
+    command += ["--quick"] if bench.quick else []
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    if done.returncode != 0:
+        table.notes.append(f"failed: {done.stderr.strip().splitlines()[-1]}")
+        return [table]
+    table.rows = json.loads(done.stdout.splitlines()[-1])
+    table.notes.append(
+        "medians of rounds; every process has one thread, and processes talk over gloo, which on one machine is memory: "
+        "the time of a network is not in it, the bytes are"
+    )
+    return [table]
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are given: forward(number) is their dot product with the number-th set."""
+
+    def __init__(self, of: shapes.Shapes, sets: list[list[Tensor]]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.own = nn.ParameterList(nn.Parameter(torch.randn(shape, generator=generator) * 0.02) for shape in of)
+        self.sets = sets
+
+    def forward(self, number: int) -> Tensor:
+        grads = self.sets[number % len(self.sets)]
+        return torch.stack([torch.dot(p.flatten(), g.flatten()) for p, g in zip(self.own, grads, strict=True)]).sum()
+
+
+class GivenParts(Given):
+    """The same under fully_shard, which gathers whole parameters for forward()."""
+
+
+Window = Callable[[], None]
+
+
+def ddp_stock(model: Given, *, zero: bool) -> tuple[Window, Any]:
+    ddp = DistributedDataParallel(model)
+    if zero:
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **_ADAMW)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **_ADAMW)
+    ddp.register_comm_hook(None, _counting_hook)
+
+    def window() -> None:
+        for number in range(_MICRO_BATCHES):
+            with ddp.no_sync() if number + 1 < _MICRO_BATCHES else nullcontext():
+                (ddp(number) / _MICRO_BATCHES).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return window, optimizer
+
+
+def ddp_ours(model: Given, *, sharded: bool = False, **settings: Any) -> tuple[Window, Any]:
+    ddp = DistributedDataParallel(model)
+    group = {"sharding_group": dist.group.WORLD} if sharded else {"process_group": dist.group.WORLD}
+    optimizer = af.AdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **_ADAMW, **group, **settings)
+    af.attach_ddp(ddp, optimizer)
+
+    def window() -> None:
+        for number in range(_MICRO_BATCHES):
+            ddp(number).backward()
+            optimizer.accumulate(1.0)
+        optimizer.step()
+
+    return window, optimizer
+
+
+def fsdp(model: Given, *, ours: bool) -> tuple[Window, Any]:
+    fully_shard(model)
+    if ours:
+        optimizer: Any = af.AdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **_ADAMW)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **_ADAMW)
+
+    def window() -> None:
+        for number in range(_MICRO_BATCHES):
+            model.set_requires_gradient_sync(number + 1 == _MICRO_BATCHES)
+            (model(number) / _MICRO_BATCHES).backward()
+        if not ours:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return window, optimizer
+
+
+def alone(model: Given) -> tuple[Window, Any]:
+    def window() -> None:
+        for number in range(_MICRO_BATCHES):
+            model(number).backward()
+        model.zero_grad()
+
+    return window, None
+
+
+VARIANTS: dict[str, Callable[[Given], tuple[Window, Any]]] = {
+    _ALONE: alone,
+    "DDP + clip + AdamW(fused)": lambda model: ddp_stock(model, zero=False),
+    "DDP + clip + ZeroRedundancyOptimizer": lambda model: ddp_stock(model, zero=True),
+    "accumfused, attach_ddp": ddp_ours,
+    "accumfused, attach_ddp, bf16 on the wire": lambda model: ddp_ours(model, reduce_dtype=torch.bfloat16),
+    "accumfused, sharding_group": lambda model: ddp_ours(model, sharded=True),
+    "fully_shard + clip + AdamW(fused)": lambda model: fsdp(model, ours=False),
+    "fully_shard + accumfused": lambda model: fsdp(model, ours=True),
+}
+
+_sent: list[int] = []  # payloads, in bytes, while they are counted
+
+
+def _counting_hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    _sent.append(bucket.buffer().nbytes)
+    return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[no-any-return]
+
+
+_counting_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}  # DDP looks
+
+
+def _count_collectives() -> None:
+    """Every collective that is called from Python notes the payload of this process: what it hands in."""
+
+    def counting(collective: Callable[..., Any], given: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            _sent.append(args[given].nbytes)
+            return collective(*args, **kwargs)
+
+        return call
+
+    dist.all_reduce = counting(dist.all_reduce, 0)
+    reduction._reduce_scatter = counting(reduction._reduce_scatter, 1)
+    reduction._all_gather = counting(reduction._all_gather, 1)
+
+
+def _memory(optimizer: Any) -> int:
+    if isinstance(optimizer, af.FusedOptimizer):
+        parts = af.memory_report(optimizer).total.parts
+        return sum(size for part, size in parts.items() if part not in ("parameters", "gradients"))
+    own = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one
+    values = [value for entries in own.state.values() for value in entries.values() if isinstance(value, Tensor)]
+    return sum(value.to_local().nbytes if hasattr(value, "to_local") else value.nbytes for value in values)
+
+
+def work(rank: int, store: str, quick: bool, rounds: int) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, _PROCESSES), rank=rank, world_size=_PROCESSES)
+    torch.set_num_threads(1)
+    _count_collectives()
+    of = shapes.model(shapes.GPT2_BLOCKS, quick)
+    generator = torch.Generator().manual_seed(2 + rank)
+    sets = [[torch.randn(shape, generator=generator) for shape in of] for _ in range(2)]
+    windows, rows = {}, []
+    for name, make in VARIANTS.items():
+        window, optimizer = make(Given(of, sets))
+        window()
+        _sent.clear()
+        window()  # the second one: what is agreed on once has been
+        windows[name] = window
+        rows.append({
+            "name": name, "collectives": len(_sent), "wire_bytes": sum(_sent) / shapes.count(of),
+            "state_bytes": 0.0 if optimizer is None else _memory(optimizer) / shapes.count(of),
+        })  # fmt: skip
+    seconds: dict[str, list[float]] = {name: [] for name in windows}
+    for _ in range(rounds):
+        for name, window in windows.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            window()
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - begin)
+    tails = {
+        name: [own - base for own, base in zip(taken, seconds[_ALONE], strict=True)] for name, taken in seconds.items()
+    }
+    stock = tails["DDP + clip + AdamW(fused)"]
+    for row in rows:
+        tail = tails[row["name"]]
+        row["milliseconds"] = 1e3 * statistics.median(seconds[row["name"]])
+        row["tail_milliseconds"] = 1e3 * statistics.median(tail)
+        ratios = [a / b for a, b in zip(stock, tail, strict=True) if b > 0]
+        row["against_ddp"] = statistics.median(ratios) if ratios else float("nan")
+    if rank == 0:
+        print(json.dumps(rows), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(work, (f"{folder}/store", chosen.quick, chosen.rounds), nprocs=_PROCESSES)
+
+
+if __name__ == "__main__":
+    main()
