@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accumfused.numeric import CHUNK, chunk_count
+
 # Part of the arithmetic, like csrc/rows.h, against which a test holds them.
 BLOCK = 128  # elements that share a scale: what a warp of 32 threads holds, four each
 MIN_SECOND_MOMENT = 4  # the smallest code of a second moment
@@ -44,22 +46,26 @@ def key(seed: Tensor, step: Tensor, fold: int, row: int) -> Tensor:
     return mix(mix(mix(seed) ^ step ^ (fold << 32)) ^ row)
 
 
-def noise(tensor_key: Tensor, numel: int) -> Tensor:
+def noise(tensor_key: Tensor, numel: int, origin: int = 0) -> Tensor:
     """32 random bits for each element of a tensor, int32 [numel]: a hash of the key and the element's index alone.
 
     So it depends neither on how the work is divided, nor on what other elements there are. Two rounds of xor-shift and
     multiply over a Weyl sequence, the second key between them, or two keys that are close would give shifted copies of
     one sequence. (Multipliers: Wellons, "Prospecting for Hash Functions".)
+
+    Args:
+        origin: the index of the first element, where these are a part of a tensor: they get the bits that they have in
+            the whole one. (Each 2^32 elements have another key. A chunk of a part that lies across such a boundary
+            keeps the one of its first element, so only beyond 4G elements may a few get other bits.)
     """
-    pieces = []
-    for high in range(1 + max(numel - 1, 0) // 2**32):
-        keys = mix(tensor_key ^ high)
-        index = torch.arange(min(numel - high * 2**32, 2**32), dtype=torch.int64, device=tensor_key.device)
-        x = _low(index) * _int32(0x9E3779B1) + _low(keys)
-        x = (x ^ _logical(x, 16)) * _int32(0x21F0AAAD)
-        x = (x ^ _logical(x, 15) ^ _low(_shift_right(keys, 32))) * _int32(0x735A2D97)
-        pieces.append(x ^ _logical(x, 15))
-    return torch.cat(pieces)
+    begin = origin + CHUNK * torch.arange(chunk_count(numel), dtype=torch.int64, device=tensor_key.device)
+    keys = mix(tensor_key ^ (begin >> 32))
+    first, second = (_low(half).repeat_interleave(CHUNK)[:numel] for half in (keys, _shift_right(keys, 32)))
+    index = torch.arange(origin, origin + numel, dtype=torch.int64, device=tensor_key.device)
+    x = _low(index) * _int32(0x9E3779B1) + first
+    x = (x ^ _logical(x, 16)) * _int32(0x21F0AAAD)
+    x = (x ^ _logical(x, 15) ^ second) * _int32(0x735A2D97)
+    return x ^ _logical(x, 15)
 
 
 def stream(bits: Tensor, number: int) -> Tensor:

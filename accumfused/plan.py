@@ -39,6 +39,9 @@ class Plan:
     formats: list[Format]
     storages: list[Storage | None]  # None: not made yet
     first_chunk: list[int] = field(default_factory=list)
+    # Where each tensor begins in the one that it is a part of, in elements and in memory order: a part is rounded by
+    # the noise that its elements have in the whole. 0: it is the whole one. With states in int8 a multiple of a block.
+    origins: list[int] = field(default_factory=list)
     chunks: int = 0
     has_all_states: bool = False
     copied: list[int] = field(default_factory=list)  # rows whose tensor is a dense copy
@@ -65,7 +68,9 @@ class Plan:
         slots = [None if storage is None else storage.slots() for storage in self.storages]
         formats = [(int(form.weights), int(form.states)) for form in self.formats]
         owners = [self.owned[row] if shard else self.params[row] for row, shard in enumerate(self.shards)]
-        self.table = table(_native.exchange_api, device, owners, self.tensors, numels, self.groups, slots, formats)
+        self.table = table(
+            _native.exchange_api, device, owners, self.tensors, numels, self.origins, self.groups, slots, formats
+        )
         if not self.is_spread:
             self.table.remember(param_groups, state)
         indices = {name: index for index, (name, *_) in enumerate(_native._C.rules())}
@@ -183,6 +188,7 @@ def build(
         plan.storages.append(storage_of(rules[group], form, tensor, entries))
         plan.first_chunk.append(plan.chunks)
         plan.chunks += chunk_count(tensor.numel())
+        plan.origins.append(0 if shard is None else shard.origin)
     plan.has_all_states = None not in plan.storages
     _check_shared_memory(plan.owned)
     if plan.is_spread:

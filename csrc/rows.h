@@ -48,8 +48,10 @@ struct Row {
   int64_t numel = 0;
   int64_t first_chunk = 0;
   int64_t group = 0;
+  int64_t origin = 0;  // where in the whole tensor the first element lies, where this is a part of one
   Weights weights = Weights::kFloat32;
   States states = States::kFloat32;
+  int64_t unused = 0;
 
   AF_METHOD bool is_plain() const { return weights == Weights::kFloat32 && states == States::kFloat32; }
 };

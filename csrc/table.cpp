@@ -112,7 +112,8 @@ class TensorType {
 }  // namespace
 
 Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py::list& owners, const py::list& params,
-             const py::list& numels, const py::list& groups, const py::list& slots, const py::list& formats)
+             const py::list& numels, const py::list& origins, const py::list& groups, const py::list& slots,
+             const py::list& formats)
     : api_(static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange_api.ptr(), dlpack::kCapsuleName))),
       device_{device[0].cast<int32_t>(), device[1].cast<int32_t>()} {
   if (api_ == nullptr) throw py::error_already_set();
@@ -129,6 +130,7 @@ Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py:
   for (size_t i = 0; i < count; ++i) {
     Row& row = rows_[i];
     row.numel = numels[i].cast<int64_t>();
+    row.origin = origins[i].cast<int64_t>();
     row.first_chunk = chunks_;
     row.group = groups[i].cast<int64_t>();
     chunks_ += chunk_count(row.numel);
@@ -310,9 +312,9 @@ void Table::clear() {
 void bind_table(py::module_& m) {
   py::class_<Table>(m, "Table", py::module_local())
       .def(py::init<const py::capsule&, const py::tuple&, const py::list&, const py::list&, const py::list&,
-                    const py::list&, const py::list&, const py::list&>(),
+                    const py::list&, const py::list&, const py::list&, const py::list&>(),
            py::arg("exchange_api"), py::arg("device"), py::arg("owners"), py::arg("params"), py::arg("numels"),
-           py::arg("groups"), py::arg("slots"), py::arg("formats"))
+           py::arg("origins"), py::arg("groups"), py::arg("slots"), py::arg("formats"))
       .def("remember", &Table::remember, py::arg("param_groups"), py::arg("state"))
       .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state"))
       .def("read_grads", &Table::read_grads)

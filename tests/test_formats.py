@@ -105,6 +105,39 @@ def test_every_instruction_set_and_thread_count_gives_the_reference_bits(rule: s
         assert_agree(actual, expected)
 
 
+NOT_FINITE = {
+    "nan": 0x7FC0, "-nan": 0xFFC0, "nan of ones": 0x7FFF, "-nan of ones": 0xFFFF, "nan of one": 0x7F81, "inf": 0x7F80,
+    "-inf": 0xFF80, "large": 0x7F7F,
+}  # fmt: skip
+
+
+@needs_native
+@pytest.mark.parametrize("of", ["param", "grad"])
+@pytest.mark.parametrize("weights", ["split16", "split8"])
+@pytest.mark.parametrize("grad_dtype", GRADS, ids=str)
+def test_one_number_that_is_not_finite_among_codes(weights: str, grad_dtype: torch.dtype, of: str) -> None:
+    def stored(backend: Any, value: int, at: int, eps: float) -> dict[str, Tensor]:
+        options = {"max_grad_norm": None, "nonfinite": "propagate", "eps": eps}
+        optimizer, (param,) = make(case_named("adamw"), backend, weights, "int8", (1000,), **options)
+        grads = random_grads([param], 0, torch.bfloat16)
+        grads[0][130:140] = 0  # with eps=0 a NaN of finite moments
+        (param.data if of == "param" else grads[0]).view(torch.int16)[at] = value - (value >> 15 << 16)
+        for _ in range(3):  # the scales of a block that is not finite are read again
+            set_grads([param], [grads[0].to(grad_dtype)])
+            optimizer.step()
+        found = {name: tensor.clone() for name, tensor in everything(optimizer).items()}
+        for name in ("exp_avg", "exp_avg_sq"):  # what is NaN has codes of no meaning
+            blocks = (found[f"{name}_scale 0"] == 255).repeat_interleave(codecs.BLOCK)[:1000]
+            found[f"{name} 0"][blocks] = 0
+        return found
+
+    cases = itertools.product(NOT_FINITE.values(), (0, 257, 511, 614, 903))
+    for (value, at), eps in zip(cases, itertools.cycle((1e-8, 0.0))):
+        expected = stored(ReferenceBackend(), value, at, eps)
+        for name in _native._C.instruction_sets():
+            assert_agree(stored(CpuBackend(name), value, at, eps), expected)
+
+
 # ---- bfloat16 accumulators ------------------------------------------------------------------------------------------
 
 

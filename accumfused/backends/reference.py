@@ -64,7 +64,8 @@ class ReferenceBackend:
             seed = storage.seed
         key = codecs.key(seed, whole_steps(self._steps_made(plan, row)), fold.number, row)
         rounded = torch.empty_like(accumulator)
-        bits = codecs.to_bfloat16_stochastic(memory_order(value), codecs.noise(key, value.numel()))
+        noise = codecs.noise(key, value.numel(), plan.origins[row])
+        bits = codecs.to_bfloat16_stochastic(memory_order(value), noise)
         memory_order(rounded).copy_(_bfloat16(bits))
         return rounded
 
@@ -145,7 +146,7 @@ def _update(
     )
     bits = torch.zeros_like(param, dtype=torch.int32)
     if storage.seed is not None:
-        bits = codecs.noise(codecs.key(storage.seed, step, 0, row), param.numel())
+        bits = codecs.noise(codecs.key(storage.seed, step, 0, row), param.numel(), plan.origins[row])
     stored: list[tuple[Tensor | None, Tensor | None]] = []
     stored += zip([param, master], _store_weights(form, new_param, codecs.stream(bits, 2)), strict=True)
     for index, (state, value, scale, is_second) in enumerate(zip(new_states, values, scales, kinds, strict=True)):

@@ -62,7 +62,7 @@ class _Fixed:
     """What lasts as long as the plan."""
 
     kinds: list[tuple[type[Rule], Format]]  # that there are among the rows
-    rows: list[tuple[int, ...]]  # the words of each, up to KIND
+    rows: list[tuple[int, ...]]  # the words of each, up to ORIGIN
 
 
 class TritonBackend:
@@ -201,13 +201,13 @@ def _fixed(plan: Plan) -> _Fixed:
         formats = [Format(form.weights, form.states) for form in plan.formats]
         kinds = [(plan.rules[group], form) for group, form in zip(plan.groups, formats, strict=True)]
         known = _Fixed(list(dict.fromkeys(kinds)), [])
-        for tensor, storage, group, kind, first_chunk in zip(
-            plan.tensors, plan.storages, plan.groups, kinds, plan.first_chunk, strict=True
+        for tensor, storage, group, kind, first_chunk, origin in zip(
+            plan.tensors, plan.storages, plan.groups, kinds, plan.first_chunk, plan.origins, strict=True
         ):
             slots = _NO_SLOTS if storage is None else storage.slots()
             param = tensor.data_ptr() if has_memory(tensor) else 0
             known.rows.append(
-                (param, *map(address, slots), tensor.numel(), first_chunk, group, known.kinds.index(kind))
+                (param, *map(address, slots), tensor.numel(), first_chunk, group, known.kinds.index(kind), origin)
             )
         plan.device_tables[_FIXED] = known
     return known

@@ -13,7 +13,7 @@ from accumfused.triton_numeric import CHUNK, whole_steps
 
 # The table: the ticket, which is 0 between launches, and per parameter a row of these words.
 ROWS = tl.constexpr(1)
-WORDS = tl.constexpr(18)
+WORDS = tl.constexpr(19)
 PARAM = tl.constexpr(0)
 STEP = tl.constexpr(1)  # from here on as in formats.Storage
 SEED = tl.constexpr(2)
@@ -24,10 +24,11 @@ NUMEL = tl.constexpr(10)
 FIRST_CHUNK = tl.constexpr(11)
 GROUP = tl.constexpr(12)
 KIND = tl.constexpr(13)  # rule and formats
-GRAD = tl.constexpr(14)
-ACCUMULATOR = tl.constexpr(15)
-WEIGHT = tl.constexpr(16)
-DTYPE = tl.constexpr(17)
+ORIGIN = tl.constexpr(14)
+GRAD = tl.constexpr(15)
+ACCUMULATOR = tl.constexpr(16)
+WEIGHT = tl.constexpr(17)
+DTYPE = tl.constexpr(18)
 
 NO_GRAD, FLOAT32, FLOAT16 = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)  # what DTYPE says; bfloat16 is the last
 BFLOAT16_BITS = tl.constexpr(tl.uint16)  # how bfloat16 is read: Triton's interpreter gets its subnormals wrong

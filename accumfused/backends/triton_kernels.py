@@ -18,6 +18,7 @@ from accumfused.backends.triton_blocks import (
     FLOAT32,
     GRAD,
     NO_GRAD,
+    ORIGIN,
     OVERWRITE,
     ROWS,
     WEIGHT,
@@ -209,7 +210,7 @@ def accumulate_kernel(
             keys = offset, offset  # for a bf16 one
             if accumulator_dtype == BFLOAT16_BITS:
                 steps_made = tl.maximum(step_number(row) - 1, 0)
-                keys = noise_keys(seed_of(row), steps_made, number, index, offset)
+                keys = noise_keys(seed_of(row), steps_made, number, index, tl.load(row + ORIGIN) + offset)
             total = partials + chunk
             held = tl.load(row + WEIGHT)
             keep = (tl.load(weights + tl.maximum(held, 0)) * factor).to(tl.float32)

@@ -21,6 +21,7 @@ from accumfused.backends.triton_blocks import (
     MASTER,
     MAX_HYPERS,
     NO_GRAD,
+    ORIGIN,
     PARAM,
     REST,
     ROWS,
@@ -171,7 +172,7 @@ def step_kernel(
             offset, n = extent(row, chunk)
             keys = index, index
             if noisy:
-                keys = noise_keys(seed_of(row), number, 0, index, offset)
+                keys = noise_keys(seed_of(row), number, 0, index, tl.load(row + ORIGIN) + offset)
             if dtype == FLOAT32:
                 grad = pointer(row, GRAD, tl.float32, offset)
                 step_chunk(prepared, row, keys, grad, offset, n, update, states, moments, weights, form, noisy)

@@ -112,23 +112,33 @@ AF_INLINE void for_each_state(const Body& body) {
 
 // ---- step -----------------------------------------------------------------------------------------------------------
 
+// As many elements from `first` on as step_blocks does.
+template <class Rule>
+int64_t step_lean(const Rule& rule, const Row& row, const Noise& noise, const Operands& in, int64_t offset,
+                  int64_t first, int64_t n) {
+  return with_grad(in, offset + first, [&](const auto* grad) -> int64_t {
+    if constexpr (!__is_same(decltype(grad), const Float16*)) {
+      const int64_t at = offset + first, length = n - first;
+      if (row.weights == Weights::kBfloat16Split8)
+        return step_blocks<Split8Weights>(rule, row, noise, grad, at, first, length);
+      if (row.weights == Weights::kBfloat16Split16)
+        return step_blocks<Split16Weights>(rule, row, noise, grad, at, first, length);
+    }
+    return 0;
+  });
+}
+
 template <class Rule>
 void step_formatted(const Rule& rule, const Row& row, int64_t index, const Operands& in, int64_t count, int64_t offset,
                     int64_t n) {
   const Noise noise(row, index, count, 0, offset);
   const bool plain_states = row.states == States::kFloat32;
-  int64_t first = 0;
-  if constexpr (__is_same(Rule, Adam)) {
-    if (row.states == States::kInt8 && in.grad_dtype == Dtype::kBfloat16) {
-      const auto* grad = static_cast<const Bfloat16*>(in.grad) + offset;
-      if (row.weights == Weights::kBfloat16Split8)
-        first = step_blocks<Split8Weights>(rule, row, noise, grad, offset, 0, n);
-      if (row.weights == Weights::kBfloat16Split16)
-        first = step_blocks<Split16Weights>(rule, row, noise, grad, offset, 0, n);
-    }
-  }
   Tile tile;
-  for (; first < n; first += kTile) {
+  for (int64_t first = 0; first < n; first += kTile) {
+    if constexpr (__is_same(Rule, Adam)) {
+      if (row.states == States::kInt8) first += step_lean(rule, row, noise, in, offset, first, n);
+      if (first == n) break;
+    }
     const int64_t at = offset + first, length = smaller(kTile, n - first);
     if (row.seed) {
       for (int64_t i = 0; i < length; ++i) tile.noise[i] = noise(uint32_t(first + i));
