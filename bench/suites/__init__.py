@@ -70,13 +70,14 @@ Suite = Callable[[Bench], list[Table]]
 
 def all_suites(on_gpu: bool = False) -> dict[str, Suite]:
     """Name -> suite, in the order in which they run."""
-    from bench.suites import graph, lean, memory, memory_gpu, scale, small, tail, verbs, window, zeros
+    from bench.suites import graph, lean, memory, memory_gpu, processes, scale, small, tail, verbs, window, zeros
 
     shared: dict[str, Suite] = {"tail": tail.run, "verbs": verbs.run, "window": window.run, "small": small.run}
     shared["lean"] = lean.run
     if on_gpu:
         return {**shared, "graph": graph.run, "memory": memory_gpu.run}
-    return {**shared, "zeros": zeros.run, "scale": scale.run, "memory": memory.run}
+    alone = {"zeros": zeros.run, "scale": scale.run, "memory": memory.run, "processes": processes.run}
+    return {**shared, **alone}
 
 
 def largest_error(errors: dict[str, float]) -> str:

@@ -80,10 +80,6 @@ class Given(nn.Module):
         return torch.stack([torch.dot(p.flatten(), g.flatten()) for p, g in zip(self.own, grads, strict=True)]).sum()
 
 
-class GivenParts(Given):
-    """The same under fully_shard, which gathers whole parameters for forward()."""
-
-
 Window = Callable[[], None]
 
 
