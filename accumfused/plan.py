@@ -50,16 +50,12 @@ class Plan:
     accumulator_dtype: torch.dtype = torch.float32
     adopts_gradients: bool = True  # as accumulators; False: those are to be reduced, so they lie side by side
     shards: list[Shard | None] = field(default_factory=list)  # how parts lie in their parameters; None: the whole
+    is_spread: bool = False  # there are such parts
     rule_indices: list[int] = field(default_factory=list)  # per group, in the kernels' order
     device_tables: dict[int, Any] = field(default_factory=dict)  # the table's copies on a GPU, which cuda.py keeps here
     parts: list[tuple[Any, Plan]] = field(default_factory=list)  # with several devices: backend and plan of each
     _pointed_at: Grads | None = None
     _seen: list[Any] | None = None  # of the groups and states of a plan with shards
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether parameters are spread over processes."""
-        return any(shard is not None for shard in self.shards)
 
     def add_table(self, table: Any, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
         """Makes the table of the addresses on this device; `table`: the class, of a native module."""
@@ -191,6 +187,7 @@ def build(
         plan.origins.append(0 if shard is None else shard.origin)
     plan.has_all_states = None not in plan.storages
     _check_shared_memory(plan.owned)
+    plan.is_spread = any(shard is not None for shard in plan.shards)
     if plan.is_spread:
         plan._seen = _identities(param_groups, state)
     plan.device = next((tensor.device for tensor in plan.tensors if has_memory(tensor)), torch.device("cpu"))
