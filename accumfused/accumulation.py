@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from accumfused import shards
+from accumfused import distributed, shards
 from accumfused.backends.base import OVERWRITE, Backend, Fold, on_device
 from accumfused.batch_norm import warn_of_batch_norm
 from accumfused.formats import PARAM_DTYPES
@@ -178,6 +178,8 @@ class Window:
             weight: None: a plain sum.
             in_loss: the loss was multiplied by the weight, so the gradients are already.
         """
+        # Gradients of DTensors have the parts of other processes in them, whose weights may be others.
+        is_own = not (in_loss and plan.is_spread and distributed.has_processes())
         if self.phase is Phase.IDLE:
             self.open(plan)
         self.entered, self._weighted, self._index = True, weight is not None, _READY
@@ -185,11 +187,11 @@ class Window:
             weight = _on_device(weight, plan.device)
         if weight is not None:
             self._total = self._total + weight
-        if not isinstance(weight, Tensor) and weight == 0:
+        if is_own and not isinstance(weight, Tensor) and weight == 0:
             self._index = None
             return
         self._count += 1
-        if isinstance(weight, Tensor) and in_loss:
+        if is_own and isinstance(weight, Tensor) and in_loss:
             # A masked mean of nothing is NaN, also times 0.
             self._index = self._weigh((weight != 0).double(), self._count)
         elif weight is not None and not in_loss:

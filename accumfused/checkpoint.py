@@ -16,7 +16,8 @@ from torch import Tensor
 
 from accumfused.accumulation import Window
 from accumfused.codecs import BLOCK, block_count
-from accumfused.formats import MASTER, PARAM_DTYPES, REMAINDER, SEED, format_of, scale_name
+from accumfused.distributed import has_processes
+from accumfused.formats import MASTER, PARAM_DTYPES, REMAINDER, SEED, format_of, names, scale_name
 from accumfused.rule import Rule
 from accumfused.shards import is_dtensor, owned, shard_of
 from accumfused.state import make_state
@@ -46,12 +47,20 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint with the (fused) optimizer's open window.
 
     Parameters that have not been stepped get the zeros that torch's optimizer begins with: it takes a state that holds
-    anything for a complete one.
+    anything for a complete one. With DTensors all processes call this: weights are saved as their mean over processes,
+    which is what the sums of such gradients are divided by.
     """
     window, state = optimizer._runtime.window, dict(state_dict["state"])
     keys = {id(param): key for key, param in _params(optimizer, state_dict).items()}
     rules = {id(p): optimizer.rule_of(group) for group in optimizer.param_groups for p in group["params"]}
-    for param, accumulator, weights in zip(window.params, window.accumulators, window.weights_held(), strict=True):
+    held = window.weights_held()
+    if window.is_weighted and has_processes() and any(map(is_dtensor, window.params)):
+        from accumfused.reduction import mean_of_totals
+
+        mean = mean_of_totals(optimizer._plan(), window.total)
+        for weights in held:
+            weights[1].copy_(mean)
+    for param, accumulator, weights in zip(window.params, window.accumulators, held, strict=True):
         if accumulator is None:
             continue
         key, rule = keys[id(param)], rules[id(param)]
@@ -60,9 +69,10 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             settings = optimizer._settings
             shard = shard_of(param)
             own = entries if shard is None else shard.parts(entries)
-            make_state(rule, format_of(rule, param, settings), owned(param, shard), own, settings.seed)
+            form = format_of(rule, param, settings)
+            make_state(rule, form, owned(param, shard), own, settings.seed)
             if shard is not None:
-                shard.put(own, entries)
+                shard.put(own, entries, names(rule, form))
         if is_dtensor(param):
             accumulator = shard_of(param).whole(accumulator)  # type: ignore[union-attr]
         state[key] = entries | {ACCUMULATOR: accumulator, WEIGHTS: weights}

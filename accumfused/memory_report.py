@@ -189,13 +189,14 @@ def _memory_of(
     grad = local(param.grad)
     if grad is not None and id(grad) not in accumulators:
         parts["gradients"] = grad.nbytes
+    own = owned(param, shard)
     if shard is not None:
-        entries, param = shard.parts(entries), owned(param, shard)
-    if rule.is_foreign or storage_of(rule, form, param, entries) is not None or not param.requires_grad:
+        entries = shard.parts(entries)
+    if rule.is_foreign or storage_of(rule, form, own, entries) is not None or not param.requires_grad:
         for name, value in entries.items():
             parts[_part(rule, name)] += value.nbytes if isinstance(value, Tensor) else 0
     else:
-        parts |= _to_be_made(rule, form, param)
+        parts |= _to_be_made(rule, form, own)
         memory.not_made = sum(parts[part] for part in ("masters", "states", "scales"))
     return memory
 

@@ -83,7 +83,7 @@ class FusedOptimizer(Tail):
         window.begin(current, grads, weight)
         if present or window.entered:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
-        if last and self._settings.group is None:
+        if last and self._settings.group is None and not self._agrees_on_totals(current):
             window.check_total(weight)
         with contextlib.nullcontext() if release is None else release.expecting(weight, last):
             (loss if weight is None else loss * weight).backward()  # type: ignore[no-untyped-call]
@@ -317,7 +317,10 @@ class FusedOptimizer(Tail):
             self._runtime.window = window
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state_dict; an open window is in `state`, under keys that torch's optimizers leave alone."""
+        """torch's state_dict; an open window is in `state`, under keys that torch's optimizers leave alone.
+
+        While a window of DTensors is open, every process calls this: they agree on its weights.
+        """
         self._runtime.masters.settle()
         if self._runtime.window.phase is not Phase.OPEN:
             return super().state_dict()

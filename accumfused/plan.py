@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accumfused import _native, shards
-from accumfused.formats import PARAM_DTYPES, Format, Storage, format_of, storage_of
+from accumfused.formats import PARAM_DTYPES, Format, Storage, format_of, names, storage_of
 from accumfused.numeric import chunk_count
 from accumfused.rule import Rule
 from accumfused.shards import Shard
@@ -180,7 +180,8 @@ def build(
         plan.formats.append(form)
         entries = state.get(param)
         if shard is not None and entries is not None:
-            entries = shard.parts(entries)
+            placed = shard.has_placed(entries, names(rules[group], form))
+            entries = shard.parts(entries) if placed else None
         plan.storages.append(storage_of(rules[group], form, tensor, entries))
         plan.first_chunk.append(plan.chunks)
         plan.chunks += chunk_count(tensor.numel())
@@ -237,8 +238,8 @@ def check_parameter(param: Tensor) -> None:
     if param.is_complex():
         raise RuntimeError("complex parameters are not supported; optimize torch.view_as_real(parameter) instead")
     if param.dtype not in PARAM_DTYPES:
-        names = ", ".join(str(dtype) for dtype in PARAM_DTYPES)
-        raise TypeError(f"a parameter is {param.dtype}; supported are {names}")
+        dtypes = ", ".join(str(dtype) for dtype in PARAM_DTYPES)
+        raise TypeError(f"a parameter is {param.dtype}; supported are {dtypes}")
     if param.is_neg():
         raise RuntimeError("a parameter is lazily negated, so its memory holds other values; use param.resolve_neg()")
     if not has_memory(param) or (param.numel() and not param.untyped_storage().nbytes()):
@@ -260,9 +261,9 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
             "use Embedding(sparse=False), or torch.optim.SparseAdam for those parameters"
         )
     if grad.dtype not in GRAD_DTYPES:
-        names = ", ".join(str(dtype) for dtype in GRAD_DTYPES)
+        dtypes = ", ".join(str(dtype) for dtype in GRAD_DTYPES)
         kind = RuntimeError if grad.is_complex() else TypeError
-        raise kind(f"a gradient is {grad.dtype}; supported are {names}")
+        raise kind(f"a gradient is {grad.dtype}; supported are {dtypes}")
     if grad.device != param.device:
         raise RuntimeError(f"a gradient is on {grad.device}, its parameter on {param.device}; move one of them")
     if grad.shape != param.shape:

@@ -125,8 +125,10 @@ class Settings:
 
     @property
     def seed(self) -> int:
-        """By default that of torch's generator, of which nothing is drawn."""
-        return torch.initial_seed() % 2**63 if self.rounding_seed is None else self.rounding_seed
+        """By default that of torch's generator, of which nothing is drawn; of several processes, one that all have."""
+        if self.rounding_seed is not None:
+            return self.rounding_seed
+        return 0 if distributed.has_processes() else torch.initial_seed() % 2**63
 
     @property
     def states(self) -> States:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ class Shard:
                 return value
             for dim in range(value.dim() if value.shape == self.shape else 1):
                 value = value.narrow(dim, self.offset[dim], self.part_shape[dim])
-            return value
+            return value.clone()  # the rest need not live on
         spec: Any = value
         if spec.device_mesh != self.mesh or spec.placements != self.placements:
             raise RuntimeError(
@@ -80,13 +80,22 @@ class Shard:
         """The state of a parameter, as `make_state` and kernels take it."""
         return {name: self.part(name, value) if isinstance(value, Tensor) else value for name, value in entries.items()}
 
-    def put(self, parts: Mapping[str, Any], entries: dict[str, Any]) -> None:
-        """The way back: `entries` becomes the state of which these are the parts."""
+    def put(self, parts: Mapping[str, Any], entries: dict[str, Any], wanted: Sequence[str]) -> None:
+        """The way back: `entries` becomes the state of which these are the parts; `wanted`: the names of our own."""
         for name in [name for name in entries if name not in parts]:
             del entries[name]
         for name, part in parts.items():
-            if local(entries.get(name)) is not part:
+            known = entries.get(name)
+            if local(known) is not part or (name in wanted and _lacks_place(known)):
                 entries[name] = self.whole(part) if isinstance(part, Tensor) else part
+
+    def has_placed(self, entries: Mapping[str, Any], wanted: Sequence[str]) -> bool:
+        """Whether all of the state lies as its parameter; a checkpoint of one process may have brought it whole."""
+        return not any(_lacks_place(entries.get(name)) for name in wanted)
+
+
+def _lacks_place(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and not is_dtensor(value)
 
 
 def replicated(value: Tensor) -> Tensor:

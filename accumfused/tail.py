@@ -18,6 +18,7 @@ from accumfused.accumulation import Phase, Window
 from accumfused.arguments import checked_positive
 from accumfused.backends.base import Backend, Outcome, Scaling, on_device, rescale
 from accumfused.backends.reference import finish_norm
+from accumfused.formats import names
 from accumfused.masters import Masters
 from accumfused.plan import Grads, Plan
 from accumfused.rule import Rule
@@ -160,7 +161,7 @@ class Tail(torch.optim.Optimizer):
         # (fully_shard without its synchronization leaves them with the module, and brings their sum later.)
         if not present and not empty and not window.entered and not (in_loss and current.is_spread):
             raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
-        if last and group is None:
+        if last and group is None and not self._agrees_on_totals(current):
             window.check_total(weight)
         matched = current.match(grads)
         if current.accumulator_dtype == torch.bfloat16 and current.lacks_state(matched):
@@ -214,6 +215,10 @@ class Tail(torch.optim.Optimizer):
                 "optimizer), or say grads_are_reduced=True if every micro-batch's gradients are reduced already"
             )
 
+    def _agrees_on_totals(self, current: Plan) -> bool:
+        """Whether a window is divided by the weights of all processes, of which this one may have none."""
+        return current.is_spread and distributed.has_processes()
+
     def _reduction(self) -> Reduction:
         if self._runtime.reduction is None:
             from accumfused.reduction import Reduction  # needs torch.distributed, which some builds of torch lack
@@ -231,7 +236,7 @@ class Tail(torch.optim.Optimizer):
             divisor, anywhere = reduction.exchange(window.total, window.is_weighted, present, current.device)
             missing = [wanted and not here for wanted, here in zip(anywhere, present, strict=True)]
             window.agree(current, divisor, missing)
-        elif current.is_spread and window.is_weighted and distributed.has_processes():
+        elif window.is_weighted and self._agrees_on_totals(current):
             from accumfused.reduction import mean_of_totals
 
             window.agree(current, mean_of_totals(current, window.total), [False] * len(grads))
@@ -323,7 +328,7 @@ class Tail(torch.optim.Optimizer):
             rule = current.rules[current.groups[index]]
             make_state(rule, current.formats[index], tensor, own, self._settings.seed)
             if shard is not None:
-                shard.put(own, entries)
+                shard.put(own, entries, names(rule, current.formats[index]))
             if index in current.copied:
                 current.owned[index].copy_(tensor)
         return self._plan()

@@ -148,7 +148,8 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         accumulator_dtype: of a window's sums: torch.float32, or torch.bfloat16, rounded stochastically at each
             `accumulate()`.
         rounding_seed: of all stochastic rounding, for states that are new; None: that of torch's generator, of which
-            nothing is drawn. The same seed gives the same bits on every backend.
+            nothing is drawn, and 0 where there are several processes, which must round alike. The same seed gives the
+            same bits on every backend.
         process_group: of processes (torch.distributed) with a batch each, whose gradients the optimizer adds up itself,
             once for a window: see `accumfused.attach_ddp` and docs/distributed.md. Not carried by copies and pickles.
         sharding_group: the same, and each process updates a part of every parameter and keeps the states of that
