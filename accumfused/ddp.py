@@ -65,7 +65,12 @@ def attach_ddp(
             f"the optimizer has no parameter {left[0]!r} ({len(left)} are missing), whose gradients nobody would "
             "reduce; give it all parameters of the module"
         )
-    ddp.register_comm_hook(None, noop_hook)  # gradients stay this process's own; it refuses a second one
+    known = list(ddp._comm_hooks)
+    try:
+        ddp.register_comm_hook(None, noop_hook)  # gradients stay this process's own
+    except RuntimeError:
+        ddp._comm_hooks[:] = known  # torch notes a hook and then refuses it, and refuse_reducing() reads the notes
+        raise
     settings.process_group = group if settings.group is None else settings.process_group
     settings.reduce_dtype = settings.reduce_dtype if reduce_dtype is None else reduce_dtype
     optimizer._runtime.plan = optimizer._runtime.reduction = None

@@ -81,7 +81,12 @@ class Format:
 
     @property
     def needs_noise(self) -> bool:
-        return self.weights in _NOISY_WEIGHTS or self.states is not States.FLOAT32 or self.accumulates_bfloat16
+        return self.rounds_updates or self.accumulates_bfloat16
+
+    @property
+    def rounds_updates(self) -> bool:
+        """Whether a step's results depend on noise, which must be the same in all processes that make it."""
+        return self.weights in _NOISY_WEIGHTS or self.states is not States.FLOAT32
 
     @property
     def master(self) -> tuple[str, torch.dtype] | None:
@@ -184,5 +189,6 @@ def _fits(name: str, value: Any, rule: type[Rule], form: Format, param: Tensor) 
         return value.dim() == 0 and value.dtype == (torch.float32 if name == "step" else torch.int64)
     if name in rule.states or (form.master is not None and name == form.master[0]):
         dtype = STATE_DTYPES[form.states] if name in rule.states else form.master[1]  # type: ignore[index]
-        return value.dtype == dtype and value.shape == param.shape and value.stride() == param.stride()
+        same_layout = value.stride() == param.stride() or not param.numel()  # torch lays empty tensors out as it likes
+        return value.dtype == dtype and value.shape == param.shape and same_layout
     return value.dtype == torch.uint8 and value.shape == scale_shape(param) and value.is_contiguous()

@@ -34,16 +34,25 @@ class Reduction:
         self._wire_dtype = wire_dtype
         self._agreed: list[Tensor] = []  # on these parameters
 
-    def agree(self, params: list[Tensor]) -> None:
+    def agree(self, plan: Plan, seed: int) -> None:
         """Refuses parameters that are not those of the other processes; asks once for each list of them.
+
+        Args:
+            seed: of states that are not made yet.
 
         Raises:
             ValueError: on every process.
         """
+        params = plan.params
         if len(params) == len(self._agreed) and all(a is b for a, b in zip(params, self._agreed, strict=True)):
             return
         distributed.refuse_reducing(params)
-        own = [(tuple(param.shape), tuple(param.stride()), str(param.dtype), param.requires_grad) for param in params]
+        made = [None if storage is None else storage.seed for storage in plan.storages]
+        seeds = [seed if known is None else int(known) for known in made]
+        own = [
+            (tuple(p.shape), tuple(p.stride()), str(p.dtype), p.requires_grad, form.rounds_updates and seed)
+            for p, form, seed in zip(params, plan.formats, seeds, strict=True)
+        ]
         every: list[list[Any]] = [[]] * self.size
         dist.all_gather_object(every, own, group=self.group)
         for rank, other in enumerate(every):
@@ -56,12 +65,13 @@ class Reduction:
                 if first != there:
                     raise ValueError(
                         f"parameter {index} is {there} in process {rank} of the group and {first} in process 0 (shape, "
-                        "strides, dtype, requires_grad); give every optimizer the same parameters in the same order"
+                        "strides, dtype, requires_grad, seed of its noise if there is any); give every optimizer "
+                        "the same parameters in the same order, and the same rounding_seed"
                     )
         self._agreed = list(params)
 
     def exchange(
-        self, total: float | Tensor, is_weighted: bool | None, present: list[bool], device: torch.device
+        self, total: float | Tensor, is_weighted: bool | None, present: list[bool], device: torch.device, *, last: bool
     ) -> tuple[Tensor, list[bool]]:
         """What a window is divided by once its sums are added up, and which parameters have a gradient somewhere.
 
@@ -69,24 +79,31 @@ class Reduction:
             total: of this process's weights.
             is_weighted: None: this process had no micro-batch.
             present: which parameters have a gradient here.
+            last: this process divides its sums before they are added up, not after that.
 
         Returns:
             The sum of all weights, or without weights the number of processes (a mean over them, as DDP takes): fp64,
-            shape []; NaN if some have weights and some have not. And one flag for each parameter.
+            shape []; NaN if some have weights or close with last=True, and some do not; 1 for a process without
+            micro-batches whose others have divided. And one flag for each parameter.
         """
-        message = torch.zeros(3 + len(present), dtype=torch.float64, device=device)
-        weights, weighted, unweighted = message[:3].unbind()
+        message = torch.zeros(4 + len(present), dtype=torch.float64, device=device)
+        weights, weighted, unweighted, closed = message[:4].unbind()
         weights += total  # filled, not assigned: assigning a number waits for a GPU
         weighted.fill_(is_weighted is True)
         unweighted.fill_(is_weighted is False)
+        closed.fill_(last)
         if all(present):
-            message[3:].fill_(1.0)
+            message[4:].fill_(1.0)
         else:
-            message[3:].copy_(torch.tensor(present))
+            message[4:].copy_(torch.tensor(present))
         dist.all_reduce(message, group=self.group)
         number = torch.full_like(weights, float(self.size))
         divisor = torch.where(unweighted == 0, weights, torch.where(weighted == 0, number, torch.nan))
-        return divisor, present if all(present) else (message[3:] > 0).tolist()
+        if is_weighted is None:
+            divisor = torch.where(closed > 0, 1.0, divisor)
+        else:
+            divisor = torch.where((closed == 0) | (closed == weighted + unweighted), divisor, torch.nan)
+        return divisor, present if all(present) else (message[4:] > 0).tolist()
 
     def sum(self, flats: Iterable[Tensor]) -> None:
         """Replaces these (flat) tensors by their sums over all processes, in buckets, several of them under way."""

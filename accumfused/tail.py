@@ -177,7 +177,7 @@ class Tail(torch.optim.Optimizer):
         complete = present == len(grads)
         closes = last and self._settings.sharding_group is None and (part is None or group is None)
         if closes and part is None:
-            self._agree(current, matched)
+            self._agree(current, matched, last=True)
         window.fold(current, self._runtime.backend, matched, complete, last=closes, ends=part is None)
         if last and part is None:
             if closes:
@@ -226,14 +226,15 @@ class Tail(torch.optim.Optimizer):
             self._runtime.reduction = Reduction(self._settings.group, self._settings.reduce_dtype)
         return self._runtime.reduction
 
-    def _agree(self, current: Plan, grads: Grads) -> None:
+    def _agree(self, current: Plan, grads: Grads, *, last: bool) -> None:
         """Before a window closes: processes tell each other their weights, and who has gradients of what."""
         window, settings = self._runtime.window, self._settings
         if settings.group is not None:
             reduction = self._reduction()
-            reduction.agree(current.params)
+            reduction.agree(current, settings.seed)
             present = window.present(grads)
-            divisor, anywhere = reduction.exchange(window.total, window.is_weighted, present, current.device)
+            total, is_weighted = window.total, window.is_weighted
+            divisor, anywhere = reduction.exchange(total, is_weighted, present, current.device, last=last)
             missing = [wanted and not here for wanted, here in zip(anywhere, present, strict=True)]
             window.agree(current, divisor, missing)
         elif window.is_weighted and self._agrees_on_totals(current):
@@ -273,7 +274,7 @@ class Tail(torch.optim.Optimizer):
                     "call accumulate() after the last backward(), before step()"
                 )
             window.follow(current)
-            self._agree(current, [None] * len(grads))
+            self._agree(current, [None] * len(grads), last=False)
             window.check_total(0.0)
             grads = window.accumulators
             present = len(grads) - sum(grad is None for grad in grads)

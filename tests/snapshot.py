@@ -12,6 +12,7 @@ from torch import Tensor
 
 import accumfused as af
 from accumfused.accumulation import Phase
+from accumfused.shards import local
 
 Snapshot = dict[str, Any]
 Errors = type[Exception] | tuple[type[Exception], ...]
@@ -64,6 +65,7 @@ def trained(params: list[torch.nn.Parameter], backend: str, **options: Any) -> a
 
 
 def _bits(value: Any) -> Any:
+    value = local(value)  # of what is spread over processes, the part here
     if not isinstance(value, Tensor):
         return value
     kind = (value.dtype, value.device, tuple(value.shape))
