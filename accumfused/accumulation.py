@@ -48,6 +48,7 @@ class Window:
         self._weighted: bool | None = None  # None: no micro-batch yet
         self._total: float | Tensor = 0.0  # of the weights
         self._count = 0  # micro-batches that were folded
+        self._place = 0  # of the last fold within its micro-batch
         self.entered = False  # a micro-batch is in progress: it counts already, and more of its gradients may come
         self._index: int | None = None  # of its weight; None: it is left out
         self._divisor: float | Tensor | None = None  # what processes have agreed on; else the total
@@ -182,7 +183,7 @@ class Window:
         is_own = not (in_loss and plan.is_spread and distributed.has_processes())
         if self.phase is Phase.IDLE:
             self.open(plan)
-        self.entered, self._weighted, self._index = True, weight is not None, _READY
+        self.entered, self._weighted, self._index, self._place = True, weight is not None, _READY, 0
         if isinstance(weight, Tensor):
             weight = _on_device(weight, plan.device)
         if weight is not None:
@@ -366,7 +367,7 @@ class Window:
     def _only_weight(self) -> int | None:
         """The index of the weight that all accumulators wait for, if one micro-batch was all: its mean is itself."""
         pending = set(self._held) - {OVERWRITE}
-        if self._divisor is not None:
+        if self._divisor is not None or self._closed is not None:
             return None
         return pending.pop() if self._count == 1 and len(pending) == 1 and _READY not in pending else None
 
@@ -406,14 +407,14 @@ class Window:
         rows: Grads,
         index: int,
         scale: float | Tensor,
-        *,
-        first: bool = False,
     ) -> None:
         folded = [accumulator for accumulator in rows if accumulator is not None]
         if not folded:
             return
-        # Up to three folds for a micro-batch, each with a number of its own; by the count, which a checkpoint has.
-        number = 3 * self._count + (0 if first else 1 if any(grad is not None for grad in grads) else 2)
+        # By the count, which a checkpoint has; within 32 bits for Triton. A window's last fold alone may add nothing.
+        adds = any(grad is not None for grad in grads)
+        self._place += adds
+        number = ((self._count << 12) + (self._place if adds else 0)) % 2**31
         fold = Fold(grads, rows, self._held, self._weights, index, scale, number)
         backend.accumulate(plan, fold, self.partials)
         if len(folded) == len(rows):
@@ -443,7 +444,7 @@ class Window:
         if any(grad is not None for grad in copied):
             self._extend_arena(plan, copied)
             rows: Grads = [None if g is None else a for g, a in zip(copied, self._arena, strict=True)]
-            self._launch(plan, backend, copied, rows, _READY, 1.0, first=True)
+            self._launch(plan, backend, copied, rows, _READY, 1.0)
             self.accumulators = [a if r is None else r for a, r in zip(self.accumulators, rows, strict=True)]
         for row, grad in enumerate(grads):
             if grad is not None:

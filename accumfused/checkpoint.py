@@ -8,6 +8,7 @@ holds the factor that the next fold applies to it, the sum of the window's weigh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from accumfused.accumulation import Window
-from accumfused.codecs import BLOCK, block_count
+from accumfused.codecs import BLOCK
 from accumfused.distributed import has_processes
-from accumfused.formats import MASTER, PARAM_DTYPES, REMAINDER, SEED, format_of, names, scale_name
+from accumfused.formats import MASTER, PARAM_DTYPES, REMAINDER, SEED, format_of, names, scale_name, scale_shape
+from accumfused.plan import layout
 from accumfused.rule import Rule
 from accumfused.shards import is_dtensor, owned, shard_of
 from accumfused.state import make_state
@@ -66,13 +68,7 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         key, rule = keys[id(param)], rules[id(param)]
         entries = dict(state.get(key, {}))
         if "step" in rule.torch_states and not all(name in entries for name in rule.states):
-            settings = optimizer._settings
-            shard = shard_of(param)
-            own = entries if shard is None else shard.parts(entries)
-            form = format_of(rule, param, settings)
-            make_state(rule, form, owned(param, shard), own, settings.seed)
-            if shard is not None:
-                shard.put(own, entries, names(rule, form))
+            _complete(optimizer, rule, param, entries)
         if is_dtensor(param):
             accumulator = shard_of(param).whole(accumulator)  # type: ignore[union-attr]
         state[key] = entries | {ACCUMULATOR: accumulator, WEIGHTS: weights}
@@ -100,27 +96,50 @@ def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> 
 
 def without_formats(
     optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]]]:
-    """The checkpoint without what torch would cast to its parameter's dtype, and that, on the parameter's device.
+) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]], set[Tensor]]:
+    """The checkpoint without what torch would cast to its parameter's dtype; that; and whose master it has brought.
 
-    The next step converts it, when also the parameters are loaded. What another optimizer has cast is left out.
+    The next step converts it, when also the parameters are loaded. What another optimizer has cast is left out. A
+    master that only the optimizer has stays with its parameter, whose value this does not change.
     """
     params, rules, state = _params(optimizer, state_dict), _rules(optimizer, state_dict), dict(state_dict["state"])
-    kept: dict[Tensor, dict[str, Tensor]] = {}
+    kept, brought = dict[Tensor, dict[str, Tensor]](), set[Tensor]()
     for key, param in params.items():
         rule, entries = rules[key], state.get(key)
-        if not entries or rule.is_foreign or param.dtype not in PARAM_DTYPES:
+        if rule.is_foreign or param.dtype not in PARAM_DTYPES:
             continue
-        formatted, remainder = _formatted(optimizer), entries.get(REMAINDER)
+        known = optimizer.state.get(param, {})
+        masters = {name: known[name] for name in (REMAINDER, MASTER) if name in known}
+        if not entries:
+            if masters:
+                _complete(optimizer, rule, param, masters)
+                kept[param] = masters
+            continue
+        formatted = _formatted(optimizer)
         usable = {name for name in formatted if _is_whole(name, entries.get(name))}
-        if remainder is not None and REMAINDER not in usable and format_of(rule, param, optimizer._settings).master:
+        lost = [name for name in (REMAINDER, MASTER) if entries.get(name) is not None and name not in usable]
+        if lost and format_of(rule, param, optimizer._settings).master:
             warn(
-                f"the checkpoint's {REMAINDER!r} of parameter {key} is {remainder.dtype}, so its bits are lost "
+                f"the checkpoint's {lost[0]!r} of parameter {key} is {entries[lost[0]].dtype}, so its bits are lost "
                 "(another optimizer has cast it); the master weight is derived from the parameter again"
             )
         kept[param] = {name: entries[name].to(param.device) for name in entries if name in usable}
+        if kept[param].keys().isdisjoint((REMAINDER, MASTER)):
+            kept[param] |= masters
+        else:
+            brought.add(param)
         state[key] = {name: value for name, value in entries.items() if name not in formatted}
-    return {**state_dict, "state": state}, kept
+    return {**state_dict, "state": state}, kept, brought
+
+
+def _complete(optimizer: Any, rule: type[Rule], param: Tensor, entries: dict[str, Any]) -> None:
+    """Makes what a parameter's state lacks, in place."""
+    settings, shard = optimizer._settings, shard_of(param, optimizer._runtime.mesh)
+    own = entries if shard is None else shard.parts(entries)
+    form = format_of(rule, param, settings)
+    make_state(rule, form, owned(param, shard), own, settings.seed)
+    if shard is not None:
+        shard.put(own, entries, names(rule, form))
 
 
 def _states(optimizer: FusedOptimizer) -> set[str]:
@@ -135,7 +154,7 @@ def _formatted(optimizer: FusedOptimizer) -> set[str]:
 
 def _is_whole(name: str, value: Tensor | None) -> bool:
     """Whether it is there, and not cast to a dtype in which its bits are lost."""
-    dtypes = {REMAINDER: (torch.int16, torch.int8), SEED: (torch.int64,)}
+    dtypes = {REMAINDER: (torch.int16, torch.int8), MASTER: (torch.float32,), SEED: (torch.int64,)}
     return value is not None and (name not in dtypes or value.dtype in dtypes[name])
 
 
@@ -239,10 +258,18 @@ def _check_scale(key: Any, name: str, value: Tensor, scale: Tensor | None) -> No
         )
     if scale is None:
         raise ValueError(f"{what} is in 8 bits, and its scales {scale_name(name)!r} are missing; it is incomplete")
-    blocks = block_count(value.numel())
-    if scale.numel() != blocks:
+    given, made = tuple(scale.shape), scale_shape(value if layout(value) == "dense" else value.contiguous())
+    if scale.numel() == math.prod(made) and (len(given) == 3) != (len(made) == 3):
+        words = "not contiguous", "contiguous"
+        is_contiguous = len(made) != 3
         raise ValueError(
-            f"{what} has scales of shape {list(scale.shape)}, and {BLOCK} elements to a scale make [{blocks}]; "
+            f"{what} is {words[is_contiguous]}, and its scales, of shape {list(given)}, are those of codes that were "
+            f"{words[not is_contiguous]}: blocks are runs of memory, and something has copied the codes by index into "
+            "another layout; load the checkpoint as accumfused has saved it, by load_state_dict"
+        )
+    if given != made:
+        raise ValueError(
+            f"{what} has scales of shape {list(given)}, and {BLOCK} elements to a scale make {list(made)}; "
             "it is damaged, or was made with another block size"
         )
 

@@ -155,7 +155,13 @@ def scale_name(state: str) -> str:
 
 
 def scale_shape(param: Tensor) -> tuple[int, ...]:
-    """A scale for each block: as a matrix where rows are whole blocks, which processes can share row by row."""
+    """A scale for each block: as a matrix where rows are whole blocks, which processes can share row by row.
+
+    Blocks are runs of memory. Codes of another layout go with scales of three dimensions: who copies both by index into
+    a state of this layout (torch.distributed.checkpoint) finds another shape.
+    """
+    if not param.is_contiguous():
+        return 1, 1, codecs.block_count(param.numel())
     if shards.has_block_rows(param):
         return param.shape[0], math.prod(param.shape[1:]) // codecs.BLOCK
     return (codecs.block_count(param.numel()),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from accumfused import codecs
 from accumfused.accumulation import Phase
-from accumfused.formats import PARAM_DTYPES
+from accumfused.formats import PARAM_DTYPES, REMAINDER
+from accumfused.numeric import ieee
 from accumfused.shards import owned, replicated, shard_of
 from accumfused.state import full_precision, store_full_precision
 
@@ -26,7 +29,9 @@ def state_dict(optimizer: FusedOptimizer, model: Module) -> dict[str, Any]:
     saved: dict[str, Any] = model.state_dict(keep_vars=True)  # the parameters themselves, under all their names
     whole: dict[int, Tensor] = {}
     for name, value in saved.items():
-        if isinstance(value, Parameter) and value.dtype in PARAM_DTYPES and value.dtype != torch.float32:
+        if isinstance(value, Parameter) and (
+            value.dtype in (torch.float16, torch.bfloat16) or REMAINDER in optimizer.state.get(value, {})
+        ):
             if id(value) not in whole:
                 whole[id(value)] = _full_precision(optimizer, value)
             saved[name] = whole[id(value)]
@@ -50,7 +55,17 @@ def load_state_dict(optimizer: FusedOptimizer, model: Module, state_dict: Mappin
 
     current, masters = optimizer._plan(), optimizer._runtime.masters
     masters.refresh(current)  # what was written before belongs to what is there now
-    result = model.load_state_dict(state_dict, strict)
+    members = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    others = {
+        name for name, value in state_dict.items() if id(own.get(name)) not in members and _has(own.get(name), value)
+    }
+    given = OrderedDict((name, value) for name, value in state_dict.items() if name not in others)
+    given._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
+    result = model.load_state_dict(given, strict and not others)  # names are checked
+    result.missing_keys[:] = [name for name in result.missing_keys if name not in others]
+    for param, form in zip(current.params, current.formats, strict=True):
+        if id(param) in values and (form.master is None or form.master[0] != REMAINDER):
+            optimizer.state.get(param, {}).pop(REMAINDER, None)  # another format's; these weights take its place
     rows = [row for row, form in enumerate(current.formats) if form.master and id(current.params[row]) in values]
     current = optimizer._with_states(current, [p if row in rows else None for row, p in enumerate(current.params)])
     for row in rows:
@@ -73,6 +88,21 @@ def _full_precision(optimizer: FusedOptimizer, param: Tensor) -> Tensor:
         return full_precision(param, entries)
     part = shard.whole(full_precision(owned(param, shard), shard.parts(entries)))
     return part if mesh is None else replicated(part)
+
+
+@ieee()
+def _has(param: Any, values: Tensor) -> bool:
+    """Whether a parameter has these values, rounded to its dtype; writing them costs another optimizer its master."""
+    if not isinstance(param, Parameter) or param.dtype not in PARAM_DTYPES:
+        return False
+    shard = shard_of(param)
+    tensor = owned(param, shard).detach()
+    values = (values if shard is None else shard.part("weights", values)).to(tensor.device, torch.float32)
+    halves = [values.to(tensor.dtype)]
+    if tensor.dtype == torch.bfloat16:  # as a split master rounds
+        halves.append(codecs.split(values)[0].to(torch.int16).view(torch.bfloat16))
+    same = [(half == tensor) | (half.isnan() & tensor.isnan()) for half in halves]
+    return bool(torch.stack(same).any(0).all())
 
 
 def _check_model(optimizer: FusedOptimizer, model: Module) -> None:

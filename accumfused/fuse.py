@@ -41,7 +41,8 @@ def fuse(
     Raises:
         TypeError: not an optimizer; fused already; one whose step needs a closure (LBFGS); parameters that are not
             fp32, fp16 or bf16.
-        ValueError: wrong settings; masters or formats of states for an optimizer that keeps its own step.
+        ValueError: wrong settings; masters, or formats of states or accumulators, for an optimizer that keeps its own
+            step.
         RuntimeError: the backend cannot run; `optimizer.step` was replaced, and not by a scheduler's wrapper.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -129,9 +130,9 @@ class ForeignStep(FusedOptimizer):
 
 
 def _refuse_formats(name: str, chosen: Settings) -> None:
-    """Refuses what only kernels do; the parameters are what they are, and so are the states."""
+    """Refuses what only kernels do: the parameters are what they are, and so are the states, which have no seed."""
     plain = Settings(master_weights=None)
-    for setting in ("master_weights", "rounding", "state_dtype", "sharding_group"):
+    for setting in ("master_weights", "rounding", "state_dtype", "accumulator_dtype", "sharding_group"):
         value = getattr(chosen, setting)
         if value is not getattr(plain, setting) and value not in (getattr(plain, setting), "auto"):
             raise ValueError(

@@ -3,16 +3,42 @@
 `model.load_state_dict`, an exponential moving average that is swapped in, `p.copy_()`: each raises the parameter's
 version counter, as our own steps do. A write through `p.data` does not. A remainder is then at worst half a unit off,
 and an fp32 master brings its own value back; only where `p.data` is other memory is it compared.
+
+The counter does not tell which elements were written. An fp32 master keeps those that are still rounded to their
+parameter; a remainder cannot be compared, and is dropped whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
+from typing import NamedTuple
+
 from torch import Tensor
 
-from accumfused.formats import Storage
 from accumfused.numeric import ieee
 from accumfused.plan import Plan
 from accumfused.state import still_halved
+from accumfused.warn import warn
+
+_MANY = 4  # steps in a row
+
+
+class _Row(NamedTuple):
+    owned: Tensor  # this process's part of the parameter
+    master: Tensor
+    address: int  # of the part
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the master is an fp32 one beside the parameter, not a remainder of it."""
+        return self.master.is_floating_point()
+
+    def derive(self) -> None:
+        if not self.is_whole:
+            self.master.zero_()
+            return
+        with ieee():
+            self.master.copy_(still_halved(self.master, self.owned))
 
 
 class Masters:
@@ -24,66 +50,78 @@ class Masters:
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
-        self._rows: list[int] = []
         self._params: list[Tensor] = []
         self._versions: list[int] = []
-        self._addresses: list[int] = []
+        self._rows: list[_Row] = []
+        self._drops: dict[int, int] = {}  # by the parameter's id: refreshes in a row that dropped its remainder
+        self._has_warned = False
 
     def refresh(self, plan: Plan) -> None:
         """Derives the master of every parameter again that was written since."""
         if plan is not self._plan:
             self._follow(plan)
-        versions = [param._version for param in self._params]
-        if versions == self._versions:
-            return
-        for row, known, now in zip(self._rows, self._versions, versions, strict=True):
-            if known != now:
-                _derive(plan, row)
+        drops = dict[int, int]()
+        for index in self._written_since():
+            self._rows[index].derive()
+            if not self._rows[index].is_whole:
+                own = id(self._params[index])
+                drops[own] = self._drops.get(own, 0) + 1
+        self._drops = drops
         self.written()
 
     def written(self) -> None:
         """The parameters are those of our own step."""
         self._versions = [param._version for param in self._params]
 
+    def watch(self) -> None:
+        """After a step: warns, once, where a remainder is dropped before every step."""
+        if self._has_warned or max(self._drops.values(), default=0) < _MANY:
+            return
+        self._has_warned = True
+        warn(
+            f"a parameter was written from outside before each of the last {_MANY} steps (by Embedding(max_norm=...), "
+            "clamp_(), an average that is swapped in and out?), and each time all of its master weight was derived "
+            "from it again, so steps below half a unit of bfloat16 are lost; master_weights='fp32' keeps every "
+            "element that is still rounded to its parameter"
+        )
+
     def settle(self) -> None:
-        """Drops the remainders of overwritten parameters now, for who saves or copies the state before the next step.
+        """Drops the remainders of overwritten parameters now, for who saves, copies or converts the state.
 
         An fp32 master stays: it is compared where it is used, and serves again if its weights come back.
         """
-        if self._plan is None:
-            return
-        for index, (row, param) in enumerate(zip(self._rows, self._params, strict=True)):
-            if self._versions[index] != param._version and not _is_whole(self._plan.storages[row]):
-                _derive(self._plan, row)
-                self._versions[index] = param._version
+        for index in self._written_since():
+            if not self._rows[index].is_whole:
+                self._rows[index].derive()
+                self._versions[index] = self._params[index]._version
+
+    def forget(self, loaded: Container[Tensor]) -> None:
+        """A checkpoint has brought masters of these, whose parameters may come later; others are what they were."""
+        kept = [index for index, param in enumerate(self._params) if param not in loaded]
+        self._params = [self._params[index] for index in kept]
+        self._versions = [self._versions[index] for index in kept]
+        self._rows, self._plan = [self._rows[index] for index in kept], None
+
+    def _written_since(self) -> list[int]:
+        versions = [param._version for param in self._params]
+        if versions == self._versions:
+            return []
+        return [index for index, known in enumerate(self._versions) if versions[index] != known]
 
     def _follow(self, plan: Plan) -> None:
-        seen = zip(self._params, self._versions, self._addresses, strict=True)
-        known = {id(param): (version, address) for param, version, address in seen}
-        rows = zip(plan.formats, plan.storages, strict=True)
-        self._plan = plan
-        self._rows = [row for row, (form, storage) in enumerate(rows) if form.master is not None and storage]
-        self._params = [plan.params[row] for row in self._rows]
-        self._addresses = [plan.owned[row].data_ptr() for row in self._rows]
-        self._versions = []
-        for row, param, address in zip(self._rows, self._params, self._addresses, strict=True):
-            version, before = known.get(id(param), (param._version, None))
-            if address != before and _is_whole(plan.storages[row]):
-                _derive(plan, row)
+        seen = zip(self._params, self._versions, self._rows, strict=True)
+        known = {id(param): (param, version, row) for param, version, row in seen}
+        self._plan, self._params, self._versions, self._rows = plan, [], [], []
+        for param, owned, storage in zip(plan.params, plan.owned, plan.storages, strict=True):
+            if storage is None or storage.master is None:
+                continue
+            row = _Row(owned, storage.master, owned.data_ptr())
+            _, version, before = known.pop(id(param), (param, param._version, None))
+            if row.is_whole and (before is None or before.address != row.address):
+                row.derive()
+            self._params.append(param)
             self._versions.append(version)
-
-
-def _is_whole(storage: Storage | None) -> bool:
-    """Whether the master is an fp32 one beside the parameter, not a remainder of it."""
-    return storage is not None and storage.master is not None and storage.master.is_floating_point()
-
-
-def _derive(plan: Plan, row: int) -> None:
-    param, storage = plan.owned[row], plan.storages[row]
-    assert storage is not None
-    assert storage.master is not None
-    if _is_whole(storage):
-        with ieee():
-            storage.master.copy_(still_halved(storage.master, param))
-    else:
-        storage.master.zero_()
+            self._rows.append(row)
+        for param, version, row in known.values():  # whose state is to be converted first
+            if param._version != version and not row.is_whole:
+                row.derive()

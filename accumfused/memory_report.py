@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accumfused.codecs import block_count
@@ -25,6 +26,7 @@ from accumfused.formats import (
     storage_of,
 )
 from accumfused.optimizer import FusedOptimizer
+from accumfused.plan import layout
 from accumfused.rule import Rule
 from accumfused.shards import Shard, local, owned, shard_of
 
@@ -192,7 +194,8 @@ def _memory_of(
     own = owned(param, shard)
     if shard is not None:
         entries = shard.parts(entries)
-    if rule.is_foreign or storage_of(rule, form, own, entries) is not None or not param.requires_grad:
+    kept = torch.empty_like(own) if layout(own) == "strided" else own  # as plan.build has it
+    if rule.is_foreign or storage_of(rule, form, kept, entries) is not None or not param.requires_grad:
         for name, value in entries.items():
             parts[_part(rule, name)] += value.nbytes if isinstance(value, Tensor) else 0
     else:

@@ -19,7 +19,6 @@ from torch.optim import optimizer as torch_optimizer
 from accumfused import checkpoint, formats, full_precision, plan, shards
 from accumfused.accumulation import Phase, Window
 from accumfused.arguments import checked_positive, checked_weight
-from accumfused.masters import Masters
 from accumfused.settings import SettingArguments, Settings
 from accumfused.tail import Divisors, Runtime, Tail
 
@@ -147,6 +146,7 @@ class FusedOptimizer(Tail):
                 self._together.follow_writes()
             assert runtime.skips is not None
             runtime.skips.watch()
+            runtime.masters.watch()
         kept = measured is not None and self._settings.write_grad and window.phase is Phase.CLOSED
         if window.phase is not Phase.IDLE and not kept:
             window.consume()
@@ -277,7 +277,7 @@ class FusedOptimizer(Tail):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this optimizer, or of torch's of the same name; an open window in it goes on.
 
-        A closed window of this optimizer is released.
+        A closed window of this optimizer is released. A master weight that is not in the checkpoint stays what it is.
 
         Raises:
             ValueError: a checkpoint that does not fit; this optimizer stays as it was.
@@ -290,12 +290,14 @@ class FusedOptimizer(Tail):
             )
         window: Window | None = None
         kept: dict[Tensor, dict[str, Tensor]] = {}
+        brought: set[Tensor] = set()
 
         def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            nonlocal window, kept
+            nonlocal window, kept, brought
             checkpoint.check(self, loaded)
+            self._runtime.masters.settle()
             loaded, window = checkpoint.without_window(self, loaded)
-            loaded, kept = checkpoint.without_formats(self, loaded)
+            loaded, kept, brought = checkpoint.without_formats(self, loaded)
             return loaded
 
         def complete(_: torch.optim.Optimizer) -> None:
@@ -310,7 +312,7 @@ class FusedOptimizer(Tail):
             last.remove()
             first.remove()
         self._runtime.plan = self._runtime.whole = None
-        self._runtime.masters = Masters()
+        self._runtime.masters.forget(brought)
         if self._runtime.window.phase is Phase.CLOSED:
             self._runtime.window.consume()  # its gradients are not those of the checkpoint either
         if window is not None:
@@ -349,7 +351,8 @@ class FusedOptimizer(Tail):
         """Loads fp32 weights into the model and into the masters of its parameters.
 
         What `full_precision_state_dict` has given is restored bit for bit ("split8" keeps 16 bits of a mantissa: to
-        nearest). Makes the (zero) states of parameters with masters that have none yet.
+        nearest). Makes the (zero) states of parameters with masters that have none yet. To resume, call it after
+        `load_state_dict`, whose masters it replaces.
 
         Args:
             model, state_dict, strict: as in `model.load_state_dict(state_dict, strict)`.

@@ -82,8 +82,9 @@ class Settings:
             raise ValueError(f"master_weights must be one of {', '.join(masters)} or None, got {self.master_weights!r}")
         if self.rounding not in roundings:
             raise ValueError(f"rounding must be one of {', '.join(roundings)}, got {self.rounding!r}")
-        if self.state_dtype not in _STATES:
-            raise ValueError(f"state_dtype must be one of {', '.join(map(str, _STATES))}, got {self.state_dtype!r}")
+        if self.state_dtype not in list(_STATES):
+            allowed = "torch.float32, torch.bfloat16, 'int8'"
+            raise ValueError(f"state_dtype must be one of {allowed}, got {self.state_dtype!r}")
         if self.accumulator_dtype not in _ACCUMULATORS:
             raise ValueError(
                 f"accumulator_dtype must be one of {', '.join(map(str, _ACCUMULATORS))}, got {self.accumulator_dtype!r}"

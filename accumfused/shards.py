@@ -146,7 +146,7 @@ def keeps_blocks(param: Tensor, is_cut: bool) -> bool:
 def has_block_rows(param: Tensor) -> bool:
     """Whether each index of the first dimension is a run of memory of whole blocks."""
     row = math.prod(param.shape[1:])
-    return param.dim() > 0 and row % BLOCK == 0 and row > 0 and param.stride(0) == row
+    return param.dim() > 0 and row % BLOCK == 0 and row > 0 and param.is_contiguous()
 
 
 def _shard(param: Tensor, mesh: Any, placements: tuple[Any, ...]) -> Shard:

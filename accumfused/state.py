@@ -27,6 +27,7 @@ from accumfused.formats import (
 from accumfused.numeric import ieee, memory_order
 from accumfused.plan import layout
 from accumfused.rule import Rule
+from accumfused.warn import warn
 
 _NEAREST = -(1 << 31)  # as noise, half of what is dropped: rounds to nearest
 
@@ -59,6 +60,8 @@ def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str
             # (One that was derived from the parameter has it as its half; comparing would wait for a GPU.)
             if has_master and not torch.equal(half.view(torch.int16), tensor.detach().view(torch.int16)):
                 tensor.detach().copy_(half)
+        if tensor.dtype == torch.float32 and REMAINDER in entries:
+            tensor.detach().copy_(full_precision(tensor, entries))
         for name, value in values.items():
             _put_state(rule, form, name, tensor, value, entries)
     wanted = names(rule, form)
@@ -68,18 +71,27 @@ def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str
 
 
 def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
-    """The fp32 value of a parameter: with what the state holds of it, if that is there and of its shape."""
+    """The fp32 value of a parameter: with what the state holds of it, if that is there and of its shape.
+
+    A remainder that a checkpoint has brought to a parameter of another dtype counts if that holds bfloat16 numbers.
+    """
     tensor, remainder, master = tensor.detach(), entries.get(REMAINDER), entries.get(MASTER)
     with ieee():
         if isinstance(master, Tensor) and master.shape == tensor.shape:
             return still_halved(master, tensor)
-        if tensor.dtype == torch.bfloat16 and isinstance(remainder, Tensor) and remainder.shape == tensor.shape:
-            high, low = tensor.view(torch.int16).to(torch.int32), remainder.to(tensor.device, torch.int32)
-            if remainder.dtype == torch.int16:
-                return codecs.join(high, low)
-            if remainder.dtype == torch.int8:
-                return codecs.join_short(high, low)
-        return tensor.float()
+        values = tensor.float()
+        if isinstance(remainder, Tensor) and remainder.shape == tensor.shape:
+            bits, low = values.view(torch.int32), remainder.to(tensor.device, torch.int32)
+            low = low << 8 if remainder.dtype == torch.int8 else low
+            if tensor.dtype == torch.bfloat16 or not bool((bits & 0xFFFF).any()):
+                return codecs.join(bits >> 16, low)
+            if not torch.equal(codecs.split(values)[1], low):  # otherwise it holds what the remainder says
+                warn(
+                    f"the checkpoint's {REMAINDER!r} of a {tensor.dtype} parameter of shape {list(tensor.shape)} is "
+                    "dropped: it belongs to bfloat16 numbers, and the parameter has others. Load the model's own "
+                    "checkpoint, or its full_precision_state_dict()"
+                )
+        return values
 
 
 def still_halved(master: Tensor, tensor: Tensor) -> Tensor:
@@ -131,6 +143,11 @@ def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, 
     value = value if layout(value) == "dense" else value.contiguous()
     full = torch.empty_like(value, dtype=torch.float32)
     scale = entries[scale_name(name)].to(value.device).reshape(-1)
+    if scale.numel() != codecs.block_count(value.numel()):  # a part of the codes, and all scales
+        raise RuntimeError(
+            f"state {name!r} is in 8 bits, in blocks that lie across the parts of which this process has one; save it "
+            "with state_dtype=torch.float32 or torch.bfloat16 to load it here"
+        )
     memory_order(full).copy_(codecs.decode(memory_order(value), scale, second_moment=name in rule.second_moments))
     return _laid_out(full, tensor)
 

@@ -318,6 +318,7 @@ class Tail(torch.optim.Optimizer):
     def _with_states(self, current: Plan, grads: Grads) -> Plan:
         """The plan once every parameter that has a gradient has its state."""
         graphs.refuse_new_tensors({current.device})  # the zeros would be a graph's, and never be there
+        self._runtime.masters.settle()
         for index, grad in enumerate(grads):
             if grad is None:
                 continue

@@ -167,6 +167,35 @@ def test_parameters_of_others_are_upcast_and_loaded(backend: str) -> None:
     assert torch.equal(twin.full_precision_state_dict(twin_model)["1.weight"], whole["1.weight"])
 
 
+@pytest.mark.parametrize("weights", MASTERS)
+def test_two_optimizers_of_one_model_load_it_one_after_the_other(backend: str, weights: str) -> None:
+    dtype, options = WEIGHTS[weights]
+
+    def made() -> tuple[torch.nn.Module, list[Any]]:
+        model = torch.nn.Sequential(torch.nn.Linear(5, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 5)).to(dtype)
+        return model, [af.AdamW(model[part].parameters(), lr=1e-3, backend=backend, **options) for part in (0, 2)]
+
+    model, optimizers = made()
+    whole: dict[str, Tensor] = {}
+    for index, optimizer in enumerate(optimizers):
+        train(optimizer, 3)
+        saved = optimizer.full_precision_state_dict(model)
+        whole |= {name: value for name, value in saved.items() if name[0] == str(2 * index) or index == 0}
+    twin_model, twins = made()
+    for _ in range(2):
+        for twin in twins:
+            result = twin.load_full_precision_state_dict(twin_model, whole)
+            assert str(result) == "<All keys matched successfully>"
+    for index, twin in enumerate(twins):
+        for name, value in twin.full_precision_state_dict(twin_model).items():
+            if name[0] == str(2 * index):
+                assert_same_bits(value, whole[name], name)
+    part = {name: value for name, value in whole.items() if name != "2.bias"}
+    result = twins[0].load_full_precision_state_dict(twin_model, {**part, "more": torch.ones(1)}, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["2.bias"], ["more"])
+    assert_same_bits(twins[1].full_precision_state_dict(twin_model)["2.weight"], whole["2.weight"])
+
+
 def test_an_optimizer_without_kernels_has_no_masters(backend: str) -> None:
     model = Model(torch.bfloat16)
     optimizer = af.fuse(torch.optim.RMSprop(model.parameters(), lr=0.1), backend=backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +187,44 @@ def whole(optimizer: Any, param: Parameter) -> Tensor:
     module.p = param
     value: Tensor = optimizer.full_precision_state_dict(module)["p"]
     return value
+
+
+@pytest.mark.parametrize("weights", ["split16", "split8"])
+def test_remainders_that_are_dropped_before_every_step_draw_one_warning(backend: str, weights: str) -> None:
+    embedding = torch.nn.Embedding(4, 8, max_norm=1000.0, dtype=torch.bfloat16)  # never reached
+    other = Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = af.AdamW([embedding.weight, other], lr=1e-6, backend=backend, **WEIGHTS[weights][1])
+
+    def steps(count: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(count):
+                (embedding(torch.arange(4)).sum() + other.sum()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert [warning.filename for warning in seen] == [__file__] * len(seen)
+        return [str(warning.message) for warning in seen]
+
+    assert steps(4) == []  # the first had no remainder to drop
+    grads_of(optimizer, 0)
+    optimizer.step()  # nothing was written before this one
+    optimizer.zero_grad()
+    assert steps(3) == []
+    (message,) = steps(4)
+    assert "before each of the last 4 steps (by Embedding(max_norm=...), clamp_()" in message
+    assert "master_weights='fp32' keeps every element" in message
+    assert steps(9) == []
+
+
+def test_an_fp32_master_keeps_the_elements_that_were_not_written(backend: str) -> None:
+    param = Parameter(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    optimizer = af.SGD([param], lr=0.001, backend=backend, master_weights="fp32")
+    for _ in range(6):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        with torch.no_grad():
+            param.clamp_(max=1.5)
+    torch.testing.assert_close(whole(optimizer, param), torch.tensor([0.994, 1.495]))
 
 
 # ---- parameters that come later --------------------------------------------------------------------------------------

@@ -47,6 +47,15 @@ def test_what_will_be_made_is_what_is_made(backend: str, weights: str, states: s
     assert total.parts["scales"] == (2 * (4 + 2 + 2) if states == "int8" else 0)  # the scalar's states are fp32
 
 
+def test_states_of_a_parameter_with_holes_in_memory_are_made_once(backend: str) -> None:
+    param = Parameter(torch.zeros(100, 100, dtype=torch.bfloat16)[:, ::2])
+    optimizer = af.AdamW([param], backend=backend, state_dtype="int8")
+    train(optimizer, 1)
+    memory = af.memory_report(optimizer).total
+    assert memory.not_made == 0
+    assert sum(memory.parts[part] for part in ("masters", "states", "scales")) == bytes_of_states(optimizer)
+
+
 def test_the_names_of_the_formats(backend: str) -> None:
     def names(weights: str, states: str, cls: Any = af.AdamW) -> list[str]:
         return list(af.memory_report(build(weights, states, backend, cls=cls, state_dtype_min_numel=100)[1]).formats)

@@ -32,7 +32,7 @@ class Fold:
     weights: Tensor  # [micro-batches + 1], fp64; index 0 holds 1: "already weighted"
     weight: int  # this micro-batch's index
     scale: float | Tensor  # a number, or fp64 of shape []
-    number: int  # > 0, another one for each fold of a window: for the noise that rounds bf16 accumulators
+    number: int  # below 2^31, another one for each fold of a window: for the noise that rounds bf16 accumulators
 
 
 @dataclass

@@ -140,13 +140,13 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         master_weights: what 16-bit parameters keep beside them of their fp32 values, which a step works on. "fp32": all
             of it. "split16", of bf16: the 16 bits that they lack, which is exact; "split8": 8 of them, rounded
             stochastically. None: nothing, and each step rounds. "auto": "split16" for bf16, "fp32" for fp16.
-        rounding: "nearest", or "stochastic", of 16-bit parameters that keep nothing beside them.
+        rounding: "nearest", or "stochastic", of 16-bit parameters that keep nothing beside them (master_weights=None).
         state_dtype: torch.float32, torch.bfloat16 (rounded stochastically), or "int8": 8-bit floats with a scale for
             each block of 128 elements. An element whose state overflows takes its block with it, where no norm is
-            taken and nonfinite is not "skip" or "raise".
+            taken and nonfinite is not "skip" or "raise". With amsgrad use fp32: its maximum ratchets up on the noise.
         state_dtype_min_numel: smaller parameters have fp32 states.
         accumulator_dtype: of a window's sums: torch.float32, or torch.bfloat16, rounded stochastically at each
-            `accumulate()`.
+            `accumulate()`. Not for optimizers that keep their own step (`fuse` of RMSprop, say).
         rounding_seed: of all stochastic rounding, for states that are new; None: that of torch's generator, of which
             nothing is drawn, and 0 where there are several processes, which must round alike. The same seed gives the
             same bits on every backend.
