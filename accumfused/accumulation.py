@@ -9,22 +9,20 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections import Counter
 from enum import Enum
 
 import torch
 from torch import Tensor
 
 from accumfused import distributed, shards
+from accumfused.arena import Arena, adoptable, shared_memory
 from accumfused.backends.base import OVERWRITE, Backend, Fold, on_device
 from accumfused.batch_norm import warn_of_batch_norm
 from accumfused.formats import PARAM_DTYPES
-from accumfused.numeric import memory_order
 from accumfused.plan import Grads, Plan
 from accumfused.warn import warn
 
 _READY = 0  # index of the weight 1: what an accumulator holds under it is already weighted
-_PADDING = 32  # elements: accumulators in the arena start at multiples of 64 bytes
 
 
 class Phase(Enum):
@@ -45,8 +43,8 @@ class Window:
         self._held: list[int] = []  # see Fold.held
         self._summed: list[bool] = []  # the row's partials are those of its accumulator
         self._weights = torch.empty(0)  # see Fold.weights
-        self._weighted: bool | None = None  # None: no micro-batch yet
-        self._total: float | Tensor = 0.0  # of the weights
+        self.is_weighted: bool | None = None  # None: no micro-batch yet
+        self.total: float | Tensor = 0.0  # of the weights
         self._count = 0  # micro-batches that were folded
         self._place = 0  # of the last fold within its micro-batch
         self.entered = False  # a micro-batch is in progress: it counts already, and more of its gradients may come
@@ -54,8 +52,7 @@ class Window:
         self._divisor: float | Tensor | None = None  # what processes have agreed on; else the total
         self.is_complete = False  # last=True was said, and the accumulators wait for the step
         self._closed: int | None = None  # index under which rows are held that are divided already
-        self._arena: Grads = []  # accumulators of gradients that cannot be adopted; kept between windows
-        self.flats: list[Tensor] = []  # what it lies in
+        self.arena = Arena(0)  # for gradients that cannot be adopted; kept between windows
         self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another one
         self._dropped = 0  # open windows in a row without a step
         self._sought_batch_norm = False
@@ -77,10 +74,10 @@ class Window:
             )
         if self.phase is Phase.OPEN:
             self.follow(plan)
-        if self._weighted is not None and self._weighted != (weight is not None):
+        if self.is_weighted is not None and self.is_weighted != (weight is not None):
             raise ValueError(
                 "weights for some micro-batches of a window only; this one began "
-                f"{'with' if self._weighted else 'without'} weights: give one to every micro-batch, or to none"
+                f"{'with' if self.is_weighted else 'without'} weights: give one to every micro-batch, or to none"
             )
 
     @property
@@ -124,13 +121,13 @@ class Window:
         self.accumulators += [None] * new
         self._held += [OVERWRITE] * new
         self._summed += [False] * new
-        self._arena += [None] * new
+        self.arena.add_rows(new)
         self.partials = torch.cat([self.partials, self.partials.new_zeros(plan.chunks - len(self.partials))])
 
     def weights_held(self) -> list[Tensor]:
         """What `resumed` needs with each accumulator: fp64 [4], see checkpoint.py."""
-        total = self._total.reshape(()) if isinstance(self._total, Tensor) else self._weights.new_tensor(self._total)
-        count, weighted = (self._weights.new_tensor(float(value)) for value in (self._count, bool(self._weighted)))
+        total = self.total.reshape(()) if isinstance(self.total, Tensor) else self._weights.new_tensor(self.total)
+        count, weighted = (self._weights.new_tensor(float(value)) for value in (self._count, bool(self.is_weighted)))
         factors = {index: self._weights[max(index, _READY)] for index in set(self._held)}
         rows = {index: torch.stack([factor, total, count, weighted]) for index, factor in factors.items()}
         return [rows[index] for index in self._held]
@@ -139,7 +136,7 @@ class Window:
     def resumed(cls, rows: list[tuple[Tensor, Tensor | None, list[float] | None]]) -> Window:
         """An open window from parameters, their accumulators, and `weights_held()` of each, on the host."""
         window, known = cls(), {1.0: _READY}
-        window.phase, window._arena = Phase.OPEN, [None] * len(rows)
+        window.phase, window.arena = Phase.OPEN, Arena(len(rows))
         for param, accumulator, weights in rows:
             factor, total, count, weighted = weights or (1.0, 0.0, 0.0, 0.0)
             factor = math.nan if math.isnan(factor) else factor  # one NaN equals itself in a dictionary
@@ -148,7 +145,7 @@ class Window:
             window._held.append(OVERWRITE if accumulator is None else known.setdefault(factor, len(known)))
             window._summed.append(False)
             if weights is not None:
-                window._total, window._count, window._weighted = total, int(count), bool(weighted)
+                window.total, window._count, window.is_weighted = total, int(count), bool(weighted)
         window._weights = torch.tensor([*known, *[1.0] * (window._count + 1)], dtype=torch.float64, device="cpu")
         return window
 
@@ -157,17 +154,17 @@ class Window:
         twin, rows = copy.copy(self), len(self.params)
         twin.params, twin._held, twin._weights = list(self.params), list(self._held), self._weights.clone()
         twin.accumulators = [None if a is None else a.clone() for a in self.accumulators]
-        twin._plan, twin._arena, twin.flats, twin._grad_dtypes = None, [None] * rows, [], {}
+        twin._plan, twin.arena, twin._grad_dtypes = None, Arena(rows), {}
         twin.partials, twin._summed = self.partials[:0], [False] * rows
         return twin
 
     def check_total(self, weight: float | Tensor | None) -> None:
         """Refuses to close a window whose weights, this one included, are all zero."""
-        if self._weighted is False or weight is None or isinstance(self._total, Tensor) or isinstance(weight, Tensor):
+        if self.is_weighted is False or weight is None or isinstance(self.total, Tensor) or isinstance(weight, Tensor):
             return
         if self._divisor is not None:  # other processes have weights too
             return
-        if self._total + weight == 0:
+        if self.total + weight == 0:
             raise ValueError(
                 "the weights of this window are all zero, so it has no mean; call zero_grad() in place of the step"
             )
@@ -183,11 +180,11 @@ class Window:
         is_own = not (in_loss and plan.is_spread and distributed.has_processes())
         if self.phase is Phase.IDLE:
             self.open(plan)
-        self.entered, self._weighted, self._index, self._place = True, weight is not None, _READY, 0
+        self.entered, self.is_weighted, self._index, self._place = True, weight is not None, _READY, 0
         if isinstance(weight, Tensor):
             weight = _on_device(weight, plan.device)
         if weight is not None:
-            self._total = self._total + weight
+            self.total = self.total + weight
         if is_own and not isinstance(weight, Tensor) and weight == 0:
             self._index = None
             return
@@ -219,15 +216,15 @@ class Window:
 
     def settle(self, plan: Plan, backend: Backend) -> float | Tensor:
         """Brings every accumulator under one common factor, for the step to divide by, and returns it."""
-        if not self._weighted and self._divisor is None:
+        if not self.is_weighted and self._divisor is None:
             return 1.0
         alone = self._only_weight()
         if alone is not None:
-            return self._total / self._weights[alone] if isinstance(self._total, Tensor) else 1.0
+            return self.total / self._weights[alone] if isinstance(self.total, Tensor) else 1.0
         if max(self._held, default=OVERWRITE) > _READY:
             pending: Grads = [a if h > _READY else None for a, h in zip(self.accumulators, self._held, strict=True)]
             self._launch(plan, backend, [None] * len(pending), pending, _READY, 1.0)
-        return self._total if self._divisor is None else self._divisor
+        return self.total if self._divisor is None else self._divisor
 
     def agree(self, plan: Plan, divisor: Tensor, missing: list[bool]) -> None:
         """What processes have told each other before they close the window: see `reduction.Reduction.exchange`.
@@ -238,9 +235,9 @@ class Window:
         """
         self._divisor = divisor
         if True in missing:
-            self._extend_arena(plan, [t if m else None for t, m in zip(plan.tensors, missing, strict=True)])
+            self.arena.extend(plan, [t if m else None for t, m in zip(plan.tensors, missing, strict=True)])
         for row, is_missing in enumerate(missing):
-            zeros = self._arena[row]
+            zeros = self.arena.places[row]
             if is_missing and zeros is not None:
                 self.accumulators[row] = zeros.zero_()
                 self._held[row] = _READY
@@ -249,21 +246,6 @@ class Window:
         """Which parameters have a sum, or get one by these gradients."""
         grads = [None] * len(grads) if self._index is None else grads
         return [a is not None or g is not None for a, g in zip(self.accumulators, grads, strict=True)]
-
-    def to_reduce(self) -> list[Tensor]:
-        """The memory of all accumulators, in as few tensors as may be."""
-        rows = zip(self.accumulators, self._arena, strict=True)
-        if all(accumulator is None or accumulator is place for accumulator, place in rows):
-            return self.flats
-        return [memory_order(accumulator) for accumulator in self.accumulators if accumulator is not None]
-
-    @property
-    def is_weighted(self) -> bool | None:
-        return self._weighted
-
-    @property
-    def total(self) -> float | Tensor:
-        return self._total
 
     def reduced(self) -> None:
         """The accumulators are sums over processes now, and their sums of squares are not known."""
@@ -334,7 +316,7 @@ class Window:
         """Begins a window, with no micro-batch yet."""
         same = len(self.params) == len(plan.params) and all(map(operator.is_, self.params, plan.params))
         if not same:
-            self.params, self._arena, self.flats = list(plan.params), [None] * len(plan.params), []
+            self.params, self.arena = list(plan.params), Arena(len(plan.params))
             self._grad_dtypes.clear()
         self._plan = plan
         rows = len(plan.params)
@@ -351,7 +333,7 @@ class Window:
         self.phase = Phase.IDLE
         self._plan = None
         self.accumulators, self._held, self._summed = [], [], []
-        self._weighted, self._total, self._count, self.entered = None, 0.0, 0, False
+        self.is_weighted, self.total, self._count, self.entered = None, 0.0, 0, False
         self._closed, self._divisor, self.is_complete = None, None, False
 
     def _weigh(self, weight: float | Tensor, index: int) -> int:
@@ -378,7 +360,7 @@ class Window:
     def _closing_scale(self) -> float | Tensor:
         if self._divisor is not None:
             return 1.0 / self._divisor
-        return 1.0 / self._total if self._weighted else 1.0
+        return 1.0 / self.total if self.is_weighted else 1.0
 
     def _add(
         self, plan: Plan, backend: Backend, grads: Grads, complete: bool, scale: float | Tensor | None, ends: bool
@@ -388,7 +370,7 @@ class Window:
         if OVERWRITE in self._held or not complete:
             first: Grads = [g if a is None else None for g, a in zip(grads, self.accumulators, strict=True)]
             added = [g if a is not None else None for g, a in zip(grads, self.accumulators, strict=True)]
-            self._take_first(plan, backend, first, index, _shared_memory([*grads, *self.accumulators]))
+            self._take_first(plan, backend, first, index, shared_memory([*grads, *self.accumulators]))
             rows = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
         closes = isinstance(scale, Tensor) or (scale is not None and self._waits_for_closing(scale))
         if closes:  # it rescales them all, each once
@@ -396,7 +378,7 @@ class Window:
             rows = [a if g is not None or (ends and h != self._closed) else None for a, g, h in both]
         self._launch(plan, backend, added, rows, index, 1.0 if scale is None else scale)
         if closes and not ends:
-            self._closed = self._weigh(self._total, self._count + 1)  # times the scale it is 1
+            self._closed = self._weigh(self.total, self._count + 1)  # times the scale it is 1
             self._held = [h if g is None else self._closed for g, h in zip(grads, self._held, strict=True)]
 
     def _launch(
@@ -436,43 +418,19 @@ class Window:
             if grad is None:
                 continue
             alone = not shared or grad.data_ptr() not in shared
-            adopts = plan.adopts_gradients and alone and _adoptable(grad, plan.accumulator_dtype)
-            if grad is self._arena[row] or adopts:
+            adopts = plan.adopts_gradients and alone and adoptable(grad, plan.accumulator_dtype)
+            if grad is self.arena.places[row] or adopts:
                 self.accumulators[row] = grad
             else:
                 copied[row] = grad
         if any(grad is not None for grad in copied):
-            self._extend_arena(plan, copied)
-            rows: Grads = [None if g is None else a for g, a in zip(copied, self._arena, strict=True)]
+            self.arena.extend(plan, copied)
+            rows: Grads = [None if g is None else a for g, a in zip(copied, self.arena.places, strict=True)]
             self._launch(plan, backend, copied, rows, _READY, 1.0)
             self.accumulators = [a if r is None else r for a, r in zip(self.accumulators, rows, strict=True)]
         for row, grad in enumerate(grads):
             if grad is not None:
                 self._held[row], self._summed[row] = index, False
-
-    def _extend_arena(self, plan: Plan, grads: Grads) -> None:
-        """Room for these gradients in one flat allocation per device, where there is none that fits."""
-        missing: dict[torch.device, list[int]] = {}
-        if not plan.adopts_gradients:  # all at once, for what is to be reduced
-            wanted = [p.requires_grad or g is not None for p, g in zip(plan.params, grads, strict=True)]
-            grads = [t if want else None for t, want in zip(plan.tensors, wanted, strict=True)]
-        for row, grad in enumerate(grads):
-            have = self._arena[row]
-            if grad is not None and (
-                have is None
-                or have.dtype != plan.accumulator_dtype
-                or (have.device, have.shape, have.stride()) != (grad.device, grad.shape, grad.stride())
-            ):
-                missing.setdefault(grad.device, []).append(row)
-        for device, rows in missing.items():
-            sizes = [-(-plan.tensors[row].numel() // _PADDING) * _PADDING for row in rows]
-            flat = torch.empty(sum(sizes), dtype=plan.accumulator_dtype, device=device)
-            self.flats.append(flat)
-            offset = 0
-            for row, size in zip(rows, sizes, strict=True):
-                tensor = plan.tensors[row]
-                self._arena[row] = flat.as_strided(tensor.shape, tensor.stride(), offset)
-                offset += size
 
 
 def _on_device(weight: Tensor, device: torch.device) -> Tensor:
@@ -483,18 +441,3 @@ def _on_device(weight: Tensor, device: torch.device) -> Tensor:
 
 def _laid_out(accumulator: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, dtype=accumulator.dtype, requires_grad=False).copy_(accumulator)
-
-
-def _adoptable(grad: Tensor, dtype: torch.dtype) -> bool:
-    """Memory that nobody else owns: a part may belong to a bucket, and a gradient with a graph is still needed."""
-    if grad.dtype is not dtype or grad.requires_grad or grad._is_view():
-        return False
-    return grad.untyped_storage().nbytes() == grad.nbytes
-
-
-def _shared_memory(grads: Grads) -> set[int]:
-    """Addresses at which more than one gradient begins."""
-    addresses = [grad.data_ptr() for grad in grads if grad is not None]
-    if len(set(addresses)) == len(addresses):
-        return set()
-    return {address for address, count in Counter(addresses).items() if count > 1}

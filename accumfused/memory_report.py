@@ -163,7 +163,8 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
         raise TypeError(f"memory_report takes an optimizer of this package, got {type(optimizer).__name__}; fuse() it")
     window, formats = optimizer._runtime.window, dict[str, Memory]()
     accumulators: dict[int, list[Tensor | None]] = {}
-    for param, *held in zip(window.params, window.accumulators or window._arena, window._arena, strict=True):
+    kept = window.arena.places
+    for param, *held in zip(window.params, window.accumulators or kept, kept, strict=True):
         accumulators[id(param)] = held
     for group in optimizer.param_groups:
         rule = optimizer.rule_of(group)

@@ -246,7 +246,7 @@ class Tail(torch.optim.Optimizer):
         """Adds up the accumulators of all processes."""
         window = self._runtime.window
         if self._settings.process_group is not None:
-            self._reduction().sum(window.to_reduce())
+            self._reduction().sum(window.arena.memory_of(window.accumulators))
             window.reduced()
 
     def _take_own(self) -> None:

@@ -30,7 +30,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> Snapshot:
         bits["skipped steps"] = int(optimizer.skipped_steps)  # type: ignore[attr-defined]
         if runtime.window.phase is Phase.OPEN:
             bits |= {f"accumulator {i}": _bits(value) for i, value in enumerate(runtime.window.accumulators)}
-            bits["weights"] = (_bits(runtime.window._total), runtime.window._count, list(runtime.window._held))
+            bits["weights"] = (_bits(runtime.window.total), runtime.window._count, list(runtime.window._held))
     return bits
 
 

@@ -212,7 +212,7 @@ class Loop:
         for param in model:
             param.grad = torch.full_like(param, 100.0)
         if self.state != "closed":
-            optimizer.accumulate(7.0 if optimizer._runtime.window._weighted else None)
+            optimizer.accumulate(7.0 if optimizer._runtime.window.is_weighted else None)
 
     def _plain_fold(self) -> None:
         assert self.grads is not None
