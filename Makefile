@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | numerics | gpu | wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
+# make demo | test | lint | bench | bench-smoke | numerics | gpu | wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -11,7 +11,7 @@ NATIVE_TESTS := test_backends_agree.py test_layouts.py test_native.py
 PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -p xdist --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench numerics gpu wheel sanitize clean
+.PHONY: demo test lint bench bench-smoke numerics gpu wheel sanitize clean
 .SECONDARY:
 
 demo: $(VENV)/examples.stamp
@@ -22,6 +22,12 @@ test: $(VENV)/test.stamp
 
 bench: $(VENV)/bench.stamp
 	$(RUN) -m bench $(ARGS)
+
+# That the benchmark, the comparison and the report run; the figures mean nothing.
+bench-smoke: $(VENV)/bench.stamp
+	$(RUN) -m bench --quick --json build/smoke.json tail small
+	$(RUN) -m bench compare build/smoke.json build/smoke.json
+	$(RUN) -m bench report build/smoke.json --output build/smoke
 
 numerics: $(VENV)/numerics.stamp
 	$(RUN) -m bench.numerics $(ARGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import rich.box
 import rich.table
 from rich.console import Console
 
+import accumfused
 from bench.ceilings import MIXES, Ceilings, seconds_at
 from bench.measure import Timing
+from bench.stored import FORMAT
 
 Row = dict[str, Any]
 
@@ -134,11 +136,30 @@ def show(table: Table, console: Console) -> None:
         console.print(f"  {note}", markup=False, highlight=False)
 
 
-def write_json(path: Path, about: dict[str, Any], suites: Mapping[str, Sequence[Table]]) -> None:
-    """`{"machine": ..., "suites": {name: [{"title", "rows", "notes"}]}}`."""
+def write_json(
+    path: Path, about: dict[str, Any], suites: Mapping[str, Sequence[Table]], *, interrupted: bool = False
+) -> None:
+    """`{"format", "accumfused", "machine", "suites": {name: [{"title", "columns", "rows", "notes"}]}}`.
+
+    Args:
+        interrupted: the run was; the file says so.
+    """
     tables = {
-        suite: [{"title": table.title, "rows": table.rows, "notes": table.notes} for table in found]
+        suite: [
+            {
+                "title": table.title,
+                "columns": [asdict(column) for column in table.columns],
+                "rows": table.rows,
+                "notes": table.notes,
+            }
+            for table in found
+        ]
         for suite, found in suites.items()
     }
+    whole = {"format": FORMAT, "accumfused": accumfused.__version__, "machine": about, "suites": tables}
+    if interrupted:
+        whole["interrupted"] = True
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": about, "suites": tables}, indent=2) + "\n")
+    written = path.with_name(f"{path.name}.part")  # what was there stays whole if this is interrupted
+    written.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    written.replace(path)

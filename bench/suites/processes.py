@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import accumfused as af
@@ -86,6 +85,8 @@ Window = Callable[[], None]
 def ddp_stock(model: Given, *, zero: bool) -> tuple[Window, Any]:
     ddp = DistributedDataParallel(model)
     if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of its own torch.jit
+
         optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **_ADAMW)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **_ADAMW)
