@@ -104,11 +104,13 @@ def without_formats(
     """
     params, rules, state = _params(optimizer, state_dict), _rules(optimizer, state_dict), dict(state_dict["state"])
     kept, brought = dict[Tensor, dict[str, Tensor]](), set[Tensor]()
+    # Not settled: what is loaded may lie in the same memory, where torch.distributed.checkpoint has put it.
+    out_of_date = optimizer._runtime.masters.out_of_date()
     for key, param in params.items():
         rule, entries = rules[key], state.get(key)
         if rule.is_foreign or param.dtype not in PARAM_DTYPES:
             continue
-        known = optimizer.state.get(param, {})
+        known = {} if id(param) in out_of_date else optimizer.state.get(param, {})
         masters = {name: known[name] for name in (REMAINDER, MASTER) if name in known}
         if not entries:
             if masters:

@@ -95,6 +95,10 @@ class Masters:
                 self._rows[index].derive()
                 self._versions[index] = self._params[index]._version
 
+    def out_of_date(self) -> set[int]:
+        """Ids of overwritten parameters, whose remainders are not theirs any more."""
+        return {id(self._params[index]) for index in self._written_since() if not self._rows[index].is_whole}
+
     def forget(self, loaded: Container[Tensor]) -> None:
         """A checkpoint has brought masters of these, whose parameters may come later; others are what they were."""
         kept = [index for index, param in enumerate(self._params) if param not in loaded]

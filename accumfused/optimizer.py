@@ -295,7 +295,6 @@ class FusedOptimizer(Tail):
         def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             nonlocal window, kept, brought
             checkpoint.check(self, loaded)
-            self._runtime.masters.settle()
             loaded, window = checkpoint.without_window(self, loaded)
             loaded, kept, brought = checkpoint.without_formats(self, loaded)
             return loaded
