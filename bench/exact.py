@@ -11,12 +11,21 @@ from torch import Tensor
 LR, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, 0.1, 1.0
 BETAS, EPS = (0.9, 0.999), 1e-8  # torch's defaults, and ours
 
-_PIECE = 1 << 22  # elements at a time: doubles of a whole embedding would be gigabytes
+# Elements at a time, in doubles: what a CPU's cache holds, and what a GPU is busy with for longer than with a launch.
+_PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 # Parameters are about 0.1 at most and rounded twice or three times; first moments about 0.005, from fp32 gradients.
 PARAM_TOLERANCE, MOMENT_TOLERANCE = 2e-8, 5e-9
 # What clips may be that much off: torch sums a norm on a CPU with errors up to 1e-3 (8.7e-4 for GPT-2's gradients).
 COEFFICIENT_TOLERANCE = {"cpu": 2e-3, "cuda": 1e-5}
+
+
+class WrongError(AssertionError):
+    """A step came out at something else; `error` is the largest one of a parameter."""
+
+    def __init__(self, message: str, error: float) -> None:
+        super().__init__(message)
+        self.error = error
 
 
 def moment_tolerance(largest_grad: float, device: str) -> float:
@@ -27,16 +36,16 @@ def moment_tolerance(largest_grad: float, device: str) -> float:
 def pieces(*lists: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Goes through lists of tensors of the same sizes, side by side: flat pieces, of small tensors many in one."""
     together: list[tuple[Tensor, ...]] = []
-    elements = 0
+    elements, longest = 0, _PIECE[lists[0][0].device.type]
     for tensors in zip(*lists, strict=True):
         flat = tuple(tensor.detach().view(-1) for tensor in tensors)
-        if len(flat[0]) >= _PIECE:
-            for start in range(0, len(flat[0]), _PIECE):
-                yield [each[start : start + _PIECE] for each in flat]
+        if len(flat[0]) >= longest:
+            for start in range(0, len(flat[0]), longest):
+                yield [each[start : start + longest] for each in flat]
             continue
         together.append(flat)
         elements += len(flat[0])
-        if elements >= _PIECE:
+        if elements >= longest:
             yield [torch.cat(each) for each in zip(*together, strict=True)]
             together, elements = [], 0
     if elements:
@@ -45,7 +54,17 @@ def pieces(*lists: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def total(grads: Sequence[Tensor]) -> Tensor:
     """The sum of the micro-batches' gradients."""
-    return torch.stack([grad.double() for grad in grads]).sum(0)
+    first, *others = grads
+    result = first.double()
+    for grad in others:
+        result += grad
+    return result
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest absolute value, fp64; NaN if there is one."""
+    low, high = values.aminmax()
+    return torch.maximum(-low, high).double()
 
 
 def coefficient(sets: Sequence[Sequence[Tensor]], scale: float) -> float:
@@ -67,7 +86,35 @@ def step(
     if debiased:
         beta1, beta2 = ((beta**count - beta) / (beta**count - 1) for beta in BETAS)
         correction1 = correction2 = 1.0
-    exp_avg = beta1 * exp_avg.double() + (1 - beta1) * grad
-    exp_avg_sq = beta2 * exp_avg_sq.double() + (1 - beta2) * grad.square()
-    denominator = (exp_avg_sq / correction2).sqrt() + EPS
-    return param.double() * (1 - LR * WEIGHT_DECAY) - LR / correction1 * exp_avg / denominator, exp_avg
+    # In place, of doubles that are new: a check of every variant must not take longer than the benchmark.
+    exp_avg = exp_avg.double().mul_(beta1).add_(grad, alpha=1 - beta1)
+    exp_avg_sq = exp_avg_sq.double().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = exp_avg_sq.div_(correction2).sqrt_().add_(EPS)
+    return param.double().mul_(1 - LR * WEIGHT_DECAY).addcdiv_(exp_avg, denominator, value=-LR / correction1), exp_avg
+
+
+def deviation(before: Sequence[Tensor], found: Sequence[Tensor], sets: Sequence[Sequence[Tensor]]) -> float:
+    """How far parameters are from where clipped AdamW steps lead, beginning with moments of zero.
+
+    For formats that round: some elements are far off, so what counts is all of them together.
+
+    Args:
+        before: the parameters before the first step; `found`: after the last one.
+        sets: the gradients of each step, as they were before clipping.
+
+    Returns:
+        The error's root mean square over that of the whole change.
+    """
+    factors = [coefficient([grads], 1.0) for grads in sets]
+    squares = torch.zeros(2, dtype=torch.float64, device=found[0].device)
+    for start, end, *grads in pieces(before, found, *sets):
+        param, first, second = start.double(), *(torch.zeros_like(start, dtype=torch.float64) for _ in range(2))
+        for count, (grad, factor) in enumerate(zip(grads, factors, strict=True), 1):
+            scaled = grad.double() * factor
+            second = BETAS[1] * second + (1 - BETAS[1]) * scaled.square()
+            first = BETAS[0] * first + (1 - BETAS[0]) * scaled
+            denominator = (second / (1 - BETAS[1] ** count)).sqrt() + EPS
+            param = param * (1 - LR * WEIGHT_DECAY) - LR / (1 - BETAS[0] ** count) * first / denominator
+        squares += torch.stack([(end.double() - param).square().sum(), (param - start.double()).square().sum()])
+    wrong, whole = squares.sqrt().tolist()
+    return float(wrong / whole)

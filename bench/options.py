@@ -6,7 +6,6 @@ import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,16 +29,10 @@ class Chosen(Bench):
     """A Bench with what was chosen.
 
     Args:
-        dtype: of the gradients, where the suite has a choice; None: the suite's own.
-        peers: names of those that are measured; None: all that run.
-        model_shapes: take the place of the models' in suites that ask for a model's shapes.
-        model_name: what they are called.
+        model_name: what `model_shapes` are called.
         given: field -> the option as it was given; of those that were.
     """
 
-    dtype: torch.dtype | None = None
-    peers: tuple[str, ...] | None = None
-    model_shapes: Shapes | None = None
     model_name: str = ""
     given: Mapping[str, str] = field(default_factory=dict)
 
@@ -57,21 +50,10 @@ class Chosen(Bench):
         return super().__getattribute__(name)
 
     def shapes(self, model: str) -> Shapes:
-        """The chosen model's, or those of the model that the suite asks for."""
-        if self.model_shapes is None:
-            return super().shapes(model)
-        self._replaced.add(model)
-        return list(self.model_shapes)
-
-    def fits(self, needed: int) -> bool:
-        """Whether so many bytes are free; so where the system does not say."""
-        free = free_bytes(self.device)
-        return free is None or needed <= free
-
-    def skipped(self, needed: int) -> str:
-        """The note on what does not fit."""
-        free = free_bytes(self.device)
-        return f"skipped: needs {needed / 1e9:.1f} GB, {(free or 0) / 1e9:.1f} are free"
+        """As Bench's, and notes whose place is taken."""
+        if self.model_shapes is not None:
+            self._replaced.add(model)
+        return super().shapes(model)
 
     def mark(self, tables: Sequence[Table]) -> None:
         """Says in a suite's tables which model took whose place, and which options made no difference."""
@@ -89,18 +71,6 @@ class Chosen(Bench):
 def chosen(bench: Bench, **options: Any) -> Chosen:
     """The same Bench, with options of `Chosen`."""
     return Chosen(**{**{one.name: getattr(bench, one.name) for one in fields(bench)}, **options})
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Of the GPU's memory or the machine's; None where the system does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found = dict(line.split(":", 1) for line in lines)
-        return int(found["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return None
 
 
 def backend(name: str, device: torch.device) -> str:
@@ -126,10 +96,9 @@ def peer_names(written: str) -> tuple[str, ...] | None:
     if written in ("all", "none"):
         return None if written == "all" else ()
     names = tuple(dict.fromkeys(name.strip() for name in written.split(",") if name.strip()))
-    known = getattr(peers, "KNOWN", None)
-    unknown = [] if known is None else [name for name in names if name not in known]
+    unknown = [name for name in names if name not in peers.KNOWN]
     if unknown or not names:
-        say = "all, none, or names with commas between them" + (f": {', '.join(known)}" if known is not None else "")
+        say = f"all, none, or names with commas between them: {', '.join(peers.KNOWN)}"
         wrong = f"unknown {', '.join(unknown)}" if unknown else "no name"
         raise OptionError(f"--peers {written}: {wrong}; give {say}")
     return names

@@ -1,61 +1,175 @@
-"""Other people's optimizers where they are installed: one launch per tensor, with torch's clipping in front."""
+"""What ours is compared with in fp32: torch's own recipes, and other people's optimizers where they are installed.
+
+All of them work on the workload's parameters, gradients and moments, with the same hyper-parameters, behind torch's
+`clip_grad_norm_`. None counts before it has come out at the same step as fp64.
+"""
 
 from __future__ import annotations
 
-import importlib
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from bench import stock
-from bench.exact import BETAS, EPS, LR, WEIGHT_DECAY
+from bench import peer_adapters, stock
+from bench.exact import WrongError
+from bench.measure import Variant
+from bench.numerics.peers import quiet
+from bench.peer_adapters import Recipe
 from bench.workload import Workload
+
+Row = dict[str, Any]
+_AS_THEY_ARE = "step() takes gradients as they are; unscaling and clipping are passes before it"
+_CAPTURABLE = "step() unscales when it is capturable; clipping is a pass before it"
 
 
 @dataclass(frozen=True)
-class Peer:
-    name: str
-    run: Callable[[], None]
-    debiased: bool = False  # see exact.step
+class Adapter:
+    """How to make a peer.
+
+    Args:
+        label: its name in the tables.
+        make: makes the recipe over a workload. Raises ImportError where the package is missing, RuntimeError or
+            another exception where it does not run here.
+        compiles: for seconds, for every shape (torch.compile).
+        cannot: why there is no unscaling and clipping in the pass of the step; None where there is.
+        folds: why it cannot accumulate micro-batches in fp32.
+    """
+
+    label: str
+    make: Callable[[Workload], Recipe]
+    compiles: bool = False
+    cannot: str | None = _AS_THEY_ARE
+    folds: str = "has no accumulation of its own; autograd's is in front of it"
 
 
-def peers(work: Workload) -> tuple[list[Peer], list[str]]:
-    """Those that run here, over the workload's tensors; and why the others do not."""
-    found, notes = [], []
-    for name, make in {"clip + one Triton launch per tensor": _per_tensor, "clip + optimi": _optimi}.items():
-        try:
-            found.append(make(name, work))
-        except (ImportError, RuntimeError) as error:
-            notes.append(f"left out: {name}: {error}")
-    return found, notes
+KNOWN: dict[str, Adapter] = {
+    "fused": Adapter("clip + AdamW(fused)", peer_adapters.fused, cannot=None),
+    "grad_scale": Adapter("grad_scale trick", peer_adapters.grad_scale_trick, cannot=None),
+    "foreach": Adapter("clip + AdamW(foreach)", peer_adapters.foreach),
+    "for-loop": Adapter("clip + AdamW(for-loop)", peer_adapters.for_loop),
+    "compiled": Adapter("clip + compiled AdamW(foreach)", peer_adapters.compiled, compiles=True),
+    "per-tensor": Adapter("clip + one Triton launch per tensor", peer_adapters.per_tensor),
+    "optimi": Adapter(
+        "clip + optimi", peer_adapters.optimi,
+        folds="adds gradients into its moments, not into an fp32 sum",
+    ),
+    "flashoptim": Adapter("clip + FlashAdamW, fp32", peer_adapters.flashoptim),
+    "torchao": Adapter("clip + torchao _AdamW", peer_adapters.torchao, compiles=True),
+    "bitsandbytes": Adapter("clip + bitsandbytes AdamW32bit", peer_adapters.bitsandbytes),
+    "heavyball": Adapter("clip + heavyball AdamW", peer_adapters.heavyball, compiles=True),
+    "deepspeed": Adapter(
+        "clip + DeepSpeedCPUAdam", peer_adapters.deepspeed,
+        folds="the optimizer has no accumulation; DeepSpeed's engine has, in its own buffers",
+    ),
+    "apex": Adapter(
+        "clip + apex FusedAdam", peer_adapters.apex,
+        cannot=_CAPTURABLE,
+    ),
+    "transformer_engine": Adapter(
+        "clip + TransformerEngine FusedAdam", peer_adapters.transformer_engine,
+        cannot=_CAPTURABLE,
+        folds="the optimizer has no accumulation; TransformerEngine's layers have, in fp32",
+    ),
+}  # fmt: skip
+REFERENCES = ("fused", "grad_scale")  # every table compares with these
 
 
-def _per_tensor(name: str, work: Workload) -> Peer:
-    if work.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("Triton runs on GPUs")
-    module: Any = importlib.import_module("bench.per_tensor")  # imports Triton, so not before
-    return Peer(name, clipped(work, module.PerTensorAdamW(work.params, work.states, work.own_step())))
+@dataclass
+class Peers:
+    """Who runs on a workload, already checked, and what has to be said of the others.
+
+    Args:
+        errors: name -> the largest error of a parameter after one step, against fp64.
+        gaps: rows without a time, each with its reason under "cannot".
+    """
+
+    variants: list[Variant] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    gaps: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
-def _optimi(name: str, work: Workload) -> Peer:
-    """torch-optimi, whose newer versions have Triton kernels; it keeps the moments with their bias corrected."""
-    optimi: Any = importlib.import_module("optimi")
-    on_gpu = work.device.type == "cuda"
-    try:
-        optimizer = optimi.AdamW(
-            work.params, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, triton=on_gpu, foreach=False
+def selected(names: Sequence[str] | None, *, compiling: bool) -> list[str]:
+    """KNOWN names: the references, and those that were asked for; None: all, those that compile if `compiling`.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    unknown = [name for name in names or () if name not in KNOWN]
+    if unknown:
+        raise ValueError(f"unknown peer {', '.join(unknown)}; choose from {', '.join(KNOWN)}")
+    if names is not None:
+        return [name for name in KNOWN if name in names or name in REFERENCES]
+    return [name for name, adapter in KNOWN.items() if compiling or not adapter.compiles]
+
+
+def peers(work: Workload, names: Sequence[str] | None = None, *, compiling: bool = False) -> Peers:
+    """Those that run here, over the workload's tensors, each checked against fp64; and why the others do not.
+
+    Args:
+        names: see `selected`.
+        compiling: whether those that compile for every shape are among "all".
+    """
+    found = Peers()
+    for name in selected(names, compiling=compiling):
+        _add(found, KNOWN[name], work, required=name in REFERENCES)
+    if names is None and not compiling:
+        labels = [adapter.label for adapter in KNOWN.values() if adapter.compiles]
+        found.notes.append(
+            f"left out: {', '.join(labels)}: they compile for every shape, and are in tail's table of one tensor; "
+            "--peers with their names has them here"
         )
-    except TypeError as error:
-        raise RuntimeError(f"this version has no Triton kernels ({error})") from error
-    for param, state in zip(work.params, work.states, strict=True):
-        kahan = torch.zeros(1, dtype=torch.uint8, device=work.device) if on_gpu else None
-        optimizer.state[param] = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "kahan_comp": kahan}
-    optimizer.param_groups[0].update(setup=True, step=work.own_step(torch.int32))
-    return Peer(name, clipped(work, optimizer), debiased=True)
+    return found
 
 
-def clipped(work: Workload, optimizer: Any) -> Callable[[], None]:
-    return stock.clip_and_step(work.params, optimizer)
+def _add(found: Peers, adapter: Adapter, work: Workload, *, required: bool) -> None:
+    """`required`: a table is nothing without it, so what it raises is raised."""
+    label = adapter.label
+    try:
+        with quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            recipe = adapter.make(work)
+            largest = work.error(recipe.whole, debiased=recipe.debiased)
+    except WrongError as wrong:
+        if required:
+            raise
+        found.gaps.append({"name": label, "error": wrong.error, "cannot": f"cannot: wrong, so not timed: {wrong}"})
+    except Exception as error:  # of somebody else's package, and of any kind
+        if required:
+            raise
+        found.notes.append(f"left out: {label}: {first_line(error)}")
+    else:
+        found.variants.append(Variant(label, recipe.run, recipe.setup, recipe.passes))
+        found.errors[label] = largest
+
+
+def step_gaps(labels: Iterable[str]) -> list[Row]:
+    """A row for each of these that cannot unscale and clip in the pass of its step, with the reason."""
+    there = set(labels)
+    return [
+        {"name": adapter.label.removeprefix("clip + "), "cannot": f"cannot: {adapter.cannot}"}
+        for adapter in KNOWN.values()
+        if adapter.label in there and adapter.cannot is not None
+    ]
+
+
+def fold_gaps(names: Sequence[str] | None) -> list[Row]:
+    """A row for each package that cannot accumulate in fp32, with the reason."""
+    own = {"compiled", "per-tensor", "for-loop", "foreach", *REFERENCES}  # torch's: autograd accumulates for them
+    return [
+        {"name": KNOWN[name].label.removeprefix("clip + "), "cannot": f"cannot: {KNOWN[name].folds}"}
+        for name in selected(names, compiling=True)
+        if name not in own
+    ]
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def unscale_clip_and_step(work: Workload) -> Variant:
+    """What a GradScaler's loop does, as a variant beside the peers; gradients are LOSS_SCALE times too large."""
+    run = stock.unscale_clip_and_step(work.params, work.stock(fused=True))
+    return Variant("unscale + clip + fused", run, work.set_grads, stock.UNSCALE_CLIP_FUSED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 Shapes = list[tuple[int, ...]]
 
@@ -29,6 +30,16 @@ def resnet50(width: int = 64, classes: int = 1000) -> Shapes:
                 shapes += _convolution(channels, 4 * inner, 1)
             channels = 4 * inner
     return [*shapes, (classes, channels), (classes,)]
+
+
+def vit(width: int = 768, layers: int = 12, patch: int = 16, image: int = 224, classes: int = 1000) -> Shapes:
+    """A vision transformer; the defaults are ViT-B/16: 152 tensors, 86,567,656 parameters."""
+    positions = (image // patch) ** 2 + 1
+    shapes: Shapes = [(1, 1, width), (1, positions, width), (width, 3, patch, patch), (width,)]
+    for _ in range(layers):
+        shapes += [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
+        shapes += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    return [*shapes, (width,), (width,), (classes, width), (classes,)]
 
 
 def llama(width: int, inner: int, layers: int, *, key_values: int | None = None, vocabulary: int = 0) -> Shapes:
@@ -71,14 +82,18 @@ def count(shapes: Shapes) -> int:
 
 
 GPT2, LLAMA_1B, LLAMA_7B, RESNET50 = "GPT-2 124M", "Llama-3.2-1B", "Llama-2-7B, 10 blocks", "ResNet-50"
+VIT = "ViT-B/16"
+ONE_TENSOR = "one tensor"  # as large as ResNet-50: what compiles for every shape compiles once
 GPT2_BLOCKS = "GPT-2, 4 blocks"  # 28,353,024 parameters: many copies of them fit in a small machine
 
-_MODELS = {  # whole, and in small
+_MODELS: dict[str, tuple[Callable[[], Shapes], Callable[[], Shapes]]] = {  # whole, and in small
     GPT2_BLOCKS: (lambda: gpt2(layers=4, vocabulary=0)[2:], lambda: gpt2(64, 2, 512, 64)),
     GPT2: (gpt2, lambda: gpt2(64, 2, 512, 64)),
     LLAMA_1B: (llama_1b, lambda: llama(64, 128, 2, key_values=16, vocabulary=512)),
     LLAMA_7B: (llama_7b_stack, lambda: llama(64, 176, 2)),
+    ONE_TENSOR: (lambda: flat(25_557_032), lambda: flat(100_000)),
     RESNET50: (resnet50, lambda: resnet50(8, 10)),
+    VIT: (vit, lambda: vit(64, 2, 16, 32, 10)),
 }
 
 

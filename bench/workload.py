@@ -19,7 +19,7 @@ from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY
 from bench.shapes import Shapes
 
 CPU = torch.device("cpu")
-_STEPS = 10.0  # that the optimizers have made before
+STEPS = 10.0  # that the optimizers have made before
 _PATTERN = (1 << 20) + 7  # random numbers, repeated: drawing 500M of them would take longer than the benchmark
 
 
@@ -53,7 +53,7 @@ class Workload:
         self.count = sum(param.numel() for param in self.params)
         # No second moment is far below its first one: the updates stay about as large as lr.
         self.states = [
-            {"step": torch.tensor(_STEPS, device=device), "exp_avg": first, "exp_avg_sq": second.square_().add_(1e-6)}
+            {"step": torch.tensor(STEPS, device=device), "exp_avg": first, "exp_avg_sq": second.square_().add_(1e-6)}
             for first, second in zip(self.random(1e-3), self.random(1e-3), strict=True)
         ]
         self._own_steps: list[Tensor] = []  # of optimizers that cannot share the states' own
@@ -64,7 +64,7 @@ class Workload:
 
     def own_step(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """A step count on the host, for an optimizer that reads it there."""
-        self._own_steps.append(torch.tensor(_STEPS, dtype=dtype))
+        self._own_steps.append(torch.tensor(STEPS, dtype=dtype))
         return self._own_steps[-1]
 
     def stock(self, *, fused: bool = False, foreach: bool = False, capturable: bool = False) -> torch.optim.AdamW:
@@ -103,10 +103,12 @@ class Workload:
         kept = [*self.params, *states, *self._own_steps, *(grad for one_set in sets for grad in one_set)]
         with torch.no_grad():
             saved = {id(tensor): tensor.clone() for tensor in kept}
-            yield saved
-            for device in {tensor.device for tensor in kept}:
-                there = [tensor for tensor in kept if tensor.device == device]
-                torch._foreach_copy_(there, [saved[id(tensor)] for tensor in there])
+            try:
+                yield saved
+            finally:  # also after somebody else's optimizer that fails half-way
+                for device in {tensor.device for tensor in kept}:
+                    there = [tensor for tensor in kept if tensor.device == device]
+                    torch._foreach_copy_(there, [saved[id(tensor)] for tensor in there])
 
     def error(
         self,
@@ -125,7 +127,7 @@ class Workload:
             debiased: see `exact.step`.
 
         Raises:
-            AssertionError: the step did nothing, or something else.
+            WrongError: the step did nothing, or something else.
         """
         sets = [self.grads] if sets is None else sets
         firsts, seconds = ([state[name] for state in self.states] for name in ("exp_avg", "exp_avg_sq"))
@@ -138,13 +140,16 @@ class Workload:
             for found, found_first, param, first, second, *several in exact.pieces(
                 self.params, firsts, *before, *grads
             ):
-                grad = exact.total(several) * factor
-                right, right_first = exact.step(param, first, second, grad, int(_STEPS) + 1, debiased=debiased)
-                compared = (found - right, found_first - right_first, found - param, grad)
-                errors.append(torch.stack([each.abs().max().double() for each in compared]))
+                grad = exact.total(several).mul_(factor)
+                right, right_first = exact.step(param, first, second, grad, int(STEPS) + 1, debiased=debiased)
+                compared = (right.sub_(found), right_first.sub_(found_first), found - param, grad)
+                errors.append(torch.stack([*map(exact.largest, compared)]))
         error, moment_error, moved, largest_grad = torch.stack(errors).amax(0).tolist()
         allowed = exact.moment_tolerance(largest_grad, self.device.type)
-        assert moved > 0, "the step did nothing"
-        assert error <= exact.PARAM_TOLERANCE, f"a parameter is {error:.1e} off"
-        assert moment_error <= allowed, f"a first moment is {moment_error:.1e} off, more than {allowed:.1e}"
+        if not moved > 0:
+            raise exact.WrongError("the step did nothing", float(error))
+        if not error <= exact.PARAM_TOLERANCE:  # nor NaN
+            raise exact.WrongError(f"a parameter is {error:.1e} off", float(error))
+        if not moment_error <= allowed:
+            raise exact.WrongError(f"a first moment is {moment_error:.1e} off, more than {allowed:.1e}", float(error))
         return float(error)

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("rich")
 
 import bench.__main__ as command
-from bench import options, progress
+from bench import options, progress, suites
 from bench.ceilings import Ceilings
 from bench.options import Chosen, OptionError
 from bench.report import Column, Table
@@ -152,11 +152,11 @@ def test_a_bench_carries_what_was_chosen(bench: Bench, monkeypatch: pytest.Monke
     assert (getattr(other, "peers", None), isinstance(other, Chosen)) == ((), True)
     other.mark([table])
     assert table.notes == ["--backend torch makes no difference in this suite"]
-    monkeypatch.setattr(options, "free_bytes", lambda device: 3 * 10**9)
-    assert plain.fits(3 * 10**9)
-    assert not plain.fits(3 * 10**9 + 1)
+    monkeypatch.setattr(suites, "available_bytes", lambda device: 3 * 10**9)
+    assert plain.fits(27 * 10**8)  # with a tenth to spare
+    assert not plain.fits(3 * 10**9)
     assert plain.skipped(4 * 10**9) == "skipped: needs 4.0 GB, 3.0 are free"
-    monkeypatch.setattr(options, "free_bytes", lambda device: None)
+    monkeypatch.setattr(suites, "available_bytes", lambda device: None)
     assert plain.fits(10**18)
 
 

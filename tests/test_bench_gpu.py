@@ -55,7 +55,7 @@ def tiny(library: ctypes.CDLL, emulate_cuda: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(graph, "captured", lambda run: (run(), run(), run)[-1])
     monkeypatch.setattr(memory_gpu, "peak_megabytes", lambda run: (run(), 0.0)[1])
     ceilings = Ceilings(lambda: CudaLoops(CPU, CUDA_PIECE, library))
-    return Bench(ceilings, quick=True, rounds=1, on_gpu=True, backends=["cuda"])
+    return Bench(ceilings, quick=True, rounds=1, on_gpu=True, backends=["cuda"], peers=("foreach",))
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -86,6 +86,8 @@ def test_every_suite_runs_and_checks_its_variants(name: str, tiny: Bench) -> Non
     assert tables
     for table in tables:
         names = [row["name"] for row in table.rows]
+        if all("cannot" in row for row in table.rows):
+            continue
         assert any("accumfused cuda" in row for row in names) or "cuda" in table.title, table.title
         assert len(names) == len(set(names))
 
@@ -118,8 +120,8 @@ def test_one_launch_per_tensor_steps_as_torch_does() -> None:
         pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4")
     code = (
         "from bench.peers import peers; from bench.workload import Workload;"
-        "work = Workload([(40, 30), (64,), ()]); work.set_grads(); found, _ = peers(work);"
-        "assert 'Triton' in found[0].name; print(max(work.error(p.run, debiased=p.debiased) for p in found))"
+        "found = peers(Workload([(40, 30), (64,), ()]), ['per-tensor']);"
+        "assert any('Triton' in name for name in found.errors), (found.notes, found.gaps)"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)

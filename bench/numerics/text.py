@@ -48,7 +48,7 @@ def train(
     Args:
         every: one sample of so many is held out.
     """
-    data, model_module = _demo()
+    data, model_module = demo()
     dtype, bytes_per_parameter, settings = FORMATS[name]
     texts = data.paragraphs(_LONGEST)
     held_out = texts[::every]
@@ -128,7 +128,7 @@ class _Loss(torch.nn.Module):
         return self.model.loss(batch)
 
 
-def _demo() -> tuple[Any, Any]:
+def demo() -> tuple[Any, Any]:
     """The modules of examples/, which is a folder of scripts and no package."""
     folder = str(Path(__file__).parents[2] / "examples")
     if folder not in sys.path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -13,9 +14,12 @@ from bench import shapes
 from bench.ceilings import Ceilings
 from bench.clock import Clock, HostClock
 from bench.measure import Timing, Variant, interleave
-from bench.report import Table
+from bench.report import Column, Table
+from bench.room import available_bytes
 from bench.shapes import Shapes
 from bench.workload import CPU, Workload
+
+_SPARE = 1.1  # of what is asked for: the rest of the program goes on living
 
 
 @dataclass
@@ -28,6 +32,9 @@ class Bench:
         on_gpu: whether the GPU's variants are measured.
         clock: times the work; `host_clock`: how long the host is busy with it.
         backends: of ours, by name.
+        peers: names of `bench.peers.KNOWN` that ours is compared with; None: all that run here.
+        dtype: of the gradients, where a suite has the choice; None: the suite's own.
+        model_shapes: take the place of the models' shapes in suites that go through models.
     """
 
     ceilings: Ceilings
@@ -38,9 +45,25 @@ class Bench:
     clock: Clock = field(default_factory=HostClock)
     host_clock: Clock = field(default_factory=HostClock)
     backends: Sequence[str] = ("auto",)
+    peers: tuple[str, ...] | None = None
+    dtype: torch.dtype | None = None
+    model_shapes: Shapes | None = None
+
+    def models(self, names: Sequence[str]) -> list[str]:
+        """The models that a suite goes through: these, or only the first where other shapes take its place."""
+        return [*names] if self.model_shapes is None else [*names][:1]
 
     def shapes(self, model: str) -> Shapes:
-        return shapes.model(model, self.quick)
+        return shapes.model(model, self.quick) if self.model_shapes is None else self.model_shapes
+
+    def fits(self, needed: int) -> bool:
+        """Whether so many bytes are free on the device, with some to spare; True where the system does not say."""
+        available = available_bytes(self.device)
+        return available is None or needed * _SPARE < available
+
+    def skipped(self, needed: int) -> str:
+        """What a table says of work that does not fit."""
+        return f"skipped: needs {needed / 1e9:.1f} GB, {(available_bytes(self.device) or 0) / 1e9:.1f} are free"
 
     def workload(self, of: Shapes) -> Workload:
         gc.collect()  # the last one's optimizers are cycles, and hold up to half of a GPU's memory
@@ -70,14 +93,35 @@ Suite = Callable[[Bench], list[Table]]
 
 def all_suites(on_gpu: bool = False) -> dict[str, Suite]:
     """Name -> suite, in the order in which they run."""
-    from bench.suites import graph, lean, memory, memory_gpu, processes, scale, small, tail, verbs, window, zeros
+    from bench.suites import (
+        accumulate,
+        graph,
+        lean,
+        memory,
+        memory_gpu,
+        processes,
+        scale,
+        small,
+        tail,
+        train,
+        verbs,
+        window,
+        zeros,
+    )
 
-    shared: dict[str, Suite] = {"tail": tail.run, "verbs": verbs.run, "window": window.run, "small": small.run}
-    shared["lean"] = lean.run
+    shared: dict[str, Suite] = {"tail": tail.run, "verbs": verbs.run, "accumulate": accumulate.run}
+    shared |= {"window": window.run, "small": small.run, "lean": lean.run, "train": train.run}
     if on_gpu:
         return {**shared, "graph": graph.run, "memory": memory_gpu.run}
     alone = {"zeros": zeros.run, "scale": scale.run, "memory": memory.run, "processes": processes.run}
     return {**shared, **alone}
+
+
+def add_gaps(table: Table, gaps: Sequence[dict[str, Any]]) -> None:
+    """Appends rows without a time, and the column with their reasons."""
+    if gaps:
+        table.columns.append(Column("cannot", "why no time"))
+        table.rows += [dict(row) for row in gaps]
 
 
 def largest_error(errors: dict[str, float]) -> str:

@@ -6,6 +6,7 @@ parameters. What is persistent is counted from the tensors that the optimizer ke
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 from collections.abc import Callable, Sequence
@@ -17,23 +18,40 @@ from torch import Tensor
 
 import accumfused as af
 from bench import shapes, stock
-from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY
+from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY, WrongError, deviation
 from bench.measure import Timing, Variant
+from bench.numerics.contenders import master
+from bench.numerics.peers import quiet
+from bench.peers import first_line
 from bench.report import Column, Table
-from bench.suites import Bench
+from bench.suites import Bench, add_gaps
 from bench.workload import random_tensors
 
 BF16 = torch.bfloat16
+_SETTINGS: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY}
+_EXACT = 1e-3
+_EIGHT_BITS = 0.02  # a hundredth of a moment, here and there
+_SIXTEEN_BITS = 0.6  # a step of a weight is about as large as the weight's last bit
 
 
 @dataclass(frozen=True)
 class Lean:
-    """A variant: its parameters' dtype, its optimizer, and the bytes per parameter that one step must move."""
+    """A variant: its parameters' dtype, its optimizer, and what its format may be off.
+
+    Args:
+        tolerance: see `exact.deviation`: what the first two steps may be off, of what they change.
+        clips: by itself.
+        peer: its name in `bench.peers.KNOWN`; None where it is ours or torch's.
+        compiles: for seconds, for every shape.
+    """
 
     name: str
     dtype: torch.dtype
     make: Callable[[list[torch.nn.Parameter]], Any]
-    clips: bool = True  # by itself
+    tolerance: float
+    clips: bool = True
+    peer: str | None = None
+    compiles: bool = False
 
 
 def _ours(backend: str, **settings: Any) -> Callable[[list[torch.nn.Parameter]], af.AdamW]:
@@ -47,62 +65,70 @@ def _ours(backend: str, **settings: Any) -> Callable[[list[torch.nn.Parameter]],
 
 def ours(label: str, backend: str) -> list[Lean]:
     int8: dict[str, Any] = {"state_dtype": "int8"}
-    made = {
-        "fp32": (torch.float32, {}),
-        "bf16 + split16, fp32 states": (BF16, {}),
-        "bf16 + split16, int8 states": (BF16, int8),
-        "bf16 + split8, int8 states": (BF16, {"master_weights": "split8", **int8}),
-        "bf16 stochastic, int8 states": (BF16, {"master_weights": None, "rounding": "stochastic", **int8}),
+    stochastic: dict[str, Any] = {"master_weights": None, "rounding": "stochastic", **int8}
+    made: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
+        "fp32": (torch.float32, {}, _EXACT),
+        "bf16 + split16, fp32 states": (BF16, {}, _EXACT),
+        "bf16 + split16, int8 states": (BF16, int8, _EIGHT_BITS),
+        "bf16 + split8, int8 states": (BF16, {"master_weights": "split8", **int8}, _EIGHT_BITS),
+        "bf16 stochastic, int8 states": (BF16, stochastic, _SIXTEEN_BITS),
     }
-    return [Lean(f"{label}, {name}", dtype, _ours(backend, **settings)) for name, (dtype, settings) in made.items()]
+    return [
+        Lean(f"{label}, {name}", dtype, _ours(backend, **settings), tolerance)
+        for name, (dtype, settings, tolerance) in made.items()
+    ]
 
 
 def peers() -> list[Lean]:
     def fused(params: list[torch.nn.Parameter]) -> torch.optim.AdamW:
-        return torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+        return torch.optim.AdamW(params, fused=True, **_SETTINGS)
 
     def torchao(params: list[torch.nn.Parameter]) -> Any:
-        return importlib.import_module("torchao.optim").AdamW8bit(params, lr=LR, weight_decay=WEIGHT_DECAY)
+        return importlib.import_module("torchao.optim").AdamW8bit(params, **_SETTINGS)
 
     def bitsandbytes(params: list[torch.nn.Parameter]) -> Any:
-        return importlib.import_module("bitsandbytes").optim.AdamW8bit(params, lr=LR, weight_decay=WEIGHT_DECAY)
+        return importlib.import_module("bitsandbytes").optim.AdamW8bit(params, **_SETTINGS)
 
     def flashoptim(params: list[torch.nn.Parameter]) -> Any:
-        return importlib.import_module("flashoptim").FlashAdamW(params, lr=LR, weight_decay=WEIGHT_DECAY)
+        return importlib.import_module("flashoptim").FlashAdamW(params, **_SETTINGS)
 
+    fp32 = torch.float32
     return [
-        Lean("clip + AdamW(fused), fp32", torch.float32, fused, clips=False),
-        Lean("clip + AdamW(fused), bf16 throughout", BF16, fused, clips=False),
-        Lean("clip + torchao AdamW8bit, fp32", torch.float32, torchao, clips=False),
-        Lean("clip + bitsandbytes AdamW8bit, fp32", torch.float32, bitsandbytes, clips=False),
-        Lean("clip + FlashAdamW, bf16", BF16, flashoptim, clips=False),
+        Lean("clip + AdamW(fused), fp32", fp32, fused, _EXACT, clips=False),
+        Lean("clip + AdamW(fused), bf16 throughout", BF16, fused, _SIXTEEN_BITS, clips=False),
+        Lean("clip + torchao AdamW8bit, fp32", fp32, torchao, _EIGHT_BITS, False, "torchao", True),
+        Lean("clip + bitsandbytes AdamW8bit, fp32", fp32, bitsandbytes, _EIGHT_BITS, False, "bitsandbytes", True),
+        Lean("clip + FlashAdamW, bf16", BF16, flashoptim, _SIXTEEN_BITS, clips=False, peer="flashoptim"),
     ]
 
 
 def run(bench: Bench) -> list[Table]:
     names = [shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.GPT2_BLOCKS]
-    return [_model(bench, name) for name in names]
+    return [_model(bench, name) for name in bench.models(names)]
 
 
 def _model(bench: Bench, name: str) -> Table:
     of = bench.shapes(name)
     count = shapes.count(of)
-    variants, persistent, moved, notes = [], {}, {}, []
+    variants, persistent, moved, deviations, notes = [], {}, {}, {}, []
+    gaps: list[dict[str, Any]] = []
     mine = [lean for backend in bench.backends for lean in ours(bench.label(backend), backend)]
-    for lean in [*peers(), *mine]:
-        params = [torch.nn.Parameter(p) for p in random_tensors(of, 0.02, lean.dtype, bench.device)]
-        for param, grad in zip(params, random_tensors(of, 1e-3, lean.dtype, bench.device), strict=True):
-            param.grad = grad
+    for lean in [*(each for each in peers() if _wanted(each, bench)), *mine]:
         try:
-            optimizer = lean.make(params)
-            step = optimizer.step if lean.clips else stock.clip_and_step(params, optimizer)
-            step()  # makes the states
-        except Exception as error:  # of somebody else's package, and of any kind
-            if lean.clips:
+            with quiet() if lean.peer else contextlib.nullcontext():
+                params, optimizer, step, off = _made(lean, of, bench.device)
+        except WrongError as wrong:
+            if lean.peer is None:
                 raise
-            notes.append(f"left out: {lean.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            gaps.append({"name": lean.name, "error": wrong.error, "cannot": f"cannot: wrong, so not timed: {wrong}"})
+            continue
+        except Exception as error:  # of somebody else's package, and of any kind
+            if lean.peer is None:
+                raise
+            notes.append(f"left out: {lean.name}: {first_line(error)}")
             continue
         variants.append(Variant(lean.name, step))
+        deviations[lean.name] = off
         kept = sum(map(tensor_bytes, params)) + _state_bytes(optimizer)
         persistent[lean.name] = kept / count
         if lean.clips:
@@ -111,7 +137,41 @@ def _model(bench: Bench, name: str) -> Table:
     gc.collect()
     timings = bench.interleave(variants, ceilings=False)
     fp32 = {bench.label(backend): f"{bench.label(backend)}, fp32" for backend in bench.backends}
-    return _table(name, timings, count, persistent, moved, notes, next(iter(fp32.values())))
+    table = _table(name, timings, count, persistent, moved, notes, next(iter(fp32.values())))
+    for row in table.rows:
+        row["deviation"] = deviations[row["name"]]
+    add_gaps(table, gaps)
+    return table
+
+
+def _wanted(lean: Lean, bench: Bench) -> bool:
+    if bench.peers is None:
+        return not (bench.quick and lean.compiles)
+    return lean.peer is None or lean.peer in bench.peers
+
+
+def _made(
+    lean: Lean, of: shapes.Shapes, device: torch.device
+) -> tuple[list[torch.nn.Parameter], Any, Callable[[], Any], float]:
+    """Parameters with gradients, their optimizer, its clipped step, and how far its first two steps were off.
+
+    Raises:
+        WrongError: further than the format explains. And whatever somebody else's package raises.
+    """
+    params = [torch.nn.Parameter(p) for p in random_tensors(of, 0.02, lean.dtype, device)]
+    sets = [random_tensors(of, 1e-3, lean.dtype, device) for _ in range(2)]
+    before = [param.detach().clone() for param in params]
+    saved = [[grad.clone() for grad in grads] for grads in sets]  # clipping is in place
+    optimizer = lean.make(params)
+    step = optimizer.step if lean.clips else stock.clip_and_step(params, optimizer)
+    for grads in sets:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        step()
+    off = deviation(before, [master(optimizer, param) for param in params], saved)
+    if not off <= lean.tolerance:
+        raise WrongError(f"two steps are {off:.1%} off, more than {lean.tolerance:.1%}", off)
+    return params, optimizer, step, off
 
 
 def _table(
@@ -125,6 +185,7 @@ def _table(
         Column("milliseconds", "ms", "{:.1f}"),
         Column("quartiles", "quartiles"),
         Column("gigabytes_per_second", "GB/s", "{:.1f}"),
+        Column("deviation", "2 steps off by", "{:.1e}"),
         Column("over_fp32", "x our fp32", "{:.2f}"),
         Column("over_fused", "x clip+fused", "{:.2f}"),
     ]

@@ -85,7 +85,8 @@ Window = Callable[[], None]
 def ddp_stock(model: Given, *, zero: bool) -> tuple[Window, Any]:
     ddp = DistributedDataParallel(model)
     if zero:
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of its own torch.jit
+        # Not above: importing it warns of what torch itself uses, and in the processes alone nobody minds.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
         optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **_ADAMW)
     else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 
 import accumfused as af
@@ -11,45 +14,36 @@ from bench.measure import Variant, interleave
 from bench.peers import peers
 from bench.report import Column, Table, timed
 from bench.shapes import small
-from bench.suites import Bench, largest_error
+from bench.suites import Bench, add_gaps, largest_error
 
+_MANY = 5000
+_FOR_MANY = ("foreach",)  # beside the references
 _AGAINST = {"trick": "grad_scale trick", "clip+fused": "clip + AdamW(fused)"}
 
 
 def run(bench: Bench) -> list[Table]:
-    sizes = [1000, 10_000] if bench.on_gpu else [1000]
-    if bench.quick:
-        sizes = [50]
+    sizes = [50] if bench.quick else [1000, 10_000]
     return [table for tensors in sizes for table in _size(bench, tensors)]
 
 
 def _size(bench: Bench, tensors: int) -> list[Table]:
     work = bench.workload(small(tensors))
     params = work.params
-    fused = work.stock(fused=True)
-    foreach = work.stock(foreach=True)
     work.set_grads()
-    recipes = {
-        "clip + AdamW(fused)": stock.clip_and_step(params, fused),
-        "grad_scale trick": stock.grad_scale_trick(params, fused),
-        "clip + AdamW(foreach)": stock.clip_and_step(params, foreach),
-    }
-    errors = {name: work.error(run) for name, run in recipes.items()}
-    notes: list[str] = []
-    if bench.on_gpu:
-        others, notes = peers(work)
-        for peer in others:
-            recipes[peer.name] = peer.run
-            errors[peer.name] = work.error(peer.run, debiased=peer.debiased)
+    # Loops over many tensors take a CPU long, and show nothing that those over fewer do not.
+    too_many = tensors >= _MANY and not bench.on_gpu
+    others = peers(work, _FOR_MANY if bench.peers is None and too_many else bench.peers)
+    recipes = {variant.name: variant for variant in others.variants}
+    errors = others.errors
     optimizers = bench.ours(work)
     for label, optimizer in optimizers.items():
-        recipes[f"{label}, from p.grad"] = optimizer.step
+        recipes[f"{label}, from p.grad"] = Variant(f"{label}, from p.grad", optimizer.step)
         errors[f"{label}, from p.grad"] = work.error(optimizer.step)
     title = f"small: {tensors} tensors of {params[0].numel()} elements, fp32"
     if bench.on_gpu:
         # The clocks see to the caches, and time twice: until the GPU is done, and until the host is.
-        variants = [Variant(name, run) for name, run in recipes.items()]
-        rounds = (6 if tensors < 5000 else 1) * bench.rounds
+        variants = [replace(variant, passes=None) for variant in recipes.values()]
+        rounds = (6 if tensors < _MANY else 1) * bench.rounds
         table = timed(
             f"{title}, on the GPU", bench.interleave(variants, rounds), work.count, bench.ceilings, _AGAINST, "us"
         )
@@ -59,21 +53,34 @@ def _size(bench: Bench, tensors: int) -> list[Table]:
     else:
         # Right after an untimed call of its own: otherwise the time is that of the caches that the variant before has
         # left.
-        variants = [Variant(name, run, setup=run) for name, run in recipes.items()]
+        variants = [Variant(each.name, each.run, _once(each)) for each in recipes.values()]
         (ours,) = optimizers.values()
-        variants.append(Variant("accumfused, caches cold", ours.step, setup=recipes["clip + AdamW(foreach)"]))
+        foreach = stock.clip_and_step(params, work.stock(foreach=True))  # fills them with what is its own
+        variants.append(Variant("accumfused, caches cold", ours.step, setup=foreach))
         tables = [
             timed(
                 title,
-                bench.interleave(variants, 10 * bench.rounds, ceilings=False),
+                bench.interleave(variants, (3 if tensors < _MANY else 1) * bench.rounds, ceilings=False),
                 work.count,
                 bench.ceilings,
                 _AGAINST,
                 "us",
             )
         ]
-    tables[0].notes += [largest_error(errors), *notes]
+    tables[0].notes += [largest_error(errors), *others.notes]
+    add_gaps(tables[0], others.gaps)
     return [*tables, *(_host_time(bench, label, optimizer) for label, optimizer in optimizers.items())]
+
+
+def _once(variant: Variant) -> Callable[[], None]:
+    """What makes the caches warm: an untimed call, with what has to be ready before it and before the timed one."""
+
+    def setup() -> None:
+        for call in (variant.setup, variant.run, variant.setup):
+            if call is not None:
+                call()
+
+    return setup
 
 
 def _host_time(bench: Bench, label: str, optimizer: af.AdamW) -> Table:

@@ -10,43 +10,35 @@ import accumfused as af
 from bench import shapes, stock
 from bench.exact import LR
 from bench.measure import Variant
-from bench.peers import peers
-from bench.report import Table, timed
-from bench.suites import Bench, largest_error
+from bench.peers import peers, step_gaps, unscale_clip_and_step
+from bench.report import Column, Table, timed
+from bench.suites import Bench, add_gaps, largest_error
 from bench.workload import Workload
 
 
 def run(bench: Bench) -> list[Table]:
-    names = [shapes.GPT2, shapes.RESNET50]
+    names = [shapes.GPT2, shapes.VIT, shapes.RESNET50]
     if bench.on_gpu:
-        names = [shapes.GPT2, shapes.LLAMA_1B, shapes.LLAMA_7B, shapes.RESNET50]
-    return [_model(bench, name) for name in names]
+        names = [shapes.GPT2, shapes.LLAMA_1B, shapes.LLAMA_7B, shapes.VIT, shapes.RESNET50]
+    tables = [_model(bench, name) for name in bench.models(names)]
+    if bench.peers is None and bench.model_shapes is None:
+        tables.append(_model(bench, shapes.ONE_TENSOR, compiling=not bench.quick))
+    gaps = step_gaps(str(row["name"]) for table in tables for row in table.rows if "cannot" not in row)
+    if gaps:
+        together = Table("tail: unscaling, norm, clip and step in one call, as ours does", [Column("name", "")])
+        add_gaps(together, gaps)
+        tables.append(together)
+    return tables
 
 
-def _model(bench: Bench, name: str) -> Table:
+def _model(bench: Bench, name: str, *, compiling: bool = False) -> Table:
     work = bench.workload(bench.shapes(name))
     params, second = work.params, work.random()
-    fused, foreach = work.stock(fused=True), work.stock(foreach=True)
-    unscale = stock.UNSCALE_CLIP_FUSED
-    variants = [
-        Variant("clip + AdamW(fused)", stock.clip_and_step(params, fused), work.set_grads, stock.CLIP_FUSED),
-        Variant("grad_scale trick", stock.grad_scale_trick(params, fused), work.set_grads, stock.TRICK),
-        Variant("unscale + clip + fused", stock.unscale_clip_and_step(params, fused), work.set_grads, unscale),
-        Variant("clip + AdamW(foreach)", stock.clip_and_step(params, foreach), work.set_grads),
-    ]
-    scales = {variants[2].name: 1 / stock.LOSS_SCALE}
-    debiased: set[str] = set()
-    notes: list[str] = []
-    if bench.on_gpu:
-        others, notes = peers(work)
-        debiased = {peer.name for peer in others if peer.debiased}
-        variants += [Variant(peer.name, peer.run, work.set_grads, stock.CLIP_FUSED) for peer in others]
     work.set_grads()
-    errors = {}
-    for variant in variants:
-        scale = scales.get(variant.name, 1.0)
-        errors[variant.name] = work.error(variant.run, scale=scale, debiased=variant.name in debiased)
-
+    others = peers(work, bench.peers, compiling=compiling)
+    scaled_stock = unscale_clip_and_step(work)
+    variants = [*others.variants, scaled_stock]
+    errors = {**others.errors, scaled_stock.name: work.error(scaled_stock.run, scale=1 / stock.LOSS_SCALE)}
     for label, optimizer in bench.ours(work).items():
         fold = _fold(work, optimizer, second)
 
@@ -65,7 +57,7 @@ def _model(bench: Bench, name: str) -> Table:
         work.set_grads()
         variants += ours
 
-    timings = bench.interleave(variants, None if work.count > 5e7 else 3 * bench.rounds)
+    timings = bench.interleave(variants, _rounds(bench, work))
     against = {
         "trick": "grad_scale trick",
         "clip+fused": "clip + AdamW(fused)",
@@ -73,7 +65,8 @@ def _model(bench: Bench, name: str) -> Table:
     }
     title = f"tail, {name}: norm, clip and AdamW step, fp32 ({len(params)} tensors, {work.count:,} parameters)"
     table = timed(title, timings, work.count, bench.ceilings, against)
-    table.notes += [f"{largest_error(errors)} (updates are about {LR:.0e})", *notes]
+    table.notes += [f"{largest_error(errors)} (updates are about {LR:.0e})", *others.notes]
+    add_gaps(table, others.gaps)
     if bench.on_gpu:
         table.notes.append("unscale + clip + fused waits for the GPU before it steps, as GradScaler does")
     if bench.on_gpu and work.count < 5e7:
@@ -82,6 +75,13 @@ def _model(bench: Bench, name: str) -> Table:
             "ceilings' long streams"
         )
     return table
+
+
+def _rounds(bench: Bench, work: Workload) -> int:
+    """More of what is short; but of slow recipes there are many on a CPU."""
+    if work.count > 5e7:
+        return bench.rounds
+    return (3 if bench.on_gpu else 2) * bench.rounds
 
 
 def _fold(work: Workload, optimizer: af.AdamW, second: list[torch.Tensor]) -> Callable[[], None]:

@@ -22,7 +22,7 @@ _READY = 0  # index of the weight 1
 
 def run(bench: Bench) -> list[Table]:
     models = [shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.GPT2]
-    return [_model(bench, model) for model in models]
+    return [_model(bench, model) for model in bench.models(models)]
 
 
 def _model(bench: Bench, model: str) -> Table:
