@@ -51,6 +51,7 @@ class Window:
         self._index: int | None = None  # of its weight; None: it is left out
         self._divisor: float | Tensor | None = None  # what processes have agreed on; else the total
         self.is_complete = False  # last=True was said, and the accumulators wait for the step
+        self.is_reduced = False  # they are sums over processes
         self._closed: int | None = None  # index under which rows are held that are divided already
         self.arena = Arena(0)  # for gradients that cannot be adopted; kept between windows
         self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another one
@@ -67,10 +68,9 @@ class Window:
                     "with write_grad it stays until zero_grad())"
                 )
             self.drop()  # model.zero_grad() has released it
-        if self.is_complete:
+        if self.is_complete or self.is_reduced:
             raise RuntimeError(
-                "the window was closed by last=True and waits for its step; call step() or zero_grad() before the next "
-                "backward()"
+                "the window is complete and waits for its step; call step() or zero_grad() before the next backward()"
             )
         if self.phase is Phase.OPEN:
             self.follow(plan)
@@ -249,7 +249,7 @@ class Window:
 
     def reduced(self) -> None:
         """The accumulators are sums over processes now, and their sums of squares are not known."""
-        self._summed = [False] * len(self._summed)
+        self._summed, self.is_reduced = [False] * len(self._summed), True
         torch.autograd.graph.increment_version([a for a in self.accumulators if a is not None])
 
     def expose(self) -> None:
@@ -334,7 +334,7 @@ class Window:
         self._plan = None
         self.accumulators, self._held, self._summed = [], [], []
         self.is_weighted, self.total, self._count, self.entered = None, 0.0, 0, False
-        self._closed, self._divisor, self.is_complete = None, None, False
+        self._closed, self._divisor, self.is_complete, self.is_reduced = None, None, False, False
 
     def _weigh(self, weight: float | Tensor, index: int) -> int:
         while index >= len(self._weights):

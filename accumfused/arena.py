@@ -39,7 +39,8 @@ class Arena:
                 missing.setdefault(grad.device, []).append(row)
         for device, rows in missing.items():
             sizes = [-(-plan.tensors[row].numel() // _PADDING) * _PADDING for row in rows]
-            flat = torch.empty(sum(sizes), dtype=plan.accumulator_dtype, device=device)
+            make = torch.empty if plan.adopts_gradients else torch.zeros  # the gaps travel too
+            flat = make(sum(sizes), dtype=plan.accumulator_dtype, device=device)
             self._flats.append(flat)
             offset = 0
             for row, size in zip(rows, sizes, strict=True):
@@ -51,7 +52,10 @@ class Arena:
 
     def memory_of(self, accumulators: Grads) -> list[Tensor]:
         """What these accumulators lie in, in as few (flat) tensors as may be."""
-        if all(a is None or a is place for a, place in zip(accumulators, self.places, strict=True)):
+        rows = list(zip(accumulators, self.places, strict=True))
+        if all(accumulator is None or accumulator is place for accumulator, place in rows):
+            for place in [place for accumulator, place in rows if accumulator is None and place is not None]:
+                place.zero_()  # the last window's sums
             return self._flats
         return [memory_order(accumulator) for accumulator in accumulators if accumulator is not None]
 

@@ -59,7 +59,7 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     if window.is_weighted and has_processes() and any(map(is_dtensor, window.params)):
         from accumfused.reduction import mean_of_totals
 
-        mean = mean_of_totals(optimizer._plan(), window.total)
+        mean = mean_of_totals(optimizer._plan(), window.total, window.is_weighted)
         for weights in held:
             weights[1].copy_(mean)
     for param, accumulator, weights in zip(window.params, window.accumulators, held, strict=True):
@@ -82,6 +82,11 @@ def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> 
     for key, entries in state_dict["state"].items():
         state[key] = entries
         if key in params and ACCUMULATOR in entries:
+            if optimizer._settings.group is not None:
+                raise ValueError(
+                    "the checkpoint has an open window, which is the sum of all processes, and with a process group "
+                    "each has its own part; load it without process_group and sharding_group and finish the window"
+                )
             state[key] = {name: value for name, value in entries.items() if name not in (ACCUMULATOR, WEIGHTS)}
             dtype = optimizer._settings.accumulator_dtype
             shard, saved = shard_of(params[key]), entries[ACCUMULATOR]
@@ -136,7 +141,7 @@ def without_formats(
 
 def _complete(optimizer: Any, rule: type[Rule], param: Tensor, entries: dict[str, Any]) -> None:
     """Makes what a parameter's state lacks, in place."""
-    settings, shard = optimizer._settings, shard_of(param, optimizer._runtime.mesh)
+    settings, shard = optimizer._settings, shard_of(param, optimizer._mesh())
     own = entries if shard is None else shard.parts(entries)
     form = format_of(rule, param, settings)
     make_state(rule, form, owned(param, shard), own, settings.seed)

@@ -13,23 +13,27 @@ from accumfused.optimizer import FusedOptimizer
 
 
 def attach_ddp(
-    ddp: DistributedDataParallel, optimizer: FusedOptimizer, reduce_dtype: torch.dtype | None = None
+    ddp: DistributedDataParallel, *optimizers: FusedOptimizer, reduce_dtype: torch.dtype | None = None
 ) -> None:
-    """Takes DDP's own reduction out, for good: `optimizer` adds gradients up over the processes, once for each window.
+    """Takes DDP's own reduction out, for good: optimizers add gradients up over the processes, once for each window.
 
     Every backward() then leaves a process's own gradients, under any `no_sync()` pattern. `accumulate(weight,
     last=last)` folds them, and the last one (or `step()`) adds up the accumulators of all processes. Without weights
     the result is the mean over processes, as DDP's; with weights it is divided by their sum over all processes and
-    micro-batches. DDP goes on broadcasting parameters and buffers.
+    micro-batches.
+
+    DDP goes on talking in forward and backward passes outside `no_sync()` (buffers, `find_unused_parameters`, its
+    buckets), so processes with other numbers of micro-batches need `no_sync()` around all of them.
 
     Args:
         ddp: changed: its communication hook does nothing. It cannot be taken back.
-        optimizer: of this package, with `process_group` or `sharding_group`, or neither: it then gets DDP's.
-        reduce_dtype: see `accumfused.Adam`; None: as the optimizer has it.
+        optimizers: of this package, which together have all its trainable parameters; with `process_group` or
+            `sharding_group`, or neither: they then get DDP's.
+        reduce_dtype: see `accumfused.Adam`; None: as the optimizers have it.
 
     Raises:
-        TypeError: another kind of module or optimizer.
-        ValueError: another process group than DDP's; parameters of DDP that the optimizer has not.
+        TypeError: another kind of module or optimizer, or none.
+        ValueError: another process group than DDP's; parameters of DDP that no optimizer has.
         RuntimeError: a window is open; DDP has a communication hook already.
 
     Example:
@@ -41,6 +45,31 @@ def attach_ddp(
 
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"attach_ddp takes a DistributedDataParallel first, got {type(ddp).__name__}")
+    if not optimizers:
+        raise TypeError("attach_ddp takes the module's optimizer, or several, after the module, and got none")
+    for optimizer in optimizers:
+        _check(ddp, optimizer, reduce_dtype)
+    own = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    left = [name for name, param in ddp.module.named_parameters() if param.requires_grad and id(param) not in own]
+    if left:
+        raise ValueError(
+            f"no optimizer has the parameter {left[0]!r} ({len(left)} are missing), whose gradients nobody would "
+            "reduce; give attach_ddp all optimizers of the module"
+        )
+    known = list(ddp._comm_hooks)
+    try:
+        ddp.register_comm_hook(None, noop_hook)  # gradients stay this process's own
+    except RuntimeError:
+        ddp._comm_hooks[:] = known  # torch notes a hook and then refuses it, and refuse_reducing() reads the notes
+        raise
+    for optimizer in optimizers:
+        settings, runtime = optimizer._settings, optimizer._runtime
+        settings.process_group = ddp.process_group if settings.group is None else settings.process_group
+        settings.reduce_dtype = settings.reduce_dtype if reduce_dtype is None else reduce_dtype
+        runtime.plan = runtime.reduction = None
+
+
+def _check(ddp: DistributedDataParallel, optimizer: FusedOptimizer, reduce_dtype: torch.dtype | None) -> None:
     if not isinstance(optimizer, FusedOptimizer):
         raise TypeError(
             f"attach_ddp takes an optimizer of this package, got {type(optimizer).__name__}; convert it with "
@@ -58,22 +87,6 @@ def attach_ddp(
         raise ValueError("the optimizer was told grads_are_reduced=True, and after this they are not; leave it out")
     wanted = settings.process_group if settings.sharding_group is not None else group
     replace(settings, process_group=wanted, reduce_dtype=reduce_dtype)  # checks them
-    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    left = [name for name, param in ddp.module.named_parameters() if param.requires_grad and id(param) not in own]
-    if left:
-        raise ValueError(
-            f"the optimizer has no parameter {left[0]!r} ({len(left)} are missing), whose gradients nobody would "
-            "reduce; give it all parameters of the module"
-        )
-    known = list(ddp._comm_hooks)
-    try:
-        ddp.register_comm_hook(None, noop_hook)  # gradients stay this process's own
-    except RuntimeError:
-        ddp._comm_hooks[:] = known  # torch notes a hook and then refuses it, and refuse_reducing() reads the notes
-        raise
-    settings.process_group = group if settings.group is None else settings.process_group
-    settings.reduce_dtype = settings.reduce_dtype if reduce_dtype is None else reduce_dtype
-    optimizer._runtime.plan = optimizer._runtime.reduction = None
 
 
 def _ranks(group: Any) -> list[int]:

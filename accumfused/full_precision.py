@@ -82,7 +82,7 @@ def load_state_dict(optimizer: FusedOptimizer, model: Module, state_dict: Mappin
 
 
 def _full_precision(optimizer: FusedOptimizer, param: Tensor) -> Tensor:
-    mesh, entries = optimizer._runtime.mesh, optimizer.state.get(param, {})
+    mesh, entries = optimizer._mesh(), optimizer.state.get(param, {})
     shard = shard_of(param, mesh)
     if shard is None:
         return full_precision(param, entries)

@@ -170,7 +170,7 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
         rule = optimizer.rule_of(group)
         for param in group["params"]:
             form = format_of(rule, param, optimizer._settings) if param.dtype in PARAM_DTYPES else Format()
-            shard, entries = shard_of(param, optimizer._runtime.mesh), optimizer.state.get(param, {})
+            shard, entries = shard_of(param, optimizer._mesh()), optimizer.state.get(param, {})
             own = _memory_of(rule, form, param, shard, entries, accumulators.get(id(param), []))
             formats.setdefault(_name(rule, form, param), Memory()).add(own)
     return MemoryReport(formats)

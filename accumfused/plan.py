@@ -54,6 +54,8 @@ class Plan:
     rule_indices: list[int] = field(default_factory=list)  # per group, in the kernels' order
     device_tables: dict[int, Any] = field(default_factory=dict)  # the table's copies on a GPU, which cuda.py keeps here
     parts: list[tuple[Any, Plan]] = field(default_factory=list)  # with several devices: backend and plan of each
+    # With shards: the process groups of each kind, and its chunks (None: all), for the norm; made with the first one.
+    kinds: list[tuple[tuple[Any, ...], Tensor | None]] | None = None
     _pointed_at: Grads | None = None
     _seen: list[Any] | None = None  # of the groups and states of a plan with shards
 

@@ -6,8 +6,8 @@ asks whether others had one.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from accumfused.numeric import chunk_count, sum_partials
 from accumfused.plan import Grads, Plan
 
 BUCKET_BYTES = 32 * 2**20
+_UNDER_WAY = 4  # buckets
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,7 +33,7 @@ class Reduction:
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
         self._wire_dtype = wire_dtype
-        self._agreed: list[Tensor] = []  # on these parameters
+        self._agreed: list[tuple[Tensor, bool]] = []  # on these parameters, and whether each requires a gradient
 
     def agree(self, plan: Plan, seed: int) -> None:
         """Refuses parameters that are not those of the other processes; asks once for each list of them.
@@ -43,12 +44,14 @@ class Reduction:
         Raises:
             ValueError: on every process.
         """
-        params = plan.params
-        if len(params) == len(self._agreed) and all(a is b for a, b in zip(params, self._agreed, strict=True)):
+        params, known = plan.params, self._agreed
+        if len(params) == len(known) and all(
+            p is own and p.requires_grad is wants for p, (own, wants) in zip(params, known, strict=True)
+        ):
             return
         distributed.refuse_reducing(params)
         made = [None if storage is None else storage.seed for storage in plan.storages]
-        seeds = [seed if known is None else int(known) for known in made]
+        seeds = [seed if value is None else int(value) for value in made]
         own = [
             (tuple(p.shape), tuple(p.stride()), str(p.dtype), p.requires_grad, form.rounds_updates and seed)
             for p, form, seed in zip(params, plan.formats, seeds, strict=True)
@@ -68,10 +71,10 @@ class Reduction:
                         "strides, dtype, requires_grad, seed of its noise if there is any); give every optimizer "
                         "the same parameters in the same order, and the same rounding_seed"
                     )
-        self._agreed = list(params)
+        self._agreed = [(param, param.requires_grad) for param in params]
 
     def exchange(
-        self, total: float | Tensor, is_weighted: bool | None, present: list[bool], device: torch.device, *, last: bool
+        self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, last: bool
     ) -> tuple[Tensor, list[bool]]:
         """What a window is divided by once its sums are added up, and which parameters have a gradient somewhere.
 
@@ -84,9 +87,9 @@ class Reduction:
         Returns:
             The sum of all weights, or without weights the number of processes (a mean over them, as DDP takes): fp64,
             shape []; NaN if some have weights or close with last=True, and some do not; 1 for a process without
-            micro-batches whose others have divided. And one flag for each parameter.
+            micro-batches whose others have divided. And which parameters have a gradient elsewhere only.
         """
-        message = torch.zeros(4 + len(present), dtype=torch.float64, device=device)
+        message = torch.zeros(4 + len(present), dtype=torch.float64, device=plan.device)
         weights, weighted, unweighted, closed = message[:4].unbind()
         weights += total  # filled, not assigned: assigning a number waits for a GPU
         weighted.fill_(is_weighted is True)
@@ -103,19 +106,22 @@ class Reduction:
             divisor = torch.where(closed > 0, 1.0, divisor)
         else:
             divisor = torch.where((closed == 0) | (closed == weighted + unweighted), divisor, torch.nan)
-        return divisor, present if all(present) else (message[4:] > 0).tolist()
+        asked = [p.requires_grad and not here for p, here in zip(plan.params, present, strict=True)]
+        if True not in asked:
+            return divisor, asked
+        elsewhere = (message[4:] > 0).tolist()
+        return divisor, [there and ask for there, ask in zip(elsewhere, asked, strict=True)]
 
-    def sum(self, flats: Iterable[Tensor]) -> None:
+    def add_up(self, flats: Iterable[Tensor]) -> None:
         """Replaces these (flat) tensors by their sums over all processes, in buckets, several of them under way."""
-        started: list[tuple[Any, Tensor, Tensor]] = []
-        for flat in flats:
-            for bucket in _split(flat):
-                wire = bucket if self._wire_dtype in (None, bucket.dtype) else bucket.to(self._wire_dtype)
-                started.append((dist.all_reduce(wire, group=self.group, async_op=True), bucket, wire))
-        for work, bucket, wire in started:
-            work.wait()
-            if wire is not bucket:
-                bucket.copy_(wire)
+        under_way: deque[tuple[Any, Tensor, Tensor]] = deque()
+        for bucket in (bucket for flat in flats for bucket in _split(flat)):
+            if len(under_way) == _UNDER_WAY:
+                _finish(*under_way.popleft())
+            wire = bucket if self._wire_dtype in (None, bucket.dtype) else bucket.to(self._wire_dtype)
+            under_way.append((dist.all_reduce(wire, group=self.group, async_op=True), bucket, wire))
+        for started in under_way:
+            _finish(*started)
 
     def scatter(self, plan: Plan, sums: Grads) -> Grads:
         """This process's part of every gradient, added up over all processes.
@@ -125,9 +131,10 @@ class Reduction:
             sums: this process's, of the whole parameters; None: no process has one.
         """
         parts: Grads = list(sums)
-        uncut = [grad for grad, shard in zip(sums, plan.shards, strict=True) if grad is not None and shard is None]
-        for grad in uncut:
-            dist.all_reduce(grad, group=self.group)
+        for row, (grad, shard) in enumerate(zip(sums, plan.shards, strict=True)):
+            if grad is not None and shard is None:
+                parts[row] = whole = grad.clone()
+                dist.all_reduce(whole, group=self.group)
         rows = [row for row, grad in enumerate(sums) if grad is not None and plan.shards[row] is not None]
         for bucket, starts in self._buckets(plan, rows, 4):
             first = sums[bucket[0]]
@@ -135,8 +142,8 @@ class Reduction:
             dtype = self._wire_dtype or first.dtype
             every = torch.empty(self.size, starts[-1], dtype=dtype, device=first.device)
             for row, start in zip(bucket, starts, strict=False):
-                for rank, piece in enumerate(self._pieces(sums[row])):
-                    every[rank, start : start + piece.numel()].view(piece.shape).copy_(piece)
+                for ranks, block in self._blocks(sums[row]):
+                    every[ranks, start : start + block[0].numel()].view(block.shape).copy_(block)
             own = torch.empty(starts[-1], dtype=dtype, device=first.device)
             _reduce_scatter(own, every.view(-1), group=self.group)
             own = own.to(first.dtype)
@@ -163,9 +170,8 @@ class Reduction:
                 every = own.new_empty(self.size, starts[-1])
                 _all_gather(every.view(-1), own, group=self.group)
                 for row, start in zip(bucket, starts, strict=False):
-                    for rank, piece in enumerate(self._pieces(plan.params[row].detach())):
-                        if rank != self.rank:
-                            piece.copy_(every[rank, start : start + piece.numel()].view(piece.shape))
+                    for ranks, block in self._blocks(plan.params[row].detach()):
+                        block.copy_(every[ranks, start : start + block[0].numel()].view(block.shape))
 
     def _buckets(self, plan: Plan, rows: list[int], itemsize: int) -> Iterator[tuple[list[int], list[int]]]:
         """Rows, and where their parts start in a buffer of one process, with its end: the same in all of them."""
@@ -173,20 +179,37 @@ class Reduction:
         starts = [0]
         for row in rows:
             bucket.append(row)
-            starts.append(starts[-1] + self._pieces(plan.params[row])[0].numel())
+            starts.append(starts[-1] + plan.params[row][: self._rows_each(plan.params[row])].numel())
             if starts[-1] * self.size * itemsize >= BUCKET_BYTES:
                 yield bucket, starts
                 bucket, starts = [], [0]
         if bucket:
             yield bucket, starts
 
-    def _pieces(self, whole: Tensor | None) -> list[Tensor]:
-        """The parts of all processes, as DTensor's Shard(0) cuts: rows in equal numbers, the last have fewer."""
+    def _rows_each(self, whole: Tensor) -> int:
+        """Of all processes but the last that have any, as DTensor's Shard(0) cuts."""
+        return max(-(-whole.shape[0] // self.size), 1)
+
+    def _blocks(self, whole: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+        """Processes whose parts are equal, and these: [processes, rows, ...]; at most two such blocks."""
         assert whole is not None
-        rows = whole.shape[0]
-        each = -(-rows // self.size)
-        cuts = [min(rank * each, rows) for rank in range(self.size + 1)]
-        return [whole.narrow(0, start, end - start) for start, end in pairwise(cuts)]
+        rows, each = whole.shape[0], self._rows_each(whole)
+        full = rows // each
+        if full:
+            yield slice(0, full), whole.narrow(0, 0, full * each).view(full, each, *whole.shape[1:])
+        if rows % each:
+            yield slice(full, full + 1), whole.narrow(0, full * each, rows % each).unsqueeze(0)
+
+
+def _finish(work: Any, bucket: Tensor, wire: Tensor) -> None:
+    work.wait()
+    if wire is not bucket:
+        bucket.copy_(wire)
+
+
+def _split(flat: Tensor) -> list[Tensor]:
+    each = BUCKET_BYTES // flat.element_size()
+    return [flat[start : start + each] for start in range(0, len(flat), each)]
 
 
 def sum_of_squares(plan: Plan, partials: Tensor) -> Tensor:
@@ -194,21 +217,10 @@ def sum_of_squares(plan: Plan, partials: Tensor) -> Tensor:
 
     One all-reduce of a few numbers for each dimension of a mesh. A NaN or inf anywhere makes it one.
     """
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for row, shard in enumerate(plan.shards):
-        if plan.tensors[row].numel() or shard is not None:
-            kinds.setdefault(() if shard is None else shard.groups, []).append(row)
-    sums = []
-    for rows in kinds.values():
-        own = partials
-        if len(kinds) > 1:
-            mask = torch.zeros(len(partials), dtype=torch.bool, device=partials.device)
-            for row in rows:
-                first = plan.first_chunk[row]
-                mask[first : first + chunk_count(plan.tensors[row].numel())].fill_(True)
-            own = torch.where(mask, partials, 0.0)
-        sums.append(sum_partials(own))
-    total = torch.stack(sums)
+    if plan.kinds is None:
+        plan.kinds = _kinds(plan)
+    kinds = [groups for groups, _ in plan.kinds]
+    total = torch.stack([sum_partials(partials if m is None else torch.where(m, partials, 0.0)) for _, m in plan.kinds])
     for group in dict.fromkeys(group for groups in kinds for group in groups):
         which = [index for index, groups in enumerate(kinds) if group in groups]
         if len(which) == len(kinds):
@@ -221,21 +233,36 @@ def sum_of_squares(plan: Plan, partials: Tensor) -> Tensor:
     return total.sum()
 
 
-def mean_of_totals(plan: Plan, total: float | Tensor) -> Tensor:
+def _kinds(plan: Plan) -> list[tuple[tuple[Any, ...], Tensor | None]]:
+    """Process groups between which parameters are cut, and the chunks of those that are cut between these."""
+    rows: dict[tuple[Any, ...], list[int]] = {}
+    for row, shard in enumerate(plan.shards):
+        if plan.tensors[row].numel() or shard is not None:
+            rows.setdefault(() if shard is None else shard.groups, []).append(row)
+    masks: list[Tensor | None] = [None] * len(rows)
+    for index, own in enumerate(rows.values() if len(rows) > 1 else ()):
+        mask = torch.zeros(plan.chunks, dtype=torch.bool, device="cpu")
+        for row in own:
+            first = plan.first_chunk[row]
+            mask[first : first + chunk_count(plan.tensors[row].numel())] = True
+        masks[index] = mask.to(plan.device)
+    return list(zip(rows, masks, strict=True))
+
+
+def mean_of_totals(plan: Plan, total: float | Tensor, is_weighted: bool | None) -> Tensor:
     """The mean of windows' weights over all processes of the parameters' (largest) mesh: fp64, shape [].
 
-    Gradients of `fully_shard` are means over processes, so this is what their sum is divided by.
+    Gradients of `fully_shard` are means over processes, so this is what their sum is divided by. 1 without weights,
+    and NaN where some have weights and some have not.
     """
     meshes = [shard.mesh for shard in plan.shards if shard is not None]
     mesh = max(meshes, key=lambda mesh: mesh.size())
-    mean = torch.zeros((), dtype=torch.float64, device=plan.device)
-    mean += total
+    message = torch.zeros(3, dtype=torch.float64, device=plan.device)
+    weights, weighted, unweighted = message.unbind()
+    weights += total
+    weighted.fill_(is_weighted is True)
+    unweighted.fill_(is_weighted is False)
     for dim in range(mesh.ndim):
-        dist.all_reduce(mean, group=mesh.get_group(dim))
-    mean /= mesh.size()
-    return mean
-
-
-def _split(flat: Tensor) -> list[Tensor]:
-    each = BUCKET_BYTES // flat.element_size()
-    return [flat[start : start + each] for start in range(0, len(flat), each)]
+        dist.all_reduce(message, group=mesh.get_group(dim))
+    mean = weights / mesh.size()
+    return torch.where(unweighted == 0, mean, torch.where(weighted == 0, torch.ones_like(mean), torch.nan))

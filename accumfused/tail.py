@@ -114,7 +114,7 @@ class Tail(torch.optim.Optimizer):
             if runtime.backend is None or runtime.devices not in (None, devices):
                 runtime.backend = backends.select(self._settings.backend, devices)
             runtime.devices = devices
-            runtime.plan = known = plan.build(self.param_groups, self.state, rules, self._settings, self._mesh(devices))
+            runtime.plan = known = plan.build(self.param_groups, self.state, rules, self._settings, self._mesh())
             runtime.backend.prepare(known, self.param_groups, self.state)
             if runtime.skips is None or runtime.skips.count.device != known.device:
                 runtime.skips = Skips(known.device)
@@ -132,9 +132,11 @@ class Tail(torch.optim.Optimizer):
             runtime.backend.prepare(known, self.param_groups, state)
         return known
 
-    def _mesh(self, devices: set[torch.device]) -> Any:
+    def _mesh(self) -> Any:
+        """Of the processes that share the update of plain parameters, or None."""
         runtime, group = self._runtime, self._settings.sharding_group
         if group is not None and runtime.mesh is None:
+            devices = {p.device for params in self.param_groups for p in params["params"] if plan.has_memory(p)}
             runtime.mesh = distributed.mesh_of(group, devices)
         return runtime.mesh
 
@@ -233,21 +235,25 @@ class Tail(torch.optim.Optimizer):
             reduction = self._reduction()
             reduction.agree(current, settings.seed)
             present = window.present(grads)
-            total, is_weighted = window.total, window.is_weighted
-            divisor, anywhere = reduction.exchange(total, is_weighted, present, current.device, last=last)
-            missing = [wanted and not here for wanted, here in zip(anywhere, present, strict=True)]
+            divisor, missing = reduction.exchange(current, window.total, window.is_weighted, present, last=last)
             window.agree(current, divisor, missing)
-        elif window.is_weighted and self._agrees_on_totals(current):
+        elif self._agrees_on_totals(current):
             from accumfused.reduction import mean_of_totals
 
-            window.agree(current, mean_of_totals(current, window.total), [False] * len(grads))
+            divisor = mean_of_totals(current, window.total, window.is_weighted)
+            window.agree(current, divisor, [False] * len(grads))
 
     def _reduce(self) -> None:
         """Adds up the accumulators of all processes."""
         window = self._runtime.window
-        if self._settings.process_group is not None:
-            self._reduction().sum(window.arena.memory_of(window.accumulators))
-            window.reduced()
+        if self._settings.process_group is None or window.is_reduced:
+            return
+        try:
+            self._reduction().add_up(window.arena.memory_of(window.accumulators))
+        except BaseException:
+            window.drop()  # some are added up, some are not
+            raise
+        window.reduced()
 
     def _take_own(self) -> None:
         """Where processes add up gradients, those in p.grad are this one's: a window of one micro-batch."""
@@ -274,7 +280,8 @@ class Tail(torch.optim.Optimizer):
                     "call accumulate() after the last backward(), before step()"
                 )
             window.follow(current)
-            self._agree(current, [None] * len(grads), last=False)
+            if not window.is_reduced:  # by a step that was refused, or with clip_together by another's
+                self._agree(current, [None] * len(grads), last=False)
             window.check_total(0.0)
             grads = window.accumulators
             present = len(grads) - sum(grad is None for grad in grads)

@@ -182,7 +182,12 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], st
     "attach_ddp, no DDP": (attach, {"what": "module"}, TypeError, "takes a DistributedDataParallel first, got Seq"),
     "attach_ddp, torch's optimizer": (attach, {"what": "optimizer"}, TypeError, r"got AdamW; .*accumfused.fuse\(\)"),
     "attach_ddp, another group": (attach, {"what": "group"}, ValueError, r"on \[0, 1\]; give both the same process"),
-    "attach_ddp, one is missing": (attach, {"what": "missing"}, ValueError, r"no parameter '0.weight' \(1 are missing"),
+    "attach_ddp, one is missing": (
+        attach,
+        {"what": "missing"},
+        ValueError,
+        r"has the parameter '0.weight' \(1 are missing",
+    ),
     "attach_ddp, open window": (
         attach,
         {"what": "open"},

@@ -128,8 +128,8 @@ def a_step_sends_one_number() -> None:
         for part in range(2):
             optimizer.backward(models.loss_of(model, 0, part, 0, 3), weight=weight)
 
-    # A norm costs one number, and so do weights; a plain step asks nobody.
-    cases = [({"max_grad_norm": 0.1}, "grads", [1]), ({}, "grads", []), ({}, None, [1]), ({}, 3.0, [1, 1])]
+    # A norm costs one number, a window three: what is divided by; a plain step asks nobody.
+    cases = [({"max_grad_norm": 0.1}, "grads", [1]), ({}, "grads", []), ({}, None, [3, 1]), ({}, 3.0, [3, 1])]
     for settings, weight, sizes in cases:
         model = sharded(small_model())
         optimizer = adamw(model, **settings)

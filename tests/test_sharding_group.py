@@ -375,7 +375,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], st
     "a second plain optimizer": (second, {"is_sharded": False}, RuntimeError, "a parameter is in two optimizers"),
     "a second one": (second, {"is_sharded": True}, RuntimeError, "give each parameter to one optimizer"),
     "a plain one was first": (wholly_first, {}, RuntimeError, "a parameter is in two optimizers"),
-    "a closed window": (closed_twice, {}, RuntimeError, r"closed by last=True and waits for its step; call step\(\)"),
+    "a closed window": (closed_twice, {}, RuntimeError, r"complete and waits for its step; call step\(\)"),
     "seeds": (seeds, {"kind": "sharding_group"}, ValueError, "the same rounding_seed"),
     "seeds, process_group": (seeds, {"kind": "process_group"}, ValueError, "the same rounding_seed"),
 }

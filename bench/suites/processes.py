@@ -142,7 +142,7 @@ def alone(model: Given) -> tuple[Window, Any]:
     def window() -> None:
         for number in range(_MICRO_BATCHES):
             model(number).backward()
-        model.zero_grad()
+            model.zero_grad()  # adding them up is the tail's
 
     return window, None
 
@@ -162,7 +162,7 @@ _sent: list[int] = []  # payloads, in bytes, while they are counted
 
 
 def _counting_hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    _sent.append(bucket.buffer().nbytes)
+    """DDP's own reduction is not called from Python; this one is, and is counted there."""
     return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[no-any-return]
 
 
@@ -179,9 +179,12 @@ def _count_collectives() -> None:
 
         return call
 
-    dist.all_reduce = counting(dist.all_reduce, 0)
-    reduction._reduce_scatter = counting(reduction._reduce_scatter, 1)
-    reduction._all_gather = counting(reduction._all_gather, 1)
+    names = {"all_reduce": 0, "broadcast": 0, "reduce_scatter_tensor": 1, "reduce_scatter_single": 1}
+    names |= {"all_gather_into_tensor": 1, "all_gather_single": 1}
+    for name, given in names.items():
+        if hasattr(dist, name):
+            setattr(dist, name, counting(getattr(dist, name), given))
+    reduction._reduce_scatter, reduction._all_gather = dist.reduce_scatter_single, dist.all_gather_single
 
 
 def _memory(optimizer: Any) -> int:

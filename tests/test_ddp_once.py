@@ -1,0 +1,138 @@
+"""What processes have added up is not added up again, and other calls at odd moments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import accumfused as af
+
+
+def param() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(4, 3))
+
+
+def give(p: nn.Parameter, value: float) -> None:
+    """Rank 0 gets the value, rank 1 three times of it: their mean is twice the value."""
+    p.grad = torch.full_like(p, value * (1.0 + 2.0 * dist.get_rank()))
+
+
+def a_step_that_is_tried_again() -> float:
+    p = param()
+    optimizer = af.SGD([p], lr=1.0, process_group=dist.group.WORLD)
+    give(p, 1.0)
+    optimizer.accumulate()
+    optimizer.grad_scale = 0.0
+    with pytest.raises(ValueError, match="grad_scale"):
+        optimizer.step()
+    give(p, 1.0)
+    with pytest.raises(RuntimeError, match="complete and waits for its step"):
+        optimizer.accumulate()
+    p.grad = None
+    optimizer.grad_scale = 1.0
+    optimizer.step()
+    return float(p.detach()[0, 0])
+
+
+def a_member_that_is_measured_by_another() -> list[float]:
+    p, q = param(), param()
+    one, other = (af.SGD([x], lr=1.0, process_group=dist.group.WORLD) for x in (p, q))
+    af.clip_together([one, other], max_grad_norm=1e6)
+    for x, optimizer in ((p, one), (q, other)):
+        give(x, 1.0)
+        optimizer.accumulate()
+    one.step()
+    other.step()
+    return [float(x.detach()[0, 0]) for x in (p, q)]
+
+
+def two_optimizers_of_one_module() -> list[float]:
+    model = nn.Linear(3, 4)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    ddp = DistributedDataParallel(model)
+    weight, bias = af.SGD([model.weight], lr=1.0), af.SGD([model.bias], lr=1.0)
+    with pytest.raises(ValueError, match="no optimizer has the parameter 'bias'"):
+        af.attach_ddp(ddp, weight)
+    af.attach_ddp(ddp, weight, bias, reduce_dtype=torch.bfloat16)
+    for _ in range(2):
+        (ddp(torch.ones(1, 3)).sum() * (1.0 + 2.0 * dist.get_rank())).backward()
+        for optimizer in (weight, bias):
+            optimizer.accumulate()
+    for optimizer in (weight, bias):
+        optimizer.step()
+    return [float(x.detach().flatten()[0]) for x in (model.weight, model.bias)]
+
+
+def frozen_parameters_ask_nobody() -> float:
+    p, frozen = param(), param().requires_grad_(False)
+    optimizer = af.SGD([p, frozen], lr=1.0, process_group=dist.group.WORLD)
+    give(p, 1.0)
+    optimizer.accumulate()
+    read = torch.Tensor.tolist
+    torch.Tensor.tolist = None  # type: ignore[assignment, method-assign]
+    try:
+        optimizer.step()
+    finally:
+        torch.Tensor.tolist = read  # type: ignore[method-assign]
+    frozen.requires_grad_(True)  # the arena grows, in all processes
+    for x in (p, frozen):
+        give(x, 1.0)
+    optimizer.step()
+    return float(frozen.detach()[0, 0])
+
+
+def a_window_of_all_is_not_loaded_as_ones_own() -> bool:
+    alone = af.SGD([x := param()], lr=1.0, grads_are_reduced=True)
+    give(x, 1.0)
+    alone.accumulate()
+    optimizer = af.SGD([param()], lr=1.0, process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="open window, which is the sum of all processes"):
+        optimizer.load_state_dict(alone.state_dict())
+    return True
+
+
+def memory_before_the_first_step() -> bool:
+    made = [af.AdamW([param()], sharding_group=dist.group.WORLD) for _ in range(2)]
+    give(made[0].param_groups[0]["params"][0], 1.0)
+    made[0].step()
+    before, after = (af.memory_report(optimizer).total.parts["states"] for optimizer in made[::-1])
+    return before == after
+
+
+def weights_of_some(last: bool) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(3, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = af.AdamW(model.parameters(), max_grad_norm=1.0)
+    before = [p.full_tensor() for p in model.parameters()]
+    optimizer.backward(model(torch.ones(1, 3)).sum(), weight=2.0 if dist.get_rank() else None, last=last)
+    optimizer.step()
+    same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, model.parameters(), strict=True)]
+    return all(same) and bool(optimizer.step_was_skipped)
+
+
+CASES: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
+    "a step that is tried again": (a_step_that_is_tried_again, (), -2.0),
+    "clip_together": (a_member_that_is_measured_by_another, (), [-2.0, -2.0]),
+    "two optimizers of one module": (two_optimizers_of_one_module, (), [-4.0, -4.0]),
+    "frozen parameters": (frozen_parameters_ask_nobody, (), -2.0),
+    "a window of all": (a_window_of_all_is_not_loaded_as_ones_own, (), True),
+    "memory before the first step": (memory_before_the_first_step, (), True),
+    "weights of some": (weights_of_some, (False,), True),
+    "weights of some, last": (weights_of_some, (True,), True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_processes(case: str) -> None:
+    function, given, expected = CASES[case]
+    assert processes.run(2, function, *given) == [expected] * 2
