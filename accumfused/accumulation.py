@@ -14,7 +14,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from accumfused import distributed, shards
+from accumfused import shards
 from accumfused.arena import Arena, adoptable, shared_memory
 from accumfused.backends.base import OVERWRITE, Backend, Fold, on_device
 from accumfused.batch_norm import warn_of_batch_norm
@@ -176,8 +176,7 @@ class Window:
             weight: None: a plain sum.
             in_loss: the loss was multiplied by the weight, so the gradients are already.
         """
-        # Gradients of DTensors have the parts of other processes in them, whose weights may be others.
-        is_own = not (in_loss and plan.is_spread and distributed.has_processes())
+        is_own = not (in_loss and plan.has_means)  # others' weights may be others
         if self.phase is Phase.IDLE:
             self.open(plan)
         self.entered, self.is_weighted, self._index, self._place = True, weight is not None, _READY, 0
@@ -234,8 +233,8 @@ class Window:
             missing: which parameters have a gradient elsewhere only: they get an accumulator of zeros.
         """
         self._divisor = divisor
-        if True in missing:
-            self.arena.extend(plan, [t if m else None for t, m in zip(plan.tensors, missing, strict=True)])
+        if not plan.adopts_gradients:
+            self.accumulators = self.arena.lay_out(plan, self.accumulators)
         for row, is_missing in enumerate(missing):
             zeros = self.arena.places[row]
             if is_missing and zeros is not None:

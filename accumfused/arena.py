@@ -7,7 +7,6 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from accumfused.numeric import memory_order
 from accumfused.plan import Grads, Plan
 
 _PADDING = 32  # elements: accumulators start at multiples of 64 bytes
@@ -50,14 +49,25 @@ class Arena:
         used = {place.untyped_storage().data_ptr() for place in self.places if place is not None}
         self._flats = [flat for flat in self._flats if flat.data_ptr() in used]
 
+    def lay_out(self, plan: Plan, accumulators: Grads) -> Grads:
+        """These accumulators in places for exactly the parameters that require a gradient: alike in all processes."""
+        wanted = [param.requires_grad for param in plan.params]
+        alike = all((place is not None) is want for place, want in zip(self.places, wanted, strict=True))
+        if not alike or len(self._flats) > len({tensor.device for tensor in plan.tensors}):
+            self.places, self._flats = [None] * len(wanted), []
+            self.extend(plan, [None] * len(wanted))
+        for row, accumulator in enumerate(accumulators):
+            place = self.places[row]
+            if accumulator is not None and place is not None and accumulator is not place:
+                place.copy_(accumulator)
+        return [None if a is None else place for a, place in zip(accumulators, self.places, strict=True)]
+
     def memory_of(self, accumulators: Grads) -> list[Tensor]:
-        """What these accumulators lie in, in as few (flat) tensors as may be."""
-        rows = list(zip(accumulators, self.places, strict=True))
-        if all(accumulator is None or accumulator is place for accumulator, place in rows):
-            for place in [place for accumulator, place in rows if accumulator is None and place is not None]:
+        """What these accumulators lie in, after `lay_out`: one flat tensor per device."""
+        for accumulator, place in zip(accumulators, self.places, strict=True):
+            if accumulator is None and place is not None:
                 place.zero_()  # the last window's sums
-            return self._flats
-        return [memory_order(accumulator) for accumulator in accumulators if accumulator is not None]
+        return self._flats
 
 
 def adoptable(grad: Tensor, dtype: torch.dtype) -> bool:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from accumfused.accumulation import Window
 from accumfused.codecs import BLOCK
-from accumfused.distributed import has_processes
 from accumfused.formats import MASTER, PARAM_DTYPES, REMAINDER, SEED, format_of, names, scale_name, scale_shape
 from accumfused.plan import layout
 from accumfused.rule import Rule
@@ -56,10 +55,11 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     keys = {id(param): key for key, param in _params(optimizer, state_dict).items()}
     rules = {id(p): optimizer.rule_of(group) for group in optimizer.param_groups for p in group["params"]}
     held = window.weights_held()
-    if window.is_weighted and has_processes() and any(map(is_dtensor, window.params)):
+    current = optimizer._plan()
+    if window.is_weighted and current.has_means:
         from accumfused.reduction import mean_of_totals
 
-        mean = mean_of_totals(optimizer._plan(), window.total, window.is_weighted)
+        mean = mean_of_totals(current, window.total, window.is_weighted)
         for weights in held:
             weights[1].copy_(mean)
     for param, accumulator, weights in zip(window.params, window.accumulators, held, strict=True):
@@ -197,7 +197,8 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
                 f"the checkpoint has a state of parameter {key}, which none of its groups has; it is damaged"
             )
         if key in params:
-            _check_state(key, params[key], entries, rules[key], name)
+            is_cut = optimizer._settings.sharding_group is not None
+            _check_state(key, params[key], entries, rules[key], name, is_cut=is_cut)
             if not rules[key].is_foreign:
                 _check_formats(key, params[key], entries, optimizer)
             others = known & entries.keys() if rules[key].states else set()
@@ -205,11 +206,19 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
                 raise ValueError(f"the checkpoint's state of parameter {key} has {min(others)!r}, which {name} has not")
 
 
-def _check_state(key: Any, param: Tensor, entries: Mapping[str, Any], rule: type[Rule], name: str) -> None:
+def _check_state(
+    key: Any, param: Tensor, entries: Mapping[str, Any], rule: type[Rule], name: str, *, is_cut: bool
+) -> None:
     if not isinstance(entries, Mapping):
         raise ValueError(f"the checkpoint's state of parameter {key} is a {type(entries).__name__}, not a dictionary")
     expected = rule.torch_states
     own = {k: v for k, v in entries.items() if v is not None and k not in (ACCUMULATOR, WEIGHTS)}
+    placed = [k for k, v in entries.items() if is_dtensor(v)]
+    if placed and not is_cut and not is_dtensor(param):
+        raise ValueError(
+            f"state {placed[0]!r} of parameter {key} is a part of a state, spread over processes, and this optimizer "
+            "has whole ones; save and load by torch.distributed.checkpoint, which puts the parts together"
+        )
     lacks = [k for k in expected or rule.states if own and k not in own]
     if lacks:
         raise ValueError(

@@ -195,6 +195,11 @@ def _fits(name: str, value: Any, rule: type[Rule], form: Format, param: Tensor) 
         return value.dim() == 0 and value.dtype == (torch.float32 if name == "step" else torch.int64)
     if name in rule.states or (form.master is not None and name == form.master[0]):
         dtype = STATE_DTYPES[form.states] if name in rule.states else form.master[1]  # type: ignore[index]
-        same_layout = value.stride() == param.stride() or not param.numel()  # torch lays empty tensors out as it likes
-        return value.dtype == dtype and value.shape == param.shape and same_layout
+        return value.dtype == dtype and value.shape == param.shape and _same_strides(value, param)
     return value.dtype == torch.uint8 and value.shape == scale_shape(param) and value.is_contiguous()
+
+
+def _same_strides(value: Tensor, param: Tensor) -> bool:
+    """Where they say something: those of dimensions of one element, and of empty tensors, torch changes freely."""
+    dims = zip(param.shape, value.stride(), param.stride(), strict=True)
+    return not param.numel() or all(one == other for size, one, other in dims if size > 1)

@@ -82,7 +82,7 @@ class FusedOptimizer(Tail):
         window.begin(current, grads, weight)
         if present or window.entered:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
-        if last and self._settings.group is None and not self._agrees_on_totals(current):
+        if last and self._settings.group is None and not current.has_means:
             window.check_total(weight)
         with contextlib.nullcontext() if release is None else release.expecting(weight, last):
             (loss if weight is None else loss * weight).backward()  # type: ignore[no-untyped-call]

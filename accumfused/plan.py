@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accumfused import _native, shards
+from accumfused import _native, distributed, shards
 from accumfused.formats import PARAM_DTYPES, Format, Storage, format_of, names, storage_of
 from accumfused.numeric import chunk_count
 from accumfused.rule import Rule
@@ -51,6 +51,7 @@ class Plan:
     adopts_gradients: bool = True  # as accumulators; False: those are to be reduced, so they lie side by side
     shards: list[Shard | None] = field(default_factory=list)  # how parts lie in their parameters; None: the whole
     is_spread: bool = False  # there are such parts
+    has_means: bool = False  # gradients have those of other processes in them already
     rule_indices: list[int] = field(default_factory=list)  # per group, in the kernels' order
     device_tables: dict[int, Any] = field(default_factory=dict)  # the table's copies on a GPU, which cuda.py keeps here
     parts: list[tuple[Any, Plan]] = field(default_factory=list)  # with several devices: backend and plan of each
@@ -191,6 +192,7 @@ def build(
     plan.has_all_states = None not in plan.storages
     _check_shared_memory(plan.owned)
     plan.is_spread = any(shard is not None for shard in plan.shards)
+    plan.has_means = distributed.has_processes() and (plan.is_spread or settings.grads_are_reduced)
     if plan.is_spread:
         plan._seen = _identities(param_groups, state)
     plan.device = next((tensor.device for tensor in plan.tensors if has_memory(tensor)), torch.device("cpu"))

@@ -250,19 +250,21 @@ def _kinds(plan: Plan) -> list[tuple[tuple[Any, ...], Tensor | None]]:
 
 
 def mean_of_totals(plan: Plan, total: float | Tensor, is_weighted: bool | None) -> Tensor:
-    """The mean of windows' weights over all processes of the parameters' (largest) mesh: fp64, shape [].
+    """The mean of windows' weights over all processes of the parameters' (largest) mesh, or over all: fp64, shape [].
 
-    Gradients of `fully_shard` are means over processes, so this is what their sum is divided by. 1 without weights,
-    and NaN where some have weights and some have not.
+    Where gradients are means over processes, this is what their sum is divided by. 1 without weights, and NaN where
+    some have weights and some have not.
     """
     meshes = [shard.mesh for shard in plan.shards if shard is not None]
-    mesh = max(meshes, key=lambda mesh: mesh.size())
+    mesh = max(meshes, key=lambda mesh: mesh.size()) if meshes else None
+    groups = [dist.group.WORLD] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    size = dist.get_world_size() if mesh is None else mesh.size()
     message = torch.zeros(3, dtype=torch.float64, device=plan.device)
     weights, weighted, unweighted = message.unbind()
     weights += total
     weighted.fill_(is_weighted is True)
     unweighted.fill_(is_weighted is False)
-    for dim in range(mesh.ndim):
-        dist.all_reduce(message, group=mesh.get_group(dim))
-    mean = weights / mesh.size()
+    for group in groups:
+        dist.all_reduce(message, group=group)
+    mean = weights / size
     return torch.where(unweighted == 0, mean, torch.where(weighted == 0, torch.ones_like(mean), torch.nan))

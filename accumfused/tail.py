@@ -163,7 +163,7 @@ class Tail(torch.optim.Optimizer):
         # (fully_shard without its synchronization leaves them with the module, and brings their sum later.)
         if not present and not empty and not window.entered and not (in_loss and current.is_spread):
             raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
-        if last and group is None and not self._agrees_on_totals(current):
+        if last and group is None and not current.has_means:
             window.check_total(weight)
         matched = current.match(grads)
         if current.accumulator_dtype == torch.bfloat16 and current.lacks_state(matched):
@@ -200,10 +200,11 @@ class Tail(torch.optim.Optimizer):
         if not distributed.has_processes() or self._runtime.window.phase is Phase.OPEN:
             return
         own = [s is None and p.requires_grad for p, s in zip(current.params, current.shards, strict=True)]
-        if current.is_spread and weight is not None and not in_loss:
+        if current.has_means and weight is not None and not in_loss:
             raise RuntimeError(
-                "gradients of DTensors are means over processes already, and a weight would come too late; call "
-                "optimizer.backward(loss, weight=...) in place of loss.backward() and accumulate(weight)"
+                "the gradients are means over processes already (DTensors, or grads_are_reduced=True), and a weight "
+                "would come too late; call optimizer.backward(loss, weight=...) in place of loss.backward() and "
+                "accumulate(weight)"
             )
         if current.is_spread and self._settings.group is not None:
             raise RuntimeError(
@@ -216,10 +217,6 @@ class Tail(torch.optim.Optimizer):
                 "DistributedDataParallel; give the optimizer process_group= and call accumfused.attach_ddp(ddp, "
                 "optimizer), or say grads_are_reduced=True if every micro-batch's gradients are reduced already"
             )
-
-    def _agrees_on_totals(self, current: Plan) -> bool:
-        """Whether a window is divided by the weights of all processes, of which this one may have none."""
-        return current.is_spread and distributed.has_processes()
 
     def _reduction(self) -> Reduction:
         if self._runtime.reduction is None:
@@ -235,9 +232,14 @@ class Tail(torch.optim.Optimizer):
             reduction = self._reduction()
             reduction.agree(current, settings.seed)
             present = window.present(grads)
+            if any(here and not p.requires_grad for p, here in zip(current.params, present, strict=True)):
+                raise RuntimeError(
+                    "a parameter that requires no gradient has one, and other processes may have none; freeze "
+                    "parameters between windows, and set their p.grad to None"
+                )
             divisor, missing = reduction.exchange(current, window.total, window.is_weighted, present, last=last)
             window.agree(current, divisor, missing)
-        elif self._agrees_on_totals(current):
+        elif current.has_means:
             from accumfused.reduction import mean_of_totals
 
             divisor = mean_of_totals(current, window.total, window.is_weighted)

@@ -120,6 +120,74 @@ def weights_of_some(last: bool) -> bool:
     return all(same) and bool(optimizer.step_was_skipped)
 
 
+def a_sharded_state_is_not_loaded_as_a_whole_one() -> bool:
+    p, q = param(), param()
+    optimizer = af.AdamW([p], sharding_group=dist.group.WORLD)
+    give(p, 1.0)
+    optimizer.step()
+    for settings in ({}, {"process_group": dist.group.WORLD}):
+        with pytest.raises(ValueError, match="is a part of a state, spread over processes"):
+            af.AdamW([q], **settings).load_state_dict(optimizer.state_dict())
+    return True
+
+
+def parts_of_one_row() -> list[bool]:
+    """Of layouts in which a dimension of one element has strides of its own."""
+    same = []
+    for whole in (torch.ones(1, 4, 3, 3), torch.ones(2, 4, 3, 3), torch.ones(3, 7), torch.ones(2, 7), torch.ones(3, 1)):
+        layout = whole.contiguous(memory_format=torch.channels_last) if whole.dim() == 4 else whole.t().contiguous().t()
+        ends = []
+        for name in ("sharding_group", "process_group"):
+            p = nn.Parameter(layout.clone())
+            optimizer = af.AdamW([p], **{name: dist.group.WORLD})
+            for step in (1.0, 2.0):
+                p.grad = torch.arange(p.numel()).view(p.shape) * step
+                optimizer.step()
+            ends.append(p.detach())
+        same.append(torch.equal(*ends) and not torch.equal(ends[0], layout))
+    return same
+
+
+def weights_of_gradients_that_are_reduced() -> float:
+    p = param()
+    optimizer = af.SGD([p], lr=1.0, grads_are_reduced=True)
+    give(p, 1.0)
+    with pytest.raises(RuntimeError, match="a weight would come too late"):
+        optimizer.accumulate(3.0)
+    p.grad = None
+    weight = 1.0 + dist.get_rank()  # 1 and 2: their mean is 1.5
+    handle = p.register_hook(lambda grad: (dist.all_reduce(grad := grad.clone()), grad / 2)[1])
+    optimizer.backward(p.sum(), weight=weight)
+    handle.remove()
+    optimizer.step()
+    return float(p.detach()[0, 0])
+
+
+def released_and_sharded() -> float:
+    p = param()
+    optimizer = af.SGD([p], lr=1.0, sharding_group=dist.group.WORLD)
+    with af.release_gradients(optimizer, bucket_bytes=1):
+        for _ in range(2):
+            (p.sum() * (1.0 + 2.0 * dist.get_rank())).backward()
+            optimizer.accumulate()
+        optimizer.step()
+    return float(p.detach()[0, 0])
+
+
+def unfrozen_within_a_window() -> list[float]:
+    p, late = param(), param().requires_grad_(False)
+    optimizer = af.SGD([p, late], lr=1.0, process_group=dist.group.WORLD)
+    if dist.get_rank() == 0:
+        give(p, 2.0)
+        optimizer.accumulate()
+    late.requires_grad_(True)
+    for x in (p, late):
+        x.grad = torch.ones_like(x)
+    optimizer.accumulate()
+    optimizer.step()
+    return [float(x.detach()[0, 0]) for x in (p, late)]
+
+
 CASES: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
     "a step that is tried again": (a_step_that_is_tried_again, (), -2.0),
     "clip_together": (a_member_that_is_measured_by_another, (), [-2.0, -2.0]),
@@ -127,6 +195,11 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
     "frozen parameters": (frozen_parameters_ask_nobody, (), -2.0),
     "a window of all": (a_window_of_all_is_not_loaded_as_ones_own, (), True),
     "memory before the first step": (memory_before_the_first_step, (), True),
+    "a sharded state": (a_sharded_state_is_not_loaded_as_a_whole_one, (), True),
+    "parts of one row": (parts_of_one_row, (), [True] * 5),
+    "weights of reduced gradients": (weights_of_gradients_that_are_reduced, (), -1.0),
+    "released and sharded": (released_and_sharded, (), -4.0),
+    "unfrozen within a window": (unfrozen_within_a_window, (), [-2.0, -1.0]),
     "weights of some": (weights_of_some, (False,), True),
     "weights of some, last": (weights_of_some, (True,), True),
 }
