@@ -24,7 +24,7 @@ bench: $(VENV)/bench.stamp
 	$(RUN) -m bench $(ARGS)
 
 # That the benchmark, the comparison and the report run; the figures mean nothing.
-bench-smoke: $(VENV)/bench.stamp
+bench-smoke: $(VENV)/test.stamp
 	$(RUN) -m bench --quick --json build/smoke.json tail small
 	$(RUN) -m bench compare build/smoke.json build/smoke.json
 	$(RUN) -m bench report build/smoke.json --output build/smoke

@@ -9,8 +9,8 @@ import datetime
 import gc
 import importlib
 import multiprocessing
-import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -47,8 +47,8 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("spawn")
-        store = Path(os.environ.get("TMPDIR", "/tmp")) / f"accumfused-{os.getpid()}-{id(self)}"
-        store.unlink(missing_ok=True)
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name, "store")
         self._pipes, self._processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
@@ -78,6 +78,7 @@ class Pool:
         for process in self._processes:
             process.kill()
             process.join()
+        self._folder.cleanup()
 
 
 def _work(rank: int, size: int, store: str, pipe: Any, path: list[str]) -> None:
