@@ -18,7 +18,7 @@ demo: $(VENV)/examples.stamp
 	$(RUN) examples/train_text.py
 
 test: $(VENV)/test.stamp
-	$(PYTEST) -n auto $(ARGS)
+	$(PYTEST) -n auto --no-loadscope-reorder $(ARGS)  # files of few long tests would come last
 
 bench: $(VENV)/bench.stamp
 	$(RUN) -m bench $(ARGS)
