@@ -24,7 +24,7 @@ def check_group(name: str, group: Any) -> None:
     """Refuses what is no process group of this process.
 
     Raises:
-        TypeError, ValueError
+        TypeError: it is none.
     """
     if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):
         what = "a group that this process is not in" if isinstance(group, int) else type(group).__name__

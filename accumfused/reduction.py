@@ -31,7 +31,6 @@ class Reduction:
     def __init__(self, group: Any, wire_dtype: torch.dtype | None) -> None:
         self.group = group
         self.size: int = dist.get_world_size(group)
-        self.rank: int = dist.get_rank(group)
         self._wire_dtype = wire_dtype
         self._agreed: list[tuple[Tensor, bool]] = []  # on these parameters, and whether each requires a gradient
 

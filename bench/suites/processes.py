@@ -186,7 +186,8 @@ def _count_collectives() -> None:
     for name, given in names.items():
         if hasattr(dist, name):
             setattr(dist, name, counting(getattr(dist, name), given))
-    reduction._reduce_scatter, reduction._all_gather = dist.reduce_scatter_single, dist.all_gather_single
+    reduction._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduction._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _memory(optimizer: Any) -> int:
