@@ -233,8 +233,9 @@ class Window:
             missing: which parameters have a gradient elsewhere only: they get an accumulator of zeros.
         """
         self._divisor = divisor
-        if not plan.adopts_gradients:
-            self.accumulators = self.arena.lay_out(plan, self.accumulators)
+        self.accumulators = self.arena.bundle(plan, self.accumulators)
+        if True in missing:
+            self.arena.extend(plan, [t if m else None for t, m in zip(plan.tensors, missing, strict=True)])
         for row, is_missing in enumerate(missing):
             zeros = self.arena.places[row]
             if is_missing and zeros is not None:
@@ -417,7 +418,7 @@ class Window:
             if grad is None:
                 continue
             alone = not shared or grad.data_ptr() not in shared
-            adopts = plan.adopts_gradients and alone and adoptable(grad, plan.accumulator_dtype)
+            adopts = not plan.bundled[row] and alone and adoptable(grad, plan.accumulator_dtype)
             if grad is self.arena.places[row] or adopts:
                 self.accumulators[row] = grad
             else:

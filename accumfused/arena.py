@@ -17,17 +17,18 @@ class Arena:
 
     def __init__(self, rows: int) -> None:
         self.places: Grads = [None] * rows
-        self._flats: list[Tensor] = []
+        self._bundles: list[Tensor] = []  # flat, of rows that travel together
 
     def add_rows(self, rows: int) -> None:
         self.places += [None] * rows
 
     def extend(self, plan: Plan, grads: Grads) -> None:
         """Room for these gradients, where there is none that fits."""
-        missing: dict[torch.device, list[int]] = {}
-        if not plan.adopts_gradients:  # all at once, for what is to be reduced
-            wanted = [p.requires_grad or g is not None for p, g in zip(plan.params, grads, strict=True)]
-            grads = [t if want else None for t, want in zip(plan.tensors, wanted, strict=True)]
+        bundled = [
+            b and p.requires_grad for b, p in zip(plan.bundled, plan.params, strict=True)
+        ]  # at once, all of them
+        grads = [t if b else g for t, b, g in zip(plan.tensors, bundled, grads, strict=True)]
+        missing: dict[tuple[torch.device, bool], list[int]] = {}
         for row, grad in enumerate(grads):
             have = self.places[row]
             if grad is not None and (
@@ -35,39 +36,53 @@ class Arena:
                 or have.dtype != plan.accumulator_dtype
                 or (have.device, have.shape, have.stride()) != (grad.device, grad.shape, grad.stride())
             ):
-                missing.setdefault(grad.device, []).append(row)
-        for device, rows in missing.items():
+                missing.setdefault((grad.device, bundled[row]), []).append(row)
+        for (device, is_bundle), rows in missing.items():
             sizes = [-(-plan.tensors[row].numel() // _PADDING) * _PADDING for row in rows]
-            make = torch.empty if plan.adopts_gradients else torch.zeros  # the gaps travel too
-            flat = make(sum(sizes), dtype=plan.accumulator_dtype, device=device)
-            self._flats.append(flat)
+            make = torch.zeros if is_bundle else torch.empty  # the gaps travel too
+            memory = make(sum(sizes), dtype=plan.accumulator_dtype, device=device)
+            if is_bundle:
+                self._bundles.append(memory)
             offset = 0
             for row, size in zip(rows, sizes, strict=True):
                 tensor = plan.tensors[row]
-                self.places[row] = flat.as_strided(tensor.shape, tensor.stride(), offset)
+                self.places[row] = memory.as_strided(tensor.shape, tensor.stride(), offset)
                 offset += size
         used = {place.untyped_storage().data_ptr() for place in self.places if place is not None}
-        self._flats = [flat for flat in self._flats if flat.data_ptr() in used]
+        self._bundles = [bundle for bundle in self._bundles if bundle.data_ptr() in used]
 
-    def lay_out(self, plan: Plan, accumulators: Grads) -> Grads:
-        """These accumulators in places for exactly the parameters that require a gradient: alike in all processes."""
-        wanted = [param.requires_grad for param in plan.params]
-        alike = all((place is not None) is want for place, want in zip(self.places, wanted, strict=True))
-        if not alike or len(self._flats) > len({tensor.device for tensor in plan.tensors}):
-            self.places, self._flats = [None] * len(wanted), []
+    def bundle(self, plan: Plan, accumulators: Grads) -> Grads:
+        """These accumulators, small ones in places for exactly the parameters that require a gradient.
+
+        So what they lie in is alike in all processes.
+        """
+        wanted = [b and p.requires_grad for b, p in zip(plan.bundled, plan.params, strict=True)]
+        alike = all((self.places[row] is not None) is wanted[row] for row, b in enumerate(plan.bundled) if b)
+        if not alike or len(self._bundles) > len({tensor.device for tensor in plan.tensors}):
+            self._bundles = []
+            self.places = [None if b else p for p, b in zip(self.places, plan.bundled, strict=True)]
             self.extend(plan, [None] * len(wanted))
-        for row, accumulator in enumerate(accumulators):
-            place = self.places[row]
-            if accumulator is not None and place is not None and accumulator is not place:
-                place.copy_(accumulator)
-        return [None if a is None else place for a, place in zip(accumulators, self.places, strict=True)]
+        placed: Grads = []
+        for accumulator, place, is_bundled in zip(accumulators, self.places, wanted, strict=True):
+            if accumulator is not None and is_bundled and place is not None and accumulator is not place:
+                accumulator = place.copy_(accumulator)
+            placed.append(accumulator)
+        return placed
 
-    def memory_of(self, accumulators: Grads) -> list[Tensor]:
-        """What these accumulators lie in, after `lay_out`: one flat tensor per device."""
-        for accumulator, place in zip(accumulators, self.places, strict=True):
-            if accumulator is None and place is not None:
+    def memory_of(self, plan: Plan, accumulators: Grads) -> list[Tensor]:
+        """What these accumulators lie in, after `bundle`, as flat tensors: one of all small ones, and each other."""
+        flats = list(self._bundles)
+        for accumulator, place, is_bundled in zip(accumulators, self.places, plan.bundled, strict=True):
+            if accumulator is not None and not is_bundled:
+                flats.append(flat(accumulator))
+            elif accumulator is None and is_bundled and place is not None:
                 place.zero_()  # the last window's sums
-        return self._flats
+        return flats
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor, as it lies."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def adoptable(grad: Tensor, dtype: torch.dtype) -> bool:

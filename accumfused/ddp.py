@@ -67,6 +67,7 @@ def attach_ddp(
         settings.process_group = ddp.process_group if settings.group is None else settings.process_group
         settings.reduce_dtype = settings.reduce_dtype if reduce_dtype is None else reduce_dtype
         runtime.plan = runtime.reduction = None
+        runtime.attached.add(ddp)
 
 
 def _check(ddp: DistributedDataParallel, optimizer: FusedOptimizer, reduce_dtype: torch.dtype | None) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+BUNDLED_BYTES = 2 * 2**20  # accumulators below this are reduced together; others are worth a collective of their own
+
 
 def has_processes() -> bool:
     """Whether there is more than one."""
@@ -71,13 +73,28 @@ def claim(optimizer: torch.optim.Optimizer, is_sharded: bool) -> None:
 
 
 def refuse_wrapped(params: Iterable[Tensor]) -> None:
-    """Refuses to release gradients of a DistributedDataParallel or FullyShardedDataParallel: it would reduce zeros.
+    """Refuses to release gradients that somebody reduces: it would reduce zeros.
 
     Raises:
-        RuntimeError: there is one.
+        RuntimeError: they belong to a FullyShardedDataParallel, or to a DistributedDataParallel that is not attached.
     """
     for wrapper in _wrappers(params):
-        _refuse(type(wrapper).__name__)
+        if not _is_attached(wrapper):
+            _refuse(type(wrapper).__name__)
+
+
+def refuse_synchronizing(ddp: DistributedDataParallel) -> None:
+    """Refuses to release gradients of a backward pass after which an attached module looks at them.
+
+    Raises:
+        RuntimeError: the last forward pass, or this backward pass, is outside `no_sync()`.
+    """
+    if ddp.require_backward_grad_sync or ddp.require_forward_param_sync:
+        raise RuntimeError(
+            "gradients are released during backward, and DistributedDataParallel would look for them after that; run "
+            "forward and backward within ddp.no_sync(), every micro-batch of a window, or do not call "
+            "release_gradients()"
+        )
 
 
 def refuse_reducing(params: Iterable[Tensor]) -> None:
@@ -86,15 +103,19 @@ def refuse_reducing(params: Iterable[Tensor]) -> None:
     Raises:
         RuntimeError: they are.
     """
-    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-
     for wrapper in _wrappers(params):
-        if noop_hook not in [hook for hook, _ in getattr(wrapper, "_comm_hooks", [])]:
+        if not _is_attached(wrapper):
             raise RuntimeError(
                 f"the optimizer has a process group, and its parameters belong to a {type(wrapper).__name__} that "
                 "reduces their gradients too; call accumfused.attach_ddp(ddp, optimizer) (FullyShardedDataParallel: "
                 "use fully_shard, and no process_group)"
             )
+
+
+def _is_attached(wrapper: Any) -> bool:
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+    return noop_hook in [hook for hook, _ in getattr(wrapper, "_comm_hooks", [])]
 
 
 def _wrappers(params: Iterable[Tensor]) -> Iterator[Any]:
@@ -129,7 +150,8 @@ def refuse_tensor(param: Tensor) -> None:
 def _refuse(what: str) -> None:
     raise RuntimeError(
         f"gradients cannot be released: a parameter belongs to {what}, which reduces them between processes after "
-        "that, and would reduce zeros. Call remove() on the handle, or do not call release_gradients()"
+        "that, and would reduce zeros. Call remove() on the handle, or do not call release_gradients() "
+        "(DistributedDataParallel: or call accumfused.attach_ddp(ddp, optimizer) first)"
     )
 
 

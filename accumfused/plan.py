@@ -48,7 +48,8 @@ class Plan:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where its kernels run
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
     accumulator_dtype: torch.dtype = torch.float32
-    adopts_gradients: bool = True  # as accumulators; False: those are to be reduced, so they lie side by side
+    # Rows whose accumulators are to be reduced together: small ones, where processes add up gradients.
+    bundled: list[bool] = field(default_factory=list)
     shards: list[Shard | None] = field(default_factory=list)  # how parts lie in their parameters; None: the whole
     is_spread: bool = False  # there are such parts
     has_means: bool = False  # gradients have those of other processes in them already
@@ -169,7 +170,6 @@ def build(
     params = [p for group in param_groups for p in group["params"]]
     groups = [g for g, group in enumerate(param_groups) for _ in group["params"]]
     plan = Plan(params, [], [], groups, rules, [], [], accumulator_dtype=settings.accumulator_dtype)
-    plan.adopts_gradients = settings.group is None
     for index, (param, group) in enumerate(zip(params, groups, strict=True)):
         shard = shards.shard_of(param, mesh)
         tensor = shards.owned(param, shard)
@@ -189,6 +189,8 @@ def build(
         plan.first_chunk.append(plan.chunks)
         plan.chunks += chunk_count(tensor.numel())
         plan.origins.append(0 if shard is None else shard.origin)
+        size = param.numel() * settings.accumulator_dtype.itemsize
+        plan.bundled.append(settings.group is not None and size < distributed.BUNDLED_BYTES)
     plan.has_all_states = None not in plan.storages
     _check_shared_memory(plan.owned)
     plan.is_spread = any(shard is not None for shard in plan.shards)

@@ -47,7 +47,8 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
         TypeError: an optimizer of another package; `bucket_bytes` that is no whole number.
         ValueError: `bucket_bytes` below 1.
         RuntimeError: a window is open; gradients of the optimizer, or of one of its parameters, are released already;
-            parameters of DistributedDataParallel or FSDP, which would reduce the gradients that are gone.
+            parameters of FSDP, or of a DistributedDataParallel that is not attached (`accumfused.attach_ddp`), which
+            would reduce the gradients that are gone. From backward(): outside `no_sync()` of one that is attached.
 
     Example:
         >>> with af.release_gradients(optimizer):
@@ -229,7 +230,10 @@ class GradientRelease:
             self._members = set(map(id, current.params))
             if id(param) not in self._members or (window.phase is Phase.CLOSED and window.is_exposed(grads)):
                 return
-            if window.phase is not Phase.OPEN:
+            attached = optimizer._runtime.attached
+            for ddp in attached:
+                distributed.refuse_synchronizing(ddp)
+            if not attached and window.phase is not Phase.OPEN:
                 distributed.refuse_wrapped(current.params)  # where there are processes: 40 ms for a million objects
             window.begin(current, grads, weight)
             window.enter(current, weight, in_loss=True)

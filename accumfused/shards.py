@@ -129,7 +129,12 @@ def owned(param: Tensor, shard: Shard | None) -> Tensor:
         return param
     if is_dtensor(param):
         return local(param).detach()  # type: ignore[no-any-return]
-    return param.detach().narrow(0, shard.offset[0], shard.part_shape[0])
+    return own_part(param.detach(), shard)
+
+
+def own_part(whole: Tensor, shard: Shard) -> Tensor:
+    """This process's rows."""
+    return whole.narrow(0, shard.offset[0], shard.part_shape[0])
 
 
 def keeps_blocks(param: Tensor, is_cut: bool) -> bool:

@@ -6,6 +6,7 @@ accumulation.py has left (or takes them from p.grad) one coefficient, `step` app
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -50,6 +51,7 @@ class Runtime:
     taken: Taken | None = None  # with clip_together, by the step of another optimizer
     scaled: tuple[Any, Any] | None = None  # what our GradScaler steps with in place of grad_scale and found_inf
     release: GradientRelease | None = None  # while gradients are folded during backward
+    attached: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # DistributedDataParallel, by attach_ddp
 
 
 @dataclass(frozen=True)
@@ -246,12 +248,16 @@ class Tail(torch.optim.Optimizer):
             window.agree(current, divisor, [False] * len(grads))
 
     def _reduce(self) -> None:
-        """Adds up the accumulators of all processes."""
-        window = self._runtime.window
-        if self._settings.process_group is None or window.is_reduced:
+        """Adds up the accumulators of all processes; with `sharding_group` at least this process's part of them."""
+        window, settings = self._runtime.window, self._settings
+        if settings.group is None or window.is_reduced:
             return
+        reduction, current = self._reduction(), self._plan()
         try:
-            self._reduction().add_up(window.arena.memory_of(window.accumulators))
+            if settings.sharding_group is not None and reduction.scatters:
+                reduction.scatter(current, window.accumulators)
+            else:
+                reduction.add_up(window.arena.memory_of(current, window.accumulators))
         except BaseException:
             window.drop()  # some are added up, some are not
             raise
@@ -296,7 +302,8 @@ class Tail(torch.optim.Optimizer):
             self._reduce()
         if self._settings.sharding_group is not None:
             current = self._plan()
-            grads = self._reduction().scatter(current, grads)
+            pairs = zip(grads, current.shards, strict=True)
+            grads = [g if g is None or shard is None else shards.own_part(g, shard) for g, shard in pairs]
         matched = current.match(grads)
         if current.lacks_state(matched):
             current = self._with_states(current, matched)

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 import accumfused as af
+from accumfused import distributed
 
 STEPS = 3
 OPTIONS: dict[str, Any] = {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.1}  # a gradient of another length shows
@@ -61,6 +62,7 @@ class Loop:
     is_frozen: bool = False  # `never`, and all use `sometimes`: a DDP that looks for no unused layer wants it so
     reduced_by_ddp: bool = False
     releases: bool = False
+    travels_alone: bool = False  # every parameter is reduced by itself, as large ones are
 
     def loss(self, model: Any, step: int, rank: int, index: int, dtype: torch.dtype = torch.float32) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * step + 10 * rank + index)
@@ -130,7 +132,12 @@ def train(loop: Loop) -> tuple[Tensor, tuple[float, ...]]:
 
 
 def train_all(loops: list[Loop]) -> list[Any]:
-    return [train(loop) for loop in loops]
+    answers, usual = [], distributed.BUNDLED_BYTES
+    for loop in loops:
+        distributed.BUNDLED_BYTES = 0 if loop.travels_alone else usual
+        answers.append(train(loop))
+    distributed.BUNDLED_BYTES = usual
+    return answers
 
 
 def assert_as_alone(loops: list[Loop], world: int) -> None:
@@ -176,6 +183,12 @@ def test_other_loops_give_what_one_process_with_all_batches_does(world: int) -> 
         *[replace(plain, weighted=weighted, last=last) for weighted in (True, False) for last in (True, False)],
         *[replace(plain, by="backward", last=last, releases=True) for last in (True, False)],
         replace(plain, weighted=False, releases=True),
+        *[replace(quiet, by="backward", last=last, releases=True) for last in (True, False)],
+        replace(quiet, sizes=HOLES, by="backward", releases=True),
+        *[replace(kind, sizes=sizes, travels_alone=True) for kind in (plain, quiet) for sizes in (EVEN, HOLES, ABSENT)],
+        *[replace(kind, sizes=HOLES, last=True, travels_alone=True) for kind in (plain, quiet)],
+        replace(plain, weighted=False, travels_alone=True),
+        replace(plain, by="backward", releases=True, travels_alone=True),
         *[replace(kind, sizes=sizes) for kind in (plain, quiet) for sizes in (UNEVEN, HOLES, ABSENT)],
         *[replace(kind, sizes=sizes, last=True) for kind in (plain, quiet) for sizes in (UNEVEN, HOLES, ABSENT)],
         *[replace(kind, sizes=UNEVEN, weighted=False) for kind in (plain, quiet)],

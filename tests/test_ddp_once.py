@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import processes
@@ -174,6 +175,27 @@ def released_and_sharded() -> float:
     return float(p.detach()[0, 0])
 
 
+def released_where_ddp_would_look_for_gradients() -> list[bool]:
+    model = nn.Linear(3, 4)
+    ddp = DistributedDataParallel(model)
+    optimizer = af.SGD(model.parameters(), lr=1.0)
+    af.attach_ddp(ddp, optimizer)
+    told = []
+    with af.release_gradients(optimizer, bucket_bytes=1):
+        for syncs_forward, syncs_backward in ((True, True), (True, False), (False, True)):
+            before = [p.detach().clone() for p in model.parameters()]
+            with nullcontext() if syncs_forward else ddp.no_sync():
+                loss = ddp(torch.ones(1, 3)).sum()
+            with (
+                pytest.raises(RuntimeError, match=r"within ddp.no_sync\(\)"),
+                nullcontext() if syncs_backward else ddp.no_sync(),
+            ):
+                loss.backward()
+            optimizer.zero_grad()
+            told.append(all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
+    return told
+
+
 def unfrozen_within_a_window() -> list[float]:
     p, late = param(), param().requires_grad_(False)
     optimizer = af.SGD([p, late], lr=1.0, process_group=dist.group.WORLD)
@@ -199,6 +221,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
     "parts of one row": (parts_of_one_row, (), [True] * 5),
     "weights of reduced gradients": (weights_of_gradients_that_are_reduced, (), -1.0),
     "released and sharded": (released_and_sharded, (), -4.0),
+    "released outside no_sync": (released_where_ddp_would_look_for_gradients, (), [True] * 3),
     "unfrozen within a window": (unfrozen_within_a_window, (), [-2.0, -1.0]),
     "weights of some": (weights_of_some, (False,), True),
     "weights of some, last": (weights_of_some, (True,), True),

@@ -8,6 +8,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import processes
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import accumfused as af
+from accumfused import distributed
 from accumfused.shards import is_dtensor, local
 
 STEPS = 3
@@ -63,8 +65,19 @@ def any_numbers(params: list[Any], rank: int, index: int) -> list[Tensor | None]
     return [torch.randn(p.shape, generator=generator) for p in params]
 
 
+@dataclass(frozen=True)
+class Way:
+    """How gradients and parameters travel."""
+
+    alone: bool = False  # each parameter by itself, as large ones do
+    scatters: bool = False  # to the process that needs it only, as over NCCL
+
+
+WAYS = [Way(alone, scatters) for alone in (False, True) for scatters in (False, True)]
+
+
 def train(
-    kind: str, rule: str, form: str, loop: str, grads_of: Callable[..., list[Tensor | None]] = whole_numbers
+    kind: str, rule: str, form: str, loop: str, way: Way, grads_of: Callable[..., list[Tensor | None]] = whole_numbers
 ) -> dict[str, Tensor]:
     """In a worker: parameters and (whole) states after some windows; kind: the setting that has the group."""
     optimizer_class, options = RULES[rule]
@@ -74,6 +87,7 @@ def train(
     optimizer = optimizer_class(
         params, **options, **settings, max_grad_norm=clip, rounding_seed=5, **{kind: dist.group.WORLD}
     )
+    optimizer._reduction().scatters = way.scatters
     for step in range(STEPS):
         for index in range(1 if loop == "step" else 2):
             set_grads(params, grads_of(params, dist.get_rank(), 10 * step + index))
@@ -95,11 +109,12 @@ def wholly(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return found
 
 
-def differing(rules: list[str], forms: list[str], loops: list[str], draws: Any = whole_numbers) -> list[str]:
+def differing(rules: list[str], forms: list[str], loops: list[str], way: Way, draws: Any = whole_numbers) -> list[str]:
     """In a worker: where the two groups have other bits, and parameters that did not move."""
-    found = []
+    found, usual = [], distributed.BUNDLED_BYTES
+    distributed.BUNDLED_BYTES = 0 if way.alone else usual
     for rule, form, loop in itertools.product(rules, forms, loops):
-        one, other = (train(kind, rule, form, loop, draws) for kind in ("process_group", "sharding_group"))
+        one, other = (train(kind, rule, form, loop, way, draws) for kind in ("process_group", "sharding_group"))
         found += [f"{rule}, {form}, {loop}: {key}" for key in {*one} ^ {*other}]
         for name in {*one} & {*other}:
             try:
@@ -109,26 +124,30 @@ def differing(rules: list[str], forms: list[str], loops: list[str], draws: Any =
         for index, start in enumerate(parameters(FORMATS[form][2], FORMATS[form][0])):
             if torch.equal(one[f"param {index}"], start.detach()):
                 found.append(f"{rule}, {form}, {loop}: parameter {index} did not move")
+    distributed.BUNDLED_BYTES = usual
     return found
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_parts_have_the_bits_of_the_whole(world: int, form: str) -> None:
-    assert processes.run(world, differing, list(RULES), [form], ["unweighted"]) == [[]] * world
+    assert processes.run(world, differing, list(RULES), [form], ["unweighted"], Way()) == [[]] * world
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_parts_have_the_bits_of_the_whole_in_every_loop(world: int) -> None:
-    loops = ["weighted", "last", "step"]
-    assert processes.run(world, differing, ["adamw"], ["fp32"], loops) == [[]] * world
+def test_parts_have_the_bits_of_the_whole_in_every_loop(world: int, way: Way) -> None:
+    loops = ["unweighted", "weighted", "last", "step"]
+    assert processes.run(world, differing, ["adamw"], ["fp32", "split16", "int8 states"], loops, way) == [[]] * world
 
 
-def test_sums_of_two_have_the_bits_of_the_whole_whatever_the_gradients_are() -> None:
-    assert processes.run(2, differing, list(RULES), ["fp32", "split16"], ["unweighted", "weighted"], any_numbers) == [
-        [],
-        [],
-    ]
+# A reduce-scatter of more than two processes may add up in another order than an all-reduce.
+@pytest.mark.parametrize(
+    ("world", "way"), [*[(2, way) for way in WAYS], *[(4, way) for way in WAYS if not way.scatters]]
+)
+def test_sums_have_the_bits_of_the_whole_whatever_the_gradients_are(world: int, way: Way) -> None:
+    given = list(RULES), ["fp32", "split16"], ["unweighted", "weighted"], way, any_numbers
+    assert processes.run(world, differing, *given) == [[]] * world
 
 
 # ---- what a process keeps ------------------------------------------------------------------------------------------
