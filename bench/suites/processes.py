@@ -65,8 +65,8 @@ def run(bench: Bench) -> list[Table]:
         return [table]
     table.rows = json.loads(done.stdout.splitlines()[-1])
     table.notes.append(
-        "medians of rounds; every process has one thread and keeps freed memory (MALLOC_TRIM_THRESHOLD_); they talk over "
-        "gloo, which on one machine is memory: the time of a network is not in it, the bytes are"
+        "medians of rounds; every process has one thread and keeps freed memory (MALLOC_TRIM_THRESHOLD_); they talk "
+        "over gloo, which on one machine is memory: the time of a network is not in it, the bytes are"
     )
     return [table]
 
