@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,27 @@ import triton_interpreter  # noqa: F401  # before all that imports Triton
 
 from accumfused import _native, backends
 from accumfused.backends.cuda import CudaBackend
+
+_MANY = 8  # cases of one test
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", default="0/1", metavar="K/N", help="of each test with many cases the k-th n-th of them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shares are drawn by names, not by order, which may go through all values of one argument in turn."""
+    which, shares = map(int, config.getoption("--share").split("/"))
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    left: set[pytest.Item] = set()
+    for same in cases.values():
+        if len(same) >= _MANY:
+            drawn = sorted(same, key=lambda item: zlib.crc32(item.nodeid.encode()))[which % shares :: shares]
+            left.update(set(same) - set(drawn))
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
 
 
 def pytest_collection_finish() -> None:
