@@ -15,9 +15,32 @@ Rows = list[dict[str, Any]]
 def measure(quick: bool, processes: int, only: set[str] | None = None) -> dict[str, list[Table]]:
     """Section -> tables, for all sections or those named; a peer that does not run becomes a note."""
     wanted = {name: tasks for name, (tasks, _) in SECTIONS.items() if only is None or name in only}
-    tasks = [(name, task) for name, make in wanted.items() for task in make(quick)]
+    return _measure({name: make(quick) for name, make in wanted.items()}, processes)
+
+
+def measure_briefly(quick: bool, processes: int, with_peers: bool) -> dict[str, list[Table]]:
+    """Weights and states alone, in seconds: of fewer elements, so what is random shows a larger statistical error."""
+    weights, states = (
+        [*(_peers(known, quick=True) if with_peers else []), *(each.name for each in ours)]
+        for known, ours in ((peers.WEIGHTS, contenders.weight_formats()), (peers.STATES, contenders.state_formats()))
+    )
+    most, elements, count, after = (1 << 13, 1 << 10, 10, (100,)) if quick else (1 << 16, 1 << 12, 100, (1000,))
+    tasks: dict[str, list[Task]] = {
+        "weights": [(tiny_steps.displacement, (name, quick, most)) for name in weights],
+        "states": [
+            task
+            for name in states
+            for task in ((moments.largest_updates, (name, elements, count)), (moments.zeros, (name, after)))
+        ],
+    }
+    tasks["weights"] += [(tiny_steps.decay, (name, quick)) for name in weights]
+    return _measure(tasks, processes)
+
+
+def _measure(wanted: dict[str, list[Task]], processes: int) -> dict[str, list[Table]]:
+    tasks = [(name, task) for name, own in wanted.items() for task in own]
     results = run_all([task for _, task in tasks], processes)
-    found: dict[str, list[tuple[Task, Any]]] = {name: [] for name in wanted}
+    found: dict[str, Results] = {name: [] for name in wanted}
     for (name, task), result in zip(tasks, results, strict=True):
         found[name].append((task, result))
     return {name: SECTIONS[name][1](results) for name, results in found.items()}
@@ -57,7 +80,7 @@ def _rounding_tasks(quick: bool) -> list[Task]:
 
 def _weights(results: list[tuple[Task, Any]]) -> list[Table]:
     moved, decayed, notes = [], [], []
-    for (function, (name, _)), result in _ours_first(results):
+    for (function, (name, *_)), result in _ours_first(results):
         if isinstance(result, str):
             notes += _left_out(name, result) if function is tiny_steps.displacement else []
         elif function is tiny_steps.decay:

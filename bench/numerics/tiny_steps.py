@@ -52,17 +52,20 @@ def exact_updates(count: int) -> Tensor:
     return total
 
 
-def displacement(name: str, quick: bool) -> list[dict[str, Any]]:
+def displacement(name: str, quick: bool, most: int = _MOST) -> list[dict[str, Any]]:
     """A row for each size and lr: how far the weights moved, against fp64.
 
     `bias` is the mean displacement over the exact one, minus 1, and `bias_error` its statistical error; `error` is the
     root mean square of an element's error over that of its displacement.
+
+    Args:
+        most: elements of a cell.
     """
     contender = contenders.named(name)
     sizes = [(size, lr) for size in SIZES for lr in LEARNING_RATES]
     if quick:
         return follow(contender, [(size, lr, _PERIOD) for size, lr in sizes], 100)
-    return follow(contender, [(size, lr, _elements(contender, size, lr)) for size, lr in sizes], STEPS)
+    return follow(contender, [(size, lr, min(most, _elements(contender, size, lr))) for size, lr in sizes], STEPS)
 
 
 def follow(contender: Contender, cells: Sequence[tuple[float, float, int]], count: int) -> list[dict[str, Any]]:

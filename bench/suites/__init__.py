@@ -99,6 +99,7 @@ def all_suites(on_gpu: bool = False) -> dict[str, Suite]:
         lean,
         memory,
         memory_gpu,
+        numerics,
         processes,
         scale,
         small,
@@ -114,6 +115,7 @@ def all_suites(on_gpu: bool = False) -> dict[str, Suite]:
     if on_gpu:
         return {**shared, "graph": graph.run, "memory": memory_gpu.run}
     alone = {"zeros": zeros.run, "scale": scale.run, "memory": memory.run, "processes": processes.run}
+    alone["numerics"] = numerics.run
     return {**shared, **alone}
 
 
