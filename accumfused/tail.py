@@ -252,12 +252,12 @@ class Tail(torch.optim.Optimizer):
         window, settings = self._runtime.window, self._settings
         if settings.group is None or window.is_reduced:
             return
-        reduction, current = self._reduction(), self._plan()
+        transport, current = self._reduction().transport, self._plan()
         try:
-            if settings.sharding_group is not None and reduction.scatters:
-                reduction.scatter(current, window.accumulators)
+            if settings.sharding_group is not None and transport.scatters:
+                transport.scatter(current, window.accumulators)
             else:
-                reduction.add_up(window.arena.memory_of(current, window.accumulators))
+                transport.add_up(window.arena.memory_of(current, window.accumulators))
         except BaseException:
             window.drop()  # some are added up, some are not
             raise
@@ -399,7 +399,7 @@ class Tail(torch.optim.Optimizer):
             if grads[index] is not None:
                 current.owned[index].copy_(current.tensors[index])
         if self._settings.sharding_group is not None:
-            self._reduction().gather(current, grads)
+            self._reduction().transport.gather(current, grads)
         written = current.params
         if not measured.complete:
             written = [param for param, grad in zip(current.params, grads, strict=True) if grad is not None]

@@ -72,7 +72,7 @@ class Run:
             show(table, self._console)
         if self._bench.on_gpu:
             self._about["nvidia_smi_after"][name] = nvidia_smi()
-            self._console.print(f"{name}: {self._taken[name]:.0f} s\n")
+        self._console.print(f"{name}: {self._taken[name]:.0f} s\n", style="dim")
 
     def _save(self, *, interrupted: bool = False) -> None:
         if self._path is not None:

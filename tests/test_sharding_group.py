@@ -87,7 +87,7 @@ def train(
     optimizer = optimizer_class(
         params, **options, **settings, max_grad_norm=clip, rounding_seed=5, **{kind: dist.group.WORLD}
     )
-    optimizer._reduction().scatters = way.scatters
+    optimizer._reduction().transport.scatters = way.scatters
     for step in range(STEPS):
         for index in range(1 if loop == "step" else 2):
             set_grads(params, grads_of(params, dist.get_rank(), 10 * step + index))

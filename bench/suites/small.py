@@ -60,7 +60,7 @@ def _size(bench: Bench, tensors: int) -> list[Table]:
         tables = [
             timed(
                 title,
-                bench.interleave(variants, (3 if tensors < _MANY else 1) * bench.rounds, ceilings=False),
+                bench.interleave(variants, (2 if tensors < _MANY else 1) * bench.rounds, ceilings=False),
                 work.count,
                 bench.ceilings,
                 _AGAINST,
