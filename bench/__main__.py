@@ -71,7 +71,7 @@ def main() -> None:
         console.print(f"CUDA {about['cuda']}, Triton {about['triton']}, {about['nvidia_smi']}")
     else:
         loops = CpuLoops if not asked.quick else lambda: CpuLoops(4 * PIECE)
-        bench = Bench(Ceilings(loops), asked.quick, rounds=2 if asked.quick else 7)
+        bench = Bench(Ceilings(loops), asked.quick, rounds=2 if asked.quick else 5)
     if options["given"]:
         about["options"] = list(options["given"].values())
     console.print()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,10 +71,16 @@ class Timing:
         return first, third
 
 
+_BUDGET = 6.0  # seconds of a table, after which
+_ENOUGH = 3  # rounds are enough
+
+
 def interleave(
     variants: Sequence[Variant], rounds: int, ceilings: Ceilings | None = None, clock: Clock | None = None
 ) -> list[Timing]:
     """Runs every variant once per round, after the clock's warm-up rounds, which are not counted.
+
+    Slow tables get fewer rounds than `rounds`, though three at least.
 
     Each round begins with another variant, so that none always follows the same one. The ceilings of the variants'
     mixes are measured in the same rounds.
@@ -84,8 +91,11 @@ def interleave(
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
+    begun = time.perf_counter()
     try:
         for number in range(-clock.warm_ups, rounds):
+            if number >= _ENOUGH and time.perf_counter() - begun > _BUDGET:
+                break
             first = number % len(timings)
             for timing in timings[first:] + timings[:first]:
                 if timing.variant.setup is not None:

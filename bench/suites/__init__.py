@@ -39,7 +39,7 @@ class Bench:
 
     ceilings: Ceilings
     quick: bool = False
-    rounds: int = 7
+    rounds: int = 5
     on_gpu: bool = False
     device: torch.device = CPU
     clock: Clock = field(default_factory=HostClock)

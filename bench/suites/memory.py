@@ -32,7 +32,7 @@ def run(bench: Bench) -> list[Table]:
         Column("first_megabytes", "first, MB", "{:.2f}"),
         Column("later_megabytes", "later, MB", "{:.2f}"),
     ]
-    table = Table("memory: peak beyond parameters, gradients, accumulators and states, GPT-2 124M", columns)
+    table = Table(f"memory: peak beyond parameters, gradients, accumulators and states, {shapes.GPT2_BLOCKS}", columns)
     if not _RESET.exists():
         table.notes.append("left out: this system does not report a peak that can be reset (/proc/self/clear_refs)")
         return [table]
@@ -113,7 +113,7 @@ def main() -> None:
     torch.ones(1 << 20).mul(2)  # the threads' own stacks are not the optimizer's
     # Another optimizer has stepped before: what the first call of its kind loads is not the tail's memory.
     VARIANTS[chosen.variant](Workload(shapes.small(4)))[0]()
-    work = Workload(shapes.model(shapes.GPT2, chosen.quick))
+    work = Workload(shapes.model(shapes.GPT2_BLOCKS, chosen.quick))
     run, before = VARIANTS[chosen.variant](work)
     if before is not None:
         before()

@@ -47,7 +47,7 @@ def _fill(table: Table, bench: Bench, sizes: Sequence[int]) -> None:
         optimizer = af.AdamW([tensor], lr=LR, max_grad_norm=MAX_GRAD_NORM, backend=bench.backends[0])
         optimizer.state[tensor] = {"step": torch.tensor(10.0), "exp_avg": first[:n], "exp_avg_sq": second[:n]}
         variants.append(Variant(f"{n:,}", optimizer.step, passes=_STEP))
-    timings = interleave(variants, min(5, bench.rounds))
+    timings = interleave(variants, min(3, bench.rounds))
     for n, timing in zip(sizes, timings, strict=True):
         nanoseconds, moved = timing.median * 1e9 / n, timing.variant.bytes_per_parameter
         assert moved is not None

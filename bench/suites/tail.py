@@ -37,8 +37,8 @@ def _model(bench: Bench, name: str, *, compiling: bool = False) -> Table:
     work = bench.workload(bench.shapes(name))
     params, second = work.params, work.random()
     work.set_grads()
-    # A ViT's bytes are a GPT's: on a CPU, where peers take long, it is left to torch's own.
-    brief = bench.peers is None and name == shapes.VIT and not bench.on_gpu
+    # On a CPU, where other packages take long, the smaller tables have them all.
+    brief = bench.peers is None and name in (shapes.GPT2, shapes.VIT) and not bench.on_gpu
     others = peers(work, _OF_TORCH if brief else bench.peers, compiling=compiling)
     scaled_stock = unscale_clip_and_step(work)
     variants = [*others.variants, scaled_stock]
