@@ -71,7 +71,7 @@ class Timing:
         return first, third
 
 
-_BUDGET = 6.0  # seconds of a table, after which
+_BUDGET = 5.0  # seconds of a table, after which
 _ENOUGH = 3  # rounds are enough
 
 

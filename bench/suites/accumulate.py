@@ -47,7 +47,7 @@ class Way:
 
 
 def run(bench: Bench) -> list[Table]:
-    models = bench.models([shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.GPT2])
+    models = bench.models([shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.VIT])
     dtypes = (torch.float32, torch.bfloat16) if bench.dtype is None else (bench.dtype,)
     tables = [_table(bench, model, dtype) for model in models for dtype in dtypes]
     add_gaps(tables[0], fold_gaps(bench.peers))  # whatever the model and the gradients

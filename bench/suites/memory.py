@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -36,10 +37,15 @@ def run(bench: Bench) -> list[Table]:
     if not _RESET.exists():
         table.notes.append("left out: this system does not report a peak that can be reset (/proc/self/clear_refs)")
         return [table]
-    for name in VARIANTS:
-        command = [sys.executable, "-m", "bench.suites.memory", name, *(["--quick"] if bench.quick else [])]
-        command += ["--threads", str(torch.get_num_threads())]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    command = [sys.executable, "-m", "bench.suites.memory", *(["--quick"] if bench.quick else [])]
+    command += ["--threads", str(torch.get_num_threads())]
+
+    def measured(name: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, name], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+
+    with ThreadPoolExecutor(2) as pool:  # nothing is timed
+        results = list(pool.map(measured, VARIANTS))
+    for name, done in zip(VARIANTS, results, strict=True):
         if done.returncode != 0:
             table.notes.append(f"{name}: failed: {done.stderr.strip().splitlines()[-1]}")
             continue

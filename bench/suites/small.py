@@ -17,7 +17,7 @@ from bench.shapes import small
 from bench.suites import Bench, add_gaps, largest_error
 
 _MANY = 5000
-_FOR_MANY = ("foreach",)  # beside the references
+_FOR_MANY: tuple[str, ...] = ()  # beside the references
 _AGAINST = {"trick": "grad_scale trick", "clip+fused": "clip + AdamW(fused)"}
 
 

@@ -15,7 +15,7 @@ from bench.report import Column, Table, timed
 from bench.suites import Bench, add_gaps, largest_error
 from bench.workload import Workload
 
-_OF_TORCH = ("foreach",)  # beside the references
+_FEWER: dict[str, tuple[str, ...]] = {shapes.GPT2: ("foreach",), shapes.VIT: ()}  # peers beside the references
 
 
 def run(bench: Bench) -> list[Table]:
@@ -38,8 +38,8 @@ def _model(bench: Bench, name: str, *, compiling: bool = False) -> Table:
     params, second = work.params, work.random()
     work.set_grads()
     # On a CPU, where other packages take long, the smaller tables have them all.
-    brief = bench.peers is None and name in (shapes.GPT2, shapes.VIT) and not bench.on_gpu
-    others = peers(work, _OF_TORCH if brief else bench.peers, compiling=compiling)
+    brief = bench.peers is None and name in _FEWER and not bench.on_gpu
+    others = peers(work, _FEWER[name] if brief else bench.peers, compiling=compiling)
     scaled_stock = unscale_clip_and_step(work)
     variants = [*others.variants, scaled_stock]
     errors = {**others.errors, scaled_stock.name: work.error(scaled_stock.run, scale=1 / stock.LOSS_SCALE)}
@@ -71,6 +71,8 @@ def _model(bench: Bench, name: str, *, compiling: bool = False) -> Table:
     table = timed(title, timings, work.count, bench.ceilings, against)
     table.notes += [f"{largest_error(errors)} (updates are about {LR:.0e})", *others.notes]
     add_gaps(table, others.gaps)
+    if brief:
+        table.notes.append(f"other people's optimizers are in the table of {shapes.RESNET50}, with --peers here too")
     if bench.on_gpu:
         table.notes.append("unscale + clip + fused waits for the GPU before it steps, as GradScaler does")
     if bench.on_gpu and work.count < 5e7:

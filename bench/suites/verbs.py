@@ -21,7 +21,7 @@ _READY = 0  # index of the weight 1
 
 
 def run(bench: Bench) -> list[Table]:
-    models = [shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.GPT2]
+    models = [shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.VIT]
     return [_model(bench, model) for model in bench.models(models)]
 
 

@@ -22,7 +22,7 @@ _MICRO_BATCHES = 4
 
 
 def run(bench: Bench) -> list[Table]:
-    models = [shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.GPT2]
+    models = [shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.VIT]
     tables = {torch.float32: _fp32, torch.bfloat16: _bf16}
     chosen = [tables[bench.dtype]] if bench.dtype in tables else tables.values()
     return [table(bench, model) for model in bench.models(models) for table in chosen]
