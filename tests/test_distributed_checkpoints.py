@@ -118,7 +118,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], li
     folder = tmp_path_factory.mktemp("checkpoints")
     for form in FORMATS:
         _, optimizer = build("plain", form)
+        starts = [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
         take_steps(optimizer, range(4))
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        assert not any(torch.equal(param, start) for param, start in zip(params, starts, strict=True))
         torch.save(everything_whole(optimizer), folder / f"{form}.pt")
     processes.run(4, save_all, folder)
     by_rank = processes.run(2, load_all, folder, [way for size, way in LOADED if size == 2])

@@ -233,6 +233,7 @@ def assert_bits_of_one_process(kind: Any, dtype: torch.dtype, options: Any, cuts
         if "state_dtype" in options and options["state_dtype"] == "int8":  # others fall back to fp32 states
             shapes = [(shape, cut) for shape, cut in shapes if len(shape) == 2 and shape[1] % 128 == 0]
         values = values_of([shape for shape, _ in shapes], dtype)
+        starts = [value.clone() for value in values]
         ours = [placed(value, mesh_over(), cut) for value, (_, cut) in zip(values, shapes, strict=True)]
         plain = [nn.Parameter(value.clone()) for value in values]
         one, other = kind(ours, backend=backend, **options), kind(plain, backend=backend, **options)
@@ -244,6 +245,8 @@ def assert_bits_of_one_process(kind: Any, dtype: torch.dtype, options: Any, cuts
         assert found.keys() == truth.keys(), what
         for name in truth:
             assert_same_bits(found[name], truth[name], f"{what}, {backend}, {name}")
+        for param, start in zip(plain, starts, strict=True):
+            assert not param.numel() or not torch.equal(param, start), f"{what}, {backend}: a parameter did not move"
 
 
 @check(2)

@@ -37,6 +37,7 @@ def bf16_models_and_mixed_precision_are_those_of_one_process_on_the_same_gradien
         model = sharded(small_model(dtype), **policy)
         optimizer = adamw(model)
         plain, twin = twin_of(optimizer)
+        starts = [param.detach().clone() for param in plain]
         for step in range(models.STEPS):
             backward(model, step, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
             give_whole_gradients(optimizer, plain)
@@ -44,6 +45,7 @@ def bf16_models_and_mixed_precision_are_those_of_one_process_on_the_same_gradien
             twin.step()
             optimizer.zero_grad()
         assert_unchanged(optimizer, everything_whole(twin))
+        assert not any(torch.equal(param, start) for param, start in zip(plain, starts, strict=True))
         assert ("master_remainder" in optimizer.state[model[0].weight]) == (dtype == torch.bfloat16)
 
 
@@ -77,6 +79,7 @@ def overwritten_parameters_are_noticed() -> None:
             optimizer.step()
             twin.step()
             assert_unchanged(optimizer, everything_whole(twin))
+            assert not any(bool((param == 3).all()) for param in plain)
 
 
 def gathered_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
