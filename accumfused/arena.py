@@ -24,10 +24,8 @@ class Arena:
 
     def extend(self, plan: Plan, grads: Grads) -> None:
         """Room for these gradients, where there is none that fits."""
-        bundled = [
-            b and p.requires_grad for b, p in zip(plan.bundled, plan.params, strict=True)
-        ]  # at once, all of them
-        grads = [t if b else g for t, b, g in zip(plan.tensors, bundled, grads, strict=True)]
+        together = [b and p.requires_grad for b, p in zip(plan.bundled, plan.params, strict=True)]
+        grads = [t if b else g for t, b, g in zip(plan.tensors, together, grads, strict=True)]
         missing: dict[tuple[torch.device, bool], list[int]] = {}
         for row, grad in enumerate(grads):
             have = self.places[row]
@@ -36,7 +34,7 @@ class Arena:
                 or have.dtype != plan.accumulator_dtype
                 or (have.device, have.shape, have.stride()) != (grad.device, grad.shape, grad.stride())
             ):
-                missing.setdefault((grad.device, bundled[row]), []).append(row)
+                missing.setdefault((grad.device, plan.bundled[row]), []).append(row)
         for (device, is_bundle), rows in missing.items():
             sizes = [-(-plan.tensors[row].numel() // _PADDING) * _PADDING for row in rows]
             make = torch.zeros if is_bundle else torch.empty  # the gaps travel too

@@ -196,6 +196,23 @@ def released_where_ddp_would_look_for_gradients() -> list[bool]:
     return told
 
 
+def unfrozen_after_a_refusal() -> list[float]:
+    p, late = param(), param().requires_grad_(False)
+    optimizer = af.SGD([p, late], lr=1.0, process_group=dist.group.WORLD)
+    for x in (p, late):
+        give(x, 1.0)
+    optimizer.accumulate()
+    with pytest.raises(RuntimeError, match="requires no gradient has one"):
+        optimizer.step()
+    optimizer.zero_grad()
+    late.requires_grad_(True)
+    for x in (p, late):
+        give(x, 1.0)
+    optimizer.accumulate()
+    optimizer.step()
+    return [float(x.detach()[0, 0]) for x in (p, late)]
+
+
 def unfrozen_within_a_window() -> list[float]:
     p, late = param(), param().requires_grad_(False)
     optimizer = af.SGD([p, late], lr=1.0, process_group=dist.group.WORLD)
@@ -222,6 +239,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
     "weights of reduced gradients": (weights_of_gradients_that_are_reduced, (), -1.0),
     "released and sharded": (released_and_sharded, (), -4.0),
     "released outside no_sync": (released_where_ddp_would_look_for_gradients, (), [True] * 3),
+    "unfrozen after a refusal": (unfrozen_after_a_refusal, (), [-2.0, -2.0]),
     "unfrozen within a window": (unfrozen_within_a_window, (), [-2.0, -1.0]),
     "weights of some": (weights_of_some, (False,), True),
     "weights of some, last": (weights_of_some, (True,), True),
