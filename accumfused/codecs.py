@@ -123,7 +123,14 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, remainder: Tensor) -> Tensor:
-    return ((high << 16) + remainder).view(torch.float32)
+    """The fp32 numbers that were split.
+
+    None of those is NaN unless its half is, so where the two make a NaN somebody has written the parameter since (a
+    zero beside the old, negative remainder, say), which then counts as it is.
+    """
+    param = high << 16
+    joined = (param + remainder).view(torch.float32)
+    return torch.where(joined.isnan(), param.view(torch.float32), joined)
 
 
 def split_short(values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,8 +96,9 @@ def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
 
 def still_halved(master: Tensor, tensor: Tensor) -> Tensor:
     """The elements of an fp32 master whose 16-bit halves are still those of the parameter; where not, the parameter."""
-    master = _laid_out(master, tensor)
-    return torch.where(master.to(tensor.dtype) == tensor, master, tensor.detach().float())
+    master, tensor = _laid_out(master, tensor), tensor.detach()
+    is_same = master.to(tensor.dtype).view(torch.int16) == tensor.view(torch.int16)
+    return torch.where(is_same, master, tensor.float())
 
 
 def store_full_precision(form: Format, tensor: Tensor, entries: Mapping[str, Any], weights: Tensor) -> None:

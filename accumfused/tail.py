@@ -349,6 +349,7 @@ class Tail(torch.optim.Optimizer):
                 shard.put(own, entries, names(rule, current.formats[index]))
             if index in current.copied:
                 current.owned[index].copy_(tensor)
+        self._runtime.masters.written()  # what was copied back is not somebody else's
         return self._plan()
 
     def _scaling(self, current: Plan, divisors: Divisors) -> Scaling:

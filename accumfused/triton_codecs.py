@@ -130,12 +130,15 @@ def split_short(values, noise):
 
 @triton.jit
 def join(high, remainder):
-    return from_bits(tl.add(high.to(tl.uint32) << 16, remainder.to(tl.uint32), sanitize_overflow=False))
+    """The parameter as it is where the two make a NaN: see codecs.py."""
+    param = high.to(tl.uint32) << 16
+    joined = from_bits(tl.add(param, remainder.to(tl.uint32), sanitize_overflow=False))
+    return tl.where(joined != joined, from_bits(param), joined)
 
 
 @triton.jit
 def join_short(high, remainder):
-    return from_bits(tl.add(high.to(tl.uint32) << 16, remainder.to(tl.uint32) << 8, sanitize_overflow=False))
+    return join(high, remainder.to(tl.uint32) << 8)
 
 
 # ---- blocks of 8 bits -----------------------------------------------------------------------------------------------

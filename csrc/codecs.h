@@ -157,22 +157,23 @@ struct Float16Weights {
   }
 };
 
+// Of a parameter and what it lacks. No number that was split gives a NaN unless its half is one too, so where they make
+// one the parameter was written from outside (a zero beside the old, negative remainder, say): it counts as it is.
+AF_INLINE float joined(Bfloat16 param, int32_t remainder) {
+  const float value = float_from_bits((uint32_t(param.bits) << 16) + uint32_t(remainder));
+  return value != value ? to_float(param) : value;
+}
+
 struct Split16Weights {
   using Param = Bfloat16;
   using Master = int16_t;
-  template <class U>
-  AF_METHOD static auto from_bits(U param, U remainder) {
-    return float_from_bits((param << 16) + remainder);
-  }
   template <class F, class U>
   AF_METHOD static void to_bits(F value, U, U& param, U& remainder) {
     const U bits = bits_or_nan(value);
     param = (bits + 0x8000u) >> 16, remainder = bits;
   }
 
-  AF_METHOD static float join(Bfloat16 param, int16_t remainder) {
-    return from_bits(uint32_t(param.bits), uint32_t(int32_t(remainder)));
-  }
+  AF_METHOD static float join(Bfloat16 param, int16_t remainder) { return joined(param, remainder); }
   AF_METHOD static void store(float value, uint32_t noise, Bfloat16& param, int16_t& remainder) {
     uint32_t high, low;
     to_bits(value, noise, high, low);
@@ -183,19 +184,13 @@ struct Split16Weights {
 struct Split8Weights {
   using Param = Bfloat16;
   using Master = int8_t;
-  template <class U>
-  AF_METHOD static auto from_bits(U param, U remainder) {
-    return float_from_bits((param << 16) + (remainder << 8));
-  }
   template <class F, class U>
   AF_METHOD static void to_bits(F value, U noise, U& param, U& remainder) {
     const U bits = bits_or_nan(value) + (noise >> 24);
     param = (bits + 0x8000u) >> 16, remainder = bits >> 8;
   }
 
-  AF_METHOD static float join(Bfloat16 param, int8_t remainder) {
-    return from_bits(uint32_t(param.bits), uint32_t(int32_t(remainder)));
-  }
+  AF_METHOD static float join(Bfloat16 param, int8_t remainder) { return joined(param, int32_t(remainder) * 256); }
   AF_METHOD static void store(float value, uint32_t noise, Bfloat16& param, int8_t& remainder) {
     uint32_t high, low;
     to_bits(value, noise, high, low);
@@ -203,16 +198,20 @@ struct Split8Weights {
   }
 };
 
-// The parameter is not read: its master is.
+// A master that is not rounded to its parameter is out of date: somebody has written the parameter, which counts.
 template <class Half>
 struct MasterWeights {
   using Param = Half;
   using Master = float;
-  AF_METHOD static float join(Half, float master) { return master; }
+  AF_METHOD static Half rounded(float value) {
+    if constexpr (__is_same(Half, Bfloat16)) return to_bfloat16(value);
+    else return to_float16(value);
+  }
+  AF_METHOD static float join(Half param, float master) {
+    return rounded(master).bits == param.bits ? master : to_float(param);
+  }
   AF_METHOD static void store(float value, uint32_t, Half& param, float& master) {
-    if constexpr (__is_same(Half, Bfloat16)) param = to_bfloat16(value);
-    else param = to_float16(value);
-    master = value;
+    param = rounded(value), master = value;
   }
 };
 

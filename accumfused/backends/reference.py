@@ -23,6 +23,7 @@ from accumfused.numeric import (
 )
 from accumfused.plan import Grads, Plan
 from accumfused.rule import Rule
+from accumfused.state import still_halved
 
 
 class ReferenceBackend:
@@ -162,7 +163,7 @@ def _update(
 def _load_weights(form: Format, param: Tensor, master: Tensor | None) -> Tensor:
     if form.weights in (Weights.BFLOAT16_MASTER, Weights.FLOAT16_MASTER):
         assert master is not None
-        return master
+        return still_halved(master, param)
     if master is None:
         return param.float()
     join = codecs.join if form.weights is Weights.BFLOAT16_SPLIT16 else codecs.join_short

@@ -25,6 +25,7 @@ from accumfused.triton_codecs import (
     bits_of,
     decode,
     encode,
+    from_bfloat16,
     inverse_scale,
     join,
     join_short,
@@ -72,10 +73,16 @@ def weights_at(row, offset, weights: tl.constexpr):
 
 @triton.jit
 def load_weights(place, first, n, size: tl.constexpr, weights: tl.constexpr, whole: tl.constexpr):
-    """fp32. The parameter is not read where its master is all of it."""
+    """fp32. An fp32 master that is not rounded to its parameter is out of date: the parameter counts."""
     param, master = place
     if weights >= BFLOAT16_MASTER:
         values = load(master, first, n, size, whole)
+        stored = load_stored(param, first, n, size, whole)
+        if param.dtype.element_ty == tl.float16:
+            same = values.to(tl.float16).to(tl.uint16, bitcast=True) == stored.to(tl.uint16, bitcast=True)
+            values = tl.where(same, values, stored.to(tl.float32))
+        else:
+            values = tl.where(to_bfloat16(values) == stored, values, from_bfloat16(stored))
     elif weights == SPLIT16:
         high = load_stored(param, first, n, size, whole)
         values = join(high, load_stored(master, first, n, size, whole))

@@ -164,6 +164,8 @@ __device__ int step_blocks(const PackedAdam& rule, const Chunk& at, int count, c
     } else {
 #pragma unroll
       for (int k = 0; k < kEight; ++k) {
+        // As joined() does: what is NaN here was written from outside, or is NaN by itself.
+        if (p[k] != p[k]) p[k] = float_from_bits(k % 2 ? param[k / 2] & 0xffff0000u : param[k / 2] << 16);
         rule.move(p[k], m[k], square_root(v[k]), [](float a, float b) { return a / b; });
         p[k] = p[k] != p[k] ? float_from_bits(kNan) : p[k];
       }
