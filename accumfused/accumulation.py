@@ -6,16 +6,18 @@ with `last=True`, or handed to the step. docs/state-machine.md draws the states 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import operator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from accumfused import shards
-from accumfused.arena import Arena, adoptable, shared_memory
+from accumfused import graphs, shards
+from accumfused.arena import Arena, adoptable
 from accumfused.backends.base import OVERWRITE, Backend, Fold, on_device
 from accumfused.batch_norm import warn_of_batch_norm
 from accumfused.formats import PARAM_DTYPES
@@ -39,12 +41,13 @@ class Window:
         self._plan: Plan | None = None
         self.params: list[Tensor] = []
         self.accumulators: Grads = []
-        self.partials = torch.empty(0)  # their sums of squares, per chunk
+        self.partials = torch.empty(0, dtype=torch.float32)  # their sums of squares, per chunk
         self._held: list[int] = []  # see Fold.held
         self._summed: list[bool] = []  # the row's partials are those of its accumulator
-        self._weights = torch.empty(0)  # see Fold.weights
+        self._weights = torch.empty(0, dtype=torch.float64)  # see Fold.weights
         self.is_weighted: bool | None = None  # None: no micro-batch yet
         self.total: float | Tensor = 0.0  # of the weights
+        self._unit: float | Tensor = 1.0  # the power of two that weights are divided by, or squares leave fp32's range
         self._count = 0  # micro-batches that were folded
         self._place = 0  # of the last fold within its micro-batch
         self.entered = False  # a micro-batch is in progress: it counts already, and more of its gradients may come
@@ -55,7 +58,12 @@ class Window:
         self._closed: int | None = None  # index under which rows are held that are divided already
         self.arena = Arena(0)  # for gradients that cannot be adopted; kept between windows
         self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another one
-        self._dropped = 0  # open windows in a row without a step
+        self._launches = 0
+        self._versions: list[int] = []  # of the parameters, when the window began
+        self._warned_of_writes = False
+        self._drops = 0  # open windows since the last step
+        self._steps_after_drops = 0  # in a row
+        self._warned_of_drops = False
         self._sought_batch_norm = False
 
     def begin(self, plan: Plan, grads: Grads, weight: float | Tensor | None) -> None:
@@ -74,6 +82,13 @@ class Window:
             )
         if self.phase is Phase.OPEN:
             self.follow(plan)
+            row = plan.meets(grads, self.accumulators)
+            if row >= 0:
+                raise RuntimeError(
+                    f"the gradient of parameter {row} lies where the window's sum does, so one has overwritten the "
+                    "other; call zero_grad(), and give every micro-batch a gradient in memory of its own (p.grad = "
+                    "buffer.clone())"
+                )
         if self.is_weighted is not None and self.is_weighted != (weight is not None):
             raise ValueError(
                 "weights for some micro-batches of a window only; this one began "
@@ -87,7 +102,23 @@ class Window:
 
     def is_exposed(self, grads: Grads) -> bool:
         """Whether p.grad is still an accumulator of a closed window."""
-        return any(g is not None and g is a for g, a in zip(grads, self.accumulators, strict=False))
+        exposed = {id(accumulator) for accumulator in self.accumulators if accumulator is not None}
+        return any(id(grad) in exposed for grad in grads if grad is not None)
+
+    def watch_writes(self) -> None:
+        """Before a window closes: its micro-batches were to have the same weights. Writes through `.data` pass."""
+        if self._warned_of_writes or self._versions == [param._version for param in self.params]:
+            return
+        warn(
+            "a parameter was written while a window was open (by Embedding(max_norm=...), another step, load_state_dict"
+            "?), so the gradients in its sum are those of different weights; write parameters between step() and the "
+            "next backward()"
+        )
+        self._warned_of_writes = True
+
+    def see_weights(self) -> None:
+        """The parameters are what our own writes have made of them."""
+        self._versions = [param._version for param in self.params]
 
     def follow(self, plan: Plan) -> None:
         """Goes on with a newer plan: added parameters come in as new rows, others must be what they were."""
@@ -118,6 +149,7 @@ class Window:
             self.partials, self._summed = self.partials.new_zeros(plan.chunks), [False] * known
         new = len(plan.params) - known
         self._plan, self.params = plan, list(plan.params)
+        self._versions += [param._version for param in plan.params[len(self._versions) :]]
         self.accumulators += [None] * new
         self._held += [OVERWRITE] * new
         self._summed += [False] * new
@@ -126,10 +158,10 @@ class Window:
 
     def weights_held(self) -> list[Tensor]:
         """What `resumed` needs with each accumulator: fp64 [4], see checkpoint.py."""
-        total = self.total.reshape(()) if isinstance(self.total, Tensor) else self._weights.new_tensor(self.total)
-        count, weighted = (self._weights.new_tensor(float(value)) for value in (self._count, bool(self.is_weighted)))
+        unit = self._unit if self.is_weighted else 0.0
+        numbers = [torch.as_tensor(n, dtype=torch.float64).to(self._weights) for n in (self.total, self._count, unit)]
         factors = {index: self._weights[max(index, _READY)] for index in set(self._held)}
-        rows = {index: torch.stack([factor, total, count, weighted]) for index, factor in factors.items()}
+        rows = {index: torch.stack([factor, *(n.reshape(()) for n in numbers)]) for index, factor in factors.items()}
         return [rows[index] for index in self._held]
 
     @classmethod
@@ -138,14 +170,18 @@ class Window:
         window, known = cls(), {1.0: _READY}
         window.phase, window.arena = Phase.OPEN, Arena(len(rows))
         for param, accumulator, weights in rows:
-            factor, total, count, weighted = weights or (1.0, 0.0, 0.0, 0.0)
+            factor, total, count, unit = weights or (1.0, 0.0, 0.0, 0.0)
             factor = math.nan if math.isnan(factor) else factor  # one NaN equals itself in a dictionary
             window.params.append(param)
             window.accumulators.append(accumulator)
             window._held.append(OVERWRITE if accumulator is None else known.setdefault(factor, len(known)))
             window._summed.append(False)
             if weights is not None:
-                window.total, window._count, window.is_weighted = total, int(count), bool(weighted)
+                # What a device's weights have spoiled, or made 0, is for the step to skip.
+                window.total = total if 0 < total < math.inf else torch.tensor(total, dtype=torch.float64, device="cpu")
+                window._count, window.is_weighted, window._unit = int(count), unit != 0, unit or 1.0
+        if not window.is_weighted:
+            window.total = 0.0
         window._weights = torch.tensor([*known, *[1.0] * (window._count + 1)], dtype=torch.float64, device="cpu")
         return window
 
@@ -154,7 +190,7 @@ class Window:
         twin, rows = copy.copy(self), len(self.params)
         twin.params, twin._held, twin._weights = list(self.params), list(self._held), self._weights.clone()
         twin.accumulators = [None if a is None else a.clone() for a in self.accumulators]
-        twin._plan, twin.arena, twin._grad_dtypes = None, Arena(rows), {}
+        twin._plan, twin.arena, twin._grad_dtypes, twin._versions = None, Arena(rows), {}, []
         twin.partials, twin._summed = self.partials[:0], [False] * rows
         return twin
 
@@ -182,17 +218,23 @@ class Window:
         self.entered, self.is_weighted, self._index, self._place = True, weight is not None, _READY, 0
         if isinstance(weight, Tensor):
             weight = _on_device(weight, plan.device)
+        is_first = not isinstance(self.total, Tensor) and self.total == 0
+        if is_first and weight is not None and not in_loss and not plan.is_added_up and not plan.has_means:
+            self._unit = _power_of_two(weight)
         if weight is not None:
+            weight = weight / self._unit
             self.total = self.total + weight
         if is_own and not isinstance(weight, Tensor) and weight == 0:
             self._index = None
             return
         self._count += 1
-        if is_own and isinstance(weight, Tensor) and in_loss:
-            # A masked mean of nothing is NaN, also times 0.
-            self._index = self._weigh((weight != 0).double(), self._count)
-        elif weight is not None and not in_loss:
+        if not in_loss and weight is not None:
             self._index = self._weigh(weight, self._count)
+        elif is_own and isinstance(weight, Tensor):
+            # A masked mean of nothing is NaN, also times 0.
+            self._index = self._weigh((weight != 0) / self._unit, self._count)
+        elif isinstance(self._unit, Tensor) or self._unit != 1.0:
+            self._index = self._weigh(1.0 / self._unit, self._count)
 
     def fold(self, plan: Plan, backend: Backend, grads: Grads, complete: bool, *, last: bool, ends: bool) -> None:
         """Adds matched gradients of the micro-batch that was entered.
@@ -286,29 +328,46 @@ class Window:
             return None
         return [None if summed else grad for grad, summed in zip(grads, self._summed, strict=True)]
 
-    def consume(self) -> None:
-        """A step was made, or skipped: the window is over and what it took is released."""
+    def consume(self, params: Iterable[Tensor]) -> None:
+        """A step was made, or skipped: the window is over, and what it took of these parameters is released."""
         if self.phase is Phase.CLOSED:
-            for param in self.params:
+            for param in params:
                 param.grad = None
-        self._dropped = 0
+        self._steps_after_drops = self._steps_after_drops + 1 if self._drops else 0
+        self._drops = 0
         self._end()
 
     def drop(self) -> None:
         """The window is over without a step."""
-        if self.phase is Phase.IDLE:
-            return
-        was_open = self.phase is Phase.OPEN
-        was_first = self.is_first_entered
-        self._end()
-        if not was_open or was_first:
-            return  # it may be one that a GradScaler has skipped, or a plain zero_grad(), lawfully often
-        self._dropped += 1
-        if self._dropped == 2:
-            warn(
-                "two accumulation windows in a row were dropped without a step; zero_grad() drops the window: call it "
-                "(if at all) after optimizer.step(), not between the micro-batches of a window"
-            )
+        # A closed one a GradScaler may have skipped; and a plain zero_grad() is lawful as often as one likes.
+        if self.phase is Phase.OPEN and not self.is_first_entered:
+            if not self._warned_of_drops and (self._drops or self._steps_after_drops >= 2):
+                warn(
+                    f"accumulation windows were dropped "
+                    f"{'twice in a row without a step' if self._drops else 'before each of the last steps'}; "
+                    "zero_grad() drops the window: call it (if at all) after optimizer.step(), not between the "
+                    "micro-batches of a window"
+                )
+                self._warned_of_drops = True
+            self._drops += 1
+        if self.phase is not Phase.IDLE:
+            self._end()
+
+    @contextlib.contextmanager
+    def undone_by_an_error(self) -> Iterator[None]:
+        """A micro-batch that comes to nothing (out of memory, say) does not count: what it brought stays in p.grad.
+
+        It counts from its first launch on. One that goes on with a micro-batch that was begun before is not undone.
+        """
+        before, lists = dict(vars(self)), (self.accumulators, self._held, self._summed)
+        copies = [list(rows) for rows in lists]
+        try:
+            yield
+        except BaseException:
+            if not before["entered"] and self._launches == before["_launches"]:
+                vars(self).update(before)
+                self.accumulators, self._held, self._summed = copies
+            raise
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
@@ -324,6 +383,7 @@ class Window:
         self.partials = torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)
         self._weights = torch.ones(8, dtype=torch.float64, device=plan.device)
         self.phase = Phase.OPEN
+        self.see_weights()
 
     def _end(self) -> None:
         for index, dtype in list(self._grad_dtypes.items()):
@@ -333,7 +393,7 @@ class Window:
         self.phase = Phase.IDLE
         self._plan = None
         self.accumulators, self._held, self._summed = [], [], []
-        self.is_weighted, self.total, self._count, self.entered = None, 0.0, 0, False
+        self.is_weighted, self.total, self._unit, self._count, self.entered = None, 0.0, 1.0, 0, False
         self._closed, self._divisor, self.is_complete, self.is_reduced = None, None, False, False
 
     def _weigh(self, weight: float | Tensor, index: int) -> int:
@@ -370,7 +430,7 @@ class Window:
         if OVERWRITE in self._held or not complete:
             first: Grads = [g if a is None else None for g, a in zip(grads, self.accumulators, strict=True)]
             added = [g if a is not None else None for g, a in zip(grads, self.accumulators, strict=True)]
-            self._take_first(plan, backend, first, index, shared_memory([*grads, *self.accumulators]))
+            self._take_first(plan, backend, first, index)
             rows = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
         closes = isinstance(scale, Tensor) or (scale is not None and self._waits_for_closing(scale))
         if closes:  # it rescales them all, each once
@@ -399,6 +459,7 @@ class Window:
         number = ((self._count << 12) + (self._place if adds else 0)) % 2**31
         fold = Fold(grads, rows, self._held, self._weights, index, scale, number)
         backend.accumulate(plan, fold, self.partials)
+        self._launches += 1
         if len(folded) == len(rows):
             self._held, self._summed = [_READY] * len(rows), [True] * len(rows)
         else:
@@ -406,28 +467,30 @@ class Window:
             self._summed = [s or a is not None for a, s in zip(rows, self._summed, strict=True)]
         torch.autograd.graph.increment_version(folded)
 
-    def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int, shared: set[int]) -> None:
-        """The window's first gradients of some parameters: adopted where they can be, else copied to the arena.
+    def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int) -> None:
+        """The window's first gradients of some parameters: adopted where nobody else has them, else copied.
 
         Either way they are held as they came; their weight is applied with the next fold.
         """
-        copied: Grads = [None] * len(grads)
         if all(grad is None for grad in grads):
             return
+        is_static, held = graphs.has_static_memory(plan.device), plan.held()
+        copied: Grads = [None] * len(grads)
+        taken = list(self.accumulators)
         for row, grad in enumerate(grads):
             if grad is None:
                 continue
-            alone = not shared or grad.data_ptr() not in shared
-            adopts = not plan.bundled[row] and alone and adoptable(grad, plan.accumulator_dtype)
-            if grad is self.arena.places[row] or adopts:
-                self.accumulators[row] = grad
+            may_adopt = not (plan.bundled[row] or is_static or held[row])
+            if grad is self.arena.places[row] or (may_adopt and adoptable(grad, plan.accumulator_dtype)):
+                taken[row] = grad
             else:
                 copied[row] = grad
         if any(grad is not None for grad in copied):
             self.arena.extend(plan, copied)
             rows: Grads = [None if g is None else a for g, a in zip(copied, self.arena.places, strict=True)]
             self._launch(plan, backend, copied, rows, _READY, 1.0)
-            self.accumulators = [a if r is None else r for a, r in zip(self.accumulators, rows, strict=True)]
+            taken = [a if r is None else r for a, r in zip(taken, rows, strict=True)]
+        self.accumulators = taken
         for row, grad in enumerate(grads):
             if grad is not None:
                 self._held[row], self._summed[row] = index, False
@@ -437,6 +500,14 @@ def _on_device(weight: Tensor, device: torch.device) -> Tensor:
     """fp64, shape []; a negative weight becomes NaN: the norm is then non-finite and the step is skipped."""
     weight = on_device(weight, device, torch.float64)
     return torch.where(weight >= 0, weight, torch.nan)
+
+
+def _power_of_two(weight: float | Tensor) -> float | Tensor:
+    """The one at or below a weight (1 for 0, inf and NaN): dividing by it changes no bit of a mantissa."""
+    if not isinstance(weight, Tensor):
+        return math.ldexp(1.0, math.frexp(weight)[1] - 1) if weight > 0 else 1.0
+    usual = torch.where((weight > 0) & weight.isfinite(), weight, torch.ones_like(weight))
+    return torch.ldexp(torch.ones_like(usual), torch.frexp(usual).exponent - 1)
 
 
 def _laid_out(accumulator: Tensor, tensor: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 from torch import Tensor
 
@@ -84,15 +82,20 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def adoptable(grad: Tensor, dtype: torch.dtype) -> bool:
-    """Memory that nobody else owns: a part may belong to a bucket, and a gradient with a graph is still needed."""
-    if grad.dtype is not dtype or grad.requires_grad or grad._is_view():
+    """Memory that nobody else can write: whole, torch's own (not an array's), and of no other tensor.
+
+    A part may belong to a bucket, a detached tensor shares its storage, and a gradient with a graph is still needed.
+    """
+    if grad.dtype is not dtype or grad.requires_grad:
         return False
-    return grad.untyped_storage().nbytes() == grad.nbytes
+    storage = grad.untyped_storage()
+    is_own = storage.nbytes() == grad.nbytes and storage.resizable()
+    return is_own and torch._C._storage_Use_Count(storage._cdata) == _OWN_USES
 
 
-def shared_memory(grads: Grads) -> set[int]:
-    """Addresses at which more than one gradient begins."""
-    addresses = [grad.data_ptr() for grad in grads if grad is not None]
-    if len(set(addresses)) == len(addresses):
-        return set()
-    return {address for address, count in Counter(addresses).items() if count > 1}
+def _own_uses() -> int:
+    tensor = torch.empty(1, dtype=torch.float32, device="cpu")
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_OWN_USES = _own_uses()  # of a storage that one tensor has, counted as `adoptable` does

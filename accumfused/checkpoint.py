@@ -3,7 +3,8 @@
 A window is saved with each parameter, because torch.distributed.checkpoint keeps nothing else:
 `state[p]["grad_accumulator"]`, fp32 or bf16, is the sum so far, and `state[p]["grad_accumulator_weights"]`, fp64 [4],
 holds the factor that the next fold applies to it, the sum of the window's weights, the number of its micro-batches, and
-1 where it is weighted (0: a plain sum).
+the power of two that its weights were divided by (0: a plain sum). A window in which no parameter has a sum yet is saved
+by the weights of its first one alone.
 """
 
 from __future__ import annotations
@@ -62,16 +63,16 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         mean = mean_of_totals(current, window.total, window.is_weighted)
         for weights in held:
             weights[1].copy_(mean)
-    for param, accumulator, weights in zip(window.params, window.accumulators, held, strict=True):
-        if accumulator is None:
-            continue
+    rows = list(zip(window.params, window.accumulators, held, strict=True))
+    for param, accumulator, weights in [row for row in rows if row[1] is not None] or rows[:1]:
         key, rule = keys[id(param)], rules[id(param)]
         entries = dict(state.get(key, {}))
         if "step" in rule.torch_states and not all(name in entries for name in rule.states):
             _complete(optimizer, rule, param, entries)
-        if is_dtensor(param):
-            accumulator = shard_of(param).whole(accumulator)  # type: ignore[union-attr]
-        state[key] = entries | {ACCUMULATOR: accumulator, WEIGHTS: weights}
+        state[key] = entries | {WEIGHTS: weights}
+        if accumulator is not None:
+            shard = shard_of(param) if is_dtensor(param) else None
+            state[key][ACCUMULATOR] = accumulator if shard is None else shard.whole(accumulator)
     return {**state_dict, "state": state}
 
 
@@ -81,7 +82,7 @@ def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> 
     found, state = {}, {}
     for key, entries in state_dict["state"].items():
         state[key] = entries
-        if key in params and ACCUMULATOR in entries:
+        if key in params and WEIGHTS in entries:
             if optimizer._settings.group is not None:
                 raise ValueError(
                     "the checkpoint has an open window, which is the sum of all processes, and with a process group "
@@ -89,9 +90,11 @@ def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> 
                 )
             state[key] = {name: value for name, value in entries.items() if name not in (ACCUMULATOR, WEIGHTS)}
             dtype = optimizer._settings.accumulator_dtype
-            shard, saved = shard_of(params[key]), entries[ACCUMULATOR]
-            accumulator = torch.empty_like(owned(params[key], shard), dtype=dtype, requires_grad=False)
-            accumulator.copy_(saved if shard is None else shard.part(ACCUMULATOR, saved))
+            shard, saved = shard_of(params[key]), entries.get(ACCUMULATOR)
+            accumulator = None
+            if saved is not None:
+                accumulator = torch.empty_like(owned(params[key], shard), dtype=dtype, requires_grad=False)
+                accumulator.copy_(saved if shard is None else shard.part(ACCUMULATOR, saved))
             found[id(params[key])] = accumulator, entries[WEIGHTS].tolist()
     if not found:
         return dict(state_dict), None
@@ -230,8 +233,8 @@ def _check_state(
         raise ValueError(f"state 'step' of parameter {key} has shape {list(step.shape)}, and is to be one number")
     if isinstance(entries.get(ACCUMULATOR), Tensor):
         _check_shape(key, param, ACCUMULATOR, entries[ACCUMULATOR])
-    window = [entries[k] for k in (ACCUMULATOR, WEIGHTS) if k in entries]
-    if window and not (len(window) == 2 and all(isinstance(v, Tensor) for v in window) and window[1].shape == (4,)):
+    window = [entries[k] for k in (WEIGHTS, ACCUMULATOR) if k in entries]
+    if window and not (WEIGHTS in entries and all(isinstance(v, Tensor) for v in window) and window[0].shape == (4,)):
         raise ValueError(
             f"the open window of parameter {key} is incomplete: it needs {ACCUMULATOR!r} and {WEIGHTS!r} [4]"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 
@@ -25,3 +27,11 @@ def refuse_new_tensors(devices: set[torch.device]) -> None:
             "addresses; make one whole step (accumulate() included) before the capture. "
             "backend='torch' cannot be captured"
         )
+
+
+def has_static_memory(device: torch.device) -> bool:
+    """Whether torch.compile keeps CUDA graphs on a device, each run of which writes the same gradients' memory."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if device.type != "cuda" or trees is None:
+        return False
+    return trees.get_manager(device.index or 0, create_if_none_exists=False) is not None

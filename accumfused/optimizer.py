@@ -67,10 +67,12 @@ class FusedOptimizer(Tail):
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False) -> None:
         """Multiplies the loss by the weight, runs backward, and accumulates.
 
-        The same window as with `loss.backward(); accumulate(weight, last=last)`, with the weight in the loss.
+        The same window as with `loss.backward(); accumulate(weight, last=last)`, with the weight in the loss; of a loss
+        in 16 bits, which would round it, the gradients are multiplied instead, where they are still there.
 
         Raises:
-            RuntimeError: there is a gradient that was not accumulated; otherwise as `accumulate`.
+            RuntimeError: there is a gradient that was not accumulated; a loss in 16 bits and a weight that these cannot
+                hold, where gradients are folded during backward or are means over processes; otherwise as `accumulate`.
         """
         weight = checked_weight(weight)
         window, release, current = self._runtime.window, self._runtime.release, self._whole_plan()
@@ -84,11 +86,16 @@ class FusedOptimizer(Tail):
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
         if last and self._settings.group is None and not current.has_means:
             window.check_total(weight)
+        in_loss = weight is None or _holds(loss.dtype, weight)
+        if not in_loss and (release is not None or current.has_means):
+            raise RuntimeError(
+                f"the loss is {loss.dtype}, which would round its weight; compute it in fp32 (from logits.float(), say)"
+            )
         with contextlib.nullcontext() if release is None else release.expecting(weight, last):
-            (loss if weight is None else loss * weight).backward()  # type: ignore[no-untyped-call]
+            (loss * weight if in_loss and weight is not None else loss).backward()  # type: ignore[no-untyped-call]
         try:
             with torch.no_grad():
-                self._fold(weight, in_loss=True, last=last)
+                self._fold(weight, in_loss=in_loss, last=last)
         finally:
             self._let_go()
 
@@ -149,7 +156,7 @@ class FusedOptimizer(Tail):
             runtime.masters.watch()
         kept = measured is not None and self._settings.write_grad and window.phase is Phase.CLOSED
         if window.phase is not Phase.IDLE and not kept:
-            window.consume()
+            window.consume(self._params())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as torch does, and drops the window if there is one."""
@@ -313,7 +320,7 @@ class FusedOptimizer(Tail):
         self._runtime.plan = self._runtime.whole = None
         self._runtime.masters.forget(brought)
         if self._runtime.window.phase is Phase.CLOSED:
-            self._runtime.window.consume()  # its gradients are not those of the checkpoint either
+            self._runtime.window.consume(self._params())  # its gradients are not those of the checkpoint either
         if window is not None:
             self._runtime.window = window
 
@@ -391,6 +398,13 @@ class FusedOptimizer(Tail):
         if not hasattr(self, "_runtime"):  # a wrapper may have it, and not in its own __dict__
             self._runtime = Runtime(window=state.pop("_window", None) or Window())
         super().__setstate__(state)
+
+
+def _holds(dtype: torch.dtype, weight: float | Tensor) -> bool:
+    """Whether a loss of this dtype can be multiplied by a weight without rounding it."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return True
+    return not isinstance(weight, Tensor) and float(torch.tensor(weight, dtype=torch.float64, device="cpu").to(dtype)) == weight
 
 
 def refuse_differentiable(options: Mapping[str, Any]) -> None:

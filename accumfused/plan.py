@@ -6,6 +6,7 @@ chunks whether or not it has a gradient, so the norm's summation order depends o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
 GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Grads = list[Tensor | None]
+
+
+def _own_references() -> int:
+    param = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
+    param.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
+    return sys.getrefcount(param.grad)
+
+
+_OWN_REFERENCES = _own_references()  # of `param.grad` that was just read, where nobody else holds the gradient
 
 
 @dataclass
@@ -48,7 +58,8 @@ class Plan:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where its kernels run
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
     accumulator_dtype: torch.dtype = torch.float32
-    # Rows whose accumulators are to be reduced together: small ones, where processes add up gradients.
+    is_added_up: bool = False  # processes add up their accumulators
+    # Rows whose accumulators are to be reduced together: small ones.
     bundled: list[bool] = field(default_factory=list)
     shards: list[Shard | None] = field(default_factory=list)  # how parts lie in their parameters; None: the whole
     is_spread: bool = False  # there are such parts
@@ -59,6 +70,7 @@ class Plan:
     # With shards: the process groups of each kind, and its chunks (None: all), for the norm; made with the first one.
     kinds: list[tuple[tuple[Any, ...], Tensor | None]] | None = None
     _pointed_at: Grads | None = None
+    _held: list[bool] = field(default_factory=list)
     _seen: list[Any] | None = None  # of the groups and states of a plan with shards
 
     def add_table(self, table: Any, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
@@ -93,12 +105,30 @@ class Plan:
     def gradients(self) -> tuple[Grads, int]:
         """Every p.grad, and how many there are."""
         if self.table is None or self.is_spread:
+            self._held = [p.grad is not None and sys.getrefcount(p.grad) > _OWN_REFERENCES for p in self.params]
             whole = [param.grad for param in self.params]
             grads = [g if s is None else _part(p, g) for p, g, s in zip(self.params, whole, self.shards, strict=True)]
             return grads, sum(grad is not None for grad in grads)
-        grads, present, refused = self.table.read_grads()
+        grads, present, refused = self.table.read_grads(_OWN_REFERENCES)
         self._pointed_at = grads if refused < 0 else []
         return grads, present
+
+    def held(self) -> list[bool]:
+        """Of the gradients that `gradients` gave last: which of them somebody else holds, and may write again."""
+        if self.table is None or self.is_spread:
+            return self._held or [True] * len(self.params)  # a new plan has not read any
+        return self.table.held()  # type: ignore[no-any-return]
+
+    def meets(self, grads: Grads, accumulators: Grads) -> int:
+        """The first row whose gradient lies where its accumulator does, or -1."""
+        if self.table is not None and self._pointed_at is grads:
+            return int(self.table.meets(accumulators))
+        for row, (grad, accumulator) in enumerate(zip(grads, accumulators, strict=True)):
+            if grad is None or accumulator is None or not grad.numel():
+                continue
+            if has_memory(grad) and grad.data_ptr() == accumulator.data_ptr():
+                return row
+        return -1
 
     def release_gradients(self) -> None:
         """p.grad = None for every parameter."""
@@ -170,6 +200,7 @@ def build(
     params = [p for group in param_groups for p in group["params"]]
     groups = [g for g, group in enumerate(param_groups) for _ in group["params"]]
     plan = Plan(params, [], [], groups, rules, [], [], accumulator_dtype=settings.accumulator_dtype)
+    plan.is_added_up = settings.group is not None
     for index, (param, group) in enumerate(zip(params, groups, strict=True)):
         shard = shards.shard_of(param, mesh)
         tensor = shards.owned(param, shard)
@@ -190,7 +221,7 @@ def build(
         plan.chunks += chunk_count(tensor.numel())
         plan.origins.append(0 if shard is None else shard.origin)
         size = param.numel() * settings.accumulator_dtype.itemsize
-        plan.bundled.append(settings.group is not None and size < distributed.BUNDLED_BYTES)
+        plan.bundled.append(plan.is_added_up and size < distributed.BUNDLED_BYTES)
     plan.has_all_states = None not in plan.storages
     _check_shared_memory(plan.owned)
     plan.is_spread = any(shard is not None for shard in plan.shards)

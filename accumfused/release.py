@@ -70,7 +70,7 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
         raise RuntimeError("the optimizer's gradients are released already; call remove() on that handle first")
     _refuse_open(optimizer, "release_gradients()")
     release = GradientRelease(optimizer, operator.index(bucket_bytes))
-    distributed.refuse_wrapped(_params(optimizer))
+    distributed.refuse_wrapped(optimizer._params())
     release.follow()
     optimizer._runtime.release = release
     return release
@@ -126,7 +126,7 @@ class GradientRelease:
 
         Before it is hooked, a parameter's gradient stays in `p.grad` until the micro-batch ends.
         """
-        given = _params(self._optimizer) if params is None else params
+        given = self._optimizer._params() if params is None else params
         leaves = [param for param in given if isinstance(param, Tensor) and param.requires_grad and param.is_leaf]
         new: list[Any] = [param for param in leaves if self._hook not in _hooks(param)]
         for param in new:
@@ -165,8 +165,9 @@ class GradientRelease:
         self._refuse_unfinished()
         if not window.entered:
             self.follow()
-            return
-        if not window.is_first_entered:
+            if window.phase is not Phase.IDLE or all(param.grad is None for param in self._optimizer._params()):
+                return  # otherwise there are gradients of what was frozen, or shared, and no hook has seen them
+        elif not window.is_first_entered:
             raise RuntimeError(
                 "a window is open and there is a gradient that was not accumulated; "
                 "call accumulate() after the last backward(), before step()"
@@ -307,10 +308,6 @@ def _refuse_open(optimizer: FusedOptimizer, call: str) -> None:
         raise RuntimeError(
             f"a window is open: {call} in the midst of it is refused; call optimizer.step() or zero_grad() first"
         )
-
-
-def _params(optimizer: FusedOptimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _hooks(param: Tensor) -> list[Any]:

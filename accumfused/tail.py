@@ -142,6 +142,9 @@ class Tail(torch.optim.Optimizer):
             runtime.mesh = distributed.mesh_of(group, devices)
         return runtime.mesh
 
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
     def _let_go(self) -> None:
         for known in (self._runtime.plan, self._runtime.whole):
             if known is not None:
@@ -167,6 +170,8 @@ class Tail(torch.optim.Optimizer):
             raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
         if last and group is None and not current.has_means:
             window.check_total(weight)
+        if last and part is None and window.phase is Phase.OPEN:
+            window.watch_writes()
         matched = current.match(grads)
         if current.accumulator_dtype == torch.bfloat16 and current.lacks_state(matched):
             current = self._with_states(current, matched)  # which hold the seed of the noise that rounds the sums
@@ -174,15 +179,16 @@ class Tail(torch.optim.Optimizer):
             if window.phase is Phase.OPEN:
                 window.follow(current)
         assert self._runtime.backend is not None
-        if not window.entered:
-            window.enter(current, weight, in_loss=in_loss)
-        if part is None and release is not None:
-            release.forget()
         complete = present == len(grads)
         closes = last and self._settings.sharding_group is None and (part is None or group is None)
-        if closes and part is None:
-            self._agree(current, matched, last=True)
-        window.fold(current, self._runtime.backend, matched, complete, last=closes, ends=part is None)
+        with window.undone_by_an_error():
+            if not window.entered:
+                window.enter(current, weight, in_loss=in_loss)
+            if part is None and release is not None:
+                release.forget()
+            if closes and part is None:
+                self._agree(current, matched, last=True)
+            window.fold(current, self._runtime.backend, matched, complete, last=closes, ends=part is None)
         if last and part is None:
             if closes:
                 self._reduce()
@@ -288,6 +294,7 @@ class Tail(torch.optim.Optimizer):
                     "call accumulate() after the last backward(), before step()"
                 )
             window.follow(current)
+            window.watch_writes()
             if not window.is_reduced:  # by a step that was refused, or with clip_together by another's
                 self._agree(current, [None] * len(grads), last=False)
             window.check_total(0.0)
@@ -350,6 +357,7 @@ class Tail(torch.optim.Optimizer):
             if index in current.copied:
                 current.owned[index].copy_(tensor)
         self._runtime.masters.written()  # what was copied back is not somebody else's
+        self._runtime.window.see_weights()
         return self._plan()
 
     def _scaling(self, current: Plan, divisors: Divisors) -> Scaling:
@@ -363,7 +371,7 @@ class Tail(torch.optim.Optimizer):
             assert runtime.skips is not None
             scaling.skips = runtime.skips.count
         if divisors.found_inf is not None:
-            found_inf = shards.replicated(torch.as_tensor(divisors.found_inf))
+            found_inf = shards.replicated(torch.as_tensor(divisors.found_inf, dtype=torch.float32))
             scaling.found_inf = on_device(found_inf, current.device, torch.float32)
         if divisors.grad_scale is not None:
             scaling.normalize(checked_positive(divisors.grad_scale, "grad_scale"))

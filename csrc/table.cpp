@@ -122,6 +122,7 @@ Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py:
   const size_t count = params.size();
   rows_.resize(count);
   operands_.resize(count);
+  held_.assign(count, true);  // until they are read
   for (size_t i = 0; i < count; ++i) {
     owners_.push_back(PyList_GET_ITEM(owners.ptr(), i));
     owner_layouts_.push_back(layout_of(owners_[i]));
@@ -268,17 +269,33 @@ int64_t Table::set_grads(const py::list& grads) {
   return refused;
 }
 
-py::tuple Table::read_grads() {
+py::tuple Table::read_grads(Py_ssize_t own_references) {
   py::list grads(rows_.size());
   int64_t present = 0, refused = -1;
   for (size_t i = 0; i < rows_.size(); ++i) {
     PyObject* grad = TensorType::get().grad(owners_[i]);
     if (grad == nullptr) throw py::error_already_set();
+    held_[i] = Py_REFCNT(grad) > own_references;
     PyList_SET_ITEM(grads.ptr(), i, grad);
     present += grad != Py_None;
     if (!set_grad(i, grad) && refused < 0) refused = int64_t(i);
   }
   return py::make_tuple(grads, present, refused);
+}
+
+py::list Table::held() const {
+  py::list held(held_.size());
+  for (size_t i = 0; i < held_.size(); ++i) held[i] = bool(held_[i]);
+  return held;
+}
+
+int64_t Table::meets(const py::list& accumulators) const {
+  dlpack::Tensor tensor;
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    if (operands_[i].grad == nullptr || rows_[i].numel == 0) continue;
+    if (read(PyList_GET_ITEM(accumulators.ptr(), i), tensor) && address(tensor) == operands_[i].grad) return int64_t(i);
+  }
+  return -1;
 }
 
 void Table::release_grads() {
@@ -317,7 +334,9 @@ void bind_table(py::module_& m) {
            py::arg("origins"), py::arg("groups"), py::arg("slots"), py::arg("formats"))
       .def("remember", &Table::remember, py::arg("param_groups"), py::arg("state"))
       .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state"))
-      .def("read_grads", &Table::read_grads)
+      .def("read_grads", &Table::read_grads, py::arg("own_references"))
+      .def("held", &Table::held)
+      .def("meets", &Table::meets, py::arg("accumulators"))
       .def("release_grads", &Table::release_grads)
       .def("set_grads", &Table::set_grads, py::arg("grads"))
       .def("set_accumulators", &Table::set_accumulators, py::arg("accumulators"), py::arg("weights"))

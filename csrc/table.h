@@ -35,7 +35,12 @@ class Table {
 
   // Every p.grad, and points the rows at them: (gradients, how many are there, the first index that the kernels cannot
   // take as it is, or -1). Such a gradient has another device, dtype, shape or strides than its parameter.
-  py::tuple read_grads();
+  // own_references: how many Python references p.grad has just after it was read, where nobody else holds one.
+  py::tuple read_grads(Py_ssize_t own_references);
+  // Of the gradients that were read last: which of them somebody else holds, too.
+  py::list held() const;
+  // The first row whose gradient lies where its accumulator does, or -1.
+  int64_t meets(const py::list& accumulators) const;
   // p.grad = None for every parameter.
   void release_grads();
   // As read_grads, for gradients that are given; returns that index or -1.
@@ -78,6 +83,7 @@ class Table {
   std::vector<Layout> owner_layouts_;
   std::vector<Row> rows_;
   std::vector<Operands> operands_;
+  std::vector<bool> held_;
   std::vector<Layout> layouts_;  // of params, and so of gradients, accumulators and states
   int64_t chunks_ = 0;
   int64_t numel_ = 0;

@@ -95,7 +95,7 @@ class ReferenceBackend:
     def _steps_made(self, plan: Plan, row: int) -> Tensor:
         storage = plan.storages[row]
         if storage is None or storage.step is None:
-            return torch.zeros((), device=plan.device)
+            return torch.zeros((), dtype=torch.float32, device=plan.device)
         return storage.step
 
 

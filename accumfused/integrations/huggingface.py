@@ -135,7 +135,7 @@ class _FusedTail(TrainerCallback):
             raise ValueError(f"accumfused clips the 2-norm, got norm_type={norm_type}")
         if max_norm != self.optimizer.max_grad_norm:
             self.optimizer.max_grad_norm = float(max_norm)
-        self._norm = torch.full((), math.inf, device=self._trainer.accelerator.device)
+        self._norm = torch.full((), math.inf, dtype=torch.float32, device=self._trainer.accelerator.device)
         return self._norm
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

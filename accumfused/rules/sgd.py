@@ -33,10 +33,11 @@ class SgdRule(Rule):
     @staticmethod
     def scalars(hyper: Mapping[str, float], step: Tensor, coefficient: Tensor) -> dict[str, Tensor]:
         numbers = {name: hyper[name] for name in ("lr", "momentum", "weight_decay")}
-        incoming = torch.where(step == 1, 1.0, 1.0 - hyper["dampening"])
+        later = torch.full_like(step, 1.0 - hyper["dampening"])  # a number in where() would have torch's default dtype
+        incoming = torch.where(step == 1, torch.ones_like(step), later)
         return fp32(numbers, step.device) | {
             "coefficient": -coefficient if hyper["maximize"] else coefficient,
-            "incoming": incoming.float(),
+            "incoming": incoming,
             "nesterov": torch.tensor(bool(hyper["nesterov"]), device=step.device),
         }
 
