@@ -10,12 +10,14 @@ from accumfused.optimizer import FusedOptimizer
 from accumfused.release import release_gradients
 from accumfused.rules import SGD, Adam, AdamW, Lion
 from accumfused.schedule import gradient_accumulation_steps, scale_lr, updates_per_epoch
+from accumfused.warn import AccumulationWarning, strict
 from accumfused.windows import windows
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SGD",
+    "AccumulationWarning",
     "Adam",
     "AdamW",
     "BatchNormWarning",
@@ -30,6 +32,7 @@ __all__ = [
     "memory_report",
     "release_gradients",
     "scale_lr",
+    "strict",
     "updates_per_epoch",
     "windows",
 ]

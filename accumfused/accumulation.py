@@ -486,6 +486,7 @@ class Window:
             else:
                 copied[row] = grad
         if any(grad is not None for grad in copied):
+            copied = self.arena.apart(copied)
             self.arena.extend(plan, copied)
             rows: Grads = [None if g is None else a for g, a in zip(copied, self.arena.places, strict=True)]
             self._launch(plan, backend, copied, rows, _READY, 1.0)

@@ -20,6 +20,11 @@ class Arena:
     def add_rows(self, rows: int) -> None:
         self.places += [None] * rows
 
+    def apart(self, grads: Grads) -> Grads:
+        """These gradients; one that lies in a place (exchanged `p.grad`s of an earlier window, say) as a copy."""
+        addresses = {place.data_ptr() for place in self.places if place is not None}
+        return [g.clone() if g is not None and g.data_ptr() in addresses else g for g in grads]
+
     def extend(self, plan: Plan, grads: Grads) -> None:
         """Room for these gradients, where there is none that fits."""
         together = [b and p.requires_grad for b, p in zip(plan.bundled, plan.params, strict=True)]

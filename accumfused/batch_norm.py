@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from accumfused.warn import warn
+from accumfused.warn import AccumulationWarning, warn
 
 _NAMED = 5  # modules that the warning lists
 
 
-class BatchNormWarning(UserWarning):
+class BatchNormWarning(AccumulationWarning):
     """A model with BatchNorm in training mode is trained with gradient accumulation."""
 
 

@@ -146,8 +146,10 @@ def _complete(optimizer: Any, rule: type[Rule], param: Tensor, entries: dict[str
     """Makes what a parameter's state lacks, in place."""
     settings, shard = optimizer._settings, shard_of(param, optimizer._mesh())
     own = entries if shard is None else shard.parts(entries)
-    form = format_of(rule, param, settings)
-    make_state(rule, form, owned(param, shard), own, settings.seed)
+    form, tensor = format_of(rule, param, settings), owned(param, shard)
+    if layout(tensor) == "strided":  # states are dense
+        tensor = torch.empty_like(tensor, requires_grad=False).copy_(tensor)
+    make_state(rule, form, tensor, own, settings.seed)
     if shard is not None:
         shard.put(own, entries, names(rule, form))
 

@@ -95,13 +95,12 @@ class ForeignStep(FusedOptimizer):
         return _rebuild, (self.torch_class,), self.__getstate__()
 
     def _apply(self, measured: Measured) -> None:
-        outcome, backend = measured.outcome, self._runtime.backend
-        assert backend is not None
+        outcome = measured.outcome
         coefficient, _, skipped = outcome.values.tolist()  # the one time that the host waits
         if skipped:
             return
         if coefficient != 1.0:
-            rescale(backend, measured.plan, measured.grads, measured.matched, outcome.coefficient)
+            rescale(measured.grads, outcome.coefficient)
         window = self._runtime.window
         if window.phase is Phase.OPEN:
             window.expose()

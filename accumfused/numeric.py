@@ -17,6 +17,7 @@ CHUNK = 32768  # elements: the unit of work, and of the norm's summation order
 LANES = 1024
 
 SMALLEST_NORMAL = 2.0**-126
+LEAST_SUM, LEAST_DIVISOR = 2.0**-100, 2.0**-50  # see csrc/norm.h
 _POWER_BITS = 25  # a float32 step count is exact up to 2^24
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accumfused import _native, distributed, shards
+from accumfused import _native, distributed, memory, shards
 from accumfused.formats import PARAM_DTYPES, Format, Storage, format_of, names, storage_of
 from accumfused.numeric import chunk_count
 from accumfused.rule import Rule
@@ -195,7 +195,8 @@ def build(
         mesh: of processes that share the update of plain parameters; None: each makes all of it.
 
     Raises:
-        RuntimeError: two parameters share memory; a DTensor of which this process has no part to update.
+        RuntimeError: two parameters share memory; one's memory is too small or read-only; a DTensor of which this
+            process has no part to update.
     """
     params = [p for group in param_groups for p in group["params"]]
     groups = [g for g, group in enumerate(param_groups) for _ in group["params"]]
@@ -223,7 +224,7 @@ def build(
         size = param.numel() * settings.accumulator_dtype.itemsize
         plan.bundled.append(plan.is_added_up and size < distributed.BUNDLED_BYTES)
     plan.has_all_states = None not in plan.storages
-    _check_shared_memory(plan.owned)
+    memory.check([tensor for tensor in plan.owned if has_memory(tensor) and tensor.numel()])
     plan.is_spread = any(shard is not None for shard in plan.shards)
     plan.has_means = distributed.has_processes() and (plan.is_spread or settings.grads_are_reduced)
     if plan.is_spread:
@@ -305,37 +306,3 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
         raise RuntimeError(f"a gradient is on {grad.device}, its parameter on {param.device}; move one of them")
     if grad.shape != param.shape:
         raise RuntimeError(f"a gradient has shape {list(grad.shape)}, its parameter {list(param.shape)}")
-
-
-def _check_shared_memory(params: Sequence[Tensor]) -> None:
-    spans = sorted(
-        ((p.device.type, p.device.index or 0, p.data_ptr(), _end(p), p) for p in params if has_memory(p) and p.numel()),
-        key=lambda span: span[:3],
-    )
-    for index, (*device, _, end, param) in enumerate(spans):
-        for *other_device, start, _, other in spans[index + 1 :]:
-            if other_device != device or start >= end:
-                break
-            if param is not other and _overlap(param, other):
-                raise RuntimeError(
-                    "two parameters share memory, and would be updated twice at once; "
-                    "tie them by assigning one Parameter object to both places"
-                )
-
-
-def _end(param: Tensor) -> int:
-    """The address behind the last element."""
-    reach = 1 + sum(stride * (size - 1) for stride, size in zip(param.stride(), param.shape, strict=True))
-    return param.data_ptr() + reach * param.element_size()
-
-
-def _overlap(param: Tensor, later: Tensor) -> bool:
-    """Whether two tensors whose spans meet have an element in common: columns of one matrix may not."""
-    apart = later.data_ptr() - param.data_ptr()
-    if param.element_size() != later.element_size() or apart % param.element_size():
-        return True
-    offset = apart // param.element_size()
-    size = (max(_end(param), _end(later)) - param.data_ptr()) // param.element_size()
-    taken = torch.zeros(size, dtype=torch.bool, device="cpu")
-    taken.as_strided(param.shape, param.stride()).fill_(True)
-    return bool(taken.as_strided(later.shape, later.stride(), offset).any())

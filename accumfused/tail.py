@@ -426,8 +426,7 @@ class Tail(torch.optim.Optimizer):
             self._runtime.window.expose()
         outcome = measured.outcome
         factor = torch.where(outcome.skipped, 1.0, outcome.coefficient)
-        assert self._runtime.backend is not None
-        rescale(self._runtime.backend, measured.plan, measured.grads, measured.matched, factor)
+        rescale(measured.grads, factor)
 
     def _partials(self, current: Plan, complete: bool) -> Tensor:
         """Room for the sums of squares; zero where there is no gradient."""

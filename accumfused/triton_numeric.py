@@ -15,6 +15,8 @@ from accumfused import numeric
 CHUNK = tl.constexpr(numeric.CHUNK)
 LANES = tl.constexpr(numeric.LANES)
 SMALLEST_NORMAL = tl.constexpr(numeric.SMALLEST_NORMAL)
+LEAST_SUM = tl.constexpr(numeric.LEAST_SUM)
+LEAST_DIVISOR = tl.constexpr(numeric.LEAST_DIVISOR)
 
 
 @triton.jit

@@ -12,7 +12,20 @@ import torch
 _INSIDE = tuple(str(Path(module).parent) + os.sep for module in (__file__, torch.__file__))  # not torchvision
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
+class AccumulationWarning(UserWarning):
+    """What this package warns of. See `strict`."""
+
+
+def strict() -> None:
+    """Makes this package's warnings errors, as `warnings.simplefilter("error", accumfused.AccumulationWarning)` does.
+
+    Those about windows come before anything is written: a parameter that was written while a window was open, windows
+    that are dropped before each step. Each call that would have warned raises, not only the first.
+    """
+    warnings.simplefilter("error", AccumulationWarning)
+
+
+def warn(message: str, category: type[AccumulationWarning] = AccumulationWarning) -> None:
     """Warns at the first frame outside accumfused and torch, by which Python's filters tell one place from another."""
     depth = 1
     frame = sys._getframe(1)

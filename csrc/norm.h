@@ -21,6 +21,10 @@ inline double sum_partials(const float* partials, int64_t chunks) {
   return lanes[0];
 }
 
+// Squares of gradients below 2^-63 lose bits, and below 2^-75 they are 0. Where the gradients are divided by so little
+// that their norm could be large all the same, it is not known: NaN.
+constexpr double kLeastSum = 0x1p-100, kLeastDivisor = 0x1p-50;
+
 struct Scaling {
   double normalization;                // what the gradients are divided by
   const double* device_normalization;  // nullable; multiplies it
@@ -51,7 +55,9 @@ AF_INLINE void finish_norm(const Scaling& scaling, double sum_of_squares, float*
   const double divisor =
       scaling.device_normalization ? scaling.normalization * *scaling.device_normalization : scaling.normalization;
   const double inverse = divisor > 0 && is_finite(divisor) ? 1.0 / divisor : double(float_from_bits(0x7fc00000));
-  const double norm = scaling.takes_norm ? double(square_root(float(sum_of_squares))) * inverse : 0.0;
+  const bool is_lost = sum_of_squares < kLeastSum && divisor < kLeastDivisor;
+  const double root = is_lost ? double(float_from_bits(0x7fc00000)) : double(square_root(float(sum_of_squares)));
+  const double norm = scaling.takes_norm ? root * inverse : 0.0;
   double clip = 1.0;
   if (scaling.clips) {
     clip = scaling.max_grad_norm / (double(float(norm)) + 1e-6);

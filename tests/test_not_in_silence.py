@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import mmap
+import sys
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +123,21 @@ def test_memory_that_comes_back_as_the_next_gradient_is_refused(backend: str) ->
         optimizer.accumulate()
 
 
+def test_gradients_that_were_exchanged_in_an_earlier_window_do_not_overwrite_each_other(backend: str) -> None:
+    params = [Parameter(torch.full((SIZE,), 8.0, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = af.SGD(params, lr=LR, backend=backend)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.accumulate(last=True)
+    optimizer.zero_grad(set_to_none=False)
+    first, second = params
+    first.grad, second.grad = second.grad, first.grad
+    (first + 2 * second).sum().backward()
+    optimizer.accumulate()
+    optimizer.step()
+    assert [moved(param) for param in params] == [LR, 2 * LR]
+
+
 def test_exposed_gradients_that_were_exchanged_are_not_taken_for_new_ones(backend: str) -> None:
     params = [Parameter(torch.full((SIZE,), 8.0)) for _ in range(2)]
     optimizer = af.SGD(params, lr=LR, backend=backend)
@@ -166,9 +186,12 @@ def test_a_warning_that_is_an_error_leaves_the_window_as_it_was(backend: str, la
         param.add_(0)
     if last:
         param.grad = torch.ones(SIZE)
-    for _ in range(2):  # and comes again
-        with refused(optimizer, UserWarning, "a parameter was written while a window was open"):
-            optimizer.accumulate(last=True) if last else optimizer.step()
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        af.strict()
+        for _ in range(2):  # and comes again
+            with refused(optimizer, af.AccumulationWarning, "a parameter was written while a window was open"):
+                optimizer.accumulate(last=True) if last else optimizer.step()
 
 
 # ---- windows that go wrong on the way --------------------------------------------------------------------------------
@@ -284,6 +307,17 @@ def test_weights_far_from_1_are_clipped_and_applied_as_others(backend: str, unit
     torch.testing.assert_close(param, twin, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("divisor", [2.0**-60, 2.0**-40])
+@pytest.mark.parametrize("size", [2.0**-80, 2.0**-60, 0.0])
+def test_a_norm_whose_squares_are_lost_skips_the_step_where_it_could_matter(
+    backend: str, size: float, divisor: float
+) -> None:
+    param, optimizer = one(backend, max_grad_norm=1.0)
+    param.grad = torch.full((SIZE,), size)
+    optimizer.step(normalizer=divisor)
+    assert bool(optimizer.step_was_skipped) is (divisor == 2.0**-60)
+
+
 def test_weights_by_a_power_of_two_change_no_bit_and_survive_a_checkpoint(backend: str) -> None:
     grads = [torch.randn(SIZE) for _ in range(4)]
     results = []
@@ -318,6 +352,19 @@ def test_a_loss_in_16_bits_does_not_round_its_weight(backend: str, dtype: torch.
             optimizer.backward(param.mean().to(dtype), 70001.0)
         optimizer.backward(param.mean().to(dtype), 256.0)
         optimizer.step()
+
+
+def test_what_overflows_propagates_as_in_torch(backend: str) -> None:
+    params = [Parameter(torch.tensor([0.5, 1.0])) for _ in range(2)]
+    stock, fused = (torch.optim.RMSprop([param], lr=0.3) for param in params)
+    af.fuse(fused, max_grad_norm=0.5, nonfinite="propagate", backend=backend)
+    for param in params:
+        param.grad = torch.tensor([math.inf, 1.0])
+    torch.nn.utils.clip_grad_norm_(params[:1], 0.5)
+    stock.step()
+    fused.step()
+    torch.testing.assert_close(params[1], params[0], equal_nan=True)
+    assert params[1].isnan().tolist() == [True, False]
 
 
 # ---- torch's default dtype -------------------------------------------------------------------------------------------
@@ -356,3 +403,54 @@ def test_the_default_dtype_changes_no_bit(backend: str, dtype: torch.dtype, make
     for known, other in zip(*results, strict=True):
         assert known.dtype is other.dtype
         assert torch.equal(known, other)
+
+
+# ---- memory that cannot be written -----------------------------------------------------------------------------------
+
+
+def test_a_storage_that_has_become_too_small_is_refused(backend: str) -> None:
+    param, optimizer = one(backend)
+    param.grad = torch.ones(SIZE)
+    optimizer.step()
+    param.untyped_storage().resize_(4 * SIZE - 4)
+    with pytest.raises(RuntimeError, match=rf"a storage of {4 * SIZE - 4} bytes, which is too small"):
+        optimizer.step()
+    param.untyped_storage().resize_(4 * SIZE)
+    optimizer.step()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped read-only")
+def test_memory_that_is_mapped_read_only_is_refused_and_a_private_mapping_works(backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    torch.save(torch.full((SIZE,), 8.0), path)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that the memory is not writable
+            memory = torch.frombuffer(mapped, dtype=torch.uint8)[: 4 * SIZE // 4 * 4].view(torch.float32)
+        optimizer = af.SGD([Parameter(memory)], lr=LR, backend=backend)
+        optimizer.param_groups[0]["params"][0].grad = torch.ones_like(memory)
+        with pytest.raises(RuntimeError, match=r"mapped read-only .* clone\(\) it first"):
+            optimizer.step()
+        del optimizer, memory
+        gc.collect()
+    param = Parameter(torch.load(path, mmap=True))
+    optimizer = af.SGD([param], lr=LR, backend=backend)
+    param.grad = torch.ones(SIZE)
+    optimizer.step()
+    assert moved(param) == LR
+
+
+def test_a_window_of_a_parameter_with_holes_and_8_bit_states_survives_a_checkpoint(backend: str) -> None:
+    def make() -> tuple[Parameter, af.AdamW]:
+        param = Parameter(torch.full((2 * SIZE,), 8.0)[::2])
+        return param, af.AdamW([param], lr=LR, state_dtype="int8", rounding_seed=1, backend=backend)
+
+    param, optimizer = make()
+    param.grad = torch.ones(SIZE)
+    optimizer.accumulate(3.0)
+    again, resumed = make()
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()
+    resumed.step()
+    assert torch.equal(param, again)
+    assert moved(param) != 0

@@ -108,22 +108,16 @@ class Backend(Protocol):
         """Updates parameters and states, and advances their step counts; writes nothing if the outcome is a skip."""
 
 
-def rescale(backend: Backend, plan: Plan, grads: Grads, matched: Grads, factor: Tensor) -> None:
-    """Multiplies gradients in place by an fp32 number on the device, shape []: one pass that reads and writes.
-
-    Args:
-        matched: as `plan.match` gave them back.
-    """
-    rows = [
-        None if m is not g or g is None or g.dtype != torch.float32 else g for g, m in zip(grads, matched, strict=True)
-    ]
-    ones = torch.ones(1, dtype=torch.float64, device=plan.device)
-    partials = torch.empty(plan.chunks, dtype=torch.float32, device=plan.device)
-    backend.accumulate(plan, Fold([None] * len(rows), rows, [0] * len(rows), ones, 0, factor.double(), 1), partials)
-    torch.autograd.graph.increment_version([row for row in rows if row is not None])
-    for row, grad in zip(rows, grads, strict=True):
-        if row is None and grad is not None:  # in fp32: multiplying 16 bits, torch may round the factor to them
-            grad.copy_(grad.float() * factor.to(grad.device))
+def rescale(grads: Grads, factor: Tensor) -> None:
+    """Multiplies gradients in place by an fp32 number on a device, shape []: one pass that reads and writes."""
+    for grad in grads:
+        if grad is None:
+            continue
+        own = factor.to(grad.device)
+        if grad.dtype == torch.float32:
+            grad.mul_(own)
+        else:  # in fp32: multiplying 16 bits, torch may round the factor to them
+            grad.copy_(grad.float() * own)
 
 
 def numbers(hypers: Hypers) -> list[tuple[float, ...]]:

@@ -12,6 +12,8 @@ from accumfused import codecs
 from accumfused.backends.base import OVERWRITE, Fold, Hypers, Outcome, Scaling, new_outcome, numbers
 from accumfused.formats import Format, States, Weights
 from accumfused.numeric import (
+    LEAST_DIVISOR,
+    LEAST_SUM,
     chunk_count,
     flush_subnormal,
     ieee,
@@ -114,7 +116,8 @@ def finish_norm(sum_of_squares: Tensor | None, scaling: Scaling) -> Outcome:
     inverse = torch.where((divisor > 0) & divisor.isfinite(), 1.0 / divisor, torch.nan)
     norm = torch.zeros_like(divisor)
     if sum_of_squares is not None:
-        norm = square_root(sum_of_squares.float()).double() * inverse
+        is_lost = (sum_of_squares < LEAST_SUM) & (divisor < LEAST_DIVISOR)
+        norm = torch.where(is_lost, torch.nan, square_root(sum_of_squares.float()).double() * inverse)
     clip = torch.ones_like(norm)
     if scaling.max_grad_norm is not None:
         limit = torch.full_like(norm, scaling.max_grad_norm)

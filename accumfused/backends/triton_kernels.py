@@ -36,7 +36,7 @@ from accumfused.backends.triton_blocks import (
     whole_elements,
 )
 from accumfused.triton_codecs import from_bfloat16, noise, noise_keys, to_bfloat16_stochastic
-from accumfused.triton_numeric import LANES, is_finite, sum_partials, tree
+from accumfused.triton_numeric import LANES, LEAST_DIVISOR, LEAST_SUM, is_finite, sum_partials, tree
 
 # Arguments whose value must not make another kernel: Triton compiles anew for a 1 and for multiples of 16.
 NUMBERS = (
@@ -100,7 +100,9 @@ def norm_kernel(
         inverse = tl.where((divisor > 0) & is_finite(divisor), 1.0 / divisor, float("nan"))
         norm = tl.full([], 0.0, tl.float64)
         if partials != 0:
-            norm = tl.sqrt_rn(sum_partials(sums, chunks).to(tl.float32)).to(tl.float64) * inverse
+            total = sum_partials(sums, chunks)
+            norm = tl.sqrt_rn(total.to(tl.float32)).to(tl.float64) * inverse
+            norm = tl.where((total < LEAST_SUM) & (divisor < LEAST_DIVISOR), float("nan"), norm)
         rounded_norm = norm.to(tl.float32)
         clip = float64_from(max_grad_norm) / (rounded_norm.to(tl.float64) + 1e-6)
         clip = tl.where((clips == 0) | (clip > 1.0), 1.0, clip)  # keeps a NaN
