@@ -359,14 +359,14 @@ class Window:
 
         It counts from its first launch on. One that goes on with a micro-batch that was begun before is not undone.
         """
-        before, lists = dict(vars(self)), (self.accumulators, self._held, self._summed)
-        copies = [list(rows) for rows in lists]
+        before = dict(vars(self))
+        accumulators, held, summed = list(self.accumulators), list(self._held), list(self._summed)
         try:
             yield
         except BaseException:
             if not before["entered"] and self._launches == before["_launches"]:
                 vars(self).update(before)
-                self.accumulators, self._held, self._summed = copies
+                self.accumulators, self._held, self._summed = accumulators, held, summed
             raise
 
     # ---- parts -----------------------------------------------------------------------------------------------------

@@ -404,7 +404,10 @@ def _holds(dtype: torch.dtype, weight: float | Tensor) -> bool:
     """Whether a loss of this dtype can be multiplied by a weight without rounding it."""
     if dtype not in (torch.float16, torch.bfloat16):
         return True
-    return not isinstance(weight, Tensor) and float(torch.tensor(weight, dtype=torch.float64, device="cpu").to(dtype)) == weight
+    return (
+        not isinstance(weight, Tensor)
+        and float(torch.tensor(weight, dtype=torch.float64, device="cpu").to(dtype)) == weight
+    )
 
 
 def refuse_differentiable(options: Mapping[str, Any]) -> None:

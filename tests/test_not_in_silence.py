@@ -253,7 +253,7 @@ def test_parameters_that_were_frozen_when_release_began_are_released_too(backend
     assert moved(param) == 3 * LR
 
 
-class Exhausted(Exception):
+class ExhaustedError(Exception):
     pass
 
 
@@ -274,7 +274,7 @@ def test_a_micro_batch_that_runs_out_of_memory_and_is_given_up_does_not_count(
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "as_strided", _raise)
             patch.setattr(type(optimizer._runtime.window), "_launch", _raise)
-            with pytest.raises(Exhausted):
+            with pytest.raises(ExhaustedError):
                 fold(100.0, 2.0)
         param.grad = None
         assert snapshot(optimizer) == before
@@ -284,7 +284,7 @@ def test_a_micro_batch_that_runs_out_of_memory_and_is_given_up_does_not_count(
 
 
 def _raise(*_: object, **__: object) -> None:
-    raise Exhausted
+    raise ExhaustedError
 
 
 # ---- numbers far from 1 ----------------------------------------------------------------------------------------------
