@@ -18,6 +18,8 @@ from cases import assert_close
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import accumfused as af
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "patterns.md"
 FOLDER = ROOT / "examples" / "patterns"
@@ -228,6 +230,19 @@ def test_zero_grad(load: Load) -> None:
     lasts = updated(data.model(), data.micro_batches([8] * 12)[3::4], example.LR)  # what is left of each window
     start = weights(data.model())
     assert found["zero_grad first"] == pytest.approx(float((lasts - truth).norm() / (truth - start).norm()), rel=1e-4)
+
+
+def test_two_optimizers(load: Load) -> None:
+    example = load("two_optimizers")
+    found = example.main()
+    assert found["zero_grad"] < 10 * EXACT  # two networks, each of which follows the other
+    assert found["no zero_grad"] > 0.1
+    nets = example.networks()
+    generator, discriminator = (af.SGD(net.parameters(), lr=example.LR) for net in nets)
+    real, noise = (values.float() for values in example.batches()[0])
+    generator.backward(example.losses(nets, real, noise)[1])
+    with pytest.raises(RuntimeError, match="there is a gradient that was not accumulated"):
+        discriminator.backward(example.losses(nets, real, noise)[0])
 
 
 def test_existing_loop(load: Load) -> None:
