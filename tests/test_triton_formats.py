@@ -107,6 +107,28 @@ def test_every_16_bit_parameter_is_read_and_rounded(weights: str) -> None:
     assert moved.sum() > 1000 or "split" in weights or weights.endswith("master")
 
 
+@pytest.mark.parametrize("weights", [name for name in WEIGHTS if "split" in name or "master" in name])
+def test_every_16_bit_parameter_that_is_written_from_outside_counts(weights: str) -> None:
+    """Each beside what another one lacked."""
+    dtype, options = WEIGHTS[weights]
+    written = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+    def train(backend: Any, device: str) -> dict[str, Tensor]:
+        param = torch.randn(2**16, generator=torch.Generator().manual_seed(6)).to(device, dtype).requires_grad_()
+        sgd = Case("", case_named("sgd").optimizer, None, None, {"lr": 1e-3})  # type: ignore[arg-type]
+        optimizer = sgd.make([param], backend, nonfinite="propagate", rounding_seed=5, **options)
+        set_grads([param], random_grads([param], 1, dtype))
+        optimizer.step()
+        param.data.copy_(written)
+        set_grads([param], [torch.zeros_like(param)])
+        optimizer.step()
+        return everything(optimizer)
+
+    found = run_both(train)["param 0"]
+    assert torch.equal(found.isnan(), written.isnan())
+    torch.testing.assert_close(found, written, rtol=2.0**-7, atol=1e-38, equal_nan=True)
+
+
 def test_far_below_the_smallest_float16_rounding_is_still_in_proportion() -> None:
     exponents = torch.linspace(-25, -45, 4096)
 
