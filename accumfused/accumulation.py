@@ -16,7 +16,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from accumfused import graphs, shards
+from accumfused import graphs, memory, shards
 from accumfused.arena import Arena, adoptable
 from accumfused.backends.base import OVERWRITE, Backend, Fold, on_device
 from accumfused.batch_norm import warn_of_batch_norm
@@ -484,6 +484,7 @@ class Window:
             if grad is self.arena.places[row] or (may_adopt and adoptable(grad, plan.accumulator_dtype)):
                 taken[row] = grad
             else:
+                memory.check_size(grad, "gradient")
                 copied[row] = grad
         if any(grad is not None for grad in copied):
             copied = self.arena.apart(copied)

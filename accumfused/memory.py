@@ -18,17 +18,22 @@ def check(params: Sequence[Tensor]) -> None:
     """
     foreign = []
     for param in params:
-        storage = param.untyped_storage()
-        if _end(param) > storage.data_ptr() + storage.nbytes():
-            raise RuntimeError(
-                f"a parameter of shape {list(param.shape)} lies in a storage of {storage.nbytes()} bytes, which is too "
-                "small (it was resized?); give it memory again before the step"
-            )
-        if param.device.type == "cpu" and not storage.resizable():  # an array's, a file's, another process's
+        check_size(param, "parameter")
+        if param.device.type == "cpu" and not param.untyped_storage().resizable():  # an array's, a file's...
             foreign.append(param)
     if foreign:
         _check_writable(foreign)
     _check_shared(params)
+
+
+def check_size(tensor: Tensor, what: str) -> None:
+    """Refuses a tensor (with elements) whose storage was resized to less than it needs."""
+    storage = tensor.untyped_storage()
+    if _end(tensor) > storage.data_ptr() + storage.nbytes():
+        raise RuntimeError(
+            f"a {what} of shape {list(tensor.shape)} lies in a storage of {storage.nbytes()} bytes, which is too "
+            "small (it was resized?); give it memory again"
+        )
 
 
 def _check_writable(params: Sequence[Tensor]) -> None:

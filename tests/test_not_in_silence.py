@@ -417,6 +417,11 @@ def test_a_storage_that_has_become_too_small_is_refused(backend: str) -> None:
         optimizer.step()
     param.untyped_storage().resize_(4 * SIZE)
     optimizer.step()
+    optimizer.zero_grad()
+    param.grad = torch.ones(SIZE)
+    param.grad.untyped_storage().resize_(4 * SIZE - 4)
+    with pytest.raises(RuntimeError, match=r"a gradient of shape \[4096\] lies in a storage of"):
+        optimizer.accumulate()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped read-only")
