@@ -11,7 +11,7 @@ NATIVE_TESTS := test_backends_agree.py test_layouts.py test_native.py
 PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -p xdist --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench bench-smoke numerics gpu wheel sanitize clean
+.PHONY: demo test lint bench bench-smoke numerics gpu native wheel sanitize clean always
 .SECONDARY:
 
 demo: $(VENV)/examples.stamp
@@ -36,9 +36,9 @@ numerics: $(VENV)/numerics.stamp
 # the benchmark whatever the tests say. Copy the report to bench/results/<card>/<date>.json to keep it.
 REPORT ?= build/gpu.json
 CARD := import torch; print('%d%d' % torch.cuda.get_device_capability())
-gpu: $(VENV)/environment.stamp
-	ACCUMFUSED_NATIVE=1 ACCUMFUSED_CUDA=1 ACCUMFUSED_CUDA_ARCHS="$$($(RUN) -c "$(CARD)")" \
-		$(PIP) install --no-index --no-build-isolation --editable '.[gpu]'
+gpu: $(VENV)/torch.stamp
+	export ACCUMFUSED_NATIVE=1 ACCUMFUSED_CUDA=1 ACCUMFUSED_CUDA_ARCHS="$$($(RUN) -c "$(CARD)")"; \
+	$(RUN) setup.py build_ext --inplace && $(PIP) install --no-index --no-build-isolation --editable '.[gpu]'
 	$(RUN) -m accumfused
 	status=0; \
 	$(PYTEST) -n 8 $(ARGS) || status=$$?; \
@@ -51,10 +51,11 @@ lint: $(VENV)/lint.stamp
 	$(RUN) -m mypy
 	PATH=$(VENV)/bin:$$PATH clang-format --dry-run -Werror $(CSRC)
 
-# With build isolation: pip fetches what pyproject.toml requires, and torch is not there.
+# Without torch, for every card that nvcc knows, unless ACCUMFUSED_CUDA or ACCUMFUSED_CUDA_ARCHS say otherwise.
 wheel: $(VENV)/environment.stamp
 	rm -rf build/lib* build/bdist*
-	$(PIP) wheel . --no-deps --wheel-dir dist
+	$(RUN) setup.py build_ext
+	$(PIP) wheel . --no-deps --no-build-isolation --wheel-dir dist
 
 # A copy of the package in build/sanitize, imported from there because that is the current folder. The sanitizers'
 # runtimes (GCC's) must be loaded before all else; Python itself leaks; pytest must not swallow their report.
@@ -72,15 +73,36 @@ clean:
 	rm -rf build dist *.egg-info accumfused/_C.*.so $(REASON) accumfused/_cuda_error.txt $(VENV)/*.stamp
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
+# What builds the package, and then torch, which only runs it.
 $(VENV)/environment.stamp: tools/environment.py
+	$(PYTHON) tools/environment.py $(VENV)
+	@touch $@
+
+$(VENV)/torch.stamp: $(VENV)/environment.stamp
 	$(PYTHON) tools/environment.py $(VENV) "$(TORCH)"
 	@touch $@
+
+# To develop, CUDA code is compiled for the cards that are here; or as ACCUMFUSED_CUDA or ACCUMFUSED_CUDA_ARCHS ask.
+ifeq ($(ACCUMFUSED_CUDA)$(ACCUMFUSED_CUDA_ARCHS),)
+CARDS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>&1 | sed -n 's/^\([0-9]*\)\.\([0-9]\)$$/\1\2/p' | sort -u)
+CUDA := $(if $(CARDS),ACCUMFUSED_CUDA_ARCHS="$(CARDS)",ACCUMFUSED_CUDA=0)
+endif
+
+# Changes when other CUDA code is asked for.
+build/cuda: always
+	@mkdir -p $(@D); asked='$(CUDA) $(ACCUMFUSED_CUDA) $(ACCUMFUSED_CUDA_ARCHS)'; \
+	echo "$$asked" | cmp -s - $@ || echo "$$asked" >$@
+
+# Apart from pip, which shows nothing of what it compiles.
+native: $(VENV)/environment.stamp
+	$(CUDA) $(RUN) setup.py build_ext --inplace
 
 # Frameworks are tested where they can be had; without them their tests are skipped, with the reason.
 EXTRAS_test := test,frameworks
 
-# What needs the package: installed for editing, with an extra of pyproject.toml, and rebuilt when csrc changes.
+# What needs the package: installed for editing, with an extra of pyproject.toml. torch is fetched while csrc compiles.
 # Without a native module all still works, more slowly; the next make tries again.
-$(VENV)/%.stamp: $(VENV)/environment.stamp setup.py pyproject.toml $(CSRC)
-	$(PIP) install --no-build-isolation --editable '.[$(or $(EXTRAS_$*),$*)]'
+$(VENV)/%.stamp: $(VENV)/environment.stamp setup.py pyproject.toml build/cuda $(CSRC)
+	$(MAKE) --no-print-directory --jobs=2 $(VENV)/torch.stamp native
+	$(CUDA) $(PIP) install --no-build-isolation --editable '.[$(or $(EXTRAS_$*),$*)]'
 	@if [ -e $(REASON) ]; then echo "no native module: $$(cat $(REASON))"; else touch $@; fi

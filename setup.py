@@ -6,6 +6,7 @@ ACCUMFUSED_CUDA_ARCHS="80 90": compute capabilities to build for, in place of al
 LDFLAGS and CUDACXX (nvcc) are honoured.
 """
 
+import contextlib
 import itertools
 import os
 import platform
@@ -95,11 +96,16 @@ class BuildNative(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         (build / "build.ninja").write_text(ninja_file(build, nvcc))
         command = [ninja(), "-C", str(build), *([] if self.verbose else ["--quiet"])]
+        announce(command, nvcc)
         lines = []
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        # Under `make -j` ninja would look for make's jobserver, whose files Python does not pass on.
+        known = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+        with subprocess.Popen(
+            command, env=known, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                print(line, end="")
+                print(line, end="", flush=True)
                 lines.append(line)
         if process.returncode != 0:
             raise RuntimeError(f"the compiler failed:\n{the_error_in(lines)}")
@@ -113,6 +119,25 @@ class BuildPython(build_py):
         if self.editable_mode and mode("NATIVE") == "0":
             forget(ROOT / "accumfused")
         super().run()
+
+
+def announce(command: list[str], nvcc: "Nvcc | None") -> None:
+    """Says what ninja is about to compile; ninja itself names a file when that is done, and nvcc takes minutes.
+
+    Where pip has our stdout, which it shows only with -v, the line goes to the terminal too, if there is one.
+    """
+    said = subprocess.run([*command, "-n", "-v"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    files = said.count(" -c ")
+    if files == 0:
+        return
+    text = f"accumfused: compiling {files} file{'s' if files > 1 else ''}"
+    if nvcc is not None and "launch.cu" in said:
+        archs = " ".join(map(str, nvcc.archs))
+        text += f", for some minutes: kernels for GPUs of compute capability {archs} too (ACCUMFUSED_CUDA=0: without)"
+    print(text, flush=True)
+    if "PIP_BUILD_TRACKER" in os.environ:
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            terminal.write(f"\n{text}\n")
 
 
 def forget(package: Path) -> None:
@@ -271,15 +296,15 @@ def ninja_file(build: Path, nvcc: "Nvcc | None") -> str:
         "  description = $out",
     ]
     objects = []
+    if nvcc is not None:  # takes longest: first
+        objects.append("cuda_launch.cu.o")
+        source = os.path.relpath(CSRC / "cuda/launch.cu", build)  # nvcc mangles what lies in a folder like "$0"
+        lines.append(f"build {objects[-1]}: compile_cuda {escape(source)}")
     for source in sources:
         objects.append(source.replace("/", "_") + ".o")
         lines.append(f"build {objects[-1]}: compile {escape(CSRC / source)}")
         extra = INSTRUCTION_SETS.get(source, nvcc.defines if nvcc and source.endswith("binding.cpp") else [])
         lines.append(f"  extra = {shlex.join(extra)}")
-    if nvcc is not None:
-        objects.append("cuda_launch.cu.o")
-        source = os.path.relpath(CSRC / "cuda/launch.cu", build)  # nvcc mangles what lies in a folder like "$0"
-        lines.append(f"build {objects[-1]}: compile_cuda {escape(source)}")
     lines += [f"build _C.so: link {' '.join(objects)}", ""]
     return "\n".join(lines)
 

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 MODULE = f"accumfused/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 REASON = "accumfused/_native_error.txt"
 OBJECTS = "build/temp/native"
+# Runs a program in a session of its own, whose terminal is the first argument.
+ON_TERMINAL = "import os, sys; os.setsid(); os.open(sys.argv[1], os.O_RDWR); os.execv(sys.argv[2], sys.argv[2:])"
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source")
 x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
@@ -31,17 +33,18 @@ def copy_of_the_source(folder: Path) -> Path:
     return folder
 
 
-def setup_py(source: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def setup_py(source: Path, *command: str, terminal: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     known = {name: value for name, value in os.environ.items() if name not in ("CXX", "CXXFLAGS", "LDFLAGS")}
     modes = {"ACCUMFUSED_NATIVE": "auto", "ACCUMFUSED_CUDA": "0"}
+    on_terminal = [sys.executable, "-c", ON_TERMINAL, terminal] if terminal else []
     return subprocess.run(
-        [sys.executable, "setup.py", *command],
+        [*on_terminal, sys.executable, "setup.py", *command],
         cwd=source, env={**known, **modes, **environment}, capture_output=True, text=True,
     )  # fmt: skip
 
 
-def build_in_place(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return setup_py(source, "build_ext", "--inplace", "--build-temp", "build/temp", **environment)
+def build_in_place(source: Path, **options: str) -> subprocess.CompletedProcess[str]:
+    return setup_py(source, "build_ext", "--inplace", "--build-temp", "build/temp", **options)
 
 
 def written(source: Path) -> dict[str, int]:
@@ -78,7 +81,9 @@ def test_the_module_loads(built: Path) -> None:
 
 def test_a_second_build_does_nothing(built: Path) -> None:
     before = written(built)
-    assert "no work to do" in build_in_place(built).stdout
+    said = build_in_place(built).stdout
+    assert "no work to do" in said
+    assert "compiling" not in said
     assert written(built) == before
 
 
@@ -86,9 +91,25 @@ def test_a_change_rebuilds_what_depends_on_it(built: Path) -> None:
     before = written(built)
     with (built / "csrc" / "cpu" / "baseline.cpp").open("a") as file:
         file.write("// changed\n")
-    assert build_in_place(built).returncode == 0
+    done = build_in_place(built)
+    assert done.returncode == 0
+    assert re.search(r"accumfused: compiling 1 file\n(.*\n)*\[1/2\] .*cpu/baseline.cpp", done.stdout)
     after = written(built)
     assert {name for name in after if after[name] != before[name]} == {"cpu_baseline.cpp.o", "_C.so"}
+
+
+def test_the_terminal_is_told_what_pip_keeps_to_itself(built: Path) -> None:
+    ours, terminal = os.openpty()
+    os.set_blocking(ours, False)
+    (built / OBJECTS / "cpu_dispatch.cpp.o").unlink()
+    build_in_place(built, terminal=os.ttyname(terminal), PIP_BUILD_TRACKER="pip's")
+    assert b"accumfused: compiling 1 file\r\n" in os.read(ours, 1000)
+    (built / OBJECTS / "cpu_dispatch.cpp.o").unlink()
+    build_in_place(built, terminal=os.ttyname(terminal))
+    with pytest.raises(BlockingIOError):
+        os.read(ours, 1000)
+    os.close(ours)
+    os.close(terminal)
 
 
 def test_a_changed_header_is_noticed(built: Path) -> None:
@@ -201,3 +222,49 @@ def test_the_source_distribution_has_every_source(fresh: Path) -> None:
     assert sources <= packed
     assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "accumfused/py.typed"} <= packed
     assert MODULE not in packed
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+class TestMake:
+    """By what `make --dry-run` would do from a fresh clone: neither .venv nor the build folder is touched."""
+
+    def would_run(self, target: str, folder: Path, cards: str = "", **environment: str) -> str:
+        """The commands, on a machine whose nvidia-smi says `cards`."""
+        program = folder / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\nprintf '{cards}'\n")
+        program.chmod(0o755)
+        known = {name: value for name, value in os.environ.items() if not name.startswith(("ACCUMFUSED_", "MAKE"))}
+        path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(
+            ["make", "--dry-run", target, f"VENV={folder}/venv"],
+            cwd=ROOT, env={**known, "PATH": path, **environment}, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        return done.stdout.replace(str(folder), "")
+
+    def test_a_wheel_needs_no_torch(self, tmp_path: Path) -> None:
+        assert "torch" not in self.would_run("wheel", tmp_path)
+        assert "torch==" in self.would_run("demo", tmp_path)
+
+    @pytest.mark.parametrize("target", ["demo", "test", "wheel", "gpu"])
+    def test_no_pip_hides_the_compiler(self, target: str, tmp_path: Path) -> None:
+        """Where pip asks for the native module, setup.py has built it already, in sight."""
+        commands = self.would_run(target, tmp_path)
+        assert 0 < commands.index("setup.py build_ext") < commands.index("--no-build-isolation")
+
+    @pytest.mark.parametrize(
+        ("cards", "asked", "built_with"),
+        [
+            ("", {}, "ACCUMFUSED_CUDA=0 "),
+            ("No devices were found\\n", {}, "ACCUMFUSED_CUDA=0 "),
+            ("9.0\\n8.6\\n9.0\\n", {}, 'ACCUMFUSED_CUDA_ARCHS="86 90" '),
+            ("", {"ACCUMFUSED_CUDA": "1"}, ""),
+            ("9.0\\n", {"ACCUMFUSED_CUDA_ARCHS": "80"}, ""),
+        ],
+        ids=["no driver", "no card", "cards", "asked", "asked for others"],
+    )
+    def test_to_develop_only_cuda_code_that_is_of_use(
+        self, cards: str, asked: dict[str, str], built_with: str, tmp_path: Path
+    ) -> None:
+        commands = self.would_run("test", tmp_path, cards, **asked)
+        assert f"\n{built_with}/venv/bin/python setup.py build_ext --inplace" in commands
+        assert f"\n{built_with}/venv/bin/python -m pip --quiet --disable-pip-version-check install" in commands

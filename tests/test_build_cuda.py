@@ -83,6 +83,7 @@ class TestWithNvcc:
     def test_the_architectures_asked_for_are_built(self, source: Path) -> None:
         done = build_in_place(source, ACCUMFUSED_CUDA="1", ACCUMFUSED_CUDA_ARCHS="80;90", ACCUMFUSED_NATIVE="1")
         assert done.returncode == 0, done.stderr
+        assert "kernels for GPUs of compute capability 80 90" in done.stdout
         assert not (source / CUDA_REASON).exists()
         program = "import accumfused._native as n; print(n._C.cuda.ARCHS)"
         found = subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True, text=True)

@@ -1,8 +1,8 @@
-"""Makes the development environment: python tools/environment.py FOLDER TORCH
+"""Makes the development environment: python tools/environment.py FOLDER [TORCH]
 
-Leaves a virtual environment in FOLDER with torch and what pyproject.toml needs to build without isolation. Where the
-interpreter that runs this already has a supported torch (a CUDA build included), that one is used and none is
-downloaded; else TORCH, a requirement for pip, is installed. Can be run again: what is there stays.
+Leaves a virtual environment in FOLDER with what pyproject.toml needs to build without isolation. With TORCH, a
+requirement for pip, torch too: where the interpreter that runs this already has a supported one (a CUDA build
+included), that one is used and none is downloaded. Can be run again: what is there stays.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def supported_torch() -> str | None:
     return version if numbers(version) >= numbers(stated(r'"torch>=([\d.]+)"')) else None
 
 
-def main(folder: Path, torch: str) -> None:
+def main(folder: Path, torch: str | None) -> None:
     python = str(folder / "bin" / "python")
-    pip = [python, "-m", "pip", "--quiet"]
+    pip = [python, "-m", "pip"]
     here = supported_torch()
     if not Path(python).exists():
         print(f"making {folder} for Python {platform.python_version()}", flush=True)
@@ -51,12 +51,13 @@ def main(folder: Path, torch: str) -> None:
             # --system-site-packages leads to the base installation; this interpreter may itself be an environment.
             library = next(folder.glob("lib/python*/site-packages"))
             (library / "host.pth").write_text(f"{metadata.distribution('torch').locate_file('')}\n")
-    check = subprocess.run([python, __file__, "--supported-torch"], stdout=subprocess.DEVNULL)
-    if check.returncode != 0:
-        print(f"installing {torch}", flush=True)
-        subprocess.run([*pip, "install", *torch.split()], check=True)
     build_requirements: list[str] = ast.literal_eval(stated(r"\nrequires = (\[.*?\])"))
-    subprocess.run([*pip, "install", *build_requirements], check=True)
+    subprocess.run([*pip, "--quiet", "install", *build_requirements], check=True)
+    if torch is not None:
+        check = subprocess.run([python, __file__, "--supported-torch"], stdout=subprocess.DEVNULL)
+        if check.returncode != 0:
+            print(f"installing {torch}", flush=True)
+            subprocess.run([*pip, "install", *torch.split()], check=True)
 
 
 if __name__ == "__main__":
@@ -64,4 +65,4 @@ if __name__ == "__main__":
         sys.exit(f"Python 3.10 or newer is needed, this is {platform.python_version()}; try: make PYTHON=python3.12")
     if sys.argv[1:] == ["--supported-torch"]:
         sys.exit(0 if supported_torch() else 1)
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None)
