@@ -158,7 +158,7 @@ class Window:
 
     def weights_held(self) -> list[Tensor]:
         """What `resumed` needs with each accumulator: fp64 [4], see checkpoint.py."""
-        unit = self._unit if self.is_weighted else 0.0
+        unit = (-self._unit if isinstance(self.total, Tensor) else self._unit) if self.is_weighted else 0.0
         numbers = [torch.as_tensor(n, dtype=torch.float64).to(self._weights) for n in (self.total, self._count, unit)]
         factors = {index: self._weights[max(index, _READY)] for index in set(self._held)}
         rows = {index: torch.stack([factor, *(n.reshape(()) for n in numbers)]) for index, factor in factors.items()}
@@ -177,11 +177,9 @@ class Window:
             window._held.append(OVERWRITE if accumulator is None else known.setdefault(factor, len(known)))
             window._summed.append(False)
             if weights is not None:
-                # What a device's weights have spoiled, or made 0, is for the step to skip.
-                window.total = total if 0 < total < math.inf else torch.tensor(total, dtype=torch.float64, device="cpu")
-                window._count, window.is_weighted, window._unit = int(count), unit != 0, unit or 1.0
-        if not window.is_weighted:
-            window.total = 0.0
+                is_read = unit >= 0 and math.isfinite(total)  # else it is for the step to skip, and not for us to raise
+                window.total = total if is_read else torch.tensor(total, dtype=torch.float64, device="cpu")
+                window._count, window.is_weighted, window._unit = int(count), unit != 0, abs(unit) or 1.0
         window._weights = torch.tensor([*known, *[1.0] * (window._count + 1)], dtype=torch.float64, device="cpu")
         return window
 

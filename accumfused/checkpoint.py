@@ -3,8 +3,8 @@
 A window is saved with each parameter, because torch.distributed.checkpoint keeps nothing else:
 `state[p]["grad_accumulator"]`, fp32 or bf16, is the sum so far, and `state[p]["grad_accumulator_weights"]`, fp64 [4],
 holds the factor that the next fold applies to it, the sum of the window's weights, the number of its micro-batches, and
-the power of two that its weights were divided by (0: a plain sum). A window in which no parameter has a sum yet has its
-weights alone, with the first parameter.
+the power of two that its weights were divided by (negative: they are a device's; 0: a plain sum). A window in which no
+parameter has a sum yet has its weights alone, with the first parameter.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ def check(params: Sequence[Tensor]) -> None:
 
 
 def check_size(tensor: Tensor, what: str) -> None:
-    """Refuses a tensor (with elements) whose storage was resized to less than it needs."""
+    """Refuses a tensor whose storage was resized to less than it needs."""
     storage = tensor.untyped_storage()
-    if _end(tensor) > storage.data_ptr() + storage.nbytes():
+    if tensor.numel() and _end(tensor) > storage.data_ptr() + storage.nbytes():
         raise RuntimeError(
             f"a {what} of shape {list(tensor.shape)} lies in a storage of {storage.nbytes()} bytes, which is too "
             "small (it was resized?); give it memory again"

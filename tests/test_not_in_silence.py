@@ -97,6 +97,15 @@ def test_the_parameter_itself_as_its_gradient_is_left_alone(backend: str) -> Non
     assert moved(param) == 8 * 3 * LR
 
 
+def test_a_gradient_without_elements_needs_no_memory(backend: str) -> None:
+    params = [Parameter(torch.zeros(shape)) for shape in ((3, 0), (0,), (2, 0, 5))]
+    optimizer = af.SGD(params, lr=LR, backend=backend)
+    for _ in range(2):
+        torch.stack([param.sum() for param in params]).sum().backward()
+        optimizer.accumulate()
+    optimizer.step()
+
+
 def test_what_nobody_else_holds_is_still_adopted(backend: str) -> None:
     param, optimizer = one(backend)
     (param * torch.ones(SIZE)).sum().backward()
@@ -217,6 +226,8 @@ def test_a_window_of_empty_micro_batches_alone_is_in_the_checkpoint(backend: str
     again, resumed = one(backend)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for own, each in ((param, optimizer), (again, resumed)):
+        with refused(each, ValueError, "the weights of this window are all zero"):
+            each.step()
         own.grad = torch.ones(SIZE)
         with refused(each, ValueError, "weights for some micro-batches of a window only"):
             each.accumulate()
