@@ -24,6 +24,7 @@ from accumfused.formats import PARAM_DTYPES
 from accumfused.plan import Grads, Plan
 from accumfused.warn import warn
 
+_EXPONENT = 0x7FF << 52  # those bits of an fp64 number
 _READY = 0  # index of the weight 1: what an accumulator holds under it is already weighted
 
 
@@ -506,8 +507,9 @@ def _power_of_two(weight: float | Tensor) -> float | Tensor:
     """The one at or below a weight (1 for 0, inf and NaN): dividing by it changes no bit of a mantissa."""
     if not isinstance(weight, Tensor):
         return math.ldexp(1.0, math.frexp(weight)[1] - 1) if weight > 0 else 1.0
-    usual = torch.where((weight > 0) & weight.isfinite(), weight, torch.ones_like(weight))
-    return torch.ldexp(torch.ones_like(usual), torch.frexp(usual).exponent - 1)
+    is_usual = (weight >= torch.finfo(weight.dtype).smallest_normal) & weight.isfinite()
+    usual = torch.where(is_usual, weight, torch.ones_like(weight))
+    return (usual.view(torch.int64) & _EXPONENT).view(torch.float64)
 
 
 def _laid_out(accumulator: Tensor, tensor: Tensor) -> Tensor:

@@ -293,6 +293,25 @@ def test_a_tensor_that_moved_since_the_warm_up_is_refused(gpu: str) -> None:
     optimizer.zero_grad()
 
 
+def test_gradients_in_the_memory_of_compiled_graphs_are_copied(gpu: str) -> None:
+    """With reduce-overhead each backward pass writes the same memory again."""
+    found = []
+    for mode in (None, "reduce-overhead"):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)).to(DEVICE)
+        forward: Any = net if mode is None else torch.compile(net, mode=mode)
+        optimizer = af.SGD(net.parameters(), lr=0.1, backend=gpu)
+        data = torch.randn(3, 16, 64, device=DEVICE)
+        for _ in range(6):  # some to warm up, some recorded, some replayed
+            for x in data:
+                torch.compiler.cudagraph_mark_step_begin()
+                forward(x).square().mean().backward()
+                optimizer.accumulate()
+            optimizer.step()
+        found.append(torch.cat([param.detach().flatten() for param in net.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 # ---- a forked process -----------------------------------------------------------------------------------------------
 
 FORKED = """

@@ -400,7 +400,7 @@ def test_the_default_dtype_changes_no_bit(backend: str, dtype: torch.dtype, make
         try:
             for number, grad in enumerate(grads):
                 param.grad = grad.clone()
-                optimizer.accumulate(3.0 + number)
+                optimizer.accumulate(3.0 + number if number < 3 else torch.tensor(1e5 + number, dtype=torch.float64))
                 if number == 1:
                     saved = copy.deepcopy(optimizer.state_dict())
                     optimizer = make(param)

@@ -33,8 +33,9 @@ class SgdRule(Rule):
     @staticmethod
     def scalars(hyper: Mapping[str, float], step: Tensor, coefficient: Tensor) -> dict[str, Tensor]:
         numbers = {name: hyper[name] for name in ("lr", "momentum", "weight_decay")}
-        later = torch.full_like(step, 1.0 - hyper["dampening"])  # a number in where() would have torch's default dtype
-        incoming = torch.where(step == 1, torch.ones_like(step), later)
+        # As a tensor: a number in where() would have torch's default dtype.
+        later = torch.full_like(step, 1.0 - hyper["dampening"], dtype=torch.float32)
+        incoming = torch.where(step == 1, torch.ones_like(later), later)
         return fp32(numbers, step.device) | {
             "coefficient": -coefficient if hyper["maximize"] else coefficient,
             "incoming": incoming,
