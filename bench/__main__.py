@@ -29,8 +29,8 @@ from bench.clock import CudaClock, EnqueueClock
 from bench.command import Run
 from bench.loops import CUDA_PIECE, PIECE, CpuLoops, CudaLoops
 from bench.machine import gpu, machine
-from bench.options import DTYPES, OptionError, backend, chosen, model_shapes, peer_names
-from bench.stored import place
+from bench.options import DTYPES, OptionError, backend, chosen, model_shapes, peer_names, threads
+from bench.stored import BUSY, place
 from bench.suites import Bench, all_suites
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"report": page.main, "compare": compare.main}
@@ -75,7 +75,7 @@ def main() -> None:
     if options["given"]:
         about["options"] = list(options["given"].values())
     console.print()
-    if about["load"] > 0.5:
+    if about["load"] > BUSY:
         console.print(f"the machine is not idle: its load was {about['load']:.1f} in the minute before\n")
     if asked.quick:
         console.print("--quick: tiny sizes, the figures mean nothing\n")
@@ -95,7 +95,7 @@ def arguments() -> argparse.ArgumentParser:
         "--json", metavar="FILE",
         help="write everything that was measured to FILE, or to <machine>/<date>.json in a folder (FOLDER/)",
     )  # fmt: skip
-    parser.add_argument("--threads", type=int, help="torch.set_num_threads; default: torch's own")
+    parser.add_argument("--threads", type=threads, metavar="N", help="torch.set_num_threads; default: torch's own")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
     parser.add_argument(
         "--backend", metavar="NAME", help=f"ours: {', '.join(NAMES)}; default: auto, and on a GPU all that run there"

@@ -1,20 +1,32 @@
-"""Bars and stacks: each row's name above its bar, for beside it a long name would leave no room on a narrow page."""
+"""Bars and stacks: each row's name above its bar, for beside it a long name would leave no room on a narrow page.
+
+A row that has no figure is in the table, with the reason, and not here. Bars many times as long as ours end early, with
+a break and their figure, so that the others can be told apart.
+"""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.text import Annotation, Text
+from matplotlib.ticker import FuncFormatter
 
-from bench.readings import Reading, gap, losses, number, ours, readings
+from bench.owners import COLORS, NOBODY, OURS, owners, rivals
+from bench.readings import Reading, best, compared, number, readings
 from bench.stored import Row, Stored, name, text
 
-OUR_COLOR, THEIR_COLOR, LOST_COLOR = "#0072b2", "#9a9a9a", "#b03a2e"
-COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#777777", "#8c564b")
+LOST_COLOR = "#b03a2e"
+NOISE_MARK = "within the noise"
 WIDTH = 5.0  # inches
+FONT = 8.5  # points, of labels
+_INCHES = 0.37  # of a row's unit of height
 _NEXT = 0.62  # from one bar of a row to the next, where 1.15 and the further bars are a row
-_LETTERS = 68  # of a bold line
+_LONG = 4  # times the longest of ours: what is far longer ends there
+_GAP = 4  # points, between a bar and its label
 
 
 def bars(table: Stored) -> Figure | None:
@@ -27,30 +39,47 @@ def bars(table: Stored) -> Figure | None:
     if unit is None:
         return None
     keys = list(dict.fromkeys(key for several in times for key, reading in several.items() if reading.unit == unit))
-    figure, axes, places = _rows(table, len(keys), {index: why[0] for index, why in losses(table).items()})
-    widest = max(several[key].value for several in times for key in keys if key in several)
-    for row, mine, several, place in zip(table.rows, ours(table), times, places, strict=True):
-        if not several:
-            axes.text(0, place, short(gap(row) or "no time", _LETTERS), fontsize=8, style="italic", va="center")
-        for index, key in enumerate(keys):
-            if key in several:
-                end = _bar(axes, row, several[key], place + _NEXT * index, mine)
-                said = _said(table, row, several[key], len(keys) > 1)
-                axes.text(end + 0.015 * widest, place + _NEXT * index, said, fontsize=8, va="center")
+    drawn = [index for index, several in enumerate(times) if any(key in several for key in keys)]
+    figure, axes, places = _rows(table, drawn, len(keys), bytes_too=True)
+    owned, fastest = owners(table), {key: _least(table, key) for key in keys}
+    limit = _limit([(owned[index], times[index][key].value) for index in drawn for key in keys if key in times[index]])
+    labels = []
+    for index, place in zip(drawn, places, strict=True):
+        for number_, key in enumerate(keys):
+            if key in times[index]:
+                reading, y = times[index][key], place + _NEXT * number_
+                end = _bar(axes, table.rows[index], reading, y, COLORS[owned[index]], limit)
+                said = _said(table, table.rows[index], reading, len(keys) > 1)
+                labels.append(_label(axes, end, y, said, _mark(table, index, reading, fastest[key], "fastest")))
     at_ceiling = any(number(row.get("share")) for row in table.rows)
-    meaning = "; thick mark: at the machine's ceiling for these bytes, %: share of it" if at_ceiling else ""
-    axes.set(xlim=(0, widest * 1.45), xlabel=f"{unit}{meaning}")
+    meaning = "; thick mark: at the machine's ceiling for the same bytes; %: the share of it" if at_ceiling else ""
+    axes.set_xlabel(wrapped(f"{unit}, medians; thin line: between the quartiles{meaning}"), fontsize=FONT)
+    _legend(figure, [owned[index] for index in drawn])
+    _fit(figure, axes, labels)
     return figure
 
 
-def _bar(axes: Axes, row: Row, reading: Reading, y: float, mine: bool) -> float:
+def _limit(values: list[tuple[str, float]]) -> float:
+    """Where bars end that are far longer than ours; infinite where none is."""
+    mine = [value for owner, value in values if owner == OURS]
+    others = [value for owner, value in values if owner not in (OURS, NOBODY)]
+    if not mine or not others:
+        return float("inf")
+    limit = max(_LONG * max(mine), 1.25 * min(others))
+    return limit if max(others) > 2 * limit else float("inf")
+
+
+def _bar(axes: Axes, row: Row, reading: Reading, y: float, color: str, limit: float) -> float:
     """A bar, the line between its quartiles and the mark of its ceiling. Returns where they end."""
+    if reading.value > limit:
+        axes.barh(y, limit, 0.5, color=color)
+        axes.plot([limit * 0.955, limit * 0.975], [y + 0.32, y - 0.32], color="white", linewidth=3)
+        return limit
     ends = [reading.value]
-    axes.barh(y, reading.value, 0.5, color=OUR_COLOR if mine else THEIR_COLOR)
-    first, third = _value(row, "first_quartile"), _value(row, "third_quartile")
-    if reading.spread > 0 and first is not None and third is not None:
-        axes.plot([first, third], [y, y], color="0.2", linewidth=1)
-        ends.append(third)
+    axes.barh(y, reading.value, 0.5, color=color)
+    if reading.spread > 0 and reading.quartiles is not None:
+        axes.plot(reading.quartiles, [y, y], color="0.2", linewidth=1)
+        ends.append(reading.quartiles[1])
     share = _value(row, "share")
     if share is not None and reading.key == "median":
         axes.plot([reading.value * share] * 2, [y - 0.3, y + 0.3], color="black", linewidth=1.8)
@@ -61,28 +90,56 @@ def _bar(axes: Axes, row: Row, reading: Reading, y: float, mine: bool) -> float:
 def _said(table: Stored, row: Row, reading: Reading, several: bool) -> str:
     share = _value(row, "share") if reading.key == "median" else None
     said = f"{text(reading.value)} {reading.unit}" + (f", {share:.0%}" if share is not None else "")
-    return f"{said} ({_heading(table, reading.key)})" if several else said
+    part = _heading(table, reading.key).replace(reading.unit, "").strip(", ")
+    return f"{said} ({short(part, 24)})" if several else said
+
+
+def _least(table: Stored, key: str) -> int | None:
+    """The row with the least of a figure, where rows of several owners have it."""
+    owned = owners(table)
+    having = [i for i, row in enumerate(table.rows) if owned[i] != NOBODY and any(r.key == key for r in readings(row))]
+    return best(table, having, key) if len({owned[i] for i in having}) > 1 else None
+
+
+def _mark(table: Stored, index: int, reading: Reading, least: int | None, called: str) -> str:
+    """`called`, or how a row of ours stands behind the best of the others; empty for all else."""
+    owned = owners(table)
+    if index == least:
+        others = [i for i, owner in enumerate(owned) if owner not in (owned[index], NOBODY)]
+        second = best(table, others, reading.key)
+        verdict = None if second is None else compared(table, index, second, reading.key)
+        return called if verdict is None or not verdict.noise else ""
+    other = best(table, rivals(table, index), reading.key) if OURS in name(table.rows[index]) else None
+    verdict = None if other is None else compared(table, index, other, reading.key)
+    if verdict is None or other is None:
+        return ""
+    if verdict.noise and reading.is_time and other == least:
+        return NOISE_MARK
+    return verdict.words(reading, "the best other") if verdict.lost else ""
 
 
 def memory(table: Stored) -> Figure | None:
     """Stacks: what stays and what only the first call needs; or the parts that the rows count in bytes."""
-    rows = table.rows
-    stacks = _first_and_later(rows) or _parts(table)
-    if not stacks:
+    stacks = _first_and_later(table.rows) or _parts(table)
+    drawn = [i for i in range(len(table.rows)) if any(values[i] is not None for values in stacks.values())]
+    if not drawn:
         return None
-    why = {index: next((word for word in words if " larg" in word), None) for index, words in losses(table).items()}
-    figure, axes, places = _rows(table, 1, {index: word for index, word in why.items() if word is not None})
-    before = [0.0] * len(rows)
-    for (heading, values), color in zip(stacks.items(), COLORS, strict=False):
-        axes.barh(places, [value or 0.0 for value in values], 0.5, left=before, color=color, label=heading)
-        before = [left + (value or 0.0) for left, value in zip(before, values, strict=True)]
-    widest = max(before) or 1.0
-    for index, (y, row, total) in enumerate(zip(places, rows, before, strict=True)):
-        counted = any(values[index] is not None for values in stacks.values())
-        said = text(total) if counted else short(gap(row) or "not measured", _LETTERS)
-        axes.text(total + 0.015 * widest, y, said, fontsize=8, va="center", style="normal" if counted else "italic")
-    axes.set_xlim(0, widest * 1.25)
-    figure.legend(loc="outside lower left", frameon=False, fontsize=8)
+    key = "later_megabytes" if "later_megabytes" in table.rows[drawn[0]] else "persistent_bytes"
+    figure, axes, places = _rows(table, drawn, 1, bytes_too=False)
+    owned, least, labels = owners(table), _least(table, key), []
+    for index, y in zip(drawn, places, strict=True):
+        end = 0.0
+        for values, alpha in zip(stacks.values(), (1, 0.45, 0.2), strict=False):
+            axes.barh(y, values[index] or 0.0, 0.5, left=end, color=COLORS[owned[index]], alpha=alpha)
+            end += values[index] or 0.0
+        reading = next((found for found in readings(table.rows[index]) if found.key == key), None)
+        mark = "" if reading is None else _mark(table, index, reading, least, "fewest")
+        said = text(end) if reading is None else f"{text(end)} {reading.unit}"
+        labels.append(_label(axes, end, y, said, mark))
+    several = f" (pale: {list(stacks)[1]})" if len(stacks) > 1 else ""
+    axes.set_xlabel(wrapped(f"{next(iter(stacks))}{several}"), fontsize=FONT)
+    _legend(figure, [owned[index] for index in drawn])
+    _fit(figure, axes, labels)
     return figure
 
 
@@ -103,22 +160,67 @@ def _parts(table: Stored) -> dict[str, list[float | None]]:
     return {_heading(table, key): [_value(row, key) for row in table.rows] for key in parts}
 
 
-def _rows(table: Stored, bars_of_a_row: int, marks: dict[int, str]) -> tuple[Figure, Axes, list[float]]:
-    """Axes with the rows' names, ours bold, lost ones with their mark. Returns also where each row's first bar is."""
+def _rows(
+    table: Stored, drawn: Sequence[int], bars_of_a_row: int, *, bytes_too: bool
+) -> tuple[Figure, Axes, list[float]]:
+    """Axes with the rows' names, ours bold. Returns also where each row's first bar is.
+
+    Args:
+        bytes_too: what a row keeps stands behind its name.
+    """
     step = 1.15 + _NEXT * (bars_of_a_row - 1)
-    places = [index * step for index in range(len(table.rows))]
-    figure = Figure(figsize=(WIDTH, 0.9 + 0.37 * step * len(places)), layout="constrained")
+    places = [index * step for index in range(len(drawn))]
+    title = wrapped(table.title)
+    figure = Figure(
+        figsize=(WIDTH, 1.25 + 0.15 * title.count("\n") + _INCHES * step * len(places)), layout="constrained"
+    )
     axes = figure.subplots()
-    for index, (y, row, mine) in enumerate(zip(places, table.rows, ours(table), strict=True)):
-        called = name(row)
-        if index in marks:
-            whole = f"{called}  ({marks[index]})"
-            called = whole if len(whole) <= _LETTERS else f"{short(called, _LETTERS - 20)}  (beaten: see below)"
-        axes.text(0, y - 0.53, short(called, _LETTERS), fontsize=8, va="center", weight="bold" if mine else "normal",
-                  color=LOST_COLOR if index in marks else "black")  # fmt: skip
-    axes.set(ylim=(len(places) * step - 0.6, -0.9), yticks=[], title=wrapped(table.title))
+    for index, y in zip(drawn, places, strict=True):
+        row, kept = table.rows[index], _value(table.rows[index], "persistent_bytes") if bytes_too else None
+        called = name(row) + (f": {kept:.3g} bytes kept per parameter" if kept is not None else "")
+        weight = "bold" if OURS in name(row) else "normal"
+        axes.text(0, y - 0.53, called, fontsize=FONT, va="center", weight=weight, in_layout=False)
+    axes.set(ylim=(len(places) * step - 0.6, -0.9), yticks=[], title=title)
     axes.spines["left"].set_visible(False)
     return figure, axes, places
+
+
+def _label(axes: Axes, end: float, y: float, said: str, mark: str) -> Annotation:
+    """A figure beside its bar; a row of ours that is behind is red."""
+    won, lost = mark in ("fastest", "fewest"), mark not in ("", "fastest", "fewest", NOISE_MARK)
+    return axes.annotate(
+        f"{said}, {mark}" if mark else said, (end, y), (_GAP, 0), textcoords="offset points", va="center",
+        fontsize=FONT, weight="bold" if won else "normal", color=LOST_COLOR if lost else "black",
+        annotation_clip=False,
+    )  # fmt: skip
+
+
+def _legend(figure: Figure, owned: Sequence[str]) -> None:
+    """The owners that have a bar, below."""
+    if len(set(owned)) > 1:
+        handles = [Patch(color=color, label=owner) for owner, color in COLORS.items() if owner in owned]
+        figure.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=FONT, ncols=4)
+
+
+def _fit(figure: Figure, axes: Axes, labels: Sequence[Annotation]) -> None:
+    """Makes the axes so long that every bar, whisker and label ends within them, and shortens names that do not."""
+    axes.set_xlim(0, 1.02 * (axes.dataLim.x1 or 1.0))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+    figure.draw_without_rendering()
+    width = axes.bbox.width
+    limits = [axes.get_xlim()[1]]
+    for label in labels:
+        taken = label.get_window_extent().width + (_GAP + 1) * figure.dpi / 72
+        limits.append(label.xy[0] * width / max(width - taken, 0.2 * width))
+    axes.set_xlim(0, max(limits))
+    for words in (words for words in axes.texts if words not in labels):
+        shorten(words, width)
+
+
+def shorten(words: Text, width: float) -> None:
+    """Takes letters away until the words are no wider than so many pixels."""
+    while words.get_window_extent().width > width:
+        words.set_text(short(words.get_text(), len(words.get_text()) - 2))
 
 
 def _value(row: Row, key: str) -> float | None:

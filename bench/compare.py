@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.readings import Reading, gap, number, readings
-from bench.stored import Results, ResultsError, load, name, text
+from bench.readings import NOISE, Reading, gap, number, readings
+from bench.stored import BUSY, Results, ResultsError, load, name, text
 
 _MACHINE = ("gpu", "cpu", "instruction_set", "threads", "system")
 _VERSIONS = ("accumfused", "torch", "python", "compiler", "cuda", "triton")
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("first", type=Path, metavar="A.json", help="results of python -m bench --json")
     parser.add_argument("second", type=Path, metavar="B.json", help="the later ones")
     parser.add_argument(
-        "--noise", type=_share, default=0.05, metavar="SHARE",
+        "--noise", type=_share, default=NOISE, metavar="SHARE",
         help="changes up to this share are noise, and up to what lies between either's quartiles; default: %(default)s",
     )  # fmt: skip
     chosen = parser.parse_args(arguments)
@@ -144,7 +144,7 @@ def _warnings(first: Results, second: Results) -> list[str]:
         if results.interrupted:
             found.append(f"{letter} was interrupted: what came after is missing")
         load_before = results.machine.get("load")
-        if number(load_before) and float(load_before or 0) > 0.5:
+        if number(load_before) and float(load_before or 0) > BUSY:
             found.append(f"{letter}'s machine was not idle: its load was {load_before:.1f} in the minute before")
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import math
 from collections.abc import Mapping, Sequence
@@ -73,6 +74,13 @@ def chosen(bench: Bench, **options: Any) -> Chosen:
     return Chosen(**{**{one.name: getattr(bench, one.name) for one in fields(bench)}, **options})
 
 
+def threads(written: str) -> int:
+    """A number of threads, for argparse."""
+    if not written.isdecimal() or int(written) < 1:
+        raise argparse.ArgumentTypeError(f"{written!r} is no number of threads: give 1 or more")
+    return int(written)
+
+
 def backend(name: str, device: torch.device) -> str:
     """The name of a backend that runs.
 
@@ -127,7 +135,9 @@ def model_shapes(written: str) -> Shapes:
     if isinstance(found, torch.nn.Module):
         found = [param.shape for param in found.parameters() if param.requires_grad]
     if not isinstance(found, (list, tuple)) or not all(map(_is_shape, found)):
-        what = "other things" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
+        called = type(found).__name__
+        article = "an" if called[0].lower() in "aeiou" else "a"
+        what = "other things" if isinstance(found, (list, tuple)) else f"{article} {called}"
         raise OptionError(f"--model {written}: {function_name}() returned {what}, not a module or a list of shapes")
     shapes = [tuple(map(int, shape)) for shape in found if math.prod(shape) > 0]
     if not shapes:

@@ -10,26 +10,43 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.readings import gap, losses
-from bench.stored import Columns, Results, ResultsError, Row, Stored, cell, load, name
+from bench import summary
+from bench.parts import completed
+from bench.readings import NOISE, gap, losses
+from bench.stored import BUSY, Columns, Results, ResultsError, Row, Stored, cell, load, name
 
 if TYPE_CHECKING:
     from bench.pictures import Picture
 
+_WORDS = {
+    "micro-batch": "one backward pass",
+    "window": "the micro-batches between two updates",
+    "tail": "what a training step does after a backward pass, up to updated weights: accumulate, unscale, clip, step",
+    "verb": "one of the three calls that our tail consists of: accumulate, norm, step",
+    "grad_scale trick": "the strongest stock recipe: the clipping factor is handed to AdamW(fused=True) as its "
+    "<code>grad_scale</code>, so that clipping needs no pass of its own",
+    "ceiling": "what a plain streaming loop with the same mix of reads and writes reaches on this machine",
+    "stock": "PyTorch alone",
+}
+_ABOUT = {"load": "load average of the minute before (0: idle)", "quick": "tiny sizes (--quick)"}
 _STYLE = """
-body { font: 16px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 60rem; margin: 0 auto;
+body { font: 16px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 48rem; margin: 0 auto;
   padding: 0.75rem; overflow-wrap: break-word; }
 h1, h2, h3, h4 { line-height: 1.2; margin: 1.6em 0 0.5em; }
 h2 { border-top: 2px solid #1a1a1a; padding-top: 0.6em; }
 figure { margin: 1em 0; }
-figure svg { display: block; width: 100%; max-width: 34rem; height: auto; font-family: sans-serif; }
+figure svg { display: block; width: 100%; height: auto; font-family: sans-serif; }
 figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.25em 0.6em; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
-th:first-child, td.words { text-align: left; font-weight: normal; min-width: 10em; }
-thead th { border-bottom: 1px solid #1a1a1a; white-space: nowrap; }
+th, td { padding: 0.25em 0.6em; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top;
+  white-space: nowrap; }
+th:first-child, td.words { text-align: left; font-weight: normal; min-width: 10em; white-space: normal; }
+thead th { border-bottom: 1px solid #1a1a1a; }
+dt { font-weight: bold; }
+dd { margin: 0 0 0.3em 1.2em; }
 .lost, .warning { color: #b03a2e; }
+.won { font-weight: bold; }
 .gap { font-style: italic; }
 small { display: block; }
 ul { padding-left: 1.2em; }
@@ -97,12 +114,10 @@ def _page(several: Sequence[Results], pictures: _Pictures) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>accumfused: benchmark</title><style>{_STYLE}</style></head><body>",
         "<h1>accumfused: benchmark</h1>",
-        "<p>Medians of interleaved rounds; blue is ours. A row of ours that another beats says so, a row that cannot "
-        "do the work says why. docs/benchmarking.md says how it is measured, and where the figures mislead.</p>",
-        "<nav><ul>",
-        *(f'<li><a href="#f{number}">{escape(results.where())}</a></li>' for number, results in enumerate(several, 1)),
-        "</ul></nav>",
     ]
+    if len(several) > 1:
+        links = (f'<li><a href="#f{number}">{escape(each.where())}</a></li>' for number, each in enumerate(several, 1))
+        parts += ["<nav><ul>", *links, "</ul></nav>"]
     for number, results in enumerate(several, 1):
         parts += _results(number, results, pictures)
     return "\n".join([*parts, "</body></html>\n"])
@@ -113,23 +128,50 @@ def _results(number: int, results: Results, pictures: _Pictures) -> Iterator[str
 
     yield f'<section><h2 id="f{number}">{escape(results.where())}</h2>'
     yield from (f'<p class="warning">{escape(warning)}</p>' for warning in _warnings(results))
-    yield _machine(results)
+    yield from _summary(results)
+    yield f"<h3>Words</h3><dl>{''.join(f'<dt>{term}</dt><dd>{meaning}</dd>' for term, meaning in _WORDS.items())}</dl>"
     roofline = drawing.of_all(results)
     if roofline is not None:
-        yield "<h3>Roofline</h3>"
+        yield "<h3>Bytes and time</h3>"
         yield pictures.put(roofline, str(number))
     suite = None
-    for table in results.tables:
+    for table in map(completed, results.tables):
         if table.suite != suite:
             suite = table.suite
             yield f"<h3>{escape(suite)}</h3>"
         yield f"<h4>{escape(table.title)}</h4>"
         for picture in drawing.of(table):
             yield pictures.put(picture, f"{number}-{table.suite}")
-        yield _table(table)
+        yield from _table(table)
         if table.notes:
             yield f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in table.notes)}</ul>"
+    yield "<h3>The machine</h3>"
+    yield _machine(results)
     yield "</section>"
+
+
+def _summary(results: Results) -> Iterator[str]:
+    """Ours beside the best stock recipe, one line for each table that has both."""
+    found = summary.lines(results)
+    if not found:
+        return
+    yield f"<h3>Summary</h3><p>{escape(summary.sentence(found))}</p>"
+    body = ""
+    for line in found:
+        kind = "" if line.verdict.noise else ' class="lost"' if line.verdict.lost else ' class="won"'
+        stock = f"{summary.figures(line.stock)}, {line.recipe}"
+        body += (
+            f'<tr><th scope="row">{escape(line.title)}</th><td{kind}>{escape(line.words())}</td>'
+            f"<td>{escape(summary.figures(line.ours))}</td><td class='words'>{escape(stock)}</td></tr>"
+        )
+    heads = ("", "accumfused is", "accumfused", "best of PyTorch alone")
+    head = "".join(f'<th scope="col">{words}</th>' for words in heads)
+    yield f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    yield (
+        "<p>Medians of interleaved rounds. A factor is the median of the ratios within a round, where the run has kept "
+        "it. Within the noise: the quartiles overlap; where they were not kept, the two are less than "
+        f"{NOISE:.0%} apart. docs/benchmarking.md says how it is measured, and where the figures mislead.</p>"
+    )
 
 
 def _warnings(results: Results) -> list[str]:
@@ -139,48 +181,63 @@ def _warnings(results: Results) -> list[str]:
     if results.interrupted:
         found.append("This run was interrupted: what came after is missing.")
     load_before = results.machine.get("load")
-    if isinstance(load_before, (int, float)) and load_before > 0.5:
-        found.append(f"The machine was not idle: its load was {load_before:.1f} in the minute before.")
+    if isinstance(load_before, (int, float)) and load_before > BUSY:
+        found.append(
+            f"The machine was busy: other programs kept {load_before:.1f} threads running in the minute before the run "
+            f"(it measures with {results.machine.get('threads', '?')}). The ratios bear some of that, the times less."
+        )
     return found
 
 
 def _machine(results: Results) -> str:
     rows = [f"<tr><th>file</th><td class='words'>{escape(str(results.path))}</td></tr>"]
     for key, value in results.machine.items():
-        written = f"{value:g}" if isinstance(value, float) else _flat(value)
-        rows.append(f"<tr><th>{escape(key.replace('_', ' '))}</th><td class='words'>{escape(written)}</td></tr>")
+        rows.append(f"<tr><th>{escape(_ABOUT.get(key, key.replace('_', ' ')))}</th>"
+                    f"<td class='words'>{escape(_flat(value))}</td></tr>")  # fmt: skip
     return f'<div class="scroll"><table>{"".join(rows)}</table></div>'
 
 
 def _flat(value: Any) -> str:
     if isinstance(value, dict):
         return "; ".join(f"{key}: {_flat(inner)}" for key, inner in value.items())
-    return str(value)
+    if isinstance(value, list):
+        return " ".join(map(_flat, value))
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
-def _table(table: Stored) -> str:
-    """The rows under the table's own headings; the name of a row is a heading too."""
+def _table(table: Stored) -> Iterator[str]:
+    """The rows under the table's own headings; the name of a row is a heading too. What has no figure is a list."""
     if not table.rows:
-        return "<p>No rows.</p>"
+        yield "<p>No rows.</p>"
+        return
     lost = losses(table)
     named = all("name" in row for row in table.rows)
     first = "name" if named else next(iter(table.rows[0]), "")
     others = [column for column in table.columns if column["key"] != first]
-    heading = next((column["heading"] for column in table.columns if column["key"] == first), "")
-    head = "".join(f'<th scope="col">{escape(words)}</th>' for words in [heading, *(c["heading"] for c in others)])
-    body = "".join(_row(row, others, lost.get(index, [])) for index, row in enumerate(table.rows))
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    reasons: dict[str, list[str]] = {}
+    body = ""
+    for index, row in enumerate(table.rows):
+        reason = gap(row)
+        if reason is not None and all(
+            row.get(column["key"]) in (None, row.get("cannot", reason), reason) for column in others
+        ):
+            reasons.setdefault(reason, []).append(name(row))
+        else:
+            body += _row(row, [column for column in others if column["key"] != "cannot"], lost.get(index, []))
+    if body:
+        heading = next((column["heading"] for column in table.columns if column["key"] == first), "")
+        headings = [heading, *(column["heading"] for column in others if column["key"] != "cannot")]
+        head = "".join(f'<th scope="col">{escape(words)}</th>' for words in headings)
+        yield f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    for reason, names in reasons.items():
+        yield f'<p class="gap">{escape(", ".join(names))}: {escape(reason)}</p>'
 
 
-def _row(row: Row, others: Columns, lost: Sequence[str]) -> str:
+def _row(row: Row, columns: Columns, lost: Sequence[str]) -> str:
     reason = gap(row)
     called = escape(name(row)) + "".join(f'<small class="lost">{escape(words)}</small>' for words in lost)
-    empty = all(row.get(column["key"]) in (None, row.get("cannot", reason), reason) for column in others)
-    if reason is not None and empty and others:
-        cells = f'<td class="words gap" colspan="{len(others)}">{escape(reason)}</td>'
-    else:
-        called += f'<small class="gap">{escape(reason)}</small>' if reason is not None else ""
-        cells = "".join(f"<td>{escape(cell(row, column))}</td>" for column in others)
+    called += f'<small class="gap">{escape(reason)}</small>' if reason is not None else ""
+    cells = "".join(f"<td>{escape(cell(row, column))}</td>" for column in columns)
     return f'<tr><th scope="row">{called}</th>{cells}</tr>'
 
 

@@ -1,7 +1,4 @@
-"""The pictures of a results file: narrow, so that a telephone shows them without shrinking their letters.
-
-A row of ours that another beats keeps its place, with a mark; one without a time is there with the reason.
-"""
+"""The pictures of a results file: narrow, so that a telephone shows them without shrinking their letters."""
 
 from __future__ import annotations
 
@@ -18,11 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
-from bench.bars import COLORS, WIDTH, bars, memory, short, wrapped
+from bench.bars import WIDTH, bars, memory, short, wrapped
+from bench.owners import COLORS, OURS, owners
 from bench.readings import number
-from bench.roofline import LINES, roofline
+from bench.roofline import roofline
 from bench.stored import Results, Stored, name
 
+_LINES = ("-", "--", "-.", ":")
 _SETTINGS: Any = {
     "font.size": 9, "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "accumfused",
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "axes.titlelocation": "left",
@@ -105,8 +104,10 @@ def _scale(table: Stored) -> Figure | None:
         lines = {"": [point for points in lines.values() for point in points]}
     figure = Figure(figsize=(WIDTH, 3.0 + 0.17 * len(lines)), layout="constrained")
     axes = figure.subplots()
+    owned = dict(zip(map(name, table.rows), owners(table), strict=True))
     for index, (label, points) in enumerate(lines.items()):
-        axes.plot(*zip(*sorted(points), strict=True), "o-", color=COLORS[index % len(COLORS)], label=label)
+        color = COLORS[owned.get(label, OURS)]
+        axes.plot(*zip(*sorted(points), strict=True), "o", linestyle=_LINES[index % 4], color=color, label=label)
     axes.set(xscale="log", xlabel="parameters", ylabel="nanoseconds per parameter", title=wrapped(table.title))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -121,10 +122,12 @@ def _loss_curves(table: Stored) -> Figure | None:
         return None
     figure = Figure(figsize=(WIDTH, 3.0 + 0.17 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    for index, row in enumerate(rows):
+    owned = dict(zip(map(name, table.rows), owners(table), strict=True))
+    for row in rows:  # equal curves lie on each other: ours is thin, and the others show on both sides of it
         found = [float(loss) if number(loss) else float("nan") for loss in row["losses"]]
-        color = COLORS[index % len(COLORS)]
-        axes.plot(range(1, len(found) + 1), found, LINES[index % 4], color=color, linewidth=1.2, label=name(row))
+        owner = owned[name(row)]
+        width, above = (1.5, 3) if owner == OURS else (5, 2)
+        axes.plot(range(1, len(found) + 1), found, color=COLORS[owner], linewidth=width, zorder=above, label=name(row))
     axes.set(xlabel="update", ylabel="loss", title=wrapped(table.title))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend_below(figure, axes, [name(row) for row in rows])

@@ -27,8 +27,9 @@ def remaining(left: Sequence[str], taken: Mapping[str, float], *, on_gpu: bool, 
 
 
 def line(name: str, names: Sequence[str], taken: Mapping[str, float], *, on_gpu: bool, quick: bool) -> str:
-    """suite k of n: name, about m min left."""
+    """suite k of n: name, about m min left: a first guess, then at the pace of the suites that are done."""
     index = names.index(name)
     seconds = remaining(names[index:], taken, on_gpu=on_gpu, quick=quick)
-    about = f"about {seconds / 60:.0f} min left" if seconds >= 90 else "about a minute left or less"
-    return f"suite {index + 1} of {len(names)}: {name}, {about}"
+    left = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(10.0, round(seconds, -1)):.0f} s"
+    told = "at the pace so far" if taken else "a first guess, from an idle machine"
+    return f"suite {index + 1} of {len(names)}: {name}, about {left} left ({told})"

@@ -1,4 +1,4 @@
-"""What a row of a results file says: its times, its sizes, or why it has none."""
+"""What a row of a results file says: its times, its sizes, or why it has none; and how it stands beside others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 import re
 from dataclasses import dataclass
 
+from bench.owners import OURS, rivals
 from bench.stored import Row, Stored, name
 
-OURS = "accumfused"
+NOISE = 0.05  # times without quartiles: what two runs lie apart
 _UNITS = {"milliseconds": "ms", "ms": "ms", "microseconds": "us", "us": "us", "seconds": "s"}
 _NANOSECONDS = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns/param": 1.0}
 _SMALLEST = {"MB": 0.5}  # differences below say nothing: the kernel counts pages to about 0.25 MB
@@ -16,16 +17,23 @@ _SMALLEST = {"MB": 0.5}  # differences below say nothing: the kernel counts page
 
 @dataclass(frozen=True)
 class Reading:
-    """One figure. `spread`: between the quartiles, as a share of the figure; 0 where it is not known."""
+    """One figure. `quartiles`: None where they are not known."""
 
     key: str
     value: float
     unit: str
-    spread: float = 0.0
+    quartiles: tuple[float, float] | None = None
 
     @property
     def is_time(self) -> bool:
         return self.unit in _NANOSECONDS
+
+    @property
+    def spread(self) -> float:
+        """Between the quartiles, as a share of the figure; 0 where it is not known."""
+        return (
+            0.0 if self.quartiles is None or self.value <= 0 else (self.quartiles[1] - self.quartiles[0]) / self.value
+        )
 
     def common(self) -> float:
         """In nanoseconds, or as it is: the same in every file."""
@@ -34,6 +42,31 @@ class Reading:
     def matters(self, other: float) -> bool:
         """Whether it differs from another value of its unit by more than its unit can say."""
         return abs(self.value - other) > _SMALLEST.get(self.unit, 0.0)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one row stands beside another.
+
+    Args:
+        factor: as many times as fast, or as small, as the other; below 1: slower, or larger.
+        noise: they do not lie further apart than the rounds, so the factor says nothing.
+    """
+
+    factor: float
+    noise: bool
+
+    @property
+    def lost(self) -> bool:
+        return not self.noise and self.factor < 1
+
+    def words(self, reading: Reading, other: str = "") -> str:
+        """Of a loss: "20% slower than the other", "2.5 times as large as the other"."""
+        times = 1 / self.factor if self.factor > 0 else math.inf
+        more, much = ("slower", "slow") if reading.is_time else ("larger", "large")
+        if times < 2:
+            return f"{times - 1:.0%} {more}" + (f" than {other}" if other else "")
+        return f"{times:.1f} times as {much}" + (f" as {other}" if other else "")
 
 
 def readings(row: Row) -> list[Reading]:
@@ -51,25 +84,24 @@ def _reading(row: Row, key: str) -> Reading | None:
         return None
     if key == "median":
         unit = row.get("unit")  # without one it is a rate, of the ceilings
-        return Reading(key, value, unit, _spread(row, value)) if unit in _NANOSECONDS else None
+        return Reading(key, value, unit, _quartiles(row)) if unit in _NANOSECONDS else None
     if key in ("first", "last") and number(row.get("first")) and number(row.get("last")):
         return Reading(key, value, "ns/param")  # suite zeros: the two ends of a run
     ending = key.rpartition("_")[2]
     if ending in _UNITS:
         alone = key in _UNITS  # the row's own time, which its quartiles belong to
-        return Reading(key, value, _UNITS[ending], _spread(row, value) if alone else 0.0)
+        return Reading(key, value, _UNITS[ending], _quartiles(row) if alone else None)
     if ending == "megabytes":
         return Reading(key, value, "MB")
     return Reading(key, value, "B") if ending == "bytes" or key == "bytes_per_parameter" else None
 
 
-def _spread(row: Row, value: float) -> float:
-    quartiles = [row.get("first_quartile"), row.get("third_quartile")]
-    if not all(map(number, quartiles)):
-        written = re.fullmatch(r"([\d.]+) - ([\d.]+)", str(row.get("quartiles", "")))
-        quartiles = [float(end) for end in written.groups()] if written else [value, value]
-    first, third = (float(end) for end in quartiles if end is not None)
-    return (third - first) / value if value > 0 else 0.0
+def _quartiles(row: Row) -> tuple[float, float] | None:
+    first, third = row.get("first_quartile"), row.get("third_quartile")
+    if number(first) and number(third):
+        return float(str(first)), float(str(third))
+    written = re.fullmatch(r"([\d.]+) - ([\d.]+)", str(row.get("quartiles", "")))
+    return (float(written[1]), float(written[2])) if written else None
 
 
 def number(value: object) -> bool:
@@ -92,31 +124,50 @@ def gap(row: Row) -> str | None:
     return reason if reason is None or reason.startswith(("cannot", "skipped")) else f"cannot: {reason}"
 
 
+def compared(table: Stored, mine: int, other: int, key: str) -> Verdict | None:
+    """Two rows of a table by one of their figures; None where one of them lacks it.
+
+    The factor is the table's own ratio within rounds where it has one. It is noise where the quartiles overlap; where
+    they are not known, below NOISE; and where the ratio within rounds and that of the medians point to different sides.
+    """
+    found = [{reading.key: reading for reading in readings(table.rows[index])}.get(key) for index in (mine, other)]
+    own, theirs = found
+    if own is None or theirs is None:
+        return None
+    plain = theirs.value / own.value if own.value > 0 else (math.inf if theirs.value > 0 else 1.0)
+    if not own.is_time:
+        return Verdict(plain, not own.matters(theirs.value) or abs(plain - 1) < 0.01)
+    within = _ratio(table, mine, other) if key == main_time(table) else None
+    factor = plain if within is None else within
+    if own.quartiles is not None and theirs.quartiles is not None:
+        noise = own.quartiles[0] <= theirs.quartiles[1] and theirs.quartiles[0] <= own.quartiles[1]
+    else:
+        noise = max(factor, 1 / factor if factor > 0 else math.inf) <= 1 + NOISE
+    return Verdict(factor, noise or (factor - 1) * (plain - 1) < 0)
+
+
+def _ratio(table: Stored, mine: int, other: int) -> float | None:
+    """The table's column of ratios to the other row: it is 1 there."""
+    row, reference = table.rows[mine], table.rows[other]
+    keys = (key for key in reference if key.startswith("over_") and reference[key] == 1 and number(row.get(key)))
+    key = next(keys, None)
+    return None if key is None else float(row[key])
+
+
+def best(table: Stored, among: list[int], key: str) -> int | None:
+    """Of these rows the one with the least of a figure."""
+    found = [(reading.value, index) for index in among for reading in readings(table.rows[index]) if reading.key == key]
+    return min(found)[1] if found else None
+
+
 def losses(table: Stored) -> dict[int, list[str]]:
-    """Number of a row of ours -> by how much others in the table are faster or smaller. Every figure counts."""
+    """Number of a row of ours -> by how much the best of its rivals is faster or smaller. Every figure counts."""
     found: dict[int, list[str]] = {}
-    mine = ours(table)
-    others = [
-        (name(row), reading) for row, is_ours in zip(table.rows, mine, strict=True) if not is_ours
-        for reading in readings(row)
-    ]  # fmt: skip
-    for index, (row, is_ours) in enumerate(zip(table.rows, mine, strict=True)):
-        if not is_ours:
-            continue
-        for reading in readings(row):
-            same = [(other.value, called) for called, other in others if other.key == reading.key]
-            least, called = min(same, default=(math.inf, ""))
-            if least < reading.value and reading.matters(least):
-                slow, factor = reading.is_time, reading.value / least if least > 0 else math.inf
-                by = f"{factor - 1:.0%} {'slower' if slow else 'larger'} than"
-                if factor >= 2:
-                    by = f"{factor:.1f} times as {'slow' if slow else 'large'} as"
-                of = "" if reading.key == main_time(table) else f" ({reading.key.replace('_', ' ')})"
-                found.setdefault(index, []).append(f"{by} {called}{of}")
+    mine = [index for index, row in enumerate(table.rows) if OURS in name(row)]
+    for index, reading in [(i, reading) for i in mine for reading in readings(table.rows[i])]:
+        other = best(table, rivals(table, index), reading.key)
+        verdict = None if other is None else compared(table, index, other, reading.key)
+        if other is not None and verdict is not None and verdict.lost:
+            of = "" if reading.key == main_time(table) else f" ({reading.key.replace('_', ' ')})"
+            found.setdefault(index, []).append(verdict.words(reading, name(table.rows[other])) + of)
     return found
-
-
-def ours(table: Stored) -> list[bool]:
-    """Which rows are ours. A table in which nobody bears our name is about our own parts or sizes."""
-    found = [name(row).startswith(OURS) for row in table.rows]
-    return found if any(found) else [True] * len(found)

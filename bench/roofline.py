@@ -2,74 +2,109 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import Bbox
 
-from bench.bars import OUR_COLOR, THEIR_COLOR, WIDTH, short
-from bench.readings import number, ours
-from bench.stored import Results, Row, name
+from bench.bars import FONT, WIDTH, short
+from bench.owners import COLORS, OURS, TORCH, owners
+from bench.readings import best, number
+from bench.stored import Results, Row, Stored, name
 
-LINES = ("-", "--", "-.", ":")
-_MARKERS = "osD^vP*Xhd<>"
-_HEIGHT = 3.6  # inches, of the plot; the words below it take what they need
-_LINE = 0.132  # inches, of words
+_BOTH = ("bytes_per_parameter", "nanoseconds_per_parameter")
+_LABELLED = 8  # points; more cannot be read
 
 
 def roofline(results: Results) -> Figure | None:
-    """Every row that has bytes and a time, numbered; None where there is none."""
-    both = ("bytes_per_parameter", "nanoseconds_per_parameter")
-    tables = [table for table in results.tables if any(_positive(row, *both) for row in table.rows)]
+    """Every row that has bytes and a time; None where there is none.
+
+    Labelled are the first of ours and the best of torch's in each suite's first table.
+    """
+    tables = [table for table in results.tables if any(_positive(row, *_BOTH) for row in table.rows)]
     if not tables:
         return None
-    points = [
-        (table, row, mine)
-        for table in tables
-        for row, mine in zip(table.rows, ours(table), strict=True)
-        if _positive(row, *both)
-    ]
-    ceilings = _ceilings(results)
-    below = _LINE * (len(points) + len(tables) + 1.3 * len(ceilings) + 1)
-    figure = Figure(figsize=(WIDTH, _HEIGHT + below), layout="constrained")
-    axes, words = figure.subplots(2, 1, height_ratios=(_HEIGHT, below))
-    moved = [row["bytes_per_parameter"] for _, row, _ in points]
-    _lines(axes, ceilings, min(moved) / 1.4, max(moved) * 1.4)
-    listed: dict[str, list[str]] = {}
-    for index, (table, row, mine) in enumerate(points, 1):
-        place = tuple(row[key] for key in both)
-        marker = _MARKERS[tables.index(table) % len(_MARKERS)]
-        axes.plot(*place, marker, color=OUR_COLOR if mine else THEIR_COLOR, markersize=5)
-        right = index % 2 == 1  # neighbours often lie on each other
-        axes.annotate(str(index), place, (4, 3) if right else (-4, -9), textcoords="offset points", fontsize=7,
-                      ha="left" if right else "right")  # fmt: skip
-        listed.setdefault(table.title, []).append(f"   {index}  {name(row)}")
+    figure = Figure(figsize=(WIDTH, 5.0), layout="constrained")
+    axes = figure.subplots()
+    moved = [row["bytes_per_parameter"] for table in tables for row in table.rows if _positive(row, *_BOTH)]
+    rates = _ceilings(results)
+    for rate in rates.values():
+        ends = min(moved) / 1.4, max(moved) * 1.4
+        axes.plot(ends, [end / rate for end in ends], color="0.75", linewidth=0.8, zorder=1)
+    points, there = [], set()
+    for table in tables:
+        for row, owner in zip(table.rows, owners(table), strict=True):
+            if _positive(row, *_BOTH):
+                axes.plot(*(row[key] for key in _BOTH), "o", color=COLORS[owner], markersize=5, zorder=2)
+                points.append((row[_BOTH[0]], row[_BOTH[1]]))
+                there.add(owner)
     axes.set(xscale="log", yscale="log", xlabel="bytes per parameter", ylabel="nanoseconds per parameter",
-             title="medians; lines: the machine's ceilings; blue: ours")  # fmt: skip
+             title="What the work moves, and the time that it takes; medians")  # fmt: skip
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(_plain))
         axis.set_minor_formatter(FuncFormatter(_plain))
-    words.axis("off")
-    if ceilings:
-        words.legend(*axes.get_legend_handles_labels(), loc="upper left", frameon=False, fontsize=7.5,
-                     borderpad=0, borderaxespad=0, labelspacing=0.15)  # fmt: skip
-    lines = [line for title, several in listed.items() for line in (title, *several)]
-    written = "\n".join(short(line, 72) for line in lines)
-    words.text(0, 0, written, transform=words.transAxes, va="bottom", fontsize=7.5, in_layout=False)
+    handles = [
+        Line2D([], [], marker="o", linestyle="", color=COLORS[owner], label=owner) for owner in COLORS if owner in there
+    ]
+    if rates:
+        slowest, fastest = min(rates.values()), max(rates.values())
+        words = f"{slowest:.1f} to {fastest:.1f} GB/s, by mix" if len(rates) > 1 else f"{fastest:.1f} GB/s"
+        handles.append(Line2D([], [], color="0.75", label=f"the machine's ceilings: {words}"))
+    figure.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=FONT, ncols=2)
+    named = [pair for table in _first_tables(tables) for pair in _chosen(table)][:_LABELLED]
+    _name_points(figure, axes, points, named)
     return figure
 
 
-def _lines(axes: Axes, ceilings: list[tuple[str, float]], narrowest: float, widest: float) -> None:
-    for index, (mix, rate) in enumerate(ceilings):
-        shade = str(0.25 + 0.5 * index / max(1, len(ceilings) - 1))
-        axes.plot((narrowest, widest), (narrowest / rate, widest / rate), LINES[index % 4], color=shade, linewidth=0.8,
-                  label=f"ceiling {mix}: {rate:.1f} GB/s")  # fmt: skip
+def _first_tables(tables: list[Stored]) -> list[Stored]:
+    return list({table.suite: table for table in reversed(tables)}.values())[::-1]
 
 
-def _ceilings(results: Results) -> list[tuple[str, float]]:
-    """Mix -> its median rate in GB/s, the fastest first: the points are medians too."""
+def _chosen(table: Stored) -> list[tuple[str, Row]]:
+    owned = owners(table)
+    having = [index for index, row in enumerate(table.rows) if _positive(row, *_BOTH)]
+    mine = [index for index in having if owned[index] == OURS]
+    other = best(table, [index for index in having if owned[index] == TORCH], "median")
+    found = ([mine[-1]] if other is None and mine else mine[:1]) + ([] if other is None else [other])
+    return [(f"{table.suite}: {short(name(table.rows[index]), 32)}", table.rows[index]) for index in found]
+
+
+def _name_points(figure: Figure, axes: Axes, points: list[tuple[float, float]], named: list[tuple[str, Row]]) -> None:
+    """A label beside each point, with a line to it, where it covers no point and no other label."""
+    figure.draw_without_rendering()
+    scale, taken = (
+        figure.dpi / 72,
+        [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in axes.transData.transform(points)],
+    )
+    for words, row in named:
+        place = tuple(row[key] for key in _BOTH)
+        label = axes.annotate(
+            words, place, (0, 0), textcoords="offset points", fontsize=FONT, va="center", annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": "0.4", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3},
+        )  # fmt: skip
+        size = label.get_window_extent()
+        x, y = axes.transData.transform(place)
+        for far, (right, up) in product(
+            (14, 30, 50, 75, 105, 140), ((-1, 1), (1, -1), (-1, 0), (1, 0), (-1, 2), (1, -2))
+        ):
+            left = x + far * scale if right > 0 else x - far * scale - size.width
+            box = Bbox.from_bounds(left, y + up * far * scale * 0.6 - size.height / 2, size.width, size.height)
+            inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1 and axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
+            if inside and not any(box.overlaps(other) for other in taken):
+                label.set_position(((box.x0 - x) / scale, (box.y0 + size.height / 2 - y) / scale))
+                taken.append(box)
+                break
+        else:
+            label.remove()  # a label that cannot be read says nothing
+
+
+def _ceilings(results: Results) -> dict[str, float]:
+    """Mix -> its median rate in GB/s: the points are medians too."""
     rows = [row for table in results.tables if table.suite == "ceilings" for row in table.rows]
-    rates = {name(row): float(row["median"]) for row in rows if _positive(row, "median")}
-    return sorted(rates.items(), key=lambda pair: -pair[1])
+    return {name(row): float(row["median"]) for row in rows if _positive(row, "median")}
 
 
 def _plain(value: float, _: int | None = None) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+BUSY = 0.5  # load average of the minute before a run, from which others took the cores
 
 Row = dict[str, Any]
 Columns = list[dict[str, str]]

@@ -57,8 +57,8 @@ def test_an_interrupted_run_keeps_what_there_is(
     assert results.interrupted
     assert [table.suite for table in results.tables] == ["first", "ceilings"]
     said = capsys.readouterr().out
-    assert "suite 1 of 3: first, about 2 min left" in said
-    assert "suite 2 of 3: second" in said
+    assert "suite 1 of 3: first, about 2 min left (a first guess, from an idle machine)" in said
+    assert "suite 2 of 3: second, about 10 s left (at the pace so far)" in said  # the first took next to nothing
     assert "suite 3" not in said
 
 
@@ -105,7 +105,7 @@ def test_a_models_shapes_take_the_place_and_unused_options_are_noted(
         ("good_models:raises", r"raises\(\) failed: ZeroDivisionError: division by zero"),
         ("good_models:empty", r"empty\(\) has no parameters"),
         ("good_models:frozen", r"frozen\(\) has no parameters"),
-        ("good_models:number", r"number\(\) returned a int, not a module or a list of shapes"),
+        ("good_models:number", r"number\(\) returned an int, not a module or a list of shapes"),
         ("good_models:strings", r"strings\(\) returned other things"),
     ],
 )
@@ -121,6 +121,16 @@ def test_a_model_that_cannot_be_had_is_one_line(
     with pytest.raises(OptionError, match=said) as caught:
         options.model_shapes(model)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "two", "1.5", ""])
+def test_threads_are_a_number_of_at_least_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, {"first": one_table}, f"--threads={given}")
+    assert ended.value.code == 2
+    assert f"argument --threads: {given!r} is no number of threads: give 1 or more" in capsys.readouterr().err
 
 
 def test_peers_and_backends_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,18 @@ import pytest
 pytest.importorskip("rich")
 
 from bench.compare import main as compare
+from bench.owners import NOBODY, OTHERS, OURS, TORCH, owners
 from bench.page import main as report_command
+from bench.parts import REST, WHOLE
+from bench.peers import KNOWN as KNOWN_PEERS
 from bench.readings import gap, losses, readings
 from bench.report import Column, Table, write_json
-from bench.stored import ResultsError, load, name, place, slug
+from bench.stored import ResultsError, Stored, load, name, place, slug
+from bench.summary import lines
 
-KEPT = next((Path(__file__).parents[1] / "bench" / "results" / "epyc-avx512-2-threads").glob("*.json"))
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
+KEPT = next((RESULTS / "epyc-avx512-2-threads").glob("*.json"))
+ALL_KEPT = sorted(RESULTS.glob("*-threads/*.json"))
 MACHINE = {"cpu": "AMD EPYC", "threads": 2, "instruction_set": "x86_64_v4", "date": "2026-11-21 12:53 UTC", "load": 0.1}
 
 
@@ -109,7 +115,7 @@ def test_gaps_lost_rows_and_losses_are_on_the_page(tmp_path: Path) -> None:
     page = report(tmp_path / "page", *several)
     assert "stock <b>" in page.words
     assert "20% slower than stock <b>" in page.words
-    assert page.words.count("cannot: fp16 gradients & scales") == 2  # in the bars and in the table
+    assert "a peer: cannot: fp16 gradients & scales" in page.words
     assert "interrupted" in page.words
     assert sorted(path.name for path in (tmp_path / "page").glob("*.png")) == [
         "01-1-tail-bars.png",
@@ -145,6 +151,182 @@ def test_bars_and_roofline_draw_the_ceilings(tmp_path: Path) -> None:
         bytes_ / ns == pytest.approx(40.0) for bytes_, ns in zip(line.get_xdata(), line.get_ydata(), strict=True)
     )
     assert (list(point.get_xdata()), list(point.get_ydata())) == ([32], [0.8])
+    assert [text.get_text() for text in drawn.axes[0].texts] == ["tail: accumfused"]
+
+
+def wide(path: Path) -> Path:
+    """Rows whose quartiles lie far out, whose names are long, and of which some take many times as long."""
+    rows = [
+        timed("clip + AdamW(fused)", 315.0, 2.1, share=0.9),
+        timed("grad_scale trick", 1_234_567.0, 1.0),
+        timed(
+            "accumfused, from p.grad, " + "under a name that is far too long for its line, " * 3, 183.0, 1.8, share=1.4
+        ),
+        timed("accumfused, after accumulate()", 390.0),
+        timed("clip + torchao _AdamW", 12_000.0, share=0.01),
+    ]
+    sizes = [
+        {"name": "clip + AdamW(fused), bf16 throughout", "milliseconds": 37.0, "persistent_bytes": 6.0},
+        {"name": "accumfused, bf16 + split16, fp32 states", "milliseconds": 36.9, "persistent_bytes": 12345.6},
+    ]
+    return made(path, {"tail": rows, "lean": sizes})
+
+
+@pytest.mark.parametrize("file", [None, *ALL_KEPT], ids=lambda file: "wide" if file is None else file.parent.name)
+def test_no_label_bar_or_whisker_leaves_its_picture(tmp_path: Path, file: Path | None) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.text import Text
+
+    from bench import pictures
+
+    results = load(file or wide(tmp_path / "wide.json"))
+    drawn = [picture for table in results.tables for picture in pictures.of(table)]
+    drawn += [picture for picture in [pictures.of_all(results)] if picture is not None]
+    assert len(drawn) >= 3
+    for picture in drawn:
+        picture.figure.draw_without_rendering()
+        axes, canvas = picture.figure.axes[0], picture.figure.bbox
+        for text in picture.figure.findobj(Text):
+            box = text.get_window_extent()
+            if text.get_visible() and text.get_text() and box.width > 0 and not _is_hidden_tick(axes, text):
+                inside = canvas.x0 <= box.x0, box.x1 <= canvas.x1, canvas.y0 <= box.y0, box.y1 <= canvas.y1
+                assert all(inside), (picture.title, text.get_text())
+        if picture.kind in ("bars", "memory"):
+            ends = [x for line in axes.lines for x in line.get_xdata()]
+            ends += [patch.get_x() + patch.get_width() for patch in axes.patches]
+            assert max(ends) <= axes.get_xlim()[1], picture.title
+
+
+def _is_hidden_tick(axes: Any, text: Any) -> bool:
+    """Ticks beyond the limits are made, and not drawn."""
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
+            if text in (tick.label1, tick.label2):
+                return not low <= tick.get_loc() <= high
+    return False
+
+
+def test_bars_far_longer_than_ours_end_early_with_their_figure(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from bench.bars import bars
+
+    rows = [timed("accumfused", 10.0), timed("grad_scale trick", 20.0), timed("clip + AdamW(foreach)", 900.0)]
+    drawn = bars(load(made(tmp_path / "one.json", {"tail": rows})).tables[0])
+    assert drawn is not None
+    widths = [patch.get_width() for patch in drawn.axes[0].patches]
+    assert widths[:2] == [10.0, 20.0]
+    assert widths[2] < 50.0
+    labels = [text.get_text() for text in drawn.axes[0].texts]
+    assert "900 ms" in labels
+    assert "10 ms, fastest" in labels
+
+
+def test_colours_follow_the_owner_in_times_and_in_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_hex
+
+    from bench.bars import bars, memory
+    from bench.owners import COLORS
+
+    names = [
+        "clip + AdamW(fused), fp32",
+        "clip + torchao AdamW8bit, fp32",
+        "accumfused, fp32",
+        "fully_shard + accumfused",
+    ]
+    rows = [{"name": called, "milliseconds": 5.0, "persistent_bytes": 12.0} for called in names]
+    (table,) = load(made(tmp_path / "a.json", {"lean": rows})).tables
+    expected = [TORCH, OTHERS, OURS, OURS]
+    assert owners(table) == expected
+    for make in (bars, memory):
+        drawn = make(table)
+        assert drawn is not None
+        colors = [to_hex(patch.get_facecolor()) for patch in drawn.axes[0].patches]
+        assert colors == [COLORS[owner] for owner in expected]
+
+
+def test_every_package_that_is_compared_with_has_its_owner() -> None:
+    torchs = {"fused", "grad_scale", "foreach", "for-loop", "compiled"}
+    for peer, adapter in KNOWN_PEERS.items():
+        table = Stored("tail", "", [{"name": adapter.label}, {"name": "accumfused"}], [], [])
+        assert owners(table) == [TORCH if peer in torchs else OTHERS, OURS], peer
+    alone = Stored("processes", "", [{"name": "backward passes alone"}, {"name": "accumfused"}], [], [])
+    assert owners(alone) == [NOBODY, OURS]
+
+
+def test_the_summary_stands_first_and_the_machine_last(tmp_path: Path) -> None:
+    page = report(tmp_path, *ALL_KEPT[-1:])
+    order = ["Summary", "Words", "Bytes and time", "fp32 (148 tensors", "load average of the minute before"]
+    assert sorted(order, key=page.words.index) == order
+    before = page.words[: page.words.index("Summary")]
+    assert "The machine was busy: other programs kept 0.9 threads running" in before
+
+
+def test_the_summary_says_faster_slower_and_within_the_noise(tmp_path: Path) -> None:
+    suites = {
+        "tail": [
+            timed("grad_scale trick", 12.0, over_trick=1), timed("clip + AdamW(foreach)", 50.0),
+            timed("accumfused, from p.grad", 10.0, over_trick=1.25), timed("accumfused, after accumulate()", 5.0),
+        ],
+        "window": [timed("autograd + trick", 10.0, 0.1), timed("accumfused", 10.5, 0.1)],
+        "small": [timed("grad_scale trick", 10.0), timed("clip + torchao _AdamW", 5.0), timed("accumfused", 30.0)],
+        "train": [
+            {"name": "autograd + clip", "milliseconds": 286.0, "over_stock": 1.0},
+            {"name": "accumfused", "milliseconds": 289.8, "over_stock": 1.0015},
+        ],
+    }  # fmt: skip
+    path = made(tmp_path / "a.json", suites)
+    assert [(line.title, line.words()) for line in lines(load(path))] == [
+        ("tail: a table", "1.25 times as fast"),
+        ("window: a table", "within the noise"),
+        ("small: a table", "3.0 times as slow; 6.0 times as slow as clip + torchao _AdamW"),
+        ("train: a table", "within the noise"),
+    ]
+    said = report(tmp_path / "page", path).words
+    assert "faster in 1 of 4 comparisons, by 1.25 to 1.25 times, slower in 1, within the noise in 2" in said
+
+
+def test_the_parts_of_a_step_sum_to_the_whole_or_a_note_says_by_how_much_not(tmp_path: Path) -> None:
+    def parts(*microseconds: float) -> list[dict[str, Any]]:
+        called = ["norm", "step", WHOLE]
+        return [{"name": part, "microseconds": us} for part, us in zip(called, microseconds, strict=True)]
+
+    less = report(tmp_path / "less", made(tmp_path / "less.json", {"small": parts(30.0, 50.0, 100.0)}))
+    assert f"{REST}20" in less.words.replace("\n", "")
+    assert "the parts sum to" not in less.words
+    more = report(tmp_path / "more", made(tmp_path / "more.json", {"small": parts(60.0, 80.0, 100.0)}))
+    assert "the parts sum to 140% of the whole (140 of 100 us)" in more.words
+    assert REST not in more.words
+
+
+def test_the_suite_times_the_parts_of_a_step_within_it() -> None:
+    from bench.ceilings import Ceilings
+    from bench.suites import Bench, small
+
+    def no_loops() -> Any:
+        raise RuntimeError("no compiler")
+
+    tables = small.run(Bench(Ceilings(no_loops), quick=True, rounds=1, peers=()))
+    rows = {row["name"]: row["microseconds"] for row in tables[-1].rows}
+    assert list(rows)[-2:] == [REST, WHOLE]
+    assert {"norm", "step", "is the plan still right?"} < rows.keys()
+    assert min(rows.values()) > 0
+    assert sum(rows.values()) == pytest.approx(2 * rows[WHOLE])
+
+
+def test_a_table_without_any_figure_is_a_line_for_each_reason(tmp_path: Path) -> None:
+    rows = [{"name": called, "cannot": "it has one pass for each"} for called in ("a", "b")]
+    page = report(tmp_path / "page", made(tmp_path / "a.json", {"tail": rows}))
+    assert "a, b: cannot: it has one pass for each" in page.words
+    assert page.counts["table"] == 1  # the machine's
+
+
+def test_tables_scroll_by_themselves(tmp_path: Path) -> None:
+    page = report(tmp_path, KEPT)
+    written = (tmp_path / "index.html").read_text()
+    assert ".scroll { overflow-x: auto; }" in written
+    assert written.count('<div class="scroll"><table>') == page.counts["table"]
 
 
 @pytest.mark.parametrize(
@@ -251,4 +433,7 @@ def test_losses_and_gaps_are_found_in_rows(tmp_path: Path) -> None:
     rows.append({"name": "peer", "why": "skipped: x"})
     (table,) = load(made(tmp_path / "a.json", {"tail": rows})).tables
     assert losses(table) == {2: ["2.5 times as slow as stock"]}
+    close = [timed("stock", 10.0, 0.2), timed("accumfused", 11.0, 0.2)]
+    (table,) = load(made(tmp_path / "b.json", {"tail": close})).tables
+    assert losses(table) == {}  # the quartiles overlap
     assert [gap(row) for row in rows] == [None, None, None, "skipped: x"]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import statistics
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import torch
 
 import accumfused as af
-from accumfused.tail import Divisors
 from bench import stock
 from bench.measure import Variant, interleave
+from bench.parts import WHOLE, with_rest
 from bench.peers import peers
 from bench.report import Column, Table, timed
 from bench.shapes import small
@@ -84,29 +90,47 @@ def _once(variant: Variant) -> Callable[[], None]:
 
 
 def _host_time(bench: Bench, label: str, optimizer: af.AdamW) -> Table:
-    """Where one step() goes, part by part: the same calls, each timed alone."""
-    plan, backend = optimizer._plan(), optimizer._runtime.backend
-    assert backend is not None
-    grads, _ = plan.gradients()
-    scaling, partials = optimizer._scaling(plan, Divisors()), optimizer._partials(plan, True)
-    hypers = [rule.hyper_values(group) for rule, group in zip(plan.rules, optimizer.param_groups, strict=True)]
-    outcome = backend.norm(plan, plan.match(grads), partials, scaling)
-    plan.let_go()
-
-    def read() -> None:
-        plan.match(plan.gradients()[0])
-
-    parts = [
-        Variant("is the plan still right?", lambda: plan.unchanged(optimizer.param_groups, optimizer.state)),
-        Variant("read and check p.grad", read),
-        Variant("norm", lambda: backend.norm(plan, grads, partials, scaling), read),
-        Variant("step", lambda: backend.step(plan, grads, hypers, outcome), read),
-        Variant("version counters", lambda: torch.autograd.graph.increment_version(plan.params)),
-        Variant("the whole step()", optimizer.step),
-    ]
-    columns = [Column("name", ""), Column("microseconds", "us", "{:.1f}")]
+    """Where one step() goes: its parts, timed within it, and what is left of it."""
+    plan = optimizer._plan()
+    watch = _Watch()
     of = f"{label}, {len(plan.params)} tensors, on the host" if bench.on_gpu else "one step()"
-    table = Table(f"small: {of} by part", columns)
-    for timing in interleave(parts, (3 if bench.on_gpu else 10) * bench.rounds, clock=bench.host_clock):
-        table.rows.append({"name": timing.variant.name, "microseconds": timing.median * 1e6})
+    table = Table(f"small: {of} by part", [Column("name", ""), Column("microseconds", "us", "{:.1f}")])
+    with contextlib.ExitStack() as stack:
+        for part, owner, name in (
+            ("is the plan still right?", plan, "unchanged"),
+            ("read and check p.grad", plan, "gradients"),
+            ("read and check p.grad", plan, "match"),
+            ("norm", optimizer._runtime.backend, "norm"),
+            ("step", optimizer._runtime.backend, "step"),
+            ("version counters", torch.autograd.graph, "increment_version"),
+        ):
+            timed_call = watch.around(part, getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, timed_call))
+        whole = Variant(WHOLE, optimizer.step, watch.begin)
+        (timing,) = interleave([whole], (3 if bench.on_gpu else 10) * bench.rounds, clock=bench.host_clock)
+    counted = watch.calls[-len(timing.seconds) :]
+    table.rows += [
+        {"name": part, "microseconds": 1e6 * statistics.median(call[part] for call in counted)} for part in counted[0]
+    ]
+    table.rows.append({"name": WHOLE, "microseconds": timing.median * 1e6})
+    table.rows = with_rest(table.rows)
     return table
+
+
+class _Watch:
+    """Seconds by part, of every call of what is watched."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, float]] = []
+
+    def begin(self) -> None:
+        self.calls.append(defaultdict(float))
+
+    def around(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*args, **kwargs)
+            self.calls[-1][part] += time.perf_counter() - start
+            return result
+
+        return timed_call

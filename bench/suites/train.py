@@ -135,6 +135,7 @@ def _table(runs: list[Run], parameters: int) -> Table:
         Column("name", ""),
         *(Column(part, f"{part}, ms", "{:.2f}") for part in _PARTS),
         Column("milliseconds", "update, ms", "{:.1f}"),
+        Column("quartiles", "quartiles"),
         Column("tail_share", "tail's share", "{:.1%}"),
         Column("over_stock", "x stock, in all", "{:.2f}"),
         Column("last_loss", "last loss", "{:.4f}"),
@@ -145,9 +146,11 @@ def _table(runs: list[Run], parameters: int) -> Table:
     for each in runs:
         in_all = each.in_all()
         parts = {part: each.milliseconds(part) for part in _PARTS}
+        first, _, third = statistics.quantiles(in_all, n=4, method="inclusive")
         table.rows.append(
             {
                 "name": each.name, **parts, "milliseconds": statistics.median(in_all) * 1e3,
+                "quartiles": f"{first * 1e3:.1f} - {third * 1e3:.1f}",
                 "tail_share": statistics.median(
                     update["tail"] / seconds for update, seconds in zip(each.updates[1:], in_all, strict=True)
                 ),
