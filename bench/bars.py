@@ -53,6 +53,8 @@ def bars(table: Stored) -> Figure | None:
                 labels.append(_label(axes, end, y, said, _mark(table, index, reading, fastest[key], "fastest")))
     at_ceiling = any(number(row.get("share")) for row in table.rows)
     meaning = "; thick mark: at the machine's ceiling for the same bytes; %: the share of it" if at_ceiling else ""
+    if any(number(row.get("persistent_bytes")) for row in table.rows):
+        meaning += "; keeps: bytes per parameter, weights and states"
     axes.set_xlabel(wrapped(f"{unit}, medians; thin line: between the quartiles{meaning}"), fontsize=FONT)
     _legend(figure, [owned[index] for index in drawn])
     _fit(figure, axes, labels)
@@ -177,7 +179,7 @@ def _rows(
     axes = figure.subplots()
     for index, y in zip(drawn, places, strict=True):
         row, kept = table.rows[index], _value(table.rows[index], "persistent_bytes") if bytes_too else None
-        called = name(row) + (f": {kept:.3g} bytes kept per parameter" if kept is not None else "")
+        called = name(row) + (f": keeps {kept:.3g} B" if kept is not None else "")
         weight = "bold" if OURS in name(row) else "normal"
         axes.text(0, y - 0.53, called, fontsize=FONT, va="center", weight=weight, in_layout=False)
     axes.set(ylim=(len(places) * step - 0.6, -0.9), yticks=[], title=title)

@@ -43,8 +43,9 @@ th, td { padding: 0.25em 0.6em; border-bottom: 1px solid #ddd; text-align: right
   white-space: nowrap; }
 th:first-child, td.words { text-align: left; font-weight: normal; min-width: 10em; white-space: normal; }
 thead th { border-bottom: 1px solid #1a1a1a; }
-dt { font-weight: bold; }
-dd { margin: 0 0 0.3em 1.2em; }
+dt { font-weight: bold; display: inline; }
+dd { margin: 0; display: inline; }
+dd::after { content: "\\A"; white-space: pre; }
 .lost, .warning { color: #b03a2e; }
 .won { font-weight: bold; }
 .gap { font-style: italic; }
@@ -129,7 +130,8 @@ def _results(number: int, results: Results, pictures: _Pictures) -> Iterator[str
     yield f'<section><h2 id="f{number}">{escape(results.where())}</h2>'
     yield from (f'<p class="warning">{escape(warning)}</p>' for warning in _warnings(results))
     yield from _summary(results)
-    yield f"<h3>Words</h3><dl>{''.join(f'<dt>{term}</dt><dd>{meaning}</dd>' for term, meaning in _WORDS.items())}</dl>"
+    words = (f"<dt>{term}:</dt> <dd>{meaning}</dd>" for term, meaning in _WORDS.items())
+    yield f"<h3>Words</h3><dl>{''.join(words)}</dl>"
     roofline = drawing.of_all(results)
     if roofline is not None:
         yield "<h3>Bytes and time</h3>"

@@ -87,9 +87,8 @@ def _name_points(figure: Figure, axes: Axes, points: list[tuple[float, float]], 
         )  # fmt: skip
         size = label.get_window_extent()
         x, y = axes.transData.transform(place)
-        for far, (right, up) in product(
-            (14, 30, 50, 75, 105, 140), ((-1, 1), (1, -1), (-1, 0), (1, 0), (-1, 2), (1, -2))
-        ):
+        side = 1 if OURS in words else -1  # ours are the lower ones: their labels lie to the lower right
+        for (right, up), far in product(((side, -side), (side, -2 * side), (side, 0), (-side, 0)), range(14, 150, 12)):
             left = x + far * scale if right > 0 else x - far * scale - size.width
             box = Bbox.from_bounds(left, y + up * far * scale * 0.6 - size.height / 2, size.width, size.height)
             inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1 and axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1

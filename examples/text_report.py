@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, quantiles
 from typing import NamedTuple
 
 import torch
@@ -19,9 +18,12 @@ from text_watch import Stopwatch
 
 FINAL_UPDATES = 10  # a single update's loss says little: its window is small
 FP32_EPSILON = torch.finfo(torch.float32).eps
+EQUAL = 1e-9  # where the picture draws losses that do not differ
 
 TAIL = {"accumulate": "accumulate", "clip": "norm and clip", "step": "step", "zero_grad": "zero_grad"}
+RUNS = ("accumfused", "stock")
 AFTER_BACKWARD = {"accumfused": ("accumulate", "step"), "stock": ("clip", "step", "zero_grad")}
+WHOLE = {run: ("forward", "backward", *parts) for run, parts in AFTER_BACKWARD.items()}
 
 # Rounding alone sets two such runs apart, and training magnifies it: they are compared over so many updates only.
 # Seen with two seeds: 3e-6, 3e-5, 3e-6 (2e-5 with --quick). A mean without token counts is 2e-2, 8e-1, 2e-2 apart.
@@ -36,6 +38,21 @@ class Update(NamedTuple):
 
     loss: float  # the mean over the window's tokens
     grad_norm: float  # before clipping
+
+
+class Spread(NamedTuple):
+    """A median between its quartiles."""
+
+    first: float
+    median: float
+    third: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(*quantiles(values, n=4, method="inclusive")) if len(values) > 1 else cls(*values * 3)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.first:.2f} - {self.third:.2f})"
 
 
 @dataclass
@@ -53,6 +70,20 @@ class Result:
     def tail_ms(self, run: str, parts: Iterable[str] = TAIL) -> float:
         """Of an update, the sum of its parts' medians."""
         return sum(self.clocks[run].median_ms(part) for part in parts)
+
+    def ratio(self, parts: dict[str, tuple[str, ...]]) -> Spread:
+        """Of these parts of each run, stock's time over ours, update by update."""
+        pairs = zip(*(self.clocks[run].times_ms(*parts[run]) for run in ("stock", "accumfused")), strict=True)
+        return Spread.of([stock / ours for stock, ours in pairs])
+
+    def equal_losses(self) -> int:
+        """In how many updates both losses have the same bits."""
+        return sum(a.loss == b.loss for a, b in zip(*self.updates.values(), strict=True))
+
+    def largest_loss_difference(self) -> float:
+        """Relative to stock's loss."""
+        pairs = zip(self.updates["accumfused"], self.updates["stock"], strict=True)
+        return max(abs(a.loss / b.loss - 1) for a, b in pairs)
 
     def disagreements(self) -> list[str]:
         """What sets the runs further apart than rounding can."""
@@ -87,40 +118,74 @@ def print_question(console: Console, answers: Answers) -> None:
     )
 
 
+def times_as_fast(ratio: Spread) -> str:
+    """The ratio with its quartiles; where 1 lies between them it says nothing, and that is said."""
+    said = f"{ratio.median:.2f}x ({ratio.first:.2f} - {ratio.third:.2f})"
+    return f"{said}, within the noise" if ratio.first <= 1 <= ratio.third else said
+
+
 def print_result(console: Console, result: Result) -> None:
     updates = len(result.parameter_differences)
     table = Table(title=f"The same {updates} updates with two recipes", title_justify="left")
     table.add_column("")
-    for name in ("accumfused", "stock", "ratio"):
+    for name in ("accumfused", "stock", "stock / accumfused"):
         table.add_column(name, justify="right")
 
-    def add(name: str, of: Callable[[str], float], style: str = "") -> None:
-        ours, stock = of("accumfused"), of("stock")
-        cells = (f"{value:.2f}" if value else "-" for value in (ours, stock))
-        table.add_row(name, *cells, f"{stock / ours:.2f}x" if ours and stock else "", style=style)
+    def add(name: str, parts: dict[str, tuple[str, ...]], style: str = "") -> None:
+        spreads = {run: Spread.of(result.clocks[run].times_ms(*parts[run])) for run in ("accumfused", "stock")}
+        cells = (str(spread) if spread.median else "-" for spread in spreads.values())
+        both = all(spread.median for spread in spreads.values())
+        table.add_row(name, *cells, times_as_fast(result.ratio(parts)) if both else "", style=style)
 
     last = min(updates, FINAL_UPDATES)
     table.add_row(f"final loss, mean of {last} updates", *(f"{result.final_loss(run):.6f}" for run in result.updates))
     table.add_row("largest parameter difference", "", f"{result.parameter_differences[-1]:.1e}", end_section=True)
     for part, label in TAIL.items():
-        add(f"{label}, ms", partial(result.tail_ms, parts=[part]))
-    add("gradient tail, ms per update", result.tail_ms, style="bold")
-    add("  of it after backward(), ms", lambda run: result.tail_ms(run, AFTER_BACKWARD[run]))
-    add("whole update, ms", lambda run: result.clocks[run].median_ms("forward", "backward", *AFTER_BACKWARD[run]))
+        add(f"{label}, ms", dict.fromkeys(RUNS, (part,)))
+    add("gradient tail, ms per update", dict.fromkeys(RUNS, tuple(TAIL)), style="bold")
+    add("  of it after backward(), ms", AFTER_BACKWARD)
+    add("whole update, ms", WHOLE)
     table.add_section()
-    add("gradients + accumulators, peak MB", lambda run: result.peak_bytes[run] / 1e6)
+    megabytes = [result.peak_bytes[run] / 1e6 for run in RUNS]
+    ratio = f"{megabytes[1] / megabytes[0]:.2f}x"
+    table.add_row("gradients + accumulators, peak MB", *(f"{size:.2f}" for size in megabytes), ratio)
     console.print(table)
     console.print(
-        "Times are medians over updates; the ratio is stock / accumfused. Stock accumulates inside backward(), where "
-        "each addition is timed by itself. accumfused takes the norm while it accumulates, clips while it steps, and "
-        "has nothing to zero. Its price: a micro-batch's gradients all stand beside the accumulators until folded.\n",
+        "Times are medians over updates, in brackets the quartiles; the ratio is taken update by update, and within "
+        "the noise where its quartiles include 1. The gradient tail is what lies between backward() and updated "
+        "weights. Stock accumulates inside backward(), where each addition is timed by itself. accumfused takes the "
+        "norm while it accumulates, clips while it steps, and has nothing to zero. Its price: a micro-batch's "
+        "gradients all stand beside the accumulators until folded.\n",
         style="dim",
     )
+    console.print(f"{said_of_losses(result)}\n{said_of_times(result)}\n")
+
+
+def said_of_losses(result: Result) -> str:
+    """How many of the losses are equal, and how far apart the others are."""
+    equal, updates = result.equal_losses(), len(result.parameter_differences)
+    apart = (
+        f"; the others differ by {result.largest_loss_difference():.0e} at most, relatively" if equal < updates else ""
+    )
+    return f"The losses of {equal} of {updates} updates are equal to the last bit{apart}."
+
+
+def said_of_times(result: Result) -> str:
+    """What the tail gains, and what of that is seen in a whole update."""
+    share = result.tail_ms("stock") / result.clocks["stock"].median_ms(*WHOLE["stock"])
+    tail, whole = (times_as_fast(result.ratio(parts)) for parts in (dict.fromkeys(RUNS, tuple(TAIL)), WHOLE))
+    return f"Stock's time over ours: the gradient tail, {share:.1%} of an update, {tail}; the whole update {whole}."
 
 
 def draw(result: Result, output: Path) -> None:
     """Both loss curves, how far apart they are, and the tail's time by part."""
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    figure = picture(result)
+    figure.savefig(output, dpi=150)
+
+
+def picture(result: Result) -> Figure:
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr,call-arg]
     grid = figure.add_gridspec(2, 2, height_ratios=(3, 1), width_ratios=(6, 5))
     losses = figure.add_subplot(grid[0, 0])
     difference = figure.add_subplot(grid[1, 0], sharex=losses)
@@ -129,45 +194,57 @@ def draw(result: Result, output: Path) -> None:
     _draw_tail(result, tail)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(output, dpi=150)
+    return figure
 
 
 def _draw_losses(result: Result, losses: Axes, difference: Axes) -> None:
-    ours, stock = ([update.loss for update in result.updates[run]] for run in ("accumfused", "stock"))
+    ours, stock = ([update.loss for update in result.updates[run]] for run in RUNS)
     numbers = range(1, len(ours) + 1)
-    losses.plot(numbers, stock, color="#e69f00", linewidth=5, alpha=0.6, label="stock recipe")
-    losses.plot(numbers, ours, color="#0072b2", linewidth=1.5, label="accumfused")
-    losses.set(title="The same training", ylabel="loss, nats per byte")
+    losses.plot(numbers, stock, color="#9a9a9a", linewidth=6, alpha=0.7, label="stock recipe")
+    losses.plot(numbers, ours, color="#0072b2", linewidth=1.5, label="accumfused, on top of it")
+    losses.set(ylabel="loss, nats per byte")
+    equal = f"{result.equal_losses()} of {len(ours)} losses equal to the last bit"
+    losses.set_title(f"The same training: {equal}", loc="left", fontsize=10)
     losses.tick_params(labelbottom=False)
     losses.legend(frameon=False)
-    apart = [max(abs(a - b) / b, 1e-8) for a, b in zip(ours, stock, strict=True)]
-    difference.semilogy(numbers, apart, color="0.3", linewidth=1)
+    apart = [abs(a - b) / b for a, b in zip(ours, stock, strict=True)]
+    differ = [(number, value) for number, value in zip(numbers, apart, strict=True) if value]
+    same = [number for number, value in zip(numbers, apart, strict=True) if not value]
+    difference.set_yscale("log")
+    difference.plot([n for n, _ in differ], [value for _, value in differ], ".", color="0.3", markersize=4)
+    difference.plot(same, [EQUAL] * len(same), "o", color="#0072b2", markersize=3)
     difference.axhline(FP32_EPSILON, color="0.6", linestyle=":", linewidth=1)
-    difference.set(xlabel="update", ylabel="relative\ndifference", ylim=(5e-9, 1e-2), yticks=(1e-8, 1e-6, 1e-4, 1e-2))
+    difference.set(xlabel="update", ylabel="relative\ndifference", ylim=(EQUAL / 5, 1e-2))
+    difference.set_yticks((EQUAL, 1e-7, 1e-5, 1e-3), ("equal", "$10^{-7}$", "$10^{-5}$", "$10^{-3}$"))
+    difference.minorticks_off()
     difference.annotate(
-        "fp32 epsilon", (1, FP32_EPSILON), xytext=(0, 2), textcoords="offset points", fontsize=8, color="0.4"
-    )
+        "fp32 epsilon", (1, FP32_EPSILON), xycoords=("axes fraction", "data"), xytext=(0, 2), ha="right",
+        textcoords="offset points", fontsize=8, color="0.4",
+    )  # fmt: skip
 
 
 def _draw_tail(result: Result, tail: Axes) -> None:
-    runs = {"accumfused": "accumfused", "stock": "stock recipe"}
+    """A stack for each run. Labels stand beside it, for a part may be thinner than its label."""
+    names = {"accumfused": "accumfused", "stock": "stock recipe"}
     colors = {"accumulate": "#56b4e9", "clip": "#e69f00", "step": "#009e73", "zero_grad": "#999999"}
-    for x, run in enumerate(runs):
-        end = 0.0
+    top = 1.15 * max(result.tail_ms(run) for run in RUNS)
+    for x, run in enumerate(RUNS):
+        end, lowest = 0.0, 0.0
         for part, label in TAIL.items():
             time = result.clocks[run].median_ms(part)
             if not time:
                 continue
             inside = run == "stock" and part == "accumulate"
-            tail.bar(x, time, 0.6, end, color=colors[part], edgecolor="white", hatch="//" if inside else None)
-            label = f"{label}  {time:.1f}" + ("\n(inside backward)" if inside else "")
-            thin = time < 0.05 * result.tail_ms("stock")
-            place, align = (x + 0.32, "left") if thin else (x, "center")
-            box = None if thin else {"facecolor": colors[part], "edgecolor": "none", "pad": 1}
-            tail.text(place, end + time / 2, label, ha=align, va="center", fontsize=9, bbox=box)
+            tail.bar(x, time, 0.3, end, color=colors[part], edgecolor="white", hatch="//" if inside else None)
+            label += f"\n(inside backward)  {time:.1f}" if inside else f"  {time:.1f}"
+            height = (0.09 if inside else 0.05) * top
+            lowest = max(end + time / 2, lowest + height / 2)
+            tail.text(x + 0.18, lowest, label, ha="left", va="center", fontsize=9)
+            lowest += height / 2
             end += time
         tail.annotate(f"{end:.1f} ms", (x, end), xytext=(0, 5), textcoords="offset points", ha="center", weight="bold")
-    ratio = result.tail_ms("stock") / result.tail_ms("accumfused")
-    tail.set_title(f"The gradient tail: stock / accumfused = {ratio:.2f}x")
-    tail.set(ylabel="ms, medians over updates", xlim=(-0.45, 1.65), xticks=range(len(runs)), xticklabels=runs.values())
-    tail.set_ylim(top=1.1 * max(result.tail_ms(run) for run in runs))
+    ratio, whole = result.ratio(dict.fromkeys(RUNS, tuple(TAIL))), result.ratio(WHOLE)
+    said = f"Gradient tail, stock / accumfused: {times_as_fast(ratio)}\nWhole update: {times_as_fast(whole)}"
+    tail.set_title(said, loc="left", fontsize=10)
+    tail.set(ylabel="ms, medians over updates", xlim=(-0.3, 1.8), xticks=range(len(names)), xticklabels=names.values())
+    tail.set_ylim(0, top)

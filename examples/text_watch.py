@@ -62,10 +62,13 @@ class Stopwatch:
         self._updates.append(dict(self._now))
         self._now.clear()
 
-    def median_ms(self, *parts: str) -> float:
-        """The median over updates of the time that these parts took together."""
+    def times_ms(self, *parts: str) -> list[float]:
+        """Of every update but the first ones, the time that these parts took together."""
         timed = self._updates[UNTIMED_UPDATES:] or self._updates
-        return 1e3 * median(sum(update.get(part, 0.0) for part in parts) for update in timed)
+        return [1e3 * sum(update.get(part, 0.0) for part in parts) for update in timed]
+
+    def median_ms(self, *parts: str) -> float:
+        return median(self.times_ms(*parts))
 
 
 class MemoryWatch:
