@@ -185,8 +185,8 @@ def _warnings(results: Results) -> list[str]:
     load_before = results.machine.get("load")
     if isinstance(load_before, (int, float)) and load_before > BUSY:
         found.append(
-            f"The machine was busy: other programs kept {load_before:.1f} threads running in the minute before the run "
-            f"(it measures with {results.machine.get('threads', '?')}). The ratios bear some of that, the times less."
+            f"The machine was busy: its load average was {load_before:.1f} in the minute before the run, which uses "
+            f"with {results.machine.get('threads', '?')} threads. The ratios bear some of that, the times less."
         )
     return found
 
