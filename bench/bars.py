@@ -190,11 +190,13 @@ def _rows(
 def _label(axes: Axes, end: float, y: float, said: str, mark: str) -> Annotation:
     """A figure beside its bar; a row of ours that is behind is red."""
     won, lost = mark in ("fastest", "fewest"), mark not in ("", "fastest", "fewest", NOISE_MARK)
-    return axes.annotate(
+    label = axes.annotate(
         f"{said}, {mark}" if mark else said, (end, y), (_GAP, 0), textcoords="offset points", va="center",
         fontsize=FONT, weight="bold" if won else "normal", color=LOST_COLOR if lost else "black",
         annotation_clip=False,
     )  # fmt: skip
+    label.set_in_layout(False)  # the axes are as wide as the page, and their limits follow the labels: see _fit
+    return label
 
 
 def _legend(figure: Figure, owned: Sequence[str]) -> None:
