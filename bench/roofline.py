@@ -32,7 +32,7 @@ def roofline(results: Results) -> Figure | None:
     moved = [row["bytes_per_parameter"] for table in tables for row in table.rows if _positive(row, *_BOTH)]
     rates = _ceilings(results)
     for rate in rates.values():
-        ends = min(moved) / 1.4, max(moved) * 1.4
+        ends = min(moved) / 1.4, max(moved) * 4  # room for the labels of ours, which lie to the lower right
         axes.plot(ends, [end / rate for end in ends], color="0.75", linewidth=0.8, zorder=1)
     points, there = [], set()
     for table in tables:
@@ -63,23 +63,28 @@ def _first_tables(tables: list[Stored]) -> list[Stored]:
     return list({table.suite: table for table in reversed(tables)}.values())[::-1]
 
 
-def _chosen(table: Stored) -> list[tuple[str, Row]]:
+def _chosen(table: Stored) -> list[tuple[str, Row, str]]:
     owned = owners(table)
     having = [index for index, row in enumerate(table.rows) if _positive(row, *_BOTH)]
     mine = [index for index in having if owned[index] == OURS]
     other = best(table, [index for index in having if owned[index] == TORCH], "median")
     found = ([mine[-1]] if other is None and mine else mine[:1]) + ([] if other is None else [other])
-    return [(f"{table.suite}: {short(name(table.rows[index]), 32)}", table.rows[index]) for index in found]
+    return [
+        (f"{table.suite}: {short(name(table.rows[index]), 32)}", table.rows[index], owned[index]) for index in found
+    ]
 
 
-def _name_points(figure: Figure, axes: Axes, points: list[tuple[float, float]], named: list[tuple[str, Row]]) -> None:
+def _name_points(
+    figure: Figure, axes: Axes, points: list[tuple[float, float]], named: list[tuple[str, Row, str]]
+) -> None:
     """A label beside each point, with a line to it, where it covers no point and no other label."""
     figure.draw_without_rendering()
     scale, taken = (
         figure.dpi / 72,
         [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in axes.transData.transform(points)],
     )
-    for words, row in named:
+    # From the outside in: then a line to a label does not cross another one's words.
+    for words, row, owner in sorted(named, key=lambda one: one[1][_BOTH[1]] * (-1 if one[2] == OURS else 1)):
         place = tuple(row[key] for key in _BOTH)
         label = axes.annotate(
             words, place, (0, 0), textcoords="offset points", fontsize=FONT, va="center", annotation_clip=False,
@@ -87,12 +92,12 @@ def _name_points(figure: Figure, axes: Axes, points: list[tuple[float, float]], 
         )  # fmt: skip
         size = label.get_window_extent()
         x, y = axes.transData.transform(place)
-        side = 1 if OURS in words else -1  # ours are the lower ones: their labels lie to the lower right
+        side = 1 if owner == OURS else -1  # ours are the lower ones: their labels lie to the lower right
         for (right, up), far in product(((side, -side), (side, -2 * side), (side, 0), (-side, 0)), range(14, 150, 12)):
             left = x + far * scale if right > 0 else x - far * scale - size.width
             box = Bbox.from_bounds(left, y + up * far * scale * 0.6 - size.height / 2, size.width, size.height)
             inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1 and axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
-            if inside and not any(box.overlaps(other) for other in taken):
+            if inside and not any(box.padded(2).overlaps(other) for other in taken):
                 label.set_position(((box.x0 - x) / scale, (box.y0 + size.height / 2 - y) / scale))
                 taken.append(box)
                 break

@@ -23,6 +23,7 @@ EQUAL = 1e-9  # where the picture draws losses that do not differ
 TAIL = {"accumulate": "accumulate", "clip": "norm and clip", "step": "step", "zero_grad": "zero_grad"}
 RUNS = ("accumfused", "stock")
 AFTER_BACKWARD = {"accumfused": ("accumulate", "step"), "stock": ("clip", "step", "zero_grad")}
+ALL_OF_TAIL = dict.fromkeys(RUNS, tuple(TAIL))
 WHOLE = {run: ("forward", "backward", *parts) for run, parts in AFTER_BACKWARD.items()}
 
 # Rounding alone sets two such runs apart, and training magnifies it: they are compared over so many updates only.
@@ -53,6 +54,20 @@ class Spread(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.first:.2f} - {self.third:.2f})"
+
+    @property
+    def is_noise(self) -> bool:
+        """As a ratio: it says nothing about who is faster."""
+        return self.first <= 1 <= self.third
+
+    def in_short(self) -> str:
+        """As a ratio."""
+        return f"{'noise' if self.is_noise else f'{self.median:.2f}x'} ({self.first:.2f} - {self.third:.2f})"
+
+    def in_words(self) -> str:
+        return (
+            f"{self.median:.2f}x ({self.first:.2f} - {self.third:.2f}){', within the noise' if self.is_noise else ''}"
+        )
 
 
 @dataclass
@@ -118,12 +133,6 @@ def print_question(console: Console, answers: Answers) -> None:
     )
 
 
-def times_as_fast(ratio: Spread) -> str:
-    """The ratio with its quartiles; where 1 lies between them it says nothing, and that is said."""
-    said = f"{ratio.median:.2f}x ({ratio.first:.2f} - {ratio.third:.2f})"
-    return f"{said}, within the noise" if ratio.first <= 1 <= ratio.third else said
-
-
 def print_result(console: Console, result: Result) -> None:
     updates = len(result.parameter_differences)
     table = Table(title=f"The same {updates} updates with two recipes", title_justify="left")
@@ -132,49 +141,51 @@ def print_result(console: Console, result: Result) -> None:
         table.add_column(name, justify="right")
 
     def add(name: str, parts: dict[str, tuple[str, ...]], style: str = "") -> None:
-        spreads = {run: Spread.of(result.clocks[run].times_ms(*parts[run])) for run in ("accumfused", "stock")}
-        cells = (str(spread) if spread.median else "-" for spread in spreads.values())
-        both = all(spread.median for spread in spreads.values())
-        table.add_row(name, *cells, times_as_fast(result.ratio(parts)) if both else "", style=style)
+        times = [result.clocks[run].median_ms(*parts[run]) for run in RUNS]
+        ratio = result.ratio(parts) if all(times) else None
+        cells = (f"{time:.2f}" if time else "-" for time in times)
+        table.add_row(name, *cells, "" if ratio is None else ratio.in_short(), style=style)
 
     last = min(updates, FINAL_UPDATES)
-    table.add_row(f"final loss, mean of {last} updates", *(f"{result.final_loss(run):.6f}" for run in result.updates))
-    table.add_row("largest parameter difference", "", f"{result.parameter_differences[-1]:.1e}", end_section=True)
+    table.add_row(f"loss, last {last} updates", *(f"{result.final_loss(run):.6f}" for run in RUNS))
+    table.add_row("largest weight difference", "", f"{result.parameter_differences[-1]:.1e}", end_section=True)
     for part, label in TAIL.items():
         add(f"{label}, ms", dict.fromkeys(RUNS, (part,)))
-    add("gradient tail, ms per update", dict.fromkeys(RUNS, tuple(TAIL)), style="bold")
-    add("  of it after backward(), ms", AFTER_BACKWARD)
+    add("gradient tail, ms", ALL_OF_TAIL, style="bold")
+    add("  after backward(), ms", AFTER_BACKWARD)
     add("whole update, ms", WHOLE)
     table.add_section()
     megabytes = [result.peak_bytes[run] / 1e6 for run in RUNS]
     ratio = f"{megabytes[1] / megabytes[0]:.2f}x"
-    table.add_row("gradients + accumulators, peak MB", *(f"{size:.2f}" for size in megabytes), ratio)
+    table.add_row("gradient memory, peak MB", *(f"{size:.2f}" for size in megabytes), ratio)
     console.print(table)
     console.print(
-        "Times are medians over updates, in brackets the quartiles; the ratio is taken update by update, and within "
-        "the noise where its quartiles include 1. The gradient tail is what lies between backward() and updated "
-        "weights. Stock accumulates inside backward(), where each addition is timed by itself. accumfused takes the "
-        "norm while it accumulates, clips while it steps, and has nothing to zero. Its price: a micro-batch's "
-        "gradients all stand beside the accumulators until folded.\n",
+        "Times are medians over updates; ratios are taken update by update, with their quartiles, and are noise where "
+        "these include 1. The gradient tail is what lies between backward() and updated weights. Stock accumulates "
+        "inside backward(), where each addition is timed by itself. accumfused takes the norm while it accumulates, "
+        "clips while it steps, and has nothing to zero. Its price: a micro-batch's gradients all stand beside the "
+        "accumulators until folded.\n",
         style="dim",
     )
-    console.print(f"{said_of_losses(result)}\n{said_of_times(result)}\n")
+    console.print("\n".join([said_of_losses(result), *said_of_times(result)]), highlight=False, soft_wrap=True)
 
 
 def said_of_losses(result: Result) -> str:
     """How many of the losses are equal, and how far apart the others are."""
     equal, updates = result.equal_losses(), len(result.parameter_differences)
-    apart = (
-        f"; the others differ by {result.largest_loss_difference():.0e} at most, relatively" if equal < updates else ""
-    )
-    return f"The losses of {equal} of {updates} updates are equal to the last bit{apart}."
+    apart = f"; the others differ by {result.largest_loss_difference():.0e} at most" if equal < updates else ""
+    return f"losses: {equal} of {updates} are equal to the last bit{apart}, relative to the loss"
 
 
-def said_of_times(result: Result) -> str:
-    """What the tail gains, and what of that is seen in a whole update."""
-    share = result.tail_ms("stock") / result.clocks["stock"].median_ms(*WHOLE["stock"])
-    tail, whole = (times_as_fast(result.ratio(parts)) for parts in (dict.fromkeys(RUNS, tuple(TAIL)), WHOLE))
-    return f"Stock's time over ours: the gradient tail, {share:.1%} of an update, {tail}; the whole update {whole}."
+def said_of_times(result: Result) -> list[str]:
+    """What the tail gains, and what of that is seen in a whole update: medians with quartiles."""
+    said = []
+    for name, parts in {"gradient tail": ALL_OF_TAIL, "whole update": WHOLE}.items():
+        stock, ours = (Spread.of(result.clocks[run].times_ms(*parts[run])) for run in ("stock", "accumfused"))
+        said.append(
+            f"{name}: {stock} ms with the stock recipe, {ours} ms with accumfused; {result.ratio(parts).in_words()}"
+        )
+    return said
 
 
 def draw(result: Result, output: Path) -> None:
@@ -218,7 +229,7 @@ def _draw_losses(result: Result, losses: Axes, difference: Axes) -> None:
     difference.set_yticks((EQUAL, 1e-7, 1e-5, 1e-3), ("equal", "$10^{-7}$", "$10^{-5}$", "$10^{-3}$"))
     difference.minorticks_off()
     difference.annotate(
-        "fp32 epsilon", (1, FP32_EPSILON), xycoords=("axes fraction", "data"), xytext=(0, 2), ha="right",
+        "fp32 epsilon", (0, FP32_EPSILON), xycoords=("axes fraction", "data"), xytext=(3, 2),
         textcoords="offset points", fontsize=8, color="0.4",
     )  # fmt: skip
 
@@ -243,8 +254,8 @@ def _draw_tail(result: Result, tail: Axes) -> None:
             lowest += height / 2
             end += time
         tail.annotate(f"{end:.1f} ms", (x, end), xytext=(0, 5), textcoords="offset points", ha="center", weight="bold")
-    ratio, whole = result.ratio(dict.fromkeys(RUNS, tuple(TAIL))), result.ratio(WHOLE)
-    said = f"Gradient tail, stock / accumfused: {times_as_fast(ratio)}\nWhole update: {times_as_fast(whole)}"
-    tail.set_title(said, loc="left", fontsize=10)
+    ratio, whole = result.ratio(ALL_OF_TAIL), result.ratio(WHOLE)
+    said = f"Tail, stock / accumfused: {ratio.in_words()}\nWhole update: {whole.in_words()}"
+    tail.set_title(said, loc="left", fontsize=9)
     tail.set(ylabel="ms, medians over updates", xlim=(-0.3, 1.8), xticks=range(len(names)), xticklabels=names.values())
     tail.set_ylim(0, top)
