@@ -51,11 +51,14 @@ def bars(table: Stored) -> Figure | None:
                 end = _bar(axes, table.rows[index], reading, y, COLORS[owned[index]], limit)
                 said = _said(table, table.rows[index], reading, len(keys) > 1)
                 labels.append(_label(axes, end, y, said, _mark(table, index, reading, fastest[key], "fastest")))
-    at_ceiling = any(number(row.get("share")) for row in table.rows)
-    meaning = "; thick mark: at the machine's ceiling for the same bytes; %: the share of it" if at_ceiling else ""
+    meaning = f"{unit}, medians"
+    if any(reading.spread for several in times for reading in several.values()):
+        meaning += "; thin line: between the quartiles"
+    if any(number(row.get("share")) for row in table.rows):
+        meaning += "; thick mark: at the machine's ceiling for the same bytes; %: the share of it"
     if any(number(row.get("persistent_bytes")) for row in table.rows):
         meaning += "; keeps: bytes per parameter, weights and states"
-    axes.set_xlabel(wrapped(f"{unit}, medians; thin line: between the quartiles{meaning}"), fontsize=FONT)
+    axes.set_xlabel(wrapped(meaning), fontsize=FONT)
     _legend(figure, [owned[index] for index in drawn])
     _fit(figure, axes, labels)
     return figure

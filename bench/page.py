@@ -215,7 +215,8 @@ def _table(table: Stored) -> Iterator[str]:
     lost = losses(table)
     named = all("name" in row for row in table.rows)
     first = "name" if named else next(iter(table.rows[0]), "")
-    others = [column for column in table.columns if column["key"] != first]
+    filled = {key for row in table.rows for key, value in row.items() if value is not None}
+    others = [column for column in table.columns if column["key"] != first and column["key"] in filled]
     reasons: dict[str, list[str]] = {}
     body = ""
     for index, row in enumerate(table.rows):

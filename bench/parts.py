@@ -33,8 +33,7 @@ def completed(table: Stored) -> Stored:
     if whole is not None and _sum(rows) > 1.001 * whole:
         more = (
             f"the parts sum to {_sum(rows) / whole:.0%} of the whole ({_sum(rows):,.0f} of {whole:,.0f} us): this run "
-            "timed each alone, and alone a part finds the caches as another call of itself has left them, not as the "
-            "part before it"
+            "timed each by itself and not within step(), where the part before it leaves other data in the caches"
         )
         notes = [*notes, more]
     return replace(table, rows=rows, notes=notes)
