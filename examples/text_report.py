@@ -257,5 +257,10 @@ def _draw_tail(result: Result, tail: Axes) -> None:
     ratio, whole = result.ratio(ALL_OF_TAIL), result.ratio(WHOLE)
     said = f"Tail, stock / accumfused: {ratio.in_words()}\nWhole update: {whole.in_words()}"
     tail.set_title(said, loc="left", fontsize=9)
-    tail.set(ylabel="ms, medians over updates", xlim=(-0.3, 1.8), xticks=range(len(names)), xticklabels=names.values())
+    tail.set(
+        ylabel="ms, each part's median over updates",
+        xlim=(-0.3, 1.8),
+        xticks=range(len(names)),
+        xticklabels=names.values(),
+    )
     tail.set_ylim(0, top)
