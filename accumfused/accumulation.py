@@ -21,6 +21,7 @@ from accumfused.arena import Arena, adoptable
 from accumfused.backends.base import OVERWRITE, Backend, Fold, on_device
 from accumfused.batch_norm import warn_of_batch_norm
 from accumfused.formats import PARAM_DTYPES
+from accumfused.heap import Pin
 from accumfused.plan import Grads, Plan
 from accumfused.warn import warn
 
@@ -58,6 +59,7 @@ class Window:
         self.is_reduced = False  # they are sums over processes
         self._closed: int | None = None  # index under which rows are held that are divided already
         self.arena = Arena(0)  # for gradients that cannot be adopted; kept between windows
+        self._pin = Pin()
         self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another one
         self._launches = 0
         self._versions: list[int] = []  # of the parameters, when the window began
@@ -246,6 +248,8 @@ class Window:
         if self._index is None:
             grads, complete = [None] * len(grads), False
         self._add(plan, backend, grads, complete, self._closing_scale() if last else None, ends)
+        if plan.device.type == "cpu":
+            self._pin.hold(grads)
         if not ends:
             return
         self.entered = False
