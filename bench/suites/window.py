@@ -1,7 +1,8 @@
 """A whole window of 4 micro-batches: accumulation, norm, clip and step together.
 
 Stock accumulates as autograd does: the first gradient becomes p.grad, `torch.autograd.backward(params, grads)` runs the
-very AccumulateGrad nodes that end a backward pass. The gradients are there beforehand, in buffers that take turns.
+very AccumulateGrad nodes that end a backward pass. The gradients are there beforehand, in buffers that take turns; what
+autograd's own allocations cost on a CPU is in allocated.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import accumfused as af
 from bench import shapes, stock
 from bench.measure import Variant
 from bench.report import Table, timed
-from bench.suites import Bench, largest_error
+from bench.suites import Bench, allocated, largest_error
 from bench.workload import Workload
 
 _MICRO_BATCHES = 4
@@ -25,7 +26,8 @@ def run(bench: Bench) -> list[Table]:
     models = [shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.VIT]
     tables = {torch.float32: _fp32, torch.bfloat16: _bf16}
     chosen = [tables[bench.dtype]] if bench.dtype in tables else tables.values()
-    return [table(bench, model) for model in bench.models(models) for table in chosen]
+    found = [table(bench, model) for model in bench.models(models) for table in chosen]
+    return found if bench.on_gpu else [*found, allocated.table(bench)]
 
 
 def _fp32(bench: Bench, model: str) -> Table:

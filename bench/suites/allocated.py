@@ -1,0 +1,149 @@
+"""A whole window of a TransformerEncoder on a CPU, forward and backward included: autograd allocates the gradients.
+
+Freed memory that the C library gives back to the kernel comes back as page faults, so each contender has a process of its
+own, with the system's default allocator, and they take turns. Micro-batches are small: what is measured is memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import accumfused as af
+from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY
+from bench.report import Column, Table
+from bench.suites import Bench
+
+_MICRO_BATCHES, _WARM_UP = 4, 3
+_STEERING = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")  # what begins with these chooses or tunes an allocator
+
+
+def table(bench: Bench) -> Table:
+    columns = [
+        Column("name", ""),
+        Column("milliseconds", "CPU time, ms", "{:.1f}"),
+        Column("over_stock", "x clip + fused", "{:.2f}"),
+        Column("faults", "page faults", "{:.0f}"),
+        Column("peak_megabytes", "peak memory, MB", "{:.0f}"),
+    ]
+    size = "tiny" if bench.quick else "25M"
+    found = Table(f"window of {_MICRO_BATCHES} micro-batches of 8 tokens, autograd allocates, {size} parameters", columns)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_STEERING)}
+    command = [sys.executable, "-m", "bench.suites.allocated", "--threads", str(torch.get_num_threads())]
+    command += ["--quick"] if bench.quick else []
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [*command, name],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=environment,
+                    cwd=Path(__file__).parents[2],
+                )
+            )
+            for name in VARIANTS
+        ]
+        rounds = [[_turn(process) for process in processes] for _ in range(1 + bench.rounds)][1:]  # warm-up comes first
+    for place, name in enumerate(VARIANTS):
+        own = [turns[place] for turns in rounds]
+        seconds, faults, peaks = zip(*own, strict=True)
+        found.rows.append({
+            "name": name,
+            "milliseconds": 1e3 * statistics.median(seconds),
+            "over_stock": statistics.median(turns[0][0] / turns[place][0] for turns in rounds),
+            "faults": statistics.median(faults),
+            "peak_megabytes": max(peaks) / 1e6,
+        })  # fmt: skip
+    found.notes.append(
+        "forward and backward included; medians of windows, ratios of those in the same round; each contender in a "
+        "process of its own, with the default allocator; CPU time is that of all threads"
+    )
+    return found
+
+
+def _turn(process: subprocess.Popen[str]) -> list[float]:
+    """One window of this contender: CPU seconds, page faults, peak memory in bytes."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return json.loads(process.stdout.readline())  # type: ignore[no-any-return]
+
+
+def _stock(model: nn.Module) -> tuple[Callable[[Tensor], object], Callable[[], object]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return lambda loss: (loss / _MICRO_BATCHES).backward(), step
+
+
+def _ours(model: nn.Module, *, released: bool) -> tuple[Callable[[Tensor], object], Callable[[], object]]:
+    optimizer: Any = af.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM)
+    if released:
+        optimizer._release = af.release_gradients(optimizer)  # lives as long
+
+    def micro_batch(loss: Tensor) -> None:
+        loss.backward()
+        optimizer.accumulate(weight=1.0)
+
+    return (lambda loss: optimizer.backward(loss, weight=1.0)) if released else micro_batch, optimizer.step
+
+
+VARIANTS: dict[str, Callable[[nn.Module], tuple[Callable[[Tensor], object], Callable[[], object]]]] = {
+    "autograd + clip + fused": _stock,
+    "accumfused": lambda model: _ours(model, released=False),
+    "accumfused, release_gradients": lambda model: _ours(model, released=True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("variant", choices=VARIANTS)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")  # torch's, of shapes
+    width, layers = (32, 2) if chosen.quick else (512, 8)
+    layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    inputs = torch.randn(_MICRO_BATCHES, 1, 8, width).unbind()
+    micro_batch, step = VARIANTS[chosen.variant](model)
+
+    def window() -> None:
+        for given in inputs:
+            micro_batch(model(given).square().mean())
+        step()
+
+    for _ in range(_WARM_UP):
+        window()
+    for _ in sys.stdin:
+        before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.process_time()
+        window()
+        seconds, used = time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF)
+        print(json.dumps([seconds, used.ru_minflt - before, used.ru_maxrss * 1024]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
