@@ -1,7 +1,7 @@
 """A whole window of a TransformerEncoder on a CPU, forward and backward included: autograd allocates the gradients.
 
-Freed memory that the C library gives back to the kernel comes back as page faults, so each contender has a process of its
-own, with the system's default allocator, and they take turns. Micro-batches are small: what is measured is memory.
+Freed memory that the C library gives back to the kernel comes back as page faults, so each contender has a process of
+its own, with the system's default allocator, and they take turns. Micro-batches are small: what is measured is memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def table(bench: Bench) -> Table:
         Column("peak_megabytes", "peak memory, MB", "{:.0f}"),
     ]
     size = "tiny" if bench.quick else "25M"
-    found = Table(f"window of {_MICRO_BATCHES} micro-batches of 8 tokens, autograd allocates, {size} parameters", columns)
+    title = f"window of {_MICRO_BATCHES} micro-batches of 8 tokens, autograd allocates, {size} parameters"
+    found = Table(title, columns)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_STEERING)}
     command = [sys.executable, "-m", "bench.suites.allocated", "--threads", str(torch.get_num_threads())]
     command += ["--quick"] if bench.quick else []
