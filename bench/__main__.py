@@ -15,9 +15,7 @@ from typing import Any
 try:
     import rich  # noqa: F401
 except ImportError:
-    sys.exit(
-        "the benchmarks print with rich, which is not installed; pip install 'accumfused[bench]' or run make bench"
-    )
+    sys.exit("the benchmarks print with rich, which is not installed; pip install '.[bench]' or run make bench")
 
 import torch
 from rich.console import Console

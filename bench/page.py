@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         import matplotlib  # noqa: F401
     except ImportError:
         print(
-            "the report is drawn with matplotlib, which is not installed; pip install 'accumfused[bench]'",
+            "the report is drawn with matplotlib, which is not installed; pip install '.[bench]'",
             file=sys.stderr,
         )
         return 2

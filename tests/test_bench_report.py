@@ -139,7 +139,7 @@ def test_without_matplotlib_the_report_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report_command([str(KEPT), "--output", str(tmp_path / "page")]) == 2
-    assert "pip install 'accumfused[bench]'" in capsys.readouterr().err
+    assert "pip install '.[bench]'" in capsys.readouterr().err
     assert not (tmp_path / "page").exists()
 
 

@@ -14,15 +14,23 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
-import transformers
-from accelerate.optimizer import AcceleratedOptimizer
-from packaging.version import Version
 from torch import Tensor
-from transformers import Trainer, TrainerCallback
 
 from accumfused.fuse import fuse
 from accumfused.grad_scaler import GradScaler
 from accumfused.optimizer import FusedOptimizer, check_parameters
+
+try:
+    import transformers
+    from accelerate.optimizer import AcceleratedOptimizer
+    from packaging.version import Version
+    from transformers import Trainer, TrainerCallback
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        f"{missing}; {__name__} needs what the extra [huggingface] installs: pip install '.[huggingface]' where "
+        "accumfused's pyproject.toml is",
+        name=missing.name,
+    ) from missing
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 

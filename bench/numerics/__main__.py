@@ -16,7 +16,7 @@ try:
     import matplotlib  # noqa: F401
     import rich  # noqa: F401
 except ImportError as missing:
-    sys.exit(f"{missing.name} is not installed; pip install 'accumfused[numerics]'")
+    sys.exit(f"{missing.name} is not installed; pip install '.[numerics]'")
 
 from rich.console import Console
 
