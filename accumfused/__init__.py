@@ -1,4 +1,23 @@
-"""accumfused: what happens between loss.backward() and updated weights, in the fewest passes over memory."""
+"""What happens between loss.backward() and updated weights, in the fewest passes over memory.
+
+A window of micro-batches of unequal sizes, whose update is the one of all of them in one batch, clipped:
+
+>>> import torch
+>>> import accumfused as af
+>>> model = torch.nn.Linear(64, 10)
+>>> batches = [(torch.randn(n, 64), torch.randint(10, (n,))) for n in (32, 32, 32, 7)]
+>>> optimizer = af.AdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0)
+>>> for (x, y), last in af.windows(batches, gradient_accumulation_steps=4):
+...     torch.nn.functional.cross_entropy(model(x), y).backward()  # a mean over this micro-batch
+...     optimizer.accumulate(weight=len(y))
+...     if last:
+...         optimizer.step()
+>>> bool(optimizer.step_was_skipped)
+False
+
+An optimizer that is already there is converted in place: ``af.fuse(optimizer, max_grad_norm=1.0)``. `help(af.AdamW)`
+describes the settings, and `python -m accumfused` says what runs on this machine.
+"""
 
 from accumfused.batch_norm import BatchNormWarning
 from accumfused.clipping import clip_together

@@ -99,6 +99,11 @@ class Window:
             )
 
     @property
+    def micro_batches(self) -> int:
+        """How many were folded."""
+        return self._count
+
+    @property
     def is_first_entered(self) -> bool:
         """Whether the micro-batch in progress is the window's first: a loop without accumulate() has no other."""
         return self.entered and self._count <= 1

@@ -184,7 +184,7 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
         )
     from accumfused.rules import ALL  # which are optimizers, and import this
 
-    name = (optimizer.torch_class or type(optimizer)).__name__
+    name = (optimizer._torch_class or type(optimizer)).__name__
     for group in state_dict["param_groups"]:
         if not isinstance(group, Mapping) or "params" not in group:
             raise ValueError("a group of the checkpoint has no 'params'; it is damaged")

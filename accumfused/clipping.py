@@ -11,7 +11,7 @@ from accumfused.accumulation import Phase
 from accumfused.backends.base import Outcome
 from accumfused.numeric import square_root
 from accumfused.optimizer import FusedOptimizer
-from accumfused.settings import Settings
+from accumfused.settings import check_max_grad_norm
 from accumfused.tail import Divisors, Fingerprint, Measured, Taken
 
 
@@ -24,15 +24,15 @@ def clip_together(optimizers: Sequence[FusedOptimizer], max_grad_norm: float) ->
     Args:
         optimizers: two or more of this package (`accumfused.fuse` makes them of others), each without a `max_grad_norm`
             of its own; changed: they are bound to each other, in copies too.
-        max_grad_norm: as in `accumfused.Adam`.
+        max_grad_norm: > 0; inf takes the norm, and does not clip.
 
     Returns:
         The group; `max_grad_norm` may be set on it between steps.
 
     Raises:
-        TypeError: an optimizer of another package, or a wrong `max_grad_norm`.
-        ValueError: fewer than two; one listed twice, with a `max_grad_norm` of its own, or clipped together already; a
-            parameter in two of them.
+        TypeError: an optimizer of another package; a `max_grad_norm` that is no number.
+        ValueError: one that is not > 0; fewer than two optimizers; one listed twice, with a `max_grad_norm` of its own,
+            or clipped together already; a parameter in two of them.
 
     Example:
         >>> muon, adamw = af.fuse(torch.optim.Muon(matrices)), af.AdamW(others)
@@ -81,9 +81,7 @@ class ClipTogether:
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        if value is None:
-            raise TypeError("max_grad_norm must be a number, got None; use inf for no clipping")
-        Settings(max_grad_norm=value)  # checks it
+        check_max_grad_norm(value, "inf is off")
         self._max_grad_norm = value
 
     def measure(self, optimizer: FusedOptimizer, divisors: Divisors) -> Measured | None:

@@ -70,6 +70,19 @@ _STOCHASTIC = {
     Weights.FLOAT16: Weights.FLOAT16_STOCHASTIC,
 }
 
+_WEIGHT_NAMES = {
+    Weights.FLOAT32: "fp32",
+    Weights.BFLOAT16: "bf16",
+    Weights.BFLOAT16_STOCHASTIC: "bf16 stochastic",
+    Weights.FLOAT16: "fp16",
+    Weights.FLOAT16_STOCHASTIC: "fp16 stochastic",
+    Weights.BFLOAT16_SPLIT16: "bf16 + split16",
+    Weights.BFLOAT16_SPLIT8: "bf16 + split8",
+    Weights.BFLOAT16_MASTER: "bf16 + fp32 master",
+    Weights.FLOAT16_MASTER: "fp16 + fp32 master",
+}
+_STATE_NAMES = {States.FLOAT32: "fp32 states", States.BFLOAT16: "bf16 states", States.INT8: "int8 states"}
+
 
 @dataclass(frozen=True)
 class Format:
@@ -138,6 +151,14 @@ def check_master_weights(dtype: torch.dtype, master_weights: str | None) -> None
             f"a parameter is {dtype}, which master_weights={master_weights!r} does not serve: an fp16 number is not "
             "the upper half of an fp32 one; use master_weights='fp32'"
         )
+
+
+def described(rule: type[Rule], form: Format, param: Tensor) -> str:
+    """For people: "bf16 + split16, fp32 states"."""
+    weights = _WEIGHT_NAMES[form.weights] if param.dtype in PARAM_DTYPES else str(param.dtype).removeprefix("torch.")
+    if rule.is_foreign:
+        return f"{weights}, its own states"
+    return f"{weights}, {_STATE_NAMES[form.states] if rule.states else 'no states'}"
 
 
 def names(rule: type[Rule], form: Format) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, overload
 
 import torch
 from typing_extensions import Unpack
@@ -14,17 +14,23 @@ from accumfused.accumulation import Phase
 from accumfused.backends.base import rescale
 from accumfused.optimizer import FusedOptimizer, check_formats, check_parameters, refuse_differentiable
 from accumfused.rule import Rule
-from accumfused.rules import ALL
-from accumfused.settings import SettingArguments, Settings
+from accumfused.rules import ALL, SGD, Adam, AdamW
+from accumfused.settings import SettingArguments, Settings, chosen, takes_settings
 from accumfused.tail import Measured, Runtime
 
-AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
+@overload
+def fuse(optimizer: torch.optim.AdamW, **settings: Unpack[SettingArguments]) -> AdamW: ...
+@overload
+def fuse(optimizer: torch.optim.Adam, **settings: Unpack[SettingArguments]) -> Adam: ...
+@overload
+def fuse(optimizer: torch.optim.SGD, **settings: Unpack[SettingArguments]) -> SGD: ...
+@overload
+def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments]) -> FusedOptimizer: ...
 
 
-def fuse(
-    optimizer: AnyOptimizer,
-    **settings: Unpack[SettingArguments],
-) -> AnyOptimizer:
+@takes_settings
+def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments]) -> FusedOptimizer:
     """Makes a torch optimizer a fused one, in place: the same object, so groups, state, hooks and schedulers stay.
 
     `torch.optim.SGD`, `Adam` and `AdamW` become `accumfused.SGD`, `Adam` and `AdamW`. Any other optimizer keeps its own
@@ -32,15 +38,15 @@ def fuse(
     the coefficient on the host (one synchronization), and sees the clipped gradients in `p.grad`.
 
     Args:
-        optimizer: changed: its class becomes a subclass of what it was.
-        **settings: see `accumfused.Adam`.
+        optimizer: changed: its class becomes a subclass of what it was, and of `accumfused.FusedOptimizer`.
+        **settings: those of `accumfused.settings.Settings`.
 
     Returns:
         The optimizer.
 
     Raises:
-        TypeError: not an optimizer; fused already; one whose step needs a closure (LBFGS); parameters that are not
-            fp32, fp16 or bf16.
+        TypeError: not an optimizer; fused already; one whose step needs a closure (LBFGS), or sparse gradients
+            (SparseAdam); parameters that are not fp32, fp16 or bf16; an unknown setting.
         ValueError: wrong settings; masters, or formats of states or accumulators, for an optimizer that keeps its own
             step.
         RuntimeError: the backend cannot run; `optimizer.step` was replaced, and not by a scheduler's wrapper.
@@ -49,15 +55,15 @@ def fuse(
         raise TypeError(f"fuse() takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, FusedOptimizer):
         raise TypeError(f"the optimizer is fused already ({type(optimizer).__name__})")
-    chosen = Settings(**settings)
+    own = chosen("fuse", **settings)
     for group in optimizer.param_groups:
         check_parameters(group["params"])
-        check_formats(group["params"], chosen)
+        check_formats(group["params"], own)
         refuse_differentiable(group)
-    known = {fused.torch_class: fused for fused in ALL if fused.torch_class is not None}
+    known = {fused._torch_class: fused for fused in ALL if fused._torch_class is not None}
     fused: Any = known.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
     if issubclass(fused, ForeignStep):
-        _refuse_formats(type(optimizer).__name__, chosen)
+        _refuse_formats(type(optimizer).__name__, own)
 
     # An LR scheduler has bound the old class's step to the object, where it would go on running in silence.
     bound = vars(optimizer).get("step")
@@ -66,8 +72,8 @@ def fuse(
     optimizer.__class__ = fused
     vars(optimizer).pop("step", None)
     vars(optimizer).pop("_step_supports_amp_scaling", None)
-    optimizer._settings = chosen  # type: ignore[attr-defined]
-    optimizer._runtime = Runtime()  # type: ignore[attr-defined]
+    assert isinstance(optimizer, FusedOptimizer)
+    optimizer._settings, optimizer._runtime = own, Runtime()
     optimizer._patch_step_function()  # its hooks
     return optimizer
 
@@ -92,7 +98,7 @@ class ForeignStep(FusedOptimizer):
         return NoRule
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.torch_class,), self.__getstate__()
+        return _rebuild, (self._torch_class,), self.__getstate__()
 
     def _apply(self, measured: Measured) -> None:
         outcome = measured.outcome
@@ -116,8 +122,8 @@ class ForeignStep(FusedOptimizer):
         """It is there already: the step has read it."""
 
     def _own_step(self) -> None:
-        assert self.torch_class is not None
-        step: Any = self.torch_class.step
+        assert self._torch_class is not None
+        step: Any = self._torch_class.step
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # the hooks are ours already
         applied = [name for name in ("grad_scale", "found_inf") if name in vars(self)]
@@ -142,11 +148,16 @@ def _refuse_formats(name: str, chosen: Settings) -> None:
 
 @functools.cache
 def _foreign(torch_class: type[torch.optim.Optimizer]) -> type[FusedOptimizer]:
+    if issubclass(torch_class, torch.optim.SparseAdam):
+        raise TypeError(
+            f"{torch_class.__name__} takes sparse gradients only, which cannot be fused; keep it as it is for its "
+            "parameters, beside a fused optimizer for the others"
+        )
     closure = inspect.signature(torch_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(f"{torch_class.__name__} evaluates a closure within its step, which cannot be fused")
     name = f"Fused{torch_class.__name__}"
-    return type(name, (ForeignStep, torch_class), {"torch_class": torch_class, "__doc__": ForeignStep.__doc__})
+    return type(name, (ForeignStep, torch_class), {"_torch_class": torch_class, "__doc__": ForeignStep.__doc__})
 
 
 def _rebuild(torch_class: type[torch.optim.Optimizer]) -> FusedOptimizer:

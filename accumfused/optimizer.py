@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
+from typing_extensions import Unpack
 
 from accumfused import checkpoint, formats, full_precision, plan, shards
 from accumfused.accumulation import Phase, Window
 from accumfused.arguments import checked_positive, checked_weight
-from accumfused.settings import SettingArguments, Settings
+from accumfused.settings import SettingArguments, Settings, chosen
 from accumfused.tail import Divisors, Runtime, Tail
 
 
@@ -29,14 +30,14 @@ class FusedOptimizer(Tail):
     Subclasses set `rules` and `rule_of`. See docs/state-machine.md for what may follow what.
     """
 
-    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = None  # whose checkpoints are ours
+    _torch_class: ClassVar[type[torch.optim.Optimizer] | None] = None  # whose checkpoints are ours
 
-    def _configure(self, settings: SettingArguments) -> None:
+    def _configure(self, **settings: Unpack[SettingArguments]) -> None:
         refuse_differentiable(self.defaults)
-        chosen = Settings(**settings)
+        own = chosen(type(self).__name__, self.defaults, **settings)
         for group in self.param_groups:
-            check_formats(group["params"], chosen)
-        self._settings, self._runtime = chosen, Runtime()
+            check_formats(group["params"], own)
+        self._settings, self._runtime = own, Runtime()
 
     # ---- the calls of a training loop -------------------------------------------------------------------------------
 
@@ -251,6 +252,28 @@ class FusedOptimizer(Tail):
             return (watched if is_watched else func)(self, *args, **kwargs)
 
         return step
+
+    def __repr__(self) -> str:
+        """torch's text, then what runs: class, settings that are not default, backend, formats, the window of now."""
+        if not hasattr(self, "_runtime"):  # within torch's constructors
+            return super().__repr__()
+        settings, backend, window = self._settings, self._runtime.backend, self._runtime.window
+        lines = {field.name: getattr(settings, field.name) for field in fields(Settings)}
+        lines = {field.name: lines[field.name] for field in fields(Settings) if lines[field.name] != field.default}
+        lines["backend"] = lines.get("backend") or ("not chosen yet" if backend is None else backend.name)
+        kept = {
+            formats.described(rule, form, param)
+            for group in self.param_groups
+            for rule, param in ((self.rule_of(group), param) for param in group["params"])
+            if param.requires_grad and (form := formats.format_of(rule, param, settings)) != formats.Format()
+        }
+        if kept:
+            lines["formats"] = "; ".join(sorted(kept))
+        if window.phase is not Phase.IDLE:
+            lines["window"] = f"{window.phase.value}, micro-batches: {window.micro_batches}"
+        ours = next(each for each in type(self).__mro__ if each.__module__.startswith("accumfused."))
+        text = "".join(f"    {name}: {value}\n" for name, value in lines.items())
+        return f"{super().__repr__()}\naccumfused.{ours.__name__} (\n{text})"
 
     # ---- torch.optim's protocol -------------------------------------------------------------------------------------
 

@@ -296,7 +296,7 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"sparse gradients are not supported (a gradient has layout {grad.layout}); "
-            "use Embedding(sparse=False), or torch.optim.SparseAdam for those parameters"
+            "use Embedding(sparse=False), or keep these parameters in an optimizer of torch's own"
         )
     if grad.dtype not in GRAD_DTYPES:
         dtypes = ", ".join(str(dtype) for dtype in GRAD_DTYPES)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from typing_extensions import TypedDict  # a dependency of torch's
+from typing_extensions import TypedDict, Unpack  # a dependency of torch's
 
 from accumfused import backends, distributed
 from accumfused.formats import States
@@ -18,10 +21,11 @@ Rounding = Literal["nearest", "stochastic"]
 
 _STATES = {torch.float32: States.FLOAT32, torch.bfloat16: States.BFLOAT16, "int8": States.INT8}
 _ACCUMULATORS = (torch.float32, torch.bfloat16)
+_PLACE = "    **settings: those of `accumfused.settings.Settings`.\n"  # of their descriptions in docstrings
 
 
 class SettingArguments(TypedDict, total=False):
-    """Keyword arguments that every optimizer here takes; `accumfused.Adam` describes them."""
+    """The keyword arguments of `Settings`, for what passes them on."""
 
     max_grad_norm: float | None
     nonfinite: Nonfinite | None
@@ -42,7 +46,41 @@ class SettingArguments(TypedDict, total=False):
 
 @dataclass
 class Settings:
-    """Carried by deepcopy and pickle, not by state_dict: a checkpoint of torch's has none to give."""
+    """The settings that every optimizer here takes beyond torch's arguments, with their defaults.
+
+    Carried by deepcopy and pickle, not by state_dict: a checkpoint of torch's has none to give.
+
+    Args:
+        max_grad_norm: > 0; clip the global norm of all gradients, as `clip_grad_norm_` does. None: no clipping.
+        nonfinite: what a step does on a non-finite norm: "skip" writes nothing, "propagate" behaves as stock torch,
+            "raise" checks on the host and raises before anything is written; None: "skip" whenever a norm is taken.
+        amp: "fused" lets a stock GradScaler hand over unscaling and skipping (torch's `_step_supports_amp_scaling`);
+            see docs/amp.md for what that does to frameworks. Not needed with `accumfused.GradScaler`.
+        write_grad: leaves the gradient as it was applied (normalized, unscaled, clipped) in `p.grad`, for whoever reads
+            it after the step: one more pass. A window then stays closed until `zero_grad()`.
+        backend: "cpu", "cuda" (native kernels), "triton", "torch" (the reference), or "auto": the fastest that runs.
+        master_weights: what 16-bit parameters keep beside them of their fp32 values, which a step works on. "fp32": all
+            of it. "split16", of bf16: the 16 bits that they lack, which is exact; "split8": 8 of them, rounded
+            stochastically. None: nothing, and each step rounds. "auto": "split16" for bf16, "fp32" for fp16.
+        rounding: "nearest", or "stochastic", of 16-bit parameters that keep nothing beside them (master_weights=None).
+        state_dtype: torch.float32, torch.bfloat16 (rounded stochastically), or "int8": 8-bit floats with a scale for
+            each block of 128 elements. An element whose state overflows takes its block with it, where no norm is
+            taken and nonfinite is not "skip" or "raise". With amsgrad use fp32: its maximum ratchets up on the noise.
+        state_dtype_min_numel: smaller parameters have fp32 states.
+        accumulator_dtype: of a window's sums: torch.float32, or torch.bfloat16, rounded stochastically at each
+            `accumulate()`. Not for optimizers that keep their own step (`fuse` of RMSprop, say).
+        rounding_seed: of all stochastic rounding, for states that are new; None: that of torch's generator, of which
+            nothing is drawn, and 0 where there are several processes, which must round alike. The same seed gives the
+            same bits on every backend.
+        process_group: of processes (torch.distributed) with a batch each, whose gradients the optimizer adds up itself,
+            once for a window: see `accumfused.attach_ddp` and docs/distributed.md. Not carried by copies and pickles.
+        sharding_group: the same, and each process updates a part of every parameter and keeps the states of that
+            part only. Accumulators are whole; `accumulate(last=True)` leaves None in `p.grad`.
+        grads_are_reduced: says that each micro-batch's gradients are reduced already, where there is more than one
+            process and neither group is given; without that `accumulate()` is refused.
+        reduce_dtype: in which gradients travel between those processes: torch.float32, torch.bfloat16 (added up in
+            bf16 then), or None: as they were accumulated.
+    """
 
     max_grad_norm: float | None = None
     nonfinite: Nonfinite | None = None
@@ -61,10 +99,8 @@ class Settings:
     reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_grad_norm, (int, float, type(None))):
-            raise TypeError(f"max_grad_norm must be a number or None, got {type(self.max_grad_norm).__name__}")
-        if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
-            raise ValueError(f"max_grad_norm must be >= 0 or None, got {self.max_grad_norm}")
+        if self.max_grad_norm is not None:
+            check_max_grad_norm(self.max_grad_norm, "None is off (elsewhere 0 often is)")
         modes = get_args(Nonfinite)
         if self.nonfinite not in (None, *modes):
             raise ValueError(f"nonfinite must be one of {', '.join(modes)} or None, got {self.nonfinite!r}")
@@ -139,3 +175,49 @@ class Settings:
     def takes_norm(self) -> bool:
         """Whether a norm is wanted even where it does not come free."""
         return self.max_grad_norm is not None or self.nonfinite in ("skip", "raise")
+
+
+def check_max_grad_norm(value: Any, off: str) -> None:
+    """Refuses what is not a positive number; `off` says what is written for no clipping."""
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"max_grad_norm must be a number, got {value!r}; {off}")
+    if not value > 0:
+        raise ValueError(f"max_grad_norm must be > 0, got {value}; {off}")
+
+
+def chosen(caller: str, others: Iterable[str] = (), /, **settings: Unpack[SettingArguments]) -> Settings:
+    """The settings among the keyword arguments of `caller`, whose own arguments are `others`.
+
+    Raises:
+        TypeError: an argument that nobody takes, with the name that is nearest to it.
+        ValueError, RuntimeError: wrong settings.
+    """
+    for name in settings:
+        if name not in SettingArguments.__annotations__:
+            near = difflib.get_close_matches(name, [*SettingArguments.__annotations__, *others], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
+    return Settings(**settings)
+
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+
+def takes_settings(target: Target) -> Target:
+    """Writes the settings into the signature and the docstring of a function, or of a class, that takes `**settings`.
+
+    Static tools see `Unpack[SettingArguments]`; inspect, help() and notebooks see what this leaves.
+    """
+    function: Any = vars(target)["__init__"] if isinstance(target, type) else target
+    own = inspect.signature(function, eval_str=True)
+    settings = inspect.signature(Settings, eval_str=True).parameters.values()
+    function.__signature__ = own.replace(
+        parameters=[
+            *(parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD),
+            *(setting.replace(kind=setting.KEYWORD_ONLY) for setting in settings),
+        ]
+    )
+    if target.__doc__ and Settings.__doc__:  # python -OO leaves none
+        described = inspect.cleandoc(Settings.__doc__).partition("Args:\n")[2]
+        target.__doc__ = inspect.cleandoc(target.__doc__).replace(_PLACE, described + "\n")
+    return target

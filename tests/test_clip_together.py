@@ -269,8 +269,9 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
         lambda a, b: ([a, torch.optim.SGD([torch.ones(1).requires_grad_()])], 1.0), TypeError,
         r"got SGD; convert it with accumfused\.fuse\(\)",
     ),
-    "none": (lambda a, b: ([a, b], None), TypeError, "must be a number, got None; use inf"),
-    "negative": (lambda a, b: ([a, b], -1.0), ValueError, "max_grad_norm must be >= 0"),
+    "none": (lambda a, b: ([a, b], None), TypeError, "must be a number, got None; inf is off"),
+    "zero": (lambda a, b: ([a, b], 0), ValueError, "max_grad_norm must be > 0, got 0; inf is off"),
+    "negative": (lambda a, b: ([a, b], -1.0), ValueError, r"max_grad_norm must be > 0, got -1\.0; inf is off"),
     "its own": (
         lambda a, b: ([a, af.SGD([torch.ones(1).requires_grad_()], max_grad_norm=1.0)], 1.0), ValueError,
         "has a max_grad_norm of its own",

@@ -160,8 +160,9 @@ def test_max_grad_norm_may_be_changed_between_steps(backend: str) -> None:
     optimizer.max_grad_norm = 0.25
     stepped(optimizer, param, [3.0])
     torch.testing.assert_close(param.norm(), torch.tensor(0.75), rtol=1e-5, atol=0)
-    with pytest.raises(ValueError, match="max_grad_norm must be >= 0"):
-        optimizer.max_grad_norm = -1.0
+    for wrong in (-1.0, 0):
+        with pytest.raises(ValueError, match=f"max_grad_norm must be > 0, got {wrong}; None is off"):
+            optimizer.max_grad_norm = wrong
     assert optimizer.max_grad_norm == 0.25
     with pytest.raises(ValueError, match="one for all groups"):
         optimizer.add_param_group({"params": [Parameter(torch.ones(1))], "max_grad_norm": 1.0})

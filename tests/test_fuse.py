@@ -200,6 +200,14 @@ def test_lbfgs_is_refused() -> None:
     assert type(optimizer) is torch.optim.LBFGS
 
 
+def test_sparse_adam_is_refused() -> None:
+    optimizer = torch.optim.SparseAdam(parameters())
+    text = "SparseAdam takes sparse gradients only, which cannot be fused; keep it as it is .* beside a fused optimizer"
+    with pytest.raises(TypeError, match=text):
+        af.fuse(optimizer)
+    assert type(optimizer) is torch.optim.SparseAdam
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.NAdam, af.Lion])
 def test_what_is_fused_already_is_refused(make: Callable[..., torch.optim.Optimizer]) -> None:
     optimizer = make(parameters())

@@ -54,7 +54,7 @@ def expanded_parameter(param: Parameter) -> None:
 
 
 BAD_GRADIENTS = [
-    (sparse, RuntimeError, r"use Embedding\(sparse=False\), or torch\.optim\.SparseAdam"),
+    (sparse, RuntimeError, r"use Embedding\(sparse=False\), or keep .* in an optimizer of torch's own"),
     (complex_numbers, RuntimeError, r"complex64; supported are torch\.float32, torch\.float16, torch\.bfloat16"),
     (double, TypeError, r"float64; supported are torch\.float32, torch\.float16, torch\.bfloat16"),
     (another_shape, RuntimeError, r"a gradient has shape \[4, 3\], its parameter \[2, 3\]"),

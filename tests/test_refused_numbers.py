@@ -159,8 +159,9 @@ BAD_SETTINGS = [
     ({"backend": "gpu"}, "backend must be one of auto, cuda, triton, cpu, torch, got 'gpu'"),
     ({"backend": None}, "backend must be one of auto"),
     ({"nonfinite": "ignore"}, "nonfinite must be one of skip, propagate, raise or None, got 'ignore'"),
-    ({"max_grad_norm": -1.0}, "max_grad_norm must be >= 0 or None, got -1.0"),
-    ({"max_grad_norm": math.nan}, "max_grad_norm must be >= 0 or None, got nan"),
+    ({"max_grad_norm": 0}, r"max_grad_norm must be > 0, got 0; None is off \(elsewhere 0 often is\)"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm must be > 0, got -1.0"),
+    ({"max_grad_norm": math.nan}, "max_grad_norm must be > 0, got nan"),
 ]
 
 

@@ -19,6 +19,55 @@ from torch_peers import CASES, assert_alike, make, train
 
 import accumfused as af
 
+# ---- what it prints -------------------------------------------------------------------------------------------------
+
+
+def ours_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The lines that follow torch's text."""
+    theirs, _, ours = repr(optimizer).partition("\n)\n")
+    assert theirs.startswith(f"{type(optimizer).__name__} (\nParameter Group 0\n")
+    return [line.strip() for line in ours.splitlines()]
+
+
+def test_a_printed_optimizer_says_what_runs(backend: str) -> None:
+    param = Parameter(torch.ones(3))
+    assert ours_of(af.SGD([param])) == ["accumfused.SGD (", "backend: not chosen yet", ")"]
+    fused = af.fuse(torch.optim.AdamW([param]), max_grad_norm=0.5, nonfinite="raise", backend=backend)
+    chosen = ["accumfused.AdamW (", "max_grad_norm: 0.5", "nonfinite: raise", f"backend: {backend}"]
+    assert ours_of(fused) == [*chosen, ")"]
+    for count in (1, 2):
+        param.grad = torch.ones(3)
+        fused.accumulate(last=count == 2)
+        phase = "open" if count == 1 else "closed"
+        assert ours_of(fused) == [*chosen, f"window: {phase}, micro-batches: {count}", ")"]
+    fused.step()
+    assert ours_of(fused) == [*chosen, ")"]
+
+
+def test_a_printed_optimizer_says_which_backend_was_chosen_and_how_numbers_are_kept() -> None:
+    params = [Parameter(torch.ones(64, 64, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    optimizer = af.Lion(params, state_dtype="int8", state_dtype_min_numel=0)
+    formats = "formats: bf16 + split16, int8 states; fp32, int8 states"
+    lines = ["accumfused.Lion (", "state_dtype: int8", "state_dtype_min_numel: 0"]
+    assert ours_of(optimizer) == [*lines, "backend: not chosen yet", formats, ")"]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    backend = optimizer._runtime.backend
+    assert backend is not None
+    assert ours_of(optimizer) == [*lines, f"backend: {backend.name}", formats, ")"]
+
+
+def test_a_printed_optimizer_with_its_own_step_and_one_of_the_users() -> None:
+    class Mine(af.AdamW):
+        """A user's."""
+
+    params = [Parameter(torch.ones(3, dtype=torch.bfloat16))]
+    own = ours_of(af.fuse(torch.optim.RMSprop(params)))
+    assert own == ["accumfused.FusedRMSprop (", "backend: not chosen yet", "formats: bf16, its own states", ")"]
+    assert ours_of(Mine(params))[0] == "accumfused.AdamW ("
+
+
 # ---- groups --------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -27,8 +28,9 @@ from torch_infos import (
 )
 
 from accumfused.rules import ALL
+from accumfused.settings import Settings
 
-OF_TORCH = [info for info in INFOS if info.optim_cls.torch_class is not None]
+OF_TORCH = [info for info in INFOS if info.optim_cls._torch_class is not None]
 of_torch = pytest.mark.parametrize("info", OF_TORCH, ids=lambda info: info.name)
 
 
@@ -50,13 +52,12 @@ def outcome(make: Callable[[], torch.optim.Optimizer]) -> Any:
 
 @of_torch
 def test_every_argument_of_torch_has_its_place_and_its_default(info: Any) -> None:
-    theirs = inspect.signature(info.optim_cls.torch_class).parameters
+    theirs = inspect.signature(info.optim_cls._torch_class).parameters
     ours = inspect.signature(info.optim_cls).parameters
     assert [(p.name, p.kind, repr(p.default)) for p in ours.values() if p.name in theirs] == [
         (p.name, p.kind, repr(p.default)) for p in theirs.values()
     ]
-    assert {name for name in ours if name not in theirs} == {"settings"}
-    assert ours["settings"].kind is inspect.Parameter.VAR_KEYWORD
+    assert {name for name in ours if name not in theirs} == {setting.name for setting in fields(Settings)}
 
 
 @every_input
@@ -66,10 +67,10 @@ def test_defaults_groups_and_the_printed_form_are_torchs(info: Any, given: Any) 
     assert groups_of(ours) == [ours.defaults]
     assert "max_grad_norm" not in ours.defaults
     if info in OF_TORCH:
-        theirs = info.optim_cls.torch_class(params, **options_of(given))
+        theirs = info.optim_cls._torch_class(params, **options_of(given))
         assert (ours.defaults, groups_of(ours)) == (theirs.defaults, groups_of(theirs))
         assert list(ours.defaults) == list(theirs.defaults)
-        assert repr(ours) == repr(theirs)
+        assert repr(ours).startswith(f"{theirs!r}\naccumfused.{info.name} (\n    max_grad_norm: 1.0\n")
     else:
         assert repr(ours).startswith(f"{info.name} (\nParameter Group 0\n    betas: {ours.defaults['betas']}\n    lr: ")
 
@@ -80,13 +81,13 @@ FLAGS = ("foreach", "fused", "capturable", "differentiable")
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
 @of_torch
 def test_flags_are_stored_or_refused_as_in_torch(info: Any, tensor_lr: bool) -> None:
-    flags = [flag for flag in FLAGS if flag in inspect.signature(info.optim_cls.torch_class).parameters]
+    flags = [flag for flag in FLAGS if flag in inspect.signature(info.optim_cls._torch_class).parameters]
     stored = errors = 0
     for values in itertools.product((None, False, True), repeat=len(flags)):
         options = {flag: value for flag, value in zip(flags, values, strict=True) if value is not None}
         lr = torch.tensor(0.1) if tensor_lr else 0.1
         ours = outcome(lambda o=options, lr=lr: info.optim_cls([Parameter(torch.ones(3))], lr, **o))
-        theirs = outcome(lambda o=options, lr=lr: info.optim_cls.torch_class([Parameter(torch.ones(3))], lr, **o))
+        theirs = outcome(lambda o=options, lr=lr: info.optim_cls._torch_class([Parameter(torch.ones(3))], lr, **o))
         if options.get("differentiable") and isinstance(theirs[0], dict):  # ours is not recorded by autograd
             text = "differentiable=True is not supported: the step is not recorded by autograd"
             assert ours == (ValueError, text)
@@ -106,7 +107,7 @@ def test_a_group_has_flags_of_its_own(info: Any) -> None:
         ]
         return groups_of(module_class(groups, fused=True))
 
-    assert build(info.optim_cls) == build(info.optim_cls.torch_class)
+    assert build(info.optim_cls) == build(info.optim_cls._torch_class)
 
 
 @of_torch
@@ -168,7 +169,7 @@ BAD_PARAMS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", BAD_PARAMS)
 @of_torch
 def test_bad_params_give_torchs_error(info: Any, kind: str) -> None:
-    theirs = outcome(lambda: info.optim_cls.torch_class(BAD_PARAMS[kind]()))
+    theirs = outcome(lambda: info.optim_cls._torch_class(BAD_PARAMS[kind]()))
     assert outcome(lambda: info.optim_cls(BAD_PARAMS[kind]())) == theirs
     assert issubclass(theirs[0], Exception)
 
@@ -181,7 +182,7 @@ def test_a_bad_late_group_gives_torchs_error(info: Any, group: Any) -> None:
             optimizer.add_param_group(group)
         return caught.type, str(caught.value)
 
-    ours, theirs = (each([Parameter(torch.ones(3))]) for each in (info.optim_cls, info.optim_cls.torch_class))
+    ours, theirs = (each([Parameter(torch.ones(3))]) for each in (info.optim_cls, info.optim_cls._torch_class))
     assert add(ours) == add(theirs)
     assert len(ours.param_groups) == 1
 
@@ -210,7 +211,7 @@ def test_complex_parameters_are_refused_as_by_torchs_fused_step(info: Any) -> No
     with pytest.raises(RuntimeError, match=r"complex parameters are not supported; optimize torch\.view_as_real"):
         info.optim_cls([param])
     if "fused" in info.supported_impls:  # torch refuses at the step
-        stock = info.optim_cls.torch_class([param], fused=True)
+        stock = info.optim_cls._torch_class([param], fused=True)
         param.grad = torch.ones_like(param)
         with pytest.raises(RuntimeError, match=r"requires all the params to be floating point Tensors"):
             stock.step()
@@ -229,7 +230,7 @@ def test_parameters_on_meta_are_refused_at_the_step_as_by_torchs_fused_step(
     with refused(optimizer, RuntimeError, "has no memory to update .*meta.*; materialize it first"):
         optimizer.step()
     if "fused" in info.supported_impls:
-        stock = info.optim_cls.torch_class(params, fused=True)
+        stock = info.optim_cls._torch_class(params, fused=True)
         with pytest.raises(RuntimeError, match=r"but torch\.float32 and meta"):
             stock.step()
 

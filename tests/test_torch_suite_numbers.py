@@ -246,7 +246,7 @@ def test_a_grad_scale_divides_as_in_torchs_fused_step(backend: str, info: Any, g
     params = random_params(SHAPES)
     ours, stock = make(info, given, params, backend=backend), make_stock(info, given, copies(params))
     if "fused" in info.supported_impls:
-        stock = info.optim_cls.torch_class(copies(params), **options_of(given, fused=True))
+        stock = info.optim_cls._torch_class(copies(params), **options_of(given, fused=True))
         stock.grad_scale, stock.found_inf = torch.tensor(8.0), torch.tensor(0.0)
     ours.grad_scale, ours.found_inf = torch.tensor(8.0), torch.tensor(0.0)
     for seed in range(3):

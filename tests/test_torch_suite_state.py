@@ -144,7 +144,7 @@ def test_a_checkpoint_from_before_the_flags_whose_steps_are_numbers_is_loaded(
             if flag != "maximize" or not group["maximize"]:
                 group.pop(flag, None)
     for state in older["state"].values():
-        if info.optim_cls.torch_class is torch.optim.SGD:
+        if info.optim_cls._torch_class is torch.optim.SGD:
             del state["step"]
         elif "step" in state:
             state["step"] = number(state["step"])

@@ -87,7 +87,7 @@ def _infos(lists: Any) -> list[Any]:
     """An OptimizerInfo for each of our classes: torch's, with the class exchanged."""
     infos = []
     for optimizer in (af.SGD, af.Adam, af.AdamW):
-        (theirs,) = (info for info in lists.optim_db if info.optim_cls is optimizer.torch_class)
+        (theirs,) = (info for info in lists.optim_db if info.optim_cls is optimizer._torch_class)
         ours = copy.copy(theirs)
         ours.optim_cls = optimizer
         infos.append(ours)

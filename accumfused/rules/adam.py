@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 from accumfused.numeric import power, square_root
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
-from accumfused.settings import SettingArguments
+from accumfused.settings import SettingArguments, takes_settings
 
 if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
     import triton.language as tl
@@ -122,6 +122,7 @@ class AmsgradRule(AdamRule):
     torch_states = ("step", *states)
 
 
+@takes_settings
 class Adam(FusedOptimizer, torch.optim.Adam):
     """Adam, with accumulation, unscaling and clipping in the same pass.
 
@@ -130,35 +131,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     Args:
         params: parameters or parameter groups, fp32, bf16 or fp16; gradients may be another of these.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; weight_decay is L2.
-        max_grad_norm: clip the global norm of all gradients, as `clip_grad_norm_` does; None: no clipping.
-        nonfinite: what a step does on a non-finite norm: "skip" writes nothing, "propagate" behaves as stock torch,
-            "raise" checks on the host and raises before anything is written; None: "skip" whenever a norm is taken.
-        amp: "fused" lets a stock GradScaler hand over unscaling and skipping (torch's `_step_supports_amp_scaling`);
-            see docs/amp.md for what that does to frameworks. Not needed with `accumfused.GradScaler`.
-        write_grad: leaves the gradient as it was applied (normalized, unscaled, clipped) in `p.grad`, for whoever reads
-            it after the step: one more pass. A window then stays closed until `zero_grad()`.
-        master_weights: what 16-bit parameters keep beside them of their fp32 values, which a step works on. "fp32": all
-            of it. "split16", of bf16: the 16 bits that they lack, which is exact; "split8": 8 of them, rounded
-            stochastically. None: nothing, and each step rounds. "auto": "split16" for bf16, "fp32" for fp16.
-        rounding: "nearest", or "stochastic", of 16-bit parameters that keep nothing beside them (master_weights=None).
-        state_dtype: torch.float32, torch.bfloat16 (rounded stochastically), or "int8": 8-bit floats with a scale for
-            each block of 128 elements. An element whose state overflows takes its block with it, where no norm is
-            taken and nonfinite is not "skip" or "raise". With amsgrad use fp32: its maximum ratchets up on the noise.
-        state_dtype_min_numel: smaller parameters have fp32 states.
-        accumulator_dtype: of a window's sums: torch.float32, or torch.bfloat16, rounded stochastically at each
-            `accumulate()`. Not for optimizers that keep their own step (`fuse` of RMSprop, say).
-        rounding_seed: of all stochastic rounding, for states that are new; None: that of torch's generator, of which
-            nothing is drawn, and 0 where there are several processes, which must round alike. The same seed gives the
-            same bits on every backend.
-        process_group: of processes (torch.distributed) with a batch each, whose gradients the optimizer adds up itself,
-            once for a window: see `accumfused.attach_ddp` and docs/distributed.md. Not carried by copies and pickles.
-        sharding_group: the same, and each process updates a part of every parameter and keeps the states of that
-            part only. Accumulators are whole; `accumulate(last=True)` leaves None in `p.grad`.
-        reduce_dtype: in which gradients travel between those processes: torch.float32, torch.bfloat16 (added up in
-            bf16 then), or None: as they were accumulated.
-        grads_are_reduced: says that each micro-batch's gradients are reduced already, where there is more than one
-            process and neither group is given; without that `accumulate()` is refused.
-        backend: "cpu", "cuda" (native kernels), "triton", "torch" (the reference), or "auto": the fastest that runs.
+        **settings: those of `accumfused.settings.Settings`.
         foreach, fused, capturable: kept in the groups for torch's sake; they choose between torch's implementations.
         differentiable: not supported.
         decoupled_weight_decay: as in torch: True makes it AdamW.
@@ -169,7 +142,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     """
 
     rules = (AdamRule, AmsgradRule)
-    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
+    _torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
 
     def __init__(
         self,
@@ -193,21 +166,31 @@ class Adam(FusedOptimizer, torch.optim.Adam):
             foreach=foreach, maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )  # fmt: skip
-        self._configure(settings)
+        self._configure(**settings)
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
         return AmsgradRule if group["amsgrad"] else AdamRule
 
 
+@takes_settings
 class AdamW(Adam, torch.optim.AdamW):
     """AdamW: `Adam` with decoupled weight decay.
 
-    Takes the place of `torch.optim.AdamW`: same arguments, group keys, state names and checkpoints. Arguments and
-    errors are those of `Adam`; weight_decay multiplies the parameter by 1 - lr * weight_decay.
+    Takes the place of `torch.optim.AdamW`: same arguments, group keys, state names and checkpoints.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may be another of these.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; parameters decay by 1 - lr * weight_decay.
+        **settings: those of `accumfused.settings.Settings`.
+        foreach, fused, capturable: kept in the groups for torch's sake; they choose between torch's implementations.
+        differentiable: not supported.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `Adam`.
     """
 
-    torch_class = torch.optim.AdamW
+    _torch_class = torch.optim.AdamW
 
     def __init__(
         self,

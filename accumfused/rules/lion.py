@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
-from accumfused.settings import SettingArguments
+from accumfused.settings import SettingArguments, takes_settings
 
 if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
     import triton.language as tl
@@ -80,6 +80,7 @@ class LionRule(Rule):
         return p, exp_avg, unused1, unused2
 
 
+@takes_settings
 class Lion(FusedOptimizer):
     """Lion, with accumulation, unscaling and clipping in the same pass.
 
@@ -89,7 +90,7 @@ class Lion(FusedOptimizer):
         betas: interpolation of the update, decay of the momentum.
         weight_decay: decoupled, multiplied by lr; three to ten times larger than AdamW's.
         maximize: ascend.
-        **settings: see `accumfused.Adam`.
+        **settings: those of `accumfused.settings.Settings`.
 
     Raises:
         ValueError, TypeError: on hyper-parameters, on settings, and on parameters of other dtypes.
@@ -120,7 +121,7 @@ class Lion(FusedOptimizer):
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         torch.optim.Optimizer.__init__(self, params, defaults)
-        self._configure(settings)
+        self._configure(**settings)
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
-from accumfused.settings import SettingArguments
+from accumfused.settings import SettingArguments, takes_settings
 
 if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
     import triton.language as tl
@@ -90,6 +90,7 @@ class MomentumRule(SgdRule):
     counts_steps = True  # so that a skipped first step leaves the second one the first
 
 
+@takes_settings
 class SGD(FusedOptimizer, torch.optim.SGD):
     """SGD, with accumulation, unscaling and clipping in the same pass.
 
@@ -99,7 +100,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     Args:
         params: parameters or parameter groups, fp32, bf16 or fp16; gradients may be another of these.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
-        **settings: see `accumfused.Adam`.
+        **settings: those of `accumfused.settings.Settings`.
         foreach, fused: kept in the groups for torch's sake; they choose between torch's implementations.
         differentiable: not supported.
 
@@ -109,7 +110,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     """
 
     rules = (SgdRule, MomentumRule)
-    torch_class = torch.optim.SGD
+    _torch_class = torch.optim.SGD
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             self, params, lr, momentum, dampening, weight_decay, nesterov,
             maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
         )  # fmt: skip
-        self._configure(settings)
+        self._configure(**settings)
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
