@@ -12,11 +12,13 @@ from typing_extensions import Unpack
 
 from accumfused.accumulation import Phase
 from accumfused.backends.base import rescale
+from accumfused.memory_report import growth_of
 from accumfused.optimizer import FusedOptimizer, check_formats, check_parameters, refuse_differentiable
 from accumfused.rule import Rule
 from accumfused.rules import ALL, SGD, Adam, AdamW
 from accumfused.settings import SettingArguments, Settings, chosen, takes_settings
 from accumfused.tail import Measured, Runtime
+from accumfused.warn import say_once
 
 
 @overload
@@ -36,6 +38,9 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     `torch.optim.SGD`, `Adam` and `AdamW` become `accumfused.SGD`, `Adam` and `AdamW`. Any other optimizer keeps its own
     step, and everything up to it is fused: accumulation, normalization, unscaling, norm and clipping. Such a step needs
     the coefficient on the host (one synchronization), and sees the clipped gradients in `p.grad`.
+
+    16-bit parameters get master weights and fp32 states, which take more memory than torch's. A warning in the log of
+    "accumfused" says how much, and which settings do not; it stays away where `master_weights` is given.
 
     Args:
         optimizer: changed: its class becomes a subclass of what it was, and of `accumfused.FusedOptimizer`.
@@ -75,6 +80,9 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     assert isinstance(optimizer, FusedOptimizer)
     optimizer._settings, optimizer._runtime = own, Runtime()
     optimizer._patch_step_function()  # its hooks
+    growth = growth_of(optimizer)
+    if growth is not None:
+        say_once(growth)
     return optimizer
 
 

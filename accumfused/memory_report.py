@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -19,8 +19,8 @@ from accumfused.formats import (
     STATE_DTYPES,
     Format,
     States,
-    Weights,
     counts_steps,
+    described,
     format_of,
     scale_name,
     storage_of,
@@ -28,21 +28,10 @@ from accumfused.formats import (
 from accumfused.optimizer import FusedOptimizer
 from accumfused.plan import layout
 from accumfused.rule import Rule
+from accumfused.settings import SettingArguments
 from accumfused.shards import Shard, local, owned, shard_of
 
 PARTS = ("parameters", "masters", "states", "scales", "accumulators", "gradients")
-_WEIGHTS = {
-    Weights.FLOAT32: "fp32",
-    Weights.BFLOAT16: "bf16",
-    Weights.BFLOAT16_STOCHASTIC: "bf16 stochastic",
-    Weights.FLOAT16: "fp16",
-    Weights.FLOAT16_STOCHASTIC: "fp16 stochastic",
-    Weights.BFLOAT16_SPLIT16: "bf16 + split16",
-    Weights.BFLOAT16_SPLIT8: "bf16 + split8",
-    Weights.BFLOAT16_MASTER: "bf16 + fp32 master",
-    Weights.FLOAT16_MASTER: "fp16 + fp32 master",
-}
-_STATES = {States.FLOAT32: "fp32 states", States.BFLOAT16: "bf16 states", States.INT8: "int8 states"}
 _COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
 
 
@@ -122,7 +111,7 @@ class MemoryReport:
             figure: Any = importlib.import_module("matplotlib.figure").Figure
         except ImportError as error:
             raise ImportError(
-                f"plot() draws with matplotlib, which does not load: {error}; pip install accumfused[plot]"
+                f"plot() draws with matplotlib, which does not load: {error}; pip install matplotlib"
             ) from error
         bars = {name: memory for name, memory in self.formats.items() if memory.elements}
         if len(bars) > 1:
@@ -172,8 +161,51 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
             form = format_of(rule, param, optimizer._settings) if param.dtype in PARAM_DTYPES else Format()
             shard, entries = shard_of(param, optimizer._mesh()), optimizer.state.get(param, {})
             own = _memory_of(rule, form, param, shard, entries, accumulators.get(id(param), []))
-            formats.setdefault(_name(rule, form, param), Memory()).add(own)
+            formats.setdefault(described(rule, form, param), Memory()).add(own)
     return MemoryReport(formats)
+
+
+_LEANER: tuple[SettingArguments, ...] = (  # in which 16-bit parameters take no more than torch's optimizers keep
+    {"master_weights": "split8", "state_dtype": "int8"},
+    {"master_weights": None, "rounding": "stochastic", "state_dtype": "int8"},  # the least
+)
+
+
+def growth_of(optimizer: FusedOptimizer) -> str | None:
+    """How much more will be kept of 16-bit parameters than torch's optimizer keeps, and what keeps less.
+
+    None where it is not more, or where `master_weights` was chosen.
+    """
+    settings = optimizer._settings
+    held = [
+        (optimizer.rule_of(group), param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16)
+    ]
+
+    def kept(arguments: SettingArguments) -> int:
+        chosen = replace(settings, **arguments)
+        return sum(
+            param.nbytes + sum(_to_be_made(rule, format_of(rule, param, chosen), param).values())
+            for rule, param in held
+        )
+
+    stock = sum(param.nbytes * (1 + len(rule.states)) + 4 * rule.counts_steps for rule, param in held)
+    ours = kept({})
+    if settings.master_weights != "auto" or settings.sharding_group is not None or ours <= stock:
+        return None
+    has_float16 = any(param.dtype == torch.float16 for _, param in held)
+    leaner = _LEANER[1:] if has_float16 else _LEANER  # whose numbers have no lower half
+    least = next((arguments for arguments in leaner if kept(arguments) <= stock), leaner[-1])
+    elements = sum(param.numel() for _, param in held)
+    arguments = ", ".join(f"{name}={value!r}" for name, value in least.items())
+    return (
+        f"16-bit parameters with their masters and states will take {ours / elements:.2f} bytes each ({_size(ours)}), "
+        f"where torch's optimizer takes {stock / elements:.2f} ({_size(stock)}); an open window adds "
+        f"{settings.accumulator_dtype.itemsize}. {arguments} takes {kept(least) / elements:.2f}. "
+        f"master_weights={'fp32' if has_float16 else 'split16'!r} keeps what it is, without this line"
+    )
 
 
 def _memory_of(
@@ -219,13 +251,6 @@ def _to_be_made(rule: type[Rule], form: Format, param: Tensor) -> dict[str, int]
         "states": states + numbers,
         "scales": len(rule.states) * block_count(param.numel()) if form.states is States.INT8 else 0,
     }
-
-
-def _name(rule: type[Rule], form: Format, param: Tensor) -> str:
-    weights = _WEIGHTS[form.weights] if param.dtype in PARAM_DTYPES else str(param.dtype).removeprefix("torch.")
-    if rule.is_foreign:
-        return f"{weights}, its own states"
-    return f"{weights}, {_STATES[form.states] if rule.states else 'no states'}"
 
 
 def _row(name: str, memory: Memory) -> list[str]:

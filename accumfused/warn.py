@@ -1,7 +1,9 @@
-"""Warnings that point at the user's line, through however many frames of torch and of this package they come."""
+"""Warnings that point at the user's line, through however many frames they come, and lines in the log."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import sys
 import warnings
@@ -32,3 +34,9 @@ def warn(message: str, category: type[AccumulationWarning] = AccumulationWarning
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, depth = frame.f_back, depth + 1
     warnings.warn(message, category, stacklevel=depth + 1)
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """Logs what is right, and may be unexpected."""
+    logging.getLogger("accumfused").warning(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import Parameter
 
 import accumfused as af
 from accumfused.memory_report import PARTS
+from accumfused.warn import say_once
 
 ELEMENTS = 37 * 11 + 130 + 1 + 6 * 4 * 3 * 2
 
@@ -150,6 +152,61 @@ def test_another_optimizer_is_refused() -> None:
         af.memory_report(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))  # type: ignore[arg-type]
 
 
+# ---- what fuse() says of it ---------------------------------------------------------------------------------------
+
+
+def fuse_and_hear(caplog: pytest.LogCaptureFixture, optimizer: torch.optim.Optimizer, **settings: Any) -> str:
+    """The log of converting an optimizer."""
+    say_once.cache_clear()
+    caplog.clear()
+    af.fuse(optimizer, backend="torch", **settings)
+    return caplog.text
+
+
+STOCK: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "SGD": (torch.optim.SGD, {}),
+    "SGD, momentum": (torch.optim.SGD, {"momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", STOCK)
+def test_bytes_that_grow_are_told_and_right(caplog: pytest.LogCaptureFixture, name: str, dtype: torch.dtype) -> None:
+    make, options = STOCK[name]
+    params = [Parameter(torch.ones(64, 128, dtype=dtype)) for _ in range(2)]
+    elements = sum(param.numel() for param in params)
+
+    def kept(optimizer: torch.optim.Optimizer) -> str:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        own = sum(param.nbytes for param in params) + bytes_of_states(optimizer)
+        return f"{own / elements:.2f}"
+
+    stock = kept(make(params, **options))
+    said = fuse_and_hear(caplog, make(params, **options))
+    arguments, least = re.search(r"; an open window adds 4\. (.*) takes (.*?)\. ", said).groups()  # type: ignore[union-attr]
+    assert f"where torch's optimizer takes {stock} (" in said
+    assert f"will take {kept(af.fuse(make(params, **options)))} bytes each (" in said
+    settings = eval(f"dict({arguments})")
+    fused = make(params, **options)
+    assert fuse_and_hear(caplog, fused, **settings) == ""
+    assert kept(fused) == least
+    assert float(least) <= float(stock)
+
+
+def test_bytes_that_do_not_grow_or_were_chosen_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    full, half = (Parameter(torch.ones(64, 128, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
+    frozen = Parameter(half.detach().clone(), requires_grad=False)
+    assert fuse_and_hear(caplog, torch.optim.AdamW([full, frozen])) == ""
+    assert fuse_and_hear(caplog, torch.optim.RMSprop([half])) == ""
+    assert fuse_and_hear(caplog, torch.optim.AdamW([half]), master_weights="split16") == ""
+    said = fuse_and_hear(caplog, torch.optim.AdamW([half, full]))
+    assert "master_weights='split16' keeps what it is, without this line" in said
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize("weights", ["split16", "fp32"])
 def test_a_picture(tmp_path: Path, weights: str) -> None:
     pytest.importorskip("matplotlib")
@@ -165,5 +222,5 @@ def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monkey
     _, optimizer = trained("split16", "fp32", "torch")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"matplotlib, which does not load: .*pip install accumfused\[plot\]"):
+    with pytest.raises(ImportError, match=r"matplotlib, which does not load: .*pip install matplotlib"):
         af.memory_report(optimizer).plot(tmp_path / "memory.png")

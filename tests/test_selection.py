@@ -13,15 +13,16 @@ import accumfused as af
 from accumfused import _native, backends
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.reference import ReferenceBackend
+from accumfused.warn import say_once
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
 def _says_again() -> Iterator[None]:
-    backends._say_once.cache_clear()
+    say_once.cache_clear()
     yield
-    backends._say_once.cache_clear()
+    say_once.cache_clear()
 
 
 def can_run(monkeypatch: pytest.MonkeyPatch, **reasons: str | None) -> None:

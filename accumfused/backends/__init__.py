@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -17,10 +16,9 @@ from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
+from accumfused.warn import say_once
 
 NAMES = ("auto", "cuda", "triton", "cpu", "torch")
-
-_log = logging.getLogger("accumfused")
 
 
 def why_not(name: str, device: torch.device | None = None) -> str | None:
@@ -63,7 +61,7 @@ def _select(name: str, device: torch.device) -> Backend:
             break
         refused.append(reason)
     if refused:
-        _say_once(f"falling back to the (slower) {candidate} backend: {'; and '.join(refused)}")
+        say_once(f"falling back to the (slower) {candidate} backend: {'; and '.join(refused)}")
     return _make(candidate)
 
 
@@ -126,8 +124,3 @@ def _loads_on(index: int) -> str | None:
         f"{reason} (built by CUDA {kernels.COMPILER} for compute capabilities {kernels.ARCHS}; "
         f"{torch.cuda.get_device_name(index)} has {major}{minor}; rebuild with ACCUMFUSED_CUDA_ARCHS={major}{minor})"
     )
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    _log.warning(message)
