@@ -131,7 +131,7 @@ def parameters(net: nn.Module) -> list[Tensor]:
 
 # Of parameters of order 1, after updates of some 0.1. In 16 bits forward and backward round each product, by 2^-11 or
 # 2^-8.
-ROUNDING = {"32-true": 2e-6, "16-mixed": 5e-4, "bf16-mixed": 5e-3}
+ROUNDING = {"32-true": 2e-6, "16-mixed": 5e-4, "bf16-mixed": 5e-3, "bf16-true": 5e-3}
 
 
 def assert_trained(net: nn.Module, expected: nn.Module | list[Tensor], rounding: float = ROUNDING["32-true"]) -> None:

@@ -63,6 +63,22 @@ def test_the_run_is_the_stock_one(name: str, k: int, make: Any, clip: float | No
     assert difference(net, network()) > 0.1
 
 
+@pytest.mark.parametrize("make", [ours, fused])
+@pytest.mark.parametrize("clip", [None, MAX_NORM])
+def test_16_bit_parameters_train_closer_to_float64_than_the_stock_run(make: Any, clip: float | None) -> None:
+    """Lightning's bf16-true: the masters keep what the parameters round away."""
+    exact = truth(cut(batches(), 1), clip)
+    errors = []
+    for optimizer in (stock, make):
+        model = Stock(optimizer)
+        fit(model, gradient_clip_val=clip, **precision("bf16-true"))
+        found = parameters(model.net)
+        assert {param.dtype for param in found} == {torch.bfloat16}
+        errors.append(max(float((p.double() - q).abs().max()) for p, q in zip(found, exact, strict=True)))
+    assert errors[1] < ROUNDING["bf16-true"]
+    assert errors[1] < errors[0] / 2
+
+
 @every_precision
 def test_max_grad_norm_is_the_trainers_clip(name: str) -> None:
     expected, model = Stock(stock), Stock(ours_clipping)

@@ -48,7 +48,7 @@ every_precision = pytest.mark.parametrize("name", ["32-true", "bf16-mixed", "16-
 every_clip = pytest.mark.parametrize("clip", [None, MAX_NORM])
 
 
-@every_precision
+@pytest.mark.parametrize("name", ROUNDING)
 @every_clip
 @pytest.mark.parametrize("k", [1, K])
 def test_with_weights_a_window_is_the_mean_over_its_samples(name: str, clip: float | None, k: int) -> None:
