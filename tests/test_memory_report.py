@@ -199,7 +199,8 @@ def test_bytes_that_grow_are_told_and_right(caplog: pytest.LogCaptureFixture, na
 def test_bytes_that_do_not_grow_or_were_chosen_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
     full, half = (Parameter(torch.ones(64, 128, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
     frozen = Parameter(half.detach().clone(), requires_grad=False)
-    assert fuse_and_hear(caplog, torch.optim.AdamW([full, frozen])) == ""
+    empty = Parameter(torch.ones(0, dtype=torch.bfloat16))
+    assert fuse_and_hear(caplog, torch.optim.AdamW([full, frozen, empty])) == ""
     assert fuse_and_hear(caplog, torch.optim.RMSprop([half])) == ""
     assert fuse_and_hear(caplog, torch.optim.AdamW([half]), master_weights="split16") == ""
     said = fuse_and_hear(caplog, torch.optim.AdamW([half, full]))

@@ -21,11 +21,12 @@ import torch
 from torch.nn import Parameter
 
 import accumfused as af
+from accumfused.rules import ALL
 from accumfused.settings import SettingArguments, Settings
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = inspect.signature(Settings, eval_str=True).parameters
-TAKERS = (af.SGD, af.Adam, af.AdamW, af.Lion, af.fuse)
+TAKERS = (*ALL, af.fuse)
 every_taker = pytest.mark.parametrize("taker", TAKERS, ids=lambda taker: taker.__name__)
 
 

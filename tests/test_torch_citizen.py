@@ -62,7 +62,8 @@ def test_a_printed_optimizer_with_its_own_step_and_one_of_the_users() -> None:
     class Mine(af.AdamW):
         """A user's."""
 
-    params = [Parameter(torch.ones(3, dtype=torch.bfloat16))]
+    frozen = Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)  # of which no format is known
+    params = [Parameter(torch.ones(3, dtype=torch.bfloat16)), frozen]
     own = ours_of(af.fuse(torch.optim.RMSprop(params)))
     assert own == ["accumfused.FusedRMSprop (", "backend: not chosen yet", "formats: bf16, its own states", ")"]
     assert ours_of(Mine(params))[0] == "accumfused.AdamW ("
