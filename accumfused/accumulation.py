@@ -10,6 +10,7 @@ import contextlib
 import copy
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
@@ -350,11 +351,12 @@ class Window:
         # A closed one a GradScaler may have skipped; and a plain zero_grad() is lawful as often as one likes.
         if self.phase is Phase.OPEN and not self.is_first_entered:
             if not self._warned_of_drops and (self._drops or self._steps_after_drops >= 2):
+                what = "accumulation windows were dropped before each of the last steps"
+                if self._drops:
+                    what = "two accumulation windows in a row were dropped without a step"
                 warn(
-                    f"accumulation windows were dropped "
-                    f"{'twice in a row without a step' if self._drops else 'before each of the last steps'}; "
-                    "zero_grad() drops the window: call it (if at all) after optimizer.step(), not between the "
-                    "micro-batches of a window"
+                    f"{what}; zero_grad() drops the window: call it (if at all) after optimizer.step(), not between "
+                    "the micro-batches of a window"
                 )
                 self._warned_of_drops = True
             self._drops += 1
@@ -438,7 +440,7 @@ class Window:
         if OVERWRITE in self._held or not complete:
             first: Grads = [g if a is None else None for g, a in zip(grads, self.accumulators, strict=True)]
             added = [g if a is not None else None for g, a in zip(grads, self.accumulators, strict=True)]
-            self._take_first(plan, backend, first, index)
+            self._take_first(plan, backend, first, index, _repeated(grads))
             rows = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
         closes = isinstance(scale, Tensor) or (scale is not None and self._waits_for_closing(scale))
         if closes:  # it rescales them all, each once
@@ -475,10 +477,13 @@ class Window:
             self._summed = [s or a is not None for a, s in zip(rows, self._summed, strict=True)]
         torch.autograd.graph.increment_version(folded)
 
-    def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int) -> None:
+    def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int, repeated: set[int]) -> None:
         """The window's first gradients of some parameters: adopted where nobody else has them, else copied.
 
         Either way they are held as they came; their weight is applied with the next fold.
+
+        Args:
+            repeated: ids of those that more than one parameter has.
         """
         if all(grad is None for grad in grads):
             return
@@ -488,7 +493,7 @@ class Window:
         for row, grad in enumerate(grads):
             if grad is None:
                 continue
-            may_adopt = not (plan.bundled[row] or is_static or held[row])
+            may_adopt = not (plan.bundled[row] or is_static or held[row] or id(grad) in repeated)
             if grad is self.arena.places[row] or (may_adopt and adoptable(grad, plan.accumulator_dtype)):
                 taken[row] = grad
             else:
@@ -504,6 +509,12 @@ class Window:
         for row, grad in enumerate(grads):
             if grad is not None:
                 self._held[row], self._summed[row] = index, False
+
+
+def _repeated(grads: Grads) -> set[int]:
+    """Ids of tensors that are there more than once."""
+    ids = [id(grad) for grad in grads if grad is not None]
+    return {own for own, count in Counter(ids).items() if count > 1} if len(set(ids)) < len(ids) else set()
 
 
 def _on_device(weight: Tensor, device: torch.device) -> Tensor:

@@ -121,10 +121,13 @@ class GradientRelease:
 
     # ---- what the optimizer calls -----------------------------------------------------------------------------------
 
-    def follow(self, params: Iterable[Any] | None = None) -> None:
+    def follow(self, params: Iterable[Any] | None = None) -> list[Tensor]:
         """Hooks parameters (None: the optimizer's) that are new, or have come to require a gradient.
 
         Before it is hooked, a parameter's gradient stays in `p.grad` until the micro-batch ends.
+
+        Returns:
+            The parameters that were hooked.
         """
         given = self._optimizer._params() if params is None else params
         leaves = [param for param in given if isinstance(param, Tensor) and param.requires_grad and param.is_leaf]
@@ -137,6 +140,7 @@ class GradientRelease:
                 )
             distributed.refuse_tensor(param)
         self._handles += [param.register_post_accumulate_grad_hook(self._hook) for param in new]
+        return new
 
     @contextlib.contextmanager
     def expecting(self, weight: float | Tensor | None, last: bool) -> Iterator[None]:
@@ -164,9 +168,9 @@ class GradientRelease:
         window = self._optimizer._runtime.window
         self._refuse_unfinished()
         if not window.entered:
-            self.follow()
-            if window.phase is not Phase.IDLE or all(param.grad is None for param in self._optimizer._params()):
-                return  # otherwise there are gradients of what was frozen, or shared, and no hook has seen them
+            new = self.follow()
+            if window.phase is not Phase.IDLE or all(param.grad is None for param in new):
+                return  # otherwise there are gradients of what was frozen, which no hook has seen
         elif not window.is_first_entered:
             raise RuntimeError(
                 "a window is open and there is a gradient that was not accumulated; "
