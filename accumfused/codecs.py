@@ -221,6 +221,8 @@ def _kept(values: Tensor, bits: Tensor) -> Tensor:
 
 def _logical(bits: Tensor, count: int | Tensor) -> Tensor:
     """int32 >> count without the sign; 0 < count <= 32."""
+    if isinstance(count, int) and count < 32:
+        return (bits >> count) & (0xFFFFFFFF >> count)
     return ((bits.to(torch.int64) & 0xFFFFFFFF) >> count).to(torch.int32)
 
 
