@@ -14,7 +14,7 @@ import torch
 
 import accumfused
 from accumfused import _native
-from accumfused.backends import NAMES, why_not
+from accumfused.backends import COSTS, NAMES, why_not
 
 BESIDE = ("numpy", "triton", "transformers", "accelerate", "lightning", "pytorch-lightning")
 
@@ -75,7 +75,8 @@ def as_text(found: dict[str, Any]) -> str:
     lines = [f"{name:<18}{value}" for name, value in rows]
     lines += ["", 'backends, in the order in which backend="auto" prefers them:']
     for name, reason in found["backends"].items():
-        lines.append(f"  {name:<8}{'runs' if reason is None else 'does not run: ' + indented(reason)}")
+        runs = f"runs ({COSTS[name]})" if name in COSTS else "runs"
+        lines.append(f"  {name:<8}{runs if reason is None else 'does not run: ' + indented(reason)}")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ chunks whether or not it has a gradient, so the norm's summation order depends o
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,12 +67,14 @@ class Plan:
     has_means: bool = False  # gradients have those of other processes in them already
     rule_indices: list[int] = field(default_factory=list)  # per group, in the kernels' order
     device_tables: dict[int, Any] = field(default_factory=dict)  # the table's copies on a GPU, which cuda.py keeps here
+    batches: dict[int, Any] = field(default_factory=dict)  # pieces of the tensors, which foreach.py keeps here
     parts: list[tuple[Any, Plan]] = field(default_factory=list)  # with several devices: backend and plan of each
     # With shards: the process groups of each kind, and its chunks (None: all), for the norm; made with the first one.
     kinds: list[tuple[tuple[Any, ...], Tensor | None]] | None = None
     _pointed_at: Grads | None = None
     _held: list[bool] = field(default_factory=list)
-    _seen: list[Any] | None = None  # of the groups and states of a plan with shards
+    _seen: tuple[Any, Any, Any] | None = None  # of groups and states, where there is no table that does
+    _checked: set[int] = field(default_factory=set)  # parameters, for the same
 
     def add_table(self, table: Any, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
         """Makes the table of the addresses on this device; `table`: the class, of a native module."""
@@ -91,11 +94,23 @@ class Plan:
 
     def unchanged(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool:
         """Whether groups, states and the memory behind them are still those of this plan."""
-        if self.is_spread:
-            return self._seen == _identities(param_groups, state)
-        tables = [part.table for _, part in self.parts] or [self.table]
-        # The reference has none: it reads everything at each step.
-        return all(table is not None and table.unchanged(param_groups, state) for table in tables)
+        if self.parts and not self.is_spread:
+            return all(part.unchanged(param_groups, state) for _, part in self.parts)
+        if self.table is None or self.is_spread:
+            # The reference has seen nothing: it reads everything at each step.
+            return self._seen is not None and self._is_as_seen(*self._seen, *_objects(param_groups, state))
+        return bool(self.table.unchanged(param_groups, state))
+
+    def remember(self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
+        """Notes what `unchanged` compares, where there is no table that does."""
+        objects, names = _objects(param_groups, state)
+        self._seen = objects, names, [_place(shards.local(value)) for value in objects]
+
+    def _is_as_seen(self, known: list[Any], names: list[Any], places: list[Any], objects: list[Any], now: Any) -> bool:
+        if len(objects) != len(known) or names != now or not all(map(operator.is_, objects, known)):
+            return False
+        parts = map(shards.local, objects) if self.is_spread else objects
+        return all(map(_lies, parts, places))
 
     def lacks_state(self, grads: Grads) -> bool:
         return not self.has_all_states and any(
@@ -174,7 +189,9 @@ class Plan:
 
     def _match(self, index: int, grad: Tensor) -> Tensor:
         tensor = self.tensors[index]
-        check_parameter(self.owned[index])
+        if index not in self._checked:
+            check_parameter(self.owned[index])
+            self._checked.add(index)
         check_gradient(tensor, grad)
         in_memory = type(grad) is Tensor and not grad.is_neg() and not grad._is_zerotensor()
         if in_memory and grad.stride() == tensor.stride():
@@ -228,17 +245,32 @@ def build(
     plan.is_spread = any(shard is not None for shard in plan.shards)
     plan.has_means = distributed.has_processes() and (plan.is_spread or settings.grads_are_reduced)
     if plan.is_spread:
-        plan._seen = _identities(param_groups, state)
+        plan.remember(param_groups, state)
     plan.device = next((tensor.device for tensor in plan.tensors if has_memory(tensor)), torch.device("cpu"))
     return plan
 
 
-def _identities(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> list[Any]:
-    """Which objects and addresses a plan with shards was made of."""
+def _objects(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> tuple[list[Any], list[Any]]:
+    """Parameters and what the state holds of them, and how they are arranged: groups' sizes, and names."""
     params = [param for group in param_groups for param in group["params"]]
-    parts = [(id(p), own.data_ptr(), own.dtype, own.shape) for p in params for own in [shards.local(p)]]
-    values = [(name, id(value)) for p in params for name, value in state.get(p, {}).items()]
-    return [parts, values]
+    entries = [state.get(param) or {} for param in params]
+    arranged = [[len(group["params"]) for group in param_groups], *map(list, entries)]
+    return params + [value for own in entries for value in own.values()], arranged
+
+
+def _place(value: Any) -> tuple[Any, ...] | None:
+    """Where a tensor lies, as `_lies` compares it."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
+
+
+def _lies(value: Tensor, place: tuple[Any, ...] | None) -> bool:
+    """One by one: thousands of new tuples at each step would be the garbage collector's."""
+    if place is None:
+        return True
+    address, dtype, shape, stride = place
+    return value.data_ptr() == address and value.dtype is dtype and value.shape == shape and value.stride() == stride
 
 
 def _part(param: Tensor, grad: Tensor | None) -> Tensor | None:

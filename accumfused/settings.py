@@ -58,7 +58,8 @@ class Settings:
             see docs/amp.md for what that does to frameworks. Not needed with `accumfused.GradScaler`.
         write_grad: leaves the gradient as it was applied (normalized, unscaled, clipped) in `p.grad`, for whoever reads
             it after the step: one more pass. A window then stays closed until `zero_grad()`.
-        backend: "cpu", "cuda" (native kernels), "triton", "torch" (the reference), or "auto": the fastest that runs.
+        backend: "cpu", "cuda" (native kernels), "triton", "foreach" (torch's own kernels and bits), "torch" (the
+            reference), or "auto": the fastest that runs.
         master_weights: what 16-bit parameters keep beside them of their fp32 values, which a step works on. "fp32": all
             of it. "split16", of bf16: the 16 bits that they lack, which is exact; "split8": 8 of them, rounded
             stochastically. None: nothing, and each step rounds. "auto": "split16" for bf16, "fp32" for fp16.

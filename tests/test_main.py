@@ -16,7 +16,7 @@ import torch
 
 import accumfused
 from accumfused import _native
-from accumfused.backends import NAMES, why_not
+from accumfused.backends import COSTS, NAMES, why_not
 
 PACKAGE = Path(accumfused.__file__).parent
 
@@ -61,4 +61,5 @@ def test_without_a_native_module_it_says_why(tmp_path: Path, reason: str | None)
         assert line in text
     assert json.loads(output("--json", where=tmp_path))["instruction_sets"] == []
     (runs,) = (line.split() for line in text.splitlines() if line.startswith("  torch "))
-    assert runs == ["torch", "runs"]
+    assert runs[:2] == ["torch", "runs"]
+    assert f"  foreach runs ({COSTS['foreach']})" in text.splitlines()

@@ -1,4 +1,4 @@
-"""Without the native module the package is pure Python, says so once, and computes the same bits."""
+"""Without the native module the package is pure Python, says so once; backend="torch" has the same bits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from accumfused.backends import COSTS
 
 WITHOUT_NATIVE = "import sys; sys.modules['accumfused._C'] = None\n"
 
@@ -22,8 +24,8 @@ torch.manual_seed(0)
 model = [torch.nn.Parameter(torch.randn(130, 257)) for _ in range(3)]
 data, target = torch.randn(6, 130, 257), torch.randn(6, 130, 257)
 optimizers = [
-    af.AdamW(model[:2], lr=0.05, weight_decay=0.1, max_grad_norm=0.5),
-    af.SGD(model[2:], lr=0.05, momentum=0.9, max_grad_norm=0.5),
+    af.AdamW(model[:2], lr=0.05, weight_decay=0.1, max_grad_norm=0.5, backend=BACKEND),
+    af.SGD(model[2:], lr=0.05, momentum=0.9, max_grad_norm=0.5, backend=BACKEND),
 ]
 for epoch in range(3):
     for i, last in af.windows(range(6), 4):
@@ -90,16 +92,17 @@ def run(code: str) -> str:
 @pytest.mark.usefixtures("native")
 def test_the_same_training_gives_the_same_bits() -> None:
     with contextlib.redirect_stdout(io.StringIO()) as native:
-        exec(TRAINING, {})
+        exec(TRAINING, {"BACKEND": "cpu"})
     lines = native.getvalue().splitlines()
     assert len(lines) == 3 + 2 * 3 + 2 + 2  # parameters, AdamW's states, SGD's, norms
-    assert run(WITHOUT_NATIVE + TRAINING).splitlines() == lines
+    assert run(WITHOUT_NATIVE + "BACKEND = 'torch'\n" + TRAINING).splitlines() == lines
 
 
 def test_auto_falls_back_and_says_so_exactly_once() -> None:
     lines = run(WITHOUT_NATIVE + LOGGED).splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("WARNING falling back to the (slower) torch backend: the native module was not built")
+    said = f"WARNING falling back to the foreach backend ({COSTS['foreach']}): the native module was not built"
+    assert lines[0].startswith(said)
 
 
 def test_the_native_backend_asked_for_by_name_raises_with_the_reason() -> None:

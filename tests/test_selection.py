@@ -37,11 +37,14 @@ def can_run(monkeypatch: pytest.MonkeyPatch, **reasons: str | None) -> None:
     [
         (None, None, "cuda", None),
         (None, "no Triton", "cuda", None),
-        ("no nvcc", None, "triton", "falling back to the (slower) triton backend: no nvcc"),
-        ("no nvcc", "no Triton", "torch", "falling back to the (slower) torch backend: no nvcc; and no Triton"),
+        ("no nvcc", None, "triton", f"falling back to the triton backend ({backends.COSTS['triton']}): no nvcc"),
+        (
+            "no nvcc", "no Triton", "foreach",
+            f"falling back to the foreach backend ({backends.COSTS['foreach']}): no nvcc; and no Triton",
+        ),
     ],
-)
-def test_auto_on_a_gpu_takes_cuda_then_triton_then_torch(
+)  # fmt: skip
+def test_auto_on_a_gpu_takes_cuda_then_triton_then_foreach(
     cuda: str | None, triton: str | None, chosen: str, said: str | None,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -50,6 +53,14 @@ def test_auto_on_a_gpu_takes_cuda_then_triton_then_torch(
         for _ in range(2):
             assert backends.select("auto", [GPU]) == chosen
     assert [record.getMessage() for record in caplog.records] == ([] if said is None else [said])
+
+
+@pytest.mark.parametrize(("device", "chosen"), [(CPU, "foreach"), (torch.device("xpu", 0), "torch")])
+def test_auto_without_the_native_module_takes_what_torch_has(
+    device: torch.device, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    can_run(monkeypatch, cpu="no native module")
+    assert backends.select("auto", [device]) == chosen
 
 
 @pytest.mark.parametrize("name", ["cuda", "triton"])

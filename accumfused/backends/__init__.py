@@ -14,17 +14,24 @@ from accumfused import _native
 from accumfused.backends.base import Backend
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
+from accumfused.backends.foreach import ForeachBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
 from accumfused.warn import say_once
 
-NAMES = ("auto", "cuda", "triton", "cpu", "torch")
+NAMES = ("auto", "cuda", "triton", "cpu", "foreach", "torch")
+
+COSTS = {  # beside the backend that "auto" prefers; docs/arithmetic.md has the measurements
+    "triton": "slower",
+    "foreach": "torch's own kernels and bits; for fp32 AdamW native ones take 0.6 to 0.9 of its time",
+    "torch": "the reference, some 20 times slower than stock",
+}
 
 
 def why_not(name: str, device: torch.device | None = None) -> str | None:
     """Why the backend cannot run (for tensors on that device, or at all), or None."""
-    reason = {"cuda": _why_not_cuda, "triton": _why_not_triton, "cpu": _why_not_cpu}.get(name)
-    return None if reason is None else reason(device)
+    reasons = {"cuda": _why_not_cuda, "triton": _why_not_triton, "cpu": _why_not_cpu, "foreach": _why_not_foreach}
+    return reasons[name](device) if name in reasons else None
 
 
 def check(name: str, device: torch.device | None = None) -> None:
@@ -55,13 +62,13 @@ def _select(name: str, device: torch.device) -> Backend:
     if name != "auto":
         return _make(name)
     refused = []
-    for candidate in ("cuda", "triton", "torch") if device.type == "cuda" else ("cpu", "torch"):
+    for candidate in ("cuda", "triton", "foreach") if device.type == "cuda" else ("cpu", "foreach", "torch"):
         reason = why_not(candidate, device)
         if reason is None:
             break
         refused.append(reason)
     if refused:
-        say_once(f"falling back to the (slower) {candidate} backend: {'; and '.join(refused)}")
+        say_once(f"falling back to the {candidate} backend ({COSTS[candidate]}): {'; and '.join(refused)}")
     return _make(candidate)
 
 
@@ -70,7 +77,9 @@ def _make(name: str) -> Backend:
         module: Any = importlib.import_module("accumfused.backends.triton")  # imports Triton, so not before
         backend: Backend = module.TritonBackend()
         return backend
-    makers: dict[str, type[Backend]] = {"cuda": CudaBackend, "cpu": CpuBackend, "torch": ReferenceBackend}
+    makers: dict[str, type[Backend]] = {
+        "cuda": CudaBackend, "cpu": CpuBackend, "foreach": ForeachBackend, "torch": ReferenceBackend,
+    }  # fmt: skip
     return makers[name]()
 
 
@@ -78,6 +87,12 @@ def _why_not_cpu(device: torch.device | None) -> str | None:
     if _native.unavailable is not None:
         return _native.unavailable
     return None if device is None or device.type in ("cpu", "meta") else f"parameters are on {device}"
+
+
+def _why_not_foreach(device: torch.device | None) -> str | None:
+    if device is None or device.type in ("cpu", "cuda", "meta"):
+        return None
+    return f"parameters are on {device}, where torch may lack fused kernels"
 
 
 def _why_not_cuda(device: torch.device | None) -> str | None:

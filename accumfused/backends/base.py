@@ -1,4 +1,4 @@
-"""What a backend is: who runs the three verbs. All backends compute the same bits."""
+"""What a backend is: who runs the three verbs. All but foreach.py compute the same bits."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ReferenceBackend:
                     continue
                 if held == OVERWRITE:
                     assert grad is not None
-                    accumulator.copy_(self._rounded(plan, fold, row, accumulator, grad.float()))
+                    accumulator.copy_(rounded(plan, fold, row, accumulator, grad.float()))
                     continue
                 keep = factors[held]
                 kept = torch.where(keep != 0, accumulator.float() * keep, 0.0)
@@ -54,23 +54,8 @@ class ReferenceBackend:
                     added = grad.float() * add
                     both = torch.where(keep != 0, kept + added, added)
                     value = torch.where(add != 0, both, kept)
-                accumulator.copy_(self._rounded(plan, fold, row, accumulator, value))
+                accumulator.copy_(rounded(plan, fold, row, accumulator, value))
                 _write_partials(partials, first_chunk, accumulator)
-
-    def _rounded(self, plan: Plan, fold: Fold, row: int, accumulator: Tensor, value: Tensor) -> Tensor:
-        """The fp32 value as the accumulator takes it."""
-        if accumulator.dtype != torch.bfloat16:
-            return value
-        storage = plan.storages[row]
-        seed = torch.zeros((), dtype=torch.int64, device=value.device)
-        if storage is not None and storage.seed is not None:
-            seed = storage.seed
-        key = codecs.key(seed, whole_steps(self._steps_made(plan, row)), fold.number, row)
-        rounded = torch.empty_like(accumulator)
-        noise = codecs.noise(key, value.numel(), plan.origins[row])
-        bits = codecs.to_bfloat16_stochastic(memory_order(value), noise)
-        memory_order(rounded).copy_(_bfloat16(bits))
-        return rounded
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         with ieee():
@@ -87,18 +72,38 @@ class ReferenceBackend:
                 rows = [i for i, g in enumerate(plan.groups) if g == group and grads[i] is not None]
                 if not rows:
                     continue
-                counts = [self._steps_made(plan, row) for row in rows]
+                counts = [_steps_made(plan, row) for row in rows]
                 steps = whole_steps(torch.stack(counts)) + 1
                 scalars = rule.scalars(dict(zip(rule.hypers, values, strict=True)), steps, outcome.coefficient)
                 for j, row in enumerate(rows):
                     own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
                     _update(plan, row, rule, own, grads[row], steps[j], outcome.skipped)  # type: ignore[arg-type]
 
-    def _steps_made(self, plan: Plan, row: int) -> Tensor:
-        storage = plan.storages[row]
-        if storage is None or storage.step is None:
-            return torch.zeros((), dtype=torch.float32, device=plan.device)
-        return storage.step
+
+def rounded(plan: Plan, fold: Fold, row: int, accumulator: Tensor, value: Tensor, begin: int = 0) -> Tensor:
+    """The fp32 value as the accumulator takes it.
+
+    Args:
+        begin: the first element, in memory order, where both are a piece of the tensor; a multiple of CHUNK.
+    """
+    if accumulator.dtype != torch.bfloat16:
+        return value
+    storage = plan.storages[row]
+    seed = torch.zeros((), dtype=torch.int64, device=value.device)
+    if storage is not None and storage.seed is not None:
+        seed = storage.seed
+    key = codecs.key(seed, whole_steps(_steps_made(plan, row)), fold.number, row)
+    result = torch.empty_like(accumulator)
+    noise = codecs.noise(key, value.numel(), plan.origins[row] + begin)
+    memory_order(result).copy_(_bfloat16(codecs.to_bfloat16_stochastic(memory_order(value), noise)))
+    return result
+
+
+def _steps_made(plan: Plan, row: int) -> Tensor:
+    storage = plan.storages[row]
+    if storage is None or storage.step is None:
+        return torch.zeros((), dtype=torch.float32, device=plan.device)
+    return storage.step
 
 
 @ieee()
@@ -144,17 +149,17 @@ def _update(
     values = [memory_order(value) for value in storage.values]
     scales: Grads = [*storage.scales] or [None] * len(values)
     kinds = [name in rule.second_moments for name in rule.states]
-    states = [_load_state(*part) for part in zip(values, scales, kinds, strict=True)]
+    states = [load_state(*part) for part in zip(values, scales, kinds, strict=True)]
     new_param, *new_states = rule.update(
-        scalars, _load_weights(form, param, master), memory_order(grad).float(), *states
+        scalars, load_weights(form, param, master), memory_order(grad).float(), *states
     )
     bits = torch.zeros_like(param, dtype=torch.int32)
     if storage.seed is not None:
         bits = codecs.noise(codecs.key(storage.seed, step, 0, row), param.numel(), plan.origins[row])
     stored: list[tuple[Tensor | None, Tensor | None]] = []
-    stored += zip([param, master], _store_weights(form, new_param, codecs.stream(bits, 2)), strict=True)
+    stored += zip([param, master], store_weights(form, new_param, codecs.stream(bits, 2)), strict=True)
     for index, (state, value, scale, is_second) in enumerate(zip(new_states, values, scales, kinds, strict=True)):
-        new = _store_state(form, state, codecs.stream(bits, min(index, 1)), is_second)
+        new = store_state(form, state, codecs.stream(bits, min(index, 1)), is_second)
         stored += zip([value, scale], new, strict=True)
     if storage.step is not None:
         stored.append((storage.step, storage.step + 1))
@@ -163,7 +168,7 @@ def _update(
             old.copy_(torch.where(skipped, old, new_value))
 
 
-def _load_weights(form: Format, param: Tensor, master: Tensor | None) -> Tensor:
+def load_weights(form: Format, param: Tensor, master: Tensor | None) -> Tensor:
     if form.weights in (Weights.BFLOAT16_MASTER, Weights.FLOAT16_MASTER):
         assert master is not None
         return still_halved(master, param)
@@ -173,7 +178,7 @@ def _load_weights(form: Format, param: Tensor, master: Tensor | None) -> Tensor:
     return join(param.view(torch.int16).to(torch.int32), master.to(torch.int32))
 
 
-def _store_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+def store_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
     """The parameter and its master, in their dtypes."""
     if form.weights is Weights.FLOAT32:
         return weights, None
@@ -198,11 +203,11 @@ def _bfloat16(bits: Tensor) -> Tensor:
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
-def _load_state(value: Tensor, scale: Tensor | None, second_moment: bool) -> Tensor:
+def load_state(value: Tensor, scale: Tensor | None, second_moment: bool) -> Tensor:
     return value.float() if scale is None else codecs.decode(value, scale, second_moment=second_moment)
 
 
-def _store_state(form: Format, state: Tensor, noise: Tensor, second_moment: bool) -> tuple[Tensor, Tensor | None]:
+def store_state(form: Format, state: Tensor, noise: Tensor, second_moment: bool) -> tuple[Tensor, Tensor | None]:
     """The state and its scales, in their dtypes."""
     if form.states is States.INT8:
         scale = codecs.scale_of(state)

@@ -30,7 +30,7 @@ class SeveralDevices:
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         """One plan for each device, of the same rows; the leading one first."""
         for device, backend in sorted(self.backends.items(), key=lambda item: item[0] != plan.device):
-            part = replace(plan, device=device, parts=[], device_tables={})
+            part = replace(plan, device=device, parts=[], device_tables={}, batches={})
             backend.prepare(part, param_groups, state)
             plan.parts.append((backend, part))
 

@@ -1,0 +1,203 @@
+"""torch's own kernels, for where none of ours run: fused ones where torch has them, foreach operations elsewhere.
+
+Formats and noise are the reference's, the bits of the arithmetic are torch's. Nothing waits for a GPU; what lies on a
+CPU is read at no cost. Tensors are cut into pieces, which stay in a core's caches while they are scaled, decoded,
+updated and encoded. So `p.grad` stays as it is: torch's fused kernels would write the scaled gradient back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumfused.backends import foreach_step
+from accumfused.backends.base import OVERWRITE, Fold, Hypers, Outcome, Scaling
+from accumfused.backends.reference import finish_norm, rounded
+from accumfused.formats import Format
+from accumfused.numeric import CHUNK, LANES, memory_order, sum_partials
+from accumfused.plan import Grads, Plan
+
+_CACHED = 32 * CHUNK  # elements of a piece: 4 MiB of fp32; a call for each costs little then
+_LARGE = 512 * CHUNK  # where caches do not matter; it bounds the memory of what is made in between
+_WHOLE = 0  # in place of a number of elements: nothing is cut
+
+Tensors = list[Tensor]
+
+
+class ForeachBackend:
+    name = "foreach"
+
+    def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
+        plan.remember(param_groups, state)
+
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+        factors: Any = (fold.weights * fold.scale).float()
+        add_up: Any = _add_on_device
+        if _can_read(plan):
+            factors, add_up = factors.tolist(), _add_numbers
+
+        rows = zip(fold.accumulators, fold.held, fold.grads, strict=True)
+        kinds = [accumulator is not None and (held, grad is not None) for accumulator, held, grad in rows]
+        for batch in _batches(plan, _cached(plan), kinds):
+            held, stored, grads = fold.held[batch.rows[0]], batch.of(fold.accumulators), batch.of(fold.grads)
+            values = [accumulator.float() for accumulator in stored]  # themselves, if they are fp32
+            if held == OVERWRITE:
+                torch._foreach_copy_(values, grads)
+            else:
+                add_up(values, grads, factors[held], factors[fold.weight])
+            for row, value, accumulator in zip(batch.rows, values, stored, strict=True):
+                if value is not accumulator:
+                    accumulator.copy_(rounded(plan, fold, row, accumulator, value, batch.begin))
+            if held != OVERWRITE:
+                batch.measure(plan, stored, partials)
+
+    def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
+        if partials is None:
+            return finish_norm(None, scaling)
+        if grads is not None:
+            is_fp32 = all(grad is None or grad.dtype == torch.float32 for grad in grads)
+            for batch in _batches(plan, _LARGE if is_fp32 else _cached(plan), [grad is not None for grad in grads]):
+                batch.measure(plan, batch.of(grads), partials)
+        return finish_norm(sum_partials(partials), scaling)
+
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+        skipped = None if _can_read(plan) else outcome.skipped
+        if skipped is None and bool(outcome.skipped):
+            return
+        coefficient = float(outcome.coefficient) if skipped is None else outcome.coefficient
+        known = [
+            dict(zip(rule.hypers, of_group, strict=True)) for rule, of_group in zip(plan.rules, hypers, strict=True)
+        ]
+        absorbed = None
+        if isinstance(coefficient, float) and _are_plain(plan, grads):
+            absorbed = foreach_step.absorbed(plan.rules, known, coefficient)
+        foreach_step.advance(plan, grads, skipped)
+        size = _cached(plan) if absorbed is None else _WHOLE
+        scratch = torch.empty(size, device=plan.device)  # once: new memory for each piece would be mapped anew
+        for batch in _batches(plan, size, [grad is not None for grad in grads]):
+            given = batch.of(grads)
+            if absorbed is None:
+                given = batch.scaled(given, coefficient, scratch)
+            if batch.stored is None:
+                batch.stored = foreach_step.stored(plan, batch)
+            foreach_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped)
+
+
+@dataclass
+class Batch:
+    """Pieces that are worked on together, of tensors of one group and format: small ones whole, or one large one's."""
+
+    group: int
+    form: Format
+    rows: list[int]
+    begin: int = 0  # of the piece, in memory order; a multiple of CHUNK
+    end: int | None = None  # None: the tensors are whole
+    stored: foreach_step.Stored | None = None  # made with the first step
+
+    def of(self, tensors: Sequence[Tensor | None]) -> Tensors:
+        """Its pieces of such of all rows' tensors as there are."""
+        return self.cut([tensors[row] for row in self.rows])
+
+    def cut(self, tensors: Sequence[Tensor | None]) -> Tensors:
+        """The same of its own rows'; what every row lacks is left out."""
+        found = [tensor for tensor in tensors if tensor is not None]
+        if self.end is None and self.form == Format():
+            return found
+        return [memory_order(tensor)[self.begin : self.end] for tensor in found]
+
+    def apart(self, kinds: Sequence[Any]) -> Iterator[Batch]:
+        """The rows of each kind by themselves; none of those whose kind is false."""
+        own = [kinds[row] for row in self.rows]
+        for kind in dict.fromkeys(own):
+            if kind:
+                rows = [row for row, other in zip(self.rows, own, strict=True) if other == kind]
+                yield self if len(rows) == len(self.rows) else replace(self, rows=rows, stored=None)
+
+    def scaled(self, grads: Tensors, coefficient: float | Tensor, scratch: Tensor) -> Tensors:
+        """Gradients times the coefficient, in fp32: other tensors."""
+        if self.end is None:
+            return list(torch._foreach_mul([grad.float() for grad in grads], coefficient))
+        (grad,) = grads
+        made = scratch[: len(grad)]
+        if grad.dtype == torch.float32:
+            return [torch.mul(grad, coefficient, out=made)]
+        return [made.copy_(grad).mul_(coefficient)]
+
+    def measure(self, plan: Plan, values: Tensors, partials: Tensor) -> None:
+        """Writes the sum of squares of each chunk: torch's fp32 norm of 8M elements at once is off by 2e-4 (CPU)."""
+        values = [value.float() for value in values]
+        if self.end is None:
+            sums = [norm * norm for norm in torch._foreach_norm(values)]
+        else:
+            (value,) = values
+            whole = len(value) // CHUNK * CHUNK
+            norms = torch.linalg.vector_norm(value[:whole].view(-1, LANES), dim=1)
+            sums = [norms.square_().view(-1, CHUNK // LANES).sum(1)]
+            if whole < len(value):
+                sums = [torch.cat([sums[0], value[whole:].square().sum().view(1)])]
+        for row, own in zip(self.rows, sums, strict=True):
+            first = plan.first_chunk[row] + self.begin // CHUNK
+            partials[first : first + own.numel()] = own
+
+
+def _batches(plan: Plan, size: int, kinds: Sequence[Any]) -> Iterator[Batch]:
+    """All elements of rows whose kind is not false, in batches of about that many of one kind."""
+    if size not in plan.batches:
+        plan.batches[size] = list(_cut(plan, size))
+    for batch in plan.batches[size]:
+        yield from batch.apart(kinds)
+
+
+def _cut(plan: Plan, size: int) -> Iterator[Batch]:
+    gathered: dict[tuple[int, Format], tuple[Batch, int]] = {}
+    for row, (group, form, tensor) in enumerate(zip(plan.groups, plan.formats, plan.tensors, strict=True)):
+        numel = tensor.numel()
+        if size != _WHOLE and numel > CHUNK:
+            length = size if form == Format() else size // 4  # decoded, there is more of it
+            for begin in range(0, numel, length):
+                yield Batch(group, form, [row], begin, min(begin + length, numel))
+        elif numel:
+            batch, count = gathered.pop((group, form), (Batch(group, form, []), 0))
+            batch.rows.append(row)
+            if size != _WHOLE and count + numel >= size:
+                yield batch
+            else:
+                gathered[group, form] = batch, count + numel
+    for batch, _ in gathered.values():
+        yield batch
+
+
+def _can_read(plan: Plan) -> bool:
+    """Whether values come at no cost; a GPU's are not read."""
+    return plan.device.type == "cpu"
+
+
+def _cached(plan: Plan) -> int:
+    return _CACHED if _can_read(plan) else _LARGE
+
+
+def _are_plain(plan: Plan, grads: Grads) -> bool:
+    """Whether everything is in fp32."""
+    every = all(form == Format() for form in plan.formats)
+    return every and all(grad is None or grad.dtype == torch.float32 for grad in grads)
+
+
+def _add_numbers(values: Tensors, grads: Tensors, keep: float, add: float) -> None:
+    if keep == 0:
+        torch._foreach_zero_(values)
+    elif keep != 1:
+        torch._foreach_mul_(values, keep)
+    if grads and add != 0:
+        torch._foreach_add_(values, grads, alpha=add)
+
+
+def _add_on_device(values: Tensors, grads: Tensors, keep: Tensor, add: Tensor) -> None:
+    """The same without reading the factors: an infinite term would stay, times 0."""
+    for index, value in enumerate(values):
+        value.copy_(torch.where(keep != 0, value * keep, 0.0))
+        if grads:
+            value.add_(torch.where(add != 0, grads[index].float() * add, 0.0))

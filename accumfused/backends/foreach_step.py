@@ -1,0 +1,216 @@
+"""The step of backends/foreach.py: what is stored of a batch is decoded to fp32, updated by torch, encoded again.
+
+In: a batch, its gradients in fp32 and scaled. Out: parameters, masters and states, written. What is stored in fp32 is
+updated where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accumfused import codecs
+from accumfused.backends.reference import load_state, load_weights, store_state, store_weights
+from accumfused.formats import Format, States, Storage, Weights
+from accumfused.numeric import SMALLEST_NORMAL, whole_steps
+from accumfused.plan import Grads, Plan
+from accumfused.rule import Rule
+
+if TYPE_CHECKING:
+    from accumfused.backends.foreach import Batch
+
+Tensors = list[Tensor]
+# Updates in place: (weights, gradients, states, step counts, hyper-parameters, found_inf)
+Kernel = Callable[[Tensors, Tensors, list[Tensors], Tensors, dict[str, Any], Tensor | None], None]
+
+_BY_CODEC = (
+    Weights.BFLOAT16_STOCHASTIC, Weights.FLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT16, Weights.BFLOAT16_SPLIT8,
+)  # fmt: skip
+
+
+@dataclass
+class Stored:
+    """What a batch updates: lists with one piece a row."""
+
+    params: Tensors
+    masters: Grads
+    states: list[Tensors]  # per state of the rule
+    scales: list[Grads]
+    steps: Tensors  # step counts; none where there are none
+    seeds: Tensors
+
+
+def stored(plan: Plan, batch: Batch) -> Stored:
+    """Of a batch whose parameters all have their state."""
+
+    kept = [storage for row in batch.rows if (storage := plan.storages[row]) is not None]
+    count = len(plan.rules[batch.group].states)
+
+    def blocks(storage: Storage, index: int) -> Tensor | None:
+        end = None if batch.end is None else codecs.block_count(batch.end)
+        return storage.scales[index][batch.begin // codecs.BLOCK : end] if storage.scales else None
+
+    return Stored(
+        batch.cut([plan.tensors[row] for row in batch.rows]),
+        [*batch.cut([storage.master for storage in kept])] or [None] * len(kept),
+        [batch.cut([storage.values[i] for storage in kept]) for i in range(count)],
+        [[blocks(storage, i) for storage in kept] for i in range(count)],
+        [storage.step for storage in kept if storage.step is not None],
+        [storage.seed for storage in kept if storage.seed is not None],
+    )
+
+
+def advance(plan: Plan, grads: Grads, skipped: Tensor | None) -> None:
+    """Step counts, also of tensors without elements; `skipped`: None where it is known that the step is made."""
+    pairs = zip(plan.storages, grads, strict=True)
+    steps = [s.step for s, grad in pairs if grad is not None and s is not None and s.step is not None]
+    if steps and skipped is None:
+        torch._foreach_add_(steps, 1)
+    elif steps and skipped is not None:
+        torch._foreach_add_(steps, [(~skipped).float()] * len(steps))
+
+
+def absorbed(rules: list[type[Rule]], hypers: list[dict[str, Any]], coefficient: float) -> list[dict[str, Any]] | None:
+    """Each group's hyper-parameters with which torch's fused kernels take gradients as they are, if all can.
+
+    Those of SGD can multiply by the coefficient: nothing but the gradient's place in the buffer, or in the update, is
+    linear in it. (`1 - dampening` is exact enough for coefficients that are not tiny; Nesterov's step takes the
+    gradient twice.)
+    """
+    if any(rule.name not in FUSED for rule in rules):
+        return None
+    if coefficient == 1.0:
+        return hypers
+    if any(FUSED[rule.name] is not _sgd or h["nesterov"] for rule, h in zip(rules, hypers, strict=True)):
+        return None
+    if not 1e-6 < coefficient < 1e6:
+        return None
+    made = []
+    for rule, hyper in zip(rules, hypers, strict=True):
+        own = hyper | {"weight_decay": float(hyper["weight_decay"]) / coefficient}
+        own |= {"coefficient": coefficient} if rule.states else {"lr": float(hyper["lr"]) * coefficient}
+        made.append(own)
+    return made
+
+
+def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skipped: Tensor | None) -> None:
+    """One batch; `skipped`: None, or a flag on a GPU that is not to be read."""
+    rule = plan.rules[batch.group]
+    kept, form = batch.stored, batch.form
+    assert kept is not None
+    kernel = FUSED.get(rule.name)
+    if skipped is not None and kernel is _sgd and float(hyper["dampening"]) != 0:
+        kernel = None  # whether it is a tensor's first step is not known here
+    known = {name: value if kernel and _stays(name, value) else float(value) for name, value in hyper.items()}
+    found_inf = None if skipped is None else skipped.float()
+    run = kernel or (_lion if rule.name == "lion" else _composed(rule))
+    if (form.weights, form.states) == (Weights.FLOAT32, States.FLOAT32) and (kernel or skipped is None):
+        run(kept.params, grads, kept.states, kept.steps, known, found_inf)
+        return
+    weights = [load_weights(form, *pair) for pair in zip(kept.params, kept.masters, strict=True)]
+    kinds = [name in rule.second_moments for name in rule.states]
+    states = [
+        [load_state(*pair, kind) for pair in zip(values, scales, strict=True)]
+        for values, scales, kind in zip(kept.states, kept.scales, kinds, strict=True)
+    ]
+    if skipped is not None and kernel is None:  # only torch's fused kernels ask the flag before they write
+        weights, states = [w.clone() for w in weights], [[s.clone() for s in values] for values in states]
+    run(weights, grads, states, kept.steps, known, found_inf)
+    for j, row in enumerate(batch.rows):
+        noise = weights[j]
+        if form.rounds_updates:
+            key = codecs.key(kept.seeds[j], whole_steps(kept.steps[j]), 0, row)
+            noise = codecs.noise(key, weights[j].numel(), plan.origins[row] + batch.begin)
+        _write(kept.params[j], kept.masters[j], _stored_weights(form, weights[j], noise), skipped)
+        for index, kind in enumerate(kinds):
+            state: tuple[Tensor, Tensor | None] = (states[index][j], None)
+            if form.states is not States.FLOAT32:
+                state = store_state(form, states[index][j], codecs.stream(noise, min(index, 1)), kind)
+            _write(kept.states[index][j], kept.scales[index][j], state, skipped)
+
+
+def _stays(name: str, value: Any) -> bool:
+    """A GPU's learning rate: torch's fused kernels read it there."""
+    return name == "lr" and isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def _stored_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The parameter and its master; to nearest, copying is enough."""
+    if form.weights in _BY_CODEC:
+        return store_weights(form, weights, codecs.stream(noise, 2) if form.rounds_updates else noise)
+    return weights, None if form.master is None else weights
+
+
+def _write(value: Tensor, beside: Tensor | None, new: tuple[Tensor, Tensor | None], skipped: Tensor | None) -> None:
+    for old, made in zip((value, beside), new, strict=True):
+        if old is None or made is None or old is made:
+            continue
+        old.copy_(made if skipped is None else torch.where(skipped, old, made.to(old.dtype)))
+
+
+# ---- rules ----------------------------------------------------------------------------------------------------------
+
+
+def _adam(
+    weights: Tensors, grads: Tensors, states: list[Tensors], steps: Tensors, h: dict[str, Any], found_inf: Tensor | None
+) -> None:
+    kernel = torch._fused_adamw_ if h["decoupled_weight_decay"] else torch._fused_adam_
+    exp_avgs, exp_avg_sqs, *maxima = states
+    kernel(
+        weights, grads, exp_avgs, exp_avg_sqs, maxima[0] if maxima else [], steps,
+        lr=h["lr"], beta1=h["beta1"], beta2=h["beta2"], weight_decay=h["weight_decay"], eps=h["eps"],
+        amsgrad=bool(maxima), maximize=bool(h["maximize"]), found_inf=found_inf,
+    )  # fmt: skip
+
+
+def _sgd(
+    weights: Tensors, grads: Tensors, states: list[Tensors], steps: Tensors, h: dict[str, Any], found_inf: Tensor | None
+) -> None:
+    buffers, coefficient = states[0] if states else [], h.get("coefficient", 1.0)
+    dampened = [h["dampening"] if buffers and h["dampening"] and step != 1 else 0.0 for step in steps or weights]
+    for dampening in dict.fromkeys(dampened):  # the first step, from zeros, takes the gradient as it is
+        rows = [row for row, own in enumerate(dampened) if own == dampening]
+        torch._fused_sgd_(
+            [weights[row] for row in rows], [grads[row] for row in rows], [buffers[row] for row in rows if buffers],
+            weight_decay=h["weight_decay"], momentum=h["momentum"], lr=h["lr"],
+            dampening=1.0 - (1.0 - dampening) * coefficient,
+            nesterov=bool(h["nesterov"]), maximize=bool(h["maximize"]), is_first_step=False, found_inf=found_inf,
+        )  # fmt: skip
+
+
+def _lion(
+    weights: Tensors, grads: Tensors, states: list[Tensors], steps: Tensors, h: dict[str, Any], found_inf: Tensor | None
+) -> None:
+    grads = list(torch._foreach_neg(grads)) if h["maximize"] else grads
+    directions = torch._foreach_lerp(states[0], grads, 1.0 - h["beta1"])
+    # The sign; torch's own is 0 for NaN.
+    torch._foreach_clamp_max_(directions, SMALLEST_NORMAL)
+    torch._foreach_clamp_min_(directions, -SMALLEST_NORMAL)
+    torch._foreach_mul_(directions, 1.0 / SMALLEST_NORMAL)
+    torch._foreach_mul_(weights, 1.0 - h["lr"] * h["weight_decay"])
+    torch._foreach_add_(weights, directions, alpha=-h["lr"])
+    torch._foreach_lerp_(states[0], grads, 1.0 - h["beta2"])
+
+
+def _composed(rule: type[Rule]) -> Kernel:
+    """The rule's own arithmetic."""
+
+    def kernel(
+        weights: Tensors, grads: Tensors, states: list[Tensors], steps: Tensors, h: dict[str, Any], _: Tensor | None
+    ) -> None:
+        one = torch.ones((), device=weights[0].device)
+        counts = torch.stack(steps) if steps else one.expand(len(weights))
+        scalars = rule.scalars(h, whole_steps(counts), one)
+        for j, columns in enumerate(zip(weights, grads, *states, strict=True)):
+            own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
+            for old, new in zip((columns[0], *columns[2:]), rule.update(own, *columns), strict=True):
+                old.copy_(new)
+
+    return kernel
+
+
+FUSED: dict[str, Kernel] = {"adam": _adam, "adam_amsgrad": _adam, "sgd": _sgd, "sgd_momentum": _sgd}
