@@ -202,7 +202,7 @@ def _composed(rule: type[Rule]) -> Kernel:
     def kernel(
         weights: Tensors, grads: Tensors, states: list[Tensors], steps: Tensors, h: dict[str, Any], _: Tensor | None
     ) -> None:
-        one = torch.ones((), device=weights[0].device)
+        one = torch.ones((), dtype=torch.float32, device=weights[0].device)
         counts = torch.stack(steps) if steps else one.expand(len(weights))
         scalars = rule.scalars(h, whole_steps(counts), one)
         for j, columns in enumerate(zip(weights, grads, *states, strict=True)):
