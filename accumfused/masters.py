@@ -8,12 +8,17 @@ remainder is then at most half a unit of bfloat16. (An fp32 master is compared e
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from typing import Any
 
 from torch import Tensor
 
+from accumfused import shards
+from accumfused.formats import REMAINDER
 from accumfused.plan import Plan
 from accumfused.warn import warn
+
+State = Mapping[Tensor, Mapping[str, Any]]
 
 _MANY = 4  # steps in a row
 
@@ -70,12 +75,28 @@ class Masters:
         """Ids of overwritten parameters, whose remainders are not theirs any more."""
         return {id(self._params[index]) for index in self._written_since()}
 
-    def forget(self, loaded: Container[Tensor]) -> None:
-        """A checkpoint has brought masters of these, whose parameters may come later; others are what they were."""
+    def forget(self, loaded: Container[Tensor], state: State) -> None:
+        """A checkpoint has brought masters of these, whose parameters may come later; others are what they were.
+
+        Args:
+            state: the optimizer's, in which also these may lie elsewhere now.
+        """
         kept = [index for index, param in enumerate(self._params) if param not in loaded]
         self._params = [self._params[index] for index in kept]
         self._versions = [self._versions[index] for index in kept]
-        self._remainders, self._plan = [self._remainders[index] for index in kept], None
+        remainders = [shards.local(state.get(param, {}).get(REMAINDER)) for param in self._params]
+        old = [self._remainders[index] for index in kept]
+        self._remainders = [was if now is None else now for was, now in zip(old, remainders, strict=True)]
+        self._plan = None
+
+    def see(self, state: State) -> None:
+        """A copy of an optimizer begins with the parameters that its remainders belong to."""
+        for param, entries in state.items():
+            remainder = entries.get(REMAINDER)
+            if isinstance(remainder, Tensor):
+                self._params.append(param)
+                self._versions.append(param._version)
+                self._remainders.append(shards.local(remainder))
 
     def _written_since(self) -> list[int]:
         versions = [param._version for param in self._params]

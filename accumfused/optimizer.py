@@ -341,7 +341,7 @@ class FusedOptimizer(Tail):
             last.remove()
             first.remove()
         self._runtime.plan = self._runtime.whole = None
-        self._runtime.masters.forget(brought)
+        self._runtime.masters.forget(brought, self.state)
         if self._runtime.window.phase is Phase.CLOSED:
             self._runtime.window.consume(self._params())  # its gradients are not those of the checkpoint either
         if window is not None:
@@ -418,9 +418,12 @@ class FusedOptimizer(Tail):
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if not hasattr(self, "_runtime"):  # a wrapper may have it, and not in its own __dict__
+        is_copy = not hasattr(self, "_runtime")  # a wrapper may have it, and not in its own __dict__
+        if is_copy:
             self._runtime = Runtime(window=state.pop("_window", None) or Window())
         super().__setstate__(state)
+        if is_copy:
+            self._runtime.masters.see(self.state)
 
 
 def _holds(dtype: torch.dtype, weight: float | Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -245,6 +246,33 @@ def test_an_fp32_master_keeps_the_elements_that_were_not_written(backend: str) -
         with torch.no_grad():
             param.clamp_(max=1.5)
     torch.testing.assert_close(whole(optimizer, param), torch.tensor([0.994, 1.495]))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])  # noqa: S301
+@each_master
+def test_a_copy_notices_what_is_written_before_its_first_step(
+    backend: str, weights: str, copied: Callable[[Any], Any]
+) -> None:
+    model, optimizer = copied(trained(weights, "fp32", backend))
+    with torch.no_grad():
+        model.matrix.fill_(3.0)
+    assert whole(optimizer, model.matrix).unique().tolist() == [3.0]
+    skip_a_step(optimizer)
+    assert whole(optimizer, model.matrix).unique().tolist() == [3.0]
+
+
+@each_master
+def test_weights_that_go_back_with_an_empty_checkpoint_bring_no_remainder(backend: str, weights: str) -> None:
+    model, optimizer = build(weights, "fp32", backend)
+    empty, before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    model.vector.grad = torch.ones_like(model.vector)
+    optimizer.step()
+    optimizer.load_state_dict(empty)
+    model.load_state_dict(before)
+    model.vector.grad = None
+    model.matrix.grad = torch.ones_like(model.matrix)  # another one gets its first state
+    optimizer.step()
+    assert torch.equal(whole(optimizer, model.vector), before["vector"].float())
 
 
 # ---- parameters that come later --------------------------------------------------------------------------------------
