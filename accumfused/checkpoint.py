@@ -196,6 +196,7 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
     known = {state for fused in ALL for rule in fused.rules for state in rule.states}
     known -= _states(optimizer)
     params, rules = _params(optimizer, state_dict), _rules(optimizer, state_dict)
+    has_sums = any(isinstance(own, Mapping) and ACCUMULATOR in own for own in state_dict["state"].values())
     for key, entries in state_dict["state"].items():
         if isinstance(key, int) and key not in rules:
             raise ValueError(
@@ -204,6 +205,7 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
         if key in params:
             is_cut = optimizer._settings.sharding_group is not None
             _check_state(key, params[key], entries, rules[key], name, is_cut=is_cut)
+            _check_window(key, params[key], entries, has_sums=has_sums)
             if not rules[key].is_foreign:
                 _check_formats(key, params[key], entries, optimizer)
             others = known & entries.keys() if rules[key].states else set()
@@ -233,10 +235,16 @@ def _check_state(
     step = entries.get("step")
     if "step" in expected and isinstance(step, Tensor) and step.numel() != 1:
         raise ValueError(f"state 'step' of parameter {key} has shape {list(step.shape)}, and is to be one number")
+
+
+def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_sums: bool) -> None:
+    """Args: has_sums: the window has the sum of some parameter; else its weights may come alone."""
     if isinstance(entries.get(ACCUMULATOR), Tensor):
         _check_shape(key, param, ACCUMULATOR, entries[ACCUMULATOR])
-    window = [entries[k] for k in (WEIGHTS, ACCUMULATOR) if k in entries]
-    if window and not (WEIGHTS in entries and all(isinstance(v, Tensor) for v in window) and window[0].shape == (4,)):
+    needed = (WEIGHTS, ACCUMULATOR) if has_sums else (WEIGHTS,)
+    window = [entries.get(name) for name in needed]
+    is_there = any(name in entries for name in (WEIGHTS, ACCUMULATOR))
+    if is_there and not (all(isinstance(value, Tensor) for value in window) and window[0].shape == (4,)):  # type: ignore[union-attr]
         raise ValueError(
             f"the open window of parameter {key} is incomplete: it needs {ACCUMULATOR!r} and {WEIGHTS!r} [4]"
         )

@@ -292,7 +292,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
         "special": draw(st.lists(st.tuples(st.integers(0, CHUNK), numbers), max_size=4)),
         "special_params": draw(st.lists(st.tuples(st.integers(0, CHUNK), numbers), max_size=2)),
         "nonfinite": draw(st.sampled_from([None, "skip", "propagate", "raise"])),
-        "max_grad_norm": draw(st.sampled_from([None, 0.0, 0.5, 1e30])),
+        "max_grad_norm": draw(st.sampled_from([None, 1e-30, 0.5, 1e30])),
         "normalizer": draw(st.sampled_from([None, 3.0, 1e-30, 1e38, "nan", "0", "-2", "3"])),
         "weights": draw(st.lists(st.sampled_from([0.0, 0.5, 3.0, 1e20, 1e-30]), max_size=3)),
         "missing": draw(st.integers(0, 7)),

@@ -59,7 +59,7 @@ def test_every_kernel_is_there_for_every_architecture(archs: list[int]) -> None:
 
 def test_no_kernel_uses_local_memory(hopper: dict[str, machine_code.Kernel]) -> None:
     assert [name for name, kernel in hopper.items() if kernel.uses_local_memory and name != PACKED] == []
-    assert hopper[PACKED].local_bytes <= 16
+    assert hopper[PACKED].local_bytes <= 40  # for parameters that were written from outside, beside the loops
     assert [loop for *_, loop in hopper[PACKED].packed_loops() if loop.uses_local_memory] == []
 
 

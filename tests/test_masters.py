@@ -248,7 +248,7 @@ def test_an_fp32_master_keeps_the_elements_that_were_not_written(backend: str) -
     torch.testing.assert_close(whole(optimizer, param), torch.tensor([0.994, 1.495]))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])  # noqa: S301
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
 @each_master
 def test_a_copy_notices_what_is_written_before_its_first_step(
     backend: str, weights: str, copied: Callable[[Any], Any]

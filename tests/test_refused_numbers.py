@@ -156,7 +156,7 @@ def test_a_backend_that_cannot_run_says_why_before_anything_is_written(name: str
 
 
 BAD_SETTINGS = [
-    ({"backend": "gpu"}, "backend must be one of auto, cuda, triton, cpu, torch, got 'gpu'"),
+    ({"backend": "gpu"}, "backend must be one of auto, cuda, triton, cpu, foreach, torch, got 'gpu'"),
     ({"backend": None}, "backend must be one of auto"),
     ({"nonfinite": "ignore"}, "nonfinite must be one of skip, propagate, raise or None, got 'ignore'"),
     ({"max_grad_norm": 0}, r"max_grad_norm must be > 0, got 0; None is off \(elsewhere 0 often is\)"),

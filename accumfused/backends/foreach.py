@@ -77,7 +77,9 @@ class ForeachBackend:
             absorbed = foreach_step.absorbed(plan.rules, known, coefficient)
         foreach_step.advance(plan, grads, skipped)
         size = _cached(plan) if absorbed is None else _WHOLE
-        scratch = torch.empty(size, dtype=torch.float32, device=plan.device)  # once: new memory for each piece would be mapped anew
+        scratch = torch.empty(
+            size, dtype=torch.float32, device=plan.device
+        )  # once: new memory for each piece would be mapped anew
         for batch in _batches(plan, size, [grad is not None for grad in grads]):
             given = batch.of(grads)
             if absorbed is None:
