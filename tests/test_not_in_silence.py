@@ -302,8 +302,11 @@ def _raise(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("unit", [1e-25, math.exp(-60), 1e18, 1e25])
-def test_weights_far_from_1_are_clipped_and_applied_as_others(backend: str, unit: float, on_device: bool) -> None:
+def test_weights_far_from_1_are_clipped_and_applied_as_others(
+    backend: str, unit: float, last: bool, on_device: bool
+) -> None:
     param, optimizer = one(backend, max_grad_norm=1.0)
     twin, plain = one(backend, max_grad_norm=1.0)
     for number, weight in enumerate((3.0, 1.0, 2.0)):
@@ -311,7 +314,7 @@ def test_weights_far_from_1_are_clipped_and_applied_as_others(backend: str, unit
         param.grad, twin.grad = grad.clone(), grad.clone()
         weights = [weight * unit, weight]
         for each, own in zip((optimizer, plain), weights, strict=True):
-            each.accumulate(torch.tensor(own, dtype=torch.float64) if on_device else own, last=number == 2)
+            each.accumulate(torch.tensor(own, dtype=torch.float64) if on_device else own, last=last and number == 2)
     optimizer.step()
     plain.step()
     torch.testing.assert_close(optimizer.grad_norm, plain.grad_norm, rtol=1e-6, atol=0)
