@@ -228,10 +228,11 @@ class Window:
         is_first = not isinstance(self.total, Tensor) and self.total == 0
         if is_first and weight is not None and not in_loss and not plan.is_added_up and not plan.has_means:
             self._unit = _power_of_two(weight)
-        if weight is not None:
+        is_empty = not isinstance(weight, Tensor) and weight == 0
+        if weight is not None and not is_empty:
             weight = weight / self._unit
             self.total = self.total + weight
-        if is_own and not isinstance(weight, Tensor) and weight == 0:
+        if is_own and is_empty:
             self._index = None
             return
         self._count += 1

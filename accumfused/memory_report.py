@@ -198,6 +198,8 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
     has_float16 = any(param.dtype == torch.float16 for _, param in held)
     leaner = _LEANER[1:] if has_float16 else _LEANER  # whose numbers have no lower half
     least = next((arguments for arguments in leaner if kept(arguments) <= stock), leaner[-1])
+    if kept(least) >= ours:
+        return None  # they are small
     elements = sum(param.numel() for _, param in held)
     arguments = ", ".join(f"{name}={value!r}" for name, value in least.items())
     return (

@@ -236,6 +236,16 @@ def test_a_window_of_empty_micro_batches_alone_is_in_the_checkpoint(backend: str
         assert moved(own) == LR
 
 
+def test_the_number_0_leaves_a_micro_batch_out_of_a_window_of_device_weights(backend: str) -> None:
+    params = [Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = af.SGD(params, lr=LR, backend=backend)
+    params[1].sum().backward()
+    optimizer.accumulate(torch.tensor(1.0))
+    torch.stack(params).sum().backward()
+    optimizer.accumulate(0.0, last=True)
+    assert params[0].grad is None
+
+
 def test_a_group_that_is_added_to_a_closed_window_is_released_with_it(backend: str) -> None:
     param, optimizer = one(backend)
     param.grad = torch.ones(SIZE)

@@ -116,8 +116,8 @@ def rescale(grads: Grads, factor: Tensor) -> None:
         own = factor.to(grad.device)
         if grad.dtype == torch.float32:
             grad.mul_(own)
-        else:  # in fp32: multiplying 16 bits, torch may round the factor to them
-            grad.copy_(grad.float() * own)
+        else:  # in fp32: multiplying 16 bits, torch may round the factor to them (and copying, lose a lazy sign)
+            grad.copy_((grad.float() * own).to(grad.dtype))
 
 
 def numbers(hypers: Hypers) -> list[tuple[float, ...]]:
