@@ -10,7 +10,6 @@ import contextlib
 import copy
 import math
 import operator
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
@@ -86,13 +85,6 @@ class Window:
             )
         if self.phase is Phase.OPEN:
             self.follow(plan)
-            row = plan.meets(grads, self.accumulators)
-            if row >= 0:
-                raise RuntimeError(
-                    f"the gradient of parameter {row} lies where the window's sum does, so one has overwritten the "
-                    "other; call zero_grad(), and give every micro-batch a gradient in memory of its own (p.grad = "
-                    "buffer.clone())"
-                )
         if self.is_weighted is not None and self.is_weighted != (weight is not None):
             raise ValueError(
                 "weights for some micro-batches of a window only; this one began "
@@ -441,7 +433,7 @@ class Window:
         if OVERWRITE in self._held or not complete:
             first: Grads = [g if a is None else None for g, a in zip(grads, self.accumulators, strict=True)]
             added = [g if a is not None else None for g, a in zip(grads, self.accumulators, strict=True)]
-            self._take_first(plan, backend, first, index, _repeated(grads))
+            self._take_first(plan, backend, first, index)
             rows = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
         closes = isinstance(scale, Tensor) or (scale is not None and self._waits_for_closing(scale))
         if closes:  # it rescales them all, each once
@@ -478,24 +470,21 @@ class Window:
             self._summed = [s or a is not None for a, s in zip(rows, self._summed, strict=True)]
         torch.autograd.graph.increment_version(folded)
 
-    def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int, repeated: set[int]) -> None:
+    def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int) -> None:
         """The window's first gradients of some parameters: adopted where nobody else has them, else copied.
 
         Either way they are held as they came; their weight is applied with the next fold.
-
-        Args:
-            repeated: ids of those that more than one parameter has.
         """
         if all(grad is None for grad in grads):
             return
-        is_static, held = graphs.has_static_memory(plan.device), plan.held()
+        adopts, dtype = not graphs.has_static_memory(plan.device), plan.accumulator_dtype
         copied: Grads = [None] * len(grads)
         taken = list(self.accumulators)
-        for row, grad in enumerate(grads):
+        rows = zip(grads, self.arena.places, plan.held(), plan.bundled, strict=True)
+        for row, (grad, place, is_held, is_bundled) in enumerate(rows):
             if grad is None:
                 continue
-            may_adopt = not (plan.bundled[row] or is_static or held[row] or id(grad) in repeated)
-            if grad is self.arena.places[row] or (may_adopt and adoptable(grad, plan.accumulator_dtype)):
+            if grad is place or (adopts and not is_held and not is_bundled and adoptable(grad, dtype)):
                 taken[row] = grad
             else:
                 memory.check_size(grad, "gradient")
@@ -503,19 +492,13 @@ class Window:
         if any(grad is not None for grad in copied):
             copied = self.arena.apart(copied)
             self.arena.extend(plan, copied)
-            rows: Grads = [None if g is None else a for g, a in zip(copied, self.arena.places, strict=True)]
-            self._launch(plan, backend, copied, rows, _READY, 1.0)
-            taken = [a if r is None else r for a, r in zip(taken, rows, strict=True)]
+            copies: Grads = [None if g is None else a for g, a in zip(copied, self.arena.places, strict=True)]
+            self._launch(plan, backend, copied, copies, _READY, 1.0)
+            taken = [a if copy is None else copy for a, copy in zip(taken, copies, strict=True)]
         self.accumulators = taken
         for row, grad in enumerate(grads):
             if grad is not None:
                 self._held[row], self._summed[row] = index, False
-
-
-def _repeated(grads: Grads) -> set[int]:
-    """Ids of tensors that are there more than once."""
-    ids = [id(grad) for grad in grads if grad is not None]
-    return {own for own, count in Counter(ids).items() if count > 1} if len(set(ids)) < len(ids) else set()
 
 
 def _on_device(weight: Tensor, device: torch.device) -> Tensor:

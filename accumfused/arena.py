@@ -94,13 +94,15 @@ def adoptable(grad: Tensor, dtype: torch.dtype) -> bool:
     if grad.dtype is not dtype or grad.requires_grad:
         return False
     storage = grad.untyped_storage()
-    is_own = storage.nbytes() == grad.nbytes and storage.resizable()
-    return is_own and torch._C._storage_Use_Count(storage._cdata) == _OWN_USES
+    if _uses(storage._cdata) != _OWN_USES or not storage.resizable():
+        return False
+    return bool(storage.nbytes() == grad.numel() * grad.itemsize)
 
 
 def _own_uses() -> int:
     tensor = torch.empty(1, dtype=torch.float32, device="cpu")
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return int(_uses(tensor.untyped_storage()._cdata))
 
 
+_uses = torch._C._storage_Use_Count
 _OWN_USES = _own_uses()  # of a storage that one tensor has, counted as `adoptable` does

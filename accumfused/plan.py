@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -120,8 +121,10 @@ class Plan:
     def gradients(self) -> tuple[Grads, int]:
         """Every p.grad, and how many there are."""
         if self.table is None or self.is_spread:
-            self._held = [p.grad is not None and sys.getrefcount(p.grad) > _OWN_REFERENCES for p in self.params]
+            held = [p.grad is not None and sys.getrefcount(p.grad) > _OWN_REFERENCES for p in self.params]
             whole = [param.grad for param in self.params]
+            counts = Counter(map(id, whole))
+            self._held = [own or counts[id(grad)] > 1 for own, grad in zip(held, whole, strict=True)]
             grads = [g if s is None else _part(p, g) for p, g, s in zip(self.params, whole, self.shards, strict=True)]
             return grads, sum(grad is not None for grad in grads)
         grads, present, refused = self.table.read_grads(_OWN_REFERENCES)
@@ -129,21 +132,10 @@ class Plan:
         return grads, present
 
     def held(self) -> list[bool]:
-        """Of the gradients that `gradients` gave last: which of them somebody else holds, and may write again."""
+        """Of the gradients that `gradients` gave last: which somebody else has, too, and may write again."""
         if self.table is None or self.is_spread:
             return self._held or [True] * len(self.params)  # a new plan has not read any
         return self.table.held()  # type: ignore[no-any-return]
-
-    def meets(self, grads: Grads, accumulators: Grads) -> int:
-        """The first row whose gradient lies where its accumulator does, or -1."""
-        if self.table is not None and self._pointed_at is grads:
-            return int(self.table.meets(accumulators))
-        for row, (grad, accumulator) in enumerate(zip(grads, accumulators, strict=True)):
-            if grad is None or accumulator is None or not grad.numel():
-                continue
-            if has_memory(grad) and grad.data_ptr() == accumulator.data_ptr():
-                return row
-        return -1
 
     def release_gradients(self) -> None:
         """p.grad = None for every parameter."""
@@ -176,6 +168,8 @@ class Plan:
             self._pointed_at = grads
         if accumulators is not None:
             refused = self.table.set_accumulators(accumulators, held)
+            if refused < -1:
+                raise overwritten(-2 - refused)
             if refused >= 0:
                 raise RuntimeError(f"the accumulator of parameter {refused} no longer fits it; call zero_grad()")
 
@@ -271,6 +265,14 @@ def _lies(value: Tensor, place: tuple[Any, ...] | None) -> bool:
         return True
     address, dtype, shape, stride = place
     return value.data_ptr() == address and value.dtype is dtype and value.shape == shape and value.stride() == stride
+
+
+def overwritten(row: int) -> RuntimeError:
+    """The memory that a window has adopted was written again: what it holds is no sum."""
+    return RuntimeError(
+        f"the gradient of parameter {row} lies where the window's sum does, so one has overwritten the other; call "
+        "zero_grad(), and give every micro-batch a gradient in memory of its own (p.grad = buffer.clone())"
+    )
 
 
 def _part(param: Tensor, grad: Tensor | None) -> Tensor | None:

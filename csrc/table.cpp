@@ -275,7 +275,10 @@ py::tuple Table::read_grads(Py_ssize_t own_references) {
   for (size_t i = 0; i < rows_.size(); ++i) {
     PyObject* grad = TensorType::get().grad(owners_[i]);
     if (grad == nullptr) throw py::error_already_set();
-    held_[i] = Py_REFCNT(grad) > own_references;
+    held_[i] = grad != Py_None && Py_REFCNT(grad) > own_references;
+    for (size_t j = 0; held_[i] && j < i; ++j) {  // by the list, where another parameter has the same one
+      if (PyList_GET_ITEM(grads.ptr(), j) == grad) held_[j] = true;
+    }
     PyList_SET_ITEM(grads.ptr(), i, grad);
     present += grad != Py_None;
     if (!set_grad(i, grad) && refused < 0) refused = int64_t(i);
@@ -287,15 +290,6 @@ py::list Table::held() const {
   py::list held(held_.size());
   for (size_t i = 0; i < held_.size(); ++i) held[i] = bool(held_[i]);
   return held;
-}
-
-int64_t Table::meets(const py::list& accumulators) const {
-  dlpack::Tensor tensor;
-  for (size_t i = 0; i < rows_.size(); ++i) {
-    if (operands_[i].grad == nullptr || rows_[i].numel == 0) continue;
-    if (read(PyList_GET_ITEM(accumulators.ptr(), i), tensor) && address(tensor) == operands_[i].grad) return int64_t(i);
-  }
-  return -1;
 }
 
 void Table::release_grads() {
@@ -317,6 +311,7 @@ int64_t Table::set_accumulators(const py::list& accumulators, const py::list& we
     (in.accumulator_dtype == Dtype::kFloat32 ? folds_float32_ : folds_bfloat16_) = true;
     in.accumulator = address(tensor);
     in.weight = int32_t(PyLong_AsLong(PyList_GET_ITEM(weights.ptr(), i)));
+    if (in.grad == in.accumulator && in.weight != kOverwrite && rows_[i].numel > 0) return -2 - int64_t(i);
   }
   return -1;
 }
@@ -336,7 +331,6 @@ void bind_table(py::module_& m) {
       .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state"))
       .def("read_grads", &Table::read_grads, py::arg("own_references"))
       .def("held", &Table::held)
-      .def("meets", &Table::meets, py::arg("accumulators"))
       .def("release_grads", &Table::release_grads)
       .def("set_grads", &Table::set_grads, py::arg("grads"))
       .def("set_accumulators", &Table::set_accumulators, py::arg("accumulators"), py::arg("weights"))

@@ -37,15 +37,15 @@ class Table {
   // take as it is, or -1). Such a gradient has another device, dtype, shape or strides than its parameter.
   // own_references: how many Python references p.grad has just after it was read, where nobody else holds one.
   py::tuple read_grads(Py_ssize_t own_references);
-  // Of the gradients that were read last: which of them somebody else holds, too.
+  // Of the gradients that were read last: which of them somebody else holds, too, or another parameter has.
   py::list held() const;
-  // The first row whose gradient lies where its accumulator does, or -1.
-  int64_t meets(const py::list& accumulators) const;
   // p.grad = None for every parameter.
   void release_grads();
   // As read_grads, for gradients that are given; returns that index or -1.
   int64_t set_grads(const py::list& grads);
-  // Points the rows at their accumulators, fp32 or bf16 (None: not folded), which hold a sum under weights[i].
+  // Points the rows at their accumulators, fp32 or bf16 (None: not folded), which hold a sum under weights[i]. Returns
+  // -1, the first index whose accumulator does not fit, or -2 - index where it lies at the same address as the
+  // gradient.
   int64_t set_accumulators(const py::list& accumulators, const py::list& weights);
   void clear();  // forget the gradients and accumulators again
 

@@ -66,7 +66,7 @@ def test_no_kernel_uses_local_memory(hopper: dict[str, machine_code.Kernel]) -> 
 def test_elsewhere_local_memory_is_out_of_the_loops(archs: list[int]) -> None:
     for arch in archs:
         for kernel in machine_code.kernels(machine_code.module(), arch):
-            assert kernel.local_bytes <= (48 if "format" in kernel.name else 24), (arch, kernel.name)
+            assert kernel.local_bytes <= (56 if "format" in kernel.name else 24), (arch, kernel.name)
             for loop in kernel.vector_loops():
                 assert not loop.uses_local_memory, (arch, kernel.name)
             for weights, grad, loop in kernel.packed_loops():

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from accumfused.plan import Grads, Plan
+from accumfused.plan import Grads, Plan, overwritten
 
 Hypers = list[tuple[float | Tensor, ...]]  # per group, in the order of its rule's `hypers`; a tensor has one element
 T = TypeVar("T")
@@ -33,6 +33,14 @@ class Fold:
     weight: int  # this micro-batch's index
     scale: float | Tensor  # a number, or fp64 of shape []
     number: int  # below 2^31, another one for each fold of a window: for the noise that rounds bf16 accumulators
+
+    def refuse_overwritten(self) -> None:
+        """For backends without a table, which does it: refuses gradients that lie where their accumulators do."""
+        for row, (grad, accumulator, held) in enumerate(zip(self.grads, self.accumulators, self.held, strict=True)):
+            if grad is None or accumulator is None or held == OVERWRITE or not grad.numel():
+                continue
+            if grad.data_ptr() == accumulator.data_ptr():
+                raise overwritten(row)
 
 
 @dataclass

@@ -35,6 +35,7 @@ class ForeachBackend:
         plan.remember(param_groups, state)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+        fold.refuse_overwritten()
         factors: Any = (fold.weights * fold.scale).float()
         add_up: Any = _add_on_device
         if _can_read(plan):

@@ -35,6 +35,7 @@ class ReferenceBackend:
         """Nothing: it works on tensors, and reads everything at each step."""
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+        fold.refuse_overwritten()
         with ieee():
             factors = (fold.weights * fold.scale).float()
             add = factors[fold.weight]

@@ -77,6 +77,7 @@ class TritonBackend:
             plan.add_table(_native._C.Table, param_groups, state)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+        fold.refuse_overwritten()
         """One launch per dtype of the accumulators: nearly always one."""
         number, at = as_number_and_address(fold.scale)
         for dtype in dict.fromkeys(a.dtype for a in fold.accumulators if a is not None):
