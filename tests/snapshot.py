@@ -73,4 +73,5 @@ def _bits(value: Any) -> Any:
         return kind
     dense = value.detach().cpu()
     dense = dense.to_dense() if value.layout != torch.strided else dense
-    return (*kind, dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    dense = torch.empty_like(dense, memory_format=torch.contiguous_format).copy_(dense).reshape(-1)
+    return (*kind, dense.view(torch.uint8).numpy().tobytes())

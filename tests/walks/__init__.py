@@ -1,0 +1,1 @@
+"""The parts of random_walks.py: the model, the moves, and what draws them."""
