@@ -68,7 +68,7 @@ class Copies(Moves):
         """A checkpoint of model and optimizer, and all that the model knows."""
         if not self.is_alone or side.entered:
             return
-        names = ("full", "states", "steps", "sums", "total", "weighted", "count", "of_tensors", "begins_on_device")
+        names = ("full", "states", "steps", "sums", "total", "weighted", "count", "of_tensors")
         known = {name: copy.deepcopy(getattr(side, name)) for name in names}
         params = [param.detach().clone() for param in side.params]
         state = copy.deepcopy(side.optimizer.state_dict())

@@ -12,8 +12,6 @@ KNOWN = frozenset(
     {
         "written after load",  # before the first step: remainders are those of weights that may come later
         "refused after release",  # a micro-batch has ended before its step() is refused (for another member, say)
-        "fuse of nothing",  # 16-bit parameters without elements
-        "0 among tensors",  # the number, as a weight, is a device's 0 then: gradients of 0 in place of none
         "counted together",  # a skip that was measured counts for members that do not step, each time
     }
 )

@@ -93,15 +93,14 @@ class Subject:
     def forget_window(self) -> None:
         self.sums: dict[int, Bounded] = {}
         self.total, self.weighted, self.count = 0.0, None, 0
-        self.of_tensors = self.begins_on_device = False
+        self.of_tensors = False
         self.exposed: dict[int, weakref.ref[Tensor]] = {}
         self.entered, self.part = False, dict[int, Bounded]()
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
         settings, options = dict(self.config["settings"]), dict(self.config["options"])
         settings = {k: DTYPES.get(v, v) if k.endswith("dtype") else v for k, v in settings.items()}
-        is_empty = not any(param.numel() for group in groups for param in group["params"])
-        if self.foreign or (self.config["fuse"] and not (is_empty and "fuse of nothing" in self.known)):
+        if self.foreign or self.config["fuse"]:
             return af.fuse((FOREIGN | STOCK)[self.rule](groups, **options), **settings)
         return CLASSES[self.rule](groups, **options, **settings)
 

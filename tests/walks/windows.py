@@ -106,9 +106,7 @@ class Windows(Subject):
         self.phase, self.weighted = "open", weight is not None
         self.folds += isinstance(weight, Tensor) or weight != 0
         number = 1.0 if weight is None else float(weight)
-        if self.total == 0 and not self.of_tensors and not in_loss:
-            self.begins_on_device = isinstance(weight, Tensor)
-        is_number = not isinstance(weight, Tensor) and not (self.begins_on_device and "0 among tensors" in self.known)
+        is_number = not isinstance(weight, Tensor)
         self.of_tensors |= isinstance(weight, Tensor)
         self.total += number if number >= 0 else math.nan
         is_left_out = number == 0
