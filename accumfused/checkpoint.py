@@ -219,7 +219,9 @@ def _check_state(
     if not isinstance(entries, Mapping):
         raise ValueError(f"the checkpoint's state of parameter {key} is a {type(entries).__name__}, not a dictionary")
     expected = rule.torch_states
-    own = {k: v for k, v in entries.items() if v is not None and k not in (ACCUMULATOR, WEIGHTS)}
+    # What a rule without states leaves, where momentum is switched on later, is no incomplete state.
+    others = {ACCUMULATOR, WEIGHTS, MASTER, REMAINDER, SEED, *({"step"} - {*expected})}
+    own = {k: v for k, v in entries.items() if v is not None and k not in others}
     placed = [k for k, v in entries.items() if is_dtensor(v)]
     if placed and not is_cut and not is_dtensor(param):
         raise ValueError(

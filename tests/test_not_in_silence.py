@@ -246,6 +246,23 @@ def test_the_number_0_leaves_a_micro_batch_out_of_a_window_of_device_weights(bac
     assert params[0].grad is None
 
 
+def test_momentum_that_is_switched_on_later_is_in_no_checkpoint_yet(backend: str) -> None:
+    def make() -> tuple[Parameter, af.SGD]:
+        param = Parameter(torch.full((SIZE,), 8.0, dtype=torch.float16))
+        return param, af.SGD([param], lr=LR, backend=backend)
+
+    (param, optimizer), (again, resumed) = make(), make()
+    for each in (optimizer, resumed):
+        for own in each.param_groups[0]["params"]:
+            own.grad = torch.ones_like(own)
+        each.step()
+        each.param_groups[0]["momentum"] = 0.5
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in (optimizer, resumed):
+        each.step()
+    assert torch.equal(param, again)
+
+
 def test_a_group_that_is_added_to_a_closed_window_is_released_with_it(backend: str) -> None:
     param, optimizer = one(backend)
     param.grad = torch.ones(SIZE)
