@@ -141,8 +141,11 @@ class FusedOptimizer(Tail):
 
     def _step(self, normalizer: float | Tensor | None) -> None:
         runtime, window = self._runtime, self._runtime.window
-        scaled = runtime.scaled or (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        divisors = Divisors(normalizer, *scaled, for_scaler=runtime.scaled is not None or scaled[1] is not None)
+        grad_scale, found_inf = runtime.scaled or (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        if grad_scale is not None:  # before anything is folded
+            grad_scale = checked_positive(grad_scale, "grad_scale")
+        for_scaler = runtime.scaled is not None or found_inf is not None
+        divisors = Divisors(normalizer, grad_scale, found_inf, for_scaler=for_scaler)
         measured = self._measure(divisors) if self._together is None else self._together.measure(self, divisors)
         if measured is not None:
             runtime.outcome = measured.outcome

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from accumfused import backends, distributed, graphs, plan, shards
 from accumfused.accumulation import Phase, Window
-from accumfused.arguments import checked_positive
 from accumfused.backends.base import Backend, Outcome, Scaling, on_device, rescale
 from accumfused.backends.reference import finish_norm
 from accumfused.formats import names
@@ -374,7 +373,7 @@ class Tail(torch.optim.Optimizer):
             found_inf = shards.replicated(torch.as_tensor(divisors.found_inf, dtype=torch.float32))
             scaling.found_inf = on_device(found_inf, current.device, torch.float32)
         if divisors.grad_scale is not None:
-            scaling.normalize(checked_positive(divisors.grad_scale, "grad_scale"))
+            scaling.normalize(divisors.grad_scale)
         if divisors.normalizer is not None:
             scaling.normalize(divisors.normalizer)
         checked = takes_norm or scaling.device_normalization is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
@@ -261,6 +262,21 @@ def test_momentum_that_is_switched_on_later_is_in_no_checkpoint_yet(backend: str
     for each in (optimizer, resumed):
         each.step()
     assert torch.equal(param, again)
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_a_bad_loss_scale_is_refused_before_anything_is_folded(backend: str, released: bool) -> None:
+    param, optimizer = one(backend)
+    with af.release_gradients(optimizer, 1) if released else contextlib.nullcontext():
+        param.sum().backward()
+        if not released:
+            optimizer.accumulate(3.0)
+        optimizer.grad_scale = 0.0  # type: ignore[attr-defined]
+        with refused(optimizer, ValueError, "grad_scale must be finite and > 0, got 0.0"):
+            optimizer.step()
+        optimizer.grad_scale = 1.0  # type: ignore[attr-defined]
+        optimizer.step()
+    assert moved(param) == LR
 
 
 def test_a_group_that_is_added_to_a_closed_window_is_released_with_it(backend: str) -> None:
