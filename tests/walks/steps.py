@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from walks.numbers import FORMULAS, SMALLEST, UNIT, Bounded, norm_of, of_oracle, of_torch, predicted
-from walks.subject import FOREIGN, TINY_BF16, Refusal, divisors_given, good, require, weight_of
+from walks.subject import FOREIGN, TINY_BF16, Refusal, divisors_given, require, weight_of
 from walks.windows import Windows
 
 
@@ -44,9 +44,6 @@ class Side(Windows):
 
     def step(self, normalizer: Any = None, grad_scale: Any = None, found_inf: Any = None, closure: Any = None) -> None:
         normalizer, grad_scale, found_inf = weight_of(normalizer), weight_of(grad_scale), weight_of(found_inf)
-        is_bad = grad_scale is not None and not good(grad_scale)
-        if is_bad and self.handle is not None and "refused after release" in self.known:
-            return
         for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf)):
             if value is not None:
                 setattr(self.optimizer, name, value)
@@ -88,13 +85,10 @@ class Side(Windows):
         bad_number = any(
             d is not None and not isinstance(d, Tensor) and not (math.isfinite(d) and d > 0) for d in divisors
         )
-        if refusal is None and bad_number and (grads or (divisors[0] is not None and not good(divisors[0]))):
-            refusal = ValueError
+        if bad_number:
+            refusal = ValueError  # looked at first
         if refusal is not None:
-            kinds = refusal if isinstance(refusal, tuple) else (refusal,)
-            # (A divisor may be looked at when the window has got its pending weight: the same sums.)
-            only = ("param", "state", "grad", "skipped") if bad_number else ()
-            self.attempt(call, (*kinds, ValueError) if bad_number else refusal, only=only)
+            self.attempt(call, refusal)
             return False
         if self.phase == "closed" and not grads:
             self._end()
