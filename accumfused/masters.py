@@ -75,28 +75,20 @@ class Masters:
         """Ids of overwritten parameters, whose remainders are not theirs any more."""
         return {id(self._params[index]) for index in self._written_since()}
 
-    def forget(self, loaded: Container[Tensor], state: State) -> None:
-        """A checkpoint has brought masters of these, whose parameters may come later; others are what they were.
+    def see(self, state: State, but: Container[Tensor] = ()) -> None:
+        """The remainders that an optimizer's state holds now: of a copy, after a checkpoint, of states that are new.
+
+        Each belongs to what its parameter was when it was last seen, or is now.
 
         Args:
-            state: the optimizer's, in which also these may lie elsewhere now.
+            but: a checkpoint has brought theirs, and their parameters may come later.
         """
-        kept = [index for index, param in enumerate(self._params) if param not in loaded]
-        self._params = [self._params[index] for index in kept]
-        self._versions = [self._versions[index] for index in kept]
-        remainders = [shards.local(state.get(param, {}).get(REMAINDER)) for param in self._params]
-        old = [self._remainders[index] for index in kept]
-        self._remainders = [was if now is None else now for was, now in zip(old, remainders, strict=True)]
-        self._plan = None
-
-    def see(self, state: State) -> None:
-        """A copy of an optimizer begins with the parameters that its remainders belong to."""
-        for param, entries in state.items():
-            remainder = entries.get(REMAINDER)
-            if isinstance(remainder, Tensor):
-                self._params.append(param)
-                self._versions.append(param._version)
-                self._remainders.append(shards.local(remainder))
+        known = {id(param): version for param, version in zip(self._params, self._versions, strict=True)}
+        found = [(param, shards.local(entries.get(REMAINDER))) for param, entries in state.items() if param not in but]
+        found = [(param, remainder) for param, remainder in found if isinstance(remainder, Tensor)]
+        self._params = [param for param, _ in found]
+        self._versions = [known.get(id(param), param._version) for param in self._params]
+        self._remainders, self._plan = [remainder for _, remainder in found], None
 
     def _written_since(self) -> list[int]:
         versions = [param._version for param in self._params]

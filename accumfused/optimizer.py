@@ -344,7 +344,7 @@ class FusedOptimizer(Tail):
             last.remove()
             first.remove()
         self._runtime.plan = self._runtime.whole = None
-        self._runtime.masters.forget(brought, self.state)
+        self._runtime.masters.see(self.state, but=brought)
         if self._runtime.window.phase is Phase.CLOSED:
             self._runtime.window.consume(self._params())  # its gradients are not those of the checkpoint either
         if window is not None:

@@ -356,6 +356,7 @@ class Tail(torch.optim.Optimizer):
             if index in current.copied:
                 current.owned[index].copy_(tensor)
         self._runtime.masters.written()  # what was copied back is not somebody else's
+        self._runtime.masters.see(self.state)  # a state that was converted lies elsewhere
         self._runtime.window.see_weights()
         return self._plan()
 
