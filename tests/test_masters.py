@@ -275,6 +275,35 @@ def test_weights_that_go_back_with_an_empty_checkpoint_bring_no_remainder(backen
     assert torch.equal(whole(optimizer, model.vector), before["vector"].float())
 
 
+@each_master
+def test_a_write_is_noticed_after_the_state_was_converted(backend: str, weights: str) -> None:
+    """To another layout, in a window whose sums need a seed, and with a checkpoint in between."""
+    dtype, settings = WEIGHTS[weights]
+    param = Parameter(torch.randn(40, 30).to(dtype))
+    optimizer = af.Lion(
+        [param], lr=0.05, backend=backend, rounding_seed=1, accumulator_dtype=torch.bfloat16, **settings
+    )
+    step_of(optimizer, 0)
+    param.data = torch.empty(30, 40, dtype=dtype).t().copy_(param.data)
+    grads_of(optimizer, 1)
+    optimizer.accumulate(0.3)
+    with torch.no_grad():
+        param.fill_(3.0)
+    optimizer.state_dict()
+    assert whole(optimizer, param).unique().tolist() == [3.0]
+
+
+@each_master
+def test_a_write_is_noticed_after_a_second_checkpoint_that_brings_no_master(backend: str, weights: str) -> None:
+    model, optimizer = build(weights, "fp32", backend)
+    empty, before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    train(optimizer, 2)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.load_state_dict(empty)
+    model.load_state_dict(before)
+    assert torch.equal(whole(optimizer, model.matrix), before["matrix"].float())
+
+
 # ---- parameters that come later --------------------------------------------------------------------------------------
 
 
