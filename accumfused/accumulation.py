@@ -339,20 +339,31 @@ class Window:
         self._drops = 0
         self._end()
 
+    def watch_drops(self) -> None:
+        """Before a window is dropped: warns, once, where that happens again and again."""
+        if self._warned_of_drops or not self._holds_micro_batches:
+            return
+        if self._drops:
+            what = "two accumulation windows in a row were dropped without a step"
+        elif self._steps_after_drops >= 2:
+            what = "accumulation windows were dropped before each of the last steps"
+        else:
+            return
+        warn(
+            f"{what}; zero_grad() drops the window: call it (if at all) after optimizer.step(), not between the "
+            "micro-batches of a window"
+        )
+        self._warned_of_drops = True
+
+    @property
+    def _holds_micro_batches(self) -> bool:
+        """A closed window a GradScaler may have skipped; and a plain zero_grad() is lawful as often as one likes."""
+        return self.phase is Phase.OPEN and not self.is_first_entered
+
     def drop(self) -> None:
         """The window is over without a step."""
-        # A closed one a GradScaler may have skipped; and a plain zero_grad() is lawful as often as one likes.
-        if self.phase is Phase.OPEN and not self.is_first_entered:
-            if not self._warned_of_drops and (self._drops or self._steps_after_drops >= 2):
-                what = "accumulation windows were dropped before each of the last steps"
-                if self._drops:
-                    what = "two accumulation windows in a row were dropped without a step"
-                warn(
-                    f"{what}; zero_grad() drops the window: call it (if at all) after optimizer.step(), not between "
-                    "the micro-batches of a window"
-                )
-                self._warned_of_drops = True
-            self._drops += 1
+        self.watch_drops()
+        self._drops += self._holds_micro_batches
         if self.phase is not Phase.IDLE:
             self._end()
 

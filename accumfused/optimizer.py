@@ -165,6 +165,7 @@ class FusedOptimizer(Tail):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as torch does, and drops the window if there is one."""
         release = self._runtime.release
+        self._runtime.window.watch_drops()
         super().zero_grad(set_to_none or release is not None)  # those that were folded cannot be zeros either
         self._runtime.window.drop()
         if release is not None:

@@ -204,6 +204,21 @@ def test_a_warning_that_is_an_error_leaves_the_window_as_it_was(backend: str, la
                 optimizer.accumulate(last=True) if last else optimizer.step()
 
 
+def test_a_dropped_window_that_is_an_error_is_not_dropped(backend: str) -> None:
+    param, optimizer = one(backend)
+    param.grad = torch.ones(SIZE)
+    optimizer.accumulate()
+    optimizer.zero_grad()
+    param.grad = torch.ones(SIZE)
+    optimizer.accumulate()
+    param.grad = torch.ones(SIZE)
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        af.strict()
+        with refused(optimizer, af.AccumulationWarning, "two accumulation windows in a row were dropped"):
+            optimizer.zero_grad()
+
+
 # ---- windows that go wrong on the way --------------------------------------------------------------------------------
 
 
