@@ -84,8 +84,8 @@ class Masters:
             but: a checkpoint has brought theirs, and their parameters may come later.
         """
         known = {id(param): version for param, version in zip(self._params, self._versions, strict=True)}
-        found = [(param, shards.local(entries.get(REMAINDER))) for param, entries in state.items() if param not in but]
-        found = [(param, remainder) for param, remainder in found if isinstance(remainder, Tensor)]
+        own = [(param, entries) for param, entries in state.items() if isinstance(param, Tensor) and param not in but]
+        found = [(param, shards.local(entries[REMAINDER])) for param, entries in own if REMAINDER in entries]
         self._params = [param for param, _ in found]
         self._versions = [known.get(id(param), param._version) for param in self._params]
         self._remainders, self._plan = [remainder for _, remainder in found], None
