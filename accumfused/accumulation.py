@@ -475,10 +475,10 @@ class Window:
         backend.accumulate(plan, fold, self.partials)
         self._launches += 1
         if len(folded) == len(rows):
-            self._held, self._summed = [_READY] * len(rows), [True] * len(rows)
+            self._held, self._summed = [_READY] * len(rows), [backend.measures_folds] * len(rows)
         else:
             self._held = [h if a is None else _READY for a, h in zip(rows, self._held, strict=True)]
-            self._summed = [s or a is not None for a, s in zip(rows, self._summed, strict=True)]
+            self._summed = [s if a is None else backend.measures_folds for a, s in zip(rows, self._summed, strict=True)]
         torch.autograd.graph.increment_version(folded)
 
     def _take_first(self, plan: Plan, backend: Backend, grads: Grads, index: int) -> None:

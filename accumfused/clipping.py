@@ -97,6 +97,9 @@ class ClipTogether:
         measured: Measured | None = taken.measured
         if measured is not None:
             measured.plan = optimizer._plan()
+            added = len(measured.plan.params) - len(measured.grads)  # by add_param_group() since
+            measured.grads = [*measured.grads, *[None] * added]
+            measured.complete &= not added
             measured.matched = measured.plan.match(measured.grads)
         return measured
 

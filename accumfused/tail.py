@@ -328,6 +328,7 @@ class Tail(torch.optim.Optimizer):
             outcome = self._norm_over_processes(current, stale, partials, scaling)
         else:
             outcome = backend.norm(current, stale, partials, scaling)
+        outcome.spends_grads = window.phase is Phase.OPEN and not self._writes_grads
         return Measured(current, grads, matched, complete, outcome)
 
     def _norm_over_processes(self, current: Plan, stale: Grads | None, partials: Tensor, scaling: Scaling) -> Outcome:

@@ -72,6 +72,7 @@ class Outcome:
 
     values: Tensor
     normed: bool = True
+    spends_grads: bool = False  # nobody sees the gradients after the step: it may write into them
 
     @property
     def coefficient(self) -> Tensor:
@@ -94,12 +95,13 @@ class Backend(Protocol):
     """The three verbs."""
 
     name: str
+    measures_folds: bool  # else `norm` is given the accumulators
 
     def prepare(self, plan: Plan, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
         """Adds to a new plan what this backend keeps with it."""
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
-        """Folds, and writes the sums of squares of what it folded or rescaled into partials [plan.chunks], fp32."""
+        """Folds; if it measures them, writes their sums of squares into partials [plan.chunks], fp32."""
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         """Ends in one coefficient on the device.

@@ -24,6 +24,7 @@ class CpuBackend:
     """Args: instruction_set: one of `_C.instruction_sets()`; None: the best that this machine runs."""
 
     name = "cpu"
+    measures_folds = True
 
     def __init__(self, instruction_set: str | None = None) -> None:
         self._c = _native._C

@@ -27,6 +27,7 @@ class CudaBackend:
     """Args: module: what has the kernels, `_C.cuda` or an emulation of it; table: the class of that module's tables."""
 
     name = "cuda"
+    measures_folds = True
 
     def __init__(self, module: Any = None, table: Any = None) -> None:
         self._c = module or _native._C.cuda

@@ -2,7 +2,8 @@
 
 Formats and noise are the reference's, the bits of the arithmetic are torch's. Nothing waits for a GPU; what lies on a
 CPU is read at no cost. Tensors are cut into pieces, which stay in a core's caches while they are scaled, decoded,
-updated and encoded. So `p.grad` stays as it is: torch's fused kernels would write the scaled gradient back.
+updated and encoded. So `p.grad` stays as it is: torch's fused kernels would write the scaled gradient back, and may do
+so to a window's accumulators only.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ Tensors = list[Tensor]
 
 class ForeachBackend:
     name = "foreach"
+    measures_folds = False  # it would be a pass of its own, for each of a window's folds but the last in vain
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         plan.remember(param_groups, state)
@@ -43,7 +45,7 @@ class ForeachBackend:
 
         rows = zip(fold.accumulators, fold.held, fold.grads, strict=True)
         kinds = [accumulator is not None and (held, grad is not None) for accumulator, held, grad in rows]
-        for batch in _batches(plan, _cached(plan), kinds):
+        for batch in _batches(plan, _WHOLE if plan.accumulator_dtype == torch.float32 else _cached(plan), kinds):
             held, stored, grads = fold.held[batch.rows[0]], batch.of(fold.accumulators), batch.of(fold.grads)
             values = [accumulator.float() for accumulator in stored]  # themselves, if they are fp32
             if held == OVERWRITE:
@@ -53,8 +55,6 @@ class ForeachBackend:
             for row, value, accumulator in zip(batch.rows, values, stored, strict=True):
                 if value is not accumulator:
                     accumulator.copy_(rounded(plan, fold, row, accumulator, value, batch.begin))
-            if held != OVERWRITE:
-                batch.measure(plan, stored, partials)
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         if partials is None:
@@ -75,7 +75,7 @@ class ForeachBackend:
         ]
         absorbed = None
         if isinstance(coefficient, float) and _are_plain(plan, grads):
-            absorbed = foreach_step.absorbed(plan.rules, known, coefficient)
+            absorbed = foreach_step.absorbed(plan.rules, known, coefficient, outcome.spends_grads)
         foreach_step.advance(plan, grads, skipped)
         size = _cached(plan) if absorbed is None else _WHOLE
         scratch = torch.empty(

@@ -74,20 +74,24 @@ def advance(plan: Plan, grads: Grads, skipped: Tensor | None) -> None:
         torch._foreach_add_(steps, [(~skipped).float()] * len(steps))
 
 
-def absorbed(rules: list[type[Rule]], hypers: list[dict[str, Any]], coefficient: float) -> list[dict[str, Any]] | None:
+def absorbed(
+    rules: list[type[Rule]], hypers: list[dict[str, Any]], coefficient: float, spends_grads: bool
+) -> list[dict[str, Any]] | None:
     """Each group's hyper-parameters with which torch's fused kernels take gradients as they are, if all can.
 
-    Those of SGD can multiply by the coefficient: nothing but the gradient's place in the buffer, or in the update, is
-    linear in it. (`1 - dampening` is exact enough for coefficients that are not tiny; Nesterov's step takes the
-    gradient twice.)
+    All of them multiply gradients that they may write into. Those of SGD need not: nothing but the gradient's place in
+    the buffer, or in the update, is linear in it. (`1 - dampening` is exact enough for coefficients that are not tiny;
+    Nesterov's step takes the gradient twice.)
     """
     if any(rule.name not in FUSED for rule in rules):
         return None
     if coefficient == 1.0:
         return hypers
-    if any(FUSED[rule.name] is not _sgd or h["nesterov"] for rule, h in zip(rules, hypers, strict=True)):
-        return None
     if not 1e-6 < coefficient < 1e6:
+        return None
+    if spends_grads:
+        return [hyper | {"grad_scale": torch.tensor(1.0 / coefficient)} for hyper in hypers]
+    if any(FUSED[rule.name] is not _sgd or h["nesterov"] for rule, h in zip(rules, hypers, strict=True)):
         return None
     made = []
     for rule, hyper in zip(rules, hypers, strict=True):
@@ -134,8 +138,8 @@ def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skip
 
 
 def _stays(name: str, value: Any) -> bool:
-    """A GPU's learning rate: torch's fused kernels read it there."""
-    return name == "lr" and isinstance(value, Tensor) and value.device.type != "cpu"
+    """What torch's fused kernels take as a tensor: a divisor of the gradients, and a GPU's learning rate."""
+    return name == "grad_scale" or (name == "lr" and isinstance(value, Tensor) and value.device.type != "cpu")
 
 
 def _stored_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -163,7 +167,7 @@ def _adam(
     kernel(
         weights, grads, exp_avgs, exp_avg_sqs, maxima[0] if maxima else [], steps,
         lr=h["lr"], beta1=h["beta1"], beta2=h["beta2"], weight_decay=h["weight_decay"], eps=h["eps"],
-        amsgrad=bool(maxima), maximize=bool(h["maximize"]), found_inf=found_inf,
+        amsgrad=bool(maxima), maximize=bool(h["maximize"]), grad_scale=h.get("grad_scale"), found_inf=found_inf,
     )  # fmt: skip
 
 
@@ -178,7 +182,8 @@ def _sgd(
             [weights[row] for row in rows], [grads[row] for row in rows], [buffers[row] for row in rows if buffers],
             weight_decay=h["weight_decay"], momentum=h["momentum"], lr=h["lr"],
             dampening=1.0 - (1.0 - dampening) * coefficient,
-            nesterov=bool(h["nesterov"]), maximize=bool(h["maximize"]), is_first_step=False, found_inf=found_inf,
+            nesterov=bool(h["nesterov"]), maximize=bool(h["maximize"]), is_first_step=False,
+            grad_scale=h.get("grad_scale"), found_inf=found_inf,
         )  # fmt: skip
 
 

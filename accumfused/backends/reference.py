@@ -30,6 +30,7 @@ from accumfused.state import still_halved
 
 class ReferenceBackend:
     name = "torch"
+    measures_folds = True
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         """Nothing: it works on tensors, and reads everything at each step."""

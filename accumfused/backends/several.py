@@ -25,6 +25,7 @@ class SeveralDevices:
 
     def __init__(self, backends: dict[torch.device, Backend]) -> None:
         self.backends = backends
+        self.measures_folds = all(backend.measures_folds for backend in backends.values())
         self.name = " + ".join(f"{backend.name} ({device})" for device, backend in backends.items())
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:

@@ -67,6 +67,7 @@ class _Fixed:
 
 class TritonBackend:
     name = "triton"
+    measures_folds = True
 
     def __init__(self) -> None:
         self._captured: list[tuple[Tensor, Tensor]] = []  # what a graph's replay reads again: on the host, its copy
