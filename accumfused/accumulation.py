@@ -75,8 +75,7 @@ class Window:
             if self.is_exposed(grads):
                 raise RuntimeError(
                     "p.grad is still the previous window's accumulator; call optimizer.step() or optimizer.zero_grad() "
-                    "after a window was closed, before the next backward() (a GradScaler that skips calls neither; "
-                    "with write_grad it stays until zero_grad())"
+                    "after a window was closed, before the next backward() (a GradScaler that skips calls neither)"
                 )
             self.drop()  # model.zero_grad() has released it
         if self.is_complete or self.is_reduced:

@@ -101,6 +101,9 @@ class ClipTogether:
             measured.grads = [*measured.grads, *[None] * added]
             measured.complete &= not added
             measured.matched = measured.plan.match(measured.grads)
+            if optimizer._counts_skips(divisors):
+                assert runtime.skips is not None
+                runtime.skips.count.add_(measured.outcome.skipped)
         return measured
 
     def forget(self, optimizer: FusedOptimizer) -> None:
@@ -164,12 +167,9 @@ class ClipTogether:
         if divisors.for_scaler or any(member._settings.nonfinite != "propagate" for member in self.optimizers):
             skipped = torch.maximum(skipped, (~norm.isfinite()).double())  # a sum may overflow where no part does
         rows = torch.stack([coefficients * clip, norm.expand_as(norms), skipped.expand_as(norms)], 1).float()
-        for (member, measured), row in zip(found, rows, strict=True):
+        for (_, measured), row in zip(found, rows, strict=True):
             measured.outcome = Outcome(_to(row, measured.plan.device))
             measured.matched = []  # copies of gradients in another layout need not live until its step
-            if member._counts_skips(divisors):
-                assert member._runtime.skips is not None
-                member._runtime.skips.count.add_(measured.outcome.skipped)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

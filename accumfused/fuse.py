@@ -121,13 +121,8 @@ class ForeignStep(FusedOptimizer):
         if window.phase is Phase.CLOSED:
             window.cast()
         self._own_step()
-
-    @property
-    def _writes_grads(self) -> bool:
-        return True  # it clips them where they are
-
-    def _write_grad(self, measured: Measured) -> None:
-        """It is there already: the step has read it."""
+        if self._together is not None:
+            self._together.follow_writes()  # gradients were clipped where they are
 
     def _own_step(self) -> None:
         assert self._torch_class is not None

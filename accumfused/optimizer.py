@@ -106,8 +106,7 @@ class FusedOptimizer(Tail):
 
         Gradients are divided by `normalizer` and `self.grad_scale`, clipped to `max_grad_norm` and applied in one
         pass. Nothing is written if the norm is non-finite (see `nonfinite`) or `self.found_inf` is not 0. A window is
-        consumed and its accumulators are released; other gradients stay in `p.grad`, unchanged. With `write_grad`
-        `p.grad` is the applied gradient instead, also of a window, which stays closed until `zero_grad()`.
+        consumed and its accumulators are released; other gradients stay in `p.grad`, unchanged.
 
         Args:
             closure: re-evaluates the model and returns the loss.
@@ -151,15 +150,10 @@ class FusedOptimizer(Tail):
             runtime.outcome = measured.outcome
             self._refuse_nonfinite(measured.outcome, divisors)
             self._apply(measured)
-            if self._settings.write_grad:
-                self._write_grad(measured)
-            if self._together is not None and self._writes_grads:
-                self._together.follow_writes()
             assert runtime.skips is not None
             runtime.skips.watch()
             runtime.masters.watch()
-        kept = measured is not None and self._settings.write_grad and window.phase is Phase.CLOSED
-        if window.phase is not Phase.IDLE and not kept:
+        if window.phase is not Phase.IDLE:
             window.consume(self._params())
 
     def zero_grad(self, set_to_none: bool = True) -> None:

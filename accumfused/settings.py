@@ -30,7 +30,6 @@ class SettingArguments(TypedDict, total=False):
     max_grad_norm: float | None
     nonfinite: Nonfinite | None
     amp: Amp | None
-    write_grad: bool
     backend: str
     master_weights: MasterWeights | None
     rounding: Rounding
@@ -56,8 +55,6 @@ class Settings:
             "raise" checks on the host and raises before anything is written; None: "skip" whenever a norm is taken.
         amp: "fused" lets a stock GradScaler hand over unscaling and skipping (torch's `_step_supports_amp_scaling`);
             see docs/amp.md for what that does to frameworks. Not needed with `accumfused.GradScaler`.
-        write_grad: leaves the gradient as it was applied (normalized, unscaled, clipped) in `p.grad`, for whoever reads
-            it after the step: one more pass. A window then stays closed until `zero_grad()`.
         backend: "cpu", "cuda" (native kernels), "triton", "foreach" (torch's own kernels and bits), "torch" (the
             reference), or "auto": the fastest that runs.
         master_weights: what 16-bit parameters keep beside them of their fp32 values, which a step works on. "fp32": all
@@ -86,7 +83,6 @@ class Settings:
     max_grad_norm: float | None = None
     nonfinite: Nonfinite | None = None
     amp: Amp | None = None
-    write_grad: bool = False
     backend: str = "auto"
     master_weights: MasterWeights | None = "auto"
     rounding: Rounding = "nearest"
@@ -149,10 +145,6 @@ class Settings:
             raise ValueError(f"reduce_dtype must be torch.float32, torch.bfloat16 or None, got {self.reduce_dtype!r}")
         if self.reduce_dtype is not None and self.group is None:
             raise ValueError("reduce_dtype is for gradients that process_group or sharding_group reduces; give one")
-        if self.sharding_group is not None and self.write_grad:
-            raise ValueError(
-                "write_grad leaves whole gradients, of which a process with sharding_group has a part only"
-            )
         if self.sharding_group is not None and self.accumulator_dtype != torch.float32:
             raise ValueError("with sharding_group accumulators are fp32; leave accumulator_dtype out")
 

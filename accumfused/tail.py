@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accumfused import backends, distributed, graphs, plan, shards
 from accumfused.accumulation import Phase, Window
-from accumfused.backends.base import Backend, Outcome, Scaling, on_device, rescale
+from accumfused.backends.base import Backend, Outcome, Scaling, on_device
 from accumfused.backends.reference import finish_norm
 from accumfused.formats import names
 from accumfused.masters import Masters
@@ -89,7 +89,7 @@ class Taken:
 class Tail(torch.optim.Optimizer):
     """The gradient tail of one optimizer: its plan, its window, and what a step does in three parts.
 
-    `_measure` ends in the coefficient, `_apply` writes parameters and states, `_write_grad` the gradients if asked to.
+    `_measure` ends in the coefficient, `_apply` writes parameters and states.
     """
 
     rules: ClassVar[tuple[type[Rule], ...]] = ()
@@ -328,7 +328,7 @@ class Tail(torch.optim.Optimizer):
             outcome = self._norm_over_processes(current, stale, partials, scaling)
         else:
             outcome = backend.norm(current, stale, partials, scaling)
-        outcome.spends_grads = window.phase is Phase.OPEN and not self._writes_grads
+        outcome.spends_grads = window.phase is Phase.OPEN
         return Measured(current, grads, matched, complete, outcome)
 
     def _norm_over_processes(self, current: Plan, stale: Grads | None, partials: Tensor, scaling: Scaling) -> Outcome:
@@ -416,18 +416,6 @@ class Tail(torch.optim.Optimizer):
         # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
         torch.autograd.graph.increment_version(written)
         masters.written()
-
-    @property
-    def _writes_grads(self) -> bool:
-        return self._settings.write_grad
-
-    def _write_grad(self, measured: Measured) -> None:
-        """p.grad becomes what was applied; that of a skipped step stays as it came."""
-        if self._runtime.window.phase is Phase.OPEN:
-            self._runtime.window.expose()
-        outcome = measured.outcome
-        factor = torch.where(outcome.skipped, 1.0, outcome.coefficient)
-        rescale(measured.grads, factor)
 
     def _partials(self, current: Plan, complete: bool) -> Tensor:
         """Room for the sums of squares; zero where there is no gradient."""

@@ -172,18 +172,6 @@ def test_copies_are_clipped_together_too(copied: Any, between: bool) -> None:
     both.check(both.stock_step())
 
 
-def test_write_grad_writes_what_was_applied(backend: str) -> None:
-    params = [torch.zeros(3).requires_grad_(), torch.zeros(4).requires_grad_()]
-    optimizers = [af.SGD([param], lr=1.0, write_grad=True, backend=backend) for param in params]
-    af.clip_together(optimizers, 1.0)
-    set_grads(params, [torch.full((3,), 2.0), torch.full((4,), 2.0)])
-    for optimizer in optimizers:
-        optimizer.step()
-    for param in params:
-        assert torch.equal(param.grad, -param.detach())
-    assert_close(torch.cat([param.grad for param in params]).norm(), torch.tensor(1.0), "norm")
-
-
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -74,18 +74,6 @@ def a_closed_window_is_in_p_grad() -> None:
 
 
 @check(2)
-def write_grad_leaves_what_was_applied() -> None:
-    model = sharded(small_model())
-    optimizer = adamw(model, max_grad_norm=0.1, write_grad=True)
-    for part in range(2):
-        optimizer.backward(models.loss_of(model, 0, part, 0, 3), weight=3.0)
-    optimizer.step()
-    norm = nn.utils.get_total_norm([param.grad for param in model.parameters()])
-    assert_close(whole(norm), torch.tensor(0.1), "model")
-    optimizer.zero_grad()
-
-
-@check(2)
 def states_lie_as_their_parameters() -> None:
     model = sharded(small_model())
     optimizer = adamw(model)

@@ -29,7 +29,7 @@ class Run:
 
     def __init__(self, gpu: str, kind: Any) -> None:
         self.params = [p.detach().to(DEVICE).requires_grad_() for p in random_params([(40, 7), (70_000,)])]
-        self.optimizers = [af.AdamW([p], lr=0.05, write_grad=True, backend=gpu) for p in self.params]
+        self.optimizers = [af.AdamW([p], lr=0.05, backend=gpu) for p in self.params]
         af.clip_together(self.optimizers, 0.5)
         self.scaler = kind("cuda", init_scale=2.0**8, growth_interval=3)
         self.factor = torch.ones((), device=DEVICE)

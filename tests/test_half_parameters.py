@@ -230,19 +230,17 @@ def test_torchs_scaler_steps_bf16_parameters_and_says_what_it_thinks_of_fp16_gra
         scaler.step(optimizer)
 
 
-# ---- written gradients, common norms ---------------------------------------------------------------------------------
+# ---- clipping, common norms ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", ["p.grad", "open", "closed"])
 @each_half
 @each_accumulator
-def test_the_applied_gradient_is_written(
+def test_what_is_applied_has_the_norm_that_was_asked_for(
     backend: str, dtype: torch.dtype, window: str, accumulator: torch.dtype
 ) -> None:
     params = parameters(dtype)
-    optimizer = af.SGD(
-        params, lr=1.0, max_grad_norm=0.5, write_grad=True, backend=backend, accumulator_dtype=accumulator
-    )
+    optimizer = af.SGD(params, lr=1.0, max_grad_norm=0.5, backend=backend, accumulator_dtype=accumulator)
     before = whole(optimizer)
     grads: list[Tensor] = give(params, 0, dtype)
     if window != "p.grad":
@@ -250,12 +248,7 @@ def test_the_applied_gradient_is_written(
         grads = list(map(mean_of, grads, give(params, 1, dtype)))
         optimizer.accumulate(1.0, last=window == "closed")
     optimizer.step()
-    stored = dtype if window == "p.grad" else accumulator
-    for param, old, new in zip(params, before, whole(optimizer), strict=True):
-        assert param.grad.dtype == stored
-        # The parameter moved by it: rounded to the dtype of p.grad, which the step had not to.
-        torch.testing.assert_close(param.grad.float(), old - new, rtol=UNIT[stored], atol=1e-6)
-    applied = global_norm([param.grad for param in params])
+    applied = global_norm([old - new for old, new in zip(before, whole(optimizer), strict=True)])
     torch.testing.assert_close(float(applied), 0.5, rtol=2.0**-9, atol=0)
     torch.testing.assert_close(optimizer.grad_norm.double().cpu(), global_norm(grads).cpu(), rtol=2.0**-9, atol=0)
     optimizer.zero_grad()
@@ -322,18 +315,3 @@ def test_an_own_step_sees_gradients_in_its_parameters_dtype(
     for param, twin in zip(params, twins, strict=True):
         assert_same_bits(param, twin)
         assert set(ours.state[param]) == set(theirs.state[twin])
-
-
-def test_an_own_step_may_be_written_about_too(backend: str) -> None:
-    params = parameters(torch.bfloat16, [(20, 11)])
-    optimizer = af.fuse(torch.optim.RMSprop(params, lr=0.01), backend=backend, write_grad=True, max_grad_norm=0.5)
-    for _ in range(2):
-        for seed in range(2):
-            give(params, seed, torch.bfloat16)
-            optimizer.accumulate(1.0)
-        optimizer.step()
-        assert params[0].grad.dtype == torch.bfloat16
-        torch.testing.assert_close(params[0].grad.float().norm().item(), 0.5, rtol=2.0**-8, atol=0)
-        with refused(optimizer, RuntimeError, r"p\.grad is still the previous window's accumulator"):
-            optimizer.accumulate(1.0)
-        optimizer.zero_grad()

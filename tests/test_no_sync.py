@@ -110,11 +110,9 @@ def test_the_watch_sees_a_read(optimizer: af.AdamW) -> None:
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["open", "closed"])
-def test_neither_clipping_together_nor_writing_gradients_nor_saving_reads_a_value(
-    emulate_cuda: None, last: bool
-) -> None:
+def test_neither_clipping_together_nor_saving_reads_a_value(emulate_cuda: None, last: bool) -> None:
     params = [torch.randn(n).requires_grad_() for n in (5, 70)]
-    optimizers = [af.AdamW([p], capturable=True, write_grad=True, backend="cuda") for p in params]
+    optimizers = [af.AdamW([p], capturable=True, backend="cuda") for p in params]
     af.clip_together(optimizers, 1.0)
     for step in range(3):
         for weight in (2.0, one_tensor(3.0)):

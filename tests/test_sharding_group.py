@@ -383,7 +383,6 @@ def save(optimizer: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = {
-    "write_grad": (construct, {"write_grad": True}, ValueError, "write_grad leaves whole gradients"),
     "bf16 accumulators": (construct, {"accumulator_dtype": torch.bfloat16}, ValueError, "accumulators are fp32; leave"),
     "another's optimizer": (foreign, {}, ValueError, "RMSprop keeps its own step.*sharding_group="),
     "pickle": (by, {"call": pickle.dumps}, RuntimeError, "cannot be copied or pickled.*distributed.checkpoint"),

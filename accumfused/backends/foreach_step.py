@@ -90,7 +90,7 @@ def absorbed(
     if not 1e-6 < coefficient < 1e6:
         return None
     if spends_grads:
-        return [hyper | {"grad_scale": torch.tensor(1.0 / coefficient)} for hyper in hypers]
+        return [hyper | {"grad_scale": torch.tensor(1.0 / coefficient, dtype=torch.float32)} for hyper in hypers]
     if any(FUSED[rule.name] is not _sgd or h["nesterov"] for rule, h in zip(rules, hypers, strict=True)):
         return None
     made = []

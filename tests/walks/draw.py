@@ -33,8 +33,6 @@ def configuration(rng: Random) -> dict[str, Any]:
         settings["nonfinite"] = rng.choice(["skip", "skip", "raise", "propagate"])
     if rng.random() < 0.15:
         settings["amp"] = "fused"
-    if rng.random() < 0.15:
-        settings["write_grad"] = True
     if kind == "bf16" and rng.random() < 0.6:
         settings["master_weights"] = rng.choice(["fp32", "split16", "split8", None])
     if kind in ("fp16", "mixed") and rng.random() < 0.4:

@@ -68,9 +68,9 @@ class Hands(Moves):
         """p.grad by hand."""
         row %= len(side.params)
         param = side.params[row]
-        if side.entered or (
-            self.writes_grads(side) and kind in ("shared", "expanded", "again", "detached", "negative")
-        ):
+        if side.entered:
+            return
+        if side.foreign and kind in ("shared", "expanded", "again", "detached", "negative"):  # it is clipped in place
             return
         if side.handle is not None and kind in ("shared", "again"):  # autograd would add to both
             return
@@ -93,11 +93,6 @@ class Hands(Moves):
             param.grad_dtype = grad.dtype
             side.grad_dtypes.setdefault(row, []).append(grad.dtype)
         param.grad = grad
-
-    @staticmethod
-    def writes_grads(side: Side) -> bool:
-        """Whether gradients are clipped in place: not those that share memory, then."""
-        return side.foreign or bool(side.config["settings"].get("write_grad"))
 
     def do_hold(self, side: Side, row: int) -> None:
         """A reference to a gradient of autograd's."""
@@ -192,7 +187,8 @@ class Hands(Moves):
             side_handle = af.release_gradients(side.optimizer, bucket_bytes)
             side.handle = side_handle
 
-        if side.is_readable():
+        grads = [id(side.params[row].grad) for row in side.live()]
+        if side.is_readable() and len(set(grads)) == len(grads):  # autograd would add to a shared one twice
             side.attempt(call, RuntimeError if side.handle is not None or side.phase == "open" else None)
 
     def do_remove(self, side: Side) -> None:

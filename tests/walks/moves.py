@@ -12,7 +12,6 @@ KNOWN = frozenset(
     {
         "written after load",  # before the first step: remainders are those of weights that may come later
         "refused after release",  # a micro-batch has ended before its step() is refused (for another member, say)
-        "counted together",  # a skip that was measured counts for members that do not step, each time
     }
 )
 

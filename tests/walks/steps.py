@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -121,7 +120,6 @@ class Side(Windows):
                 self._fold(dict(self.part), None, last=False, in_loss=True)
             return False
         phase, identities = self.phase, self.identities()
-        rows = set(self.sums) | set(grads)
         before_grads = [None if p.grad is None else p.grad.detach().clone() for p in self.params]
         if not self.attempt(call):
             return False
@@ -134,27 +132,12 @@ class Side(Windows):
                 self.check_unwritten()
             else:
                 self._check_step(grads, norm, error, clip if common is None else None, takes_norm, common)
-        is_counted = common is None or "counted together" not in self.known
-        require(
-            not is_counted or int(self.optimizer.skipped_steps) == self.skips,
-            f"skipped_steps is {self.optimizer.skipped_steps}",
-        )
-        writes = bool(settings.get("write_grad")) and bool(grads)
-        if writes:
-            self._check_written_grads(skip, phase, before_grads)
-        if writes and phase == "open":
-            self._end()
-            self.phase = "closed"
-            self.exposed = {
-                row: weakref.ref(self.params[row].grad) for row in rows if self.params[row].grad is not None
-            }
-            self.ever_exposed.extend(self.exposed.values())
-        elif writes:
-            pass  # a closed window stays so
-        elif phase != "idle" and (grads or phase == "open"):
+        count = int(self.optimizer.skipped_steps)
+        require(count == self.skips, f"skipped_steps is {count}, not {self.skips}")
+        if phase != "idle" and (grads or phase == "open"):
             require(not self.live(), f"step() left p.grad of {self.live()} after a window")
             self._end()
-        elif not self.foreign and not writes:
+        elif not self.foreign:
             require(identities == self.identities(), "step() exchanged p.grad")
             for row, before in enumerate(before_grads):
                 if self.is_alias(row):
@@ -163,19 +146,6 @@ class Side(Windows):
                     same = torch.equal(before.nan_to_num(7e7), self.params[row].grad.nan_to_num(7e7))
                     require(same, f"step() has written gradient {row}")
         return True
-
-    def _check_written_grads(self, skip: bool, phase: str, before: list[Tensor | None]) -> None:
-        """With write_grad p.grad is what was applied; after a skip what was there."""
-        for row, grad in self.applied.items() if not skip else ():
-            actual = self.params[row].grad
-            require(actual is not None, f"write_grad left no p.grad of parameter {row}")
-            if not self.is_alias(row):
-                different = grad.rounded(3 * UNIT[actual.dtype]).differs(actual)
-                require(different is None, f"write_grad: p.grad {row}: {different}")
-        for row, known in enumerate(before if skip and phase != "open" else ()):
-            if known is not None:
-                same = torch.equal(known.nan_to_num(7e7), self.params[row].grad.nan_to_num(7e7))
-                require(same, f"a step that was skipped has written gradient {row}")
 
     @property
     def clip(self) -> float | None:
@@ -197,7 +167,7 @@ class Side(Windows):
         self, grads: dict[int, Bounded], norm: float, error: float, clip: float | None, takes_norm: bool,
         common: tuple[float, float, bool] | None,
     ) -> None:  # fmt: skip
-        coefficient, relative, self.applied = 1.0, 0.0, dict[int, Bounded]()
+        coefficient, relative = 1.0, 0.0
         limit = self.config["together"] if common is not None else clip
         if limit is not None:
             coefficient = math.nan if math.isnan(norm) else min(1.0, limit / (norm + 1e-6))
@@ -209,7 +179,6 @@ class Side(Windows):
             grad = grads[row].times(coefficient).rounded(relative)
             if self.foreign:  # it was clipped in place
                 grad = grad.rounded(3 * self.grad_unit(row))
-            self.applied[row] = grad
             self._check_row(row, grad)
         self.trusted = False
 

@@ -129,7 +129,7 @@ class World(Hands, Copies, Scalers):
         if lr is not None:
             group["lr"] = lr
         for name, value in (options or {}).items():
-            if name in side.config["options"]:
+            if name in side.config["options"] and not side.foreign:  # torch's RMSprop makes its buffer at first only
                 group[name] = value
         if max_grad_norm != "same" and self.is_alone:
             side.optimizer.max_grad_norm = max_grad_norm
