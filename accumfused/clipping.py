@@ -96,11 +96,13 @@ class ClipTogether:
             raise RuntimeError("this is a shallow copy of an optimizer that is clipped together with others; step that")
         measured: Measured | None = taken.measured
         if measured is not None:
-            measured.plan = optimizer._plan()
-            added = len(measured.plan.params) - len(measured.grads)  # by add_param_group() since
-            measured.grads = [*measured.grads, *[None] * added]
+            current = optimizer._plan()  # since then a group may have come, or a parameter may lie elsewhere
+            added = len(current.params) - len(measured.grads)
+            grads = current.match([*measured.grads, *[None] * added])
+            if current.lacks_state(grads):
+                current = optimizer._with_states(current, grads)
+            measured.plan, measured.matched = current, grads
             measured.complete &= not added
-            measured.matched = measured.plan.match(measured.grads)
             if optimizer._counts_skips(divisors):
                 assert runtime.skips is not None
                 runtime.skips.count.add_(measured.outcome.skipped)

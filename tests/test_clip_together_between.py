@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_close, set_grads
+from conftest import need_native
 from snapshot import refused
 from test_clip_together import Both
 from torch import Tensor
@@ -175,3 +176,39 @@ def test_a_parameter_of_another_member_cannot_be_added(backend: str) -> None:
         second.add_param_group({"params": [params[0]]})
     second.add_param_group({"params": [torch.zeros(3).requires_grad_()]})
     assert len(second.param_groups) == 2
+
+
+def test_a_group_that_is_added_between_their_steps_has_no_gradient_yet(backend: str) -> None:
+    params, (first, second), _ = pair(backend, limit=1e9)
+    set_grads(params, [torch.ones(4)] * 2)
+    first.step()
+    added = torch.ones(2).requires_grad_()
+    second.add_param_group({"params": [added]})
+    second.step()
+    assert (params[1].tolist(), added.tolist()) == ([-1.0] * 4, [1.0] * 2)
+
+
+@pytest.mark.parametrize("name", ["torch", "cpu", "foreach"])
+def test_a_parameter_may_be_laid_out_anew_between_their_steps(name: str) -> None:
+    if name == "cpu":
+        need_native()
+    params = [torch.zeros(2, 3, dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
+    first, second = (af.SGD([p], lr=1.0, momentum=0.5, backend=name) for p in params)
+    af.clip_together([first, second], 1e9)
+    for step in range(2):
+        set_grads(params, [torch.ones(2, 3, dtype=torch.bfloat16)] * 2)
+        first.step()
+        if step == 1:
+            params[1].data = params[1].detach().t().contiguous().t()
+        second.step()
+    assert params[1].tolist() == params[0].tolist() == [[-2.5] * 3] * 2
+
+
+def test_a_skip_counts_with_the_member_that_steps(backend: str) -> None:
+    params, (first, second), _ = pair(backend)
+    for _ in range(2):
+        set_grads(params, [torch.full((4,), math.nan)] * 2)
+        first.step()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+    assert [int(optimizer.skipped_steps) for optimizer in (first, second)] == [2, 0]
