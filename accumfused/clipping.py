@@ -189,7 +189,9 @@ def _same(one: float | Tensor | None, other: float | Tensor | None) -> bool:
 def _fingerprint(optimizer: FusedOptimizer) -> Fingerprint:
     """Which gradients a step would look at, and how often they were written: autograd adds to them in place."""
     window, grads = optimizer._runtime.window, optimizer._plan().gradients()[0]
+    begun: Fingerprint = []
     optimizer._let_go()
     if window.phase is Phase.OPEN:
         grads = [*window.accumulators, *grads]
-    return [(row, id(grad), grad._version) for row, grad in enumerate(grads) if grad is not None]
+        begun = [(-1, window.micro_batches, 0)]  # also of a window without gradients
+    return begun + [(row, id(grad), grad._version) for row, grad in enumerate(grads) if grad is not None]

@@ -212,3 +212,12 @@ def test_a_skip_counts_with_the_member_that_steps(backend: str) -> None:
         for optimizer in (first, second):
             optimizer.zero_grad()
     assert [int(optimizer.skipped_steps) for optimizer in (first, second)] == [2, 0]
+
+
+def test_a_window_that_begins_between_their_steps_is_refused_without_gradients_too(backend: str) -> None:
+    params, (first, second), _ = pair(backend)
+    first.step()
+    second.accumulate(weight=0.0)
+    with refused(second, RuntimeError, r"step all of them after the last backward\(\)"):
+        second.step()
+    assert params[1].tolist() == [0.0] * 4

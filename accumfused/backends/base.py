@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -61,7 +62,10 @@ class Scaling:
         if isinstance(divisor, Tensor):
             divisor = on_device(divisor, self.device, torch.float64)
             known = self.device_normalization
-            self.device_normalization = divisor if known is None else known * divisor
+            # Of two that are below 0 the product would be a good number.
+            self.device_normalization = (
+                divisor if known is None else torch.where(divisor > 0, known * divisor, math.nan)
+            )
         else:
             self.normalization *= divisor
 
