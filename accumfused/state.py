@@ -45,8 +45,9 @@ def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str
     with contextlib.nullcontext() if fresh and form.master is None else ieee():  # zeros need no arithmetic
         values = {name: _full_state(rule, name, tensor, entries) for name in rule.states}
         if counts_steps(rule, form):
-            # torch's SGD counts no steps: where it left a buffer, the first step is over.
-            step = entries.get("step", 0.0 if fresh else 1.0)
+            # torch's SGD counts no steps: where it left a buffer, the first step is over. Without one it is to come,
+            # though steps may have been counted for their noise.
+            step = 0.0 if fresh and rule.states else entries.get("step", 0.0 if fresh else 1.0)
             if isinstance(step, Tensor):
                 entries["step"] = step.to(tensor.device, torch.float32).reshape(())
             else:

@@ -326,3 +326,15 @@ def test_a_coefficient_beyond_fp32_skips_the_step(backend: str) -> None:
     optimizer.step(normalizer=1e-39)
     assert_same_bits(params[0], torch.ones(3))
     assert bool(optimizer.step_was_skipped)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_momentum_that_begins_later_takes_its_first_gradient_whole(backend: str, rounding: Any) -> None:
+    """Also where steps were counted before, for the noise that rounds."""
+    param = torch.ones(3, dtype=torch.bfloat16).requires_grad_()
+    optimizer = af.SGD([param], 0.25, dampening=0.5, master_weights=None, rounding=rounding, backend=backend)
+    for momentum in (0.0, 0.5):
+        optimizer.param_groups[0]["momentum"] = momentum
+        param.grad = torch.ones(3, dtype=torch.bfloat16)
+        optimizer.step()
+    assert optimizer.state[param]["momentum_buffer"].tolist() == [1.0] * 3

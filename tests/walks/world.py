@@ -108,6 +108,8 @@ class World(Hands, Copies, Scalers):
         grads = [g.times(factor).rounded(8 * UNIT[torch.float32]) for _, found, _ in parts for g in found.values()]
         norm, error = norm_of(grads)
         for member, found, _ in parts:
+            if member.phase == "closed" and not found:
+                member._end()
             is_bad = member.phase == "open" and member.weighted and not 0 < member.total < float("inf")
             norm = float("nan") if is_bad and found else norm
             if member.entered:  # its micro-batch ends here
