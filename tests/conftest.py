@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import emulation
@@ -120,3 +122,24 @@ def native() -> None:
 def need_native() -> None:
     if _native.unavailable is not None:
         pytest.skip(_native.unavailable)
+
+
+@pytest.fixture
+def never_waits() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """For a `with` block in which every call that waits for the GPU raises."""
+    return _never_waits
+
+
+@contextlib.contextmanager
+def _never_waits() -> Iterator[None]:
+    try:
+        _set_sync_debug_mode("error")  # may raise after it has set the mode, which would stay for the whole process
+        yield
+    finally:
+        _set_sync_debug_mode("default")
+
+
+def _set_sync_debug_mode(mode: str) -> None:
+    with warnings.catch_warnings():  # torch's own, once per process
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(mode)

@@ -165,9 +165,8 @@ def test_another_thread(gpu: str) -> None:
 # ---- nothing waits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("weights", [(None, None), (2.0, 3.0), "device"], ids=str)
-def test_the_host_never_waits(weights: Any, gpu: str) -> None:
+def test_the_host_never_waits(weights: Any, gpu: str, never_waits: Any) -> None:
     if weights == "device":
         weights = (torch.tensor(2.0, device=DEVICE), torch.tensor(3.0, device=DEVICE))
     model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 3)).to(DEVICE)
@@ -185,13 +184,10 @@ def test_the_host_never_waits(weights: Any, gpu: str) -> None:
 
     one_window()
     torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with never_waits():
         for _ in range(70):  # beyond two looks at the count of skipped steps
             one_window()
             optimizer.zero_grad()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert int(optimizer.skipped_steps) == 0
 
 

@@ -70,13 +70,10 @@ def test_a_captured_window_skips_grows_and_backs_off_as_a_stock_scaler_does_eage
     assert [int(optimizer.skipped_steps) for optimizer in ours.optimizers] == [1, 1]
 
 
-def test_no_step_under_our_scaler_waits(gpu: str) -> None:
+def test_no_step_under_our_scaler_waits(gpu: str, never_waits: Any) -> None:
     run = Run(gpu, af.GradScaler)
     run.window()
     torch.cuda.synchronize(DEVICE)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         for _ in range(3):
             run.window()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cases import assert_same_bits, everything, random_params
@@ -87,14 +89,10 @@ def test_a_captured_window(gpu: str, bucket: int) -> None:
     assert_alike(plain, released)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_the_host_never_waits(gpu: str) -> None:
+def test_the_host_never_waits(gpu: str, never_waits: Any) -> None:
     run = Run(gpu, 2000)
     run.window()
     torch.cuda.synchronize(DEVICE)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         for _ in range(3):
             run.window()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

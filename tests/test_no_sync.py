@@ -6,6 +6,7 @@ tensor's value goes through one of a few operators.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -131,3 +132,40 @@ def test_neither_clipping_together_nor_saving_reads_a_value(emulate_cuda: None, 
         assert not torch.equal(params[0], before)
         for optimizer in optimizers:
             optimizer.zero_grad()
+
+
+def test_the_gpus_watch_ends_with_its_block_and_its_warning_is_no_error(
+    never_waits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's call warns once in a process, after it has set the mode."""
+    modes, warned = ["default"], []
+
+    def set_sync_debug_mode(mode: str) -> None:
+        modes.append(mode)
+        if not warned:
+            warned.append(mode)
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_sync_debug_mode)
+    with never_waits():
+        pass
+    assert modes == ["default", "error", "default"]
+    with pytest.raises(ValueError, match="in the block"), never_waits():
+        raise ValueError("in the block")
+    assert modes[-2:] == ["error", "default"]
+
+    def set_then_fail(mode: str) -> None:
+        modes.append(mode)
+        if mode == "error":
+            raise RuntimeError("once set")
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_then_fail)
+    with pytest.raises(RuntimeError, match="once set"), never_waits():
+        pass
+    assert modes[-2:] == ["error", "default"]
+
+
+def test_other_warnings_are_errors_while_the_gpu_is_watched(never_waits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    with never_waits(), pytest.raises(UserWarning, match="prototype"):
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
