@@ -53,6 +53,7 @@ FACTORS = (1.0, float("inf"), 0.5, 2.0, 1.0, 1.0)
 def test_a_captured_window_skips_grows_and_backs_off_as_a_stock_scaler_does_eagerly(gpu: str) -> None:
     ours, stock = Run(gpu, af.GradScaler), Run(gpu, torch.amp.GradScaler)
     stream = torch.cuda.Stream(DEVICE)
+    stream.wait_stream(torch.cuda.current_stream(DEVICE))
     with torch.cuda.stream(stream):
         ours.window()
     torch.cuda.current_stream(DEVICE).wait_stream(stream)
