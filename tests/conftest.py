@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import warnings
 import zlib
@@ -14,6 +15,7 @@ import processes
 import pytest
 import torch
 import triton_interpreter  # noqa: F401  # before all that imports Triton
+from made_early import reaches_tensors
 
 from accumfused import _native, backends
 from accumfused.backends.cuda import CudaBackend
@@ -79,6 +81,9 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
     "emulated" is the CUDA backend on the CPU, over the emulation of its kernels' machine.
     """
+    assert not _reaches_tensors(request.function), (
+        "its tensors are older than the test, and on the CPU: make them in it"
+    )
     name = request.param
     if name == "cpu":
         need_native()
@@ -117,6 +122,9 @@ def emulate_cuda(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def native() -> None:
     """Skips the test where there is no native module."""
     need_native()
+
+
+_reaches_tensors = functools.cache(reaches_tensors)
 
 
 def need_native() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import random_params
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -18,7 +19,6 @@ pytestmark = [  # the compiler's own, of a loss that lives on from one part of t
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
-BATCHES = [torch.randn(n, 6, generator=torch.Generator().manual_seed(n)) for n in (4, 7, 2, 5)]
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +27,10 @@ def fresh_compiler() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+def batches() -> list[Tensor]:
+    return [batch.detach() for batch in random_params([(n, 6) for n in (4, 7, 2, 5)])]
 
 
 def net() -> torch.nn.Module:
@@ -73,11 +77,12 @@ def train(function: Callable[..., Tensor], backend: str, *, scheduled: bool = Fa
     optimizer = af.AdamW(model.parameters(), lr=0.1, max_grad_norm=0.5, backend=backend)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if scheduled else None
     losses = []
-    for batch in BATCHES:
+    data = batches()
+    for batch in data:
         losses.append(function(model, optimizer, batch))
         if scheduler is not None:
             scheduler.step()
-    assert {float(state["step"]) for state in optimizer.state.values()} == {float(len(BATCHES))}
+    assert {float(state["step"]) for state in optimizer.state.values()} == {float(len(data))}
     return [*losses, *(param.detach().clone() for param in model.parameters())]
 
 
@@ -102,11 +107,12 @@ def test_a_step_alone_makes_no_graph(backend: str) -> None:
     model = net()
     optimizer = af.AdamW(model.parameters(), lr=0.1, backend=backend)
     step = torch.compile(lambda: optimizer.step(), backend="aot_eager")
-    for batch in BATCHES:
+    data = batches()
+    for batch in data:
         (model(batch) ** 2).mean().backward()
         step()
     assert counters["stats"]["unique_graphs"] == 0
-    assert float(optimizer.state[model[0].weight]["step"]) == len(BATCHES)
+    assert float(optimizer.state[model[0].weight]["step"]) == len(data)
 
 
 def test_a_compiled_model(backend: str) -> None:
@@ -116,7 +122,7 @@ def test_a_compiled_model(backend: str) -> None:
     results = []
     for each in (model, compiled):
         optimizer = af.AdamW(each.parameters(), lr=0.1, max_grad_norm=0.5, backend=backend)
-        for batch in BATCHES[:2]:
+        for batch in batches()[:2]:
             window(each, optimizer, batch)
         results.append(list(each.parameters()))
     for one, other in zip(*results, strict=True):

@@ -159,7 +159,7 @@ def overlapping_pairs() -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-@pytest.mark.parametrize("pair", overlapping_pairs())
+@pytest.mark.parametrize("pair", list(overlapping_pairs()))
 @pytest.mark.parametrize("verb", ["step", "accumulate", "close"])
 def test_two_parameters_that_share_memory_are_refused(backend: str, verb: str, pair: str) -> None:
     first, second = map(Parameter, overlapping_pairs()[pair])

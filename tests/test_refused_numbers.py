@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from snapshot import differences, refused, snapshot, trained
-from torch import Tensor
 from torch.nn import Parameter
 
 import accumfused as af
@@ -41,8 +40,9 @@ def test_a_weight_of_a_wrong_type_is_refused(backend: str, weight: Any) -> None:
         optimizer.accumulate(weight)
 
 
-@pytest.mark.parametrize("weight", [torch.ones(2), torch.ones(0), torch.ones((), dtype=torch.complex64)])
-def test_a_tensor_that_is_not_one_real_number_is_refused(backend: str, weight: Tensor) -> None:
+@pytest.mark.parametrize("numbers", [[1.0, 1.0], [], 1j], ids=str)
+def test_a_tensor_that_is_not_one_real_number_is_refused(backend: str, numbers: Any) -> None:
+    weight = torch.tensor(numbers)
     param = Parameter(torch.randn(4))
     optimizer = trained([param], backend)
     param.grad = torch.randn(4)
