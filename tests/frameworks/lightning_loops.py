@@ -22,8 +22,12 @@ SIZES = (4, 1, 7, 2, 5, 3, 8, 2)  # samples per micro-batch: with K = 3 the last
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 Batch = tuple[Tensor, Tensor]
 
-# Lightning's own: a small loader needs no workers, and it calls what torch 2.13 has deprecated.
-LIGHTNING_WARNINGS = ("ignore:.*does not have many workers", "ignore:.*LeafSpec.*is deprecated")
+# Lightning's own: a small loader needs no workers, a small network no GPU, and it calls what torch 2.13 has deprecated.
+LIGHTNING_WARNINGS = (
+    "ignore:.*does not have many workers",
+    "ignore:GPU available but not used",
+    "ignore:.*LeafSpec.*is deprecated",
+)
 
 
 def stock(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:

@@ -304,3 +304,11 @@ def test_the_package_pytorch_lightning_will_do_too() -> None:
     model = Model()
     fit(model, package=package, accumulate_grad_batches=K, gradient_clip_val=MAX_NORM)
     assert_trained(model.net, truth(cut(batches()), MAX_NORM))
+
+
+def test_a_gpu_that_is_not_used_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU Lightning does not give the warning that these tests leave out."""
+    monkeypatch.setattr(lightning.pytorch.accelerators.CUDAAccelerator, "is_available", lambda: True)
+    with pytest.warns(UserWarning, match="GPU available but not used"):
+        fit(Windowed())
+    fit(Windowed())
