@@ -256,6 +256,45 @@ def test_a_format_that_is_further_off_than_its_bits_has_no_time(monkeypatch: pyt
     assert all(row["deviation"] < 0.6 for row in table.rows if "milliseconds" in row)
 
 
+def test_formats_that_do_not_fit_are_rows_with_what_they_need(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = shapes.count(bench.shapes(shapes.GPT2_BLOCKS))
+    monkeypatch.setattr("bench.suites.available_bytes", lambda device: 40 * count)  # bf16 needs 32, fp32 44
+    made: list[torch.dtype] = []
+    monkeypatch.setattr(
+        lean, "_made", lambda each, *rest, real=lean._made: (made.append(each.dtype), real(each, *rest))[1]
+    )
+    (table,) = lean.run(bench)
+    rows = {row["name"]: row for row in table.rows}
+    assert rows["accumfused, fp32"]["cannot"].startswith("skipped: needs")
+    assert rows["accumfused, bf16 + split16, fp32 states"]["milliseconds"] > 0
+    assert rows["accumfused, bf16 + split16, fp32 states"]["over_fp32"] is None
+    assert set(made) == {torch.bfloat16}
+    monkeypatch.setattr("bench.suites.available_bytes", lambda device: 0)
+    (table,) = lean.run(bench)
+    assert len(table.rows) == len(rows)
+    assert all("cannot" in row for row in table.rows)
+
+
+def test_a_table_that_runs_out_of_memory_leaves_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each backend has one: all variants together are too much for a GPU."""
+
+    def made(each: lean.Lean, *rest: Any, real: Any = lean._made) -> Any:
+        if each.name.startswith("accumfused,"):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it.")
+        return real(each, *rest)
+
+    monkeypatch.setattr(lean, "_made", made)
+    bench.backends = ["auto", "torch"]
+    lost, whole = lean.run(bench)
+    assert lost.rows == [
+        {"name": "all variants", "cannot": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."}
+    ]
+    assert lost.title != whole.title
+    assert [row["name"] for row in whole.rows if "milliseconds" in row][:3] == [
+        "clip + AdamW(fused), fp32", "clip + AdamW(fused), bf16 throughout", "accumfused torch, fp32",
+    ]  # fmt: skip
+
+
 def test_a_sum_that_lacks_a_micro_batch_is_found(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     added = torch._foreach_add_
     monkeypatch.setattr(torch, "_foreach_add_", lambda kept, grads: added(kept[1:], grads[1:]))

@@ -65,10 +65,14 @@ class Bench:
         """What a table says of work that does not fit."""
         return f"skipped: needs {needed / 1e9:.1f} GB, {(available_bytes(self.device) or 0) / 1e9:.1f} are free"
 
-    def workload(self, of: Shapes) -> Workload:
-        gc.collect()  # the last one's optimizers are cycles, and hold up to half of a GPU's memory
+    def release(self) -> None:
+        """Gives memory that nobody uses back to the device, where `fits` counts it."""
+        gc.collect()  # optimizers are cycles, and hold up to half of a GPU's memory
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def workload(self, of: Shapes) -> Workload:
+        self.release()
         return Workload(of, self.device)
 
     def ours(self, work: Workload) -> dict[str, af.AdamW]:

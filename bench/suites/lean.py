@@ -7,7 +7,6 @@ parameters. What is persistent is counted from the tensors that the optimizer ke
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,9 +28,22 @@ from bench.workload import random_tensors
 
 BF16 = torch.bfloat16
 _SETTINGS: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY}
+_STOCK = "clip + AdamW(fused), fp32"
 _EXACT = 1e-3
 _EIGHT_BITS = 0.02  # a hundredth of a moment, here and there
 _SIXTEEN_BITS = 0.6  # a step of a weight is about as large as the weight's last bit
+
+_COLUMNS = [
+    Column("name", ""),
+    Column("persistent_bytes", "B/param kept", "{:.2f}"),
+    Column("moved_bytes", "B/param moved", "{:.2f}"),
+    Column("milliseconds", "ms", "{:.1f}"),
+    Column("quartiles", "quartiles"),
+    Column("gigabytes_per_second", "GB/s", "{:.1f}"),
+    Column("deviation", "2 steps off by", "{:.1e}"),
+    Column("over_fp32", "x our fp32", "{:.2f}"),
+    Column("over_fused", "x clip+fused", "{:.2f}"),
+]
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,11 @@ class Lean:
     clips: bool = True
     peer: str | None = None
     compiles: bool = False
+
+    @property
+    def bytes_while_checked(self) -> int:
+        """Per parameter: itself, two gradients, copies of these three, two moments and a master, the master in fp64."""
+        return 6 * self.dtype.itemsize + 3 * 4 + 8
 
 
 def _ours(backend: str, **settings: Any) -> Callable[[list[torch.nn.Parameter]], af.AdamW]:
@@ -94,7 +111,7 @@ def peers() -> list[Lean]:
 
     fp32 = torch.float32
     return [
-        Lean("clip + AdamW(fused), fp32", fp32, fused, _EXACT, clips=False),
+        Lean(_STOCK, fp32, fused, _EXACT, clips=False),
         Lean("clip + AdamW(fused), bf16 throughout", BF16, fused, _SIXTEEN_BITS, clips=False),
         Lean("clip + torchao AdamW8bit, fp32", fp32, torchao, _EIGHT_BITS, False, "torchao", True),
         Lean("clip + bitsandbytes AdamW8bit, fp32", fp32, bitsandbytes, _EIGHT_BITS, False, "bitsandbytes", True),
@@ -104,16 +121,37 @@ def peers() -> list[Lean]:
 
 def run(bench: Bench) -> list[Table]:
     names = [shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.GPT2_BLOCKS]
-    return [_model(bench, name) for name in bench.models(names)]
+    return [_model(bench, name, backend) for name in bench.models(names) for backend in bench.backends]
 
 
-def _model(bench: Bench, name: str) -> Table:
+def _model(bench: Bench, name: str, backend: str) -> Table:
+    """A table for each of our backends: the variants of all of them together do not fit in a GPU."""
     of = bench.shapes(name)
+    title = f"lean, {name}: clipped AdamW step from p.grad ({shapes.count(of):,} parameters)"
+    if len(bench.backends) > 1:
+        title += f", {bench.label(backend)}"
+    try:
+        return _measured(title, bench, of, backend)
+    except torch.OutOfMemoryError as error:
+        table = Table(title, list(_COLUMNS))
+        add_gaps(table, [{"name": "all variants", "cannot": first_line(error)}])
+        return table
+
+
+def _measured(title: str, bench: Bench, of: shapes.Shapes, backend: str) -> Table:
     count = shapes.count(of)
     variants, persistent, moved, deviations, notes = [], {}, {}, {}, []
     gaps: list[dict[str, Any]] = []
-    mine = [lean for backend in bench.backends for lean in ours(bench.label(backend), backend)]
-    for lean in [*(each for each in peers() if _wanted(each, bench)), *mine]:
+    others = [each for each in peers() if _wanted(each, bench, first=backend == bench.backends[0])]
+    mine = ours(bench.label(backend), backend)
+    for lean in sorted(
+        [*others, *mine], key=lambda lean: lean.peer is not None
+    ):  # where memory ends, theirs are left out
+        bench.release()
+        needed = count * lean.bytes_while_checked
+        if not bench.fits(needed):
+            gaps.append({"name": lean.name, "cannot": bench.skipped(needed)})
+            continue
         try:
             with quiet() if lean.peer else contextlib.nullcontext():
                 params, optimizer, step, off = _made(lean, of, bench.device)
@@ -134,17 +172,19 @@ def _model(bench: Bench, name: str) -> Table:
         if lean.clips:
             gradients = sum(map(tensor_bytes, params)) / count
             moved[lean.name] = 2 * gradients + 2 * persistent[lean.name]
-    gc.collect()
-    timings = bench.interleave(variants, ceilings=False)
-    fp32 = {bench.label(backend): f"{bench.label(backend)}, fp32" for backend in bench.backends}
-    table = _table(name, timings, count, persistent, moved, notes, next(iter(fp32.values())))
+    bench.release()
+    timings = bench.interleave(variants, ceilings=False) if variants else []
+    table = _table(title, timings, count, persistent, moved, notes, mine[0].name)
     for row in table.rows:
         row["deviation"] = deviations[row["name"]]
     add_gaps(table, gaps)
     return table
 
 
-def _wanted(lean: Lean, bench: Bench) -> bool:
+def _wanted(lean: Lean, bench: Bench, *, first: bool) -> bool:
+    """Other packages' variants are in the first table alone; torch's are in each, for each compares with them."""
+    if not first and lean.peer is not None:
+        return False
     if bench.peers is None:
         return not (bench.quick and lean.compiles)
     return lean.peer is None or lean.peer in bench.peers
@@ -175,22 +215,15 @@ def _made(
 
 
 def _table(
-    name: str, timings: Sequence[Timing], count: int, persistent: dict[str, float], moved: dict[str, float],
+    title: str, timings: Sequence[Timing], count: int, persistent: dict[str, float], moved: dict[str, float],
     notes: list[str], reference: str,
 ) -> Table:  # fmt: skip
-    columns = [
-        Column("name", ""),
-        Column("persistent_bytes", "B/param kept", "{:.2f}"),
-        Column("moved_bytes", "B/param moved", "{:.2f}"),
-        Column("milliseconds", "ms", "{:.1f}"),
-        Column("quartiles", "quartiles"),
-        Column("gigabytes_per_second", "GB/s", "{:.1f}"),
-        Column("deviation", "2 steps off by", "{:.1e}"),
-        Column("over_fp32", "x our fp32", "{:.2f}"),
-        Column("over_fused", "x clip+fused", "{:.2f}"),
-    ]
-    table = Table(f"lean, {name}: clipped AdamW step from p.grad ({count:,} parameters)", columns)
+    table = Table(title, list(_COLUMNS))
     by_name = {timing.variant.name: timing for timing in timings}
+
+    def ratio(timing: Timing, other: str) -> float | None:
+        return timing.times_as_fast_as(by_name[other]) if other in by_name else None
+
     for timing in timings:
         own, (first, third) = timing.variant.name, timing.quartiles
         rate = moved[own] * count / timing.median / 1e9 if own in moved else None
@@ -198,14 +231,14 @@ def _table(
             {
                 "name": own, "persistent_bytes": persistent[own], "moved_bytes": moved.get(own),
                 "milliseconds": timing.median * 1e3, "quartiles": f"{first * 1e3:.1f} - {third * 1e3:.1f}",
-                "gigabytes_per_second": rate, "over_fp32": timing.times_as_fast_as(by_name[reference]),
-                "over_fused": timing.times_as_fast_as(by_name["clip + AdamW(fused), fp32"]),
+                "gigabytes_per_second": rate, "over_fp32": ratio(timing, reference),
+                "over_fused": ratio(timing, _STOCK),
             }
         )  # fmt: skip
     table.notes += [
         "kept: parameters and optimizer states; moved: the gradient twice (norm, step), the rest in and out"
     ]
-    slower = [row["name"] for row in table.rows if row["moved_bytes"] is not None and row["over_fp32"] < 1]
+    slower = [row["name"] for row in table.rows if row["moved_bytes"] and (row["over_fp32"] or 1) < 1]
     if slower:
         table.notes.append(
             f"slower than fp32, though they move fewer bytes: {', '.join(slower)}; there arithmetic is the limit: "
