@@ -1,6 +1,7 @@
 """What processes tell each other before a window closes, and the norm over all of them.
 
-Nothing here waits for a GPU, but a process in which parameters had no gradient asks whether others had one.
+Nothing here waits for a GPU, but a process in which parameters had no gradient asks whether others had one: it then
+steps them, too, which the host decides. Frozen parameters ask for nothing.
 """
 
 from __future__ import annotations
@@ -86,10 +87,10 @@ class Reduction:
         weighted.fill_(is_weighted is True)
         unweighted.fill_(is_weighted is False)
         closed.fill_(last)
-        if all(present):
-            message[4:].fill_(1.0)
-        else:
-            message[4:].copy_(torch.tensor(present))
+        message[4:].fill_(1.0)
+        missing = [flag for flag, here in zip(message[4:].unbind(), present, strict=True) if not here]
+        if missing:
+            torch._foreach_zero_(missing)  # a copy of flags of the host would wait for a GPU
         dist.all_reduce(message, group=self.group)
         number = torch.full_like(weights, float(self.size))
         divisor = torch.where(unweighted == 0, weights, torch.where(weighted == 0, number, torch.nan))

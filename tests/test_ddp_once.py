@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,10 +11,12 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from test_no_sync import NoReads
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accumfused as af
+from accumfused.reduction import Reduction
 
 
 def param() -> nn.Parameter:
@@ -250,3 +253,16 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
 def test_processes(case: str) -> None:
     function, given, expected = CASES[case]
     assert processes.run(2, function, *given) == [expected] * 2
+
+
+def tell_of_a_frozen_parameter() -> tuple[float, list[bool]]:
+    params = [torch.ones(2, requires_grad=True), torch.ones(2), torch.ones(3, requires_grad=True)]
+    plan: Any = SimpleNamespace(params=params, device=torch.device("cpu"))
+    reduction = Reduction(dist.group.WORLD, None)
+    with NoReads():
+        divisor, missing = reduction.exchange(plan, 3.0, True, [True, False, True], last=False)
+    return float(divisor), missing
+
+
+def test_processes_with_frozen_parameters_agree_without_a_read() -> None:
+    assert processes.run(2, tell_of_a_frozen_parameter) == [(6.0, [False] * 3)] * 2
