@@ -76,10 +76,19 @@ def sum_partials(partials: Tensor) -> Tensor:
     rows = -(-partials.numel() // LANES)
     padded = torch.zeros(rows * LANES, dtype=torch.float64, device=partials.device)
     padded[: partials.numel()] = partials
-    lanes = torch.zeros(LANES, dtype=torch.float64, device=partials.device)
-    for row in padded.view(rows, LANES).unbind(0):
+    return _tree(_lane_sums(padded.view(rows, LANES)))
+
+
+def _lane_sums(rows: Tensor) -> Tensor:
+    """Each column's sum, added up from 0 in sequence."""
+    # One kernel in place of one per row, each thread of which adds up a column in sequence: so does cumsum along every
+    # dimension but the last. torch counts cumsum as nondeterministic on GPUs, for the last one's sake.
+    if rows.is_cuda and len(rows) > 1 and not torch.are_deterministic_algorithms_enabled():
+        return rows.cumsum(0)[-1]
+    lanes = rows.new_zeros(rows.shape[1])
+    for row in rows.unbind(0):
         lanes = lanes + row
-    return _tree(lanes)
+    return lanes
 
 
 def _tree(lanes: Tensor) -> Tensor:

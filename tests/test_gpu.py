@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import test_backends_agree as agree
+import test_sum_partials
 import torch
 from cases import ADAMW_CASE, CASES, Case, assert_same_bits, case_named, everything, random_grads, random_params
 from torch import Tensor
@@ -18,6 +19,7 @@ import accumfused as af
 from accumfused import _native, backends
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.reference import ReferenceBackend
+from accumfused.numeric import sum_partials
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -93,6 +95,18 @@ def test_many_chunks_in_every_block(dtype: torch.dtype, gpu: str) -> None:
         optimizer.step()
         found.append(everything(optimizer) | {"norm": optimizer.grad_norm})
     agree.assert_agree(found[0], found[1])
+
+
+@test_sum_partials.every_size
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_sum_over_chunks_that_processes_add_up_has_the_cpu_bits(size: int, deterministic: bool) -> None:
+    partials = test_sum_partials.random_partials(size)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        found = sum_partials(partials.to(DEVICE))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found.cpu(), sum_partials(partials))
 
 
 def test_more_than_two_to_the_31_elements(gpu: str) -> None:
