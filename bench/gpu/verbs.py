@@ -1,0 +1,133 @@
+"""A backend's verbs, each called alone, on one optimizer's tensors in one format: what is compared, and what is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import accumfused as af
+from accumfused.backends.base import OVERWRITE, Fold, Outcome, Scaling
+from accumfused.formats import MASTER
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+_READY = 0  # index of the weight 1
+_MAX_GRAD_NORM = 0.5
+
+RULES: dict[str, tuple[type[af.FusedOptimizer], dict[str, Any]]] = {
+    "AdamW": (af.AdamW, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3}),
+    "AMSGrad": (af.AdamW, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3, "amsgrad": True}),
+    "Adam": (af.Adam, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3}),
+    "Lion": (af.Lion, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3}),
+    "SGD": (af.SGD, {"lr": 0.1, "weight_decay": 0.3}),
+    "SGD-m": (af.SGD, {"lr": 0.1, "momentum": 0.7, "dampening": 0.2, "weight_decay": 0.3}),
+    "SGD Nesterov": (af.SGD, {"lr": 0.1, "momentum": 0.7, "nesterov": True}),
+}
+WEIGHTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (FP32, {}),
+    "split16": (BF16, {"master_weights": "split16"}),
+    "split8": (BF16, {"master_weights": "split8"}),
+    "bf16 stochastic": (BF16, {"master_weights": None, "rounding": "stochastic"}),
+    "bf16": (BF16, {"master_weights": None}),
+    "bf16 + fp32 master": (BF16, {"master_weights": "fp32"}),
+    "fp16": (FP16, {"master_weights": None}),
+    "fp16 stochastic": (FP16, {"master_weights": None, "rounding": "stochastic"}),
+    "fp16 + fp32 master": (FP16, {"master_weights": "fp32"}),
+}
+STATES: dict[str, Any] = {"fp32": FP32, "bf16": BF16, "int8": "int8"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule, and how its numbers are kept."""
+
+    rule: str = "AdamW"
+    weights: str = "fp32"
+    states: str = "fp32"
+    grads: torch.dtype = FP32
+    accumulators: torch.dtype = FP32
+
+    @property
+    def name(self) -> str:
+        return f"{self.rule}, {self.weights}, {self.states} states, {text(self.grads)} gradients"
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        return WEIGHTS[self.weights][0]
+
+    def optimizer(self, params: Sequence[Tensor], backend: Any, **settings: Any) -> af.FusedOptimizer:
+        """Args: backend: a name or a backend."""
+        made, options = RULES[self.rule]
+        known = {"max_grad_norm": _MAX_GRAD_NORM, "rounding_seed": 17, "state_dtype": STATES[self.states]}
+        known |= {"state_dtype_min_numel": 2, "accumulator_dtype": self.accumulators, **WEIGHTS[self.weights][1]}
+        name = backend if isinstance(backend, str) else "auto"
+        optimizer = made(params, **options, backend=name, **{**known, **settings})
+        if not isinstance(backend, str):
+            optimizer._runtime.backend = backend
+        return optimizer
+
+
+class Verbs:
+    """The verbs of an optimizer that has made its first step from these gradients, so that it has all its states."""
+
+    def __init__(self, case: Case, params: Sequence[Tensor], grads: Sequence[Tensor], backend: Any) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            if grad.dtype != param.dtype:
+                param.grad_dtype = grad.dtype
+            param.grad = grad
+        self.case = case
+        self.optimizer = case.optimizer(params, backend)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.plan = self.optimizer._plan()
+        self.backend: Any = self.optimizer._runtime.backend
+        self.partials = torch.zeros(self.plan.chunks, device=self.plan.device)
+        self._weights = torch.ones(3, dtype=torch.float64, device=self.plan.device)
+        groups = zip(self.plan.rules, self.optimizer.param_groups, strict=True)
+        self._hypers = [rule.hyper_values(group) for rule, group in groups]
+
+    def norm(self, grads: Sequence[Tensor]) -> Outcome:
+        scaling = Scaling(self.plan.device, takes_norm=True, max_grad_norm=_MAX_GRAD_NORM, skips_nonfinite=True)
+        outcome: Outcome = self.backend.norm(self.plan, [*grads], self.partials, scaling)
+        return outcome
+
+    def accumulate(self, grads: Sequence[Tensor], accumulators: Sequence[Tensor], *, first: bool = False) -> None:
+        held = [OVERWRITE if first else _READY] * len(grads)
+        self.backend.accumulate(
+            self.plan, Fold([*grads], [*accumulators], held, self._weights, _READY, 1.0, 1), self.partials
+        )
+
+    def step(self, grads: Sequence[Tensor], outcome: Outcome) -> None:
+        self.backend.step(self.plan, [*grads], self._hypers, outcome)
+
+    def everything(self) -> dict[str, Tensor]:
+        """Parameters and states, by name."""
+        found = {}
+        for index, param in enumerate(self.plan.params):
+            found[f"param {index}"] = param.detach()
+            found |= {f"{name} {index}": value for name, value in self.optimizer.state[param].items()}
+        return found
+
+    def step_bytes(self, grads: Sequence[Tensor]) -> int:
+        """What a step has to move: gradients in; parameters and states in and out.
+
+        A 16-bit parameter beside an fp32 master only goes out.
+        """
+        total = sum(map(size, grads))
+        for param in self.plan.params:
+            state = self.optimizer.state[param]
+            total += size(param) * (1 if MASTER in state else 2)
+            total += 2 * sum(size(value) for value in state.values() if value.dim() > 0)
+        return total
+
+
+def size(tensor: Tensor) -> int:
+    """In bytes."""
+    return tensor.numel() * tensor.element_size()
+
+
+def text(dtype: torch.dtype) -> str:
+    return {FP32: "fp32", BF16: "bf16", FP16: "fp16"}[dtype]
