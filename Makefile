@@ -11,7 +11,7 @@ NATIVE_TESTS := test_backends_agree.py test_layouts.py test_native.py
 PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -p xdist --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench bench-smoke numerics gpu native wheel sanitize clean always
+.PHONY: demo test lint bench bench-smoke numerics native wheel sanitize clean always
 .SECONDARY:
 
 demo: $(VENV)/examples.stamp
@@ -32,18 +32,14 @@ bench-smoke: $(VENV)/test.stamp
 numerics: $(VENV)/numerics.stamp
 	$(RUN) -m bench.numerics $(ARGS)
 
-# On a machine with a GPU, offline, with PYTHON's own torch and Triton: builds for that card alone, runs every test, then
-# the benchmark whatever the tests say. Copy the report to bench/results/<card>/<date>.json to keep it.
-REPORT ?= build/gpu.json
-CARD := import torch; print('%d%d' % torch.cuda.get_device_capability())
-gpu: $(VENV)/torch.stamp
-	export ACCUMFUSED_NATIVE=1 ACCUMFUSED_CUDA=1 ACCUMFUSED_CUDA_ARCHS="$$($(RUN) -c "$(CARD)")"; \
-	$(RUN) setup.py build_ext --inplace && $(PIP) install --no-index --no-build-isolation --editable '.[gpu]'
-	$(RUN) -m accumfused
-	status=0; \
-	$(PYTEST) -n 8 $(ARGS) || status=$$?; \
-	$(RUN) -m bench --device cuda --json $(REPORT) || status=$$?; \
-	exit $$status
+# On a machine with a GPU: by PYTHON's own torch and Triton, in place, without network and environment. docs/gpu.md
+# says what each stage does; all of them end after GPU_MINUTES, and GPU_REPORT holds what is known at any moment.
+GPU_MINUTES ?= 9
+GPU_REPORT ?= build/gpu
+GPU_STAGES := gpu-smoke gpu-test gpu-probe gpu-bench gpu-sanitize
+.PHONY: gpu $(GPU_STAGES)
+gpu $(GPU_STAGES):
+	$(PYTHON) -m bench.gpu --minutes $(GPU_MINUTES) --report "$(GPU_REPORT)" $(filter-out gpu,$(@:gpu-%=%)) $(ARGS)
 
 lint: $(VENV)/lint.stamp
 	$(RUN) -m ruff check .

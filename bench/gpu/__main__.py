@@ -29,7 +29,7 @@ def all_stages(folder: Path, *, dry: bool = False) -> list[Stage]:
     bench += ["--quick", "--peers", "none", "verbs"] if dry else ["--backend", "cuda"]
     tests = ["-m", "bench.gpu.tests", *(["--dry"] if dry else [])]
     return [
-        Stage("build", 100, python("-m", "bench.gpu.build", "--device", device)),
+        Stage("build", 100, python("-m", "bench.gpu.build")),
         Stage("smoke", 60, python("-m", "bench.gpu.smoke", "--device", device)),
         Stage("test", 100, python(*tests)),
         Stage("probe", 150, python("-m", "bench.gpu.probe", "--device", device, "--counters")),
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of them; default: {MINUTES:g}")
     parser.add_argument("--report", type=Path, default=Path("build/gpu"), metavar="FOLDER", help="default: build/gpu")
-    parser.add_argument("--dry", action="store_true", help="without a GPU, tiny: shows that the stages run")
+    parser.add_argument("--dry", action="store_true", help="without a GPU, tiny, with the module that is there")
     asked = parser.parse_args()
     if unknown := set(asked.stages) - set(NAMES):
         parser.error(f"unknown stage {', '.join(sorted(unknown))}; choose from {', '.join(NAMES)}")
@@ -51,7 +51,8 @@ def main() -> None:
         sys.exit(f"{sys.executable} has no torch; name an interpreter that has: make gpu PYTHON=...")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = asked.report.resolve()
-    chosen = [each for each in all_stages(folder, dry=asked.dry) if each.name in ("build", *(asked.stages or NAMES))]
+    wanted = [*([] if asked.dry else ["build"]), *(asked.stages or NAMES)]
+    chosen = [each for each in all_stages(folder, dry=asked.dry) if each.name in wanted]
     try:
         bad = run_all(chosen, folder, 60 * asked.minutes)
     except KeyboardInterrupt:

@@ -33,17 +33,15 @@ _LAST = 4000  # characters of what the compiler says
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.build", description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: without kernels for GPUs")
-    on_gpu = parser.parse_args().device == "cuda"
+    argparse.ArgumentParser(prog="python -m bench.gpu.build", description=__doc__).parse_args()
     journal = Journal.of_this_process("build")
-    card = _machine(journal) if on_gpu else None
-    built = _build(journal, card)
+    card = _machine(journal)
+    if card is None:
+        sys.exit("there is no GPU, and nothing is built")
+    done = _build(journal, card)
     said = subprocess.run([sys.executable, "-m", "accumfused"], cwd=ROOT, capture_output=True, text=True)
     journal.write("python -m accumfused", ok=None if said.returncode == 0 else False, says=said.stdout + said.stderr)
-    if on_gpu and card is None:
-        sys.exit("no GPU")
-    sys.exit(0 if built else "not built")
+    sys.exit(0 if done else "there is no module for this GPU")
 
 
 def _machine(journal: Journal) -> str | None:
@@ -74,9 +72,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _build(journal: Journal, card: str | None) -> bool:
-    """Whether there is a module for this card; without a card, or where that fails, one for the CPU is made."""
-    for wanted in dict.fromkeys([card, None]):
+def _build(journal: Journal, card: str) -> bool:
+    """Whether there is a module for this card; where it does not build, one for the CPU is made."""
+    for wanted in (card, None):
         began = time.monotonic()
         outcome, says = built(wanted, _run)
         facts: dict[str, Any] = {"for": wanted or "CPUs", "outcome": outcome, "seconds": time.monotonic() - began}
@@ -118,8 +116,10 @@ def _facts(card: str | None) -> dict[str, Any]:
     for path in [ROOT / "setup.py", *sorted((ROOT / "csrc").rglob("*.*"))]:
         sources.update(path.read_bytes())
     module = MODULE.stat()
-    versions = [sys.version, _version("pybind11"), shutil.which("nvcc")]
-    return {"card": card, "sources": sources.hexdigest(), "versions": versions, "module": [module.st_size, module.st_mtime_ns]}
+    return {
+        "card": card, "sources": sources.hexdigest(), "module": [module.st_size, module.st_mtime_ns],
+        "built by": [sys.version, _version("pybind11"), shutil.which("nvcc")],
+    }  # fmt: skip
 
 
 def _run(command: list[str], known: dict[str, str]) -> tuple[int, str]:

@@ -1,20 +1,24 @@
 """A plugin for pytest (`-p bench.gpu.failures`): each failure goes to the report the moment it happens.
 
-With --gpu-backends it takes only what runs on a GPU: first the tests of the backend named first, of the files about GPUs
-before all others. A worker whose GPU has become unusable ends, and xdist starts another: what comes next is not to blame.
+With --gpu-backends only what runs on a GPU is taken: first the tests of the backend named first, of the files about
+GPUs before all others. A worker whose GPU has become unusable ends, and xdist starts another: what comes next is not to
+blame.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 from bench.gpu.journal import Journal
 
+ASKS = "cuda.is_available"  # in the text of such a file
 _EVERY = 2.0  # seconds between two counts
 _MOST = 100  # failures with their traceback
 _LAST = 6000  # characters of one
@@ -43,12 +47,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _order(item: pytest.Item, wanted: list[str]) -> tuple[int, int] | None:
     """Which backend's, and whether of a file about GPUs; None: it does not run on one, or is another stage's."""
-    about_gpus = item.path.name.startswith("test_gpu")
+    about_gpus = _is_about_gpus(item.path)
     params = getattr(getattr(item, "callspec", None), "params", {})
     name = params.get("gpu", params.get("backend", wanted[0] if about_gpus else None))
     if name not in wanted or "sanitizer" in item.nodeid:
         return None
     return wanted.index(name), int(not about_gpus)
+
+
+@functools.cache
+def _is_about_gpus(path: Path) -> bool:
+    """Whether a test of it that is not for every backend may need a GPU."""
+    return path.name.startswith("test_gpu") or ASKS in path.read_text()
 
 
 class Reporter:
@@ -102,7 +112,7 @@ class Worker:
         if not self._failed:
             return
         self._failed = False
-        if not torch.cuda.is_initialized():
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return
         try:
             torch.cuda.synchronize()

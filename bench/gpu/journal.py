@@ -65,7 +65,7 @@ def say(line: Line) -> str:
     """A line for a terminal; long texts are cut."""
     facts = {name: value for name, value in line.items() if name not in ("stage", "at", "kind", "ok")}
     said = ", ".join(f"{name} {short(value)}" for name, value in facts.items() if value not in (None, "", [], {}))
-    verdict = {True: "ok: ", False: "NOT OK: "}.get(line.get("ok"), "")  # type: ignore[call-overload]
+    verdict = {True: "ok: ", False: "NOT OK: ", None: ""}[line.get("ok")]
     return f"{line['stage']}: {line['kind']}: {verdict}{said}"
 
 

@@ -1,8 +1,8 @@
 """Are the bits of the backends for GPUs those of the CPU? Each verb, rule and format once, and streams, graphs, skips.
 
-Quick, and without pytest. Where bits differ, the report says of which tensor, from which index on, how many, and what the
-first two are; then the next check follows. After an error that leaves the GPU unusable the program begins a new process
-behind that check.
+Quick, and without pytest. Where bits differ, the report says of which tensor, from which index on, how many, and what
+the first two are; then the next check follows. After an error that leaves the GPU unusable the program begins a new
+process behind that check.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _accumulate(dtype: torch.dtype, into: torch.dtype) -> Callable[[Any, torch.d
     def run(backend: Any, device: torch.device) -> Found:
         work = verbs(Case("SGD", grads=dtype, accumulators=into), backend, device)
         sums = drawn(into, device, 3)
-        found = {}
+        found: Found = {}
         for name, first in (("first", True), ("second", False)):
             work.accumulate(drawn(dtype, device, 4), sums, first=first)
             found |= {f"{name}, sum {index}": tensor.clone() for index, tensor in enumerate(sums)}
@@ -129,11 +129,12 @@ def _side_stream(backend: Any, device: torch.device) -> Found:
     found = []
     for aside in (False, True):
         work, window, _ = _window(backend, device)
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream if aside else torch.cuda.current_stream(device)):
             if aside:
-                torch.cuda._sleep(20_000_000)  # so that what goes to another stream comes too early
+                # So that what goes to another stream comes too early.
+                torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
             window()
             window()
         torch.cuda.current_stream(device).wait_stream(stream)
@@ -145,7 +146,7 @@ def _graph(backend: Any, device: torch.device) -> Found:
     found = []
     for captures in (False, True):
         work, window, source = _window(backend, device)
-        side = torch.cuda.Stream(device)
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             window()
@@ -192,7 +193,7 @@ def checks() -> list[Check]:
 
 def differences(found: Found, expected: Found) -> list[dict[str, Any]]:
     """Of each tensor whose bits differ: the first index, both values and their bits, and how many differ."""
-    several = []
+    several: list[dict[str, Any]] = []
     for name, right in expected.items():
         left = found.get(name)
         if left is None or left.shape != right.shape or left.dtype != right.dtype:
@@ -223,7 +224,9 @@ def _hex(value: Tensor) -> str:
     return f"0x{int(bits(value.reshape(1))[0]) & (1 << width) - 1:0{width // 4}x}"
 
 
-def compare(check: Check, backend: Any, device: torch.device, reference: Any, known: dict[str, Found]) -> dict[str, Any]:
+def compare(
+    check: Check, backend: Any, device: torch.device, reference: Any, known: dict[str, Found]
+) -> dict[str, Any]:
     """One line of the report. Args: known: what the reference has given, by check."""
     began = time.perf_counter()
     facts: dict[str, Any] = {}
@@ -241,7 +244,11 @@ def compare(check: Check, backend: Any, device: torch.device, reference: Any, kn
         if len(differ) > 1:
             facts["all"] = "\n".join(map(str, differ[:20]))
     except Exception as error:
-        facts = {"ok": False, "error": f"{type(error).__name__}: {error}".split("\n")[0], "trace": traceback.format_exc()}
+        facts = {
+            "ok": False,
+            "error": f"{type(error).__name__}: {error}".split("\n")[0],
+            "trace": traceback.format_exc(),
+        }
     return {**facts, "seconds": round(time.perf_counter() - began, 3)}
 
 
@@ -276,7 +283,9 @@ def _usable(device: torch.device) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.smoke", description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: its backend, to see that it runs")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: its backend, to see that it runs"
+    )
     parser.add_argument("--start", type=int, default=0, help="leave out so many comparisons")
     asked = parser.parse_args()
     journal = Journal.of_this_process("smoke")

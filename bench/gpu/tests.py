@@ -11,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+from bench.gpu.failures import ASKS
+
 TESTS = Path(__file__).parents[2] / "tests"
 _WORKERS = 12  # each has its context on the GPU, of half a gigabyte
 _CHUNK = 8  # tests that a worker is given at once: the order holds across workers
@@ -18,8 +20,8 @@ _CHUNK = 8  # tests that a worker is given at once: the order holds across worke
 
 def files() -> list[Path]:
     """Those with a test for every backend, and those about GPUs: collecting the others takes time."""
-    about = {path for path in TESTS.glob("test_gpu*.py")}
-    return sorted(about | {path for path in TESTS.glob("test_*.py") if re.search(r"\bbackend: str\b", path.read_text())})
+    needs = re.compile(rf"\bbackend: str\b|{re.escape(ASKS)}")
+    return [path for path in sorted(TESTS.glob("test_*.py")) if needs.search(path.read_text())]
 
 
 def command(*, sanitizer: bool, dry: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""A backend's verbs, each called alone, on one optimizer's tensors in one format: what is compared, and what is timed."""
+"""A backend's verbs, each called alone, on an optimizer's tensors in one format: what is compared and what is timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 _READY = 0  # index of the weight 1
 _MAX_GRAD_NORM = 0.5
 
-RULES: dict[str, tuple[type[af.FusedOptimizer], dict[str, Any]]] = {
+RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (af.AdamW, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3}),
     "AMSGrad": (af.AdamW, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3, "amsgrad": True}),
     "Adam": (af.Adam, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3}),
@@ -64,7 +64,7 @@ class Case:
         known = {"max_grad_norm": _MAX_GRAD_NORM, "rounding_seed": 17, "state_dtype": STATES[self.states]}
         known |= {"state_dtype_min_numel": 2, "accumulator_dtype": self.accumulators, **WEIGHTS[self.weights][1]}
         name = backend if isinstance(backend, str) else "auto"
-        optimizer = made(params, **options, backend=name, **{**known, **settings})
+        optimizer: af.FusedOptimizer = made(params, **options, backend=name, **{**known, **settings})
         if not isinstance(backend, str):
             optimizer._runtime.backend = backend
         return optimizer
