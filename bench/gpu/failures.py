@@ -58,7 +58,7 @@ def _order(item: pytest.Item, wanted: list[str]) -> tuple[int, int] | None:
 @functools.cache
 def _is_about_gpus(path: Path) -> bool:
     """Whether a test of it that is not for every backend may need a GPU."""
-    return path.name.startswith("test_gpu") or ASKS in path.read_text()
+    return ASKS in path.read_text()
 
 
 class Reporter:

@@ -89,17 +89,20 @@ class Verbs:
         groups = zip(self.plan.rules, self.optimizer.param_groups, strict=True)
         self._hypers = [rule.hyper_values(group) for rule, group in groups]
 
+    @torch.no_grad()
     def norm(self, grads: Sequence[Tensor]) -> Outcome:
         scaling = Scaling(self.plan.device, takes_norm=True, max_grad_norm=_MAX_GRAD_NORM, skips_nonfinite=True)
         outcome: Outcome = self.backend.norm(self.plan, [*grads], self.partials, scaling)
         return outcome
 
+    @torch.no_grad()
     def accumulate(self, grads: Sequence[Tensor], accumulators: Sequence[Tensor], *, first: bool = False) -> None:
         held = [OVERWRITE if first else _READY] * len(grads)
         self.backend.accumulate(
             self.plan, Fold([*grads], [*accumulators], held, self._weights, _READY, 1.0, 1), self.partials
         )
 
+    @torch.no_grad()
     def step(self, grads: Sequence[Tensor], outcome: Outcome) -> None:
         self.backend.step(self.plan, [*grads], self._hypers, outcome)
 

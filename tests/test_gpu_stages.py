@@ -1,0 +1,463 @@
+"""`make gpu` without a GPU: its stages, over the emulation and over commands of a line, and their report."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accumfused.backends.cuda import CudaBackend
+from bench.clock import HostClock
+from bench.gpu import __main__ as command
+from bench.gpu import build, failures, journal, page, predictions, probe, smoke, stages
+from bench.gpu import tests as gpu_tests
+from bench.gpu.journal import Journal
+from bench.gpu.stages import JOURNAL, LOG, PAGE, Stage, python, run_all
+from bench.gpu.verbs import Case
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[1]
+WRITES = "import sys, time, signal; from bench.gpu.journal import Journal; write = Journal.of_this_process('?').write; "
+Lines = list[dict[str, Any]]
+
+
+def stage(name: str, code: str, share: float = 1.0) -> Stage:
+    return Stage(name, share, python("-c", WRITES + code))
+
+
+def of(lines: Lines, stage: str, kind: str) -> Lines:
+    return [line for line in lines if (line["stage"], line["kind"]) == (stage, kind)]
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_next_stage_runs_whatever_the_last_one_said(tmp_path: Path) -> None:
+    several = [stage("bad", "write('fact', value=1); sys.exit(3)"), stage("good", "write('fact', value=2)")]
+    assert run_all(several, tmp_path, 600) == ["bad"]
+    lines = journal.read(tmp_path / JOURNAL)
+    assert [of(lines, name, "end")[0]["outcome"] for name in ("bad", "good")] == ["failed (3)", "passed"]
+    assert [of(lines, name, "fact")[0]["value"] for name in ("bad", "good")] == [1, 2]
+
+
+def test_a_stage_whose_time_is_up_is_interrupted_and_can_say_what_it_knows(tmp_path: Path) -> None:
+    code = "write('first')\ntry: time.sleep(600)\nexcept KeyboardInterrupt: write('last')"
+    several = [
+        Stage("long", 1, python("-c", WRITES.replace("; ", "\n") + code)),
+        stage("next", "write('fact')", share=99),
+    ]
+    assert run_all(several, tmp_path, 400) == ["long"]
+    lines = journal.read(tmp_path / JOURNAL)
+    assert [line["kind"] for line in lines] == ["begin", "first", "last", "end", "begin", "fact", "end"]
+    assert of(lines, "long", "end")[0]["outcome"] == "cut off"
+
+
+def test_what_ignores_the_interrupt_is_ended_with_all_that_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "_GRACE", 0.5)
+    code = "import subprocess; signal.signal(2, signal.SIG_IGN); child = subprocess.Popen(['sleep', '600']); "
+    code += "write('child', pid=child.pid); time.sleep(600)"
+    assert run_all([stage("deaf", code)], tmp_path, 5) == ["deaf"]
+    pid = of(journal.read(tmp_path / JOURNAL), "deaf", "child")[0]["pid"]
+    status = Path(f"/proc/{pid}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_an_interrupt_reaches_a_stage_though_the_caller_ignores_it(tmp_path: Path) -> None:
+    """As in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code = "try: time.sleep(600)\nexcept KeyboardInterrupt: write('last')"
+        run_all([Stage("long", 1, python("-c", WRITES.replace("; ", "\n") + code))], tmp_path, 5)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert of(journal.read(tmp_path / JOURNAL), "long", "last")
+
+
+def test_all_that_was_known_is_there_after_the_driver_was_killed(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from bench.gpu.stages import Stage, python, run_all
+first = Stage("first", 1, python("-c", {WRITES + "write('fact', value=1)"!r}))
+second = Stage("second", 1, python("-c", {WRITES + "write('fact', value=2); time.sleep(600)"!r}))
+run_all([first, second], Path({str(tmp_path)!r}), 600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        said = next(line for line in driver.stdout if line.startswith("second: fact"))
+        driver.kill()
+    assert "value 2" in said
+    lines = journal.read(tmp_path / JOURNAL)
+    assert [line["value"] for line in lines if line["kind"] == "fact"] == [1, 2]
+    assert "| first | passed |" in (tmp_path / PAGE).read_text()
+    assert "| second | was ended together with everything |" in page.markdown(lines)
+    left = subprocess.run(["pgrep", "-f", "value=2); time.sleep"], capture_output=True, text=True).stdout.split()
+    for pid in left:  # the killed driver could not
+        os.kill(int(pid), signal.SIGKILL)
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_other_stages_stay_and_a_broken_one_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "report.jsonl"
+    for name in ("one", "two"):
+        Journal(path, name).write("fact", tensor=torch.float32)
+    with path.open("a") as file:
+        file.write('{"stage": "two", "ki')
+    assert [line["stage"] for line in journal.read(path)] == ["one", "two"]
+    journal.begin(path, ["two"])
+    assert [line["stage"] for line in journal.read(path)] == ["one"]
+
+
+def test_the_page_counts_what_is_ok_and_shows_what_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "report.jsonl"
+    own = Journal(path, "smoke")
+    own.write("bits", ok=True, check="norm")
+    own.write("bits", ok=False, check="step | bf16", trace="Traceback\nValueError: 3")
+    own.write("so far", number=1)
+    own.write("so far", number=2)
+    own.write("end", outcome="failed (1)", seconds=3.0)
+    text = page.markdown(journal.read(path))
+    assert "| smoke | failed (1) | 3 | 1 | 1 |" in text
+    assert "### bits: 1 of 2 ok" in text
+    assert "| step \\| bf16 |" in text
+    assert "norm" not in text
+    assert "````\nTraceback\nValueError: 3\n````" in text
+    assert "### so far\n\n| number |\n|---|\n| 2 |" in text
+    assert "Traceback" not in page.markdown(journal.read(path), details=False)
+
+
+def test_the_command_runs_the_stages_that_are_asked_for_after_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [each.name for each in command.all_stages(tmp_path)]
+    assert names == ["build", "smoke", "test", "probe", "bench", "sanitize"]
+    assert sum(each.share for each in command.all_stages(tmp_path)) == 60 * command.MINUTES
+    few = [stage(name, f"write('fact', name={name!r})") for name in names]
+    monkeypatch.setattr(command, "all_stages", lambda folder, dry: few)
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", "probe", "smoke", "--report", str(tmp_path / "report")])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code is None
+    lines = journal.read(tmp_path / "report" / JOURNAL)
+    assert [line["name"] for line in lines if line["kind"] == "fact"] == ["build", "smoke", "probe"]
+    assert "| probe | passed |" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {JOURNAL, PAGE, LOG}
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", "smok"])
+    with pytest.raises(SystemExit):
+        command.main()
+
+
+def test_make_has_a_target_for_each_stage() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    for target, asked in {"gpu": [], **{f"gpu-{name}": [name] for name in command.NAMES}}.items():
+        said = subprocess.run(
+            ["make", "--no-print-directory", "-n", target, "GPU_REPORT=r"], cwd=ROOT, capture_output=True, text=True
+        ).stdout
+        assert said.split() == ["python3", "-m", "bench.gpu", "--minutes", "9", "--report", '"r"', *asked]
+
+
+# ---- build ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source folder of three files, in place of this one."""
+    for name in ("csrc/rules.h", "setup.py", "accumfused/_C.so"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "FOLDER", tmp_path / "build")
+    monkeypatch.setattr(build, "MODULE", tmp_path / "accumfused" / "_C.so")
+    return tmp_path
+
+
+def test_the_module_is_built_only_when_sources_or_the_card_have_changed(source: Path) -> None:
+    calls = []
+
+    def run(command: list[str], known: dict[str, str]) -> tuple[int, str]:
+        calls.append(known.get("ACCUMFUSED_CUDA_ARCHS"))
+        build.MODULE.write_text("built" * len(calls))
+        return 0, ""
+
+    for card in ("90", "90", "100"):
+        assert build.built(card, run)[1] is None
+    assert calls == ["90", "100"]
+    os.utime(source / "csrc/rules.h", (1, 1))  # a copy of the same sources is not a change
+    build.built("100", run)
+    assert calls == ["90", "100"]
+    (source / "csrc/rules.h").write_text("changed")
+    build.built("100", run)
+    build.built("100", run)
+    assert calls == ["90", "100", "100"]
+    build.MODULE.write_text("of another build")
+    build.built("100", run)
+    assert calls == ["90", "100", "100", "100"]
+
+
+def test_a_build_that_fails_is_tried_again_and_says_why(source: Path) -> None:
+    assert build.built("90", lambda command, known: (1, "rules.h:3: error: no")) == ("failed", "rules.h:3: error: no")
+    assert build.built("90", lambda command, known: (0, "")) == ("built", None)
+
+
+@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source")
+def test_the_build_does_not_read_what_an_old_setuptools_refuses(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy2(ROOT / "setup.py", source)
+    (source / "pyproject.toml").write_text("[project]\nname = 3\n")
+    monkeypatch.setenv("CXX", "false")
+    outcome, says = build.built(None, build._run)
+    assert outcome == "failed"
+    assert "false cannot compile C++17" in (says or "")
+
+
+# ---- smoke ----------------------------------------------------------------------------------------------------------
+
+
+class Off:
+    """A backend whose norm has another last bit."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def norm(self, *args: Any) -> Any:
+        outcome = self._inner.norm(*args)
+        outcome.values[1] = torch.nextafter(outcome.values[1], torch.tensor(torch.inf))
+        return outcome
+
+
+def without_streams() -> list[smoke.Check]:
+    return [check for check in smoke.checks() if check.run not in (smoke._side_stream, smoke._graph)]
+
+
+@pytest.fixture
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoke, "SIZES", (1, 129, smoke.CHUNK + 130))
+
+
+@pytest.fixture
+def cuda(emulate_cuda: None, emulated: Any) -> CudaBackend:
+    return CudaBackend(emulated, emulated.Table)
+
+
+def test_every_check_finds_the_bits_of_the_reference(small_sizes: None, cuda: CudaBackend, tmp_path: Path) -> None:
+    own = Journal(tmp_path / "lines", "smoke")
+    several = without_streams()
+    assert smoke.run_checks(own, several, {"cuda": cuda}, CPU)
+    lines = [line for line in journal.read(tmp_path / "lines") if line["kind"] == "bits"]
+    assert len(lines) == len({(line["check"], line["gradients"]) for line in lines}) == len(several)
+
+
+def test_a_different_bit_is_found_said_and_survived(small_sizes: None, cuda: CudaBackend, tmp_path: Path) -> None:
+    own = Journal(tmp_path / "lines", "smoke")
+    several = [check for check in without_streams() if check.name in ("norm", "accumulate into fp32")]
+    assert not smoke.run_checks(own, several, {"cuda": Off(cuda)}, CPU)
+    lines = [line for line in journal.read(tmp_path / "lines") if line["kind"] == "bits"]
+    assert [line["ok"] for line in lines] == [line["check"] != "norm" for line in lines]
+    first = lines[0]["first"]
+    assert (first["tensor"], first["first"], first["differ"], first["of"]) == ("coefficient, norm, skipped", 1, 1, 3)
+    assert int(first["found_bits"], 16) == int(first["expected_bits"], 16) + 1
+
+
+def test_a_difference_names_the_first_place_and_both_bits() -> None:
+    right = torch.tensor([1.0, 0.0, torch.nan, 2.0], dtype=torch.bfloat16)
+    left = torch.tensor([1.0, -0.0, torch.nan, 3.0], dtype=torch.bfloat16)
+    assert smoke.differences({"x": right.clone()}, {"x": right}) == []
+    (found,) = smoke.differences({"x": left}, {"x": right})
+    assert (found["differ"], found["of"], found["first"], found["last"]) == (2, 4, 1, 3)
+    assert (found["found_bits"], found["expected_bits"]) == ("0x8000", "0x0000")
+    assert smoke.differences({}, {"x": right})[0]["found"] == "None"
+
+
+def test_an_unusable_gpu_begins_a_new_process_behind_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(backend: Any, device: torch.device) -> dict[str, Tensor]:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    started: list[int] = []
+    monkeypatch.setattr(smoke, "_usable", lambda device: False)
+    several = [smoke.Check(name, torch.float32, fails) for name in ("a", "b")]
+    own = Journal(tmp_path / "lines", "smoke")
+    assert not smoke.run_checks(own, several, {"cuda": None}, torch.device("cuda", 0), 1, started.append)
+    assert started == [2]
+    (line,) = [line for line in journal.read(tmp_path / "lines") if line["kind"] == "bits"]
+    assert (line["check"], line["error"]) == ("b", "RuntimeError: CUDA error: misaligned address")
+
+
+def test_a_step_that_is_not_skipped_is_found(small_sizes: None, cuda: CudaBackend, monkeypatch: Any) -> None:
+    check = next(check for check in smoke.checks() if check.run is smoke._skip)
+    assert smoke.compare(check, cuda, CPU, "torch", {})["ok"]
+    monkeypatch.setattr(smoke.torch, "inf", 3.0)
+    assert not smoke.compare(check, cuda, CPU, "torch", {})["ok"]
+
+
+# ---- tests ----------------------------------------------------------------------------------------------------------
+
+CONFTEST = """
+import pytest, torch
+@pytest.fixture(params=["torch", "cuda", "triton"])
+def backend(request):
+    return request.param
+"""
+FAILING = """
+import json, os
+def test_first():
+    assert 1 + 1 == 3
+def test_second():
+    lines = [json.loads(line) for line in open(os.environ["ACCUMFUSED_GPU_JOURNAL"])]
+    (failure,) = [line for line in lines if line["kind"] == "failure"]
+    assert failure["test"].endswith("test_first") and "assert 1 + 1 == 3" in failure["trace"]
+def test_third():
+    import pytest
+    pytest.skip("no card")
+"""
+UNUSABLE = """
+import os, torch
+def test_first(monkeypatch):
+    def fails():
+        raise RuntimeError("CUDA error: misaligned address")
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, fails
+    fails()
+def test_second():
+    assert torch.cuda.is_initialized() is False
+"""
+ORDERED = """
+import pytest
+def test_for_all(backend): pass
+def test_for_cpus(): pass
+"""
+ABOUT_GPUS = f"""
+# {failures.ASKS}
+import pytest
+@pytest.fixture(params=["cuda", "triton"])
+def gpu(request):
+    return request.param
+def test_both(gpu): pass
+def test_alone(): pass
+@pytest.mark.parametrize("tool", ["memcheck"])
+def test_compute_sanitizer(tool): pass
+"""
+
+
+@pytest.fixture
+def run_pytest(tmp_path: Path) -> Callable[..., tuple[str, Lines]]:
+    def run(files: dict[str, str], *arguments: str) -> tuple[str, Lines]:
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        known = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT), journal.FILE: str(tmp_path / "lines")}
+        program = [sys.executable, "-m", "pytest", "-p", "bench.gpu.failures", "-p", "no:cacheprovider", *arguments]
+        done = subprocess.run(program, cwd=tmp_path, env={**os.environ, **known}, capture_output=True, text=True)
+        return done.stdout + done.stderr, journal.read(tmp_path / "lines")
+
+    return run
+
+
+def test_a_failure_is_in_the_report_before_the_next_test_begins(run_pytest: Any) -> None:
+    said, lines = run_pytest({"test_x.py": FAILING})
+    assert "1 failed, 1 passed, 1 skipped" in said
+    (failure,) = of(lines, "test", "failure")
+    assert failure["says"] == "assert (1 + 1) == 3"
+    last = of(lines, "test", "so far")[-1]
+    assert (last["failed"], last["passed"], last["skipped"]) == (1, 1, 1)
+    assert of(lines, "test", "skipped")[0]["reason"] == "Skipped: no card"
+
+
+def test_a_file_that_does_not_import_is_in_the_report(run_pytest: Any) -> None:
+    _, lines = run_pytest({"test_x.py": "import not_there"})
+    (line,) = of(lines, "test", "not collected")
+    assert "No module named 'not_there'" in line["trace"]
+
+
+def test_a_worker_with_an_unusable_gpu_ends_and_the_next_test_has_another(run_pytest: Any) -> None:
+    pytest.importorskip("xdist")
+    _, lines = run_pytest({"test_x.py": UNUSABLE}, "-p", "xdist", "-n", "1", "--dist", "load")
+    failed = {line["test"] for line in of(lines, "test", "failure")}
+    assert failed == {"test_x.py::test_first"}
+    assert of(lines, "test", "so far")[-1]["passed"] == 1
+
+
+def test_only_what_needs_a_gpu_runs_and_the_cuda_backend_comes_first(run_pytest: Any) -> None:
+    files = {"conftest.py": CONFTEST, "test_a.py": ORDERED, "test_gpu_b.py": ABOUT_GPUS}
+    said, _ = run_pytest(files, "--collect-only", "-q", "--gpu-backends", "cuda,triton")
+    assert [line.split("::")[1] for line in said.splitlines() if "::" in line] == [
+        "test_both[cuda]", "test_alone", "test_for_all[cuda]", "test_both[triton]", "test_for_all[triton]"
+    ]  # fmt: skip
+
+
+def test_the_files_are_those_with_tests_for_gpus() -> None:
+    names = {path.name for path in gpu_tests.files()}
+    assert {"test_gpu.py", "test_gpu_formats.py", "test_rules.py", "test_several_devices.py"} <= names
+    assert "test_build.py" not in names
+
+
+# ---- probe ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_probe_measures_all_that_was_predicted_and_two_modules_in_turn(cuda: CudaBackend, tmp_path: Path) -> None:
+    subjects = {"this": cuda, "that": probe.module_at(emulation_module())}
+    own = Journal(tmp_path / "lines", "probe")
+    clock = HostClock()
+    tiny = probe.Probe(own, CPU, subjects, 3000, clock, clock, rounds=1)
+    tiny.measure_ceilings = lambda: None  # type: ignore[method-assign]  # test_bench_gpu.py has them
+    tiny.measure_all({name: [(300,), (7,)] for name in predictions.MICROSECONDS})
+    lines = journal.read(tmp_path / "lines")
+    assert not [line for line in lines if line.get("ok") is False]
+    measured = {line["what"]: line for line in lines if "what" in line}
+    assert predictions.SHARES.keys() | predictions.MICROSECONDS.keys() <= measured.keys()
+    for name, known in predictions.SHARES.items():
+        assert measured[name]["so"] in ("slower", "as predicted", "faster")
+        found = measured[name].get("bytes_an_element")
+        if known.bytes and found is not None:
+            assert found == pytest.approx(known.bytes, abs=0.1), name
+    timed = [line for line in lines if "by" in line]
+    assert [line["by"] for line in timed] == ["this", "that"] * (len(timed) // 2)
+    assert all(line["times_as_fast_as_the_first"] > 0 for line in timed)
+
+
+def emulation_module() -> Path:
+    import emulation
+
+    return emulation.build(ROOT / "build" / "emulation")
+
+
+def test_what_fails_in_the_probe_is_said_and_the_next_part_follows(tmp_path: Path) -> None:
+    class Fails:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("CUDA error: no")
+
+    own = Journal(tmp_path / "lines", "probe")
+    clock = HostClock()
+    tiny = probe.Probe(own, CPU, {"cuda": Fails()}, 300, clock, clock, rounds=1)
+    for case in (Case(), Case("Lion")):
+        tiny.section("step", case.name, lambda case=case: tiny.measure_step(case))  # type: ignore[misc]
+    lines = journal.read(tmp_path / "lines")
+    assert [(line["what"], line["error"]) for line in lines] == [
+        (case.name, "RuntimeError: CUDA error: no") for case in (Case(), Case("Lion"))
+    ]
+
+
+def test_a_prediction_says_on_which_side_of_it_a_figure_is() -> None:
+    known = predictions.Prediction(4, (0.9, 0.95))
+    assert [known.verdict(share) for share in (0.89, 0.9, 0.95, 0.96)] == ["slower", *["as predicted"] * 2, "faster"]
+
+
+def test_without_counters_the_report_has_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    probe.count(Journal(tmp_path / "lines", "probe"))
+    (line,) = journal.read(tmp_path / "lines")
+    assert line["says"].startswith("not counted: ")
