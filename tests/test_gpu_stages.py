@@ -13,20 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from accumfused.backends.cuda import CudaBackend
-from bench.clock import HostClock
 from bench.gpu import __main__ as command
-from bench.gpu import build, failures, journal, page, predictions, probe, smoke, stages
+from bench.gpu import build, failures, journal, page, stages
 from bench.gpu import tests as gpu_tests
 from bench.gpu.journal import Journal
 from bench.gpu.stages import JOURNAL, LOG, PAGE, Stage, python, run_all
-from bench.gpu.verbs import Case
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
-WRITES = "import sys, time, signal; from bench.gpu.journal import Journal; write = Journal.of_this_process('?').write; "
+WRITES = (
+    "import os, sys, time, signal; from bench.gpu.journal import Journal; write = Journal.of_this_process('?').write; "
+)
 Lines = list[dict[str, Any]]
 
 
@@ -90,7 +88,7 @@ import sys; sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from bench.gpu.stages import Stage, python, run_all
 first = Stage("first", 1, python("-c", {WRITES + "write('fact', value=1)"!r}))
-second = Stage("second", 1, python("-c", {WRITES + "write('fact', value=2); time.sleep(600)"!r}))
+second = Stage("second", 1, python("-c", {WRITES + "write('fact', value=2, pid=os.getpid()); time.sleep(600)"!r}))
 run_all([first, second], Path({str(tmp_path)!r}), 600)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
@@ -102,9 +100,7 @@ run_all([first, second], Path({str(tmp_path)!r}), 600)
     assert [line["value"] for line in lines if line["kind"] == "fact"] == [1, 2]
     assert "| first | passed |" in (tmp_path / PAGE).read_text()
     assert "| second | was ended together with everything |" in page.markdown(lines)
-    left = subprocess.run(["pgrep", "-f", "value=2); time.sleep"], capture_output=True, text=True).stdout.split()
-    for pid in left:  # the killed driver could not
-        os.kill(int(pid), signal.SIGKILL)
+    os.kill(of(lines, "second", "fact")[0]["pid"], signal.SIGKILL)  # the driver could not
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
@@ -224,88 +220,6 @@ def test_the_build_does_not_read_what_an_old_setuptools_refuses(source: Path, mo
     assert "false cannot compile C++17" in (says or "")
 
 
-# ---- smoke ----------------------------------------------------------------------------------------------------------
-
-
-class Off:
-    """A backend whose norm has another last bit."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def norm(self, *args: Any) -> Any:
-        outcome = self._inner.norm(*args)
-        outcome.values[1] = torch.nextafter(outcome.values[1], torch.tensor(torch.inf))
-        return outcome
-
-
-def without_streams() -> list[smoke.Check]:
-    return [check for check in smoke.checks() if check.run not in (smoke._side_stream, smoke._graph)]
-
-
-@pytest.fixture
-def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smoke, "SIZES", (1, 129, smoke.CHUNK + 130))
-
-
-@pytest.fixture
-def cuda(emulate_cuda: None, emulated: Any) -> CudaBackend:
-    return CudaBackend(emulated, emulated.Table)
-
-
-def test_every_check_finds_the_bits_of_the_reference(small_sizes: None, cuda: CudaBackend, tmp_path: Path) -> None:
-    own = Journal(tmp_path / "lines", "smoke")
-    several = without_streams()
-    assert smoke.run_checks(own, several, {"cuda": cuda}, CPU)
-    lines = [line for line in journal.read(tmp_path / "lines") if line["kind"] == "bits"]
-    assert len(lines) == len({(line["check"], line["gradients"]) for line in lines}) == len(several)
-
-
-def test_a_different_bit_is_found_said_and_survived(small_sizes: None, cuda: CudaBackend, tmp_path: Path) -> None:
-    own = Journal(tmp_path / "lines", "smoke")
-    several = [check for check in without_streams() if check.name in ("norm", "accumulate into fp32")]
-    assert not smoke.run_checks(own, several, {"cuda": Off(cuda)}, CPU)
-    lines = [line for line in journal.read(tmp_path / "lines") if line["kind"] == "bits"]
-    assert [line["ok"] for line in lines] == [line["check"] != "norm" for line in lines]
-    first = lines[0]["first"]
-    assert (first["tensor"], first["first"], first["differ"], first["of"]) == ("coefficient, norm, skipped", 1, 1, 3)
-    assert int(first["found_bits"], 16) == int(first["expected_bits"], 16) + 1
-
-
-def test_a_difference_names_the_first_place_and_both_bits() -> None:
-    right = torch.tensor([1.0, 0.0, torch.nan, 2.0], dtype=torch.bfloat16)
-    left = torch.tensor([1.0, -0.0, torch.nan, 3.0], dtype=torch.bfloat16)
-    assert smoke.differences({"x": right.clone()}, {"x": right}) == []
-    (found,) = smoke.differences({"x": left}, {"x": right})
-    assert (found["differ"], found["of"], found["first"], found["last"]) == (2, 4, 1, 3)
-    assert (found["found_bits"], found["expected_bits"]) == ("0x8000", "0x0000")
-    assert smoke.differences({}, {"x": right})[0]["found"] == "None"
-
-
-def test_an_unusable_gpu_begins_a_new_process_behind_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(backend: Any, device: torch.device) -> dict[str, Tensor]:
-        raise RuntimeError("CUDA error: misaligned address")
-
-    started: list[int] = []
-    monkeypatch.setattr(smoke, "_usable", lambda device: False)
-    several = [smoke.Check(name, torch.float32, fails) for name in ("a", "b")]
-    own = Journal(tmp_path / "lines", "smoke")
-    assert not smoke.run_checks(own, several, {"cuda": None}, torch.device("cuda", 0), 1, started.append)
-    assert started == [2]
-    (line,) = [line for line in journal.read(tmp_path / "lines") if line["kind"] == "bits"]
-    assert (line["check"], line["error"]) == ("b", "RuntimeError: CUDA error: misaligned address")
-
-
-def test_a_step_that_is_not_skipped_is_found(small_sizes: None, cuda: CudaBackend, monkeypatch: Any) -> None:
-    check = next(check for check in smoke.checks() if check.run is smoke._skip)
-    assert smoke.compare(check, cuda, CPU, "torch", {})["ok"]
-    monkeypatch.setattr(smoke.torch, "inf", 3.0)
-    assert not smoke.compare(check, cuda, CPU, "torch", {})["ok"]
-
-
 # ---- tests ----------------------------------------------------------------------------------------------------------
 
 CONFTEST = """
@@ -403,61 +317,3 @@ def test_the_files_are_those_with_tests_for_gpus() -> None:
     names = {path.name for path in gpu_tests.files()}
     assert {"test_gpu.py", "test_gpu_formats.py", "test_rules.py", "test_several_devices.py"} <= names
     assert "test_build.py" not in names
-
-
-# ---- probe ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_probe_measures_all_that_was_predicted_and_two_modules_in_turn(cuda: CudaBackend, tmp_path: Path) -> None:
-    subjects = {"this": cuda, "that": probe.module_at(emulation_module())}
-    own = Journal(tmp_path / "lines", "probe")
-    clock = HostClock()
-    tiny = probe.Probe(own, CPU, subjects, 3000, clock, clock, rounds=1)
-    tiny.measure_ceilings = lambda: None  # type: ignore[method-assign]  # test_bench_gpu.py has them
-    tiny.measure_all({name: [(300,), (7,)] for name in predictions.MICROSECONDS})
-    lines = journal.read(tmp_path / "lines")
-    assert not [line for line in lines if line.get("ok") is False]
-    measured = {line["what"]: line for line in lines if "what" in line}
-    assert predictions.SHARES.keys() | predictions.MICROSECONDS.keys() <= measured.keys()
-    for name, known in predictions.SHARES.items():
-        assert measured[name]["so"] in ("slower", "as predicted", "faster")
-        found = measured[name].get("bytes_an_element")
-        if known.bytes and found is not None:
-            assert found == pytest.approx(known.bytes, abs=0.1), name
-    timed = [line for line in lines if "by" in line]
-    assert [line["by"] for line in timed] == ["this", "that"] * (len(timed) // 2)
-    assert all(line["times_as_fast_as_the_first"] > 0 for line in timed)
-
-
-def emulation_module() -> Path:
-    import emulation
-
-    return emulation.build(ROOT / "build" / "emulation")
-
-
-def test_what_fails_in_the_probe_is_said_and_the_next_part_follows(tmp_path: Path) -> None:
-    class Fails:
-        def __getattr__(self, name: str) -> Any:
-            raise RuntimeError("CUDA error: no")
-
-    own = Journal(tmp_path / "lines", "probe")
-    clock = HostClock()
-    tiny = probe.Probe(own, CPU, {"cuda": Fails()}, 300, clock, clock, rounds=1)
-    for case in (Case(), Case("Lion")):
-        tiny.section("step", case.name, lambda case=case: tiny.measure_step(case))  # type: ignore[misc]
-    lines = journal.read(tmp_path / "lines")
-    assert [(line["what"], line["error"]) for line in lines] == [
-        (case.name, "RuntimeError: CUDA error: no") for case in (Case(), Case("Lion"))
-    ]
-
-
-def test_a_prediction_says_on_which_side_of_it_a_figure_is() -> None:
-    known = predictions.Prediction(4, (0.9, 0.95))
-    assert [known.verdict(share) for share in (0.89, 0.9, 0.95, 0.96)] == ["slower", *["as predicted"] * 2, "faster"]
-
-
-def test_without_counters_the_report_has_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    probe.count(Journal(tmp_path / "lines", "probe"))
-    (line,) = journal.read(tmp_path / "lines")
-    assert line["says"].startswith("not counted: ")

@@ -51,7 +51,7 @@ def _machine(journal: Journal) -> str | None:
     journal.write("programs", **{name: shutil.which(name) for name in _PROGRAMS}, python=sys.version.split()[0])
     journal.write("packages", **{name: _version(name) for name in _PACKAGES})
     journal.write("nvidia-smi", **nvidia_smi())
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(["nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE,TEMPERATURE,ECC"], timeout=30)
     import torch
 

@@ -24,7 +24,7 @@ from accumfused.backends import why_not
 from accumfused.backends.cuda import CudaBackend
 from bench.ceilings import MIXES, Ceilings
 from bench.clock import Clock, CudaClock, EnqueueClock, HostClock
-from bench.gpu import predictions
+from bench.gpu import counters, predictions
 from bench.gpu.journal import Journal
 from bench.gpu.verbs import BF16, FP16, FP32, Case, Verbs, text
 from bench.loops import CUDA_PIECE, PIECE, CpuLoops, CudaLoops
@@ -189,6 +189,7 @@ class Probe:
         self.section("step", "a gradient off its boundary", partial(self.measure_step, Case(), off=1))
         for case in STEPS[3:]:
             self.section("step", case.name, partial(self.measure_step, case))
+        self.section("ceilings", "copy, again", self.measure_copy)
 
 
 def models(quick: bool = False) -> dict[str, Shapes]:
@@ -210,10 +211,11 @@ def module_at(path: Path) -> Any:
 
 
 def count(journal: Journal) -> None:
-    """The GPU's own counters; where they cannot be read, a line says so."""
+    """The GPU's own counters: of each format, then of GPT-2's window; where they cannot be read, a line says so."""
+    counters.count(journal)
     done = subprocess.run([sys.executable, "-m", "bench.counters"], capture_output=True, text=True)
     said = done.stdout if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason"])[-1]
-    journal.write("counters", says=said)
+    journal.write("counters of GPT-2", says=said)
 
 
 def main() -> None:
@@ -222,7 +224,7 @@ def main() -> None:
     parser.add_argument("--backend", default="cuda", help="cuda (the default), triton...")
     parser.add_argument("--against", type=Path, metavar="MODULE", help="another _C*.so, timed in turn with this one's")
     parser.add_argument("--elements", type=float, help=f"default: {_LARGE:.1e}, or as many as the memory holds")
-    parser.add_argument("--counters", action="store_true", help="at the end python -m bench.counters")
+    parser.add_argument("--counters", action="store_true", help="at the end, by ncu")
     asked = parser.parse_args()
     journal, on_gpu = Journal.of_this_process("probe"), asked.device == "cuda"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")

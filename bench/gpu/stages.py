@@ -18,6 +18,7 @@ from bench.gpu.journal import Journal
 
 ROOT = Path(__file__).parents[2]
 JOURNAL, PAGE, BENCH, LOG = "report.jsonl", "report.md", "bench.json", "output.txt"
+_CUDA = ("/usr/local/cuda/bin",)  # nvcc, ncu and compute-sanitizer are often not on the PATH
 _GRACE = 8.0  # seconds between the interrupt and the end
 _LOOK = 0.2
 
@@ -65,8 +66,11 @@ def _run(stage: Stage, folder: Path, deadline: float, log: IO[bytes]) -> str:
     told, outcome = lines.stat().st_size, "cut off"
     log.write(f"==== {stage.name}: {' '.join(stage.command)}\n".encode())
     log.flush()
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    known = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", journal.FILE: str(lines), journal.STAGE: stage.name}
+    known = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), *_CUDA]),
+        "PYTHONUNBUFFERED": "1", journal.FILE: str(lines), journal.STAGE: stage.name,
+    }  # fmt: skip
     process = subprocess.Popen(
         stage.command, cwd=ROOT, env={**os.environ, **known}, stdin=subprocess.DEVNULL, stdout=log,
         stderr=subprocess.STDOUT, preexec_fn=_own_group,

@@ -25,9 +25,9 @@ def files() -> list[Path]:
 
 
 def command(*, sanitizer: bool, dry: bool) -> list[str]:
-    pytest = [sys.executable, "-m", "pytest", "-p", "bench.gpu.failures", "-q", "-rN", "--no-header", "--tb=short"]
+    pytest = [sys.executable, "-m", "pytest", "-p", "bench.gpu.failures", "-rN", "--no-header", "--tb=short"]
     if sanitizer:
-        return [*pytest, "-k", "sanitizer", *map(str, sorted(TESTS.glob("test_gpu*.py")))]
+        return [*pytest, "-v", "-k", "sanitizer", *map(str, sorted(TESTS.glob("test_gpu*.py")))]
     workers = min(_WORKERS, os.cpu_count() or 1)
     pytest += ["-p", "xdist", "-n", str(workers), "--dist", "load", "--maxschedchunk", str(_CHUNK)]
     if dry:
