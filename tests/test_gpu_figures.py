@@ -96,6 +96,15 @@ def test_an_unusable_gpu_begins_a_new_process_behind_the_check(tmp_path: Path, m
     assert (line["check"], line["error"]) == ("b", "RuntimeError: CUDA error: misaligned address")
 
 
+def test_triton_makes_the_brief_checks_alone(tmp_path: Path) -> None:
+    """It compiles for each of them, and the CPU's tests of it have all formats."""
+    own = Journal(tmp_path / "lines", "smoke")
+    several = [smoke.Check(name, torch.float32, lambda *_: {}, brief=name == "a") for name in ("a", "b")]
+    smoke.run_checks(own, several, {"cuda": None, "triton": None}, CPU)
+    lines = [line for line in journal.read(tmp_path / "lines") if line["kind"] == "bits"]
+    assert [(line["backend"], line["check"]) for line in lines] == [("cuda", "a"), ("cuda", "b"), ("triton", "a")]
+
+
 def test_a_step_that_is_not_skipped_is_found(small_sizes: None, cuda: CudaBackend, monkeypatch: Any) -> None:
     check = next(check for check in smoke.checks() if check.run is smoke._skip)
     assert smoke.compare(check, cuda, CPU, "torch", {})["ok"]

@@ -18,7 +18,7 @@ from bench.gpu import __main__ as command
 from bench.gpu import build, failures, journal, page, stages
 from bench.gpu import tests as gpu_tests
 from bench.gpu.journal import Journal
-from bench.gpu.stages import JOURNAL, LOG, PAGE, Stage, python, run_all
+from bench.gpu.stages import BENCH, JOURNAL, LOG, PAGE, Stage, python, run_all
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
@@ -133,6 +133,23 @@ def test_the_page_counts_what_is_ok_and_shows_what_is_not(tmp_path: Path) -> Non
     assert "````\nTraceback\nValueError: 3\n````" in text
     assert "### so far\n\n| number |\n|---|\n| 2 |" in text
     assert "Traceback" not in page.markdown(journal.read(path), details=False)
+
+
+def test_the_page_has_the_tables_of_the_suites_that_are_done(tmp_path: Path) -> None:
+    report = pytest.importorskip("bench.report")
+    done = report.Table(
+        "verbs, GPT-2", [report.Column("name", ""), report.Column("ms", "ms", "{:.2f}")], notes=["a note"]
+    )
+    done.rows.append({"name": "norm | fp32", "ms": 1.234})
+    report.write_json(tmp_path / BENCH, {"date": "today"}, {"verbs": [done]})
+    assert page.tables(tmp_path / "none.json") == ""
+    assert "### verbs, GPT-2\n\n|  | ms |\n|---|---|\n| norm \\| fp32 | 1.23 |\n\na note\n" in page.tables(
+        tmp_path / BENCH
+    )
+    run_all([stage("smoke", "")], tmp_path, 60)
+    assert "verbs, GPT-2" in (tmp_path / PAGE).read_text()
+    run_all([stage("bench", "")], tmp_path, 60)  # what it has written before is not of this run
+    assert "verbs, GPT-2" not in (tmp_path / PAGE).read_text()
 
 
 def test_the_command_runs_the_stages_that_are_asked_for_after_the_build(

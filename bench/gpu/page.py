@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from bench import stored
 from bench.gpu.journal import LATEST, Line, short
 
 _KNOWN = ("stage", "at", "kind", "ok")
@@ -56,6 +58,19 @@ def _kind(kind: str, lines: Sequence[Line], details: bool) -> list[str]:
         else:
             parts.append(f"{called}: {short(text.splitlines()[-1])}")
     return parts
+
+
+def tables(results: Path) -> str:
+    """The suites that `python -m bench --json` has written there so far; nothing where it has not."""
+    try:
+        found = stored.load(results)
+    except stored.ResultsError:
+        return ""
+    parts = []
+    for each in found.tables:
+        rows = [{column["heading"]: stored.cell(row, column) for column in each.columns} for row in each.rows]
+        parts += [f"\n### {each.title}\n", table(rows), *(f"\n{note}" for note in each.notes)]
+    return "\n".join([f"\n## {results.name}\n", *parts, ""])
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -27,6 +27,7 @@ from bench.gpu.verbs import BF16, FP16, FP32, RULES, STATES, WEIGHTS, Case, Verb
 CHUNK = numeric.CHUNK
 SIZES = (1, 15, 17, 127, 2049, CHUNK - 1, CHUNK, CHUNK + 130, 2 * CHUNK + 5)
 _DTYPES = (FP32, BF16, FP16)
+_BRIEF = (Case(), Case("Lion"), Case("SGD-m"), Case("AdamW", "split16", "int8", BF16))
 
 Found = dict[str, Tensor]
 
@@ -38,7 +39,8 @@ class Check:
     name: str
     dtype: torch.dtype
     run: Callable[[Any, torch.device], Found]
-    only_gpu: bool = False  # `run` gives pairs: "expected ..." beside each
+    has_expected: bool = False  # `run` gives what it should be, too: "expected ..." beside each
+    brief: bool = True  # also for Triton, which compiles most of these for seconds each: its tests have the others
 
 
 def drawn(dtype: torch.dtype, device: torch.device, seed: int, scale: float = 1.0) -> list[Tensor]:
@@ -170,11 +172,15 @@ def _pairs(found: Found, expected: Found) -> Found:
     return found | {f"expected {name}": tensor for name, tensor in expected.items()}
 
 
+def _fold(dtype: torch.dtype, into: torch.dtype) -> Check:
+    return Check(f"accumulate into {text(into)}", dtype, _accumulate(dtype, into), brief=into == FP32)
+
+
 def checks() -> list[Check]:
     """What holds up all else comes first."""
     found = [Check("norm", dtype, _norm(dtype)) for dtype in _DTYPES]
     for into in (FP32, BF16):
-        found += [Check(f"accumulate into {text(into)}", dtype, _accumulate(dtype, into)) for dtype in _DTYPES]
+        found += [_fold(dtype, into) for dtype in _DTYPES]
     cases = [Case(rule, grads=dtype) for rule in RULES for dtype in (FP32, BF16)]
     cases += [Case(grads=FP16)]
     packed = [("split8", "int8"), ("split16", "int8"), ("split16", "fp32"), ("bf16 stochastic", "int8")]
@@ -184,11 +190,13 @@ def checks() -> list[Check]:
     for number, (weights, states) in enumerate(others[1:]):  # but plain fp32
         grads = WEIGHTS[weights][0]
         cases += [Case(rule, weights, states, grads) for rule in dict.fromkeys(["AdamW", rules[number % len(rules)]])]
-    found += [Check(f"step: {case.name}", case.grads, _step(case)) for case in cases]
+    found += [Check(f"step: {case.name}", case.grads, _step(case), brief=case in _BRIEF) for case in cases]
     for case in (Case(), Case("AdamW", "split8", "int8", BF16)):
-        found.append(Check(f"gradients off their boundaries: {case.name}", case.grads, _step(case, off=True)))
+        found.append(
+            Check(f"gradients off their boundaries: {case.name}", case.grads, _step(case, off=True), brief=False)
+        )
     own = {"a skipped step": _skip, "a side stream": _side_stream, "a captured graph, replayed": _graph}
-    return found[:9] + [Check(name, FP32, run, only_gpu=True) for name, run in own.items()] + found[9:]
+    return found[:9] + [Check(name, FP32, run, has_expected=True) for name, run in own.items()] + found[9:]
 
 
 def differences(found: Found, expected: Found) -> list[dict[str, Any]]:
@@ -232,7 +240,7 @@ def compare(
     facts: dict[str, Any] = {}
     try:
         found = check.run(backend, device)
-        if check.only_gpu:
+        if check.has_expected:
             expected = {name.removeprefix("expected "): each for name, each in found.items() if name[:9] == "expected "}
         else:
             key = f"{check.name} {check.dtype}"
@@ -259,7 +267,7 @@ def run_checks(
     """Whether all bits are equal. Args: start: how many comparisons are done; again: begins anew with that number."""
     reference = "torch" if _native._C is None or device.type == "cpu" else "cpu"
     known: dict[str, Found] = {}
-    ordered = [(name, check) for name in backends for check in several]
+    ordered = [(name, check) for name in backends for check in several if check.brief or name != "triton"]
     good = True
     for number, (name, check) in enumerate(ordered[start:], start=start):
         called = {"check": check.name, "backend": name, "gradients": text(check.dtype)}
@@ -295,7 +303,9 @@ def main() -> None:
         if reason is not None and not asked.start:
             journal.write("left out", ok=False, backend=name, reason=reason)
     backends = {name: name for name, reason in reasons.items() if reason is None}
-    several = [check for check in checks() if device.type == "cuda" or check.run not in (_side_stream, _graph)]
+    several = checks()
+    if device.type == "cpu":
+        several = [check for check in several if check.brief and check.run not in (_side_stream, _graph)]
 
     def again(start: int) -> None:
         sys.stdout.flush()

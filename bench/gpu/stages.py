@@ -44,6 +44,8 @@ def run_all(stages: Sequence[Stage], folder: Path, seconds: float) -> list[str]:
     """
     whole = sum(stage.share for stage in stages)
     journal.begin(folder / JOURNAL, [stage.name for stage in stages])
+    if "bench" in [stage.name for stage in stages]:
+        (folder / BENCH).unlink(missing_ok=True)
     began, share, bad = time.monotonic(), 0.0, []
     with open(folder / LOG, "wb") as log:
         for stage in stages:
@@ -54,7 +56,8 @@ def run_all(stages: Sequence[Stage], folder: Path, seconds: float) -> list[str]:
 
 
 def write_page(folder: Path) -> None:
-    (folder / PAGE).write_text(page.markdown(journal.read(folder / JOURNAL)), encoding="utf-8")
+    text = page.markdown(journal.read(folder / JOURNAL)) + page.tables(folder / BENCH)
+    (folder / PAGE).write_text(text, encoding="utf-8")
 
 
 def _run(stage: Stage, folder: Path, deadline: float, log: IO[bytes]) -> str:
