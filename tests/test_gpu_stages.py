@@ -330,6 +330,14 @@ def test_only_what_needs_a_gpu_runs_and_the_cuda_backend_comes_first(run_pytest:
     ]  # fmt: skip
 
 
+def test_the_sanitizer_runs_alone_and_the_others_side_by_side() -> None:
+    alone, others = (gpu_tests.command(sanitizer=which, dry=False) for which in (True, False))
+    assert alone[alone.index("-k") + 1] == "sanitizer"
+    assert "xdist" not in alone
+    assert others[others.index("--dist") + 1] == "load"
+    assert others[others.index("--gpu-backends") + 1] == "cuda,triton"
+
+
 def test_the_files_are_those_with_tests_for_gpus() -> None:
     names = {path.name for path in gpu_tests.files()}
     assert {"test_gpu.py", "test_gpu_formats.py", "test_rules.py", "test_several_devices.py"} <= names
