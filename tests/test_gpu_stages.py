@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,6 +228,39 @@ def test_a_build_that_fails_is_tried_again_and_says_why(source: Path) -> None:
     assert build.built("90", lambda command, known: (0, "")) == ("built", None)
 
 
+def test_where_the_kernels_do_not_build_there_is_a_module_without_them(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def run(command: list[str], known: dict[str, str]) -> tuple[int, str]:
+        asked.append((known["ACCUMFUSED_CUDA"], known.get("ACCUMFUSED_CUDA_ARCHS")))
+        return int(known["ACCUMFUSED_CUDA"]), "launch.cu:1: error: no"
+
+    monkeypatch.setattr(build, "_run", run)
+    assert not build._build(Journal(tmp_path / "lines", "build"), "90")
+    assert asked == [("1", "90"), ("0", None)]
+    kernels, without = of(journal.read(tmp_path / "lines"), "build", "module")
+    assert (kernels["ok"], kernels["compiler"]) == (False, "launch.cu:1: error: no")
+    assert (without["for"], without["outcome"]) == ("CPUs", "built")
+
+
+def test_the_build_says_what_machine_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '580.1, 345 MHz, 2619 MHz, 1980 MHz, 3201 MHz, 700.00 W, P0'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    card = {"name": "fake", "major": 9, "minor": 0, "multi_processor_count": 2, "total_memory": 1, "L2_cache_size": 1}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**card))
+    assert build._machine(Journal(tmp_path / "lines", "build")) == "90"
+    lines = {line["kind"]: line for line in journal.read(tmp_path / "lines")}
+    assert lines["nvidia-smi"]["clocks.sm"] == "345 MHz"
+    assert lines["GPU"]["gpu"] == "fake"
+    assert torch.__version__.startswith(lines["packages"]["torch"])
+    assert lines["programs"]["nvidia-smi"] == str(program)
+
+
 @pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source")
 def test_the_build_does_not_read_what_an_old_setuptools_refuses(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy2(ROOT / "setup.py", source)
@@ -244,6 +278,9 @@ import pytest, torch
 @pytest.fixture(params=["torch", "cuda", "triton"])
 def backend(request):
     return request.param
+@pytest.fixture
+def emulated():
+    pass
 """
 FAILING = """
 import json, os
@@ -280,6 +317,7 @@ def gpu(request):
     return request.param
 def test_both(gpu): pass
 def test_alone(): pass
+def test_on_a_cpu(emulated): pass
 @pytest.mark.parametrize("tool", ["memcheck"])
 def test_compute_sanitizer(tool): pass
 """

@@ -50,7 +50,8 @@ def _order(item: pytest.Item, wanted: list[str]) -> tuple[int, int] | None:
     about_gpus = _is_about_gpus(item.path)
     params = getattr(getattr(item, "callspec", None), "params", {})
     name = params.get("gpu", params.get("backend", wanted[0] if about_gpus else None))
-    if name not in wanted or "sanitizer" in item.nodeid:
+    emulated = "emulated" in getattr(item, "fixturenames", ())  # which takes a minute to compile
+    if name not in wanted or emulated or "sanitizer" in item.nodeid:
         return None
     return wanted.index(name), int(not about_gpus)
 

@@ -313,7 +313,7 @@ def main() -> None:
         os.execv(sys.executable, program)
 
     good = run_checks(journal, several, backends, device, asked.start, again)
-    sys.exit(0 if good and backends and not asked.start else 1)
+    sys.exit(0 if good and not any(reasons.values()) and not asked.start else 1)
 
 
 if __name__ == "__main__":
