@@ -318,6 +318,8 @@ def gpu(request):
 def test_both(gpu): pass
 def test_alone(): pass
 def test_on_a_cpu(emulated): pass
+@pytest.mark.parametrize("place", ["emulated", "cuda"])
+def test_places(place): pass
 @pytest.mark.parametrize("tool", ["memcheck"])
 def test_compute_sanitizer(tool): pass
 """
@@ -364,7 +366,7 @@ def test_only_what_needs_a_gpu_runs_and_the_cuda_backend_comes_first(run_pytest:
     files = {"conftest.py": CONFTEST, "test_a.py": ORDERED, "test_gpu_b.py": ABOUT_GPUS}
     said, _ = run_pytest(files, "--collect-only", "-q", "--gpu-backends", "cuda,triton")
     assert [line.split("::")[1] for line in said.splitlines() if "::" in line] == [
-        "test_both[cuda]", "test_alone", "test_for_all[cuda]", "test_both[triton]", "test_for_all[triton]"
+        "test_both[cuda]", "test_alone", "test_places[cuda]", "test_for_all[cuda]", "test_both[triton]", "test_for_all[triton]"
     ]  # fmt: skip
 
 

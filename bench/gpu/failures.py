@@ -18,7 +18,8 @@ import torch
 
 from bench.gpu.journal import Journal
 
-ASKS = "cuda.is_available"  # in the text of such a file
+ASKS = "cuda.is_available"  # in the text of a file in which a test may need a GPU
+BY = ("gpu", "backend", "place")  # the tests' parameters that are a backend
 _EVERY = 2.0  # seconds between two counts
 _MOST = 100  # failures with their traceback
 _LAST = 6000  # characters of one
@@ -49,7 +50,7 @@ def _order(item: pytest.Item, wanted: list[str]) -> tuple[int, int] | None:
     """Which backend's, and whether of a file about GPUs; None: it does not run on one, or is another stage's."""
     about_gpus = _is_about_gpus(item.path)
     params = getattr(getattr(item, "callspec", None), "params", {})
-    name = params.get("gpu", params.get("backend", wanted[0] if about_gpus else None))
+    name = next((params[key] for key in BY if key in params), wanted[0] if about_gpus else None)
     emulated = "emulated" in getattr(item, "fixturenames", ())  # which takes a minute to compile
     if name not in wanted or emulated or "sanitizer" in item.nodeid:
         return None
