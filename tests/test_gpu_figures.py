@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accumfused.backends.cuda import CudaBackend
 from bench.clock import HostClock
-from bench.gpu import counters, journal, predictions, probe, smoke
+from bench.gpu import bits, counters, journal, predictions, probe, smoke
 from bench.gpu.journal import Journal
 from bench.gpu.verbs import Case
 
@@ -75,11 +75,11 @@ def test_a_different_bit_is_found_said_and_survived(small_sizes: None, cuda: Cud
 def test_a_difference_names_the_first_place_and_both_bits() -> None:
     right = torch.tensor([1.0, 0.0, torch.nan, 2.0], dtype=torch.bfloat16)
     left = torch.tensor([1.0, -0.0, torch.nan, 3.0], dtype=torch.bfloat16)
-    assert smoke.differences({"x": right.clone()}, {"x": right}) == []
-    (found,) = smoke.differences({"x": left}, {"x": right})
+    assert bits.differences({"x": right.clone()}, {"x": right}) == []
+    (found,) = bits.differences({"x": left}, {"x": right})
     assert (found["differ"], found["of"], found["first"], found["last"]) == (2, 4, 1, 3)
     assert (found["found_bits"], found["expected_bits"]) == ("0x8000", "0x0000")
-    assert smoke.differences({}, {"x": right})[0]["found"] == "None"
+    assert bits.differences({}, {"x": right})[0]["found"] == "None"
 
 
 def test_an_unusable_gpu_begins_a_new_process_behind_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
