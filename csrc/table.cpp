@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstring>
+#include <unordered_map>
 
 #include "binding.h"
 
@@ -272,18 +273,27 @@ int64_t Table::set_grads(const py::list& grads) {
 py::tuple Table::read_grads(Py_ssize_t own_references) {
   py::list grads(rows_.size());
   int64_t present = 0, refused = -1;
+  bool any_held = false;
   for (size_t i = 0; i < rows_.size(); ++i) {
     PyObject* grad = TensorType::get().grad(owners_[i]);
     if (grad == nullptr) throw py::error_already_set();
     held_[i] = grad != Py_None && Py_REFCNT(grad) > own_references;
-    for (size_t j = 0; held_[i] && j < i; ++j) {  // by the list, where another parameter has the same one
-      if (PyList_GET_ITEM(grads.ptr(), j) == grad) held_[j] = true;
-    }
+    any_held |= held_[i];
     PyList_SET_ITEM(grads.ptr(), i, grad);
     present += grad != Py_None;
     if (!set_grad(i, grad) && refused < 0) refused = int64_t(i);
   }
+  if (any_held) hold_shared(grads);
   return py::make_tuple(grads, present, refused);
+}
+
+// One that two parameters have is held, for the second of them, by the list; the first has it too.
+void Table::hold_shared(const py::list& grads) {
+  std::unordered_map<PyObject*, size_t> first;
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    const auto [known, is_new] = first.emplace(PyList_GET_ITEM(grads.ptr(), i), i);
+    if (!is_new && known->first != Py_None) held_[known->second] = true;
+  }
 }
 
 py::list Table::held() const {

@@ -67,6 +67,7 @@ class Table {
     size_t shape;  // where its sizes and strides stand in shapes_
   };
   bool set_grad(size_t index, PyObject* grad);
+  void hold_shared(const py::list& grads);
   bool read(PyObject* object, dlpack::Tensor& out) const;
   Layout layout_of(PyObject* object);
   size_t keep_shape(const dlpack::Tensor& tensor);

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,21 +58,23 @@ def test_every_kernel_is_there_for_every_architecture(archs: list[int]) -> None:
         }
 
 
-def test_no_kernel_uses_local_memory(hopper: dict[str, machine_code.Kernel]) -> None:
-    assert [name for name, kernel in hopper.items() if kernel.uses_local_memory and name != PACKED] == []
-    assert hopper[PACKED].local_bytes <= 40  # for parameters that were written from outside, beside the loops
+def test_hardly_a_kernel_uses_local_memory(hopper: dict[str, machine_code.Kernel]) -> None:
+    local = {name: kernel.local_bytes for name, kernel in hopper.items() if kernel.uses_local_memory}
+    # Beside the loops: of the packed ones for what was written from outside, of AMSGrad two numbers for each chunk.
+    assert local.keys() <= {PACKED, "step: AMSGrad", "step: any rule per group"}
+    assert all(count <= (40 if name == PACKED else 8) for name, count in local.items()), local
+    assert [loop for loop in hopper["step: AMSGrad"].vector_loops() if loop.uses_local_memory] == []
     assert [loop for *_, loop in hopper[PACKED].packed_loops() if loop.uses_local_memory] == []
 
 
 def test_elsewhere_local_memory_is_out_of_the_loops(archs: list[int]) -> None:
     for arch in archs:
         for kernel in machine_code.kernels(machine_code.module(), arch):
-            assert kernel.local_bytes <= (56 if "format" in kernel.name else 24), (arch, kernel.name)
-            for loop in kernel.vector_loops():
-                assert not loop.uses_local_memory, (arch, kernel.name)
+            assert kernel.local_bytes <= 56, (arch, kernel.name)
+            for loop in kernel.vector_loops():  # on 10.0 AMSGrad's keep a number there
+                assert not loop.uses_local_memory or (arch, kernel.name) == (100, "step: AMSGrad")
             for weights, grad, loop in kernel.packed_loops():
-                if arch < 120 and (arch, weights, grad) != (100, "split16", "fp32"):  # there one number is
-                    assert not loop.uses_local_memory, (arch, weights, grad)
+                assert not loop.uses_local_memory, (arch, weights, grad)
 
 
 def test_registers_allow_half_of_the_threads(archs: list[int]) -> None:
@@ -94,10 +97,28 @@ def test_the_loops_access_16_bytes_at_a_time(name: str, hopper: dict[str, machin
         assert loop.half_loads in (0, rows), "8 bytes for four elements of a 16-bit gradient"
 
 
-def test_any_rule_per_group_has_wide_accesses_too(hopper: dict[str, machine_code.Kernel]) -> None:
-    code = [text for _, text in hopper["step: any rule per group"].code]
-    for access in ("LDG.E.128", "STG.E.128"):
-        assert sum(access in text for text in code) >= 5 * 2
+@pytest.mark.parametrize(("name", "least"), [("step: any rule per group", 50), ("step: any rule and format", 15)])
+def test_general_kernels_have_wide_accesses_too(name: str, least: int, hopper: dict[str, machine_code.Kernel]) -> None:
+    loads, stores = hopper[name].wide_accesses()
+    assert loads >= least
+    assert stores >= least
+
+
+def test_no_store_is_split(archs: list[int]) -> None:
+    for arch in archs:
+        for kernel in machine_code.kernels(machine_code.module(), arch):
+            assert kernel.split_stores() == [], (arch, kernel.name)
+
+
+@pytest.mark.parametrize("name", set(BUDGETS) - {"norm", "step: AMSGrad"})
+def test_a_stream_off_its_boundary_leaves_the_others_wide(name: str, hopper: dict[str, machine_code.Kernel]) -> None:
+    """For each type of gradient a loop that can do both; norm has one stream, and AMSGrad no registers for it."""
+    loops = [{access.split()[-3] for access in stores(body)} for body in hopper[name].innermost_loops()]
+    assert sum({"STG.E.128", "STG.E"} <= widths for widths in loops) >= 3
+
+
+def stores(body: list[tuple[int, str]]) -> list[str]:
+    return [text for _, text in body if "STG.E" in text]
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -116,26 +137,37 @@ def test_packed_formats_stay_in_the_budget(hopper: dict[str, machine_code.Kernel
         assert loops[key].least <= most, key
 
 
-def following(code: list[tuple[int, str]], first: str, operation: str, count: int) -> list[list[str]]:
-    """The operands, the result first, of the operations that follow the first instruction of that name."""
+def following(code: list[tuple[int, str]], first: str, operation: str, count: int) -> Iterator[list[list[str]]]:
+    """For each instruction of that name the operands, the result first, of the operations that follow it."""
     texts = [text.replace(".reuse", "") for _, text in code]
-    start = next(index for index, text in enumerate(texts) if first in text)
-    found = [text.split(" ", 1) for text in texts[start + 1 :] if re.match(operation, text)]
-    return [re.split(r",\s*", operands) for _, operands in found[:count]]
+    for start, text in enumerate(texts):
+        if first in text:
+            found = [text.split(" ", 1) for text in texts[start + 1 :] if re.match(operation, text)][:count]
+            if len(found) == count:
+                yield [re.split(r",\s*", operands) for _, operands in found]
+
+
+def is_root(operations: list[list[str]]) -> bool:
+    (s, x, y), (h, *half), (r, *remainder), (_, *root) = operations
+    return (half, remainder, root) == ([y, "0.5"], [f"-{s}", s, x], [r, h, s])
+
+
+def is_quotient(operations: list[list[str]]) -> bool:
+    (e, *error), (y1, y, *better), (q, a, *quotient), (r, *remainder), (_, *result) = operations
+    b = error[0].lstrip("-")
+    numbers = (error, better, quotient, remainder, result)
+    return numbers == ([f"-{b}", y, "1"], [e, y], [y1, "RZ"], [f"-{b}", q, a], [y1, r, q])
 
 
 def test_packed_roots_and_quotients_are_those_of_the_compiler(archs: list[int]) -> None:
-    """csrc/cuda/packed_adam.cuh writes down what the compiler makes of sqrtf and of a division on their usual way."""
+    """csrc/cuda/packed_adam.cuh writes down what the compiler makes of sqrtf and of a division on their usual way.
+
+    The compiler mixes some of them with other operations, not all.
+    """
     for arch in archs:
         adam = next(k for k in machine_code.kernels(machine_code.module(), arch) if k.name == "step: Adam")
-        (s, x, y), (h, *half), (r, *remainder), (_, *root) = following(adam.code, "MUFU.RSQ", "FMUL.FTZ|FFMA", 4)
-        assert (half, remainder, root) == ([y, "0.5"], [f"-{s}", s, x], [r, h, s]), arch
-        (e, *error), (y1, y, *better), (q, a, *quotient), (r, *remainder), (_, *result) = following(
-            adam.code, "FCHK", "FFMA", 5
-        )
-        b = error[0].lstrip("-")
-        assert (error, better) == ([f"-{b}", y, "1"], [e, y]), arch
-        assert (quotient, remainder, result) == ([y1, "RZ"], [f"-{b}", q, a], [y1, r, q]), arch
+        assert any(map(is_root, following(adam.code, "MUFU.RSQ", "FMUL.FTZ|FFMA", 4))), arch
+        assert any(map(is_quotient, following(adam.code, "FCHK", "FFMA", 5))), arch
 
 
 @pytest.fixture(scope="module")

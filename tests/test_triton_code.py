@@ -16,6 +16,7 @@ from accumfused.rules import RULES
 
 pytest.importorskip("triton")
 
+TOOLS = Path(__file__).parents[1] / "tools"
 NVIDIA = ("80", "90", "100")
 STATES = {rule.name: len(rule.states) for rule in RULES}
 STEPS = {rule.name: (rule, Format()) for rule in RULES}
@@ -61,23 +62,31 @@ def compile_kernels(target: str, folder: Path) -> None:
         )
         compiled = triton_compile(source, target=gpu, options=options)
         (folder / name).write_text(compiled.asm["ptx" if nvidia else "amdgcn"])
+        if nvidia:
+            (folder / f"{name}.cubin").write_bytes(compiled.asm["cubin"])
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def compiled(folder: Any) -> Any:
     """code(target, kernel): its assembly."""
+    return lambda target, kernel: (folder(target) / kernel).read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """folder(target): where everything is that was compiled for it."""
     folders: dict[str, Path] = {}
 
-    def code(target: str, kernel: str) -> str:
+    def path(target: str) -> Path:
         if target not in folders:
-            folder = tmp_path_factory.mktemp(target)
+            made = tmp_path_factory.mktemp(target)
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-            environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
-            subprocess.run([sys.executable, __file__, target, str(folder)], env=environment, check=True)
-            folders[target] = folder
-        return (folders[target] / kernel).read_text()
+            environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(made / "cache")}
+            subprocess.run([sys.executable, __file__, target, str(made)], env=environment, check=True)
+            folders[target] = made
+        return folders[target]
 
-    return code
+    return path
 
 
 each_target = pytest.mark.parametrize("target", NVIDIA)
@@ -86,6 +95,19 @@ each_kernel = pytest.mark.parametrize("kernel", ALL_KERNELS)
 
 def accesses(code: str, kind: str) -> int:
     return len(re.findall(rf"\b{re.escape(kind)}\b", code))
+
+
+@each_target
+@each_kernel
+def test_the_machine_code_splits_no_store(target: str, kernel: str, folder: Any) -> None:
+    if not TOOLS.exists():
+        pytest.skip("needs the source")
+    sys.path.insert(0, str(TOOLS))
+    import machine_code
+
+    (found,) = machine_code.kernels(folder(target) / f"{kernel}.cubin", int(target))
+    assert found.code
+    assert found.split_stores() == []
 
 
 @each_target

@@ -22,6 +22,11 @@ MOST_THREADS = {75: 1024, 80: 2048, 90: 2048, 100: 2048, 120: 1536}
 
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 TARGET = re.compile(r"\bBRA(?:\.\w+)*\s.*?(0x[0-9a-f]+)")
+NARROW_STORE = re.compile(
+    r"(?:@(?P<guard>!?U?P\d+) )?STG\.E(?:\.[A-Z]+)*(?:\.U?(?P<bits>8|16|64))?(?:\.[A-Z]+)* "
+    r".*?\[(?P<base>R\d+)(?:\.U?\d+)?(?:\+(?:UR\d+\+)?(?P<offset>-?0x[0-9a-f]+))?\]"
+)
+_ENDS = re.compile(r"\b(BRA|BSYNC|CALL|RET|EXIT)\b")
 NAMES = {
     "accumulate_kernelIf": "accumulate", "accumulate_kernelINS0_8Bfloat16": "accumulate: bf16", "norm_kernel": "norm",
     "write_kernelILi1024": "table (1 kB)", "write_kernelILi32512": "table (32 kB)",
@@ -72,7 +77,7 @@ class Kernel:
     def vector_loops(self) -> Iterator[Loop]:
         """The innermost loops that read and write as the verb does, in wide accesses alone."""
         reads, writes = STREAMS.get(self.name, (0, 0))
-        for body in self._innermost_loops():
+        for body in self.innermost_loops():
             accesses = _accesses(body)
             loads = sum("LDG.E.128" in text for text in accesses)
             half_loads = sum("LDG.E.64" in text for text in accesses)
@@ -86,7 +91,7 @@ class Kernel:
 
     def packed_loops(self) -> Iterator[tuple[str, str, Loop]]:
         """(weights, gradient, loop) of the loops over eight elements and their blocks' two scales."""
-        for body in self._innermost_loops():
+        for body in self.innermost_loops():
             accesses = _accesses(body)
             wide, half, scales, stores, half_stores, scale_stores = (
                 sum(access in text for text in accesses)
@@ -99,7 +104,29 @@ class Kernel:
                 loop = Loop(wide, half, stores, ways[0] / 8, ways[1] / 8, _uses_local_memory(body))
                 yield PACKED[half, stores], "fp32" if wide == stores + 2 else "bf16", loop
 
-    def _innermost_loops(self) -> Iterator[list[tuple[int, str]]]:
+    def wide_accesses(self) -> tuple[int, int]:
+        """Loads and stores of 16 bytes in innermost loops."""
+        accesses = [text for body in self.innermost_loops() for text in _accesses(body)]
+        return sum("LDG.E.128" in text for text in accesses), sum("STG.E.128" in text for text in accesses)
+
+    def split_stores(self) -> list[str]:
+        """Stores that the compiler has split, in innermost loops with wide loads: each to what lies behind the last."""
+        found = []
+        for body in self.innermost_loops():
+            if not any(re.search(r"LDG\.E\.(64|128)", text) for text in _accesses(body)):
+                continue
+            last: re.Match[str] | None = None
+            for _, text in body:
+                store = NARROW_STORE.match(text)
+                if store is not None:
+                    if last is not None and _follows(last, store):
+                        found.append(text)
+                    last = store
+                elif last is not None and (_ENDS.search(text) or _result(text) in (_guard(last), last["base"])):
+                    last = None
+        return found
+
+    def innermost_loops(self) -> Iterator[list[tuple[int, str]]]:
         loops = [(_target(text), address) for address, text in self.code if -1 < _target(text) < address]
         for first, last in loops:
             if not any(first <= other[0] and other[1] < last for other in loops if other != (first, last)):
@@ -108,6 +135,24 @@ class Kernel:
 
 def _accesses(body: list[tuple[int, str]]) -> list[str]:
     return [text for _, text in body if re.search(r"\b(LDG|STG|LD|ST)\.E", text)]
+
+
+def _follows(first: re.Match[str], second: re.Match[str]) -> bool:
+    """Whether a store is to the memory behind another's, on the same condition."""
+    size = int(first["bits"] or "32") // 8
+    begin, end = (int(match["offset"] or "0", 16) for match in (first, second))
+    return end == begin + size and all(first[name] == second[name] for name in ("guard", "bits", "base"))
+
+
+def _guard(store: re.Match[str]) -> str:
+    return (store["guard"] or "").lstrip("!")
+
+
+def _result(text: str) -> str:
+    """The register that an instruction writes, or "": predicates too."""
+    words = text.split()
+    operands = words[2:] if words[0].startswith("@") else words[1:]
+    return operands[0].rstrip(",") if operands else ""
 
 
 def _uses_local_memory(code: list[tuple[int, str]]) -> bool:
@@ -187,6 +232,8 @@ def table(archs: list[int]) -> str:
         for kernel in kernels(module(), arch):
             fp32 = [loop for loop in kernel.vector_loops() if not loop.half_loads]
             pairs = sorted({f"{loop.loads} / {loop.stores}" for loop in fp32})
+            if not pairs and any(kernel.wide_accesses()):
+                pairs = ["{} / {} in all".format(*kernel.wide_accesses())]
             count = f"{min(loop.least for loop in fp32):.0f} to {max(loop.most for loop in fp32):.0f}" if fp32 else ""
             lines.append(
                 f"| {kernel.name} | {arch} | {kernel.registers} | {kernel.occupancy:.0%} | {kernel.local_bytes} "

@@ -2,6 +2,8 @@
 // the last one. Each thread owns 4 neighbouring lanes, so a row of 1024 elements is one 16-byte access per thread and
 // stream.
 #pragma once
+#include <type_traits>
+
 #include "../numeric.h"
 #include "../rows.h"
 
@@ -22,96 +24,6 @@ struct Chunk {
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
-// Elements i .. i + 3 of kRows successive rows. kVector: they all exist, and lie on a boundary of 4 elements; otherwise
-// those from n on read as 0 and are not written.
-template <bool kVector, int kRows>
-struct Access {
-  static constexpr int kCount = kRows;
-
-  __device__ static void load(const float* from, int i, int n, float (&to)[kRows][kWidth]) {
-    if constexpr (kVector) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const float4 four = *reinterpret_cast<const float4*>(from + i + r * kLanes);
-        to[r][0] = four.x, to[r][1] = four.y, to[r][2] = four.z, to[r][3] = four.w;
-      }
-    } else {
-      load_each(from, i, n, to);
-    }
-  }
-
-  template <class Half>
-  __device__ static void load(const Half* from, int i, int n, float (&to)[kRows][kWidth]) {
-    if constexpr (kVector) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const uint2 four = *reinterpret_cast<const uint2*>(from + i + r * kLanes);
-        const uint32_t pairs[2] = {four.x, four.y};
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) to[r][k] = to_float(Half{uint16_t(pairs[k / 2] >> (k % 2 * 16))});
-      }
-    } else {
-      load_each(from, i, n, to);
-    }
-  }
-
-  __device__ static void store(float* to, int i, int n, const float (&from)[kRows][kWidth]) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if constexpr (kVector) {
-        *reinterpret_cast<float4*>(to + i + r * kLanes) = {from[r][0], from[r][1], from[r][2], from[r][3]};
-      } else {
-        for (int k = 0; k < kWidth; ++k) {
-          if (i + k < n) to[i + k] = from[r][k];
-        }
-      }
-    }
-  }
-
-  // What is a bf16 number already.
-  __device__ static void store(Bfloat16* to, int i, int n, const float (&from)[kRows][kWidth]) {
-    const auto half = [](float value) { return bits_of(value) >> 16; };
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if constexpr (kVector) {
-        *reinterpret_cast<uint2*>(to + i + r * kLanes) = {half(from[r][0]) | half(from[r][1]) << 16,
-                                                          half(from[r][2]) | half(from[r][3]) << 16};
-      } else {
-        for (int k = 0; k < kWidth; ++k) {
-          if (i + k < n) to[i + k] = {uint16_t(half(from[r][k]))};
-        }
-      }
-    }
-  }
-
- private:
-  template <class G>
-  __device__ static void load_each(const G* from, int i, int n, float (&to)[kRows][kWidth]) {
-    static_assert(kRows == 1, "row by row");
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) to[0][k] = i + k < n ? to_float(from[i + k]) : 0.0f;
-  }
-};
-
-// Calls body(access, i) for every row of a chunk of n elements, kRows at a time while they last, so that several
-// accesses are in flight.
-template <int kRows, class Body>
-__device__ void for_each_row(int n, bool aligned, const Body& body) {
-  constexpr int kRow = int(kLanes);
-  int i = int(threadIdx.x) * kWidth;
-  if (aligned) {
-    const int batched = n / (kRows * kRow) * (kRows * kRow), whole = n / kRow * kRow;
-#pragma unroll 1
-    for (; i < batched; i += kRows * kRow) body(Access<true, kRows>(), i);
-    if constexpr (kRows > 1) {
-#pragma unroll 1
-      for (; i < whole; i += kRow) body(Access<true, 1>(), i);
-    }
-  }
-#pragma unroll 1
-  for (; i < n; i += kRow) body(Access<false, 1>(), i);
-}
-
 __device__ inline bool is_aligned(const void* address, int elements_bytes) {
   return reinterpret_cast<uintptr_t>(address) % (kWidth * elements_bytes) == 0;
 }
@@ -121,6 +33,123 @@ template <class T>
 __device__ T* global(T* pointer) {
   __builtin_assume(__isGlobal(pointer));
   return pointer;
+}
+
+// An unsigned number of so many bytes.
+template <int kBytes>
+using Bits =
+    std::conditional_t<(kBytes > 4), std::conditional_t<kBytes == 16, unsigned __int128, uint64_t>,
+                       std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>>;
+
+// Four neighbouring elements of 1, 2 or 4 bytes.
+template <class T>
+struct alignas(kWidth * sizeof(T)) Four {
+  T each[kWidth];
+};
+
+// Elements i .. i + 3, as one number: an access to a vector's elements the compiler may split.
+// kWhole: they all exist, and lie on a boundary of 4 elements. Otherwise those from n on read as 0 and are not written;
+// kMixed: only where a stream is off its boundary, or ends, it goes element by element.
+template <bool kWhole, bool kMixed = true, class T>
+__device__ Four<T> load_four(const T* from, int i, int n) {
+  Four<T> four = {};
+  if constexpr (!kWhole) {
+    if (!kMixed || i + kWidth > n || !is_aligned(from, sizeof(T))) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        if (i + k < n) four.each[k] = from[i + k];
+      }
+      return four;
+    }
+  }
+  const auto bits = *reinterpret_cast<const Bits<sizeof four>*>(from + i);
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    const auto word = Bits<sizeof(T)>(bits >> 8 * sizeof(T) * k);
+    memcpy(&four.each[k], &word, sizeof word);
+  }
+  return four;
+}
+
+template <bool kWhole, bool kMixed = true, class T>
+__device__ void store_four(T* to, int i, int n, const Four<T>& four) {
+  if constexpr (!kWhole) {
+    if (!kMixed || i + kWidth > n || !is_aligned(to, sizeof(T))) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        if (i + k < n) to[i + k] = four.each[k];
+      }
+      return;
+    }
+  }
+  Bits<sizeof four> bits = 0;
+  if constexpr (kWhole && sizeof(T) == 4) {
+    memcpy(&bits, &four, sizeof bits);
+  } else {  // where copying would go through local memory
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      Bits<sizeof(T)> word;
+      memcpy(&word, &four.each[k], sizeof word);
+      bits |= decltype(bits)(word) << 8 * sizeof word * k;
+    }
+  }
+  *reinterpret_cast<decltype(bits)*>(to + i) = bits;
+}
+
+// The same of kRows successive rows, as fp32 numbers.
+template <bool kWhole, int kRows, bool kMixed>
+struct Access {
+  static constexpr int kCount = kRows;
+
+  template <class T>
+  __device__ static void load(const T* from, int i, int n, float (&to)[kRows][kWidth]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const Four<T> four = load_four<kWhole, kMixed>(from + r * kLanes, i, n);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) to[r][k] = to_float(four.each[k]);
+    }
+  }
+
+  // Of type T they are already.
+  template <class T>
+  __device__ static void store(T* to, int i, int n, const float (&from)[kRows][kWidth]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      Four<T> four;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        if constexpr (sizeof(T) == 4) four.each[k] = from[r][k];
+        else four.each[k] = {uint16_t(bits_of(from[r][k]) >> 16)};
+      }
+      store_four<kWhole, kMixed>(to + r * kLanes, i, n, four);
+    }
+  }
+};
+
+// Calls body(access, i) for every whole row of a chunk of n elements, kRows at a time while they last, so that several
+// accesses are in flight; only if all streams lie on boundaries. How many elements that were.
+template <int kRows, class Body>
+__device__ int for_each_whole_row(int n, bool aligned, const Body& body) {
+  constexpr int kRow = int(kLanes);
+  if (!aligned) return 0;
+  const int batched = n / (kRows * kRow) * (kRows * kRow), whole = n / kRow * kRow;
+  int i = int(threadIdx.x) * kWidth;
+#pragma unroll 1
+  for (; i < batched; i += kRows * kRow) body(Access<true, kRows, false>(), i);
+  if constexpr (kRows > 1) {
+#pragma unroll 1
+    for (; i < whole; i += kRow) body(Access<true, 1, false>(), i);
+  }
+  return whole;
+}
+
+// The same for every row. kMixed: see load_four().
+template <int kRows, bool kMixed = true, class Body>
+__device__ void for_each_row(int n, bool aligned, const Body& body) {
+  int i = for_each_whole_row<kRows>(n, aligned, body) + int(threadIdx.x) * kWidth;
+#pragma unroll 1
+  for (; i < n; i += int(kLanes)) body(Access<false, 1, kMixed>(), i);
 }
 
 // Calls body with a pointer of the type of that index among Types.

@@ -8,47 +8,6 @@ namespace accumfused::AF_TARGET {
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
-// Elements i .. i + 3 of a stream, of 1, 2 or 4 bytes each.
-template <class T>
-struct alignas(kWidth * sizeof(T)) Four {
-  T each[kWidth];
-};
-
-// kWhole: they all exist, and lie on a boundary of 4 elements; otherwise those from n on read as 0 and are not written.
-template <bool kWhole, class T>
-__device__ Four<T> load_four(const T* from, int i, int n) {
-  if constexpr (kWhole) return *reinterpret_cast<const Four<T>*>(from + i);
-  Four<T> four = {};
-#pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    if (i + k < n) four.each[k] = from[i + k];
-  }
-  return four;
-}
-
-template <bool kWhole, class T>
-__device__ void store_four(T* to, int i, int n, const Four<T>& four) {
-  if constexpr (kWhole) {
-    *reinterpret_cast<Four<T>*>(to + i) = four;
-  } else {
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      if (i + k < n) to[i + k] = four.each[k];
-    }
-  }
-}
-
-template <class T>
-__device__ Four<T> load_four(const T* from, int i, int n) {
-  return i + kWidth <= n && is_aligned(from, sizeof(T)) ? load_four<true>(from, i, n) : load_four<false>(from, i, n);
-}
-
-template <class T>
-__device__ void store_four(T* to, int i, int n, const Four<T>& four) {
-  if (i + kWidth <= n && is_aligned(to, sizeof(T))) store_four<true>(to, i, n, four);
-  else store_four<false>(to, i, n, four);
-}
-
 // A stream of a chunk, from its first element on.
 template <class T, class Void>
 __device__ T* stream_at(Void* base, const Chunk& at) {
@@ -62,9 +21,9 @@ struct Raw {
   Four<uint32_t> words = {};
 
   __device__ Raw(const Chunk& at, const void* base, int bytes, int i) {
-    if (kBytes == 4 && bytes == 4) keep(load_four(stream_at<const uint32_t>(base, at), i, at.n));
-    if (bytes == 2) keep(load_four(stream_at<const uint16_t>(base, at), i, at.n));
-    if (bytes == 1) keep(load_four(stream_at<const uint8_t>(base, at), i, at.n));
+    if (kBytes == 4 && bytes == 4) keep(load_four<false>(stream_at<const uint32_t>(base, at), i, at.n));
+    if (bytes == 2) keep(load_four<false>(stream_at<const uint16_t>(base, at), i, at.n));
+    if (bytes == 1) keep(load_four<false>(stream_at<const uint8_t>(base, at), i, at.n));
   }
 
   template <class T>
@@ -142,9 +101,9 @@ __device__ void store_weights(const Chunk& at, int i, const float (&p)[kWidth], 
     Four<typename W::Master> master;
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) W::store(p[k], stream<kWeightStream>(noise[k]), param.each[k], master.each[k]);
-    store_four(stream_at<typename W::Master>(at.row.master, at), i, at.n, master);
+    store_four<false>(stream_at<typename W::Master>(at.row.master, at), i, at.n, master);
   }
-  store_four(stream_at<typename W::Param>(at.row.param, at), i, at.n, param);
+  store_four<false>(stream_at<typename W::Param>(at.row.param, at), i, at.n, param);
 }
 
 // The weights of rows whose states are fp32, in the loops of kernels.cuh.
@@ -161,8 +120,8 @@ struct WeightStreams {
     return is_aligned(param, sizeof *param) && is_aligned(master, sizeof *master);
   }
 
-  template <bool kWhole, int kRows>
-  __device__ void load(Access<kWhole, kRows>, int i, int n, float (&p)[kRows][kWidth]) const {
+  template <bool kWhole, int kRows, bool kMixed>
+  __device__ void load(Access<kWhole, kRows, kMixed>, int i, int n, float (&p)[kRows][kWidth]) const {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const auto params = load_four<kWhole>(param + r * kLanes, i, n);
@@ -172,8 +131,8 @@ struct WeightStreams {
     }
   }
 
-  template <bool kWhole, int kRows>
-  __device__ void store(Access<kWhole, kRows>, int i, int n, const float (&p)[kRows][kWidth]) const {
+  template <bool kWhole, int kRows, bool kMixed>
+  __device__ void store(Access<kWhole, kRows, kMixed>, int i, int n, const float (&p)[kRows][kWidth]) const {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       Four<typename W::Param> params;
@@ -239,12 +198,12 @@ __device__ void store_state(const Chunk& at, int state, int i, const float (&s)[
     Four<float> four;
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) four.each[k] = flush_subnormal(s[k]);
-    store_four(stream_at<float>(to, at), i, at.n, four);
+    store_four<false>(stream_at<float>(to, at), i, at.n, four);
   } else if (at.row.states == States::kBfloat16) {
     Four<Bfloat16> four;
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) four.each[k] = to_bfloat16(flush_subnormal(s[k]), stream<kStream>(noise[k]));
-    store_four(stream_at<Bfloat16>(to, at), i, at.n, four);
+    store_four<false>(stream_at<Bfloat16>(to, at), i, at.n, four);
   } else {
     uint32_t largest = 0;
 #pragma unroll
@@ -255,7 +214,7 @@ __device__ void store_state(const Chunk& at, int state, int i, const float (&s)[
 #pragma unroll
     for (int k = 0; k < kWidth; ++k)
       codes.each[k] = uint8_t(encode<kSecondMoment>(s[k], inverse, stream<kStream>(noise[k])));
-    store_four(stream_at<uint8_t>(to, at), i, at.n, codes);
+    store_four<false>(stream_at<uint8_t>(to, at), i, at.n, codes);
     if (i % kBlock == 0) global(at.row.scale[state])[(at.offset + i) / kBlock] = uint8_t(exponent);
   }
 }

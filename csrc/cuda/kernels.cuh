@@ -111,7 +111,8 @@ __device__ void fold_chunk(const Rounding<A>& rounded, A* accumulator, const G* 
 
 // For the accumulators of one type.
 template <class A>
-__global__ void __launch_bounds__(kThreads, 4) accumulate_kernel(const Work work, const Fold fold) {
+__global__ void __launch_bounds__(kThreads, std::is_same_v<A, float> ? 5 : 4)
+    accumulate_kernel(const Work work, const Fold fold) {
   constexpr Dtype kDtype = std::is_same_v<A, float> ? Dtype::kFloat32 : Dtype::kBfloat16;
   const double scale = fold.device_scale ? fold.scale * *fold.device_scale : fold.scale;
   const float add = float(fold.weights[fold.weight] * scale);
@@ -179,9 +180,9 @@ struct Prepared {
   alignas(16) unsigned char rule[64];
 };
 
-// W: weights that need no noise.
-template <class W, class Rule, class G>
-__device__ void step_chunk(const Rule& rule, const Chunk& at, const G* grad, bool aligned) {
+// W: weights that need no noise. kWhole: whole rows alone. How many elements were updated.
+template <class W, bool kWhole, class Rule, class G>
+__device__ int step_chunk(const Rule& rule, const Chunk& at, const G* grad, bool aligned) {
   const WeightStreams<W> weights(at);
   float* state[kMaxStates];
   aligned = aligned && weights.lie_on_boundaries();
@@ -192,7 +193,7 @@ __device__ void step_chunk(const Rule& rule, const Chunk& at, const G* grad, boo
   }
   constexpr int kRows = Rule::kStates < 2 ? 2 : 1;  // with its three or four streams enough is in flight
   const int n = at.n;
-  for_each_row<kRows>(n, aligned, [&](auto access, int i) {
+  const auto update = [&](auto access, int i) {
     constexpr int kCount = decltype(access)::kCount;
     if constexpr (Rule::kStates > 2) read_anew();  // or some would be spilled
     float p[kCount][kWidth], g[kCount][kWidth], s[kMaxStates][kCount][kWidth];
@@ -212,7 +213,10 @@ __device__ void step_chunk(const Rule& rule, const Chunk& at, const G* grad, boo
     weights.store(access, i, n, p);
 #pragma unroll
     for (int k = 0; k < Rule::kStates; ++k) access.store(state[k], i, n, s[k]);
-  });
+  };
+  if constexpr (kWhole) return for_each_whole_row<kRows>(n, aligned, update);
+  for_each_row<kRows, (Rule::kStates <= 2)>(n, aligned, update);  // of three, registers would be spilled
+  return n;
 }
 
 // What a kernel is for: rows in fp32; rows in any format; the same, with loops for the formats that go with Adam.
@@ -220,20 +224,24 @@ enum class Kind { kPlain, kAny, kPacked };
 
 template <Kind kKind, class Rule>
 __device__ void step_any(const Rule& rule, const Work& work, int chunk, const Chunk& at, int count) {
+  [[maybe_unused]] int done = 0;
   [[maybe_unused]] const auto step_floats = [&](auto weights) {
-    with_grad(at.in, at.offset,
-              [&](const auto* grad, bool aligned) { step_chunk<decltype(weights)>(rule, at, grad, aligned); });
+    with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
+      done = step_chunk<decltype(weights), kKind != Kind::kPlain>(rule, at, grad, aligned);
+    });
   };
   if constexpr (kKind == Kind::kPlain) {
     step_floats(Float32Weights());
   } else if constexpr (kKind == Kind::kAny) {
     step_formatted(rule, at, count, 0);
   } else {
-    if (at.row.is_plain()) return step_floats(Float32Weights());
-    if (at.row.states == States::kFloat32 && at.row.weights == Weights::kBfloat16Split16) {
-      return step_floats(Split16Weights());
+    if (at.row.is_plain()) {
+      step_floats(Float32Weights());
+    } else if (at.row.states == States::kFloat32 && at.row.weights == Weights::kBfloat16Split16) {
+      step_floats(Split16Weights());
+    } else {
+      done = step_packed(rule, at, count);
     }
-    const int done = step_packed(rule, at, count);
     if (done == at.n) return;
     const Chunk rest = chunk_of(work, chunk);  // looked up again: nothing of it takes registers in the loops above
     step_formatted(rule, rest, count, done);

@@ -85,7 +85,8 @@ int resident_blocks(void (*kernel)(Parameters...)) {
 }
 
 template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, uintptr_t stream, Arguments... arguments) {
+void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, uintptr_t stream,
+            const Arguments&... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(std::clamp<int64_t>(blocks, 1, resident_blocks(kernel))));
   config.blockDim = dim3(gpu::kThreads);
@@ -100,6 +101,37 @@ void send_packet(const unsigned char* from, size_t size, uintptr_t to, uintptr_t
   const int count = int(size / sizeof(uint4));
   launch("table", gpu::write_kernel<kBytes>, (count + gpu::kThreads - 1) / gpu::kThreads, stream, packet,
          reinterpret_cast<uint4*>(to), count);
+}
+
+// As many launches as it takes.
+void send_bytes(const unsigned char* from, size_t size, uintptr_t to, uintptr_t stream) {
+  while (size > 0) {
+    const size_t part = std::min(size, size_t(kLargePacket));
+    (part <= kSmallPacket ? send_packet<kSmallPacket> : send_packet<kLargePacket>)(from, part, to, stream);
+    from += part, to += part, size -= part;
+  }
+}
+
+// Sends what differs from what was sent last, from the first to the last difference. `sent` is empty where that is not
+// known, so also if a launch fails.
+void send_changes(std::vector<unsigned char>& sent, const void* now, size_t size, uintptr_t to, uintptr_t stream) {
+  const auto* const bytes = static_cast<const unsigned char*>(now);
+  size_t begin = 0, end = size;
+  if (!sent.empty()) {
+    constexpr size_t kBlock = 256;
+    const auto is_same = [&](size_t from, size_t to) { return memcmp(bytes + from, &sent[from], to - from) == 0; };
+    while (begin < end && is_same(begin, std::min(begin + kBlock, end))) begin = std::min(begin + kBlock, end);
+    while (end > begin && is_same(std::max(begin, (end - 1) / kBlock * kBlock), end)) {
+      end = std::max(begin, (end - 1) / kBlock * kBlock);
+    }
+  }
+  if (begin == end) return;
+  std::vector<unsigned char> known;
+  known.swap(sent);
+  send_bytes(bytes + begin, end - begin, to + begin, stream);
+  known.resize(size);
+  memcpy(known.data() + begin, bytes + begin, end - begin);
+  sent.swap(known);
 }
 
 size_t rounded(size_t bytes) { return (bytes + sizeof(uint4) - 1) / sizeof(uint4) * sizeof(uint4); }
@@ -117,19 +149,17 @@ static_assert(sizeof(HyperParameter) == sizeof(gpu::Hyper), "sent as it is");
 // loop whose tensors keep their addresses, neither they nor the step's change.
 struct DeviceTable::Layout {
   size_t rows, operands, hypers, rules, ticket, end;
-  size_t sent_operands;
   gpu::Work work;
   gpu::Hypers step;
 
   Layout(const Rows& table, uintptr_t memory, int64_t groups, int64_t stride, bool folds)
       : rows(0),
-        operands(rounded(size_t(table.count) * sizeof(Row))),
-        hypers(operands + 2 * rounded(size_t(table.count) * sizeof(Operands))),
+        operands(size_t(table.count) * (sizeof(Row) + (folds ? sizeof(Operands) : 0))),
+        hypers(size_t(table.count) * (sizeof(Row) + 2 * sizeof(Operands))),
         rules(hypers + rounded(size_t(groups * stride) * sizeof(HyperParameter))),
         ticket(rules + rounded(size_t(groups) * sizeof(int32_t))),
         end(ticket + sizeof(uint4)),
-        sent_operands(operands + (folds ? rounded(size_t(table.count) * sizeof(Operands)) : 0)),
-        work{pointer<const Row>(memory + rows), pointer<const Operands>(memory + sent_operands), table.count,
+        work{pointer<const Row>(memory + rows), pointer<const Operands>(memory + operands), table.count,
              int(table.chunks), pointer<uint32_t>(memory + ticket)},
         step{pointer<const gpu::Hyper>(memory + hypers), pointer<const int32_t>(memory + rules), int(stride)} {}
 };
@@ -143,39 +173,21 @@ DeviceTable::DeviceTable(int device, uintptr_t memory, int64_t groups, int64_t s
       memory_(memory),
       groups_(groups),
       stride_(stride),
-      hypers_(size_t(groups * stride), HyperParameter{0, 0, 0}),
-      rules_(size_t(groups), 0) {}
+      hypers_(size_t(groups * stride)),
+      rules_(size_t(groups)) {}
 
 DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream, bool folds) {
   const Layout layout(table, memory_, groups_, stride_, folds);
-  std::vector<unsigned char>& image = image_;
-  image = sent_;  // the other kind's operands stay
-  image.resize(layout.end);
-  const auto put = [&](size_t at, const auto* from, size_t count) {
-    if (count > 0) memcpy(image.data() + at, from, count * sizeof *from);
-  };
-  put(layout.rows, table.rows, size_t(table.count));
-  put(layout.sent_operands, table.operands, size_t(table.count));
-  put(layout.hypers, hypers_.data(), hypers_.size());
-  put(layout.rules, rules_.data(), rules_.size());
-
-  size_t begin = 0, end = layout.end;  // of what differs
-  if (sent_.size() == layout.end) {
-    const auto is_same = [&](size_t from, size_t to) { return memcmp(&image[from], &sent_[from], to - from) == 0; };
-    constexpr size_t kBlock = 256;
-    while (begin < end && is_same(begin, std::min(begin + kBlock, end))) begin = std::min(begin + kBlock, end);
-    while (end > begin && is_same(std::max(begin, (end - 1) / kBlock * kBlock), end)) {
-      end = std::max(begin, (end - 1) / kBlock * kBlock);
-    }
+  const size_t count = size_t(table.count);
+  if (!has_rows_) {  // they last as long as the table
+    send_bytes(reinterpret_cast<const unsigned char*>(table.rows), count * sizeof(Row), memory_ + layout.rows, stream);
+    has_rows_ = true;
   }
-  sent_.clear();
-  while (begin < end) {
-    const size_t size = std::min(end - begin, size_t(kLargePacket));
-    const auto send = size <= kSmallPacket ? send_packet<kSmallPacket> : send_packet<kLargePacket>;
-    send(image.data() + begin, size, memory_ + begin, stream);
-    begin += size;
-  }
-  sent_.swap(image);
+  send_changes(operands_[folds], table.operands, count * sizeof(Operands), memory_ + layout.operands, stream);
+  std::vector<unsigned char> numbers(layout.end - layout.hypers);  // and the ticket, which is 0 between launches
+  memcpy(numbers.data(), hypers_.data(), hypers_.size() * sizeof(HyperParameter));
+  memcpy(numbers.data() + layout.rules - layout.hypers, rules_.data(), rules_.size() * sizeof(int32_t));
+  send_changes(numbers_, numbers.data(), numbers.size(), memory_ + layout.hypers, stream);
   return layout;
 }
 

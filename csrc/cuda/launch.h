@@ -46,7 +46,8 @@ class DeviceTable {
   int64_t groups_, stride_;
   std::vector<HyperParameter> hypers_;
   std::vector<int32_t> rules_;
-  std::vector<unsigned char> image_, sent_;  // what the device is to hold, and what it holds; empty: not known
+  bool has_rows_ = false;                             // what the device holds
+  std::vector<unsigned char> operands_[2], numbers_;  // of steps and of folds; empty: not known
 };
 
 // Why the kernels cannot run on a device, or "". Loads them, so that no capture has to.
