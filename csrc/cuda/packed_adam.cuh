@@ -11,16 +11,28 @@ namespace accumfused::AF_TARGET {
 // ---- root and quotient ----------------------------------------------------------------------------------------------
 
 // What the compiler makes of square_root() and of a division on their usual way, instruction by instruction, without
-// the test of each number for the unusual one: subnormals, zeros, and what becomes one of them.
+// the test of each number for the unusual one: subnormals, zeros, and what becomes one of them. `y` is what the
+// hardware takes for 1 / sqrt(value), or 1 / b; tests/test_cuda_arithmetic.py tries all that its documented error
+// allows.
+__device__ inline float refined_root(float value, float y) {
+  const float root = value * y;
+  return __fmaf_rn(__fmaf_rn(-root, root, value), y * 0.5f, root);
+}
+
 __device__ inline float usual_root(float value) {
 #if defined(__CUDA_ARCH__)
   float y;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(value));
-  const float root = value * y;
-  return __fmaf_rn(__fmaf_rn(-root, root, value), y * 0.5f, root);
 #else
-  return square_root(value);
+  const float y = 1.0f / square_root(value);
 #endif
+  return refined_root(value, y);
+}
+
+__device__ inline float refined_quotient(float a, float b, float y) {
+  y = __fmaf_rn(y, __fmaf_rn(-b, y, 1.0f), y);
+  const float quotient = a * y;
+  return __fmaf_rn(y, __fmaf_rn(-b, quotient, a), quotient);
 }
 
 // `a` is not 0: of -0 it would lose the sign.
@@ -28,12 +40,10 @@ __device__ inline float usual_quotient(float a, float b) {
 #if defined(__CUDA_ARCH__)
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
-  y = __fmaf_rn(y, __fmaf_rn(-b, y, 1.0f), y);
-  const float quotient = a * y;
-  return __fmaf_rn(y, __fmaf_rn(-b, quotient, a), quotient);
 #else
-  return a / b;
+  const float y = 1.0f / b;
 #endif
+  return refined_quotient(a, b, y);
 }
 
 // The least and the greatest magnitudes of a thread's moments.

@@ -48,6 +48,14 @@ def build(folder: Path, *extra_flags: str) -> Path:
     return module
 
 
+def build_program(name: str, folder: Path) -> Path:
+    """A program over the emulation, for this processor: searches go through many numbers."""
+    program = folder / Path(name).stem
+    flags = [*FLAGS, "-O2", "-march=native", f"-I{HERE}"]
+    subprocess.run(["g++", *flags, str(HERE / name), "-o", str(program)], check=True)
+    return program
+
+
 def load() -> ModuleType:
     """The module, built once for all test processes."""
     spec = importlib.util.spec_from_file_location("emulated", build(ROOT / "build" / "emulation"))

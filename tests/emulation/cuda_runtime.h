@@ -203,6 +203,8 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   return result;
 }
 
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+
 inline void __threadfence() {}
 inline bool __isGlobal(const void*) { return true; }
 inline float __ldcg(const float* from) { return *from; }
