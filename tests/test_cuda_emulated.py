@@ -1,6 +1,6 @@
 """The CUDA kernels and their launches on the CPU, over the emulation in tests/emulation: the same bits as the CPU's.
 
-The threads of a block run in an order that is shuffled between any two barriers, and so do the blocks.
+The threads of a block run in an order that is shuffled between any two barriers, and blocks take turns.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def machine(emulated: Any) -> Iterator[Any]:
     yield emulated
     emulated.multiprocessors(3)
     emulated.skip_barrier(-1)
+    emulated.skip_fence(-1)
+    emulated.unwatch()
     emulated.fail_after(-1)
     emulated.capture(0)
 
@@ -288,11 +290,10 @@ class WithoutBarrier:
         return call
 
 
-# Those that a block of several chunks comes to, but for two that are not missed here: the one before a block's
-# first sum (nobody has read yet), and the first after a step's chunks (it keeps other blocks from advancing the counts
-# too early; here a block runs to its end before the next begins).
-BARRIERS = [*(("accumulate", index) for index in (1, 2, 3)), *(("norm", index) for index in (1, 2, 3))]
-BARRIERS += [("step", index) for index in (0, 1, 2, 4)]
+# Those that a block of several chunks comes to, but for two that nobody needs yet: the one before a block's first sum,
+# which nobody has read, and the one before a norm's ticket, which the thread takes that has written the sums.
+BARRIERS = [*(("accumulate", index) for index in (1, 2, 3)), *(("norm", index) for index in (1, 2, 3, 7))]
+BARRIERS += [("step", index) for index in range(5)]
 
 
 def differs(run: Callable[[], dict[str, Tensor]], expected: dict[str, Tensor], machine: Any) -> bool:
@@ -316,6 +317,24 @@ def test_a_missing_barrier_is_seen(verb: str, index: int, machine: Any, cuda: Cu
     broken = WithoutBarrier(cuda, machine, verb, index)
     assert not differs(lambda: agree.run(ADAMW_CASE, cuda, torch.float32, sizes), expected, machine)
     assert differs(lambda: agree.run(ADAMW_CASE, broken, torch.float32, sizes), expected, machine)
+
+
+@pytest.mark.parametrize("fence", [-1, 0])
+def test_a_missing_fence_before_the_ticket_is_seen(fence: int, machine: Any, cuda: CudaBackend) -> None:
+    params = random_params([(3 * CHUNK + 5,), (70,), (5,)])
+    partials = torch.empty(6)
+
+    def norms(backend: Any) -> dict[str, Tensor]:
+        plan = build([{"params": params}], {}, [NoRule], Settings())
+        backend.prepare(plan, [{"params": params}], {})
+        scaling = Scaling(plan.device, takes_norm=True)
+        grads = [[torch.full_like(p, value) for p in params] for value in (1.0, 3.0)]
+        return {str(k): backend.norm(plan, each, partials, scaling).values for k, each in enumerate(grads)}
+
+    expected = norms(CpuBackend())
+    machine.watch(partials.data_ptr(), partials.nbytes)
+    machine.skip_fence(fence)
+    assert differs(lambda: norms(cuda), expected, machine) == (fence == 0)
 
 
 @pytest.mark.parametrize("index", range(2, 10))  # after those by which a block finds out that it is the last

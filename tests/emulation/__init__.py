@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SOURCES = [HERE / "module.cpp", *(ROOT / "csrc" / name for name in ("table.cpp", "cuda/binding.cpp", "cuda/launch.cu"))]
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall"]
-FLAGS += ["-Wno-unknown-pragmas", '-DAF_CUDA_ARCHS="emulated"', '-DAF_CUDA_VERSION="none"']
+FLAGS += ["-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", '-DAF_CUDA_ARCHS="emulated"', '-DAF_CUDA_VERSION="none"']
 
 
 def why_not() -> str | None:

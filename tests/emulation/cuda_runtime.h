@@ -1,7 +1,10 @@
 // CUDA on the CPU, as far as csrc/cuda needs it, in place of the real header: every thread of a block is a fiber, which
-// runs until it waits for others. Blocks run one after another; blocks, and the threads between two barriers, in an
-// order that is shuffled anew each time: what relies on a barrier that is not there goes wrong.
+// runs until it waits for others. All blocks of a grid are there at once, and take turns: at barriers, fences and
+// atomics, and between any two threads. Threads between two barriers, and blocks, run in an order that is shuffled anew
+// each time: what relies on a barrier that is not there goes wrong.
 #pragma once
+#include <link.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -20,7 +23,7 @@
 #define __global__
 #define __device__
 #define __host__
-#define __shared__ static
+#define __shared__ static thread_local  // of the block whose turn it is: see SharedMemory
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __builtin_assume(condition) ((void)(condition))
@@ -44,101 +47,234 @@ namespace emulation {
 constexpr int kWarp = 32;
 enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kDone };
 
+static thread_local volatile char known = 0;
+
+// The __shared__ variables lie together, in the module's thread-local memory.
+struct SharedMemory {
+  char* begin = nullptr;
+  size_t bytes = 0;
+
+  static SharedMemory find() {
+    known = 1;  // the first access allocates
+    SharedMemory found;
+    const auto look = [](dl_phdr_info* info, size_t, void* to) {
+      for (int i = 0; i < info->dlpi_phnum; ++i) {
+        const auto& part = info->dlpi_phdr[i];
+        const auto begin = static_cast<char*>(info->dlpi_tls_data);
+        const volatile char* const end = begin + part.p_memsz;
+        if (part.p_type == PT_TLS && begin <= &known && &known < end) {
+          *static_cast<SharedMemory*>(to) = {begin, part.p_memsz};
+        }
+      }
+      return 0;
+    };
+    dl_iterate_phdr(look, &found);
+    return found;
+  }
+};
+
 struct Thread {
-  ucontext_t context;
+  static constexpr size_t kStack = 64 << 10;
+  jmp_buf at;
   std::unique_ptr<char[]> stack;
-  State state = State::kReady;
+  State state = State::kDone;
+};
+
+// Memory whose writes other blocks see no earlier than they must: each block has it as it was at its last fence, and
+// what it has written since.
+struct Watched {
+  char* at;
+  std::vector<char> global;
+};
+
+struct View {
+  std::vector<char> now, before;  // as the block has it, and had it at its last fence
+};
+
+struct Block {
+  unsigned index = 0;
+  std::vector<Thread> threads;
+  std::vector<unsigned> order;   // of the threads in this pass
+  size_t next = 0;               // of them
+  bool ran = false;              // one of them, in this pass
+  std::vector<int> barriers_of;  // how many each thread has come to
+  std::vector<char> shared;
+  std::vector<View> views;  // of what is watched
+  int fences = 0;
+  uint32_t exchanged[1024];
 };
 
 struct Machine {
-  static constexpr size_t kStack = 64 << 10;
   std::mt19937 shuffle{0};
-  std::vector<Thread> threads;
-  ucontext_t scheduler;
+  std::vector<std::unique_ptr<Block>> blocks;
+  Block* running = nullptr;
+  jmp_buf scheduler;
   void (*body)(const void*) = nullptr;  // the kernel, and its arguments
   const void* arguments = nullptr;
   dim3 thread{0}, block{0}, grid{0};
-  uint32_t exchanged[1024];
 
   // What tests set.
   int multiprocessors = 3;
   int skipped_barrier = -1;  // of the barriers that each thread of a block comes to, the one that is not there
+  int skipped_fence = -1;    // the same of a block's fences
+  std::vector<Watched> watched;
   int launches_until_failure = -1;
   uint64_t capture = 0;
   std::vector<std::function<void()>> captured;  // launches, to be made again
   std::string trouble;                          // CUDA's reason why nothing runs
   long launches = 0;
   bool stuck = false;
-  std::vector<int> barriers_of;  // how many each thread has come to
+  bool offers = false;  // the running thread, to let other blocks go on
 
   static Machine& get() {
     static Machine machine;
     return machine;
   }
 
+  // Of the running thread: others go on. swapcontext() would ask the kernel for the signals each time.
   void wait(State state) {
-    Thread& self = threads[thread.x];
+    Thread& self = running->threads[thread.x];
     self.state = state;
-    swapcontext(&self.context, &scheduler);
+    if (_setjmp(self.at) == 0) _longjmp(scheduler, 1);
   }
 
-  static void run_thread() {
+  void resume(Thread& next) {
+    if (_setjmp(scheduler) == 0) _longjmp(next.at, 1);
+  }
+
+  static void run_threads() {
     Machine& machine = get();
-    machine.body(machine.arguments);
-    machine.wait(State::kDone);
-  }
-
-  void run_block(unsigned count) {
-    if (threads.size() < count) threads = std::vector<Thread>(count);
-    barriers_of.assign(count, 0);
-    for (Thread& each : threads) {
-      if (!each.stack) each.stack = std::make_unique<char[]>(kStack);
-      each.state = State::kReady;
-      getcontext(&each.context);
-      each.context.uc_stack.ss_sp = each.stack.get();
-      each.context.uc_stack.ss_size = kStack;
-      makecontext(&each.context, run_thread, 0);
-    }
-    std::vector<unsigned> order(count);
-    std::iota(order.begin(), order.end(), 0u);
     for (;;) {
-      std::shuffle(order.begin(), order.end(), shuffle);
-      bool ran = false;
-      for (const unsigned index : order) {
-        if (threads[index].state != State::kReady) continue;
-        ran = true;
-        thread.x = index;
-        swapcontext(&scheduler, &threads[index].context);
-      }
-      if (!ran && !release(count)) return;
+      machine.wait(State::kDone);
+      machine.body(machine.arguments);
     }
   }
 
-  void run_grid(unsigned blocks, unsigned count) {
-    grid.x = blocks;
-    std::vector<unsigned> order(blocks);
-    std::iota(order.begin(), order.end(), 0u);
-    std::shuffle(order.begin(), order.end(), shuffle);
-    for (const unsigned index : order) {
-      block.x = index;
-      run_block(count);
+  // Leaves the thread where its next launch begins.
+  void prepare(Block& of, unsigned index) {
+    Thread& made = of.threads[index];
+    if (made.state == State::kDone && made.stack) return;
+    if (!made.stack) made.stack.reset(new char[Thread::kStack]);
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = made.stack.get();
+    context.uc_stack.ss_size = Thread::kStack;
+    makecontext(&context, run_threads, 0);
+    running = &of;
+    thread.x = index;
+    if (_setjmp(scheduler) == 0) setcontext(&context);
+  }
+
+  void begin(Block& made, unsigned count, size_t shared_bytes) {
+    if (made.threads.size() != count) made.threads = std::vector<Thread>(count);
+    for (unsigned i = 0; i < count; ++i) prepare(made, i);
+    for (Thread& each : made.threads) each.state = State::kReady;
+    made.barriers_of.assign(count, 0);
+    made.shared = blocks[shuffle() % grid.x]->shared;  // as another block has left it
+    if (made.shared.size() != shared_bytes || shuffle() % 2) made.shared.assign(shared_bytes, char(0xa5));
+    made.order.resize(count);
+    std::iota(made.order.begin(), made.order.end(), 0u);
+    made.next = count, made.ran = true;
+    made.fences = 0;
+    made.views.clear();
+    for (const Watched& each : watched) made.views.push_back({each.global, each.global});
+  }
+
+  // What a block writes into watched memory is the others' from here on, and what they have written before is its own.
+  void fence(Block& of) {
+    for (size_t w = 0; w < watched.size(); ++w) {
+      auto& [at, global] = watched[w];
+      for (size_t i = 0; i < global.size(); ++i) {
+        if (at[i] != of.views[w].before[i]) global[i] = at[i];
+      }
+      memcpy(at, global.data(), global.size());
+      of.views[w].before = global;
     }
+  }
+
+  // Reads past what the running block has of it.
+  float read_global(const float* from) const {
+    const auto place = reinterpret_cast<const char*>(from);
+    for (size_t w = 0; w < watched.size(); ++w) {
+      const auto& [at, global] = watched[w];
+      if (place < at || place >= at + global.size()) continue;
+      const bool written = memcmp(place, &running->views[w].before[size_t(place - at)], sizeof *from) != 0;
+      if (!written) from = reinterpret_cast<const float*>(&global[size_t(place - at)]);
+    }
+    return *from;
+  }
+
+  // Runs the next thread of the block that is ready; false when all are done.
+  bool advance(Block& of) {
+    for (;;) {
+      for (; of.next < of.order.size(); ++of.next) {
+        const unsigned index = of.order[of.next];
+        if (of.threads[index].state != State::kReady) continue;
+        ++of.next;
+        of.ran = true;
+        thread.x = index;
+        resume(of.threads[index]);
+        return true;
+      }
+      if (!of.ran && !release(of)) return false;
+      std::shuffle(of.order.begin(), of.order.end(), shuffle);
+      of.next = 0, of.ran = false;
+    }
+  }
+
+  void run_grid(unsigned count, unsigned threads) {
+    grid.x = count;
+    const SharedMemory shared = SharedMemory::find();
+    while (blocks.size() < count) blocks.push_back(std::make_unique<Block>());
+    for (Watched& each : watched) each.global.assign(each.at, each.at + each.global.size());
+    const std::vector<char> before(shared.begin, shared.begin + shared.bytes);  // others have such variables, too
+    std::vector<unsigned> left(count);
+    std::iota(left.begin(), left.end(), 0u);
+    std::vector<bool> has_begun(count);
+    // From blocks one after another to turns of a few threads, in one launch or another.
+    const unsigned longest = shuffle() % 4 == 0 ? unsigned(-1) : threads << shuffle() % 5;
+    while (!left.empty()) {
+      const size_t which = shuffle() % left.size();
+      Block& next = *blocks[left[which]];
+      if (!has_begun[next.index = left[which]]) begin(next, threads, shared.bytes);
+      has_begun[next.index] = true;
+      running = &next, block.x = next.index;
+      memcpy(shared.begin, next.shared.data(), shared.bytes);
+      for (size_t w = 0; w < watched.size(); ++w) {
+        memcpy(watched[w].at, next.views[w].now.data(), next.views[w].now.size());
+      }
+      bool goes_on = true;
+      for (unsigned turn = longest == unsigned(-1) ? longest : shuffle() % longest; goes_on && turn > 0; --turn) {
+        goes_on = advance(next);
+        if (!std::exchange(offers, false)) continue;
+        if (shuffle() % 2) --next.next;  // it goes on before others of its block
+        if (shuffle() % 2) break;
+      }
+      if (!goes_on) fence(next), left.erase(left.begin() + long(which));
+      memcpy(next.shared.data(), shared.begin, shared.bytes);
+      for (size_t w = 0; w < watched.size(); ++w) {
+        memcpy(next.views[w].now.data(), watched[w].at, next.views[w].now.size());
+      }
+    }
+    for (Watched& each : watched) memcpy(each.at, each.global.data(), each.global.size());
+    memcpy(shared.begin, before.data(), shared.bytes);
   }
 
   // Lets those go on for whom all others have come; false when all are done.
-  bool release(unsigned count) {
+  bool release(Block& of) {
+    const unsigned count = unsigned(of.threads.size());
     unsigned at_block = 0, done = 0;
     bool released = false;
     for (unsigned warp = 0; warp < count; warp += kWarp) {
       unsigned at_warp = 0;
       for (unsigned i = warp; i < warp + kWarp; ++i) {
-        at_block += threads[i].state == State::kAtBlockBarrier;
-        at_warp += threads[i].state == State::kAtWarpBarrier;
-        done += threads[i].state == State::kDone;
+        at_block += of.threads[i].state == State::kAtBlockBarrier;
+        at_warp += of.threads[i].state == State::kAtWarpBarrier;
+        done += of.threads[i].state == State::kDone;
       }
       if (at_warp == kWarp) {
         released = true;
-        for (unsigned i = warp; i < warp + kWarp; ++i) threads[i].state = State::kReady;
+        for (unsigned i = warp; i < warp + kWarp; ++i) of.threads[i].state = State::kReady;
       }
     }
     if (released) return true;
@@ -147,7 +283,7 @@ struct Machine {
       stuck = true;  // they wait at a barrier for threads that have gone, or never come
       return false;
     }
-    for (unsigned i = 0; i < count; ++i) threads[i].state = State::kReady;
+    for (Thread& each : of.threads) each.state = State::kReady;
     return true;
   }
 };
@@ -160,7 +296,7 @@ inline const dim3& gridDim = emulation::Machine::get().grid;
 
 inline void __syncthreads() {
   auto& machine = emulation::Machine::get();
-  if (machine.barriers_of[machine.thread.x]++ == machine.skipped_barrier) return;
+  if (machine.running->barriers_of[machine.thread.x]++ == machine.skipped_barrier) return;
   machine.wait(emulation::State::kAtBlockBarrier);
 }
 
@@ -170,10 +306,10 @@ T in_warp(T value, const Body& body) {
   static_assert(sizeof(T) == 4, "one register");
   auto& machine = emulation::Machine::get();
   const unsigned index = machine.thread.x, lane = index % emulation::kWarp;
-  memcpy(&machine.exchanged[index], &value, sizeof value);
+  memcpy(&machine.running->exchanged[index], &value, sizeof value);
   machine.wait(emulation::State::kAtWarpBarrier);
   T values[emulation::kWarp];
-  memcpy(values, &machine.exchanged[index - lane], sizeof values);
+  memcpy(values, &machine.running->exchanged[index - lane], sizeof values);
   machine.wait(emulation::State::kAtWarpBarrier);
   return body(values, int(lane));
 }
@@ -205,10 +341,22 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
-inline void __threadfence() {}
+// Other blocks may go on before each of these.
+inline void take_turns() {
+  emulation::Machine::get().offers = true;
+  emulation::Machine::get().wait(emulation::State::kReady);
+}
+inline void __threadfence() {
+  take_turns();
+  auto& machine = emulation::Machine::get();
+  if (machine.running->fences++ != machine.skipped_fence) machine.fence(*machine.running);
+}
+inline uint32_t atomicInc(uint32_t* to, uint32_t last) {
+  take_turns();
+  return std::exchange(*to, *to >= last ? 0 : *to + 1);
+}
 inline bool __isGlobal(const void*) { return true; }
-inline float __ldcg(const float* from) { return *from; }
-inline uint32_t atomicInc(uint32_t* to, uint32_t last) { return std::exchange(*to, *to >= last ? 0 : *to + 1); }
+inline float __ldcg(const float* from) { return emulation::Machine::get().read_global(from); }
 
 // ---- the host's side ------------------------------------------------------------------------------------------------
 

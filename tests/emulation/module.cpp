@@ -13,6 +13,14 @@ PYBIND11_MODULE(emulated, m) {
   m.def(
       "skip_barrier", [](int index) { Machine::get().skipped_barrier = index; },
       "Takes the index-th barrier of every thread away; -1: none.");
+  m.def("skip_fence", [](int index) { Machine::get().skipped_fence = index; }, "The same for the fences of a block.");
+  m.def(
+      "watch",
+      [](uintptr_t address, size_t bytes) {
+        Machine::get().watched.push_back({reinterpret_cast<char*>(address), std::vector<char>(bytes)});
+      },
+      "Blocks see each other's writes there no earlier than fences make them.");
+  m.def("unwatch", [] { Machine::get().watched.clear(); });
   m.def(
       "fail_after", [](int launches) { Machine::get().launches_until_failure = launches; },
       "Lets one launch fail after that many more; -1: none.");
