@@ -16,6 +16,9 @@ ROOT = HERE.parents[1]
 SOURCES = [HERE / "module.cpp", *(ROOT / "csrc" / name for name in ("table.cpp", "cuda/binding.cpp", "cuda/launch.cu"))]
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall"]
 FLAGS += ["-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", '-DAF_CUDA_ARCHS="emulated"', '-DAF_CUDA_VERSION="none"']
+# The compiler calls module.cpp before each access to memory, and for each address that is not aligned.
+CHECKS = ["-fsanitize=kernel-address,alignment", "--param=asan-instrumentation-with-call-threshold=0"]
+CHECKS += ["--param=asan-stack=0", "--param=asan-globals=0"]
 
 
 def why_not() -> str | None:
@@ -25,18 +28,21 @@ def why_not() -> str | None:
     return None if shutil.which("g++") else "needs g++"
 
 
-def build(folder: Path, *extra_flags: str) -> Path:
-    """Compiles into a folder what is out of date there; the module's path."""
+def build(folder: Path, *kernel_flags: str) -> Path:
+    """Compiles into a folder what is out of date there, the kernels with more flags; the module's path."""
     import pybind11
 
     folder.mkdir(parents=True, exist_ok=True)
     include = [f"-I{HERE}", f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
-    newest = max(path.stat().st_mtime for place in (ROOT / "csrc", HERE) for path in place.rglob("*.*"))
+    newest = max(
+        path.stat().st_mtime for place in (ROOT / "csrc", HERE) for path in place.rglob("*.*") if path.suffix != ".pyc"
+    )
     module = folder / "emulated.so"
 
     def compile_one(source: Path) -> str:
         out = str(folder / f"{source.name}.{source.parent.name}.o")
-        subprocess.run(["g++", *FLAGS, *extra_flags, *include, "-x", "c++", "-c", str(source), "-o", out], check=True)
+        flags = [*FLAGS, *(kernel_flags if source.suffix == ".cu" else [])]
+        subprocess.run(["g++", *flags, *include, "-x", "c++", "-c", str(source), "-o", out], check=True)
         return out
 
     with open(folder / "lock", "w") as lock:  # test processes side by side
@@ -44,7 +50,7 @@ def build(folder: Path, *extra_flags: str) -> Path:
         if not module.exists() or module.stat().st_mtime < newest:
             with ThreadPoolExecutor() as pool:
                 objects = list(pool.map(compile_one, SOURCES))
-            subprocess.run(["g++", "-shared", *extra_flags, *objects, "-o", str(module)], check=True)
+            subprocess.run(["g++", "-shared", *objects, "-o", str(module)], check=True)
     return module
 
 
@@ -56,9 +62,11 @@ def build_program(name: str, folder: Path) -> Path:
     return program
 
 
-def load() -> ModuleType:
-    """The module, built once for all test processes."""
-    spec = importlib.util.spec_from_file_location("emulated", build(ROOT / "build" / "emulation"))
+def load(*, checked: bool = False) -> ModuleType:
+    """The module, built once for all test processes; checked: its kernels' accesses are."""
+    place = ROOT / "build" / "emulation"
+    path = build(place / "checked", *CHECKS) if checked else build(place)
+    spec = importlib.util.spec_from_file_location("emulated", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

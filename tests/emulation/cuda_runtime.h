@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -53,19 +54,22 @@ static thread_local volatile char known = 0;
 struct SharedMemory {
   char* begin = nullptr;
   size_t bytes = 0;
+  uintptr_t image_begin = 0, image_end = 0;  // of the module
 
   static SharedMemory find() {
     known = 1;  // the first access allocates
     SharedMemory found;
     const auto look = [](dl_phdr_info* info, size_t, void* to) {
+      SharedMemory here;
       for (int i = 0; i < info->dlpi_phnum; ++i) {
         const auto& part = info->dlpi_phdr[i];
-        const auto begin = static_cast<char*>(info->dlpi_tls_data);
-        const volatile char* const end = begin + part.p_memsz;
-        if (part.p_type == PT_TLS && begin <= &known && &known < end) {
-          *static_cast<SharedMemory*>(to) = {begin, part.p_memsz};
-        }
+        const uintptr_t begin = info->dlpi_addr + part.p_vaddr;
+        if (part.p_type == PT_LOAD && here.image_begin == 0) here.image_begin = begin;
+        if (part.p_type == PT_LOAD) here.image_end = begin + part.p_memsz;
+        if (part.p_type == PT_TLS) here.begin = static_cast<char*>(info->dlpi_tls_data), here.bytes = part.p_memsz;
       }
+      const volatile char* const end = here.begin + here.bytes;
+      if (here.begin <= &known && &known < end) *static_cast<SharedMemory*>(to) = here;
       return 0;
     };
     dl_iterate_phdr(look, &found);
@@ -74,10 +78,11 @@ struct SharedMemory {
 };
 
 struct Thread {
-  static constexpr size_t kStack = 64 << 10;
+  static constexpr size_t kStack = 128 << 10;
   jmp_buf at;
   std::unique_ptr<char[]> stack;
   State state = State::kDone;
+  bool gave_up = false;  // in the middle of a kernel
 };
 
 // Memory whose writes other blocks see no earlier than they must: each block has it as it was at its last fence, and
@@ -111,6 +116,10 @@ struct Machine {
   jmp_buf scheduler;
   void (*body)(const void*) = nullptr;  // the kernel, and its arguments
   const void* arguments = nullptr;
+  size_t arguments_bytes = 0;
+  SharedMemory shared;
+  static inline bool in_kernel = false;
+  std::string fault;  // what a kernel did wrong
   dim3 thread{0}, block{0}, grid{0};
 
   // What tests set.
@@ -118,6 +127,9 @@ struct Machine {
   int skipped_barrier = -1;  // of the barriers that each thread of a block comes to, the one that is not there
   int skipped_fence = -1;    // the same of a block's fences
   std::vector<Watched> watched;
+  std::map<uintptr_t, size_t> memory;                                // the device's, address to bytes; empty: not known
+  bool defers = false;                                               // launches wait to be synchronized with
+  std::vector<std::pair<const void*, std::function<void()>>> queue;  // of streams
   int launches_until_failure = -1;
   uint64_t capture = 0;
   std::vector<std::function<void()>> captured;  // launches, to be made again
@@ -133,6 +145,7 @@ struct Machine {
 
   // Of the running thread: others go on. swapcontext() would ask the kernel for the signals each time.
   void wait(State state) {
+    in_kernel = false;
     Thread& self = running->threads[thread.x];
     self.state = state;
     if (_setjmp(self.at) == 0) _longjmp(scheduler, 1);
@@ -142,10 +155,34 @@ struct Machine {
     if (_setjmp(scheduler) == 0) _longjmp(next.at, 1);
   }
 
+  // What a kernel may touch; its own variables lie on the thread's stack.
+  bool allows(uintptr_t at, size_t bytes) const {
+    const auto in = [&](const void* begin, size_t size) {
+      const auto first = reinterpret_cast<uintptr_t>(begin);
+      return at >= first && at + bytes <= first + size;
+    };
+    if (memory.empty() || in(running->threads[thread.x].stack.get(), Thread::kStack)) return true;
+    if (in(shared.begin, shared.bytes) || in(arguments, arguments_bytes)) return true;
+    if (at >= shared.image_begin && at + bytes <= shared.image_end) return true;
+    const auto after = memory.upper_bound(at);
+    if (after == memory.begin()) return false;
+    const auto [begin, size] = *std::prev(after);
+    return at + bytes <= begin + size;
+  }
+
+  // The running thread ends here.
+  void give_up(const std::string& reason) {
+    in_kernel = false;
+    if (fault.empty()) fault = reason;
+    running->threads[thread.x].gave_up = true;
+    wait(State::kDone);
+  }
+
   static void run_threads() {
     Machine& machine = get();
     for (;;) {
       machine.wait(State::kDone);
+      in_kernel = true;
       machine.body(machine.arguments);
     }
   }
@@ -153,7 +190,7 @@ struct Machine {
   // Leaves the thread where its next launch begins.
   void prepare(Block& of, unsigned index) {
     Thread& made = of.threads[index];
-    if (made.state == State::kDone && made.stack) return;
+    if (made.state == State::kDone && made.stack && !std::exchange(made.gave_up, false)) return;
     if (!made.stack) made.stack.reset(new char[Thread::kStack]);
     ucontext_t context;
     getcontext(&context);
@@ -193,15 +230,15 @@ struct Machine {
   }
 
   // Reads past what the running block has of it.
-  float read_global(const float* from) const {
+  float read_global(const float* from, float value) const {
     const auto place = reinterpret_cast<const char*>(from);
     for (size_t w = 0; w < watched.size(); ++w) {
       const auto& [at, global] = watched[w];
       if (place < at || place >= at + global.size()) continue;
       const bool written = memcmp(place, &running->views[w].before[size_t(place - at)], sizeof *from) != 0;
-      if (!written) from = reinterpret_cast<const float*>(&global[size_t(place - at)]);
+      if (!written) memcpy(&value, &global[size_t(place - at)], sizeof value);
     }
-    return *from;
+    return value;
   }
 
   // Runs the next thread of the block that is ready; false when all are done.
@@ -224,7 +261,7 @@ struct Machine {
 
   void run_grid(unsigned count, unsigned threads) {
     grid.x = count;
-    const SharedMemory shared = SharedMemory::find();
+    shared = SharedMemory::find();
     while (blocks.size() < count) blocks.push_back(std::make_unique<Block>());
     for (Watched& each : watched) each.global.assign(each.at, each.at + each.global.size());
     const std::vector<char> before(shared.begin, shared.begin + shared.bytes);  // others have such variables, too
@@ -288,6 +325,12 @@ struct Machine {
   }
 };
 
+// While it is there, the running thread does what the machine does.
+struct InMachine {
+  InMachine() { Machine::get().in_kernel = false; }
+  ~InMachine() { Machine::get().in_kernel = true; }
+};
+
 }  // namespace emulation
 
 inline const dim3& threadIdx = emulation::Machine::get().thread;
@@ -295,6 +338,7 @@ inline const dim3& blockIdx = emulation::Machine::get().block;
 inline const dim3& gridDim = emulation::Machine::get().grid;
 
 inline void __syncthreads() {
+  const emulation::InMachine in_machine;
   auto& machine = emulation::Machine::get();
   if (machine.running->barriers_of[machine.thread.x]++ == machine.skipped_barrier) return;
   machine.wait(emulation::State::kAtBlockBarrier);
@@ -304,6 +348,7 @@ inline void __syncthreads() {
 template <class T, class Body>
 T in_warp(T value, const Body& body) {
   static_assert(sizeof(T) == 4, "one register");
+  const emulation::InMachine in_machine;
   auto& machine = emulation::Machine::get();
   const unsigned index = machine.thread.x, lane = index % emulation::kWarp;
   memcpy(&machine.running->exchanged[index], &value, sizeof value);
@@ -343,11 +388,13 @@ inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
 // Other blocks may go on before each of these.
 inline void take_turns() {
+  const emulation::InMachine in_machine;
   emulation::Machine::get().offers = true;
   emulation::Machine::get().wait(emulation::State::kReady);
 }
 inline void __threadfence() {
   take_turns();
+  const emulation::InMachine in_machine;
   auto& machine = emulation::Machine::get();
   if (machine.running->fences++ != machine.skipped_fence) machine.fence(*machine.running);
 }
@@ -356,7 +403,11 @@ inline uint32_t atomicInc(uint32_t* to, uint32_t last) {
   return std::exchange(*to, *to >= last ? 0 : *to + 1);
 }
 inline bool __isGlobal(const void*) { return true; }
-inline float __ldcg(const float* from) { return emulation::Machine::get().read_global(from); }
+inline float __ldcg(const float* from) {
+  const float value = *from;
+  const emulation::InMachine in_machine;
+  return emulation::Machine::get().read_global(from, value);
+}
 
 // ---- the host's side ------------------------------------------------------------------------------------------------
 
@@ -365,6 +416,7 @@ enum cudaError_t {
   cudaErrorInitializationError = 3,
   cudaErrorLaunchOutOfResources = 701,
   cudaErrorLaunchTimeout = 702,
+  cudaErrorLaunchFailure = 719,
   cudaErrorUnknown = 999
 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
@@ -380,6 +432,7 @@ struct cudaLaunchConfig_t {
 inline const char* cudaGetErrorString(cudaError_t status) {
   return status == cudaErrorLaunchOutOfResources ? "too many resources requested for launch"
          : status == cudaErrorLaunchTimeout      ? "threads wait for others at a barrier"
+         : status == cudaErrorLaunchFailure      ? emulation::Machine::get().fault.c_str()
          : status == cudaErrorUnknown            ? emulation::Machine::get().trouble.c_str()
                                                  : "an error";
 }
@@ -407,6 +460,13 @@ inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatu
   return cudaSuccess;
 }
 
+// How the launches went that have been made since it was asked last.
+inline cudaError_t launches_status() {
+  auto& machine = emulation::Machine::get();
+  const bool stuck = std::exchange(machine.stuck, false);
+  return !machine.fault.empty() ? cudaErrorLaunchFailure : stuck ? cudaErrorLaunchTimeout : cudaSuccess;
+}
+
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... given) {
   auto& machine = emulation::Machine::get();
@@ -415,15 +475,18 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   }
   ++machine.launches;
   using Call = std::pair<void (*)(Parameters...), std::tuple<std::remove_cv_t<Parameters>...>>;
+  static_assert(sizeof(Call::second) <= 32764, "a launch carries no more");
   const auto run = [&machine, config = *config, call = Call{kernel, {std::forward<Arguments>(given)...}}] {
-    machine.arguments = &call;
+    machine.arguments = &call, machine.arguments_bytes = sizeof call;
     machine.body = [](const void* arguments) {
       const auto& [function, values] = *static_cast<const Call*>(arguments);
       std::apply(function, values);
     };
     machine.run_grid(config.gridDim.x, config.blockDim.x);
   };
-  run();
+  machine.fault.clear();
   if (machine.capture != 0) machine.captured.push_back(run);
-  return std::exchange(machine.stuck, false) ? cudaErrorLaunchTimeout : cudaSuccess;
+  if (!machine.defers) run();
+  else if (machine.capture == 0) machine.queue.emplace_back(config->stream, run);
+  return launches_status();
 }

@@ -1,7 +1,52 @@
 // csrc/cuda over the emulation, as a Python module of its own: the same names as accumfused._C.cuda, and a Table.
 #include <cuda_runtime.h>
+#include <pybind11/stl.h>
+
+#include <cstdio>
 
 #include "../../csrc/binding.h"
+
+// What the compiler calls before each access of launch.cu, if it was asked to check them (CHECKS in __init__.py).
+namespace {
+
+void check(uintptr_t at, size_t bytes, const char* what) {
+  if (!emulation::Machine::in_kernel) return;  // nor is there a machine, at first
+  auto& machine = emulation::Machine::get();
+  if (machine.allows(at, bytes)) return;
+  char text[99];
+  snprintf(text, sizeof text, "it %s %zu bytes at %#zx, outside of the device's memory", what, bytes, size_t(at));
+  machine.give_up(text);
+}
+
+}  // namespace
+
+extern "C" {
+#define AF_ACCESS(bytes)                                                         \
+  void __asan_load##bytes##_noabort(uintptr_t at) { check(at, bytes, "reads"); } \
+  void __asan_store##bytes##_noabort(uintptr_t at) { check(at, bytes, "writes"); }
+AF_ACCESS(1)
+AF_ACCESS(2) AF_ACCESS(4) AF_ACCESS(8) AF_ACCESS(16) void __asan_loadN_noabort(uintptr_t at, size_t bytes) {
+  check(at, bytes, "reads");
+}
+void __asan_storeN_noabort(uintptr_t at, size_t bytes) { check(at, bytes, "writes"); }
+void __asan_handle_no_return() {}
+void __asan_before_dynamic_init(const char*) {}
+void __asan_after_dynamic_init() {}
+
+struct Misaligned {
+  const char* file;
+  uint32_t line, column;
+  const void* type;
+  unsigned char log_alignment, kind;
+};
+void __ubsan_handle_type_mismatch_v1(const Misaligned* of, uintptr_t at) {
+  if (!emulation::Machine::in_kernel) return;
+  char text[99];
+  snprintf(text, sizeof text, "it takes %#zx, line %u, for a multiple of %d", size_t(at), of->line,
+           1 << of->log_alignment);
+  emulation::Machine::get().give_up(text);
+}
+}
 
 PYBIND11_MODULE(emulated, m) {
   namespace py = pybind11;
@@ -26,13 +71,42 @@ PYBIND11_MODULE(emulated, m) {
       "Lets one launch fail after that many more; -1: none.");
   m.def(
       "capture", [](uint64_t id) { Machine::get().capture = id, Machine::get().captured.clear(); },
-      "As if a graph were captured, but its launches are made too; 0: none.");
+      "As if a graph were captured, but its launches are made too, unless launches wait; 0: none.");
   m.def(
       "replay",
       [] {
         for (const auto& run : Machine::get().captured) run();
       },
       "Makes the launches since the capture began again.");
+  m.def(
+      "defer", [](bool waits) { Machine::get().defers = waits; },
+      "Launches wait for synchronize(), and those that a capture takes for replay().");
+  m.def(
+      "synchronize",
+      [] {
+        auto& machine = Machine::get();
+        machine.fault.clear();
+        while (!machine.queue.empty()) {  // of one stream in order
+          const void* stream = machine.queue[machine.shuffle() % machine.queue.size()].first;
+          const auto next = std::find_if(machine.queue.begin(), machine.queue.end(),
+                                         [&](const auto& each) { return each.first == stream; });
+          next->second();
+          machine.queue.erase(next);
+        }
+        const cudaError_t status = launches_status();
+        if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+      },
+      "Makes the launches that wait.");
+  m.def(
+      "allow", [](uintptr_t address, size_t bytes) { Machine::get().memory[address] = bytes; },
+      "This is the device's memory; without any, all is.");
+  m.def(
+      "forbid",
+      [](std::optional<uintptr_t> address) {
+        if (address) Machine::get().memory.erase(*address);
+        else Machine::get().memory.clear();
+      },
+      py::arg("address") = std::nullopt);
   m.def("trouble", [](const std::string& reason) { Machine::get().trouble = reason; }, "Nothing runs; \"\": all does.");
   m.def("launches", [] { return Machine::get().launches; }, "So far.");
 }
