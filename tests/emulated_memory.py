@@ -41,14 +41,11 @@ class DeviceMemory(TorchDispatchMode):
     def record_stream(self, tensor: Tensor, stream: int) -> None:
         self._storages[tensor.untyped_storage().data_ptr()][1].add(stream)
 
-    def poison(self, stream: int | None = None) -> int:
-        """Gives what nobody has any more to others, who write NaN there; how much that was.
+    def poison(self, stream: int) -> None:
+        """Others, who get what nobody has any more, write NaN there.
 
-        A stream's launches that wait are in front of whatever others do with memory that was made or recorded for it.
+        Not where it was made, or recorded, for the stream: its launches, or a captured graph's, are in front of theirs.
         """
-        given = 0
         for storage, streams in self._storages.values():
             if torch._C._storage_Use_Count(storage._cdata) == 1 and stream not in streams:
                 ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
-                given += 1
-        return given

@@ -70,7 +70,11 @@ PYBIND11_MODULE(emulated, m) {
       "fail_after", [](int launches) { Machine::get().launches_until_failure = launches; },
       "Lets one launch fail after that many more; -1: none.");
   m.def(
-      "capture", [](uint64_t id) { Machine::get().capture = id, Machine::get().captured.clear(); },
+      "capture",
+      [](uint64_t id) {
+        Machine::get().capture = id;
+        if (id != 0) Machine::get().captured.clear();
+      },
       "As if a graph were captured, but its launches are made too, unless launches wait; 0: none.");
   m.def(
       "replay",
@@ -79,7 +83,7 @@ PYBIND11_MODULE(emulated, m) {
       },
       "Makes the launches since the capture began again.");
   m.def(
-      "defer", [](bool waits) { Machine::get().defers = waits; },
+      "defer", [](bool waits) { Machine::get().defers = waits, Machine::get().queue.clear(); },
       "Launches wait for synchronize(), and those that a capture takes for replay().");
   m.def(
       "synchronize",
