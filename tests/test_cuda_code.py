@@ -24,7 +24,7 @@ import machine_code  # noqa: E402
 # Instructions per element and thread: (where weight decay is decoupled or none, otherwise), gradients in fp32.
 BUDGETS = {
     "accumulate": (9, 9), "norm": (4, 4), "step: SGD": (9, 9), "step: SGD with momentum": (15, 19),
-    "step: Adam": (45, 47), "step: AMSGrad": (52, 54), "step: Lion": (21, 21),
+    "step: Adam": (45, 47), "step: AMSGrad": (53, 54), "step: Lion": (21, 21),
 }  # fmt: skip
 # The same for AdamW on 8-bit states, where no root or quotient is unusual, by weights and gradient.
 PACKED_BUDGETS = {
@@ -58,19 +58,16 @@ def test_every_kernel_is_there_for_every_architecture(archs: list[int]) -> None:
         }
 
 
-def test_hardly_a_kernel_uses_local_memory(hopper: dict[str, machine_code.Kernel]) -> None:
-    local = {name: kernel.local_bytes for name, kernel in hopper.items() if kernel.uses_local_memory}
-    # Beside the loops: of the packed ones for what was written from outside, of AMSGrad two numbers for each chunk.
-    assert local.keys() <= {PACKED, "step: AMSGrad", "step: any rule per group"}
-    assert all(count <= (40 if name == PACKED else 8) for name, count in local.items()), local
-    assert [loop for loop in hopper["step: AMSGrad"].vector_loops() if loop.uses_local_memory] == []
+def test_no_kernel_uses_local_memory(hopper: dict[str, machine_code.Kernel]) -> None:
+    assert [name for name, kernel in hopper.items() if kernel.uses_local_memory and name != PACKED] == []
+    assert hopper[PACKED].local_bytes <= 32  # for parameters that were written from outside, beside the loops
     assert [loop for *_, loop in hopper[PACKED].packed_loops() if loop.uses_local_memory] == []
 
 
 def test_elsewhere_local_memory_is_out_of_the_loops(archs: list[int]) -> None:
     for arch in archs:
         for kernel in machine_code.kernels(machine_code.module(), arch):
-            assert kernel.local_bytes <= 56, (arch, kernel.name)
+            assert kernel.local_bytes <= 48, (arch, kernel.name)
             for loop in kernel.vector_loops():  # on 10.0 AMSGrad's keep a number there
                 assert not loop.uses_local_memory or (arch, kernel.name) == (100, "step: AMSGrad")
             for weights, grad, loop in kernel.packed_loops():

@@ -120,8 +120,8 @@ struct WeightStreams {
     return is_aligned(param, sizeof *param) && is_aligned(master, sizeof *master);
   }
 
-  template <bool kWhole, int kRows, bool kMixed>
-  __device__ void load(Access<kWhole, kRows, kMixed>, int i, int n, float (&p)[kRows][kWidth]) const {
+  template <bool kWhole, int kRows, bool kFrugal>
+  __device__ void load(Access<kWhole, kRows, kFrugal>, int i, int n, float (&p)[kRows][kWidth]) const {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const auto params = load_four<kWhole>(param + r * kLanes, i, n);
@@ -131,8 +131,8 @@ struct WeightStreams {
     }
   }
 
-  template <bool kWhole, int kRows, bool kMixed>
-  __device__ void store(Access<kWhole, kRows, kMixed>, int i, int n, const float (&p)[kRows][kWidth]) const {
+  template <bool kWhole, int kRows, bool kFrugal>
+  __device__ void store(Access<kWhole, kRows, kFrugal>, int i, int n, const float (&p)[kRows][kWidth]) const {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       Four<typename W::Param> params;

@@ -215,7 +215,7 @@ __device__ int step_chunk(const Rule& rule, const Chunk& at, const G* grad, bool
     for (int k = 0; k < Rule::kStates; ++k) access.store(state[k], i, n, s[k]);
   };
   if constexpr (kWhole) return for_each_whole_row<kRows>(n, aligned, update);
-  for_each_row<kRows, (Rule::kStates <= 2)>(n, aligned, update);  // of three, registers would be spilled
+  for_each_row<kRows, (Rule::kStates > 2)>(n, aligned, update);
   return n;
 }
 
