@@ -109,9 +109,16 @@ __device__ void fold_chunk(const Rounding<A>& rounded, A* accumulator, const G* 
   store_sum(lanes, sum);
 }
 
+// Blocks of fp32 folds on a multiprocessor; 7.5 has no room for more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kFolding = 4;
+#else
+constexpr int kFolding = 5;
+#endif
+
 // For the accumulators of one type.
 template <class A>
-__global__ void __launch_bounds__(kThreads, std::is_same_v<A, float> ? 5 : 4)
+__global__ void __launch_bounds__(kThreads, std::is_same_v<A, float> ? kFolding : 4)
     accumulate_kernel(const Work work, const Fold fold) {
   constexpr Dtype kDtype = std::is_same_v<A, float> ? Dtype::kFloat32 : Dtype::kBfloat16;
   const double scale = fold.device_scale ? fold.scale * *fold.device_scale : fold.scale;
