@@ -245,7 +245,7 @@ class TestMake:
         assert "torch" not in self.would_run("wheel", tmp_path)
         assert "torch==" in self.would_run("demo", tmp_path)
 
-    @pytest.mark.parametrize("target", ["demo", "test", "wheel", "gpu"])
+    @pytest.mark.parametrize("target", ["demo", "test", "wheel"])
     def test_no_pip_hides_the_compiler(self, target: str, tmp_path: Path) -> None:
         """Where pip asks for the native module, setup.py has built it already, in sight."""
         commands = self.would_run(target, tmp_path)

@@ -28,8 +28,11 @@ def why_not() -> str | None:
     return None if shutil.which("g++") else "needs g++"
 
 
-def build(folder: Path, *kernel_flags: str) -> Path:
-    """Compiles into a folder what is out of date there, the kernels with more flags; the module's path."""
+def build(folder: Path, *kernel_flags: str, name: str = "emulated") -> Path:
+    """Compiles into a folder what is out of date there, the kernels with more flags; the module's path.
+
+    Modules of one name are one module to a process, wherever they lie.
+    """
     import pybind11
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,11 +40,11 @@ def build(folder: Path, *kernel_flags: str) -> Path:
     newest = max(
         path.stat().st_mtime for place in (ROOT / "csrc", HERE) for path in place.rglob("*.*") if path.suffix != ".pyc"
     )
-    module = folder / "emulated.so"
+    module = folder / f"{name}.so"
 
     def compile_one(source: Path) -> str:
         out = str(folder / f"{source.name}.{source.parent.name}.o")
-        flags = [*FLAGS, *(kernel_flags if source.suffix == ".cu" else [])]
+        flags = [*FLAGS, f"-DAF_EMULATED={name}", *(kernel_flags if source.suffix == ".cu" else [])]
         subprocess.run(["g++", *flags, *include, "-x", "c++", "-c", str(source), "-o", out], check=True)
         return out
 
@@ -65,8 +68,8 @@ def build_program(name: str, folder: Path) -> Path:
 def load(*, checked: bool = False) -> ModuleType:
     """The module, built once for all test processes; checked: its kernels' accesses are."""
     place = ROOT / "build" / "emulation"
-    path = build(place / "checked", *CHECKS) if checked else build(place)
-    spec = importlib.util.spec_from_file_location("emulated", path)
+    path = build(place / "checked", *CHECKS, name="emulated_checked") if checked else build(place)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -48,7 +48,7 @@ void __ubsan_handle_type_mismatch_v1(const Misaligned* of, uintptr_t at) {
 }
 }
 
-PYBIND11_MODULE(emulated, m) {
+PYBIND11_MODULE(AF_EMULATED, m) {
   namespace py = pybind11;
   using emulation::Machine;
   accumfused::bind_table(m);
