@@ -107,6 +107,9 @@ class Masters:
             self._params.append(param)
             self._versions.append(version)
             self._remainders.append(storage.master)
+        own = {id(param) for param in plan.params}
         for param, version, remainder in known.values():  # whose state is to be converted first
-            if param._version != version:
-                remainder.zero_()
+            if id(param) in own:
+                self._params.append(param)
+                self._versions.append(version)
+                self._remainders.append(remainder)

@@ -359,3 +359,20 @@ def test_a_parameter_that_was_written_before_its_first_gradient(backend: str, we
     optimizer.step()  # matrix has no gradient this time
     torch.testing.assert_close(whole(optimizer, model.vector), torch.full((130,), 0.5 * 0.999 - 0.1), rtol=1e-4, atol=0)
     assert whole(optimizer, model.matrix).unique().tolist() == [0.25]
+
+
+@each_master
+def test_a_write_is_noticed_between_the_laying_out_anew_and_the_conversion(backend: str, weights: str) -> None:
+    """Its state is converted with its next gradient; the other parameter steps before that."""
+    model, optimizer = build(weights, "fp32", backend)
+    grads_of(optimizer, 0)
+    optimizer.step()
+    model.matrix.data = model.matrix.detach().t().contiguous().t()
+    optimizer.zero_grad()
+    model.vector.grad = torch.ones_like(model.vector)
+    optimizer.step()
+    with torch.no_grad():
+        model.matrix.fill_(0.25)
+    grads_of(optimizer, 1)
+    skip_a_step(optimizer)
+    assert whole(optimizer, model.matrix).unique().tolist() == [0.25]
