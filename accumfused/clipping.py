@@ -145,6 +145,9 @@ class ClipTogether:
         """Takes the norm over all members, for each of them to step with."""
         for member in self.optimizers:
             member._runtime.taken = None
+        for member in self.optimizers:  # before any of them converts its states
+            member._refuse_live(member._whole_plan().gradients()[1])
+            member._let_go()
         parts: list[Measured | None] = []
         for member in self.optimizers:
             try:

@@ -287,11 +287,7 @@ class Tail(torch.optim.Optimizer):
         if window.phase is Phase.CLOSED and not present:
             window.drop()  # model.zero_grad() has released it
         if window.phase is Phase.OPEN:
-            if present:
-                raise RuntimeError(
-                    "a window is open and there is a gradient that was not accumulated; "
-                    "call accumulate() after the last backward(), before step()"
-                )
+            self._refuse_live(present)
             window.follow(current)
             window.watch_writes()
             if not window.is_reduced:  # by a step that was refused, or with clip_together by another's
@@ -330,6 +326,13 @@ class Tail(torch.optim.Optimizer):
             outcome = backend.norm(current, stale, partials, scaling)
         outcome.spends_grads = window.phase is Phase.OPEN
         return Measured(current, grads, matched, complete, outcome)
+
+    def _refuse_live(self, present: int) -> None:
+        if present and self._runtime.window.phase is Phase.OPEN:
+            raise RuntimeError(
+                "a window is open and there is a gradient that was not accumulated; "
+                "call accumulate() after the last backward(), before step()"
+            )
 
     def _norm_over_processes(self, current: Plan, stale: Grads | None, partials: Tensor, scaling: Scaling) -> Outcome:
         from accumfused.reduction import sum_of_squares
