@@ -101,7 +101,7 @@ def _work(rank: int, size: int, store: str, pipe: Any, path: list[str]) -> None:
 
 
 def _import(module: str) -> None:
-    """What a module brings is out of the garbage collector's sight, as in conftest.py: optimizers look through it."""
+    """What a module brings is out of the garbage collector's sight, as in harness.py: optimizers look through it."""
     import torch._dynamo  # noqa: F401
 
     importlib.import_module(module)

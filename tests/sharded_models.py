@@ -14,7 +14,7 @@ import emulation
 import processes
 import torch
 import torch.distributed as dist
-from cases import assert_same_bits
+from compare import assert_same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

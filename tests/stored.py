@@ -6,25 +6,15 @@ import io
 from typing import Any
 
 import torch
-from cases import assert_same_bits, everything
+from compare import assert_same_bits, everything
+from table import STATES, WEIGHTS
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 import accumfused as af
 from accumfused import codecs, numeric
 
-WEIGHTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "fp32": (torch.float32, {}),
-    "bf16": (torch.bfloat16, {"master_weights": None}),
-    "bf16 stochastic": (torch.bfloat16, {"master_weights": None, "rounding": "stochastic"}),
-    "split16": (torch.bfloat16, {"master_weights": "split16"}),
-    "split8": (torch.bfloat16, {"master_weights": "split8"}),
-    "bf16 + fp32": (torch.bfloat16, {"master_weights": "fp32"}),
-    "fp16": (torch.float16, {"master_weights": None}),
-    "fp16 + fp32": (torch.float16, {"master_weights": "fp32"}),
-}
-MASTERS = ("split16", "split8", "bf16 + fp32", "fp16 + fp32")
-STATES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}
+MASTERS = ("split16", "split8", "bf16_master", "fp16_master")
 
 
 class Model(Module):

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_close, assert_same_bits, everything, random_grads, set_grads
+from compare import assert_close, assert_same_bits, everything
+from table import random_grads, set_grads
 from torch import Tensor
 
 import accumfused as af

@@ -1,7 +1,7 @@
 """Triton's interpreter, for machines without a GPU.
 
 It must be asked for before anything else imports Triton, which torch's compiler and the training frameworks do: so
-conftest.py imports this first.
+harness.py imports this first.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_close, assert_same_bits
+from compare import assert_close, assert_same_bits
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("lightning", minversion="2.4")
-from cases import assert_close, assert_same_bits, everything
+from compare import assert_close, assert_same_bits, everything
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning_loops import (

@@ -14,7 +14,7 @@ from torch import Tensor
 import accumfused as af
 
 pytest.importorskip("lightning", minversion="2.4")
-from cases import assert_same_bits, everything
+from compare import assert_same_bits, everything
 from lightning_loops import (
     LIGHTNING_WARNINGS,
     MAX_NORM,

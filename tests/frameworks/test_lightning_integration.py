@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("lightning", minversion="2.4")
 import lightning
-from cases import assert_close, assert_same_bits, everything
+from compare import assert_close, assert_same_bits, everything
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_loops import (

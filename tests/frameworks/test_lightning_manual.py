@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("lightning", minversion="2.4")
-from cases import assert_close
+from compare import assert_close
 from lightning_loops import (
     LIGHTNING_WARNINGS,
     MAX_NORM,

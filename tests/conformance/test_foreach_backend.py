@@ -1,0 +1,291 @@
+"""The backend of torch's own kernels: the formulas' numbers and the reference's formats, though not its bits.
+
+Each comparison runs twice: reading values, as on a CPU, and without reading any, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import test_accumulation_numbers
+import test_formats
+import test_native
+import test_rules
+import torch
+from compare import assert_close, assert_same_bits, everything
+from oracle import global_norm
+from table import ADAMW_CASE, CASES, Case, case_named, every_case, random_grads, random_params, set_grads  # fmt: skip
+from test_layouts import LAYOUTS, Layout, train
+from test_no_sync import NoReads
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+import accumfused as af
+from accumfused import codecs
+from accumfused.backends import ForeachBackend, foreach, foreach_step, several
+from accumfused.backends.reference import ReferenceBackend, finish_norm
+from accumfused.backends.several import SeveralDevices
+from accumfused.formats import scale_name
+from accumfused.numeric import CHUNK, memory_order
+from accumfused.state import full_precision
+
+COMPARISONS = [
+    pytest.param(compare, applies, id=name)
+    for module in (test_rules, test_accumulation_numbers)
+    for name, compare, applies in module.COMPARISONS
+    if compare is not test_rules.compare_tiny_states  # torch keeps subnormal states
+]
+
+
+@pytest.fixture(params=[True, False], ids=["reads", "does not read"], autouse=True)
+def reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if not request.param:
+        monkeypatch.setattr(foreach, "_can_read", lambda plan: False)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize(("compare", "applies"), COMPARISONS)
+def test_every_rule_gives_its_formulas_numbers(compare: Any, applies: Any) -> None:
+    for case in CASES:
+        if applies(case):
+            compare(case, "foreach")
+
+
+@pytest.mark.parametrize(("compare", "applies"), COMPARISONS[:3])
+def test_a_rule_without_kernels_runs_by_its_own_arithmetic(
+    compare: Any, applies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(foreach_step, "FUSED", {})
+    monkeypatch.setattr(foreach_step, "_lion", lambda *args: calls.append(foreach_step._composed(LION)(*args)))
+    for case in CASES:
+        if applies(case):
+            compare(case, "foreach")
+    assert calls
+
+
+LION = af.Lion.rules[0]
+SIZES = (0, 1, 700, 40, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
+
+
+@every_case
+@pytest.mark.parametrize("piece", [CHUNK, 4 * CHUNK])
+@pytest.mark.parametrize("limit", [0.5, 1e9])
+def test_tensors_in_pieces(case: Case, piece: int, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreach, "_CACHED", piece)
+    monkeypatch.setattr(foreach, "_LARGE", piece)
+    params, others = (random_params([(size,) for size in SIZES]) for _ in range(2))
+    optimizer = case.make(params, "foreach", max_grad_norm=limit)
+    reference = case.make(others, ReferenceBackend(), max_grad_norm=limit)
+    for seed, dtype in enumerate((torch.float32, torch.bfloat16)):
+        grads = random_grads(params, seed, dtype)
+        set_grads(params, grads)
+        set_grads(others, grads)
+        optimizer.step()
+        reference.step()
+        assert_close(optimizer.grad_norm, global_norm(grads), "norm")
+        for param, grad in zip(params, grads, strict=True):
+            assert_same_bits(param.grad, grad, "p.grad")
+        optimizer.zero_grad()
+        reference.zero_grad()
+    expected = everything(reference)
+    for name, value in everything(optimizer).items():
+        assert_close(value, expected[name], "torch.optim", name)
+
+
+# ---- formats --------------------------------------------------------------------------------------------------------
+
+
+def decoded(optimizer: af.FusedOptimizer) -> list[Tensor]:
+    """What parameters and states stand for, in fp32."""
+    found = []
+    for param, entries in optimizer.state.items():
+        found.append(full_precision(param, entries))
+        for name in optimizer.rule_of(optimizer.param_groups[0]).states:
+            value, scale = entries[name], entries.get(scale_name(name))
+            is_second = name in optimizer.rule_of(optimizer.param_groups[0]).second_moments
+            if scale is not None:
+                value = codecs.decode(memory_order(value), scale.view(-1), second_moment=is_second)
+            found.append(value.float())
+    return found
+
+
+@test_formats.each_rule
+@test_formats.each_weights
+@test_formats.each_states
+def test_formats_are_the_references(rule: str, weights: str, states: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same noise rounds them: all but the few that lie where a rounding of fp32 decides are equal."""
+    monkeypatch.setattr(foreach, "_CACHED", 4 * CHUNK)  # a fourth of it for these
+    sizes, results = (0, 1, 129, 1000, 2 * CHUNK + 130), []
+    for backend in ("foreach", ReferenceBackend()):
+        optimizer, params = test_formats.make(case_named(rule), backend, weights, states, sizes)
+        for seed in range(2):
+            set_grads(params, random_grads(params, seed, torch.bfloat16))
+            optimizer.step()
+        optimizer.zero_grad()
+        results.append((decoded(optimizer), everything(optimizer)))
+    (found, stored), (expected, reference) = results
+    assert {name: value.dtype for name, value in stored.items()} == {n: v.dtype for n, v in reference.items()}
+    for actual, wanted in zip(found, expected, strict=True):
+        # One code in 8 bits; one unit of bf16, of a sum in which terms cancel.
+        scale = float(wanted.abs().max()) if wanted.numel() else 0.0
+        torch.testing.assert_close(actual, wanted, rtol=2.0**-6, atol=scale / (16 if states == "int8" else 128))
+        if wanted.numel() > 100:
+            assert (actual - wanted).abs().gt(1e-4 * wanted.abs() + 1e-6).float().mean() < 0.01
+
+
+@test_formats.each_rule
+@test_formats.each_weights
+@test_formats.each_states
+def test_a_skipped_step_writes_nothing_in_any_format(rule: str, weights: str, states: str) -> None:
+    optimizer, params = test_formats.make(case_named(rule), "foreach", weights, states, (0, 1, 129, 1000))
+    for seed, bad in enumerate((None, float("inf"), float("nan"))):
+        grads = random_grads(params, seed)
+        if bad is not None:
+            grads[2][5] = bad
+        set_grads(params, grads)
+        before = everything(optimizer)
+        optimizer.step()
+        assert bool(optimizer.step_was_skipped) == (bad is not None)
+        for name, value in everything(optimizer).items():
+            if bad is not None:
+                assert_same_bits(value, before[name], name)
+        if bad is None:
+            assert any(not torch.equal(everything(optimizer)[name], value) for name, value in before.items())
+
+
+def test_accumulators_in_16_bits_are_the_references() -> None:
+    results = []
+    for backend in ("foreach", ReferenceBackend()):
+        params = random_params([(40,), (2 * CHUNK + 130,)])
+        optimizer = ADAMW_CASE.make(params, backend, accumulator_dtype=torch.bfloat16, rounding_seed=3)
+        for seed, weight in enumerate((3.0, 0.7, 5.0)):
+            set_grads(params, random_grads(params, seed))
+            optimizer.accumulate(weight, last=weight == 5.0)
+        results.append([param.grad for param in params])
+    for actual, expected in zip(*results, strict=True):
+        assert actual.dtype == torch.bfloat16
+        assert (actual != expected).float().mean() < 0.001
+
+
+# ---- values that are not finite, and what is not read ---------------------------------------------------------------
+
+
+def test_a_weight_of_zero_leaves_out_what_is_not_finite() -> None:
+    for weights in ((0.0, 2.0), (2.0, 0.0)):
+        param = torch.zeros(3, requires_grad=True)
+        optimizer = af.SGD([param], lr=1.0, max_grad_norm=1e9, backend="foreach")
+        for weight in weights:
+            param.grad = torch.full((3,), float("nan") if weight == 0 else 3.0)
+            optimizer.accumulate(torch.tensor(weight))
+        optimizer.step()
+        assert param.tolist() == [-3.0] * 3
+
+
+@every_case
+def test_what_is_not_finite_propagates(case: Case) -> None:
+    param = torch.zeros(3, requires_grad=True)
+    optimizer = case.make([param], "foreach", nonfinite="propagate")
+    param.grad = torch.tensor([1.0, float("nan"), 1.0])
+    optimizer.step()
+    assert param.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("name", ["sgd_dampening", "sgd_nesterov", "adamw_amsgrad", "lion_weight_decay"])
+def test_nothing_is_read_where_that_would_wait(name: str, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reads:
+        pytest.skip("a CPU's values are read")
+
+    def finish(*args: Any) -> Any:
+        with _disable_current_modes():  # it asks for the CPU's float mode
+            return finish_norm(*args)
+
+    monkeypatch.setattr(foreach, "finish_norm", finish)
+    params = random_params([(5,), (0,), (CHUNK + 3,)])
+    optimizer = case_named(name).make(params, "foreach", max_grad_norm=1.0)
+    for seed in range(2):
+        set_grads(params, random_grads(params, seed))
+        if seed == 0:  # makes the states
+            optimizer.step()
+            continue
+        with NoReads():
+            optimizer.accumulate(torch.tensor(2.0))
+            set_grads(params, random_grads(params, seed))
+            optimizer.accumulate(torch.tensor(0.0))
+            optimizer.step()
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("name", ["sgd_nesterov", "adamw_amsgrad", "lion_weight_decay"])
+def test_any_layout_gives_the_numbers_of_a_contiguous_one(name: str, layout: Layout) -> None:
+    case, values = case_named(name), random_params([layout.shape])[0].detach()
+    found = train(case, "foreach", values, layout.place, layout.place, lambda tensor: tensor)
+    expected = train(case, ReferenceBackend(), values, lambda tensor: tensor, lambda tensor: tensor, layout.in_memory)
+    for key, value in expected.items():
+        assert_close(found[key] if value.dim() == 0 else layout.in_memory(found[key]), value, "torch.optim", key)
+
+
+@pytest.mark.parametrize("move", test_native.MOVES, ids=lambda move: move.__name__)
+@pytest.mark.parametrize("name", ["sgd_dampening", "adamw_amsgrad", "lion_weight_decay"])
+def test_tensors_may_be_moved_and_replaced_between_steps(name: str, move: Any) -> None:
+    found = test_native.train_moving(case_named(name), "foreach", move, tidy=False)
+    expected = test_native.train_moving(case_named(name), ReferenceBackend(), move, tidy=True)
+    for key, value in expected.items():
+        assert_close(found[key], value, "torch.optim", key)
+
+
+def test_the_plan_is_kept_while_nothing_moves() -> None:
+    params = random_params([(5,), (CHUNK + 3,)])
+    optimizer = ADAMW_CASE.make(params, "foreach", max_grad_norm=1.0)
+    plans = []
+    for seed in range(4):
+        set_grads(params, random_grads(params, seed))
+        optimizer.step()
+        plans.append(optimizer._runtime.plan)
+    assert plans[0] is plans[1] is plans[2] is plans[3]
+
+
+def test_memory_that_is_gone_is_refused() -> None:
+    param = torch.randn(7, requires_grad=True)
+    optimizer = ADAMW_CASE.make([param], "foreach")
+    for _ in range(2):
+        param.grad = torch.ones(7)
+        optimizer.step()
+    param.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="storage of 0 bytes"):
+        optimizer.step()
+
+
+def test_two_devices_give_the_numbers_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are the CPU, told apart by hand."""
+    monkeypatch.setattr(several, "_rows", lambda part: [(i % 2 == 1) == bool(part.device.index) for i in range(4)])
+    monkeypatch.setattr(several, "_to", lambda tensor, device: tensor.clone() if device.index else tensor)
+    two = SeveralDevices({torch.device("cpu", 1): ForeachBackend(), torch.device("cpu"): ForeachBackend()})
+    results = []
+    for backend in (two, ReferenceBackend()):
+        params = random_params([(5,), (CHUNK + 3,), (70,), (9,)])
+        optimizer = ADAMW_CASE.make(params, backend, max_grad_norm=0.5)
+        for seed in range(6):
+            set_grads(params, random_grads(params, seed))
+            if seed > 2:
+                optimizer.accumulate(1.0 + seed)
+            if seed in (0, 1, 2, 5):
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(everything(optimizer) | {"norm": optimizer.grad_norm})
+    for name, value in results[1].items():
+        assert_close(results[0][name], value, "torch.optim", name)
+
+
+def test_a_parameter_may_move_to_the_next_group() -> None:
+    first, second = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    optimizer = af.SGD([{"params": [first, second], "lr": 1.0}, {"params": [], "lr": 10.0}], backend="foreach")
+    for expected in (-1.0, -11.0):
+        set_grads([first, second], [torch.ones(2)] * 2)
+        optimizer.step()
+        assert second.tolist() == [expected] * 2
+        optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [first], [second]

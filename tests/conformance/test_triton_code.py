@@ -1,0 +1,207 @@
+"""What Triton makes of the kernels: wide accesses, IEEE operations one by one. Compiles for GPUs that are not there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accumfused.formats import Format, States, Weights
+from accumfused.rules import RULES
+
+pytest.importorskip("triton")
+
+TOOLS = Path(__file__).parents[2] / "tools"
+NVIDIA = ("80", "90", "100")
+STATES = {rule.name: len(rule.states) for rule in RULES}
+STEPS = {rule.name: (rule, Format()) for rule in RULES}
+ADAM = next(rule for rule in RULES if rule.name == "adam")
+LEAN = {
+    "adam_split16": (ADAM, Format(Weights.BFLOAT16_SPLIT16)),
+    "adam_split8_int8": (ADAM, Format(Weights.BFLOAT16_SPLIT8, States.INT8)),
+}
+KERNELS = ("norm", "accumulate", *STATES)
+ALL_KERNELS = (*KERNELS, "accumulate_bfloat16", *LEAN)
+POINTERS = {"table": "*i64", "weights": "*fp64", "partials": "*fp32", "hypers": "*i64", "outcome": "*fp32"}
+
+
+def compile_kernels(target: str, folder: Path) -> None:
+    """Writes every kernel's assembly into the folder. In a process of its own: nothing may be interpreted in it."""
+    from triton import compile as triton_compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from accumfused.backends import triton, triton_blocks, triton_kernels, triton_step
+
+    accumulators = {"accumulate": triton_blocks.tl.float32, "accumulate_bfloat16": triton_blocks.BFLOAT16_BITS.value}
+    kernels: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+        "norm": (triton_kernels.norm_kernel, {}, triton.OPTIONS),
+        **{
+            name: (triton_kernels.accumulate_kernel, {"accumulator_dtype": dtype}, triton.OPTIONS)
+            for name, dtype in accumulators.items()
+        },
+    }
+    for name, (rule, form) in (STEPS | LEAN).items():
+        kernel = triton_step.step_kernel
+        names = [p.name for p in kernel.params if p.is_constexpr]
+        options = triton.NOISY_OPTIONS if form.needs_noise else triton.OPTIONS
+        kernels[name] = kernel, dict(zip(names, triton.constants(rule, form), strict=True)), options
+    nvidia = target in NVIDIA
+    gpu = GPUTarget("cuda", int(target), 32) if nvidia else GPUTarget("hip", target, 64)
+    for name, (kernel, constants, options) in kernels.items():
+        kinds = {
+            p.name: "constexpr" if p.is_constexpr else p.annotation_type or POINTERS[p.name] for p in kernel.params
+        }
+        source = ASTSource(
+            fn=kernel, signature=kinds, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()}
+        )
+        compiled = triton_compile(source, target=gpu, options=options)
+        (folder / name).write_text(compiled.asm["ptx" if nvidia else "amdgcn"])
+        if nvidia:
+            (folder / f"{name}.cubin").write_bytes(compiled.asm["cubin"])
+
+
+@pytest.fixture(scope="module")
+def compiled(folder: Any) -> Any:
+    """code(target, kernel): its assembly."""
+    return lambda target, kernel: (folder(target) / kernel).read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """folder(target): where everything is that was compiled for it."""
+    folders: dict[str, Path] = {}
+
+    def path(target: str) -> Path:
+        if target not in folders:
+            made = tmp_path_factory.mktemp(target)
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(made / "cache")}
+            subprocess.run([sys.executable, __file__, target, str(made)], env=environment, check=True)
+            folders[target] = made
+        return folders[target]
+
+    return path
+
+
+each_target = pytest.mark.parametrize("target", NVIDIA)
+each_kernel = pytest.mark.parametrize("kernel", ALL_KERNELS)
+
+
+def accesses(code: str, kind: str) -> int:
+    return len(re.findall(rf"\b{re.escape(kind)}\b", code))
+
+
+@each_target
+@each_kernel
+def test_the_machine_code_splits_no_store(target: str, kernel: str, folder: Any) -> None:
+    if not TOOLS.exists():
+        pytest.skip("needs the source")
+    sys.path.insert(0, str(TOOLS))
+    import machine_code
+
+    (found,) = machine_code.kernels(folder(target) / f"{kernel}.cubin", int(target))
+    assert found.code
+    assert found.split_stores() == []
+
+
+@each_target
+def test_whole_rows_are_read_and_written_16_bytes_at_a_time(target: str, compiled: Any) -> None:
+    """Each thread of 256 has 4 of 1024 elements: 16 bytes of fp32, 8 of a 16-bit gradient."""
+    found = {}
+    for kernel in KERNELS:
+        code = compiled(target, kernel)
+        found[kernel] = tuple(
+            accesses(code, kind) for kind in ("ld.global.v4.b32", "ld.global.v2.b32", "st.global.v4.b32")
+        )
+    expected = {
+        "norm": (4, 4 * 2, 0),  # four rows at a time, for three dtypes
+        # Two rows at a time: folds of three dtypes, copies of three dtypes, rescaling.
+        "accumulate": ((2 + 1 + 1 + 1 + 1) * 2, (2 + 2) * 2, (3 + 3 + 1) * 2),
+    }
+    for rule, states in STATES.items():  # parameter and states for three dtypes, and the gradient
+        expected[rule] = ((1 + states) * 3 * 2 + 2, 2 * 2, (1 + states) * 3 * 2)
+    assert found == expected
+
+
+@each_target
+def test_fewer_bits_are_read_and_written_4_elements_at_a_time(target: str, compiled: Any) -> None:
+    """As 8 bytes of 16 bits and 4 of 8 bits, beside 16 of fp32: a thread has the same elements of every stream."""
+    found = {}
+    for kernel in ("accumulate_bfloat16", *LEAN):
+        code = compiled(target, kernel)
+        found[kernel] = tuple(
+            accesses(code, f"{way}.global.{kind}") for kind in ("v4.b32", "v2.b32") for way in ("ld", "st")
+        )
+    assert found == {
+        # Two rows at a time: gradients of folds and of copies, three dtypes; accumulators of those, and rescaling.
+        "accumulate_bfloat16": ((1 + 1) * 2, 0, (3 + 1 + 2 + 2) * 2, (3 + 1 + 3) * 2),
+        # For three dtypes the states; parameter and remainder; and the gradient.
+        "adam_split16": (2 * 3 * 2 + 2, 2 * 3 * 2, (2 * 3 + 2) * 2, 2 * 3 * 2),
+        "adam_split8_int8": (2, 0, (3 + 2) * 2, 3 * 2),
+    }
+    # Remainder and codes. Besides: four step counts a thread, which the last program advances.
+    assert accesses(compiled(target, "adam_split8_int8"), "st.global.b32") == 3 * 3 * 2 + 4
+
+
+@each_target
+@pytest.mark.parametrize("kernel", [*STATES, "adam_split16"])
+def test_no_value_travels_through_shared_memory(target: str, kernel: str, compiled: Any) -> None:
+    assert len(re.findall(r"\bld\.shared", compiled(target, kernel))) == 1  # the ticket
+
+
+@each_target
+@each_kernel
+def test_nothing_is_contracted_approximated_or_flushed(target: str, kernel: str, compiled: Any) -> None:
+    code = compiled(target, kernel)
+    operations = set(re.findall(r"\b(?:add|sub|mul|div|sqrt|rcp|rsqrt|fma|mad)\.[a-z0-9.]*f(?:32|64)\w*", code))
+    assert operations
+    # Without .rn, ptxas may contract.
+    assert {op for op in operations if not re.match(r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)", op)} == set()
+    assert not re.search(r"\.ftz|\.approx|\.full|\bfma\b", code)
+
+
+@each_target
+@pytest.mark.parametrize("kernel", ["adam", "adam_amsgrad", *LEAN])
+def test_adam_takes_ieee_roots_and_quotients(target: str, kernel: str, compiled: Any) -> None:
+    code = compiled(target, kernel)
+    # 8 elements a thread and piece, 4 off the boundaries, for three dtypes; a root more where scalars are made.
+    assert accesses(code, "div.rn.f32") == (8 + 4) * 3
+    assert accesses(code, "sqrt.rn.f32") == (8 + 4) * 3 + 2
+    assert accesses(code, "div.rn.f64") > 0
+
+
+@each_target
+def test_the_norm_ends_in_double(target: str, compiled: Any) -> None:
+    code = compiled(target, "norm")
+    assert "0d3EB0C6F7A0B5ED8D" in code  # 1e-6, not rounded to fp32
+    assert accesses(code, "sqrt.rn.f32") == 1
+    assert accesses(code, "div.rn.f64") == 2
+
+
+@each_target
+@pytest.mark.parametrize("kernel", [k for k in ALL_KERNELS if not k.startswith("accumulate")])
+def test_a_program_has_written_before_it_takes_its_ticket(target: str, kernel: str, compiled: Any) -> None:
+    before, ticket, after = compiled(target, kernel).partition("atom.global.gpu.acq_rel.add.u64")
+    assert ticket
+    assert "atom." not in after
+    assert "bar.sync" in before
+    since_barrier = before[before.rindex("bar.sync") :]
+    assert not re.search(r"\bst\.global|\n\$L_", since_barrier)  # in the same block of code
+
+
+@each_kernel
+def test_amd_code_has_wide_accesses(kernel: str, compiled: Any) -> None:
+    code = compiled("gfx942", kernel)
+    assert re.search(r"\b(global|buffer)_load_dwordx4\b", code)
+    widest = "dwordx2" if kernel in ("accumulate_bfloat16", "adam_split8_int8") else "dwordx4"
+    assert kernel == "norm" or re.search(rf"\b(global|buffer)_store_{widest}\b", code)
+
+
+if __name__ == "__main__":
+    compile_kernels(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,146 @@
+"""What every test shares: a seed, torch's number of threads given back, and the backends of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import emulation
+import processes
+import pytest
+import torch
+import triton_interpreter  # noqa: F401  # before all that imports Triton
+from made_early import reaches_tensors
+
+from accumfused import _native, backends
+from accumfused.backends.cuda import CudaBackend
+
+GPU = torch.cuda.is_available()
+ALL = ["torch", "cpu", "emulated", *(["cuda", "triton"] if GPU else [])]
+ONE = ["torch" if _native.unavailable else "cpu", *(["cuda"] if GPU else [])]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-backends", action="store_true", help="what asks for a backend runs with each of them")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Behaviour is tested with one backend for each device: conformance/ shows that all of them have the same bits."""
+    if "backend" not in metafunc.fixturenames:
+        return
+    if any("backend" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize")):
+        return
+    everywhere = metafunc.config.getoption("--all-backends") or "conformance" in metafunc.definition.path.parts
+    metafunc.parametrize("backend", ALL if everywhere else ONE, indirect=True)
+
+
+def pytest_collection_finish() -> None:
+    """What exists before the first test is out of the garbage collector's sight.
+
+    Each new optimizer with a window looks for BatchNorm among all objects: 20 ms for those of torch and pytest alone.
+    """
+    import torch._dynamo  # noqa: F401  # most of them, and the first backward() would import it
+
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+    processes.close()
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """The same random numbers in every run, and no thread count or float mode left behind.
+
+    One thread unless a test asks for more: over small tensors, on a busy machine, threads mostly wait for each other.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of a backend, on its device.
+
+    "emulated" is the CUDA backend on the CPU, over the emulation of its kernels' machine.
+    """
+    assert not _reaches_tensors(request.function), (
+        "its tensors are older than the test, and on the CPU: make them in it"
+    )
+    name = request.param
+    if name == "cpu":
+        need_native()
+    elif name == "emulated":
+        request.getfixturevalue("emulate_cuda")
+        name = "cuda"
+    if request.param not in ("cuda", "triton"):
+        yield name
+        return
+    backends.check(name, torch.device("cuda", 0))
+    with torch.device("cuda"):
+        yield name
+
+
+@pytest.fixture(scope="session")
+def emulated() -> Any:
+    """The module of the CUDA kernels over the emulation."""
+    reason = emulation.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    return emulation.load()
+
+
+@pytest.fixture
+def emulate_cuda(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """backend="cuda" is the emulation, for parameters on the CPU."""
+    need_native()
+    emulated.seed(0)
+    select = backends._select
+    cuda = CudaBackend(emulated, emulated.Table)
+    monkeypatch.setattr(backends, "_why_not_cuda", lambda device: None)
+    monkeypatch.setattr(backends, "_select", lambda name, device: cuda if name == "cuda" else select(name, device))
+
+
+@pytest.fixture
+def native() -> None:
+    """Skips the test where there is no native module."""
+    need_native()
+
+
+_reaches_tensors = functools.cache(reaches_tensors)
+
+
+def need_native() -> None:
+    if _native.unavailable is not None:
+        pytest.skip(_native.unavailable)
+
+
+@pytest.fixture
+def never_waits() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """For a `with` block in which every call that waits for the GPU raises."""
+    return _never_waits
+
+
+@contextlib.contextmanager
+def _never_waits() -> Iterator[None]:
+    try:
+        _set_sync_debug_mode("error")  # may raise after it has set the mode, which would stay for the whole process
+        yield
+    finally:
+        _set_sync_debug_mode("default")
+
+
+def _set_sync_debug_mode(mode: str) -> None:
+    with warnings.catch_warnings():  # torch's own, once per process
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(mode)

@@ -1,0 +1,233 @@
+"""What the storage formats promise in accuracy, at sizes that run in seconds; bench/numerics measures it at length.
+
+Seeds are fixed, so nothing here fails by chance: "3 sigma" is how much luck a bound leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import need_native
+from torch import Tensor
+
+import accumfused as af
+from bench.numerics import codec_study, contenders, equal, moments, rounding, text, tiny_steps
+from bench.numerics.contenders import BF16, FP16, FP32, Contender
+
+STOCHASTIC = {"master_weights": None, "rounding": "stochastic"}
+TINY: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "bf16 + split8": (BF16, {"master_weights": "split8"}),
+    "bf16 stochastic": (BF16, STOCHASTIC),
+    "fp16 stochastic": (FP16, STOCHASTIC),
+}
+
+
+@pytest.fixture(params=["cpu", "torch"])
+def either(request: pytest.FixtureRequest) -> str:
+    """The name of the native CPU backend, and of the reference."""
+    if request.param == "cpu":
+        need_native()
+    return request.param
+
+
+# ---- tiny steps ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_steps_far_below_a_weights_resolution_arrive_in_the_mean(name: str) -> None:
+    """1000 steps of about 1e-7; bf16 numbers of that size are 1.2e-4 apart."""
+    need_native()
+    dtype, settings = TINY[name]
+    (row,) = tiny_steps.follow(contenders.ours(name, dtype, 2, **settings), [(0.02, 1e-7, 1 << 18)], 1000)
+    assert row["bias_error"] < 0.003  # or the next line could not fail
+    assert abs(row["bias"]) < 0.005
+
+
+@pytest.mark.parametrize(("name", "steps"), [("bf16 + split8", 400), ("bf16 stochastic", 400)])
+def test_the_reference_moves_the_same_way(name: str, steps: int) -> None:
+    dtype, settings = TINY[name]
+    contender = contenders.ours(name, dtype, 2, backend="torch", **settings)
+    (row,) = tiny_steps.follow(contender, [(0.02, 1e-6, 1 << 13)], steps)
+    assert abs(row["bias"]) < 3 * row["bias_error"] < 0.08
+
+
+def test_rounding_to_nearest_loses_every_tiny_step(either: str) -> None:
+    contender = contenders.ours("", BF16, 2, master_weights=None, backend=either)
+    (row,) = tiny_steps.follow(contender, [(0.02, 1e-7, 1 << 13)], 20)
+    assert row["bias"] == pytest.approx(-1, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16 + fp32 master", "bf16 + split16", "bf16 + split8", "bf16 stochastic"])
+def test_weight_decay_alone_shrinks_weights_as_it_should(name: str) -> None:
+    need_native()
+    row = tiny_steps.decay(name, quick=False)
+    assert row["exact"] == pytest.approx(0.8187, abs=1e-4)
+    assert abs(row["difference"]) < 1e-3
+
+
+# ---- masters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", equal.RULES)
+def test_masters_are_the_weights_of_fp32_training_bit_for_bit(rule: str) -> None:
+    """After each of 1000 steps; the parameter itself is the number nearest to its master."""
+    need_native()
+    for row in equal.against_fp32(rule, elements=1 << 11, count=1000):
+        assert (row["differing"], row["not_nearest"]) == (0, 0), row
+
+
+# ---- moments -------------------------------------------------------------------------------------------------------
+
+STATES: dict[str, dict[str, Any]] = {"bf16": {"state_dtype": BF16}, "int8": {"state_dtype": "int8"}}
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_no_update_is_much_larger_than_exact_moments_would_make_it(states: str) -> None:
+    """Whatever the gradients: of many scales in one block, heavy-tailed, mostly zero."""
+    need_native()
+    rows = moments.largest_updates(f"{states} states", elements=1 << 12, count=150)
+    assert [row["gradients"] for row in rows] == list(codec_study.KINDS)
+    for row in rows:
+        assert 1 / 1.5 < row["largest"] < 1.5, row
+    by_kind = {row["gradients"]: row for row in rows}
+    for kind in ("normal", "log-normal 1", "Student t(3)", "sparse rows"):
+        assert by_kind[kind]["error"] < {"bf16": 0.02, "int8": 0.1}[states], by_kind[kind]
+
+
+@pytest.mark.parametrize("states", ["fp32", *STATES])
+def test_without_gradients_nothing_moves_and_second_moments_fade(states: str) -> None:
+    """To 0.999^1000 of what they were; rounded to nearest, a bf16 number could not lose a thousandth of itself."""
+    need_native()
+    row = moments.zeros(f"{states} states", (1000,))
+    assert row["from_start"] == 0
+    assert row["after 1000"] == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_a_second_moment_grows_past_a_power_of_two(states: str) -> None:
+    """The last code of a block must not hold it: from gradients of 1 it goes to 1, wherever its scale begins."""
+    need_native()
+    param = torch.nn.Parameter(torch.zeros(1 << 12))
+    optimizer = af.AdamW([param], lr=1e-3, betas=(0.9, 0.99), rounding_seed=0, **STATES[states])
+    for _ in range(1000):
+        param.detach().zero_()
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert param.detach().double().mean().item() == pytest.approx(-1e-3, rel=0.01)
+
+
+# ---- stochastic rounding --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", rounding.FORMATS)
+def test_stochastic_rounding_is_right_on_average(name: str) -> None:
+    for value in rounding.FORMATS[name][1]:
+        row = rounding.mean_error(name, value, draws=1 << 17)
+        assert row["draws"] > 100_000
+        assert abs(row["sigmas"]) < 3, row
+
+
+def test_no_rounding_knows_of_another() -> None:
+    """Neither elements, nor steps, tensors, folds, seeds, nor the moments and the weight of one element."""
+    for row in rounding.correlations(1 << 18):
+        assert abs(row["sigmas"]) < 3, row
+
+
+def test_an_optimizers_rounding_is_right_on_average(either: str) -> None:
+    """A step of a quarter of the distance to the next weight moves a quarter of them, other ones each time."""
+    param, numel = torch.nn.Parameter(torch.ones(100_000, dtype=BF16)), 100_000
+    optimizer = af.SGD([param], lr=2.0**-9, rounding_seed=0, backend=either, **STOCHASTIC)
+    moved = [_moved(optimizer, param) for _ in range(2)]
+    for each in moved:
+        assert abs(each.double().mean().item() - 0.25) < 3 * math.sqrt(0.25 * 0.75 / numel)
+    both = (moved[0] & moved[1]).double().mean().item()
+    assert abs(both - 0.25**2) < 3 * math.sqrt(0.25**2 * (1 - 0.25**2) / numel)
+
+
+def _moved(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
+    with torch.no_grad():
+        param.fill_(1)
+    param.grad = torch.full_like(param, -1)  # up, where bf16 numbers are 2^-7 apart
+    optimizer.step()
+    return param.detach() != 1
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["split8, int8, bf16 sums", "stochastic, int8, bf16 sums"])
+def test_the_smallest_formats_learn_as_fp32_does(name: str) -> None:
+    """A tiny GPT on real text, 30 updates: nothing like a benchmark, but a wrong sign or scale would show."""
+    size = {"updates": 30, "every": 100, "width": 64, "depth": 1}
+    exact, found = (text.train(each, 0, **size) for each in ("fp32", name))
+    assert exact["losses"][0] > exact["final"] + 1.5
+    assert abs(found["final"] - exact["final"]) < 0.1
+
+
+# ---- the benchmark itself ------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_compares_with_the_exact_displacement() -> None:
+    """Its harness over torch's own AdamW in fp64, whose displacement is the exact one."""
+    contender = Contender("fp64", torch.float64, torch.optim.AdamW, grad_dtype=torch.float64)
+    (row,) = tiny_steps.follow(contender, [(0.02, 1e-6, 1 << 13)], 20)
+    assert abs(row["bias"]) < 1e-8
+    assert row["error"] < 1e-8
+
+
+def test_the_benchmarks_bias_is_that_of_the_displacement() -> None:
+    """A step that is a tenth too long has a bias of 10%."""
+
+    def make(groups: Any, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{**group, "lr": 1.1 * group["lr"]} for group in groups], **options)
+
+    (row,) = tiny_steps.follow(
+        Contender("", torch.float64, make, grad_dtype=torch.float64), [(0.02, 1e-6, 1 << 13)], 20
+    )
+    assert row["bias"] == pytest.approx(0.1, abs=1e-6)
+
+
+def test_the_benchmark_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("rich", "matplotlib"):
+        pytest.importorskip(package)
+    import bench.numerics.__main__ as command
+
+    monkeypatch.setattr("sys.argv", ["", "equal", "codes", "--quick", "--processes", "1", "--out", str(tmp_path)])
+    command.main()
+    report = (tmp_path / "report.md").read_text()
+    assert "| AdamW | bf16 + split16 | 20 | 4096 | 0 | 0 |" in report
+    assert "](codes.png)" in report
+    assert (tmp_path / "codes.png").stat().st_size > 10_000
+    found = json.loads((tmp_path / "numerics.json").read_text())["suites"]["codes"][0]["rows"]
+    kinds = [cell for row in found for cell in row["kinds"] if row["format"] == "floats 1+3+4; 4+4"]
+    assert max(cell["largest"] for cell in kinds) < 1.5
+
+
+def test_a_measurement_that_fails_is_named() -> None:
+    from bench.numerics.tasks import run_all
+
+    found = run_all([(tiny_steps.decay, ("no such format", True)), (abs, (-1,))], processes=1)
+    assert found[0].startswith("KeyError: 'no such format'")
+    assert found[1] == 1
+
+
+def test_masters_are_read_out_of_all_formats() -> None:
+    need_native()
+    values = torch.randn(4096)
+    formats = (BF16, "fp32", 0.0), (BF16, "split16", 0.0), (FP16, "fp32", 0.0), (BF16, "split8", 2.0**-14)
+    for dtype, masters, most in formats:
+        param, full = torch.nn.Parameter(values.to(dtype)), torch.nn.Parameter(values.to(dtype).float())
+        optimizers = af.SGD([param], lr=1e-3, master_weights=masters, rounding_seed=0), torch.optim.SGD([full], lr=1e-3)
+        param.grad, full.grad = torch.ones_like(param), torch.ones_like(full)
+        for optimizer in optimizers:
+            optimizer.step()
+        found = contenders.master(optimizers[0], param)
+        off = (found - full.detach().double()).abs().max().item()
+        assert off <= most, (masters, off)
+        assert found.dtype == torch.float64
+    assert contenders.master(af.SGD([full], lr=1.0), full).to(FP32).equal(full.detach())

@@ -1,0 +1,150 @@
+"""What tools and readers see of the package before anything runs: signatures, help, static types, the example."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import importlib
+import importlib.util
+import inspect
+import os
+import pydoc
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import accumfused as af
+from accumfused.rules import ALL
+from accumfused.settings import SettingArguments, Settings
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = inspect.signature(Settings, eval_str=True).parameters
+TAKERS = (*ALL, af.fuse)
+every_taker = pytest.mark.parametrize("taker", TAKERS, ids=lambda taker: taker.__name__)
+
+
+def documented(taker: Any) -> list[str]:
+    """The names that a docstring's Args describe."""
+    args = inspect.getdoc(taker).partition("Args:\n")[2].partition("\n\n")[0]
+    return [name for names in re.findall(r"^    (\w[\w, ]*):", args, re.MULTILINE) for name in names.split(", ")]
+
+
+def test_each_setting_has_a_description_and_a_type_for_static_tools() -> None:
+    assert documented(Settings) == list(SETTINGS)
+    assert SettingArguments.__annotations__.keys() == SETTINGS.keys()
+    types = {name: repr(value.__forward_arg__) for name, value in SettingArguments.__annotations__.items()}
+    assert types == {field.name: repr(field.type) for field in dataclasses.fields(Settings)}
+
+
+@every_taker
+def test_every_setting_is_in_the_signature_and_in_the_help(taker: Any) -> None:
+    found = inspect.signature(taker).parameters
+    ours = {name: parameter for name, parameter in found.items() if name in SETTINGS}
+    assert ours == {name: each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, each in SETTINGS.items()}
+    assert not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in found.values())
+    named = documented(taker)
+    assert len(named) == len(set(named))
+    assert [name for name in named if name in SETTINGS] == list(SETTINGS)
+    assert set(named) == set(found)
+
+
+def test_a_subclass_has_the_signature_that_it_was_given() -> None:
+    class Mine(af.AdamW):
+        def __init__(self, params: Any, warmth: float = 1.0) -> None:
+            super().__init__(params, lr=warmth, max_grad_norm=1.0)
+
+    assert list(inspect.signature(Mine).parameters) == ["params", "warmth"]
+
+
+def test_help_shows_the_optimizers_own_text_and_not_torchs_class() -> None:
+    text = pydoc.plain(pydoc.render_doc(af.AdamW))
+    assert "max_grad_norm: float | None = None" in text
+    assert "clip the global norm of all gradients" in text
+    assert torch.optim.AdamW.__doc__ is not None
+    assert torch.optim.AdamW.__doc__.strip().splitlines()[0] not in text
+
+
+TYPOS: list[tuple[Callable[..., Any], str, str]] = [
+    *((taker, "max_norm", "; did you mean 'max_grad_norm'?") for taker in TAKERS),
+    *((taker, "weight_decy", "; did you mean 'weight_decay'?") for taker in TAKERS[:-1]),
+    *((taker, "elbow", "") for taker in TAKERS),
+]
+
+
+@pytest.mark.parametrize(("taker", "typo", "hint"), TYPOS)
+def test_an_unknown_keyword_is_refused_with_the_nearest_one(taker: Any, typo: str, hint: str) -> None:
+    first: Any = torch.optim.SGD([Parameter(torch.ones(3))]) if taker is af.fuse else [Parameter(torch.ones(3))]
+    text = f"{taker.__name__}() got an unexpected keyword argument {typo!r}{hint}"
+    with pytest.raises(TypeError, match=re.escape(text) + "$"):
+        taker(first, **{typo: 1.0})
+    assert taker is not af.fuse or type(first) is torch.optim.SGD
+
+
+def test_the_packages_example_stands_first_in_its_help_and_runs() -> None:
+    text = pydoc.plain(pydoc.render_doc(af))
+    assert text.index(">>> optimizer = af.AdamW(") < text.index("PACKAGE CONTENTS")
+    assert doctest.testmod(af).attempted > 5
+    assert doctest.testmod(af).failed == 0
+
+
+def test_an_integration_without_its_framework_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "accumfused.integrations.huggingface", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"transformers.*pip install '\.\[huggingface\]'") as raised:
+        importlib.import_module("accumfused.integrations.huggingface")
+    assert raised.value.name == "transformers"
+
+
+# ---- static types -------------------------------------------------------------------------------------------------
+
+AMP_BEFORE = """
+import torch
+import torch.nn.functional as F
+import accumfused as af
+model = torch.nn.Linear(3, 3)
+batches = [(torch.ones(2, 3), torch.ones(2, dtype=torch.int64))]
+loss = torch.ones(())
+"""
+PROMISED = """
+from typing import assert_type  # Python 3.11's
+import torch
+import accumfused as af
+params = torch.nn.Linear(3, 3).parameters()
+optimizer = torch.optim.AdamW(params)
+optimizer = af.fuse(optimizer, max_grad_norm=1.0)
+assert_type(optimizer, af.AdamW)
+assert_type(optimizer.grad_norm, torch.Tensor | None)
+assert_type(af.fuse(torch.optim.Adam(params)), af.Adam)
+assert_type(af.fuse(torch.optim.SGD(params)), af.SGD)
+muon = af.fuse(torch.optim.Muon(params))
+assert_type(muon, af.FusedOptimizer)
+af.clip_together([muon, optimizer], max_grad_norm=1.0)
+"""
+
+
+def test_the_code_of_the_documentation_type_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("mypy is not installed; make lint installs it")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from run_blocks import blocks
+
+    sources = {"promised": PROMISED, "readme": "", "amp": AMP_BEFORE}
+    for name, page in (("readme", "README.md"), ("amp", "docs/amp.md")):
+        found = [block.code for block in blocks((ROOT / page).read_text()) if block.language == "python"]
+        assert found
+        sources[name] += "\n".join(found)
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--python-version", "3.11"]
+    command += ["--allow-untyped-calls"]  # backward() of torch's
+    command += ["--cache-dir", str(ROOT / ".mypy_cache"), *(str(tmp_path / f"{name}.py") for name in sources)]
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    checked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
