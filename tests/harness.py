@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 import triton_interpreter  # noqa: F401  # before all that imports Triton
 from made_early import reaches_tensors
+from pairwise import pairwise
 
 from accumfused import _native, backends
 from accumfused.backends.cuda import CudaBackend
@@ -25,17 +27,36 @@ ONE = ["torch" if _native.unavailable else "cpu", *(["cuda"] if GPU else [])]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-backends", action="store_true", help="what asks for a backend runs with each of them")
+    parser.addoption("--full", action="store_true", help="all combinations, on all backends, and what is marked full")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: takes long, and tells little that other tests do not; runs with --full")
+    config.addinivalue_line("markers", "pairwise(**axes): every two values of two axes meet; with --full all of them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Behaviour is tested with one backend for each device: conformance/ shows that all of them have the same bits."""
+    full = metafunc.config.getoption("--full")
+    for mark in metafunc.definition.iter_markers("pairwise"):
+        rows = [*itertools.product(*mark.kwargs.values())] if full else pairwise(mark.kwargs)
+        metafunc.parametrize([*mark.kwargs], rows, ids=["-".join(map(_name, row)) for row in rows])
     if "backend" not in metafunc.fixturenames:
         return
     if any("backend" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize")):
         return
-    everywhere = metafunc.config.getoption("--all-backends") or "conformance" in metafunc.definition.path.parts
+    everywhere = full or "conformance" in metafunc.definition.path.parts
     metafunc.parametrize("backend", ALL if everywhere else ONE, indirect=True)
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "name", getattr(value, "__name__", value))).removeprefix("torch.")
 
 
 def pytest_collection_finish() -> None:

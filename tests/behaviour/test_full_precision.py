@@ -88,7 +88,13 @@ def test_any_fp32_weights_are_loaded_to_nearest_and_trained_from(backend: str, w
     given["tied"] = given["matrix"]
     optimizer.load_full_precision_state_dict(model, {**model.state_dict(), **given})
     whole = optimizer.full_precision_state_dict(model)
-    rtol = {"split8": 2.0**-16, "bf16": 2.0**-8, "bf16_stochastic": 2.0**-8, "fp16": 2.0**-11, "fp16_stochastic": 2.0**-10}.get(weights, 0.0)
+    rtol = {
+        "split8": 2.0**-16,
+        "bf16": 2.0**-8,
+        "bf16_stochastic": 2.0**-8,
+        "fp16": 2.0**-11,
+        "fp16_stochastic": 2.0**-10,
+    }.get(weights, 0.0)
     for name in PARAMETERS:
         torch.testing.assert_close(whole[name], given[name], rtol=rtol, atol=2.0**-25 if weights == "fp16" else 0.0)
     before = [param.detach().clone() for param in model.parameters()]

@@ -1,0 +1,27 @@
+"""Covering arrays: every pair of values is there, in far fewer rows than there are combinations."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pairwise import pairwise
+
+
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=5))
+def test_every_pair_of_values_is_in_a_row(sizes: list[int]) -> None:
+    axes = {str(axis): range(size) for axis, size in enumerate(sizes)}
+    rows = pairwise(axes)
+    for one, other in itertools.combinations(range(len(sizes)), 2):
+        assert {(row[one], row[other]) for row in rows} == {*itertools.product(range(sizes[one]), range(sizes[other]))}
+
+
+def test_they_are_few() -> None:
+    assert len(pairwise({name: range(5) for name in "abcdef"})) <= 45 < 5**6
+
+
+@pytest.mark.pairwise(one=(1, 2), other=("a", "b"))
+def test_the_mark_parametrizes(one: int, other: str) -> None:
+    assert (one, other) in itertools.product((1, 2), ("a", "b"))
