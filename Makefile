@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | bench-smoke | numerics | gpu | wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
+# make demo | test | test-all | bench-test | lint | bench | bench-smoke | numerics | gpu | wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -6,19 +6,26 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --quiet --disable-pip-version-check
 CSRC := $(shell find csrc -type f)
 REASON := accumfused/_native_error.txt
-NATIVE_TESTS := test_backends_agree.py test_layouts.py test_native.py
+NATIVE_TESTS := conformance/test_backends_agree.py conformance/test_layouts.py conformance/test_native.py
 # Without the plugins that happen to be installed where the environment inherits from.
-PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -p xdist --dist loadfile
+PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -p xdist -n auto --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench bench-smoke numerics native wheel sanitize clean always
+.PHONY: demo test test-all bench-test lint bench bench-smoke numerics native wheel sanitize clean always
 .SECONDARY:
 
 demo: $(VENV)/examples.stamp
 	$(RUN) examples/train_text.py
 
 test: $(VENV)/test.stamp
-	$(PYTEST) -n auto --no-loadscope-reorder $(ARGS)  # files of few long tests would come last
+	$(PYTEST) $(ARGS)
+
+# All combinations on all backends, all architectures, long random loops: what a release has to pass.
+test-all: $(VENV)/test.stamp
+	$(PYTEST) --full tests bench/tests $(ARGS)
+
+bench-test: $(VENV)/test.stamp
+	$(PYTEST) bench/tests $(ARGS)
 
 bench: $(VENV)/bench.stamp
 	$(RUN) -m bench $(ARGS)
