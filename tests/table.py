@@ -19,6 +19,7 @@ import accumfused as af
 from accumfused import _native
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.reference import ReferenceBackend
+from accumfused.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,16 @@ class Case:
     @property
     def rule(self) -> str:
         """The name of its kernels' arithmetic."""
-        return self.of.ours.rule_of({**self.make([torch.zeros(1, requires_grad=True)]).param_groups[0]}).name
+        return self._rule.name
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What it keeps for each element."""
+        return self._rule.states
+
+    @property
+    def _rule(self) -> type[Rule]:
+        return self.of.ours.rule_of(self.make([torch.zeros(1, requires_grad=True)]).param_groups[0])
 
     def make(self, params: Iterable[Tensor], backend: Any = "auto", **settings: Any) -> af.FusedOptimizer:
         """The optimizer. Args: backend: a backend's name, or a backend object; settings: max_grad_norm, nonfinite."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from compare import assert_close, assert_same_bits
 from oracle import Oracle, window_mean
-from table import ADAMW_CASE, Case, case_named, every_case, random_grads, random_params, set_grads  # fmt: skip
+from table import ADAMW_CASE, CASES, Case, case_named, random_grads, random_params, set_grads  # fmt: skip
 from torch import Tensor, nn
 
 import accumfused as af
@@ -56,8 +56,19 @@ def as_one(batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat(tokens), torch.cat(targets)
 
 
-def compare_with_one_batch(case: Case, backend: Any, sizes: Sequence[int], weights: str) -> None:
+UNEQUAL, EMPTY = (5, 1, 9, 3), (0, 5, 0, 3, 0)
+
+
+@pytest.mark.pairwise(
+    case=CASES,
+    loop=[
+        ((4, 4, 4), "none"), (UNEQUAL, "host"), (UNEQUAL, "device"), (UNEQUAL, "in the loss"), (EMPTY, "host"),
+        (EMPTY, "device"), (EMPTY, "in the loss"),
+    ],
+)  # fmt: skip
+def test_micro_batches_equal_one_batch(case: Case, loop: tuple[tuple[int, ...], str], backend: str) -> None:
     """One update from micro-batches against one from all their tokens at once, in float64."""
+    sizes, weights = loop
     batches = micro_batches(sizes)
     truth = token_model(torch.float64)
     truth.loss(*as_one(batches)).backward()
@@ -79,45 +90,6 @@ def compare_with_one_batch(case: Case, backend: Any, sizes: Sequence[int], weigh
         assert_close(param, expected, "model", name)
         for state, value in states.items():
             assert_close(optimizer.state[param][state], torch.as_tensor(value), "model", f"{state} of {name}")
-
-
-def compare_equal_sizes(case: Case, backend: Any) -> None:
-    compare_with_one_batch(case, backend, (4, 4, 4), "none")
-
-
-def compare_host_weights(case: Case, backend: Any) -> None:
-    compare_with_one_batch(case, backend, (5, 1, 9, 3), "host")
-
-
-def compare_device_weights(case: Case, backend: Any) -> None:
-    compare_with_one_batch(case, backend, (5, 1, 9, 3), "device")
-
-
-def compare_backward(case: Case, backend: Any) -> None:
-    compare_with_one_batch(case, backend, (5, 1, 9, 3), "in the loss")
-
-
-def compare_empty_micro_batches(case: Case, backend: Any) -> None:
-    compare_with_one_batch(case, backend, (0, 5, 0, 3, 0), "host")
-    compare_with_one_batch(case, backend, (0, 5, 0, 3, 0), "device")
-
-
-COMPARISONS = [
-    (compare.__name__, compare, lambda case: True)
-    for compare in (
-        compare_equal_sizes,
-        compare_host_weights,
-        compare_device_weights,
-        compare_backward,
-        compare_empty_micro_batches,
-    )
-]
-
-
-@every_case
-@pytest.mark.parametrize("compare", [row[1] for row in COMPARISONS], ids=[row[0] for row in COMPARISONS])
-def test_micro_batches_equal_one_batch(case: Case, compare: Any, backend: str) -> None:
-    compare(case, backend)
 
 
 def test_remainder_windows_equal_their_batches_over_an_epoch(backend: str) -> None:
@@ -213,34 +185,6 @@ def test_an_empty_micro_batch_leaves_no_trace(empty: tuple[int, ...], kind: str,
     assert_close(optimizer.grad_norm, oracle.norm, "norm")
     for index, (param, expected) in enumerate(zip(params, oracle.params, strict=True)):
         assert_close(param, expected, "fp64 oracle", f"parameter {index}")
-
-
-@pytest.mark.parametrize("kind", [0.0, torch.tensor(0.0)], ids=["host", "device"])
-def test_backward_leaves_an_empty_micro_batch_out(kind: Any, backend: str) -> None:
-    param = torch.ones(3, requires_grad=True)
-    optimizer = case_named("sgd").make([param], backend)
-    optimizer.backward(param.sum() * torch.nan, kind)
-    optimizer.backward((param * torch.tensor([1.0, 2.0, 3.0])).sum(), 2.0, last=True)
-    assert_close(param.grad, torch.tensor([1.0, 2.0, 3.0]), "window")
-
-
-@pytest.mark.parametrize("kind", ["host", "device"])
-def test_backward_equals_accumulate(kind: str, backend: str) -> None:
-    sizes = (5, 1, 9)
-    grads = []
-    for weighs_loss in (True, False):
-        model = token_model()
-        optimizer = ADAMW_CASE.make(model.parameters(), backend)
-        for k, (size, batch) in enumerate(zip(sizes, micro_batches(sizes), strict=True)):
-            weight = size if kind == "host" else torch.tensor(float(size))
-            if weighs_loss:
-                optimizer.backward(model.loss(*batch), weight, last=k == 2)
-            else:
-                model.loss(*batch).backward()
-                optimizer.accumulate(weight, last=k == 2)
-        grads.append([p.grad for p in model.parameters()])
-    for one, other in zip(*grads, strict=True):
-        assert_close(one, other, "window")
 
 
 @pytest.mark.parametrize("count", [4, 64])

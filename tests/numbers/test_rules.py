@@ -1,13 +1,8 @@
-"""Every rule against its formula in float64 and against torch.optim, behind every kind of gradient tail.
-
-The comparisons take a backend, so that test_mutations.py can show that each of them fails for a wrong one.
-"""
+"""Every rule against its formula in float64 and against torch.optim, behind every kind of gradient tail."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +17,8 @@ from accumfused import rules
 SHAPES = ((3,), (17, 5), (), (0, 4), (1040,))
 STEPS = 4
 SMALLEST_NORMAL = 2.0**-126
+HAVE_MOMENTS = [case for case in CASES if case.states]
+CORRECT_BIAS = [case for case in CASES if "exp_avg_sq" in case.states]
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,16 @@ def run_tail(optimizer: af.FusedOptimizer, params: list[Tensor], tail: Tail, see
     return [*window_mean(micro_batches, None if tail.weights[0] is None else tail.weights)]
 
 
-def compare_with_oracle(case: Case, backend: Any, tail: Tail) -> None:
+def assert_like_oracle(optimizer: af.FusedOptimizer, params: list[Tensor], truth: Oracle) -> None:
+    for index, (param, expected, states) in enumerate(zip(params, truth.params, truth.states, strict=True)):
+        assert_close(param, expected, "fp64 oracle", f"parameter {index}")
+        assert set(optimizer.state[param]) == set(states)
+        for name, value in states.items():
+            assert_close(optimizer.state[param][name], torch.as_tensor(value), "fp64 oracle", f"{name} {index}")
+
+
+@pytest.mark.pairwise(case=CASES, tail=TAILS)
+def test_equals_the_formula_in_float64(case: Case, tail: Tail, backend: str) -> None:
     params = random_params(SHAPES)
     truth = Oracle(case.of.oracle, case.options, params, tail.max_grad_norm)
     optimizer = case.make(params, backend, max_grad_norm=tail.max_grad_norm)
@@ -87,15 +93,8 @@ def compare_with_oracle(case: Case, backend: Any, tail: Tail) -> None:
     assert_like_oracle(optimizer, params, truth)
 
 
-def assert_like_oracle(optimizer: af.FusedOptimizer, params: list[Tensor], truth: Oracle) -> None:
-    for index, (param, expected, states) in enumerate(zip(params, truth.params, truth.states, strict=True)):
-        assert_close(param, expected, "fp64 oracle", f"parameter {index}")
-        assert set(optimizer.state[param]) == set(states)
-        for name, value in states.items():
-            assert_close(optimizer.state[param][name], torch.as_tensor(value), "fp64 oracle", f"{name} {index}")
-
-
-def compare_with_torch(case: Case, backend: Any, max_grad_norm: float | None) -> None:
+@pytest.mark.pairwise(case=[case for case in CASES if case.of.torch_class is not None], max_grad_norm=(None, 0.7, 1e6))
+def test_equals_torch_optim(case: Case, max_grad_norm: float | None, backend: str) -> None:
     params, theirs = random_params(SHAPES), random_params(SHAPES)
     optimizer = case.make(params, backend, max_grad_norm=max_grad_norm)
     stock = case.of.torch_class(theirs, **case.options)
@@ -116,29 +115,31 @@ def compare_with_torch(case: Case, backend: Any, max_grad_norm: float | None) ->
                 assert_close(optimizer.state[param][name], value, "torch.optim", f"{name} {index}")
 
 
-def compare_with_skips(case: Case, backend: Any, bad: float, bad_steps: tuple[int, ...]) -> None:
+@pytest.mark.pairwise(case=CASES, bad=((torch.inf, (0,)), (torch.nan, (2,)), (-torch.inf, (0, 1))))
+def test_a_skipped_step_changes_nothing(case: Case, bad: tuple[float, tuple[int, ...]], backend: str) -> None:
     """Steps with one bad element change no bit; the others go on as if those had never been."""
+    value, bad_steps = bad
     params = random_params(SHAPES)
     truth = Oracle(case.of.oracle, case.options, params, max_grad_norm=0.7)
     optimizer = case.make(params, backend, max_grad_norm=0.7)
     for seed in range(STEPS):
         grads = random_grads(params, seed)
         if seed in bad_steps:
-            grads[4][777] = bad
+            grads[4][777] = value
         set_grads(params, grads)
         before = everything(optimizer)
         optimizer.step()
         truth.step(grads)
         assert bool(optimizer.step_was_skipped) == (seed in bad_steps)
         if seed in bad_steps:
-            for name, value in everything(optimizer).items():
-                assert_same_bits(value, before.get(name, torch.zeros_like(value)), name)
+            for name, found in everything(optimizer).items():
+                assert_same_bits(found, before.get(name, torch.zeros_like(found)), name)
     assert int(optimizer.skipped_steps) == len(bad_steps)
     assert_like_oracle(optimizer, params, truth)
 
 
-def compare_tiny_states(case: Case, backend: Any) -> None:
-    """A new state below 2^-126 is stored as 0, one above as it is."""
+@pytest.mark.parametrize("case", HAVE_MOMENTS, ids=lambda case: case.name)
+def test_a_new_state_below_the_smallest_normal_number_is_stored_as_zero(case: Case, backend: str) -> None:
     params = [torch.zeros(1000, requires_grad=True)]
     grads = [torch.linspace(-8.0, 8.0, 1000) * SMALLEST_NORMAL]
     truth = Oracle(case.of.oracle, case.options, params)
@@ -161,8 +162,9 @@ def compare_tiny_states(case: Case, backend: Any) -> None:
     assert kept > 100
 
 
-def compare_late_steps(case: Case, backend: Any, step: int) -> None:
-    """Bias correction at any step count, with betas for which it matters there."""
+@pytest.mark.pairwise(case=CORRECT_BIAS, step=(2, 3, 1000, 142_860, 2**24))
+def test_bias_correction_at_any_step_count(case: Case, step: int, backend: str) -> None:
+    """With betas for which it matters there."""
     options = {**case.options, "betas": (0.999, 0.9999999)}
     params = random_params(SHAPES)
     truth = Oracle(case.of.oracle, options, params)
@@ -179,8 +181,8 @@ def compare_late_steps(case: Case, backend: Any, step: int) -> None:
     assert_like_oracle(optimizer, params, truth)
 
 
-def compare_with_found_inf(case: Case, backend: Any) -> None:
-    """A scaler's flag skips a finite step; the next one is the first."""
+@every_case
+def test_found_inf_skips_a_finite_step_and_the_next_one_is_the_first(case: Case, backend: str) -> None:
     params = random_params(SHAPES)
     optimizer = case.make(params, backend)
     truth = Oracle(case.of.oracle, case.options, params)
@@ -197,8 +199,8 @@ def compare_with_found_inf(case: Case, backend: Any) -> None:
     assert_like_oracle(optimizer, params, truth)
 
 
-def compare_groups(case: Case, backend: Any) -> None:
-    """Two groups with options of their own, the second under a schedule."""
+@every_case
+def test_every_group_has_its_own_options_and_schedule(case: Case, backend: str) -> None:
     params = random_params(SHAPES)
     other = {**case.options, **case.of.other_options}
     truths = [Oracle(case.of.oracle, case.options, params[:2]), Oracle(case.of.oracle, other, params[2:])]
@@ -213,66 +215,6 @@ def compare_groups(case: Case, backend: Any) -> None:
         truths[1].options = {**truths[1].options, "lr": optimizer.param_groups[1]["lr"]}
     assert_like_oracle(optimizer, params[:2], truths[0])
     assert_like_oracle(optimizer, params[2:], truths[1])
-
-
-def has_moments(case: Case) -> bool:
-    return bool(case.options.get("momentum") or "betas" in case.options)
-
-
-def corrects_bias(case: Case) -> bool:
-    return "Adam" in case.of.ours.__name__
-
-
-def has_peer(case: Case) -> bool:
-    return case.of.torch_class is not None
-
-
-# What test_mutations.py runs: (name, comparison, which cases). Each takes a case and a backend.
-COMPARISONS: list[tuple[str, Callable[[Case, Any], None], Callable[[Case], bool]]] = [
-    *((f"oracle, {t.name}", lambda c, b, t=t: compare_with_oracle(c, b, t), lambda c: True) for t in TAILS),
-    ("torch.optim", lambda c, b: compare_with_torch(c, b, None), has_peer),
-    ("torch.optim, clipped", lambda c, b: compare_with_torch(c, b, 0.7), has_peer),
-    ("skips", lambda c, b: compare_with_skips(c, b, torch.inf, (0, 2)), lambda c: True),
-    ("found_inf", compare_with_found_inf, lambda c: True),
-    ("tiny states", compare_tiny_states, has_moments),
-    ("late steps", lambda c, b: compare_late_steps(c, b, 1000), corrects_bias),
-    ("groups", compare_groups, lambda c: True),
-]
-
-
-def cases_where(holds: Callable[[Case], bool]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", [c for c in CASES if holds(c)], ids=lambda case: case.name)
-
-
-@every_case
-@pytest.mark.parametrize("tail", TAILS, ids=lambda tail: tail.name)
-def test_equals_the_formula_in_float64(case: Case, tail: Tail, backend: str) -> None:
-    compare_with_oracle(case, backend, tail)
-
-
-@cases_where(has_peer)
-@pytest.mark.parametrize("max_grad_norm", [None, 0.7, 1e6])
-def test_equals_torch_optim(case: Case, max_grad_norm: float | None, backend: str) -> None:
-    compare_with_torch(case, backend, max_grad_norm)
-
-
-@every_case
-@pytest.mark.parametrize(
-    ("bad", "bad_steps"), [(torch.inf, (0,)), (torch.nan, (2,)), (-torch.inf, (0, 1))], ids=["first", "third", "two"]
-)
-def test_a_skipped_step_changes_nothing(case: Case, bad: float, bad_steps: tuple[int, ...], backend: str) -> None:
-    compare_with_skips(case, backend, bad, bad_steps)
-
-
-@cases_where(has_moments)
-def test_subnormal_states_are_stored_as_zero(case: Case, backend: str) -> None:
-    compare_tiny_states(case, backend)
-
-
-@cases_where(corrects_bias)
-@pytest.mark.parametrize("step", [2, 3, 1000, 142_860, 2**24])
-def test_bias_correction_at_any_step_count(case: Case, step: int, backend: str) -> None:
-    compare_late_steps(case, backend, step)
 
 
 @every_case
@@ -292,16 +234,6 @@ def test_propagate_writes_what_a_nan_makes_of_it(case: Case, backend: str) -> No
     assert all(param.isnan().all() for param in params), "clipping by a NaN norm reaches every parameter, as in torch"
 
 
-@every_case
-def test_found_inf_skips_a_finite_step(case: Case, backend: str) -> None:
-    compare_with_found_inf(case, backend)
-
-
-@every_case
-def test_every_group_has_its_own_options(case: Case, backend: str) -> None:
-    compare_groups(case, backend)
-
-
 def test_a_coefficient_beyond_fp32_skips_the_step(backend: str) -> None:
     params = [torch.ones(3, requires_grad=True)]
     optimizer = case_named("sgd").make(params, backend, max_grad_norm=1.0)
@@ -312,10 +244,10 @@ def test_a_coefficient_beyond_fp32_skips_the_step(backend: str) -> None:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_momentum_that_begins_later_takes_its_first_gradient_whole(backend: str, rounding: Any) -> None:
+def test_momentum_that_begins_later_takes_its_first_gradient_whole(backend: str, rounding: str) -> None:
     """Also where steps were counted before, for the noise that rounds."""
     param = torch.ones(3, dtype=torch.bfloat16).requires_grad_()
-    optimizer = af.SGD([param], 0.25, dampening=0.5, master_weights=None, rounding=rounding, backend=backend)
+    optimizer = af.SGD([param], 0.25, dampening=0.5, master_weights=None, rounding=rounding, backend=backend)  # type: ignore[arg-type]
     for momentum in (0.0, 0.5):
         optimizer.param_groups[0]["momentum"] = momentum
         param.grad = torch.ones(3, dtype=torch.bfloat16)
