@@ -229,6 +229,8 @@ def test_propagate_writes_what_a_nan_makes_of_it(case: Case, backend: str) -> No
     optimizer.step()
     assert params[0][3].isnan()
     assert_close(params[1], truth.params[1], "fp64 oracle")
+    for name, value in truth.states[1].items():
+        assert_close(optimizer.state[params[1]][name], torch.as_tensor(value), "fp64 oracle", name)
     optimizer = case.make(params, backend, nonfinite="propagate", max_grad_norm=1.0)
     optimizer.step()
     assert all(param.isnan().all() for param in params), "clipping by a NaN norm reaches every parameter, as in torch"
