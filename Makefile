@@ -1,4 +1,4 @@
-# make demo | test | test-all | bench-test | lint | bench | bench-smoke | numerics | gpu | wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
+# make demo | test | test-all | bench-test | mutants | lint | bench | bench-smoke | numerics | gpu | wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -11,7 +11,7 @@ NATIVE_TESTS := conformance/test_backends_agree.py conformance/test_layouts.py c
 PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -p xdist -n auto --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all bench-test lint bench bench-smoke numerics native wheel sanitize clean always
+.PHONY: demo test test-all bench-test mutants lint bench bench-smoke numerics native wheel sanitize clean always
 .SECONDARY:
 
 demo: $(VENV)/examples.stamp
@@ -26,6 +26,10 @@ test-all: $(VENV)/test.stamp
 
 bench-test: $(VENV)/test.stamp
 	$(PYTEST) bench/tests $(ARGS)
+
+# What the tests are worth; hours.
+mutants: $(VENV)/test.stamp
+	$(RUN) tools/mutants.py run $(ARGS)
 
 bench: $(VENV)/bench.stamp
 	$(RUN) -m bench $(ARGS)

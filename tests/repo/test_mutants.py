@@ -1,0 +1,70 @@
+"""tools/mutants.py: its defects fit the source, and only what is no accident of a test kills one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import accumfused as af
+
+TOOLS = Path(__file__).parents[1] / "tools"
+pytestmark = pytest.mark.skipif(
+    not (TOOLS / "mutants").exists() or "AF_MUTANT" in os.environ, reason="needs the source, as it is"
+)
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setenv("AF_MUTANTS_ROOT", str(TOOLS.parent))
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module("mutants_plugin")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
+def test_each_mutant_stands_once_in_the_source() -> None:
+    done = subprocess.run([sys.executable, TOOLS / "mutants.py", "check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def fails() -> None:
+    assert 1 == 2
+
+
+def does_not_raise() -> None:
+    with pytest.raises(KeyError):
+        pass
+
+
+def refused() -> None:
+    af.AdamW([], max_grad_norm=-1.0)
+
+
+def looks_up() -> None:
+    {}["exp_avg"]
+
+
+def hears_of_another_process() -> None:
+    raise AssertionError(
+        f'worker 0:\nTraceback (most recent call last):\n  File "{__file__}", line 1, in <module>\nKeyError: 1\n'
+    )
+
+
+@pytest.mark.parametrize("call", [fails, does_not_raise, refused])
+def test_assertions_and_what_the_package_raises_kill(call: Callable[[], None], plugin: ModuleType) -> None:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011  # pytest's own failures are no Exceptions
+        call()
+    assert plugin.why_killed(caught.value) is not None
+
+
+@pytest.mark.parametrize("call", [looks_up, hears_of_another_process])
+def test_what_breaks_in_the_test_itself_does_not(call: Callable[[], None], plugin: ModuleType) -> None:
+    with pytest.raises((KeyError, AssertionError)) as caught:
+        call()
+    assert plugin.why_killed(caught.value) is None
