@@ -20,14 +20,14 @@ demo: $(VENV)/examples.stamp
 test: $(VENV)/test.stamp
 	$(PYTEST) $(ARGS)
 
-# All combinations on all backends, all architectures, long random loops: what a release has to pass.
+# All combinations on all backends, all architectures, long random loops, and what the tests find: hours.
 test-all: $(VENV)/test.stamp
 	$(PYTEST) --full tests bench/tests $(ARGS)
+	$(RUN) tools/mutants.py run
 
 bench-test: $(VENV)/test.stamp
 	$(PYTEST) bench/tests $(ARGS)
 
-# What the tests are worth; hours.
 mutants: $(VENV)/test.stamp
 	$(RUN) tools/mutants.py run $(ARGS)
 

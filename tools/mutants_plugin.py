@@ -45,10 +45,14 @@ def why_killed(error: BaseException) -> str | None:
     if isinstance(error, (AssertionError, pytest.fail.Exception)):
         return _why_killed_elsewhere(str(error)) if _TRACEBACK in str(error) else "assertion"
     for path in reversed(_paths(error)):
-        if path.startswith(f"{_ROOT}{os.sep}"):
+        if _is_ours(path):
             return f"raised {type(error).__name__}" if path.startswith(_PRODUCT) else None
     # pytest hides the exception of a module that does not import behind one of its own.
     return why_killed(error.__cause__) if error.__cause__ is not None else None
+
+
+def _is_ours(path: str) -> bool:
+    return path.startswith(f"{_ROOT}{os.sep}") and "site-packages" not in path  # an environment may lie in there
 
 
 def _paths(error: BaseException) -> list[str]:
@@ -62,7 +66,7 @@ def _paths(error: BaseException) -> list[str]:
 def _why_killed_elsewhere(text: str) -> str | None:
     """The same for another process, whose tracebacks the error's text has."""
     for trace in text.split(_TRACEBACK)[1:]:
-        own = [path for path in _FRAME.findall(trace) if path.startswith(f"{_ROOT}{os.sep}")]
+        own = list(filter(_is_ours, _FRAME.findall(trace)))
         raised = [line for line in trace.splitlines() if re.match(r"[\w.]+(: |$)", line)]
         if own and own[-1].startswith(_PRODUCT):
             return "raised in another process"

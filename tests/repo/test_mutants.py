@@ -14,7 +14,7 @@ import pytest
 
 import accumfused as af
 
-TOOLS = Path(__file__).parents[1] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools"
 pytestmark = pytest.mark.skipif(
     not (TOOLS / "mutants").exists() or "AF_MUTANT" in os.environ, reason="needs the source, as it is"
 )
