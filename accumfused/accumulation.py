@@ -1,4 +1,4 @@
-"""The window: the micro-batches between two updates, summed in fp32 (or, if asked, in bf16, rounded stochastically).
+"""The window: the micro-batches between two updates, summed in fp32.
 
 In: fresh `p.grad`s and their weights. Out: one accumulator per parameter, exposed as `p.grad` when the window is closed
 with `last=True`, or handed to the step. docs/state-machine.md draws the states and what is refused in each.
@@ -51,7 +51,6 @@ class Window:
         self.total: float | Tensor = 0.0  # of the weights
         self._unit: float | Tensor = 1.0  # the power of two that weights are divided by, or squares leave fp32's range
         self._count = 0  # micro-batches that were folded
-        self._place = 0  # of the last fold within its micro-batch
         self.entered = False  # a micro-batch is in progress: it counts already, and more of its gradients may come
         self._index: int | None = None  # of its weight; None: it is left out
         self._divisor: float | Tensor | None = None  # what processes have agreed on; else the total
@@ -213,7 +212,7 @@ class Window:
         is_own = not (in_loss and plan.has_means)  # others' weights may be others
         if self.phase is Phase.IDLE:
             self.open(plan)
-        self.entered, self.is_weighted, self._index, self._place = True, weight is not None, _READY, 0
+        self.entered, self.is_weighted, self._index = True, weight is not None, _READY
         if isinstance(weight, Tensor):
             weight = _on_device(weight, plan.device)
         is_first = not isinstance(self.total, Tensor) and self.total == 0
@@ -466,12 +465,7 @@ class Window:
         folded = [accumulator for accumulator in rows if accumulator is not None]
         if not folded:
             return
-        # By the count, which a checkpoint has; within 32 bits for Triton. A window's last fold alone may add nothing.
-        adds = any(grad is not None for grad in grads)
-        self._place += adds
-        number = ((self._count << 12) + (self._place if adds else 0)) % 2**31
-        fold = Fold(grads, rows, self._held, self._weights, index, scale, number)
-        backend.accumulate(plan, fold, self.partials)
+        backend.accumulate(plan, Fold(grads, rows, self._held, self._weights, index, scale), self.partials)
         self._launches += 1
         if len(folded) == len(rows):
             self._held, self._summed = [_READY] * len(rows), [backend.measures_folds] * len(rows)
@@ -487,14 +481,14 @@ class Window:
         """
         if all(grad is None for grad in grads):
             return
-        adopts, dtype = not graphs.has_static_memory(plan.device), plan.accumulator_dtype
+        adopts = not graphs.has_static_memory(plan.device)
         copied: Grads = [None] * len(grads)
         taken = list(self.accumulators)
         rows = zip(grads, self.arena.places, plan.held(), plan.bundled, strict=True)
         for row, (grad, place, is_held, is_bundled) in enumerate(rows):
             if grad is None:
                 continue
-            if grad is place or (adopts and not is_held and not is_bundled and adoptable(grad, dtype)):
+            if grad is place or (adopts and not is_held and not is_bundled and adoptable(grad)):
                 taken[row] = grad
             else:
                 memory.check_size(grad, "gradient")

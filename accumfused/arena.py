@@ -33,15 +33,13 @@ class Arena:
         for row, grad in enumerate(grads):
             have = self.places[row]
             if grad is not None and (
-                have is None
-                or have.dtype != plan.accumulator_dtype
-                or (have.device, have.shape, have.stride()) != (grad.device, grad.shape, grad.stride())
+                have is None or (have.device, have.shape, have.stride()) != (grad.device, grad.shape, grad.stride())
             ):
                 missing.setdefault((grad.device, plan.bundled[row]), []).append(row)
         for (device, is_bundle), rows in missing.items():
             sizes = [-(-plan.tensors[row].numel() // _PADDING) * _PADDING for row in rows]
             make = torch.zeros if is_bundle else torch.empty  # the gaps travel too
-            memory = make(sum(sizes), dtype=plan.accumulator_dtype, device=device)
+            memory = make(sum(sizes), dtype=torch.float32, device=device)
             if is_bundle:
                 self._bundles.append(memory)
             offset = 0
@@ -86,12 +84,12 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def adoptable(grad: Tensor, dtype: torch.dtype) -> bool:
-    """Memory that nobody else can write: whole, torch's own (not an array's), and of no other tensor.
+def adoptable(grad: Tensor) -> bool:
+    """fp32 memory that nobody else can write: whole, torch's own (not an array's), and of no other tensor.
 
     A part may belong to a bucket, a detached tensor shares its storage, and a gradient with a graph is still needed.
     """
-    if grad.dtype is not dtype or grad.requires_grad:
+    if grad.dtype is not torch.float32 or grad.requires_grad:
         return False
     storage = grad.untyped_storage()
     if _uses(storage._cdata) != _OWN_USES or not storage.resizable():

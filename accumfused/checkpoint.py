@@ -1,7 +1,7 @@
 """What a checkpoint holds: the states, checked before they are loaded, and an open window.
 
 A window is saved with each parameter, because torch.distributed.checkpoint keeps nothing else:
-`state[p]["grad_accumulator"]`, fp32 or bf16, is the sum so far, and `state[p]["grad_accumulator_weights"]`, fp64 [4],
+`state[p]["grad_accumulator"]`, fp32, is the sum so far, and `state[p]["grad_accumulator_weights"]`, fp64 [4],
 holds the factor that the next fold applies to it, the sum of the window's weights, the number of its micro-batches, and
 the power of two that its weights were divided by (negative: they are a device's; 0: a plain sum). A window in which no
 parameter has a sum yet has its weights alone, with the first parameter.
@@ -89,11 +89,10 @@ def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> 
                     "each has its own part; load it without process_group and sharding_group and finish the window"
                 )
             state[key] = {name: value for name, value in entries.items() if name not in (ACCUMULATOR, WEIGHTS)}
-            dtype = optimizer._settings.accumulator_dtype
             shard, saved = shard_of(params[key]), entries.get(ACCUMULATOR)
             accumulator = None
             if saved is not None:
-                accumulator = torch.empty_like(owned(params[key], shard), dtype=dtype, requires_grad=False)
+                accumulator = torch.empty_like(owned(params[key], shard), dtype=torch.float32, requires_grad=False)
                 accumulator.copy_(saved if shard is None else shard.part(ACCUMULATOR, saved))
             found[id(params[key])] = accumulator, entries[WEIGHTS].tolist()
     if not found:

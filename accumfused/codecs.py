@@ -34,16 +34,15 @@ def mix(value: Tensor) -> Tensor:
     return value ^ _shift_right(value, 31)
 
 
-def key(seed: Tensor, step: Tensor, fold: int, row: int) -> Tensor:
+def key(seed: Tensor, step: Tensor, row: int) -> Tensor:
     """What the noise of one tensor in one step depends on: int64, shape [].
 
     Args:
         seed: int64, shape [].
         step: this step's number, int64, shape [].
-        fold: which accumulation within the step's window it is for, from 1; 0: for the step itself.
         row: the tensor's place among the optimizer's parameters.
     """
-    return mix(mix(mix(seed) ^ step ^ (fold << 32)) ^ row)
+    return mix(mix(mix(seed) ^ step) ^ row)
 
 
 def noise(tensor_key: Tensor, numel: int, origin: int = 0) -> Tensor:

@@ -90,14 +90,9 @@ class Format:
 
     weights: Weights = Weights.FLOAT32
     states: States = States.FLOAT32
-    accumulates_bfloat16: bool = False
 
     @property
     def needs_noise(self) -> bool:
-        return self.rounds_updates or self.accumulates_bfloat16
-
-    @property
-    def rounds_updates(self) -> bool:
         """Whether a step's results depend on noise, which must be the same in all processes that make it."""
         return self.weights in _NOISY_WEIGHTS or self.states is not States.FLOAT32
 
@@ -142,7 +137,7 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
         states = settings.states
     if states is States.INT8 and not shards.keeps_blocks(param, settings.sharding_group is not None):
         states = States.FLOAT32
-    return Format(weights, states, settings.accumulator_dtype == torch.bfloat16)
+    return Format(weights, states)
 
 
 def check_master_weights(dtype: torch.dtype, master_weights: str | None) -> None:

@@ -205,7 +205,7 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
     return (
         f"16-bit parameters with their masters and states will take {ours / elements:.2f} bytes each ({_size(ours)}), "
         f"where torch's optimizer takes {stock / elements:.2f} ({_size(stock)}); an open window adds "
-        f"{settings.accumulator_dtype.itemsize}. {arguments} takes {kept(least) / elements:.2f}. "
+        f"4. {arguments} takes {kept(least) / elements:.2f}. "
         f"master_weights={'fp32' if has_float16 else 'split16'!r} keeps what it is, without this line"
     )
 

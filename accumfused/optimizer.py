@@ -44,7 +44,7 @@ class FusedOptimizer(Tail):
     @_disable_dynamo  # a compiled function calls it as it is
     @torch.no_grad()
     def accumulate(self, weight: float | Tensor | None = None, *, last: bool = False) -> None:
-        """Adds every fresh `p.grad` to the open window, in `accumulator_dtype`, and releases it (`p.grad = None`).
+        """Adds every fresh `p.grad` to the open window, in fp32, and releases it (`p.grad = None`).
 
         Args:
             weight: of this micro-batch. Its gradients are multiplied by it and the window's sum is divided by the sum

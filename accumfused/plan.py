@@ -59,7 +59,6 @@ class Plan:
     copied: list[int] = field(default_factory=list)  # rows whose tensor is a dense copy
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where its kernels run
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
-    accumulator_dtype: torch.dtype = torch.float32
     is_added_up: bool = False  # processes add up their accumulators
     # Rows whose accumulators are to be reduced together: small ones.
     bundled: list[bool] = field(default_factory=list)
@@ -211,7 +210,7 @@ def build(
     """
     params = [p for group in param_groups for p in group["params"]]
     groups = [g for g, group in enumerate(param_groups) for _ in group["params"]]
-    plan = Plan(params, [], [], groups, rules, [], [], accumulator_dtype=settings.accumulator_dtype)
+    plan = Plan(params, [], [], groups, rules, [], [])
     plan.is_added_up = settings.group is not None
     for index, (param, group) in enumerate(zip(params, groups, strict=True)):
         shard = shards.shard_of(param, mesh)
@@ -232,8 +231,7 @@ def build(
         plan.first_chunk.append(plan.chunks)
         plan.chunks += chunk_count(tensor.numel())
         plan.origins.append(0 if shard is None else shard.origin)
-        size = param.numel() * settings.accumulator_dtype.itemsize
-        plan.bundled.append(plan.is_added_up and size < distributed.BUNDLED_BYTES)
+        plan.bundled.append(plan.is_added_up and 4 * param.numel() < distributed.BUNDLED_BYTES)
     plan.has_all_states = None not in plan.storages
     memory.check([tensor for tensor in plan.owned if has_memory(tensor) and tensor.numel()])
     plan.is_spread = any(shard is not None for shard in plan.shards)

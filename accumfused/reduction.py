@@ -45,7 +45,7 @@ class Reduction:
         made = [None if storage is None else storage.seed for storage in plan.storages]
         seeds = [seed if value is None else int(value) for value in made]
         own = [
-            (tuple(p.shape), tuple(p.stride()), str(p.dtype), p.requires_grad, form.rounds_updates and seed)
+            (tuple(p.shape), tuple(p.stride()), str(p.dtype), p.requires_grad, form.needs_noise and seed)
             for p, form, seed in zip(params, plan.formats, seeds, strict=True)
         ]
         every: list[list[Any]] = [[]] * self.size

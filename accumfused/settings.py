@@ -20,7 +20,6 @@ MasterWeights = Literal["auto", "fp32", "split16", "split8"]
 Rounding = Literal["nearest", "stochastic"]
 
 _STATES = {torch.float32: States.FLOAT32, torch.bfloat16: States.BFLOAT16, "int8": States.INT8}
-_ACCUMULATORS = (torch.float32, torch.bfloat16)
 _PLACE = "    **settings: those of `accumfused.settings.Settings`.\n"  # of their descriptions in docstrings
 
 
@@ -35,7 +34,6 @@ class SettingArguments(TypedDict, total=False):
     rounding: Rounding
     state_dtype: torch.dtype | Literal["int8"]
     state_dtype_min_numel: int
-    accumulator_dtype: torch.dtype
     rounding_seed: int | None
     process_group: Any
     sharding_group: Any
@@ -65,8 +63,6 @@ class Settings:
             each block of 128 elements. An element whose state overflows takes its block with it, where no norm is
             taken and nonfinite is not "skip" or "raise". With amsgrad use fp32: its maximum ratchets up on the noise.
         state_dtype_min_numel: smaller parameters have fp32 states.
-        accumulator_dtype: of a window's sums: torch.float32, or torch.bfloat16, rounded stochastically at each
-            `accumulate()`. Not for optimizers that keep their own step (`fuse` of RMSprop, say).
         rounding_seed: of all stochastic rounding, for states that are new; None: that of torch's generator, of which
             nothing is drawn, and 0 where there are several processes, which must round alike. The same seed gives the
             same bits on every backend.
@@ -88,7 +84,6 @@ class Settings:
     rounding: Rounding = "nearest"
     state_dtype: torch.dtype | Literal["int8"] = torch.float32
     state_dtype_min_numel: int = 4096
-    accumulator_dtype: torch.dtype = torch.float32
     rounding_seed: int | None = None
     process_group: Any = None  # torch.distributed.ProcessGroup
     sharding_group: Any = None
@@ -118,10 +113,6 @@ class Settings:
         if self.state_dtype not in list(_STATES):
             allowed = "torch.float32, torch.bfloat16, 'int8'"
             raise ValueError(f"state_dtype must be one of {allowed}, got {self.state_dtype!r}")
-        if self.accumulator_dtype not in _ACCUMULATORS:
-            raise ValueError(
-                f"accumulator_dtype must be one of {', '.join(map(str, _ACCUMULATORS))}, got {self.accumulator_dtype!r}"
-            )
         for name, value in (
             ("state_dtype_min_numel", self.state_dtype_min_numel),
             ("rounding_seed", self.rounding_seed),
@@ -145,8 +136,6 @@ class Settings:
             raise ValueError(f"reduce_dtype must be torch.float32, torch.bfloat16 or None, got {self.reduce_dtype!r}")
         if self.reduce_dtype is not None and self.group is None:
             raise ValueError("reduce_dtype is for gradients that process_group or sharding_group reduces; give one")
-        if self.sharding_group is not None and self.accumulator_dtype != torch.float32:
-            raise ValueError("with sharding_group accumulators are fp32; leave accumulator_dtype out")
 
     @property
     def group(self) -> Any:

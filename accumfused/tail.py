@@ -172,11 +172,6 @@ class Tail(torch.optim.Optimizer):
         if last and part is None and window.phase is Phase.OPEN:
             window.watch_writes()
         matched = current.match(grads)
-        if current.accumulator_dtype == torch.bfloat16 and current.lacks_state(matched):
-            current = self._with_states(current, matched)  # which hold the seed of the noise that rounds the sums
-            matched = current.match(grads)
-            if window.phase is Phase.OPEN:
-                window.follow(current)
         assert self._runtime.backend is not None
         complete = present == len(grads)
         closes = last and self._settings.sharding_group is None and (part is None or group is None)

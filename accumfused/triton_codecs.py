@@ -44,9 +44,9 @@ def mix(value):
 
 
 @triton.jit
-def noise_keys(seed, step, fold, row, start):
+def noise_keys(seed, step, row, start):
     """What the noise of a chunk depends on, two numbers of 32 bits. Args: start: where in the whole it begins."""
-    key = mix(mix(seed.to(tl.uint64)) ^ tl.cast(step, tl.uint64) ^ (tl.cast(fold, tl.uint64) << 32))
+    key = mix(mix(seed.to(tl.uint64)) ^ tl.cast(step, tl.uint64))
     keys = mix(mix(key ^ tl.cast(row, tl.uint64)) ^ (start.to(tl.uint64) >> 32))
     position = tl.mul(start.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
     return tl.add(position, keys.to(tl.uint32), sanitize_overflow=False), (keys >> 32).to(tl.uint32)

@@ -59,11 +59,11 @@ cpu::Work work_on(const Table& table, int threads) {
 }
 
 void accumulate(const std::string& instruction_set, const Table& table, int threads, uintptr_t weights, int64_t weight,
-                double scale, uintptr_t device_scale, int64_t number, uintptr_t partials) {
+                double scale, uintptr_t device_scale, uintptr_t partials) {
   const cpu::Kernels& run = kernels(instruction_set);
   const py::gil_scoped_release release;
   run.accumulate(work_on(table, threads), {pointer<const double>(weights), weight, scale,
-                                           pointer<const double>(device_scale), number, pointer<float>(partials)});
+                                           pointer<const double>(device_scale), pointer<float>(partials)});
 }
 
 void norm(const std::string& instruction_set, const Table& table, int threads, uintptr_t partials) {

@@ -34,18 +34,17 @@ AF_INLINE uint64_t mix(uint64_t value) {
   return value ^ (value >> 31);
 }
 
-// 32 bits for each element of a chunk: a hash of (seed, step, fold, row) and the element's index in the whole tensor,
+// 32 bits for each element of a chunk: a hash of (seed, step, row) and the element's index in the whole tensor,
 // of which a row may be a part. Each 2^32 elements have another key; a chunk of a part that lies across such a boundary
 // keeps the one of its first element, so only beyond 4G elements may a few get other bits than in the whole.
 struct Noise {
   static constexpr uint32_t kStride = 0x9e3779b1u;  // between the positions of neighbours
   uint32_t first, second;
 
-  // `fold`: which accumulation of the step's window it is for, from 1; 0: for the step itself. `offset`: where in its
-  // row the chunk begins.
-  AF_METHOD Noise(const Row& row, int64_t index, int64_t step, int64_t fold, int64_t offset) {
+  // `offset`: where in its row the chunk begins.
+  AF_METHOD Noise(const Row& row, int64_t index, int64_t step, int64_t offset) {
     const uint64_t seed = row.seed ? uint64_t(*row.seed) : 0;
-    const uint64_t key = mix(mix(mix(seed) ^ uint64_t(step) ^ (uint64_t(fold) << 32)) ^ uint64_t(index));
+    const uint64_t key = mix(mix(mix(seed) ^ uint64_t(step)) ^ uint64_t(index));
     const uint64_t start = uint64_t(row.origin + offset), keys = mix(key ^ (start >> 32));
     first = uint32_t(keys) + uint32_t(start) * kStride, second = uint32_t(keys >> 32);
   }

@@ -58,12 +58,11 @@ struct Row {
 
 // What changes with every call.
 struct Operands {
-  const void* grad = nullptr;   // null: no gradient in this call
-  void* accumulator = nullptr;  // null: not folded in this call
-  int32_t weight = kOverwrite;  // of what the accumulator holds: an index into the window's weights
+  const void* grad = nullptr;    // null: no gradient in this call
+  float* accumulator = nullptr;  // null: not folded in this call
+  int32_t weight = kOverwrite;   // of what the accumulator holds: an index into the window's weights
   Dtype grad_dtype = Dtype::kFloat32;
-  Dtype accumulator_dtype = Dtype::kFloat32;  // or kBfloat16
-  int32_t unused = 0;
+  int64_t unused = 0;
 };
 
 static_assert(sizeof(Row) % 16 == 0 && sizeof(Operands) % 16 == 0, "copied to a GPU 16 bytes at a time");
@@ -72,9 +71,8 @@ struct Rows {
   const Row* rows;
   const Operands* operands;
   int64_t count;
-  int64_t chunks;                      // over all rows
-  bool plain;                          // so is every row
-  bool folds_float32, folds_bfloat16;  // there are accumulators of that type
+  int64_t chunks;  // over all rows
+  bool plain;      // so is every row
 };
 
 AF_INLINE int64_t chunk_count(int64_t numel) { return (numel + kChunk - 1) / kChunk; }

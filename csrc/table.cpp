@@ -309,17 +309,16 @@ void Table::release_grads() {
 }
 
 int64_t Table::set_accumulators(const py::list& accumulators, const py::list& weights) {
-  folds_float32_ = folds_bfloat16_ = false;
   for (size_t i = 0; i < rows_.size(); ++i) {
     Operands& in = operands_[i];
     in.accumulator = nullptr;
     PyObject* accumulator = PyList_GET_ITEM(accumulators.ptr(), i);
     if (accumulator == Py_None) continue;
     dlpack::Tensor tensor;
+    Dtype dtype;
     if (!read(accumulator, tensor) || !same_layout(layouts_[i], tensor)) return int64_t(i);
-    if (!float_dtype(tensor.dtype, in.accumulator_dtype) || in.accumulator_dtype == Dtype::kFloat16) return int64_t(i);
-    (in.accumulator_dtype == Dtype::kFloat32 ? folds_float32_ : folds_bfloat16_) = true;
-    in.accumulator = address(tensor);
+    if (!float_dtype(tensor.dtype, dtype) || dtype != Dtype::kFloat32) return int64_t(i);
+    in.accumulator = static_cast<float*>(address(tensor));
     in.weight = int32_t(PyLong_AsLong(PyList_GET_ITEM(weights.ptr(), i)));
     if (in.grad == in.accumulator && in.weight != kOverwrite && rows_[i].numel > 0) return -2 - int64_t(i);
   }
@@ -327,7 +326,6 @@ int64_t Table::set_accumulators(const py::list& accumulators, const py::list& we
 }
 
 void Table::clear() {
-  folds_float32_ = folds_bfloat16_ = false;
   for (Operands& in : operands_) in = {};
 }
 

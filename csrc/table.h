@@ -43,15 +43,12 @@ class Table {
   void release_grads();
   // As read_grads, for gradients that are given; returns that index or -1.
   int64_t set_grads(const py::list& grads);
-  // Points the rows at their accumulators, fp32 or bf16 (None: not folded), which hold a sum under weights[i]. Returns
-  // -1, the first index whose accumulator does not fit, or -2 - index where it lies at the same address as the
-  // gradient.
+  // Points the rows at their fp32 accumulators (None: not folded), which hold a sum under weights[i]. Returns -1, the
+  // first index whose accumulator does not fit, or -2 - index where it lies at the same address as the gradient.
   int64_t set_accumulators(const py::list& accumulators, const py::list& weights);
   void clear();  // forget the gradients and accumulators again
 
-  Rows rows() const {
-    return {rows_.data(), operands_.data(), int64_t(rows_.size()), chunks_, plain_, folds_float32_, folds_bfloat16_};
-  }
+  Rows rows() const { return {rows_.data(), operands_.data(), int64_t(rows_.size()), chunks_, plain_}; }
   int64_t chunks() const { return chunks_; }
   int64_t numel() const { return numel_; }
 
@@ -89,7 +86,6 @@ class Table {
   int64_t chunks_ = 0;
   int64_t numel_ = 0;
   bool plain_ = true;
-  bool folds_float32_ = false, folds_bfloat16_ = false;
 
   struct Release {
     void operator()(dlpack::ManagedTensor* handle) const { handle->deleter(handle); }

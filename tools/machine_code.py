@@ -28,7 +28,7 @@ NARROW_STORE = re.compile(
 )
 _ENDS = re.compile(r"\b(BRA|BSYNC|CALL|RET|EXIT)\b")
 NAMES = {
-    "accumulate_kernelIf": "accumulate", "accumulate_kernelINS0_8Bfloat16": "accumulate: bf16", "norm_kernel": "norm",
+    "accumulate_kernel": "accumulate", "norm_kernel": "norm",
     "write_kernelILi1024": "table (1 kB)", "write_kernelILi32512": "table (32 kB)",
     "KindE0EJNS0_3SgdEEE": "step: SGD", "KindE0EJNS0_11SgdMomentumEEE": "step: SGD with momentum",
     "KindE0EJNS0_10AdamFamilyILb0EEEEEE": "step: Adam", "KindE0EJNS0_10AdamFamilyILb1EEEEEE": "step: AMSGrad",

@@ -23,17 +23,15 @@ class Fold:
     """One micro-batch's arrival in the accumulators.
 
     accumulator <- (weights[held] * scale) * accumulator + (weights[weight] * scale) * grad, each factor rounded to fp32
-    once; a weight of 0 leaves its term out, whatever it holds. OVERWRITE: accumulator <- grad. A bf16 accumulator is
-    rounded stochastically.
+    once; a weight of 0 leaves its term out, whatever it holds. OVERWRITE: accumulator <- grad.
     """
 
     grads: Grads  # None: the accumulator is only rescaled
-    accumulators: Grads  # fp32 or bf16; None: left alone
+    accumulators: Grads  # fp32; None: left alone
     held: list[int]  # per row: the index of the weight under which the accumulator holds what it holds, or OVERWRITE
     weights: Tensor  # [micro-batches + 1], fp64; index 0 holds 1: "already weighted"
     weight: int  # this micro-batch's index
     scale: float | Tensor  # a number, or fp64 of shape []
-    number: int  # below 2^31, another one for each fold of a window: for the noise that rounds bf16 accumulators
 
     def refuse_overwritten(self) -> None:
         """For backends without a table, which does it: refuses gradients that lie where their accumulators do."""

@@ -41,7 +41,7 @@ class CpuBackend:
         self._c.accumulate(
             self.instruction_set, plan.table, torch.get_num_threads(),
             fold.weights.data_ptr(), fold.weight, *as_number_and_address(fold.scale),
-            fold.number, partials.data_ptr(),
+            partials.data_ptr(),
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:

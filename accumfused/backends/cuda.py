@@ -41,7 +41,7 @@ class CudaBackend:
         copy, stream = self._on_device(plan, [fold.weights, partials, *fold.accumulators])
         copy.accumulate(
             plan.table, stream, fold.weights.data_ptr(), fold.weight, *as_number_and_address(fold.scale),
-            fold.number, partials.data_ptr(),
+            partials.data_ptr(),
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accumfused.backends import foreach_step
 from accumfused.backends.base import OVERWRITE, Fold, Hypers, Outcome, Scaling
-from accumfused.backends.reference import finish_norm, rounded
+from accumfused.backends.reference import finish_norm
 from accumfused.formats import Format
 from accumfused.numeric import CHUNK, LANES, memory_order, sum_partials
 from accumfused.plan import Grads, Plan
@@ -45,16 +45,12 @@ class ForeachBackend:
 
         rows = zip(fold.accumulators, fold.held, fold.grads, strict=True)
         kinds = [accumulator is not None and (held, grad is not None) for accumulator, held, grad in rows]
-        for batch in _batches(plan, _WHOLE if plan.accumulator_dtype == torch.float32 else _cached(plan), kinds):
-            held, stored, grads = fold.held[batch.rows[0]], batch.of(fold.accumulators), batch.of(fold.grads)
-            values = [accumulator.float() for accumulator in stored]  # themselves, if they are fp32
+        for batch in _batches(plan, _WHOLE, kinds):
+            held, values, grads = fold.held[batch.rows[0]], batch.of(fold.accumulators), batch.of(fold.grads)
             if held == OVERWRITE:
                 torch._foreach_copy_(values, grads)
             else:
                 add_up(values, grads, factors[held], factors[fold.weight])
-            for row, value, accumulator in zip(batch.rows, values, stored, strict=True):
-                if value is not accumulator:
-                    accumulator.copy_(rounded(plan, fold, row, accumulator, value, batch.begin))
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         if partials is None:

@@ -126,8 +126,8 @@ def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skip
     run(weights, grads, states, kept.steps, known, found_inf)
     for j, row in enumerate(batch.rows):
         noise = weights[j]
-        if form.rounds_updates:
-            key = codecs.key(kept.seeds[j], whole_steps(kept.steps[j]), 0, row)
+        if form.needs_noise:
+            key = codecs.key(kept.seeds[j], whole_steps(kept.steps[j]), row)
             noise = codecs.noise(key, weights[j].numel(), plan.origins[row] + batch.begin)
         _write(kept.params[j], kept.masters[j], _stored_weights(form, weights[j], noise), skipped)
         for index, kind in enumerate(kinds):
@@ -145,7 +145,7 @@ def _stays(name: str, value: Any) -> bool:
 def _stored_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
     """The parameter and its master; to nearest, copying is enough."""
     if form.weights in _BY_CODEC:
-        return store_weights(form, weights, codecs.stream(noise, 2) if form.rounds_updates else noise)
+        return store_weights(form, weights, codecs.stream(noise, 2) if form.needs_noise else noise)
     return weights, None if form.master is None else weights
 
 

@@ -41,22 +41,21 @@ class ReferenceBackend:
             factors = (fold.weights * fold.scale).float()
             add = factors[fold.weight]
             rows = zip(fold.accumulators, fold.grads, fold.held, plan.first_chunk, strict=True)
-            for row, (accumulator, grad, held, first_chunk) in enumerate(rows):
+            for accumulator, grad, held, first_chunk in rows:
                 if accumulator is None:
                     continue
                 if held == OVERWRITE:
                     assert grad is not None
-                    accumulator.copy_(rounded(plan, fold, row, accumulator, grad.float()))
+                    accumulator.copy_(grad)
                     continue
                 keep = factors[held]
-                kept = torch.where(keep != 0, accumulator.float() * keep, 0.0)
+                kept = torch.where(keep != 0, accumulator * keep, 0.0)
                 if grad is None:
-                    value = kept
+                    accumulator.copy_(kept)
                 else:
                     added = grad.float() * add
                     both = torch.where(keep != 0, kept + added, added)
-                    value = torch.where(add != 0, both, kept)
-                accumulator.copy_(rounded(plan, fold, row, accumulator, value))
+                    accumulator.copy_(torch.where(add != 0, both, kept))
                 _write_partials(partials, first_chunk, accumulator)
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -80,25 +79,6 @@ class ReferenceBackend:
                 for j, row in enumerate(rows):
                     own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
                     _update(plan, row, rule, own, grads[row], steps[j], outcome.skipped)  # type: ignore[arg-type]
-
-
-def rounded(plan: Plan, fold: Fold, row: int, accumulator: Tensor, value: Tensor, begin: int = 0) -> Tensor:
-    """The fp32 value as the accumulator takes it.
-
-    Args:
-        begin: the first element, in memory order, where both are a piece of the tensor; a multiple of CHUNK.
-    """
-    if accumulator.dtype != torch.bfloat16:
-        return value
-    storage = plan.storages[row]
-    seed = torch.zeros((), dtype=torch.int64, device=value.device)
-    if storage is not None and storage.seed is not None:
-        seed = storage.seed
-    key = codecs.key(seed, whole_steps(_steps_made(plan, row)), fold.number, row)
-    result = torch.empty_like(accumulator)
-    noise = codecs.noise(key, value.numel(), plan.origins[row] + begin)
-    memory_order(result).copy_(_bfloat16(codecs.to_bfloat16_stochastic(memory_order(value), noise)))
-    return result
 
 
 def _steps_made(plan: Plan, row: int) -> Tensor:
@@ -157,7 +137,7 @@ def _update(
     )
     bits = torch.zeros_like(param, dtype=torch.int32)
     if storage.seed is not None:
-        bits = codecs.noise(codecs.key(storage.seed, step, 0, row), param.numel(), plan.origins[row])
+        bits = codecs.noise(codecs.key(storage.seed, step, row), param.numel(), plan.origins[row])
     stored: list[tuple[Tensor | None, Tensor | None]] = []
     stored += zip([param, master], store_weights(form, new_param, codecs.stream(bits, 2)), strict=True)
     for index, (state, value, scale, is_second) in enumerate(zip(new_states, values, scales, kinds, strict=True)):

@@ -79,17 +79,13 @@ class TritonBackend:
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
-        """One launch per dtype of the accumulators: nearly always one."""
         number, at = as_number_and_address(fold.scale)
-        for dtype in dict.fromkeys(a.dtype for a in fold.accumulators if a is not None):
-            rows: Grads = [a if a is not None and a.dtype == dtype else None for a in fold.accumulators]
-            with _on(plan.device):
-                table = self._send(plan, _ROWS, _table(plan, fold.grads, rows, fold.held))
-                _launch(
-                    kernels.accumulate_kernel, plan, plan.chunks,
-                    table, len(plan.tensors), plan.chunks, fold.weights, fold.weight, _bits(number), at, fold.number,
-                    partials, tl.float32 if dtype == torch.float32 else blocks.BFLOAT16_BITS.value,
-                )  # fmt: skip
+        with _on(plan.device):
+            table = self._send(plan, _ROWS, _table(plan, fold.grads, fold.accumulators, fold.held))
+            _launch(
+                kernels.accumulate_kernel, plan, plan.chunks,
+                table, len(plan.tensors), plan.chunks, fold.weights, fold.weight, _bits(number), at, partials,
+            )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = new_outcome(plan.device, normed=partials is not None)
@@ -199,9 +195,7 @@ def _table(
 def _fixed(plan: Plan) -> _Fixed:
     known = plan.device_tables.get(_FIXED)
     if known is None:
-        # A step does not read accumulators.
-        formats = [Format(form.weights, form.states) for form in plan.formats]
-        kinds = [(plan.rules[group], form) for group, form in zip(plan.groups, formats, strict=True)]
+        kinds = [(plan.rules[group], form) for group, form in zip(plan.groups, plan.formats, strict=True)]
         known = _Fixed(list(dict.fromkeys(kinds)), [])
         for tensor, storage, group, kind, first_chunk, origin in zip(
             plan.tensors, plan.storages, plan.groups, kinds, plan.first_chunk, plan.origins, strict=True

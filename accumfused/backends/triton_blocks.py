@@ -99,16 +99,6 @@ def step_number(row):
 
 
 @triton.jit
-def seed_of(row):
-    """0 where the state is not made yet."""
-    address = tl.load(row + SEED)
-    seed = tl.full([], 0, tl.int64)
-    if address != 0:
-        seed = tl.load(pointer_to(address, tl.int64))
-    return seed
-
-
-@triton.jit
 def is_last_program(table):
     """Whether all other programs have done their work, which this one then sees. Leaves the ticket at 0."""
     tl.debug_barrier()  # all threads of this program have written

@@ -18,7 +18,6 @@ from accumfused.backends.triton_blocks import (
     FLOAT32,
     GRAD,
     NO_GRAD,
-    ORIGIN,
     OVERWRITE,
     ROWS,
     WEIGHT,
@@ -30,18 +29,15 @@ from accumfused.backends.triton_blocks import (
     pointer,
     pointer_to,
     row_of,
-    seed_of,
-    step_number,
     store,
     whole_elements,
 )
-from accumfused.triton_codecs import from_bfloat16, noise, noise_keys, to_bfloat16_stochastic
 from accumfused.triton_numeric import LANES, LEAST_DIVISOR, LEAST_SUM, is_finite, sum_partials, tree
 
 # Arguments whose value must not make another kernel: Triton compiles anew for a 1 and for multiples of 16.
 NUMBERS = (
     "count", "chunks", "chunks_to_read", "partials", "normalization", "device_normalization", "found_inf", "clips",
-    "max_grad_norm", "skips_nonfinite", "skips", "weight", "scale", "device_scale", "number",
+    "max_grad_norm", "skips_nonfinite", "skips", "weight", "scale", "device_scale",
 )  # fmt: skip
 
 
@@ -132,17 +128,7 @@ def folded(kept, g, keep, add, has_grad: tl.constexpr):
 
 
 @triton.jit
-def rounded(accumulator, values, keys, first, size: tl.constexpr):
-    """fp32 values as an accumulator holds them: in fp32, and as it stores them."""
-    stored = values
-    if accumulator.dtype.element_ty == BFLOAT16_BITS:
-        stored = to_bfloat16_stochastic(values, noise(keys, first + tl.arange(0, size)))
-        values = from_bfloat16(stored)
-    return values, stored
-
-
-@triton.jit
-def fold_chunk(accumulator, grad, keys, n, aligned, keep, add, has_grad: tl.constexpr, total):
+def fold_chunk(accumulator, grad, n, aligned, keep, add, has_grad: tl.constexpr, total):
     lanes = tl.zeros([LANES], tl.float32)
     whole = whole_elements(n, 2 * LANES, aligned)
     for first in range(0, whole, 2 * LANES):
@@ -151,39 +137,32 @@ def fold_chunk(accumulator, grad, keys, n, aligned, keep, add, has_grad: tl.cons
         g, h = a, b
         if has_grad:
             g, h = load(grad, first, n, LANES, True), load(grad, second, n, LANES, True)
-        a, stored_a = rounded(accumulator, folded(a, g, keep, add, has_grad), keys, first, LANES)
-        b, stored_b = rounded(accumulator, folded(b, h, keep, add, has_grad), keys, second, LANES)
+        a, b = folded(a, g, keep, add, has_grad), folded(b, h, keep, add, has_grad)
         lanes += a * a
         lanes += b * b
-        store(accumulator, stored_a, first, n, LANES, True)
-        store(accumulator, stored_b, second, n, LANES, True)
+        store(accumulator, a, first, n, LANES, True)
+        store(accumulator, b, second, n, LANES, True)
     for first in range(whole, n, LANES):
         a = load(accumulator, first, n, LANES, False)
         g = a
         if has_grad:
             g = load(grad, first, n, LANES, False)
-        a, stored = rounded(accumulator, folded(a, g, keep, add, has_grad), keys, first, LANES)
+        a = folded(a, g, keep, add, has_grad)
         lanes += a * a
-        store(accumulator, stored, first, n, LANES, False)
+        store(accumulator, a, first, n, LANES, False)
     tl.store(total, tree(lanes))
 
 
 @triton.jit
-def copy_block(accumulator, grad, keys, first, n, whole: tl.constexpr):
-    _, stored = rounded(accumulator, load(grad, first, n, BLOCK, whole), keys, first, BLOCK)
-    store(accumulator, stored, first, n, BLOCK, whole)
-
-
-@triton.jit
-def fold_or_copy(accumulator, grad, keys, n, aligned, copies, keep, add, total):
+def fold_or_copy(accumulator, grad, n, aligned, copies, keep, add, total):
     if copies:
         whole = whole_elements(n, BLOCK, aligned)
         for first in range(0, whole, BLOCK):
-            copy_block(accumulator, grad, keys, first, n, True)
+            store(accumulator, load(grad, first, n, BLOCK, True), first, n, BLOCK, True)
         for first in range(whole, n, BLOCK):
-            copy_block(accumulator, grad, keys, first, n, False)
+            store(accumulator, load(grad, first, n, BLOCK, False), first, n, BLOCK, False)
     else:
-        fold_chunk(accumulator, grad, keys, n, aligned, keep, add, True, total)
+        fold_chunk(accumulator, grad, n, aligned, keep, add, True, total)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -195,9 +174,7 @@ def accumulate_kernel(
     weight: tl.int32,
     scale: tl.int64,
     device_scale: tl.int64,
-    number: tl.int32,
     partials,
-    accumulator_dtype: tl.constexpr,
 ):
     rows = table + ROWS
     factor = float64_from(scale)
@@ -205,14 +182,10 @@ def accumulate_kernel(
         factor *= tl.load(pointer_to(device_scale, tl.float64))
     add = (tl.load(weights + weight) * factor).to(tl.float32)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
-        row, index = row_of(rows, count, chunk)
+        row, _ = row_of(rows, count, chunk)
         if tl.load(row + ACCUMULATOR) != 0:
             offset, n = extent(row, chunk)
-            accumulator = pointer(row, ACCUMULATOR, accumulator_dtype, offset)
-            keys = offset, offset  # for a bf16 one
-            if accumulator_dtype == BFLOAT16_BITS:
-                steps_made = tl.maximum(step_number(row) - 1, 0)
-                keys = noise_keys(seed_of(row), steps_made, number, index, tl.load(row + ORIGIN) + offset)
+            accumulator = pointer(row, ACCUMULATOR, tl.float32, offset)
             total = partials + chunk
             held = tl.load(row + WEIGHT)
             keep = (tl.load(weights + tl.maximum(held, 0)) * factor).to(tl.float32)
@@ -220,13 +193,13 @@ def accumulate_kernel(
             aligned = is_aligned(row, ACCUMULATOR) & is_aligned(row, GRAD)
             dtype = tl.load(row + DTYPE)
             if dtype == NO_GRAD:
-                fold_chunk(accumulator, accumulator, keys, n, aligned, keep, add, False, total)
+                fold_chunk(accumulator, accumulator, n, aligned, keep, add, False, total)
             elif dtype == FLOAT32:
                 grad = pointer(row, GRAD, tl.float32, offset)
-                fold_or_copy(accumulator, grad, keys, n, aligned, copies, keep, add, total)
+                fold_or_copy(accumulator, grad, n, aligned, copies, keep, add, total)
             elif dtype == FLOAT16:
                 half = pointer(row, GRAD, tl.float16, offset)
-                fold_or_copy(accumulator, half, keys, n, aligned, copies, keep, add, total)
+                fold_or_copy(accumulator, half, n, aligned, copies, keep, add, total)
             else:
                 brain = pointer(row, GRAD, BFLOAT16_BITS, offset)
-                fold_or_copy(accumulator, brain, keys, n, aligned, copies, keep, add, total)
+                fold_or_copy(accumulator, brain, n, aligned, copies, keep, add, total)

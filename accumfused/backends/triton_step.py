@@ -25,6 +25,7 @@ from accumfused.backends.triton_blocks import (
     PARAM,
     REST,
     ROWS,
+    SEED,
     STATE,
     STEP,
     WORDS,
@@ -36,7 +37,6 @@ from accumfused.backends.triton_blocks import (
     pointer,
     pointer_to,
     row_of,
-    seed_of,
     step_number,
     whole_elements,
 )
@@ -172,7 +172,8 @@ def step_kernel(
             offset, n = extent(row, chunk)
             keys = index, index
             if noisy:
-                keys = noise_keys(seed_of(row), number, 0, index, tl.load(row + ORIGIN) + offset)
+                seed = tl.load(pointer(row, SEED, tl.int64, 0))
+                keys = noise_keys(seed, number, index, tl.load(row + ORIGIN) + offset)
             if dtype == FLOAT32:
                 grad = pointer(row, GRAD, tl.float32, offset)
                 step_chunk(prepared, row, keys, grad, offset, n, update, states, moments, weights, form, noisy)

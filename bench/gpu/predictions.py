@@ -30,7 +30,6 @@ SHARES = {
     "accumulate, fp32": Prediction(12, (0.92, 0.96)),
     "accumulate, bf16": Prediction(10, (0.92, 0.96)),
     "first accumulate, bf16": Prediction(6, (0.88, 0.94), "20 KB in flight on a multiprocessor"),
-    "accumulate into bf16, bf16": Prediction(6, (0.75, 0.88), "23 instructions an element"),
     "AdamW, fp32, fp32 states, fp32 gradients": Prediction(28, (0.90, 0.95)),
     "AdamW, fp32, fp32 states, bf16 gradients": Prediction(26, (0.90, 0.95)),
     "AMSGrad, fp32, fp32 states, fp32 gradients": Prediction(36, (0.90, 0.95)),

@@ -143,19 +143,16 @@ class Probe:
             self.journal.write("ceilings", mix=f"{mix}: {MIXES[mix].read} + {MIXES[mix].written} bytes", **facts)
 
     def measure_folds(self, dtype: torch.dtype) -> None:
-        """The norm, and the ways into an accumulator, of gradients of this dtype."""
+        """The norm, and the two ways into an accumulator, of gradients of this dtype."""
         grads = self.random(dtype)
         works = self.verbs(Case("SGD", grads=dtype), grads)
         name, read = text(dtype), dtype.itemsize * self.elements
         self.time("norm", f"norm, {name}", read, {who: partial(work.norm, grads) for who, work in works.items()})
-        for into in (FP32, BF16):
-            sums, written = self.random(into), into.itemsize * self.elements
-            works = self.verbs(Case("SGD", grads=dtype, accumulators=into), grads) if into == BF16 else works
-            beside = " into bf16" if into == BF16 else ""
-            for first in (True, False):
-                moved = read + written * (1 if first else 2)
-                runs = {who: partial(work.accumulate, grads, sums, first=first) for who, work in works.items()}
-                self.time("accumulate", f"{'first ' if first else ''}accumulate{beside}, {name}", moved, runs)
+        sums, written = self.random(FP32), 4 * self.elements
+        for first in (True, False):
+            moved = read + written * (1 if first else 2)
+            runs = {who: partial(work.accumulate, grads, sums, first=first) for who, work in works.items()}
+            self.time("accumulate", f"{'first ' if first else ''}accumulate, {name}", moved, runs)
 
     def measure_step(self, case: Case, off: int = 0) -> None:
         """A step. Args: off: elements by which its gradients lie off their boundary."""

@@ -48,7 +48,6 @@ class Case:
     weights: str = "fp32"
     states: str = "fp32"
     grads: torch.dtype = FP32
-    accumulators: torch.dtype = FP32
 
     @property
     def name(self) -> str:
@@ -62,7 +61,7 @@ class Case:
         """Args: backend: a name or a backend."""
         made, options = RULES[self.rule]
         known = {"max_grad_norm": _MAX_GRAD_NORM, "rounding_seed": 17, "state_dtype": STATES[self.states]}
-        known |= {"state_dtype_min_numel": 2, "accumulator_dtype": self.accumulators, **WEIGHTS[self.weights][1]}
+        known |= {"state_dtype_min_numel": 2, **WEIGHTS[self.weights][1]}
         name = backend if isinstance(backend, str) else "auto"
         optimizer: af.FusedOptimizer = made(params, **options, backend=name, **{**known, **settings})
         if not isinstance(backend, str):
@@ -99,7 +98,7 @@ class Verbs:
     def accumulate(self, grads: Sequence[Tensor], accumulators: Sequence[Tensor], *, first: bool = False) -> None:
         held = [OVERWRITE if first else _READY] * len(grads)
         self.backend.accumulate(
-            self.plan, Fold([*grads], [*accumulators], held, self._weights, _READY, 1.0, 1), self.partials
+            self.plan, Fold([*grads], [*accumulators], held, self._weights, _READY, 1.0), self.partials
         )
 
     @torch.no_grad()

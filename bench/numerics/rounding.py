@@ -51,9 +51,9 @@ FORMATS: dict[str, tuple[Rounded, tuple[float, ...]]] = {  # values, none of whi
 }
 
 
-def noise_of(step: int, elements: int, row: int = 0, fold: int = 0, seed: int = 0) -> Tensor:
+def noise_of(step: int, elements: int, row: int = 0, seed: int = 0) -> Tensor:
     """An optimizer's noise of one tensor in one step."""
-    return codecs.noise(codecs.key(torch.tensor(seed), torch.tensor(step), fold, row), elements)
+    return codecs.noise(codecs.key(torch.tensor(seed), torch.tensor(step), row), elements)
 
 
 def statistics(quick: bool) -> list[dict[str, Any]]:
@@ -84,7 +84,6 @@ def correlations(draws: int) -> list[dict[str, Any]]:
     others = {
         "step and next step": noise_of(6, draws),
         "tensor and next tensor": noise_of(5, draws, row=1),
-        "step and a fold before it": noise_of(5, draws, fold=1),
         "seed and next seed": noise_of(5, draws, seed=1),
         "first and second moment": codecs.stream(noise_of(5, draws), 1),
         "first moment and weight": codecs.stream(noise_of(5, draws), 2),

@@ -25,7 +25,6 @@ _ADAMW: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1,
 # Name -> (parameters' dtype, bytes per parameter of weight + moments + accumulator, settings)
 _NONE: dict[str, Any] = {"master_weights": None}
 _INT8: dict[str, Any] = {"state_dtype": "int8"}
-_SUM: dict[str, Any] = {"accumulator_dtype": BF16}
 FORMATS: dict[str, tuple[torch.dtype, float, dict[str, Any]]] = {
     "fp32": (FP32, 16, {}),
     "bf16 + split16": (BF16, 16, {}),
@@ -35,8 +34,8 @@ FORMATS: dict[str, tuple[torch.dtype, float, dict[str, Any]]] = {
     "bf16 nearest": (BF16, 14, {**_NONE, "rounding": "nearest"}),
     "fp32, bf16 states": (FP32, 12, {"state_dtype": BF16}),
     "fp32, int8 states": (FP32, 10, _INT8),
-    "split8, int8, bf16 sums": (BF16, 7, {"master_weights": "split8", **_INT8, **_SUM}),
-    "stochastic, int8, bf16 sums": (BF16, 6, {**_NONE, "rounding": "stochastic", **_INT8, **_SUM}),
+    "split8, int8 states": (BF16, 9, {"master_weights": "split8", **_INT8}),
+    "stochastic, int8 states": (BF16, 8, {**_NONE, "rounding": "stochastic", **_INT8}),
 }
 
 

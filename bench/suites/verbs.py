@@ -64,7 +64,7 @@ def _verbs(
     assert difference < 1e-6, f"the norm is {difference:.1e} off"
 
     def accumulate(grads: list[Tensor], held: int) -> None:
-        fold = Fold(list(grads), list(accumulators), [held] * rows, weights, _READY, 1.0, 1)
+        fold = Fold(list(grads), list(accumulators), [held] * rows, weights, _READY, 1.0)
         backend.accumulate(plan, fold, partials)
 
     def step() -> None:

@@ -131,7 +131,7 @@ int64_t step_lean(const Rule& rule, const Row& row, const Noise& noise, const Op
 template <class Rule>
 void step_formatted(const Rule& rule, const Row& row, int64_t index, const Operands& in, int64_t count, int64_t offset,
                     int64_t n) {
-  const Noise noise(row, index, count, 0, offset);
+  const Noise noise(row, index, count, offset);
   const bool plain_states = row.states == States::kFloat32;
   Tile tile;
   for (int64_t first = 0; first < n; first += kTile) {

@@ -9,15 +9,13 @@ struct Work : Rows {
 };
 
 // accumulator <- (w[operands.weight] * scale) * accumulator + (w[weight] * scale) * grad, in fp32; a weight of 0 leaves
-// its term out, whatever it holds. An accumulator that holds nothing (kOverwrite) takes the gradient as it is. A bf16
-// accumulator is rounded stochastically. Where a
+// its term out, whatever it holds. An accumulator that holds nothing (kOverwrite) takes the gradient as it is. Where a
 // gradient was added, or the accumulator rescaled, `partials[chunk]` becomes the sum of squares of the result.
 struct Fold {
   const double* weights;
   int64_t weight;
   double scale;
   const double* device_scale;  // nullable; multiplies `scale`
-  int64_t number;              // of the folds of this window, from 1: for the noise that rounds bf16 accumulators
   float* partials;
 };
 

@@ -181,37 +181,6 @@ float fold_chunk(float* __restrict accumulator, const G* __restrict grad, float 
   return tree_sum(lanes, width);
 }
 
-// A row of 1024 goes through the L1 cache: folded in fp32, rounded stochastically, and its squares are those of what is
-// stored.
-void fold_bfloat16(const Fold& fold, double scale, const Row& row, int64_t index, const Operands& in, int64_t chunk,
-                   int64_t offset, int64_t n) {
-  const bool overwrites = in.weight == kOverwrite;
-  const float keep = overwrites ? 0.0f : float(fold.weights[in.weight] * scale);
-  const float add = in.grad == nullptr ? 0.0f : overwrites ? 1.0f : float(fold.weights[fold.weight] * scale);
-  const Noise noise(row, index, row.step ? whole_steps(*row.step) : 0, fold.number, offset);
-  auto* __restrict accumulator = static_cast<Bfloat16*>(in.accumulator) + offset;
-  alignas(64) float lanes[kLanes] = {}, values[kLanes];
-  for (int64_t first = 0; first < n; first += kLanes) {
-    const int64_t length = smaller(kLanes, n - first);
-    for (int64_t l = 0; l < length; ++l) values[l] = keep != 0.0f ? to_float(accumulator[first + l]) * keep : 0.0f;
-    if (add != 0.0f) {
-      with_grad(in, offset + first, [&](const auto* __restrict grad) {
-        if (keep != 0.0f) {
-          for (int64_t l = 0; l < length; ++l) values[l] = values[l] + to_float(grad[l]) * add;
-        } else {
-          for (int64_t l = 0; l < length; ++l) values[l] = to_float(grad[l]) * add;
-        }
-      });
-    }
-    for (int64_t l = 0; l < length; ++l) {
-      const Bfloat16 rounded = to_bfloat16(values[l], noise(uint32_t(first + l)));
-      accumulator[first + l] = rounded;
-      lanes[l] += to_float(rounded) * to_float(rounded);
-    }
-  }
-  if (!overwrites) fold.partials[chunk] = tree_sum(lanes, kLanes);
-}
-
 void accumulate(const Work& work, const Fold& fold) {
   const double scale = fold.device_scale ? fold.scale * *fold.device_scale : fold.scale;
   const float add = float(fold.weights[fold.weight] * scale);
@@ -219,31 +188,26 @@ void accumulate(const Work& work, const Fold& fold) {
   for (int64_t i = 0; i < work.count; ++i)
     written_bytes += work.operands[i].weight == kOverwrite ? work.rows[i].numel * 4 : 0;
   const bool beyond_cache = written_bytes > kStreamBytes;
-  for_each_chunk<Nothing>(
-      work, [&](Nothing, const Row& row, const Operands& in, int64_t chunk, int64_t offset, int64_t n) {
-        if (in.accumulator == nullptr) return;
-        if (in.accumulator_dtype == Dtype::kBfloat16) {
-          fold_bfloat16(fold, scale, row, &row - work.rows, in, chunk, offset, n);
-          return;
-        }
-        float* const accumulator = static_cast<float*>(in.accumulator) + offset;
-        if (in.weight == kOverwrite) {
-          with_grad(in, offset, [=](auto grad) { overwrite(accumulator, grad, n, beyond_cache); });
-          return;
-        }
-        const float keep = float(fold.weights[in.weight] * scale);
-        const bool adds = in.grad != nullptr && add != 0.0f;
-        if (!adds) {
-          const float* none = nullptr;
-          fold.partials[chunk] = keep != 0.0f ? fold_chunk<true, false>(accumulator, none, keep, add, n)
-                                              : fold_chunk<false, false>(accumulator, none, keep, add, n);
-          return;
-        }
-        fold.partials[chunk] = with_grad(in, offset, [=](auto grad) {
-          return keep != 0.0f ? fold_chunk<true, true>(accumulator, grad, keep, add, n)
-                              : fold_chunk<false, true>(accumulator, grad, keep, add, n);
-        });
-      });
+  for_each_chunk<Nothing>(work, [&](Nothing, const Row&, const Operands& in, int64_t chunk, int64_t offset, int64_t n) {
+    if (in.accumulator == nullptr) return;
+    float* const accumulator = in.accumulator + offset;
+    if (in.weight == kOverwrite) {
+      with_grad(in, offset, [=](auto grad) { overwrite(accumulator, grad, n, beyond_cache); });
+      return;
+    }
+    const float keep = float(fold.weights[in.weight] * scale);
+    const bool adds = in.grad != nullptr && add != 0.0f;
+    if (!adds) {
+      const float* none = nullptr;
+      fold.partials[chunk] = keep != 0.0f ? fold_chunk<true, false>(accumulator, none, keep, add, n)
+                                          : fold_chunk<false, false>(accumulator, none, keep, add, n);
+      return;
+    }
+    fold.partials[chunk] = with_grad(in, offset, [=](auto grad) {
+      return keep != 0.0f ? fold_chunk<true, true>(accumulator, grad, keep, add, n)
+                          : fold_chunk<false, true>(accumulator, grad, keep, add, n);
+    });
+  });
 }
 
 // ---- step -----------------------------------------------------------------------------------------------------------

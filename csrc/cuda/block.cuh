@@ -111,17 +111,12 @@ struct Access {
     }
   }
 
-  // Of type T they are already.
-  template <class T>
-  __device__ static void store(T* to, int i, int n, const float (&from)[kRows][kWidth]) {
+  __device__ static void store(float* to, int i, int n, const float (&from)[kRows][kWidth]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      Four<T> four;
+      Four<float> four;
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        if constexpr (sizeof(T) == 4) four.each[k] = from[r][k];
-        else four.each[k] = {uint16_t(bits_of(from[r][k]) >> 16)};
-      }
+      for (int k = 0; k < kWidth; ++k) four.each[k] = from[r][k];
       store_four<kWhole, kFrugal>(to + r * kLanes, i, n, four);
     }
   }

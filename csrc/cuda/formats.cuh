@@ -229,7 +229,7 @@ template <class Rule>
 __device__ void step_formatted(const Rule& rule, const Chunk& at, int count, int first) {
   constexpr int kStates = Rule::kStates;
   const Row& row = at.row;
-  const Noise noise(row, at.index, count, 0, at.offset);
+  const Noise noise(row, at.index, count, at.offset);
   const uint32_t begin = noise.position(0u);
   // A warp goes on while one of its threads has elements: it takes all of them to find a block's largest.
 #pragma unroll 1

@@ -62,32 +62,13 @@ struct Fold {
   int64_t weight;
   double scale;
   const double* device_scale;  // nullable; multiplies `scale`
-  int64_t number;              // of the folds of this window, from 1
   float* partials;
 };
 
-// What an accumulator takes of an fp32 value.
-template <class A>
-struct Rounding {
-  __device__ Rounding(const Chunk&, const Fold&) {}
-  __device__ float operator()(float value, int) const { return value; }
-};
-template <>
-struct Rounding<Bfloat16> {
-  Noise noise;
-
-  __device__ Rounding(const Chunk& at, const Fold& fold)
-      : noise(at.row, at.index, at.row.step ? whole_steps(*at.row.step) : 0, fold.number, at.offset) {}
-  __device__ float operator()(float value, int element) const {
-    return to_float(to_bfloat16(value, noise(uint32_t(element))));
-  }
-};
-
-template <bool kKeep, bool kAdd, class A, class G>
-__device__ void fold_chunk(const Rounding<A>& rounded, A* accumulator, const G* grad, int n, bool aligned, float keep,
-                           float add, float* sum) {
+template <bool kKeep, bool kAdd, class G>
+__device__ void fold_chunk(float* accumulator, const G* grad, int n, bool aligned, float keep, float add, float* sum) {
   float lanes[kWidth] = {};
-  for_each_row<2>(n, aligned && is_aligned(accumulator, sizeof(A)), [&](auto access, int i) {
+  for_each_row<2>(n, aligned && is_aligned(accumulator, 4), [&](auto access, int i) {
     float value[access.kCount][kWidth];
     [[maybe_unused]] float g[access.kCount][kWidth];
     if constexpr (kKeep) access.load(accumulator, i, n, value);
@@ -99,7 +80,6 @@ __device__ void fold_chunk(const Rounding<A>& rounded, A* accumulator, const G* 
         float folded = 0.0f;
         if constexpr (kKeep) folded = value[r][k] * keep;
         if constexpr (kAdd) folded = kKeep ? folded + g[r][k] * add : g[r][k] * add;
-        folded = rounded(folded, i + r * int(kLanes) + k);
         value[r][k] = folded;
         lanes[k] += folded * folded;
       }
@@ -109,37 +89,27 @@ __device__ void fold_chunk(const Rounding<A>& rounded, A* accumulator, const G* 
   store_sum(lanes, sum);
 }
 
-// Blocks of fp32 folds on a multiprocessor; 7.5 has no room for more.
+// Blocks of folds on a multiprocessor; 7.5 has no room for more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kFolding = 4;
 #else
 constexpr int kFolding = 5;
 #endif
 
-// For the accumulators of one type.
-template <class A>
-__global__ void __launch_bounds__(kThreads, std::is_same_v<A, float> ? kFolding : 4)
-    accumulate_kernel(const Work work, const Fold fold) {
-  constexpr Dtype kDtype = std::is_same_v<A, float> ? Dtype::kFloat32 : Dtype::kBfloat16;
+__global__ void __launch_bounds__(kThreads, kFolding) accumulate_kernel(const Work work, const Fold fold) {
   const double scale = fold.device_scale ? fold.scale * *fold.device_scale : fold.scale;
   const float add = float(fold.weights[fold.weight] * scale);
   for (int chunk = int(blockIdx.x); chunk < work.chunks; chunk += int(gridDim.x)) {
     const Chunk at = chunk_of(work, chunk);
-    if (at.in.accumulator == nullptr || at.in.accumulator_dtype != kDtype) continue;
-    A* const accumulator = global(static_cast<A*>(at.in.accumulator) + at.offset);
-    const Rounding<A> rounded(at, fold);
+    if (at.in.accumulator == nullptr) continue;
+    float* const accumulator = global(at.in.accumulator + at.offset);
     float* const sum = fold.partials + chunk;
     const int n = at.n;
     if (at.in.weight == kOverwrite) {
       with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
-        for_each_row<2>(n, aligned && is_aligned(accumulator, sizeof(A)), [&](auto access, int i) {
+        for_each_row<2>(n, aligned && is_aligned(accumulator, 4), [&](auto access, int i) {
           float g[access.kCount][kWidth];
           access.load(grad, i, n, g);
-#pragma unroll
-          for (int r = 0; r < access.kCount; ++r) {
-#pragma unroll
-            for (int k = 0; k < kWidth; ++k) g[r][k] = rounded(g[r][k], i + r * int(kLanes) + k);
-          }
           access.store(accumulator, i, n, g);
         });
       });
@@ -147,13 +117,13 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<A, float> ? kFolding 
     }
     const float keep = float(fold.weights[at.in.weight] * scale);
     if (at.in.grad == nullptr || add == 0.0f) {
-      if (keep != 0.0f) fold_chunk<true, false>(rounded, accumulator, accumulator, n, true, keep, add, sum);
-      else fold_chunk<false, false>(rounded, accumulator, accumulator, n, true, keep, add, sum);
+      if (keep != 0.0f) fold_chunk<true, false>(accumulator, accumulator, n, true, keep, add, sum);
+      else fold_chunk<false, false>(accumulator, accumulator, n, true, keep, add, sum);
       continue;
     }
     with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
-      if (keep != 0.0f) fold_chunk<true, true>(rounded, accumulator, grad, n, aligned, keep, add, sum);
-      else fold_chunk<false, true>(rounded, accumulator, grad, n, aligned, keep, add, sum);
+      if (keep != 0.0f) fold_chunk<true, true>(accumulator, grad, n, aligned, keep, add, sum);
+      else fold_chunk<false, true>(accumulator, grad, n, aligned, keep, add, sum);
     });
   }
 }

@@ -192,15 +192,12 @@ DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream, bool 
 }
 
 void DeviceTable::accumulate(const Rows& table, uintptr_t stream, uintptr_t weights, int64_t weight, double scale,
-                             uintptr_t device_scale, int64_t number, uintptr_t partials) {
+                             uintptr_t device_scale, uintptr_t partials) {
   const Device device(device_);
   const Layout layout = send(table, stream, true);
-  const gpu::Fold fold{pointer<const double>(weights),      weight, scale,
-                       pointer<const double>(device_scale), number, pointer<float>(partials)};
-  if (table.folds_bfloat16) {
-    launch("accumulate", gpu::accumulate_kernel<gpu::Bfloat16>, table.chunks, stream, layout.work, fold);
-  }
-  if (table.folds_float32) launch("accumulate", gpu::accumulate_kernel<float>, table.chunks, stream, layout.work, fold);
+  const gpu::Fold fold{pointer<const double>(weights), weight, scale, pointer<const double>(device_scale),
+                       pointer<float>(partials)};
+  launch("accumulate", gpu::accumulate_kernel, table.chunks, stream, layout.work, fold);
 }
 
 void DeviceTable::norm(const Rows& table, uintptr_t stream, bool reads, uintptr_t partials, double normalization,
@@ -234,8 +231,7 @@ std::string why_not(int device) {
       cudaFuncAttributes attributes;
       check(cudaFuncGetAttributes(&attributes, kernel), name);
     };
-    load("accumulate", gpu::accumulate_kernel<float>);
-    load("accumulate", gpu::accumulate_kernel<gpu::Bfloat16>);
+    load("accumulate", gpu::accumulate_kernel);
     load("norm", gpu::norm_kernel);
     load("table", gpu::write_kernel<kSmallPacket>);
     load("table", gpu::write_kernel<kLargePacket>);

@@ -29,7 +29,7 @@ class DeviceTable {
   DeviceTable(int device, uintptr_t memory, int64_t groups, int64_t stride);
 
   void accumulate(const Rows& table, uintptr_t stream, uintptr_t weights, int64_t weight, double scale,
-                  uintptr_t device_scale, int64_t number, uintptr_t partials);
+                  uintptr_t device_scale, uintptr_t partials);
   // `reads`: the table's gradients are read; otherwise their sums of squares are all in `partials`.
   void norm(const Rows& table, uintptr_t stream, bool reads, uintptr_t partials, double normalization,
             uintptr_t device_normalization, uintptr_t found_inf, bool takes_norm, std::optional<double> max_grad_norm,

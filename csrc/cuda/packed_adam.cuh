@@ -137,7 +137,7 @@ __device__ int step_blocks(const PackedAdam& rule, const Chunk& at, int count, c
   constexpr int kRow = Streams<W, G>::kRow, kMaster = Packed::kMasterWords;
   const int lane = int(threadIdx.x) * kEight;
   Streams<W, G> streams(at, grads, lane);
-  const Noise noise(at.row, at.index, count, 0, at.offset);
+  const Noise noise(at.row, at.index, count, at.offset);
   uint32_t counter = noise.position(uint32_t(lane));
 #pragma unroll 1
   for (int rows = at.n / kRow; rows > 0; --rows, counter += kRow * Noise::kStride) {
