@@ -31,9 +31,7 @@ FORMATS += [{"master_weights": None, "rounding": "stochastic", "state_dtype": "i
 for optimizer_class, options in ((af.AdamW, {}), (af.AdamW, {"amsgrad": True}), (af.Lion, {})):
     for formats in FORMATS:
         params = [torch.randn(n, device="cuda").bfloat16().requires_grad_() for n in (3 * 32768 + 2048 + 5, 1023, 1)]
-        optimizer = optimizer_class(
-            params, backend="cuda", accumulator_dtype=torch.bfloat16, state_dtype_min_numel=2, **options, **formats
-        )
+        optimizer = optimizer_class(params, backend="cuda", state_dtype_min_numel=2, **options, **formats)
         for dtype in (torch.float32, torch.bfloat16):
             for weight in (1.0, 2.0):
                 for param in params:

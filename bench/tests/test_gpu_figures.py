@@ -63,7 +63,7 @@ def test_every_check_finds_the_bits_of_the_reference(small_sizes: None, cuda: Cu
 
 def test_a_different_bit_is_found_said_and_survived(small_sizes: None, cuda: CudaBackend, tmp_path: Path) -> None:
     own = Journal(tmp_path / "lines", "smoke")
-    several = [check for check in without_streams() if check.name in ("norm", "accumulate into fp32")]
+    several = [check for check in without_streams() if check.name in ("norm", "accumulate")]
     assert not smoke.run_checks(own, several, {"cuda": Off(cuda)}, CPU)
     lines = [line for line in journal.read(tmp_path / "lines") if line["kind"] == "bits"]
     assert [line["ok"] for line in lines] == [line["check"] != "norm" for line in lines]

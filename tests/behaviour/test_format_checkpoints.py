@@ -121,33 +121,6 @@ def test_optimizers_with_other_states_too(backend: str, cls: Any, weights: str) 
         assert_same(optimizer, twin)
 
 
-@pytest.mark.parametrize("after", [1, 2, 3])
-@pytest.mark.parametrize("stepped", [False, True])
-@pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weights", ["fp32", "split16"])
-def test_a_window_of_bf16_accumulators_is_resumed_bit_for_bit(
-    backend: str, weights: str, grads: torch.dtype, stepped: bool, after: int
-) -> None:
-    def micro_batch(optimizer: Any, seed: int) -> None:
-        grads_of(optimizer, seed, grads)
-        optimizer.accumulate(1.0 + seed)
-
-    model, optimizer = build(weights, "fp32", backend, accumulator_dtype=torch.bfloat16)
-    if stepped:
-        train(optimizer, 1)
-    for seed in range(after):
-        micro_batch(optimizer, seed)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    twin_model, twin = build(weights, "fp32", backend, accumulator_dtype=torch.bfloat16, rounding_seed=3)
-    model_first(twin_model, twin, saved)
-    for each in (optimizer, twin):
-        for seed in range(after, 4):
-            micro_batch(each, seed)
-        each.step()
-    assert_same_bits(twin.grad_norm, optimizer.grad_norm)
-    assert_same(optimizer, twin)
-
-
 # ---- another format --------------------------------------------------------------------------------------------------
 
 

@@ -39,11 +39,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "states in torch.int8": ({"state_dtype": torch.int8}, ValueError, r"one of .* 'int8', got torch\.int8"),
     "a list of states": ({"state_dtype": ["int8"]}, ValueError, r"state_dtype must be one of .*, got \['int8'\]"),
-    "fp16 accumulators": (
-        {"accumulator_dtype": torch.float16},
-        ValueError,
-        r"accumulator_dtype must be one of torch\.float32, torch\.bfloat16, got torch\.float16",
-    ),
     "a negative size": ({"state_dtype_min_numel": -1}, ValueError, r"state_dtype_min_numel must be >= 0 .*got -1"),
     "half a size": (
         {"state_dtype_min_numel": 0.5},
@@ -102,7 +97,6 @@ def test_a_setting_of_a_group_is_refused(backend: str) -> None:
         {"master_weights": "split16"},
         {"rounding": "stochastic"},
         {"state_dtype": "int8"},
-        {"accumulator_dtype": torch.bfloat16},  # there is no seed for its noise, which would be that of every window
     ],
 )
 def test_an_optimizer_with_its_own_step_keeps_its_own_formats(backend: str, settings: dict[str, Any]) -> None:

@@ -331,21 +331,6 @@ def test_a_hook_that_comes_twice_in_the_backward_that_closes_the_window(backend:
     assert found == [([3.0] * 4, [2.0] * 4)] * 2
 
 
-def test_parts_of_one_micro_batch_are_rounded_by_noise_of_their_own(backend: str) -> None:
-    errors = []
-    for parts, micro_batches in ((1, 64), (64, 1)):
-        param = nn.Parameter(torch.zeros(1 << 15))
-        optimizer = af.SGD([param], lr=1.0, backend=backend, accumulator_dtype=torch.bfloat16, rounding_seed=1)
-        af.release_gradients(optimizer, EACH)
-        for _ in range(micro_batches):
-            for _ in range(parts):
-                (param.sum() * 0.0101).backward()
-            optimizer.accumulate()
-        optimizer.step()
-        errors.append((-param.detach().double() / (64 * 0.0101)).std().item())
-    assert errors[1] == pytest.approx(errors[0], rel=0.1)  # five times as large where the noise repeats itself
-
-
 def test_only_the_loop_ends_a_micro_batch(backend: str) -> None:
     """Two backward passes and one accumulate() are one micro-batch, however often the hooks were called."""
     a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))

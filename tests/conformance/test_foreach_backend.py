@@ -155,20 +155,6 @@ def test_a_skipped_step_writes_nothing_in_any_format(rule: str, weights: str, st
             assert any(not torch.equal(everything(optimizer)[name], value) for name, value in before.items())
 
 
-def test_accumulators_in_16_bits_are_the_references() -> None:
-    results = []
-    for backend in ("foreach", ReferenceBackend()):
-        params = random_params([(40,), (2 * CHUNK + 130,)])
-        optimizer = ADAMW_CASE.make(params, backend, accumulator_dtype=torch.bfloat16, rounding_seed=3)
-        for seed, weight in enumerate((3.0, 0.7, 5.0)):
-            set_grads(params, random_grads(params, seed))
-            optimizer.accumulate(weight, last=weight == 5.0)
-        results.append([param.grad for param in params])
-    for actual, expected in zip(*results, strict=True):
-        assert actual.dtype == torch.bfloat16
-        assert (actual != expected).float().mean() < 0.001
-
-
 # ---- values that are not finite, and what is not read ---------------------------------------------------------------
 
 

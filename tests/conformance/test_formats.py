@@ -119,54 +119,6 @@ def test_one_number_that_is_not_finite_among_codes(weights: str, grad_dtype: tor
             assert_agree(stored(CpuBackend(name), value, at, eps), expected)
 
 
-# ---- bfloat16 accumulators ------------------------------------------------------------------------------------------
-
-
-def windows(
-    backend: Any, weights: str, grad_dtype: torch.dtype, sizes: Any = SIZES, *, closed: bool
-) -> dict[str, Tensor]:
-    """Two windows of three micro-batches summed in bf16: what is stored, and the norms, which are of that."""
-    case = case_named("adamw")
-    optimizer, params = make(case, backend, weights, "fp32", sizes, accumulator_dtype=torch.bfloat16)
-    found = {}
-    for window in range(2):
-        for seed, weight in enumerate((3.0, 0.7, 5.0)):
-            grads: list[Tensor | None] = [*random_grads(params, 10 * window + seed, grad_dtype)]
-            if seed == 0:
-                grads[-2] = None  # comes in later
-            set_grads(params, grads)
-            optimizer.accumulate(weight, last=closed and seed == 2)
-        if closed:
-            assert all(param.grad.dtype == torch.bfloat16 for param in params)
-            found |= {f"p.grad {window} {i}": param.grad.clone() for i, param in enumerate(params)}
-        optimizer.step()
-        found[f"norm {window}"] = optimizer.grad_norm.clone()
-    return {name: value.cpu() for name, value in (everything(optimizer) | found).items()}
-
-
-@needs_native
-@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
-@pytest.mark.parametrize("weights", ["fp32", "split16", "fp16_master"])
-@pytest.mark.parametrize("grad_dtype", GRADS, ids=str)
-def test_bfloat16_accumulators_agree(weights: str, grad_dtype: torch.dtype, closed: bool) -> None:
-    expected = windows(ReferenceBackend(), weights, grad_dtype, closed=closed)
-    for name in _native._C.instruction_sets():
-        assert_agree(windows(CpuBackend(name), weights, grad_dtype, closed=closed), expected)
-
-
-def test_a_bfloat16_accumulator_is_right_on_average(backend: str) -> None:
-    # Micro-batches whose sum to nearest would stop growing near 1: each adds less than half a unit there.
-    param = torch.zeros(40_000, requires_grad=True)
-    optimizer = case_named("sgd").make([param], backend, accumulator_dtype=torch.bfloat16)
-    value = 1 / 256 - 1 / 1024
-    for _ in range(256):
-        set_grads([param], [torch.full_like(param, value)])
-        optimizer.accumulate()
-    optimizer.step()
-    error = (-param.detach() / 0.3).double().mean() / (256 * value) - 1
-    assert abs(error) < 2e-3  # five standard errors of the mean: each sum is 4% off
-
-
 def test_constants_are_those_of_the_kernels() -> None:
     if _native._C is None:
         pytest.skip(_native.unavailable or "")

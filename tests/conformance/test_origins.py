@@ -97,7 +97,7 @@ def parts(cuts: tuple[int, ...], sizes: tuple[int, ...] = SIZES) -> list[Part]:
 
 def run(
     place: Place, weights: str, states: str, part: Part, grad_dtype: torch.dtype = torch.bfloat16, *,
-    sizes: tuple[int, ...] = SIZES, origin: int = 0, accumulators: torch.dtype = torch.float32,
+    sizes: tuple[int, ...] = SIZES, origin: int = 0,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Two steps, then a window and its step; without clipping, since each part would have a norm of its own.
 
@@ -110,7 +110,7 @@ def run(
         params = [param.requires_grad_() for param in part.of(whole)]
         optimizer = case_named("adamw").make(
             params, Placed(place.backend, [origin + min(part.begin, size) for size in sizes]), max_grad_norm=None,
-            rounding_seed=17, state_dtype=STATES[states], state_dtype_min_numel=0, accumulator_dtype=accumulators,
+            rounding_seed=17, state_dtype=STATES[states], state_dtype_min_numel=0,
             **options,
         )  # fmt: skip
         for seed in range(2):
@@ -147,18 +147,10 @@ def test_parts_are_rounded_as_the_whole(weights: str, states: str, place: Place)
     assert_joined(found, run_whole(weights, states))
 
 
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_accumulators_of_parts_are_rounded_as_those_of_the_whole(grad_dtype: torch.dtype, place: Place) -> None:
-    options = {"accumulators": torch.bfloat16}
-    found = [run(place, "fp32", "fp32", part, grad_dtype, **options) for part in parts(CUTS)]
-    assert all(value.dtype == torch.bfloat16 for name, value in found[0].items() if name.startswith("sum"))
-    assert_joined(found, run_whole("fp32", "fp32", grad_dtype, **options))
-
-
 @pytest.mark.parametrize("states", ["fp32", "int8"])
 def test_beyond_4g_elements_parts_of_whole_chunks_are_rounded_as_the_whole(states: str, place: Place) -> None:
     """Across the boundary, behind which noise has another key."""
-    options: dict[str, Any] = {"sizes": (CHUNK + 130,), "origin": 2**33 - CHUNK, "accumulators": torch.bfloat16}
+    options: dict[str, Any] = {"sizes": (CHUNK + 130,), "origin": 2**33 - CHUNK}
     found = [run(place, "split8", states, part, **options) for part in parts((0, CHUNK), options["sizes"])]
     assert_joined(found, run_whole("split8", states, **options))
 
@@ -166,7 +158,7 @@ def test_beyond_4g_elements_parts_of_whole_chunks_are_rounded_as_the_whole(state
 @pytest.mark.parametrize("origin", [2**32 - 5, 2**40 + 2**32 - 5 - CHUNK])
 def test_a_chunk_across_4g_elements_is_rounded_as_by_the_reference(origin: int, place: Place) -> None:
     sizes = (CHUNK + 130,)
-    options: dict[str, Any] = {"sizes": sizes, "origin": origin, "accumulators": torch.bfloat16}
+    options: dict[str, Any] = {"sizes": sizes, "origin": origin}
     found = run(place, "split8", "bf16", Part(0, max(sizes)), **options)
     assert_joined([found], run_whole("split8", "bf16", **options))
 
@@ -175,7 +167,7 @@ def test_a_chunk_across_4g_elements_is_rounded_as_by_the_reference(origin: int, 
 @pytest.mark.parametrize(("weights", "states"), [("split8", "int8"), ("fp16_stochastic", "bf16")])
 def test_parts_are_rounded_as_the_whole_in_triton(weights: str, states: str, triton_place: Place) -> None:
     options: dict[str, Any] = {
-        "sizes": (CHUNK + 4500,), "origin": 2**32 - CHUNK, "accumulators": torch.bfloat16
+        "sizes": (CHUNK + 4500,), "origin": 2**32 - CHUNK
     }  # fmt: skip
     found = [run(triton_place, weights, states, part, **options) for part in parts((0, CHUNK), options["sizes"])]
     assert_joined(found, run_whole(weights, states, **options))
@@ -183,7 +175,7 @@ def test_parts_are_rounded_as_the_whole_in_triton(weights: str, states: str, tri
 
 # ---- the noise itself -----------------------------------------------------------------------------------------------
 
-KEY = codecs.key(torch.tensor(5), torch.tensor(7), 3, 11)
+KEY = codecs.key(torch.tensor(5), torch.tensor(7), 11)
 
 
 @pytest.mark.parametrize("begin", [0, 1, 4097, CHUNK + 3, 2 * CHUNK])

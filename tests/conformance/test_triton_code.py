@@ -26,7 +26,7 @@ LEAN = {
     "adam_split8_int8": (ADAM, Format(Weights.BFLOAT16_SPLIT8, States.INT8)),
 }
 KERNELS = ("norm", "accumulate", *STATES)
-ALL_KERNELS = (*KERNELS, "accumulate_bfloat16", *LEAN)
+ALL_KERNELS = (*KERNELS, *LEAN)
 POINTERS = {"table": "*i64", "weights": "*fp64", "partials": "*fp32", "hypers": "*i64", "outcome": "*fp32"}
 
 
@@ -36,15 +36,11 @@ def compile_kernels(target: str, folder: Path) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from accumfused.backends import triton, triton_blocks, triton_kernels, triton_step
+    from accumfused.backends import triton, triton_kernels, triton_step
 
-    accumulators = {"accumulate": triton_blocks.tl.float32, "accumulate_bfloat16": triton_blocks.BFLOAT16_BITS.value}
     kernels: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "norm": (triton_kernels.norm_kernel, {}, triton.OPTIONS),
-        **{
-            name: (triton_kernels.accumulate_kernel, {"accumulator_dtype": dtype}, triton.OPTIONS)
-            for name, dtype in accumulators.items()
-        },
+        "accumulate": (triton_kernels.accumulate_kernel, {}, triton.OPTIONS),
     }
     for name, (rule, form) in (STEPS | LEAN).items():
         kernel = triton_step.step_kernel
@@ -133,14 +129,12 @@ def test_whole_rows_are_read_and_written_16_bytes_at_a_time(target: str, compile
 def test_fewer_bits_are_read_and_written_4_elements_at_a_time(target: str, compiled: Any) -> None:
     """As 8 bytes of 16 bits and 4 of 8 bits, beside 16 of fp32: a thread has the same elements of every stream."""
     found = {}
-    for kernel in ("accumulate_bfloat16", *LEAN):
+    for kernel in LEAN:
         code = compiled(target, kernel)
         found[kernel] = tuple(
             accesses(code, f"{way}.global.{kind}") for kind in ("v4.b32", "v2.b32") for way in ("ld", "st")
         )
     assert found == {
-        # Two rows at a time: gradients of folds and of copies, three dtypes; accumulators of those, and rescaling.
-        "accumulate_bfloat16": ((1 + 1) * 2, 0, (3 + 1 + 2 + 2) * 2, (3 + 1 + 3) * 2),
         # For three dtypes the states; parameter and remainder; and the gradient.
         "adam_split16": (2 * 3 * 2 + 2, 2 * 3 * 2, (2 * 3 + 2) * 2, 2 * 3 * 2),
         "adam_split8_int8": (2, 0, (3 + 2) * 2, 3 * 2),
@@ -199,7 +193,7 @@ def test_a_program_has_written_before_it_takes_its_ticket(target: str, kernel: s
 def test_amd_code_has_wide_accesses(kernel: str, compiled: Any) -> None:
     code = compiled("gfx942", kernel)
     assert re.search(r"\b(global|buffer)_load_dwordx4\b", code)
-    widest = "dwordx2" if kernel in ("accumulate_bfloat16", "adam_split8_int8") else "dwordx4"
+    widest = "dwordx2" if kernel == "adam_split8_int8" else "dwordx4"
     assert kernel == "norm" or re.search(rf"\b(global|buffer)_store_{widest}\b", code)
 
 

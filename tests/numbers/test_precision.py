@@ -123,7 +123,7 @@ def test_stochastic_rounding_is_right_on_average(name: str) -> None:
 
 
 def test_no_rounding_knows_of_another() -> None:
-    """Neither elements, nor steps, tensors, folds, seeds, nor the moments and the weight of one element."""
+    """Neither elements, nor steps, tensors, seeds, nor the moments and the weight of one element."""
     for row in rounding.correlations(1 << 18):
         assert abs(row["sigmas"]) < 3, row
 
@@ -151,7 +151,7 @@ def _moved(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["split8, int8, bf16 sums", "stochastic, int8, bf16 sums"])
+@pytest.mark.parametrize("name", ["split8, int8 states", "stochastic, int8 states"])
 def test_the_smallest_formats_learn_as_fp32_does(name: str) -> None:
     """A tiny GPT on real text, 30 updates: nothing like a benchmark, but a wrong sign or scale would show."""
     size = {"updates": 30, "every": 100, "width": 64, "depth": 1}

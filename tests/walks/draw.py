@@ -38,8 +38,6 @@ def configuration(rng: Random) -> dict[str, Any]:
     if kind in ("fp16", "mixed") and rng.random() < 0.4:
         settings["master_weights"] = rng.choice(["fp32", None])
     if not foreign and rng.random() < 0.1:
-        settings["accumulator_dtype"] = "bf16"
-    if not foreign and rng.random() < 0.1:
         settings["state_dtype"], settings["state_dtype_min_numel"] = "bf16", 0
     params = []
     for index in range(rng.randint(1, 5)):

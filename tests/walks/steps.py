@@ -34,8 +34,7 @@ class Side(Windows):
         if self.entered:
             if not self.is_readable():
                 return {}, (TypeError, RuntimeError)
-            unit = self._unit() if self._unit() > 1e-5 else 0.0  # bf16 accumulators round what they copy
-            own = {row: Bounded.exact(self.params[row].grad).rounded(2 * unit) for row in live if row not in self.part}
+            own = {row: Bounded.exact(self.params[row].grad).rounded(0.0) for row in live if row not in self.part}
             return own | self.part, None
         if not self.is_readable():
             return {}, (TypeError, RuntimeError)

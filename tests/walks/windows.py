@@ -46,8 +46,8 @@ class Windows(Subject):
                 known_part = self.part.get(row)
                 terms = [want] if known_part is None else [known_part, want]
                 for term in terms:  # they may be added to the sum one by one
-                    term.error += 2 * max(self.grad_unit(row), self._unit()) * term.value.abs()
-                    term.error += 2 * max(self.grad_unit(row), self._unit()) * slope.double().abs()
+                    term.error += 2 * max(self.grad_unit(row), UNIT[torch.float32]) * term.value.abs()
+                    term.error += 2 * max(self.grad_unit(row), UNIT[torch.float32]) * slope.double().abs()
                 self.part[row] = want if known_part is None else known_part + want
                 continue
             grad = self.params[row].grad
@@ -96,11 +96,6 @@ class Windows(Subject):
             return (TypeError, RuntimeError)
         return None
 
-    def _unit(self) -> float:
-        if self.config["settings"].get("accumulator_dtype") == "bf16":
-            return 2 * UNIT[torch.bfloat16]
-        return UNIT[torch.float32]
-
     def _fold(self, grads: dict[int, Bounded], weight: Any, *, last: bool, in_loss: bool) -> None:
         """The model's fold. Gradients that are weighted in the loss come so."""
         self.phase, self.weighted = "open", weight is not None
@@ -111,7 +106,7 @@ class Windows(Subject):
         self.total += number if number >= 0 else math.nan
         is_left_out = number == 0
         self.entered, self.part = False, {}
-        unit = self._unit()
+        unit = UNIT[torch.float32]
         if not (is_left_out and is_number):
             self.count += 1
             for row, grad in grads.items():
@@ -122,7 +117,7 @@ class Windows(Subject):
                     term = (self.sums[row] + term).rounded(2 * unit)
                     term.error += unit * self.sums[row].value.abs()  # the pending weight of the first
                 else:
-                    term = term.rounded(2 * unit if unit > 1e-5 else 0.0)
+                    term = term.rounded(0.0)
                 self.sums[row] = term
         if last:
             self._close()
@@ -134,7 +129,7 @@ class Windows(Subject):
         factor = 1.0 / self.total if self.total else math.nan
         if not math.isfinite(self.total):
             factor = math.nan
-        return total.times(factor).rounded(6 * self._unit())
+        return total.times(factor).rounded(6 * UNIT[torch.float32])
 
     def _close(self) -> None:
         self.phase = "closed"
@@ -169,7 +164,7 @@ class Windows(Subject):
                 and alone
                 and self.count == 1
                 and (weight is None or (not isinstance(weight, Tensor) and weight > 0))
-            ) and self._unit() == UNIT[torch.float32]:
+            ):
                 for row, value in bits.items():
                     same = torch.equal(value.float().nan_to_num(9e9), self.params[row].grad.nan_to_num(9e9))
                     require(same, f"a window of one micro-batch has changed the bits of gradient {row}")
