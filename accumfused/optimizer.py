@@ -223,7 +223,7 @@ class FusedOptimizer(Tail):
                 f"{what}; close it with accumulate(..., last=True) before "
                 "scaler.unscale_() or scaler.step() (accumfused.GradScaler.step() needs no closed one)"
             )
-        return self._settings.amp == "fused" or self._together is not None
+        return self._together is not None
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:

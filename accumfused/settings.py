@@ -15,7 +15,6 @@ from accumfused import backends, distributed
 from accumfused.formats import States
 
 Nonfinite = Literal["skip", "propagate", "raise"]
-Amp = Literal["fused"]
 MasterWeights = Literal["auto", "fp32", "split16", "split8"]
 Rounding = Literal["nearest", "stochastic"]
 
@@ -28,7 +27,6 @@ class SettingArguments(TypedDict, total=False):
 
     max_grad_norm: float | None
     nonfinite: Nonfinite | None
-    amp: Amp | None
     backend: str
     master_weights: MasterWeights | None
     rounding: Rounding
@@ -51,8 +49,6 @@ class Settings:
         max_grad_norm: > 0; clip the global norm of all gradients, as `clip_grad_norm_` does. None: no clipping.
         nonfinite: what a step does on a non-finite norm: "skip" writes nothing, "propagate" behaves as stock torch,
             "raise" checks on the host and raises before anything is written; None: "skip" whenever a norm is taken.
-        amp: "fused" lets a stock GradScaler hand over unscaling and skipping (torch's `_step_supports_amp_scaling`);
-            see docs/amp.md for what that does to frameworks. Not needed with `accumfused.GradScaler`.
         backend: "cpu", "cuda" (native kernels), "triton", "foreach" (torch's own kernels and bits), "torch" (the
             reference), or "auto": the fastest that runs.
         master_weights: what 16-bit parameters keep beside them of their fp32 values, which a step works on. "fp32": all
@@ -78,7 +74,6 @@ class Settings:
 
     max_grad_norm: float | None = None
     nonfinite: Nonfinite | None = None
-    amp: Amp | None = None
     backend: str = "auto"
     master_weights: MasterWeights | None = "auto"
     rounding: Rounding = "nearest"
@@ -96,8 +91,6 @@ class Settings:
         modes = get_args(Nonfinite)
         if self.nonfinite not in (None, *modes):
             raise ValueError(f"nonfinite must be one of {', '.join(modes)} or None, got {self.nonfinite!r}")
-        if self.amp not in (None, *get_args(Amp)):
-            raise ValueError(f"amp must be 'fused' or None, got {self.amp!r}")
         if self.backend not in backends.NAMES:
             raise ValueError(f"backend must be one of {', '.join(backends.NAMES)}, got {self.backend!r}")
         self._check_formats()
