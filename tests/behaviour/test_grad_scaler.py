@@ -1,4 +1,4 @@
-"""Loss scaling without torch's extra pass: af.GradScaler, and a stock scaler with amp="fused", held to float64."""
+"""Loss scaling without torch's extra pass: af.GradScaler, held to float64."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ import accumfused as af
 
 SCALERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "af.GradScaler": (af.GradScaler, {}),
-    "stock, amp=fused": (torch.amp.GradScaler, {"amp": "fused"}),
-    "af.GradScaler, amp=fused": (af.GradScaler, {"amp": "fused"}),
 }
 every_scaler = pytest.mark.parametrize("kind", SCALERS)
 
@@ -44,8 +42,7 @@ ORDERS = [
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize(
     ("kind", "window", "unscales", "clip", "zeroed_by"),
-    [("af.GradScaler", *order) for order in ORDERS]
-    + [("stock, amp=fused", *order) for order in ORDERS if order[0] != "open"],
+    [("af.GradScaler", *order) for order in ORDERS],
 )
 def test_every_order_of_the_loop(
     backend: str, name: str, kind: str, window: str, unscales: bool, clip: str, zeroed_by: str
@@ -273,9 +270,3 @@ def test_its_checkpoint_is_torchs(backend: str) -> None:
     theirs.load_state_dict(ours.state_dict())
     assert theirs.state_dict() == ours.state_dict()
     assert copy.deepcopy(ours).get_scale() == 2.0**11
-
-
-@pytest.mark.parametrize("amp", ["Fused", True, 1])
-def test_another_value_of_amp_is_refused(amp: Any) -> None:
-    with pytest.raises(ValueError, match="amp must be 'fused' or None, got"):
-        af.AdamW([Parameter(torch.ones(3))], amp=amp)

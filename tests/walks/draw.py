@@ -31,8 +31,6 @@ def configuration(rng: Random) -> dict[str, Any]:
         settings["max_grad_norm"] = rng.choice([0.5, 3.0, 50.0])
     if rng.random() < 0.4:
         settings["nonfinite"] = rng.choice(["skip", "skip", "raise", "propagate"])
-    if rng.random() < 0.15:
-        settings["amp"] = "fused"
     if kind == "bf16" and rng.random() < 0.6:
         settings["master_weights"] = rng.choice(["fp32", "split16", "split8", None])
     if kind in ("fp16", "mixed") and rng.random() < 0.4:

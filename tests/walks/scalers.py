@@ -83,8 +83,6 @@ class Scalers(Moves):
             skips, found = side.skips, float(is_infinite) if unscaled else None
             made = side.expected_step(call, divisors, found=found, for_scaler=True, is_unchecked=not unscaled)
             return made, side.skips > skips
-        if side.config["settings"].get("amp") == "fused":
-            return side.expected_step(call, divisors, found=float(is_infinite), for_scaler=True), is_infinite
         if is_infinite:  # torch's scaler never calls step(), having unscaled in place
             side.attempt(call)
             side.check_unwritten()
