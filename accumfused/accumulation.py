@@ -54,7 +54,6 @@ class Window:
         self.entered = False  # a micro-batch is in progress: it counts already, and more of its gradients may come
         self._index: int | None = None  # of its weight; None: it is left out
         self._divisor: float | Tensor | None = None  # what processes have agreed on; else the total
-        self.is_complete = False  # last=True was said, and the accumulators wait for the step
         self.is_reduced = False  # they are sums over processes
         self._closed: int | None = None  # index under which rows are held that are divided already
         self.arena = Arena(0)  # for gradients that cannot be adopted; kept between windows
@@ -77,7 +76,7 @@ class Window:
                     "after a window was closed, before the next backward() (a GradScaler that skips calls neither)"
                 )
             self.drop()  # model.zero_grad() has released it
-        if self.is_complete or self.is_reduced:
+        if self.is_reduced:
             raise RuntimeError(
                 "the window is complete and waits for its step; call step() or zero_grad() before the next backward()"
             )
@@ -406,7 +405,7 @@ class Window:
         self._plan = None
         self.accumulators, self._held, self._summed = [], [], []
         self.is_weighted, self.total, self._unit, self._count, self.entered = None, 0.0, 1.0, 0, False
-        self._closed, self._divisor, self.is_complete, self.is_reduced = None, None, False, False
+        self._closed, self._divisor, self.is_reduced = None, None, False
 
     def _weigh(self, weight: float | Tensor, index: int) -> int:
         while index >= len(self._weights):

@@ -71,7 +71,7 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             _complete(optimizer, rule, param, entries)
         state[key] = entries | {WEIGHTS: weights}
         if accumulator is not None:
-            shard = shard_of(param) if is_dtensor(param) else None
+            shard = shard_of(param)
             state[key][ACCUMULATOR] = accumulator if shard is None else shard.whole(accumulator)
     return {**state_dict, "state": state}
 
@@ -83,10 +83,10 @@ def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> 
     for key, entries in state_dict["state"].items():
         state[key] = entries
         if key in params and WEIGHTS in entries:
-            if optimizer._settings.group is not None:
+            if optimizer._settings.process_group is not None:
                 raise ValueError(
                     "the checkpoint has an open window, which is the sum of all processes, and with a process group "
-                    "each has its own part; load it without process_group and sharding_group and finish the window"
+                    "each has its own part; load it without process_group and finish the window"
                 )
             state[key] = {name: value for name, value in entries.items() if name not in (ACCUMULATOR, WEIGHTS)}
             shard, saved = shard_of(params[key]), entries.get(ACCUMULATOR)
@@ -143,7 +143,7 @@ def without_formats(
 
 def _complete(optimizer: Any, rule: type[Rule], param: Tensor, entries: dict[str, Any]) -> None:
     """Makes what a parameter's state lacks, in place."""
-    settings, shard = optimizer._settings, shard_of(param, optimizer._mesh())
+    settings, shard = optimizer._settings, shard_of(param)
     own = entries if shard is None else shard.parts(entries)
     form, tensor = format_of(rule, param, settings), owned(param, shard)
     if layout(tensor) == "strided":  # states are dense
@@ -202,8 +202,7 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
                 f"the checkpoint has a state of parameter {key}, which none of its groups has; it is damaged"
             )
         if key in params:
-            is_cut = optimizer._settings.sharding_group is not None
-            _check_state(key, params[key], entries, rules[key], name, is_cut=is_cut)
+            _check_state(key, params[key], entries, rules[key], name)
             _check_window(key, params[key], entries, has_sums=has_sums)
             if not rules[key].is_foreign:
                 _check_formats(key, params[key], entries, optimizer)
@@ -212,9 +211,7 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
                 raise ValueError(f"the checkpoint's state of parameter {key} has {min(others)!r}, which {name} has not")
 
 
-def _check_state(
-    key: Any, param: Tensor, entries: Mapping[str, Any], rule: type[Rule], name: str, *, is_cut: bool
-) -> None:
+def _check_state(key: Any, param: Tensor, entries: Mapping[str, Any], rule: type[Rule], name: str) -> None:
     if not isinstance(entries, Mapping):
         raise ValueError(f"the checkpoint's state of parameter {key} is a {type(entries).__name__}, not a dictionary")
     expected = rule.torch_states
@@ -222,7 +219,7 @@ def _check_state(
     others = {ACCUMULATOR, WEIGHTS, MASTER, REMAINDER, SEED, *({"step"} - {*expected})}
     own = {k: v for k, v in entries.items() if v is not None and k not in others}
     placed = [k for k, v in entries.items() if is_dtensor(v)]
-    if placed and not is_cut and not is_dtensor(param):
+    if placed and not is_dtensor(param):
         raise ValueError(
             f"state {placed[0]!r} of parameter {key} is a part of a state, spread over processes, and this optimizer "
             "has whole ones; save and load by torch.distributed.checkpoint, which puts the parts together"

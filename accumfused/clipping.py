@@ -146,7 +146,7 @@ class ClipTogether:
         for member in self.optimizers:
             member._runtime.taken = None
         for member in self.optimizers:  # before any of them converts its states
-            member._refuse_live(member._whole_plan().gradients()[1])
+            member._refuse_live(member._plan().gradients()[1])
             member._let_go()
         parts: list[Measured | None] = []
         for member in self.optimizers:

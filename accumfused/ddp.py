@@ -27,8 +27,8 @@ def attach_ddp(
 
     Args:
         ddp: changed: its communication hook does nothing. It cannot be taken back.
-        optimizers: of this package, which together have all its trainable parameters; with `process_group` or
-            `sharding_group`, or neither: they then get DDP's.
+        optimizers: of this package, which together have all its trainable parameters; those without `process_group`
+            get DDP's.
         reduce_dtype: see `accumfused.Adam`; None: as the optimizers have it.
 
     Raises:
@@ -64,7 +64,7 @@ def attach_ddp(
         raise
     for optimizer in optimizers:
         settings, runtime = optimizer._settings, optimizer._runtime
-        settings.process_group = ddp.process_group if settings.group is None else settings.process_group
+        settings.process_group = ddp.process_group if settings.process_group is None else settings.process_group
         settings.reduce_dtype = settings.reduce_dtype if reduce_dtype is None else reduce_dtype
         runtime.plan = runtime.reduction = None
         runtime.attached.add(ddp)
@@ -79,15 +79,14 @@ def _check(ddp: DistributedDataParallel, optimizer: FusedOptimizer, reduce_dtype
     if optimizer._runtime.window.phase is Phase.OPEN:
         raise RuntimeError("a window is open; call step() or zero_grad() before attach_ddp()")
     settings, group = optimizer._settings, ddp.process_group
-    if settings.group is not None and set(_ranks(settings.group)) != set(_ranks(group)):
+    if settings.process_group is not None and set(_ranks(settings.process_group)) != set(_ranks(group)):
         raise ValueError(
-            f"the optimizer adds up over processes {_ranks(settings.group)}, DistributedDataParallel is on "
+            f"the optimizer adds up over processes {_ranks(settings.process_group)}, DistributedDataParallel is on "
             f"{_ranks(group)}; give both the same process group"
         )
     if settings.grads_are_reduced:
         raise ValueError("the optimizer was told grads_are_reduced=True, and after this they are not; leave it out")
-    wanted = settings.process_group if settings.sharding_group is not None else group
-    replace(settings, process_group=wanted, reduce_dtype=reduce_dtype)  # checks them
+    replace(settings, process_group=group, reduce_dtype=reduce_dtype)  # checks them
 
 
 def _ranks(group: Any) -> list[int]:

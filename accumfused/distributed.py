@@ -1,17 +1,15 @@
-"""torch.distributed as it is found here: groups, meshes, and who reduces gradients between processes."""
+"""torch.distributed as it is found here: groups, and who reduces gradients between processes."""
 
 from __future__ import annotations
 
 import gc
 import sys
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
 BUNDLED_BYTES = 2 * 2**20  # accumulators below this are reduced together; others are worth a collective of their own
 
@@ -22,7 +20,7 @@ def has_processes() -> bool:
     return available and torch.distributed.get_world_size() > 1
 
 
-def check_group(name: str, group: Any) -> None:
+def check_group(group: Any) -> None:
     """Refuses what is no process group of this process.
 
     Raises:
@@ -31,45 +29,8 @@ def check_group(name: str, group: Any) -> None:
     if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):
         what = "a group that this process is not in" if isinstance(group, int) else type(group).__name__
         raise TypeError(
-            f"{name} must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD, say), got {what}"
+            f"process_group must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD, say), got {what}"
         )
-
-
-def mesh_of(group: Any, devices: set[torch.device]) -> Any:
-    """A one-dimensional mesh over the processes of a group.
-
-    Raises:
-        RuntimeError: parameters on more than one kind of device.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    kinds = {device.type for device in devices}
-    if len(kinds) != 1:
-        raise RuntimeError(f"sharding_group is for parameters on one kind of device, these are on {sorted(kinds)}")
-    return DeviceMesh.from_group(group, kinds.pop())
-
-
-# Parameter: (weak reference to its optimizer, whether that updates a part of it).
-_claimed: Any = WeakTensorKeyDictionary()
-
-
-def claim(optimizer: torch.optim.Optimizer, is_sharded: bool) -> None:
-    """Refuses parameters of which one optimizer updates a part, with `sharding_group`, and another the whole.
-
-    Raises:
-        RuntimeError: there is one.
-    """
-    if not has_processes():
-        return
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        known, was_sharded = _claimed.get(param, (None, is_sharded))
-        other = None if known is None else known()
-        if other is not None and other is not optimizer and True in (is_sharded, was_sharded):
-            raise RuntimeError(
-                "a parameter is in two optimizers, and one of them has sharding_group: it would overwrite what the "
-                "other has done; give each parameter to one optimizer"
-            )
-        _claimed[param] = weakref.ref(optimizer), is_sharded
 
 
 def refuse_wrapped(params: Iterable[Tensor]) -> None:

@@ -135,7 +135,7 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
     states = States.FLOAT32
     if rule.states and param.numel() >= settings.state_dtype_min_numel:
         states = settings.states
-    if states is States.INT8 and not shards.keeps_blocks(param, settings.sharding_group is not None):
+    if states is States.INT8 and not shards.keeps_blocks(param):
         states = States.FLOAT32
     return Format(weights, states)
 

@@ -14,7 +14,7 @@ from accumfused import codecs
 from accumfused.accumulation import Phase
 from accumfused.formats import PARAM_DTYPES, REMAINDER
 from accumfused.numeric import ieee
-from accumfused.shards import owned, replicated, shard_of
+from accumfused.shards import owned, shard_of
 from accumfused.state import full_precision, store_full_precision
 
 if TYPE_CHECKING:
@@ -82,12 +82,10 @@ def load_state_dict(optimizer: FusedOptimizer, model: Module, state_dict: Mappin
 
 
 def _full_precision(optimizer: FusedOptimizer, param: Tensor) -> Tensor:
-    mesh, entries = optimizer._mesh(), optimizer.state.get(param, {})
-    shard = shard_of(param, mesh)
+    entries, shard = optimizer.state.get(param, {}), shard_of(param)
     if shard is None:
         return full_precision(param, entries)
-    part = shard.whole(full_precision(owned(param, shard), shard.parts(entries)))
-    return part if mesh is None else replicated(part)
+    return shard.whole(full_precision(owned(param, shard), shard.parts(entries)))
 
 
 @ieee()

@@ -159,7 +159,7 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
         rule = optimizer.rule_of(group)
         for param in group["params"]:
             form = format_of(rule, param, optimizer._settings) if param.dtype in PARAM_DTYPES else Format()
-            shard, entries = shard_of(param, optimizer._mesh()), optimizer.state.get(param, {})
+            shard, entries = shard_of(param), optimizer.state.get(param, {})
             own = _memory_of(rule, form, param, shard, entries, accumulators.get(id(param), []))
             formats.setdefault(described(rule, form, param), Memory()).add(own)
     return MemoryReport(formats)
@@ -193,7 +193,7 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
 
     stock = sum(param.nbytes * (1 + len(rule.states)) + 4 * rule.counts_steps for rule, param in held)
     ours = kept({})
-    if settings.master_weights != "auto" or settings.sharding_group is not None or ours <= stock:
+    if settings.master_weights != "auto" or ours <= stock:
         return None
     has_float16 = any(param.dtype == torch.float16 for _, param in held)
     leaner = _LEANER[1:] if has_float16 else _LEANER  # whose numbers have no lower half

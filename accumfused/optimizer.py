@@ -76,7 +76,7 @@ class FusedOptimizer(Tail):
                 hold, where gradients are folded during backward or are means over processes; otherwise as `accumulate`.
         """
         weight = checked_weight(weight)
-        window, release, current = self._runtime.window, self._runtime.release, self._whole_plan()
+        window, release, current = self._runtime.window, self._runtime.release, self._plan()
         grads, present = current.gradients()
         self._let_go()
         self._refuse_unreduced(current, weight, in_loss=True)
@@ -85,7 +85,7 @@ class FusedOptimizer(Tail):
         window.begin(current, grads, weight)
         if present or window.entered:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
-        if last and self._settings.group is None and not current.has_means:
+        if last and self._settings.process_group is None and not current.has_means:
             window.check_total(weight)
         in_loss = weight is None or _holds(loss.dtype, weight)
         if not in_loss and (release is not None or current.has_means):
@@ -209,13 +209,8 @@ class FusedOptimizer(Tail):
         It reads this before it decides: the one moment to refuse a window that it cannot see. With `clip_together` the
         norm is over gradients of others, which it would unscale one optimizer after the other.
         """
-        phase, settings = self._runtime.window.phase, self._settings
-        if settings.sharding_group is not None:
-            raise RuntimeError(
-                "with sharding_group gradients are added up within the step, after a GradScaler has looked at them; "
-                "use accumfused.GradScaler"
-            )
-        if phase is Phase.OPEN or (settings.process_group is not None and phase is Phase.IDLE):
+        phase = self._runtime.window.phase
+        if phase is Phase.OPEN or (self._settings.process_group is not None and phase is Phase.IDLE):
             what = "a GradScaler cannot see into an open window"
             if phase is Phase.IDLE:
                 what = "gradients are not added up over the processes yet, so a GradScaler would decide on its own"
@@ -338,7 +333,7 @@ class FusedOptimizer(Tail):
         finally:
             last.remove()
             first.remove()
-        self._runtime.plan = self._runtime.whole = None
+        self._runtime.plan = None
         self._runtime.masters.see(self.state, but=brought)
         if self._runtime.window.phase is Phase.CLOSED:
             self._runtime.window.consume(self._params())  # its gradients are not those of the checkpoint either
@@ -395,11 +390,6 @@ class FusedOptimizer(Tail):
 
     def __getstate__(self) -> dict[str, Any]:
         self._runtime.masters.settle()
-        if self._settings.sharding_group is not None:
-            raise RuntimeError(
-                "an optimizer with sharding_group cannot be copied or pickled, as its process group cannot; save its "
-                "state_dict() by torch.distributed.checkpoint"
-            )
         settings = replace(self._settings, process_group=None, reduce_dtype=None)
         carried = {**super().__getstate__(), "_settings": settings, "_together": self._together}
         if self._runtime.window.phase is Phase.OPEN:
@@ -409,7 +399,7 @@ class FusedOptimizer(Tail):
         return carried
 
     def _refuse_own_sums(self) -> None:
-        if self._settings.group is not None:
+        if self._settings.process_group is not None:
             raise RuntimeError(
                 "a window is open, and holds this process's own part of the sums: no checkpoint or copy of one process "
                 "has them all; call step() or zero_grad(), or accumulate(..., last=True), before that"

@@ -197,12 +197,8 @@ def build(
     state: Mapping[Tensor, Any],
     rules: list[type[Rule]],
     settings: Settings,
-    mesh: Any = None,
 ) -> Plan:
     """Builds the plan; the backend then adds what it keeps with it.
-
-    Args:
-        mesh: of processes that share the update of plain parameters; None: each makes all of it.
 
     Raises:
         RuntimeError: two parameters share memory; one's memory is too small or read-only; a DTensor of which this
@@ -211,9 +207,9 @@ def build(
     params = [p for group in param_groups for p in group["params"]]
     groups = [g for g, group in enumerate(param_groups) for _ in group["params"]]
     plan = Plan(params, [], [], groups, rules, [], [])
-    plan.is_added_up = settings.group is not None
+    plan.is_added_up = settings.process_group is not None
     for index, (param, group) in enumerate(zip(params, groups, strict=True)):
-        shard = shards.shard_of(param, mesh)
+        shard = shards.shard_of(param)
         tensor = shards.owned(param, shard)
         plan.shards.append(shard)
         plan.owned.append(tensor)

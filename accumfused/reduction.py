@@ -1,4 +1,4 @@
-"""What processes tell each other before a window closes, and the norm over all of them.
+"""What processes tell each other before a window closes, the sums over all of them, and the norm.
 
 Nothing here waits for a GPU, but a process in which parameters had no gradient asks whether others had one: it then
 steps them, too, which the host decides. Frozen parameters ask for nothing.
@@ -6,6 +6,8 @@ steps them, too, which the host decides. Frozen parameters ask for nothing.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from torch import Tensor
 from accumfused import distributed
 from accumfused.numeric import chunk_count, sum_partials
 from accumfused.plan import Plan
-from accumfused.transport import Transport
+
+_PIECE_BYTES = 32 * 2**20  # of what travels in one collective
+_UNDER_WAY = 4  # collectives
 
 
 class Reduction:
@@ -24,7 +28,7 @@ class Reduction:
     def __init__(self, group: Any, wire_dtype: torch.dtype | None) -> None:
         self.group = group
         self.size: int = dist.get_world_size(group)
-        self.transport = Transport(group, wire_dtype)
+        self._wire_dtype = wire_dtype
         self._agreed: list[tuple[Tensor, bool]] = []  # on these parameters, and whether each requires a gradient
 
     def agree(self, plan: Plan, seed: int) -> None:
@@ -103,6 +107,27 @@ class Reduction:
             return divisor, asked
         elsewhere = (message[4:] > 0).tolist()
         return divisor, [there and ask for there, ask in zip(elsewhere, asked, strict=True)]
+
+    def add_up(self, flats: Iterable[Tensor]) -> None:
+        """Replaces these (flat) tensors by their sums over all processes, piece by piece as they lie."""
+        begun = deque[tuple[Any, Tensor, Tensor]]()
+
+        def finish_first() -> None:
+            work, piece, wire = begun.popleft()
+            work.wait()
+            if wire is not piece:
+                piece.copy_(wire)
+
+        for flat in flats:
+            length = _PIECE_BYTES // flat.element_size()
+            for start in range(0, len(flat), length):
+                if len(begun) == _UNDER_WAY:
+                    finish_first()
+                piece = flat[start : start + length]
+                wire = piece if self._wire_dtype is None else piece.to(self._wire_dtype)
+                begun.append((dist.all_reduce(wire, group=self.group, async_op=True), piece, wire))
+        while begun:
+            finish_first()
 
 
 def sum_of_squares(plan: Plan, partials: Tensor) -> Tensor:

@@ -230,7 +230,7 @@ class GradientRelease:
         optimizer, weight = self._optimizer, self._expected[0]
         window = optimizer._runtime.window
         try:
-            current = optimizer._whole_plan()
+            current = optimizer._plan()
             grads, _ = current.gradients()
             self._members = set(map(id, current.params))
             if id(param) not in self._members or (window.phase is Phase.CLOSED and window.is_exposed(grads)):

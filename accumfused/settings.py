@@ -34,7 +34,6 @@ class SettingArguments(TypedDict, total=False):
     state_dtype_min_numel: int
     rounding_seed: int | None
     process_group: Any
-    sharding_group: Any
     grads_are_reduced: bool
     reduce_dtype: torch.dtype | None
 
@@ -64,10 +63,8 @@ class Settings:
             same bits on every backend.
         process_group: of processes (torch.distributed) with a batch each, whose gradients the optimizer adds up itself,
             once for a window: see `accumfused.attach_ddp` and docs/distributed.md. Not carried by copies and pickles.
-        sharding_group: the same, and each process updates a part of every parameter and keeps the states of that
-            part only. Accumulators are whole; `accumulate(last=True)` leaves None in `p.grad`.
         grads_are_reduced: says that each micro-batch's gradients are reduced already, where there is more than one
-            process and neither group is given; without that `accumulate()` is refused.
+            process and no process_group is given; without that `accumulate()` is refused.
         reduce_dtype: in which gradients travel between those processes: torch.float32, torch.bfloat16 (added up in
             bf16 then), or None: as they were accumulated.
     """
@@ -81,7 +78,6 @@ class Settings:
     state_dtype_min_numel: int = 4096
     rounding_seed: int | None = None
     process_group: Any = None  # torch.distributed.ProcessGroup
-    sharding_group: Any = None
     grads_are_reduced: bool = False
     reduce_dtype: torch.dtype | None = None
 
@@ -118,22 +114,14 @@ class Settings:
                 raise ValueError(f"{name} must be >= 0 and below 2^63, got {value}")
 
     def _check_groups(self) -> None:
-        for name, group in (("process_group", self.process_group), ("sharding_group", self.sharding_group)):
-            if group is not None:
-                distributed.check_group(name, group)
-        if self.process_group is not None and self.sharding_group is not None:
-            raise ValueError("sharding_group reduces gradients too; leave process_group out")
-        if self.grads_are_reduced and self.group is not None:
+        if self.process_group is not None:
+            distributed.check_group(self.process_group)
+        if self.grads_are_reduced and self.process_group is not None:
             raise ValueError("grads_are_reduced=True says that nothing is to be reduced; leave the process group out")
         if self.reduce_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"reduce_dtype must be torch.float32, torch.bfloat16 or None, got {self.reduce_dtype!r}")
-        if self.reduce_dtype is not None and self.group is None:
-            raise ValueError("reduce_dtype is for gradients that process_group or sharding_group reduces; give one")
-
-    @property
-    def group(self) -> Any:
-        """Of the processes whose gradients this optimizer adds up itself, or None."""
-        return self.process_group if self.sharding_group is None else self.sharding_group
+        if self.reduce_dtype is not None and self.process_group is None:
+            raise ValueError("reduce_dtype is for gradients that process_group reduces; give one")
 
     @property
     def seed(self) -> int:

@@ -1,4 +1,4 @@
-"""Parameters of which a process holds a part: DTensors (`fully_shard`, tensor parallelism), and `sharding_group`.
+"""Parameters of which a process holds a part: DTensors (`fully_shard`, tensor parallelism).
 
 Kernels work on the part, a plain tensor; the optimizer's state has DTensors that lie as the parameter does.
 """
@@ -104,48 +104,30 @@ def replicated(value: Tensor) -> Tensor:
     return whole.full_tensor() if is_dtensor(value) else value
 
 
-def shard_of(param: Tensor, mesh: Any = None) -> Shard | None:
+def shard_of(param: Tensor) -> Shard | None:
     """How this process's part lies in a parameter; None: the whole is here, and a plain tensor.
-
-    Args:
-        mesh: one-dimensional, of the processes that share the update of plain parameters, by rows.
 
     Raises:
         RuntimeError: a DTensor whose placement is a pending sum, or on a mesh without process groups.
     """
-    if is_dtensor(param):
-        spec: Any = param
-        return _shard(param, spec.device_mesh, tuple(spec.placements))
-    if mesh is None or param.dim() == 0:
+    if not is_dtensor(param):
         return None
-    from torch.distributed.tensor import Shard as CutBy
-
-    return _shard(param, mesh, (CutBy(0),))
+    spec: Any = param
+    return _shard(param, spec.device_mesh, tuple(spec.placements))
 
 
 def owned(param: Tensor, shard: Shard | None) -> Tensor:
     """The memory of this process's part of a parameter."""
-    if shard is None:
-        return param
-    if is_dtensor(param):
-        return local(param).detach()  # type: ignore[no-any-return]
-    return own_part(param.detach(), shard)
+    return param if shard is None else local(param).detach()
 
 
-def own_part(whole: Tensor, shard: Shard) -> Tensor:
-    """This process's rows."""
-    return whole.narrow(0, shard.offset[0], shard.part_shape[0])
-
-
-def keeps_blocks(param: Tensor, is_cut: bool) -> bool:
+def keeps_blocks(param: Tensor) -> bool:
     """Whether blocks of states in 8 bits are those of the whole tensor, however it is cut: at whole rows of blocks."""
-    if is_dtensor(param):
-        spec: Any = param
-        cuts = [placement for placement in spec.placements if not placement.is_replicate()]
-        if not cuts:
-            return True
-        return all(getattr(cut, "dim", None) == 0 for cut in cuts) and has_block_rows(param)
-    return not is_cut or param.dim() == 0 or has_block_rows(param)
+    if not is_dtensor(param):
+        return True
+    spec: Any = param
+    cuts = [placement for placement in spec.placements if not placement.is_replicate()]
+    return not cuts or (all(getattr(cut, "dim", None) == 0 for cut in cuts) and has_block_rows(param))
 
 
 def has_block_rows(param: Tensor) -> bool:

@@ -40,9 +40,7 @@ class Runtime:
     backend: Backend | None = None
     devices: set[torch.device] | None = None  # that the backend was selected for
     plan: Plan | None = None
-    whole: Plan | None = None  # with sharding_group: of whole parameters, for windows; the other is of parts
     reduction: Reduction | None = None
-    mesh: Any = None  # of sharding_group: torch.distributed.device_mesh.DeviceMesh
     masters: Masters = field(default_factory=Masters)
     partials: Tensor | None = None  # of the norm of gradients that came in p.grad
     outcome: Outcome | None = None  # of the last step
@@ -111,52 +109,30 @@ class Tail(torch.optim.Optimizer):
         if known is None or known.rules != rules or not known.unchanged(self.param_groups, self.state):
             devices = {p.device for group in self.param_groups for p in group["params"] if plan.has_memory(p)}
             graphs.refuse_new_tensors(devices)
-            distributed.claim(self, self._settings.sharding_group is not None)
             if runtime.backend is None or runtime.devices not in (None, devices):
                 runtime.backend = backends.select(self._settings.backend, devices)
             runtime.devices = devices
-            runtime.plan = known = plan.build(self.param_groups, self.state, rules, self._settings, self._mesh())
+            runtime.plan = known = plan.build(self.param_groups, self.state, rules, self._settings)
             runtime.backend.prepare(known, self.param_groups, self.state)
             if runtime.skips is None or runtime.skips.count.device != known.device:
                 runtime.skips = Skips(known.device)
         return known
 
-    def _whole_plan(self) -> Plan:
-        """That of the gradients: of whole parameters also where this process updates a part of each."""
-        current, runtime = self._plan(), self._runtime
-        if self._settings.sharding_group is None:
-            return current
-        known, state = runtime.whole, dict[Tensor, Any]()
-        if known is None or known.rules != current.rules or not known.unchanged(self.param_groups, state):
-            assert runtime.backend is not None
-            runtime.whole = known = plan.build(self.param_groups, state, current.rules, self._settings)
-            runtime.backend.prepare(known, self.param_groups, state)
-        return known
-
-    def _mesh(self) -> Any:
-        """Of the processes that share the update of plain parameters, or None."""
-        runtime, group = self._runtime, self._settings.sharding_group
-        if group is not None and runtime.mesh is None:
-            devices = {p.device for params in self.param_groups for p in params["params"] if plan.has_memory(p)}
-            runtime.mesh = distributed.mesh_of(group, devices)
-        return runtime.mesh
-
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
     def _let_go(self) -> None:
-        for known in (self._runtime.plan, self._runtime.whole):
-            if known is not None:
-                known.let_go()
+        if self._runtime.plan is not None:
+            self._runtime.plan.let_go()
 
     def _fold(
         self, weight: float | Tensor | None, *, in_loss: bool, last: bool, part: Container[int] | None = None
     ) -> None:
         """Args: part: ids of the parameters whose gradients are folded; None: all, and the micro-batch ends."""
-        window, release, current = self._runtime.window, self._runtime.release, self._whole_plan()
+        window, release, current = self._runtime.window, self._runtime.release, self._plan()
         grads, present = current.gradients()
         self._refuse_unreduced(current, weight, in_loss=in_loss)
-        group = self._settings.group
+        group = self._settings.process_group
         if part is not None:
             grads = [grad if id(param) in part else None for param, grad in zip(current.params, grads, strict=True)]
             present = sum(grad is not None for grad in grads)
@@ -174,7 +150,7 @@ class Tail(torch.optim.Optimizer):
         matched = current.match(grads)
         assert self._runtime.backend is not None
         complete = present == len(grads)
-        closes = last and self._settings.sharding_group is None and (part is None or group is None)
+        closes = last and (part is None or group is None)
         with window.undone_by_an_error():
             if not window.entered:
                 window.enter(current, weight, in_loss=in_loss)
@@ -184,11 +160,8 @@ class Tail(torch.optim.Optimizer):
                 self._agree(current, matched, last=True)
             window.fold(current, self._runtime.backend, matched, complete, last=closes, ends=part is None)
         if last and part is None:
-            if closes:
-                self._reduce()
-                window.expose()
-            else:
-                window.is_complete = True
+            self._reduce()
+            window.expose()
         if not self.state and window.phase is Phase.OPEN:
             # torch.distributed.checkpoint makes the state of an optimizer that has none by a step of its own, with
             # zeros in p.grad: an open window refuses that, and a learning rate of 0 would be left behind.
@@ -208,12 +181,11 @@ class Tail(torch.optim.Optimizer):
                 "would come too late; call optimizer.backward(loss, weight=...) in place of loss.backward() and "
                 "accumulate(weight)"
             )
-        if current.is_spread and self._settings.group is not None:
+        if current.is_spread and self._settings.process_group is not None:
             raise RuntimeError(
-                "gradients of DTensors are reduced already; leave process_group and sharding_group to optimizers of "
-                "plain parameters"
+                "gradients of DTensors are reduced already; leave process_group to optimizers of plain parameters"
             )
-        if any(own) and self._settings.group is None and not self._settings.grads_are_reduced:
+        if any(own) and self._settings.process_group is None and not self._settings.grads_are_reduced:
             raise RuntimeError(
                 "there is more than one process, and accumulate() takes gradients out of the reach of "
                 "DistributedDataParallel; give the optimizer process_group= and call accumfused.attach_ddp(ddp, "
@@ -224,13 +196,13 @@ class Tail(torch.optim.Optimizer):
         if self._runtime.reduction is None:
             from accumfused.reduction import Reduction  # needs torch.distributed, which some builds of torch lack
 
-            self._runtime.reduction = Reduction(self._settings.group, self._settings.reduce_dtype)
+            self._runtime.reduction = Reduction(self._settings.process_group, self._settings.reduce_dtype)
         return self._runtime.reduction
 
     def _agree(self, current: Plan, grads: Grads, *, last: bool) -> None:
         """Before a window closes: processes tell each other their weights, and who has gradients of what."""
         window, settings = self._runtime.window, self._settings
-        if settings.group is not None:
+        if settings.process_group is not None:
             reduction = self._reduction()
             reduction.agree(current, settings.seed)
             present = window.present(grads)
@@ -248,16 +220,12 @@ class Tail(torch.optim.Optimizer):
             window.agree(current, divisor, [False] * len(grads))
 
     def _reduce(self) -> None:
-        """Adds up the accumulators of all processes; with `sharding_group` at least this process's part of them."""
-        window, settings = self._runtime.window, self._settings
-        if settings.group is None or window.is_reduced:
+        """Adds up the accumulators of all processes."""
+        window = self._runtime.window
+        if self._settings.process_group is None or window.is_reduced:
             return
-        transport, current = self._reduction().transport, self._plan()
         try:
-            if settings.sharding_group is not None and transport.scatters:
-                transport.scatter(current, window.accumulators)
-            else:
-                transport.add_up(window.arena.memory_of(current, window.accumulators))
+            self._reduction().add_up(window.arena.memory_of(self._plan(), window.accumulators))
         except BaseException:
             window.drop()  # some are added up, some are not
             raise
@@ -265,8 +233,8 @@ class Tail(torch.optim.Optimizer):
 
     def _take_own(self) -> None:
         """Where processes add up gradients, those in p.grad are this one's: a window of one micro-batch."""
-        if self._settings.group is not None and self._runtime.window.phase is Phase.IDLE:
-            current = self._whole_plan()
+        if self._settings.process_group is not None and self._runtime.window.phase is Phase.IDLE:
+            current = self._plan()
             if current.gradients()[1]:
                 self._fold(None, in_loss=False, last=False)
             else:
@@ -277,7 +245,7 @@ class Tail(torch.optim.Optimizer):
         if self._runtime.release is not None:
             self._runtime.release.end_before_step()
         self._take_own()
-        runtime, window, current = self._runtime, self._runtime.window, self._whole_plan()
+        runtime, window, current = self._runtime, self._runtime.window, self._plan()
         grads, present = current.gradients()
         if window.phase is Phase.CLOSED and not present:
             window.drop()  # model.zero_grad() has released it
@@ -297,10 +265,6 @@ class Tail(torch.optim.Optimizer):
             assert runtime.backend is not None
             normalization = window.settle(current, runtime.backend)
             self._reduce()
-        if self._settings.sharding_group is not None:
-            current = self._plan()
-            pairs = zip(grads, current.shards, strict=True)
-            grads = [g if g is None or shard is None else shards.own_part(g, shard) for g, shard in pairs]
         matched = current.match(grads)
         if current.lacks_state(matched):
             current = self._with_states(current, matched)
@@ -311,7 +275,7 @@ class Tail(torch.optim.Optimizer):
         scaling.normalize(normalization)
         stale: Grads | None = matched
         partials: Tensor | None = None
-        if window.phase is Phase.OPEN and self._settings.sharding_group is None:
+        if window.phase is Phase.OPEN:
             stale, partials = window.stale(matched), window.partials
         elif scaling.takes_norm:
             partials = self._partials(current, complete)
@@ -406,8 +370,6 @@ class Tail(torch.optim.Optimizer):
         for index in current.copied:
             if grads[index] is not None:
                 current.owned[index].copy_(current.tensors[index])
-        if self._settings.sharding_group is not None:
-            self._reduction().transport.gather(current, grads)
         written = current.params
         if not measured.complete:
             written = [param for param, grad in zip(current.params, grads, strict=True) if grad is not None]

@@ -28,7 +28,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import accumfused as af
-from accumfused import transport
 from bench import shapes
 from bench.exact import MAX_GRAD_NORM
 from bench.report import Column, Table
@@ -110,10 +109,10 @@ def ddp_stock(model: Given, *, zero: bool) -> tuple[Window, Any]:
     return window, optimizer
 
 
-def ddp_ours(model: Given, *, sharded: bool = False, released: bool = False, **settings: Any) -> tuple[Window, Any]:
+def ddp_ours(model: Given, *, released: bool = False, **settings: Any) -> tuple[Window, Any]:
     ddp = DistributedDataParallel(model)
-    group = {"sharding_group": dist.group.WORLD} if sharded else {"process_group": dist.group.WORLD}
-    optimizer = af.AdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **_ADAMW, **group, **settings)
+    settings |= {"process_group": dist.group.WORLD, **_ADAMW}
+    optimizer = af.AdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **settings)
     af.attach_ddp(ddp, optimizer)
     optimizer._release = af.release_gradients(optimizer, 16 * 2**20) if released else None  # lives as long
 
@@ -161,7 +160,6 @@ VARIANTS: dict[str, Callable[[Given], tuple[Window, Any]]] = {
     "accumfused, attach_ddp": ddp_ours,
     "accumfused, attach_ddp, bf16 on the wire": lambda model: ddp_ours(model, reduce_dtype=torch.bfloat16),
     "accumfused, attach_ddp, release_gradients": lambda model: ddp_ours(model, released=True),
-    "accumfused, sharding_group": lambda model: ddp_ours(model, sharded=True),
     "fully_shard + clip + AdamW(fused)": lambda model: fsdp(model, ours=False),
     "fully_shard + accumfused": lambda model: fsdp(model, ours=True),
 }
@@ -193,8 +191,6 @@ def _count_collectives() -> None:
     for name, given in names.items():
         if hasattr(dist, name):
             setattr(dist, name, counting(getattr(dist, name), given))
-    transport._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    transport._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _memory(optimizer: Any) -> int:
