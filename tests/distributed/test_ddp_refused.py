@@ -156,7 +156,7 @@ def resumed(optimizer: Any) -> Any:
     return optimizer.state_dict()
 
 
-G, A = ("process_group",), ("process_group", "sharding_group")
+G = ("process_group",)
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = {
     "accumulate() without a group": (no_group, {}, RuntimeError, "attach_ddp|grads_are_reduced"),
     "backward() without a group": (no_group_backward, {}, RuntimeError, "attach_ddp|grads_are_reduced"),
@@ -204,7 +204,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], st
         "close it with accumulate",
     ),
     "stock scaler, p.grad": (stock_scaler, {"phase": "idle", "unscales": False}, RuntimeError, "not added up over the"),
-    "both groups": (settings, {"groups": A}, ValueError, "sharding_group reduces gradients too; leave process_group"),
     "no group to reduce in": (settings, {"reduce_dtype": torch.bfloat16}, ValueError, "give one"),
     "fp16": (settings, {"groups": G, "reduce_dtype": torch.float16}, ValueError, "must be .*got torch.float16"),
     "reduced, and a group": (settings, {"groups": G, "grads_are_reduced": True}, ValueError, "leave the process group"),

@@ -35,10 +35,10 @@ FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "int8": (torch.bfloat16, {"state_dtype": "int8", "state_dtype_min_numel": 500}),
 }
 SAVED = [  # by 4 processes
-    *((way, "split16") for way in ("fully_shard", "hsdp", "process_group", "sharding_group")),
-    *(("fully_shard", "fp32"), ("fully_shard", "int8"), ("sharding_group", "int8")),
+    *((way, "split16") for way in ("fully_shard", "hsdp", "process_group")),
+    *(("fully_shard", "fp32"), ("fully_shard", "int8")),
 ]
-LOADED = [(2, "fully_shard"), (2, "process_group"), (2, "sharding_group"), (1, "plain")]
+LOADED = [(2, "fully_shard"), (2, "process_group"), (1, "plain")]
 HAS_NOISE_OF_PARTS = "origins" in Plan.__dataclass_fields__ or hasattr(Plan, "origins")
 
 
@@ -141,7 +141,7 @@ def test_training_goes_on_as_it_would_have(before: str, form: str, way: str, loa
 
 @check(2)
 def a_whole_state_is_loaded_into_parts() -> None:
-    for way in ("fully_shard", "sharding_group"):
+    for way in ("fully_shard",):
         for form in FORMATS:
             _, plain = build("plain", form)
             take_steps(plain, range(2))
@@ -206,7 +206,7 @@ def a_gathered_state_dict_is_that_of_one_process() -> None:
 
 @check(2)
 def a_ranks_own_state_dict_goes_through_a_file() -> None:
-    for way in ("fully_shard", "sharding_group", "process_group"):
+    for way in ("fully_shard", "process_group"):
         for form in FORMATS:
             model, optimizer = build(way, form)
             take_steps(optimizer, range(2))
@@ -260,7 +260,7 @@ def an_open_window_goes_on() -> None:
 
 @check(2)
 def open_windows_of_sums_that_are_not_added_up_are_not_saved() -> None:
-    for way in ("process_group", "sharding_group"):
+    for way in ("process_group",):
         model, optimizer = build(way, "fp32")
         take_steps(optimizer, range(1))
         give_gradients(optimizer, 1)
