@@ -68,6 +68,19 @@ def assert_go_on_alike(one: Any, other: Any, seed: int, weights: list[Any], **op
         assert_same_bits(again, bits, name)
 
 
+def test_a_sum_that_was_saved_in_16_bits_goes_on_in_fp32(backend: str) -> None:
+    optimizer = af.SGD(random_params([(33,)]), lr=0.1, backend=backend)
+    micro_batch(optimizer, 0, None)
+    saved = optimizer.state_dict()
+    saved["state"][0]["grad_accumulator"] = half = saved["state"][0]["grad_accumulator"].bfloat16()
+    (param,) = random_params([(33,)])
+    other = af.SGD([param], lr=0.1, backend=backend)
+    other.load_state_dict(saved)
+    param.grad = added = torch.full_like(param, 2.0**-12)
+    other.accumulate(last=True)
+    assert_same_bits(param.grad, half.float() + added)
+
+
 @every_case
 @pytest.mark.parametrize("after", [1, 2])
 def test_a_window_is_resumed_bit_for_bit(backend: str, case: Case, after: int) -> None:
