@@ -1,4 +1,4 @@
-"""Small models and their optimizers in every format, for the tests of what a state is kept in."""
+"""Small models and their optimizers in every format, for the tests of what is saved, and of what a state is kept in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from compare import assert_same_bits, everything
 from table import STATES, WEIGHTS
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, Parameter, ParameterList
 
 import accumfused as af
 from accumfused import codecs, numeric
@@ -25,9 +25,9 @@ class Model(Module):
         generator = torch.Generator().manual_seed(seed)
         shapes = [(37, 11), (130,), (), (6, 4, 3, 2)]
         values = [torch.randn(shape, generator=generator, device="cpu").to(dtype=dtype) for shape in shapes]
-        device = torch.get_default_device()
         values[3] = values[3].to(memory_format=torch.channels_last)
-        self.matrix, self.vector, self.scalar, self.kernel = (Parameter(value.to(device)) for value in values)
+        values = [value.to(torch.get_default_device()) for value in values]
+        self.matrix, self.vector, self.scalar, self.kernel = map(Parameter, values)
         self.tied = self.matrix
         self.register_buffer("mean", torch.ones(3, dtype=dtype))
         self.register_buffer("count", torch.tensor(7))
@@ -40,14 +40,17 @@ def build(weights: str, states: str, backend: str, cls: Any = af.AdamW, **option
     return model, cls(model.parameters(), backend=backend, state_dtype=STATES[states], **options)
 
 
+def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def grads_of(optimizer: torch.optim.Optimizer, seed: int, dtype: torch.dtype | None = None) -> None:
     """Sets random gradients, the same for every dtype and layout of the parameters; of this dtype, or theirs."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            values = torch.randn(param.shape, generator=generator, device="cpu")
-            param.grad_dtype = dtype or param.dtype
-            param.grad = torch.empty_like(param, dtype=dtype or param.dtype, requires_grad=False).copy_(values)
+    for param in params_of(optimizer):
+        values = torch.randn(param.shape, generator=generator, device="cpu")
+        param.grad_dtype = dtype or param.dtype
+        param.grad = torch.empty_like(param, dtype=dtype or param.dtype, requires_grad=False).copy_(values)
 
 
 def train(optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
@@ -66,7 +69,7 @@ def trained(weights: str, states: str, backend: str, steps: int = 3, **options: 
 def skip_a_step(optimizer: Any) -> None:
     """A step that writes nothing, but for what every step does first: bringing loaded states into their formats."""
     grads_of(optimizer, 0)
-    optimizer.param_groups[0]["params"][0].grad.fill_(torch.nan)
+    params_of(optimizer)[0].grad.fill_(torch.nan)
     optimizer.step()
     assert bool(optimizer.step_was_skipped)
     optimizer.zero_grad()
@@ -87,17 +90,21 @@ def assert_same(one: Any, other: Any) -> None:
         assert_same_bits(actual[name], value, name)
 
 
+def whole(optimizer: Any) -> list[Tensor]:
+    """The parameters in fp32, each in memory of its own."""
+    saved = optimizer.full_precision_state_dict(ParameterList(params_of(optimizer)))
+    return [value.clone() for value in saved.values()]
+
+
 def states_of(optimizer: Any) -> dict[str, Tensor]:
     """Every state in fp64, by parameter and name, whatever it is kept in."""
     found = {}
-    for index, param in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        entries = optimizer.state[param]
+    for index, entries in enumerate(map(optimizer.state.get, params_of(optimizer))):
         for name in optimizer.rule_of(optimizer.param_groups[0]).states:
             value = entries[name]
             if value.dtype == torch.uint8:
-                second, codes = name.endswith("sq"), numeric.memory_order(value)
-                flat = codecs.decode(codes, entries[f"{name}_scale"], second_moment=second)
-                value = torch.empty_like(value, dtype=torch.float32)
-                numeric.memory_order(value).copy_(flat)
+                value, codes = torch.empty_like(value, dtype=torch.float32), numeric.memory_order(value)
+                scale, second = entries[f"{name}_scale"].view(-1), name.endswith("sq")
+                numeric.memory_order(value).copy_(codecs.decode(codes, scale, second_moment=second))
             found[f"{name} {index}"] = value.double()
     return found

@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit raises, and leaves the optimizer as it was."""
+"""A checkpoint that does not fit is refused, and leaves everything as it was: one table of them."""
 
 from __future__ import annotations
 
@@ -9,199 +9,170 @@ from typing import Any
 import pytest
 import torch
 from snapshot import differences, refused, snapshot
+from stored import params_of, train
+from table import OPTIMIZERS
 from torch.nn import Parameter
 
 import accumfused as af
 
-Checkpoint = dict[str, Any]
+Edit = Callable[[dict[str, Any]], Any]
+Make = Callable[[], Any]
+CHANNELS_LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
+FORMATTED = {"master_weights": "split16", "state_dtype": "int8", "state_dtype_min_numel": 2, "lr": 0.1}
 
 
-def make(cls: Any, shapes: tuple[tuple[int, ...], ...] = ((3,), (2, 2)), **options: Any) -> Any:
-    torch.manual_seed(0)
-    params = [Parameter(torch.randn(shape)) for shape in shapes]
-    optimizer = cls(params, lr=0.1, **options)
-    for param in params:
-        param.grad = torch.randn_like(param)
-    optimizer.step()
-    optimizer.zero_grad()
+def stepped(cls: Any, *shapes: tuple[int, ...], **options: Any) -> Any:
+    optimizer = cls([Parameter(torch.ones(shape)) for shape in shapes or ((3,), (2, 2))], **{"lr": 0.1, **options})
+    train(optimizer, 1)
     return optimizer
 
 
-def edited(edit: Callable[[Checkpoint], Any]) -> Callable[[Checkpoint], Checkpoint]:
-    def change(checkpoint: Checkpoint) -> Checkpoint:
-        edit(checkpoint)
-        return checkpoint
-
-    return change
+def of(cls: Any, *shapes: tuple[int, ...], **options: Any) -> Make:
+    return lambda: stepped(OPTIMIZERS[cls].ours if isinstance(cls, str) else cls, *shapes, **options)
 
 
-def two_groups() -> Checkpoint:
-    params = [Parameter(torch.randn(3)), Parameter(torch.randn(2, 2))]
-    return af.AdamW([{"params": params[:1]}, {"params": params[1:]}]).state_dict()
+def adamw() -> Any:
+    return stepped(af.AdamW, max_grad_norm=0.5, weight_decay=0.3)
 
 
-def trained_checkpoint() -> Checkpoint:
-    return copy.deepcopy(make(af.AdamW).state_dict())
+def in_groups() -> Any:
+    return af.AdamW([{"params": [Parameter(torch.ones(shape))]} for shape in ((3,), (2, 2))])
 
 
-def with_a_window() -> Checkpoint:
-    optimizer = make(af.AdamW)
-    for param in optimizer.param_groups[0]["params"]:
-        param.grad = torch.randn_like(param)
+def rmsprop() -> Any:
+    return af.fuse(stepped(torch.optim.RMSprop))
+
+
+def window() -> Any:
+    optimizer = adamw()
+    for param in params_of(optimizer):
+        param.grad = torch.ones_like(param)
     optimizer.accumulate(3.0)
-    return copy.deepcopy(optimizer.state_dict())
+    return optimizer
 
 
-def without(name: str) -> Callable[[Checkpoint], Checkpoint]:
-    return edited(lambda checkpoint: checkpoint["state"][1].pop(name))
+def halves(state_dtype: Any = "int8", form: torch.memory_format = CONTIGUOUS) -> Any:
+    """In bfloat16 with a remainder, the states in 8 bits or not."""
+    params = [torch.ones(37, 11), torch.ones(8, 16, 4, 4).to(memory_format=form)]
+    optimizer = af.AdamW([Parameter(p.bfloat16()) for p in params], **{**FORMATTED, "state_dtype": state_dtype})
+    train(optimizer, 1)
+    return optimizer
 
 
-FOREIGN: dict[str, tuple[Callable[[], Checkpoint], str]] = {
-    "a model's": (lambda: dict(torch.nn.Linear(2, 2).state_dict()), r"has 'weight', 'bias'"),
-    "nothing": (dict, "not an optimizer's state_dict"),
-    "SGD's": (lambda: make(torch.optim.SGD, momentum=0.9).state_dict(), r"groups have no 'betas', which AdamW needs"),
-    "Adagrad's": (lambda: make(torch.optim.Adagrad).state_dict(), r"groups have no 'betas', which AdamW needs"),
-    "Adamax's": (lambda: make(torch.optim.Adamax).state_dict(), r"has no 'exp_avg_sq', only exp_avg, exp_inf, step"),
-    "Lion's": (lambda: make(af.Lion).state_dict(), "groups have no 'eps', which AdamW needs"),
-    "of more parameters": (lambda: make(af.AdamW, ((3,), (2, 2), (1,))).state_dict(), "doesn't match the size"),
-    "of fewer parameters": (lambda: make(af.AdamW, ((3,),)).state_dict(), "doesn't match the size"),
-    "of more groups": (two_groups, "different number of parameter groups"),
-    "of other shapes": (
-        lambda: make(af.AdamW, ((3,), (4,))).state_dict(),
-        r"'exp_avg' of parameter 1 has shape \[4\], its parameter \[2, 2\]; load a checkpoint of the same model",
-    ),
-}
-DAMAGED: dict[str, tuple[Callable[[Checkpoint], Checkpoint], str]] = {
-    "no state": (edited(lambda c: c.pop("state")), "this one has 'param_groups'"),
-    "no groups": (edited(lambda c: c.pop("param_groups")), "this one has 'state'"),
-    "no exp_avg_sq": (without("exp_avg_sq"), "state of parameter 1 has no 'exp_avg_sq'"),
-    "no step": (without("step"), "state of parameter 1 has no 'step'"),
-    "no lr": (edited(lambda c: c["param_groups"][0].pop("lr")), "groups have no 'lr', which AdamW needs"),
-    "a state of nobody": (
-        edited(lambda c: c["state"].update({7: c["state"][1]})),
-        "a state of parameter 7, which none of its groups has",
-    ),
-    "a group without params": (
-        edited(lambda c: c["param_groups"][0].pop("params")),
-        "a group of the checkpoint has no",
-    ),
-    "a state that is none": (
-        edited(lambda c: c["state"].update({0: 3.0})),
-        "state of parameter 0 is a float, not a dict",
-    ),
-    "a step of three": (edited(lambda c: c["state"][1].update(step=torch.ones(3))), r"'step' of parameter 1 has shape"),
-    "amsgrad without its maximum": (
-        edited(lambda c: c["param_groups"][0].update(amsgrad=True)),
-        "has no 'max_exp_avg_sq'",
-    ),
-}
-WINDOWS: dict[str, tuple[Callable[[Checkpoint], Checkpoint], str]] = {
-    "no weights": (without("grad_accumulator_weights"), "the open window of parameter 1 is incomplete"),
-    "no accumulator": (without("grad_accumulator"), "the open window of parameter 1 is incomplete"),
-    "cut weights": (
-        edited(lambda c: c["state"][0].update(grad_accumulator_weights=torch.ones(2))),
-        "the open window of parameter 0 is incomplete",
-    ),
-    "weights in a list": (
-        edited(lambda c: c["state"][0].update(grad_accumulator_weights=[1.0] * 4)),
-        "the open window of parameter 0 is incomplete",
-    ),
-    "another shape": (
-        edited(lambda c: c["state"][0].update(grad_accumulator=torch.ones(2))),
-        r"'grad_accumulator' of parameter 0 has shape \[2\], its parameter \[3\]",
-    ),
-}
-EVERY = {
-    **FOREIGN,
-    **{name: (lambda e=edit: e(trained_checkpoint()), text) for name, (edit, text) in DAMAGED.items()},
-    **{f"window: {name}": (lambda e=edit: e(with_a_window()), text) for name, (edit, text) in WINDOWS.items()},
-}
+def state(row: int, **entries: Any) -> Edit:
+    return lambda saved: saved["state"][row].update(copy.deepcopy(entries))
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("trained", [False, True])
-def test_it_raises_and_nothing_has_changed(backend: str, name: str, trained: bool) -> None:
-    build, text = EVERY[name]
-    checkpoint = build()
-    optimizer = make(af.AdamW, max_grad_norm=0.5, weight_decay=0.3, backend=backend)
-    if not trained:
+def changed(row: int, **changes: Callable[[Any], Any]) -> Edit:
+    def edit(saved: dict[str, Any]) -> None:
+        for name, change in changes.items():
+            saved["state"][row][name] = change(saved["state"][row][name])
+
+    return edit
+
+
+def without(row: int, name: str, *edits: Edit) -> Edit:
+    return lambda saved: (saved["state"][row].pop(name), *(edit(saved) for edit in edits))
+
+
+def two(value: Any) -> Any:
+    return torch.cat([value.reshape(1)] * 2)
+
+
+BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
+    # of something else
+    "a model's": (lambda: torch.nn.Linear(2, 2), None, adamw, "has 'weight', 'bias'"),
+    "nothing": (adamw, lambda saved: saved.clear(), adamw, "not an optimizer's state_dict"),
+    "SGD's": (of(torch.optim.SGD, momentum=0.9), None, adamw, "groups have no 'betas', which AdamW needs"),
+    "Adagrad's": (of(torch.optim.Adagrad), None, adamw, "groups have no 'betas', which AdamW needs"),
+    "Adamax's": (of(torch.optim.Adamax), None, adamw, "has no 'exp_avg_sq', only exp_avg, exp_inf, step"),
+    "Lion's": (of("Lion"), None, adamw, "groups have no 'eps', which AdamW needs"),
+    "AdamW's into SGD": (adamw, None, of("SGD"), "groups have no 'momentum', which SGD needs"),
+    "AdamW's into momentum": (adamw, None, of("SGD", momentum=0.9), "groups have no 'momentum', which SGD needs"),
+    "Adam's into Lion": (of("Adam"), None, of("Lion"), "has 'exp_avg_sq', which Lion has not"),
+    "torch's into Lion": (of(torch.optim.AdamW), None, of("Lion"), "has 'exp_avg_sq', which Lion has not"),
+    "SGD's into RMSprop": (of("SGD"), None, rmsprop, "groups have no 'alpha', which RMSprop needs"),
+    "Lion's into RMSprop": (of("Lion"), None, rmsprop, "groups have no 'momentum', which RMSprop needs"),
+    "more parameters": (of("AdamW", (3,), (2, 2), (1,)), None, adamw, "doesn't match the size"),
+    "fewer parameters": (of("AdamW", (3,)), None, adamw, "doesn't match the size"),
+    "more groups": (in_groups, None, adamw, "different number of parameter groups"),
+    "other shapes": (of("AdamW", (3,), (4,)), None, adamw, r"'exp_avg' of parameter 1 has shape \[4\], .* \[2, 2\]"),
+    # damaged
+    "no state": (adamw, lambda saved: saved.pop("state"), adamw, "this one has 'param_groups'"),
+    "no groups": (adamw, lambda saved: saved.pop("param_groups"), adamw, "this one has 'state'"),
+    "no lr": (adamw, lambda saved: saved["param_groups"][0].pop("lr"), adamw, "groups have no 'lr', which AdamW needs"),
+    "no params": (adamw, lambda saved: saved["param_groups"][0].pop("params"), adamw, "a group .* has no 'params'"),
+    "no exp_avg_sq": (adamw, without(1, "exp_avg_sq"), adamw, "state of parameter 1 has no 'exp_avg_sq'"),
+    "no step": (adamw, without(1, "step"), adamw, "state of parameter 1 has no 'step'"),
+    "a state of nobody": (adamw, lambda saved: saved["state"].update({7: {}}), adamw, "a state of parameter 7, which"),
+    "a state that is none": (adamw, lambda saved: saved["state"].update({0: 3.0}), adamw, "is a float, not a dict"),
+    "two steps": (adamw, changed(1, step=two), adamw, "'step' of parameter 1 has shape"),
+    "no maximum": (adamw, lambda s: s["param_groups"][0].update(amsgrad=True), adamw, "has no 'max_exp_avg_sq'"),
+    # with an open window
+    "no weights": (window, without(1, "grad_accumulator_weights"), adamw, "window of parameter 1 is incomplete"),
+    "no sum": (window, without(1, "grad_accumulator"), adamw, "window of parameter 1 is incomplete"),
+    "cut weights": (window, changed(0, grad_accumulator_weights=lambda w: w[:2]), adamw, "parameter 0 is incomplete"),
+    "listed weights": (window, changed(0, grad_accumulator_weights=list), adamw, "window of parameter 0 is incomplete"),
+    "a cut sum": (window, changed(0, grad_accumulator=lambda a: a[:2]), adamw, r"'grad_accumulator' .* shape \[2\]"),
+}  # fmt: skip
+FORMATS: dict[str, tuple[Edit, str]] = {
+    "no scales": (without(0, "exp_avg_scale"), "'exp_avg' of parameter 0 is .*'exp_avg_scale'"),
+    "two scales": (changed(0, exp_avg_scale=lambda s: s[:2]), r"shape \[2\], .* make \[4\].* another block size"),
+    "a matrix": (changed(0, exp_avg_sq_scale=lambda s: s.view(2, 2)), r"'exp_avg_sq' .* has scales of shape \[2, 2\]"),
+    "scales in fp32": (changed(0, exp_avg_scale=torch.Tensor.float), r"is torch\.uint8 with scales in torch\.float32"),
+    "signed codes": (changed(0, exp_avg=torch.Tensor.char), r"is torch\.int8 with scales"),
+    "cast codes": (  # as torch's optimizers do
+        changed(0, exp_avg=torch.Tensor.float, exp_avg_scale=torch.Tensor.float), "as accumfused has saved it"
+    ),
+    "whole numbers": (without(0, "exp_avg_scale", changed(0, exp_avg=torch.Tensor.int)), r"torch\.int32 without"),
+    "flat codes": (changed(0, exp_avg=torch.Tensor.flatten), r"'exp_avg' of .* has shape \[407\], .* \[37, 11\]"),
+    "a cut remainder": (changed(0, master_remainder=lambda r: r[:-1]), r"'master_remainder' .* has shape \[36, 11\]"),
+    "a master of one": (state(0, master_weight=torch.ones(())), r"'master_weight' of parameter 0 has shape \[\]"),
+    "a remainder of 0": (state(0, master_remainder=0), "'master_remainder' of parameter 0 is a int"),
+    "two seeds": (changed(0, rounding_seed=two), "'rounding_seed' .* has shape .*one number"),
+    "a seed that is a word": (state(0, rounding_seed="17"), "'rounding_seed' of parameter 0 is a str"),
+    "a state that is a number": (state(0, exp_avg=0.5), "'exp_avg' of parameter 0 is a float, not"),
+    "codes copied by index": (
+        changed(1, exp_avg=lambda codes: codes.contiguous(memory_format=CHANNELS_LAST)),
+        "parameter 1 is not contiguous, and its scales, .* are those of codes that were contiguous",
+    ),
+}  # fmt: skip
+for name, (edit, text) in FORMATS.items():
+    BAD |= {
+        name: (halves, edit, halves, text),
+        f"{name}, into fp32": (halves, edit, lambda: halves(torch.float32), text),
+    }
+BAD["codes copied by index, the other way"] = (
+    lambda: halves(form=CHANNELS_LAST), changed(1, exp_avg=torch.Tensor.contiguous), lambda: halves(form=CHANNELS_LAST),
+    "parameter 1 is contiguous, and its scales, .* are those of codes that were not contiguous",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("has_state", [True, False])
+def test_it_raises_and_nothing_has_changed(bad: str, has_state: bool) -> None:
+    make, edit, into, text = BAD[bad]
+    saved = copy.deepcopy(make().state_dict())
+    if edit is not None:
+        edit(saved)
+    optimizer, twin = into(), into()
+    if not has_state:
         optimizer.state.clear()
-    groups, settings = copy.deepcopy(optimizer.param_groups), optimizer._settings
-    hooks = dict(optimizer._optimizer_load_state_dict_pre_hooks)
-    given = copy.deepcopy(checkpoint)
-    with refused(optimizer, ValueError, text):
-        optimizer.load_state_dict(checkpoint)
-    assert repr(optimizer.param_groups) == repr(groups)
-    assert (optimizer._settings, dict(optimizer._optimizer_load_state_dict_pre_hooks)) == (settings, hooks)
-    assert repr(checkpoint) == repr(given)
-    twin = make(af.AdamW, max_grad_norm=0.5, weight_decay=0.3, backend=backend)
-    if not trained:
         twin.state.clear()
+    said, given = repr(optimizer), repr(saved)
+    with refused(optimizer, ValueError, text):
+        optimizer.load_state_dict(saved)
+    assert (repr(optimizer), repr(saved)) == (said, given)
     for each in (optimizer, twin):
-        for param in each.param_groups[0]["params"]:
-            param.grad = torch.full_like(param, 0.25)
-        each.step()
+        train(each, 1)
     assert differences(snapshot(twin), snapshot(optimizer)) == []
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_nothing_is_loaded_into_an_open_window(backend: str, live: bool) -> None:
-    optimizer = make(af.AdamW, backend=backend)
-    checkpoint = copy.deepcopy(optimizer.state_dict())
-    for param in optimizer.param_groups[0]["params"]:
-        param.grad = torch.ones_like(param)
-    optimizer.accumulate()
-    if live:
-        optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+def test_nothing_is_loaded_into_an_open_window(live: bool) -> None:
+    optimizer, saved = window(), copy.deepcopy(adamw().state_dict())
+    params_of(optimizer)[0].grad = torch.ones(3) if live else None
     with refused(optimizer, RuntimeError, r"call step\(\) or zero_grad\(\) before load_state_dict\(\)"):
-        optimizer.load_state_dict(checkpoint)
-
-
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}], ids=["plain", "momentum"])
-def test_a_checkpoint_of_sgd_is_checked_too(backend: str, options: dict[str, float]) -> None:
-    optimizer = make(af.SGD, backend=backend, **options)
-    with refused(optimizer, ValueError, "groups have no 'momentum', which SGD needs"):
-        optimizer.load_state_dict(make(torch.optim.AdamW).state_dict())
-    optimizer.load_state_dict(make(torch.optim.SGD, **options).state_dict())
-
-
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, af.Adam])
-def test_lion_does_not_take_adams_first_moment(backend: str, cls: Any) -> None:
-    optimizer = make(af.Lion, backend=backend)
-    with refused(optimizer, ValueError, "has 'exp_avg_sq', which Lion has not"):
-        optimizer.load_state_dict(make(cls).state_dict())
-
-
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, af.Lion])
-def test_an_optimizer_without_kernels_is_checked_by_its_own_options(backend: str, cls: Any) -> None:
-    optimizer = af.fuse(make(torch.optim.RMSprop), backend=backend)
-    with refused(optimizer, ValueError, "groups have no '(momentum|alpha)', which RMSprop needs"):
-        optimizer.load_state_dict(make(cls).state_dict())
-
-
-def test_what_else_a_state_holds_is_kept(backend: str) -> None:
-    optimizer, fresh = make(af.AdamW, backend=backend), make(af.AdamW, backend=backend)
-    checkpoint = copy.deepcopy(optimizer.state_dict())
-    checkpoint["state"][0]["ema"] = torch.ones(3)
-    checkpoint["state"]["note"] = "of the whole"
-    del checkpoint["state"][1]  # a parameter that had no gradient yet
-    fresh.load_state_dict(checkpoint)
-    params = fresh.param_groups[0]["params"]
-    assert fresh.state[params[0]]["ema"].tolist() == [1.0] * 3
-    assert fresh.state["note"] == "of the whole"
-    assert params[1] not in fresh.state
-
-
-def test_of_an_optimizer_without_kernels_its_own_loading_decides(backend: str) -> None:
-    optimizer = af.fuse(make(torch.optim.RMSprop), backend=backend)
-    for param in optimizer.param_groups[0]["params"]:
-        param.grad = torch.ones_like(param)
-    optimizer.accumulate(2.0)
-    twin = af.fuse(make(torch.optim.RMSprop), backend=backend)
-    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares what it loads
-    for each in (optimizer, twin):
-        for param in each.param_groups[0]["params"]:
-            param.grad = torch.full_like(param, 3.0)
-        each.accumulate(1.0)
-        each.step()
-    assert differences(snapshot(optimizer), snapshot(twin)) == []
+        optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    optimizer.load_state_dict(saved)

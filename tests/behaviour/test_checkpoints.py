@@ -1,161 +1,264 @@
-"""Checkpoints and copies: to torch's optimizer of the same name and back, from older ones, by deepcopy and pickle."""
+"""Whoever resumes goes on bit for bit: every optimizer, format and window by every route, through torch's too."""
 
 from __future__ import annotations
 
 import copy
-import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from snapshot import differences, snapshot
-from stock_optimizers import params_of, set_grads
-from torch.nn import Parameter
-from torch_peers import CASES, assert_alike, make, train
+from compare import assert_close, assert_same_bits, everything
+from snapshot import snapshot, writes_nothing
+from stored import Model, assert_same, build, grads_of, params_of, through_a_file, train, trained
+from table import CASES, STATES, WEIGHTS, Case
+from torch.distributed.checkpoint import state_dict as dcp
 
 import accumfused as af
 
-# ---- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_goes_to_torch_and_back_and_training_goes_on(backend: str, case: str) -> None:
-    ours, theirs, peer = make(af, case, backend=backend), make(torch.optim, case), make(torch.optim, case)
-    for there, back in ((ours, theirs), (theirs, ours), (ours, theirs)):
-        train(3, ours, theirs, peer)
-        assert_alike(ours, peer)
-        assert_alike(theirs, peer)
-        back.load_state_dict(copy.deepcopy(there.state_dict()))
-    train(3, ours, theirs, peer)
-    assert_alike(ours, peer)
-    assert_alike(theirs, peer)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_state_dicts_have_torchs_keys_shapes_and_dtypes(backend: str, case: str) -> None:
-    def form(optimizer: torch.optim.Optimizer) -> Any:
-        train(1, optimizer)
-        checkpoint = optimizer.state_dict()
-        states = {
-            index: {
-                name: (value.dtype, value.shape, None if name == "step" else value.device)  # torch's step: on the CPU
-                for name, value in state.items()
-                if value is not None and not (name == "step" and "SGD" in case)  # ours counts steps with momentum
-            }
-            for index, state in checkpoint["state"].items()
-        }
-        return checkpoint["param_groups"], {index: state for index, state in states.items() if state}
-
-    assert form(make(af, case, backend=backend)) == form(make(torch.optim, case))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_is_read_with_weights_only_and_gives_the_same_bits(backend: str, case: str) -> None:
-    ours, resumed = make(af, case, backend=backend), make(af, case, backend=backend)
-    train(3, ours)
-    file = io.BytesIO()
-    torch.save({"optimizer": ours.state_dict(), "params": params_of(ours)}, file)
-    file.seek(0)
-    checkpoint = torch.load(file, weights_only=True)
-    with torch.no_grad():
-        for param, value in zip(params_of(resumed), checkpoint["params"], strict=True):
-            param.copy_(value)
-    resumed.load_state_dict(checkpoint["optimizer"])
-    train(3, ours, resumed)
-    assert differences(snapshot(ours), snapshot(resumed)) == []
-    assert not torch.equal(params_of(ours)[0], checkpoint["params"][0])
-
-
-@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float64)])
-def test_an_older_checkpoint_whose_step_is_a_number_is_read(backend: str, step: Any) -> None:
-    ours, theirs = make(af, "Adam", backend=backend), make(torch.optim, "Adam")
-    train(3, ours, theirs)
-    older = copy.deepcopy(theirs.state_dict())
-    for state in older["state"].values():
-        state["step"] = copy.deepcopy(step)
-    for group in older["param_groups"]:
-        for key in (
-            "maximize",
-            "foreach",
-            "capturable",
-            "differentiable",
-            "fused",
-            "decoupled_weight_decay",
-            "amsgrad",
-        ):
-            del group[key]
-    ours.load_state_dict(older)
-    train(3, ours, theirs)
-    assert_alike(ours, theirs)
-    assert [float(state["step"]) for state in ours.state.values()] == [6.0, 6.0]
-
-
-def test_a_state_of_another_dtype_is_converted(backend: str) -> None:
-    ours, theirs = make(af, "AdamW", backend=backend), make(torch.optim, "AdamW")
-    train(3, theirs)
-    checkpoint = copy.deepcopy(theirs.state_dict())
-    for state in checkpoint["state"].values():
-        state["exp_avg"] = state["exp_avg"].double()
-    for param, truth in zip(params_of(ours), params_of(theirs), strict=True):
-        param.data.copy_(truth.data)
-    ours.load_state_dict(checkpoint)
-    train(2, ours, theirs)
-    assert_alike(ours, theirs)
-
-
-def test_loading_a_torch_checkpoint_keeps_the_settings(backend: str) -> None:
-    ours, theirs = make(af, "AdamW", max_grad_norm=0.5, nonfinite="raise", backend=backend), make(torch.optim, "AdamW")
-    train(1, theirs)
-    ours.load_state_dict(theirs.state_dict())
-    assert_settings_are_kept(ours)
-
-
-# ---- copies --------------------------------------------------------------------------------------------------------
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WINDOWS: dict[str, list[Any]] = {  # the weights of a window's micro-batches
+    "sum": [None, None, None],
+    "weights": [0.1, 3.0, 0.7],
+    "a first weight of 1": [1, 1, 5],
+    "tensors": [torch.tensor(0.3), torch.tensor(2.0), torch.tensor(0.7)],
+    "a bad one": [torch.tensor(0.3), torch.tensor(torch.nan), torch.tensor(0.7)],  # by which the step is skipped
+    "an empty micro-batch first": [0, 3.0, 0.7],
 }
 
 
-def assert_settings_are_kept(optimizer: torch.optim.Optimizer) -> None:
-    set_grads(optimizer, factor=100.0)
-    params_of(optimizer)[0].grad[0, 0] = torch.nan
-    with pytest.raises(RuntimeError, match="nothing was updated"):  # nonfinite="raise"
-        optimizer.step()
-    peer = torch.optim.SGD([Parameter(param.detach().clone()) for param in params_of(optimizer)])
-    set_grads(optimizer, peer, factor=100.0)
-    norm = torch.nn.utils.clip_grad_norm_(params_of(peer), 0.5)
-    optimizer.step()
-    torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-6, atol=0)  # a norm is taken: max_grad_norm
+def micro_batches(optimizer: Any, weights: list[Any], seed: int = 0, grads: torch.dtype | None = None) -> None:
+    for index, weight in enumerate(weights, seed):
+        grads_of(optimizer, 50 + index, grads)
+        if index == 0:
+            params_of(optimizer)[1].grad = None
+        optimizer.accumulate(weight)
 
 
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("case", CASES)
-def test_a_copy_keeps_the_settings_and_goes_on_alike(backend: str, case: str, how: str) -> None:
-    ours = make(af, case, max_grad_norm=0.5, nonfinite="raise", backend=backend)
-    train(2, ours)
-    twin = COPIES[how](ours)
-    assert type(twin) is type(ours)
-    if how != "copy":
-        before = snapshot(ours)
-        train(2, ours, twin)
-        assert differences(snapshot(ours), snapshot(twin)) == []
-        assert {"param 0", "param 1"} <= set(differences(before, snapshot(ours)))
-        assert torch.equal(ours.grad_norm, twin.grad_norm)
-    assert_settings_are_kept(twin)
+Pair = tuple[Model, Any]
 
 
-def test_a_copy_of_a_model_with_its_optimizer_is_apart(backend: str) -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = af.AdamW(model.parameters(), backend=backend)
-    twin_model, twin = copy.deepcopy((model, optimizer))
-    before = snapshot(optimizer)
-    twin_model(torch.ones(3)).sum().backward()
+def by_file(old: Pair, new: Pair, *order: int) -> Pair:
+    new[1].load_state_dict(new[1].state_dict())  # a load leaves nothing behind for the next
+    for index in order:
+        new[index].load_state_dict(through_a_file(old[index].state_dict()))
+    return new
+
+
+def by_names(old: Pair, new: Pair, *, flat: bool) -> Pair:
+    options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat, strict=False)  # some may have no state yet
+    saved = copy.deepcopy(dcp.get_optimizer_state_dict(*old, options=options))
+    new[0].load_state_dict(old[0].state_dict())
+    dcp.set_optimizer_state_dict(*new, saved, options=options)
+    return new
+
+
+ROUTES: dict[str, Callable[[Pair, Pair], Pair]] = {
+    "weights first": lambda old, new: by_file(old, new, 0, 1),
+    "states first": lambda old, new: by_file(old, new, 1, 0),
+    "names": lambda old, new: by_names(old, new, flat=False),
+    "flat names": lambda old, new: by_names(old, new, flat=True),
+    "deepcopy": lambda old, new: copy.deepcopy(old),
+    "pickle": lambda old, new: pickle.loads(pickle.dumps(old)),
+}
+
+
+@pytest.mark.pairwise(
+    case=CASES, weights=[*WEIGHTS], states=[*STATES], window=[*WINDOWS], after=[0, 1, 2, 3], stepped=[2, 0],
+    grads=[None, *DTYPES], new_is=["fresh", "trained", "torch"], route=[*ROUTES],
+)  # fmt: skip
+def test_whoever_resumes_goes_on_bit_for_bit(
+    backend: str, case: Case, weights: str, states: str, window: str, after: int, stepped: int,
+    grads: torch.dtype | None, new_is: str, route: str,
+) -> None:  # fmt: skip
+    after = 0 if route == "flat names" else after  # torch takes what the optimizer has already, which is no window
+    options: dict[str, Any] = {"cls": case.of.ours, **case.options}
+    model, optimizer = build(weights, states, backend, **options)
+    train(optimizer, stepped)
+    with torch.no_grad():
+        model.matrix.mul_(0.5)  # written from outside: what its master holds beyond it is not to be saved
+    micro_batches(optimizer, WINDOWS[window][:after], grads=grads)
+    # States that were made have brought their seed; those that are to be made take the optimizer's.
+    options |= {"rounding_seed": 3 if stepped else 17}
+    new = build(weights, states, "torch" if new_is == "torch" else backend, **options)
+    train(new[1], int(new_is == "trained"))
+    with torch.no_grad():
+        new[0].matrix.mul_(3)
+    before = model.matrix.detach().clone()
+    _, twin = ROUTES[route]((model, optimizer), new)
+    assert re.findall("window: .*", repr(twin)) == re.findall("window: .*", repr(optimizer))
+    for each in (optimizer, twin):
+        micro_batches(each, WINDOWS[window][after:], after, grads)
+        each.step()
+    assert_same_bits(twin.grad_norm, optimizer.grad_norm)
+    for each in (optimizer, twin):
+        train(each, 1, seed=9)
+    assert_same(optimizer, twin)
+    assert not torch.equal(before, model.matrix)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_has_the_settings_and_a_window_of_its_own(backend: str, copied: Callable[[Any], Any]) -> None:
+    _, optimizer = trained("split16", "bf16", backend, nonfinite="raise")
+    micro_batches(optimizer, [0.1, 3.0])
+    twin = copied(optimizer)
+    assert repr(twin) == repr(optimizer)  # which tells every setting that was chosen
+    sums = {name: value for name, value in snapshot(optimizer).items() if name[:5] in ("accum", "weigh")}
+    micro_batches(twin, [0.7], seed=2)
     twin.step()
-    assert params_of(twin)[0] is twin_model.weight
-    assert not torch.equal(twin_model.weight, model.weight)
-    assert differences(before, snapshot(optimizer)) == []
+    assert sums.items() <= snapshot(optimizer).items()
+
+
+SHARED = [case for case in CASES if case.of.torch_class is not None]
+
+
+def stock(case: Case, model: torch.nn.Module) -> Any:
+    return case.of.torch_class(model.parameters(), **case.options)  # type: ignore[misc]
+
+
+def assert_alike(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
+    found = everything(actual)
+    for name, value in everything(expected).items():
+        assert_close(found[name], value, "torch.optim", name)
+
+
+@pytest.mark.pairwise(case=SHARED, stepped=[2, 0], implementation=[{}, {"foreach": True}, {"fused": True}])
+def test_training_goes_on_in_torchs_optimizer_and_comes_back_with_a_window(
+    backend: str, case: Case, stepped: int, implementation: dict[str, bool]
+) -> None:
+    model = Model(torch.float32)
+    ours, theirs, peer = case.make(model.parameters(), backend), *(stock(case, Model(torch.float32)) for _ in "ab")
+    for there, back, seed in ((theirs, ours, 0), (ours, theirs, 2), (theirs, ours, 4)):
+        for each in (ours, theirs, peer):
+            train(each, stepped, seed)
+        assert_alike(ours, peer)
+        assert_alike(theirs, peer)
+        back.load_state_dict(copy.deepcopy(there.state_dict()))
+    # A window does not disturb torch's optimizer, and comes through it.
+    plain, windowed = (stock(case, copy.deepcopy(model)) for _ in range(2))
+    plain.load_state_dict(through_a_file(ours.state_dict()))
+    micro_batches(ours, [3.0, 4096.0], seed=1)  # whole numbers: torch casts every state to fp32
+    windowed.load_state_dict(through_a_file(ours.state_dict()))
+    twin = case.make(copy.deepcopy(model).parameters(), backend)
+    twin.load_state_dict(through_a_file(windowed.state_dict()))
+    for each in (plain, windowed):
+        each.param_groups[0].update(implementation)
+        train(each, 2, seed=7)
+    assert all(map(torch.equal, params_of(plain), params_of(windowed)))
+    for each in (ours, twin):
+        micro_batches(each, [17.0], seed=3)
+        each.step()
+    assert_same(ours, twin)
+
+
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_state_dicts_have_torchs_keys_shapes_and_dtypes(backend: str, case: Case) -> None:
+    saved = []
+    for optimizer in (case.make(Model(torch.float32).parameters(), backend), stock(case, Model(torch.float32))):
+        train(optimizer, 1)
+        saved.append(optimizer.state_dict())
+        forms = {(i, name): v for i, state in saved[-1]["state"].items() for name, v in state.items() if v is not None}
+        saved[-1]["state"] = {
+            (i, name): (value.dtype, value.shape)
+            for (i, name), value in forms.items()
+            if name != "step" or "sgd" not in case.name  # ours counts steps with momentum
+        }
+    assert saved[0] == saved[1]
+
+
+LATER = ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "amsgrad")
+
+
+@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float64)])
+def test_a_checkpoint_of_an_older_torch_or_another_dtype_is_read(backend: str, step: Any) -> None:
+    ours, theirs = (cls(Model(torch.float32).parameters(), lr=0.1) for cls in (af.Adam, torch.optim.Adam))
+    for each in (ours, theirs):
+        train(each, 3)
+    older = copy.deepcopy(theirs.state_dict())
+    for state in older["state"].values():
+        state |= {"step": copy.deepcopy(step), "exp_avg": state["exp_avg"].double()}
+    for key in LATER:
+        del older["param_groups"][0][key]
+    ours.load_state_dict(older)
+    for each in (ours, theirs):
+        train(each, 1, seed=5)
+    assert_alike(ours, theirs)
+
+
+@pytest.mark.parametrize("weights", ["split16", "split8", "bf16_master"])
+def test_a_master_that_torch_has_cast_is_derived_again_with_a_warning(backend: str, weights: str) -> None:
+    model, optimizer = trained(weights, "fp32", backend)
+    theirs = torch.optim.AdamW(Model(torch.bfloat16).parameters(), lr=0.1)
+    theirs.load_state_dict(through_a_file(optimizer.state_dict()))
+    twin_model, twin = build(weights, "fp32", backend, rounding_seed=3)
+    twin_model.load_state_dict(model.state_dict())
+    name = "master_weight" if weights == "bf16_master" else "master_remainder"
+    with pytest.warns(UserWarning, match=rf"{name!r} of parameter \d is torch.bfloat16, so its bits are lost") as seen:
+        twin.load_state_dict(through_a_file(theirs.state_dict()))
+    assert [warning.filename for warning in seen] == [__file__] * 4
+    for known, value in twin.full_precision_state_dict(twin_model).items():
+        assert torch.equal(value, model.state_dict()[known].to(value.dtype)), known
+    train(twin, 1)
+    assert {int(entries.get("rounding_seed", 3)) for entries in twin.state.values()} == {3}  # 17 was cast, too
+
+
+def test_saving_changes_nothing_and_hooks_see_the_window(backend: str) -> None:
+    _, optimizer = build("fp32", "fp32", backend)
+    seen: list[Any] = []
+    optimizer.register_state_dict_pre_hook(lambda opt: opt.state[params_of(opt)[0]].update(note=torch.ones(1)))
+    optimizer.register_state_dict_post_hook(lambda opt, saved: seen.append(sorted(saved["state"][0])))
+    micro_batches(optimizer, [0.1, 0.9])
+    optimizer.state_dict()
+    with writes_nothing(optimizer):
+        optimizer.state_dict()
+    assert [sorted(entries) for entries in optimizer.state.values()] == [["note"]]
+    grads_of(optimizer, 0)
+    optimizer.accumulate(0.5, last=True)  # p.grad is the window now, and is not saved
+    optimizer.state_dict()
+    window = ["exp_avg", "exp_avg_sq", "grad_accumulator", "grad_accumulator_weights", "note", "step"]
+    assert seen == [window, window, ["note"]]
+
+
+def test_loading_releases_a_closed_window(backend: str) -> None:
+    (_, optimizer), (_, other) = (build("fp32", "fp32", backend) for _ in range(2))
+    micro_batches(other, [2.0])
+    grads_of(optimizer, 0, torch.bfloat16)
+    optimizer.accumulate(last=True)
+    optimizer.load_state_dict(other.state_dict())
+    assert [(param.grad, param.grad_dtype) for param in params_of(optimizer)] == [(None, torch.bfloat16)] * 4
+    optimizer.step()
+    other.step()
+    assert_same(other, optimizer)
+
+
+def test_a_hook_may_change_what_is_loaded_and_what_else_a_state_holds_is_kept(backend: str) -> None:
+    (_, optimizer), (_, twin) = trained("fp32", "fp32", backend), build("fp32", "fp32", backend)
+    micro_batches(optimizer, [1.0])
+    first = {"ema": torch.ones(3), **optimizer.state[params_of(optimizer)[0]]}
+    edited = {0: first, "note": "of the whole"}
+    twin.register_load_state_dict_pre_hook(lambda opt, saved: {**saved, "state": edited})
+    twin.load_state_dict(optimizer.state_dict())
+    assert twin.state["note"] == "of the whole"
+    assert twin.state[params_of(twin)[0]]["ema"].tolist() == [1.0] * 3
+    assert params_of(twin)[1] not in twin.state
+    micro_batches(twin, [None])  # a window with weights would refuse it
+
+
+def test_of_an_optimizer_without_kernels_its_own_loading_decides(backend: str) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    saved, theirs, ours, twin = (torch.optim.RMSprop(Model(d).parameters(), lr=0.1, momentum=0.5) for d in dtypes)
+    train(saved, 2)
+    for each in (theirs, af.fuse(ours, backend=backend), af.fuse(twin, backend=backend)):
+        each.load_state_dict(copy.deepcopy(saved.state_dict()))
+    for each in (theirs, ours):
+        train(each, 2, seed=5)
+    assert_same(theirs, ours)
+    ours = copy.deepcopy(twin)
+    micro_batches(ours, [2.0])
+    twin.load_state_dict(copy.deepcopy(ours.state_dict()))  # torch shares what it loads
+    for each in (ours, twin):
+        micro_batches(each, [1.0], seed=1)
+        each.step()
+    assert_same(ours, twin)

@@ -1,0 +1,153 @@
+"""A checkpoint of one format goes into every other: states to nearest, masters as far as the other has bits."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_same_bits
+from stored import (
+    MASTERS,
+    Model,
+    assert_same,
+    build,
+    grads_of,
+    params_of,
+    skip_a_step,
+    states_of,
+    train,
+    trained,
+    whole,
+)
+from table import STATES, WEIGHTS
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, load, save
+from torch.distributed.checkpoint import state_dict as dcp
+
+import accumfused as af
+
+LAST, FIRST = torch.channels_last, torch.contiguous_format
+TORCH = {"torch_fp32": torch.float32, "torch_bf16": torch.bfloat16}
+
+
+def source_of(weights: str, states: str, backend: str) -> tuple[Model, Any, list[Tensor], dict[str, Tensor]]:
+    """A trained model and optimizer, the weights in fp32, and the states in fp64."""
+    if weights not in TORCH:
+        model, optimizer = trained(weights, states, backend)
+        return model, optimizer, whole(optimizer), states_of(optimizer)
+    model = Model(TORCH[weights])
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(theirs, 3)
+    found = ((index, *item) for index, entries in enumerate(theirs.state.values()) for item in entries.items())
+    before = {f"{name} {index}": value.double() for index, name, value in found if name != "step"}
+    return model, theirs, [param.detach().float() for param in model.parameters()], before
+
+
+def kept_of(value: Tensor, half: Tensor, source: str, weights: str) -> Tensor:
+    """What of a parameter's fp32 value and of its 16-bit half arrives in another format."""
+    if source in ("split16", "split8") and weights in (*MASTERS, "fp32"):
+        return value
+    half = half.to(WEIGHTS[weights][0])
+    if source in MASTERS and weights in MASTERS:
+        return torch.where(value.to(half.dtype) == half, value, half.float())
+    return half.float()
+
+
+def assert_states_are_kept(after: dict[str, Tensor], before: dict[str, Tensor], states: str, source: str) -> None:
+    for name, value in before.items():
+        if states in ("fp32", source):
+            assert torch.equal(after[name], value), name
+        elif states == "bf16":
+            torch.testing.assert_close(after[name], value, rtol=2.0**-8, atol=0)
+        else:
+            # A code has 4 bits of mantissa over its distance from 2^-7 (a second moment's 2^-15) of the block's scale,
+            # which is not above the largest value; the smallest second moment is 2^-17 of it.
+            second, largest = name.startswith("exp_avg_sq"), value.abs().max()
+            bound = (value.abs() + largest * 2.0 ** (-15 if second else -7)) / 32 + second * largest * 2.0**-17
+            assert ((after[name] - value).abs() <= bound).all(), name
+            assert not torch.equal(after[name], value) or value.numel() == 1
+
+
+@pytest.mark.pairwise(
+    source=[*WEIGHTS, *TORCH], source_states=[*STATES], weights=[*WEIGHTS], states=[*STATES], states_first=[True, False]
+)
+def test_what_arrives_in_another_format(
+    backend: str, source: str, source_states: str, weights: str, states: str, states_first: bool
+) -> None:
+    model, optimizer, values, before = source_of(source, source_states, backend)
+    source_states = source[-4:] if source in TORCH else source_states
+    halves = [param.detach().clone() for param in model.parameters()]
+    steps = [entries["step"].clone() for entries in optimizer.state.values()]
+    twin_model, twin = build(weights, states, backend, rounding_seed=3)
+    saved = [(twin, copy.deepcopy(optimizer.state_dict())), (twin_model, copy.deepcopy(model.state_dict()))]
+    for into, state_dict in saved if states_first else saved[::-1]:
+        into.load_state_dict(state_dict)
+    # What was not stepped yet is saved as it came.
+    if source in WEIGHTS and WEIGHTS[source][0] == WEIGHTS[weights][0]:
+        third_model, third = build(source, source_states, backend)
+        third.load_state_dict(copy.deepcopy(twin.state_dict()))
+        third_model.load_state_dict(copy.deepcopy(twin_model.state_dict()))
+        for each in (optimizer, third):
+            train(each, 2, seed=5)
+        assert_same(optimizer, third)
+    if weights not in MASTERS:  # until a step it has what came with the checkpoint
+        skip_a_step(twin)
+    for _ in range(2):
+        for found, value, half in zip(whole(twin), values, halves, strict=True):
+            rtol = 2.0**-16 if weights == "split8" else 0.0
+            torch.testing.assert_close(found, kept_of(value, half, source, weights), rtol=rtol, atol=0)
+        skip_a_step(twin)
+    assert_states_are_kept(states_of(twin), before, states, source_states)
+    assert all(map(torch.equal, steps, (entries["step"] for entries in twin.state.values())))
+    own = trained(weights, states, backend, steps=1)[1].state.values()
+    assert [set(entries) for entries in twin.state.values()] == [set(entries) for entries in own]
+    for entries, known in zip(twin.state.values(), optimizer.state.values(), strict=True):
+        assert int(entries.get("rounding_seed", 0)) in (0, int(known.get("rounding_seed", 3)))
+
+
+def test_a_remainder_of_other_numbers_is_dropped_with_a_warning(backend: str) -> None:
+    (_, optimizer), (_, twin) = trained("split8", "fp32", backend), build("fp32", "fp32", backend)
+    before = whole(twin)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with pytest.warns(UserWarning, match=r"'master_remainder' of a torch\.float32 parameter of shape \[.*dropped"):
+        skip_a_step(twin)
+    assert all(map(torch.equal, before, params_of(twin)))
+
+
+def coded(form: torch.memory_format, shape: tuple[int, ...], backend: str) -> tuple[torch.nn.Module, Any]:
+    """With states in 8 bits, of blocks of memory in which numbers are alike or not."""
+    model = torch.nn.Module()
+    model.p = torch.nn.Parameter(torch.randn(shape).to(memory_format=form))
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "state_dtype": "int8", "state_dtype_min_numel": 1}
+    optimizer = af.AdamW(model.parameters(), backend=backend, **options)
+    grads_of(optimizer, 0)
+    model.p.grad.mul_(torch.logspace(-3, 3, shape[1]).view(1, -1, 1, 1))
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("shape", [(16, 8, 4, 4), (1, 128, 4, 4), (3, 5, 4, 4)])
+@pytest.mark.parametrize("forms", [(LAST, FIRST), (FIRST, LAST)])
+def test_codes_are_read_in_the_layout_in_which_they_were_made(
+    backend: str, shape: tuple[int, ...], forms: tuple[Any, Any], tmp_path: Path
+) -> None:
+    (model, optimizer), (other_model, other) = (coded(form, shape, backend) for form in forms)
+    before = states_of(optimizer)
+    save({"optimizer": dcp.get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path, no_dist=True)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    twin.state[twin_model.p]["exp_avg"].zero_()
+    state = {"optimizer": dcp.get_optimizer_state_dict(twin_model, twin)}
+    load(state, checkpoint_id=tmp_path, no_dist=True)
+    dcp.set_optimizer_state_dict(twin_model, twin, state["optimizer"])
+    assert_same_bits(twin.state[twin_model.p]["exp_avg"], optimizer.state[model.p]["exp_avg"])
+    with pytest.raises(CheckpointException, match="Size mismatch"):  # it would copy element by element
+        load({"optimizer": dcp.get_optimizer_state_dict(other_model, other)}, checkpoint_id=tmp_path, no_dist=True)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    skip_a_step(other)
+    for name, value in states_of(other).items():  # encoded again, in other blocks: half a step of 4 bits, twice
+        assert ((value - before[name]).abs() <= before[name].abs() / 16 + 0.01 * before[name].abs().max()).all()
+        assert torch.corrcoef(torch.stack([value.flatten(), before[name].flatten()]))[0, 1] > 0.999
