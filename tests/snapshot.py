@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import inside
 import pytest
 import torch
 from torch import Tensor
 
 import accumfused as af
-from accumfused.accumulation import Phase
 from accumfused.shards import local
 
 Snapshot = dict[str, Any]
@@ -19,19 +19,16 @@ Errors = type[Exception] | tuple[type[Exception], ...]
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> Snapshot:
-    """Parameters, gradients, states, step counts, accumulators of an open window, and the count of skipped steps."""
+    """Parameters, gradients, states, step counts, what an open window holds, and the count of skipped steps."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    bits: Snapshot = {f"param {i}": _bits(param) for i, param in enumerate(params)}
-    bits |= {f"grad {i}": _bits(param.grad) for i, param in enumerate(params)}
+    found: Snapshot = {f"param {i}": param for i, param in enumerate(params)}
+    found |= {f"grad {i}": param.grad for i, param in enumerate(params)}
     for i, param in enumerate(params):
-        bits |= {f"state {i} {name}": _bits(value) for name, value in optimizer.state.get(param, {}).items()}
-    runtime = getattr(optimizer, "_runtime", None)
-    if runtime is not None:
-        bits["skipped steps"] = int(optimizer.skipped_steps)  # type: ignore[attr-defined]
-        if runtime.window.phase is Phase.OPEN:
-            bits |= {f"accumulator {i}": _bits(value) for i, value in enumerate(runtime.window.accumulators)}
-            bits["weights"] = (_bits(runtime.window.total), runtime.window._count, list(runtime.window._held))
-    return bits
+        found |= {f"state {i} {name}": value for name, value in optimizer.state.get(param, {}).items()}
+    found |= inside.open_window(optimizer)
+    if hasattr(optimizer, "skipped_steps"):
+        found["skipped steps"] = int(optimizer.skipped_steps)
+    return {name: _bits(value) for name, value in found.items()}
 
 
 def differences(before: Snapshot, after: Snapshot) -> list[str]:
@@ -54,9 +51,10 @@ def refused(optimizer: torch.optim.Optimizer, error: Errors, remedy: str) -> Ite
         yield
 
 
-def trained(params: list[torch.nn.Parameter], backend: str, **options: Any) -> af.AdamW:
+def trained(params: Iterable[Tensor], backend: str, **settings: Any) -> af.AdamW:
     """An optimizer that has made a step, so that there is a state that must not change."""
-    optimizer = af.AdamW(params, lr=0.1, weight_decay=0.1, backend=backend, **options)
+    params = list(params)
+    optimizer = af.AdamW(params, lr=0.1, weight_decay=0.1, backend=backend, **settings)
     for param in params:
         param.grad = torch.randn_like(param)
     optimizer.step()
@@ -71,7 +69,5 @@ def _bits(value: Any) -> Any:
     kind = (value.dtype, value.device, tuple(value.shape))
     if value.device.type == "meta":
         return kind
-    dense = value.detach().cpu()
-    dense = dense.to_dense() if value.layout != torch.strided else dense
-    dense = torch.empty_like(dense, memory_format=torch.contiguous_format).copy_(dense).reshape(-1)
+    dense = value.detach().cpu().to_dense().resolve_neg().contiguous().reshape(-1)
     return (*kind, dense.view(torch.uint8).numpy().tobytes())

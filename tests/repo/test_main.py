@@ -1,65 +1,99 @@
-"""`python -m accumfused`: what it says is what is true here."""
+"""`python -m accumfused` says what is true here; without the native module the package is pure Python, and says so."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
+import inside
 import pytest
 import torch
 
 import accumfused
-from accumfused import _native
+from accumfused.__main__ import as_text
 from accumfused.backends import COSTS, NAMES, why_not
 
 PACKAGE = Path(accumfused.__file__).parent
 
 
-def output(*arguments: str, where: Path) -> str:
-    command = [sys.executable, "-m", "accumfused", *arguments]
-    return subprocess.run(command, cwd=where, check=True, capture_output=True, text=True).stdout
-
-
-def test_json_holds_what_a_bug_report_needs() -> None:
-    found = json.loads(output("--json", where=PACKAGE.parent))
-    assert found["versions"]["accumfused"] == accumfused.__version__
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["versions"]["cuda"] == torch.version.cuda
-    assert found["versions"]["python"].startswith(platform.python_version())
-    assert found["versions"]["installed in"] == str(PACKAGE)
+def test_json_holds_what_a_bug_report_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for arguments in (["--json"], []):
+        monkeypatch.setattr(sys, "argv", ["accumfused", *arguments])
+        monkeypatch.delitem(sys.modules, "accumfused.__main__", raising=False)
+        runpy.run_module("accumfused", run_name="__main__")
+        said.append(capsys.readouterr().out)
+    found, native = json.loads(said[0]), inside.native()
+    versions = {"accumfused": accumfused.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
     for name in ("numpy", "triton", "transformers", "accelerate", "lightning"):
-        assert found["versions"][name] == (metadata.version(name) if importlib.util.find_spec(name) else None)
-    assert list(found["backends"]) == [name for name in NAMES if name != "auto"]
-    assert found["backends"] == {name: why_not(name) for name in found["backends"]}
-    assert found["backends"]["torch"] is None
+        versions[name] = metadata.version(name) if importlib.util.find_spec(name) else None
+    assert found["versions"].items() >= {**versions, "installed in": str(PACKAGE)}.items()
+    assert found["versions"]["python"].startswith(platform.python_version())
+    assert [*found["backends"].items()] == [(name, why_not(name)) for name in NAMES if name != "auto"]
+    assert found["instruction_sets"] == ([] if native is None else native.instruction_sets())
     assert found["threads"] >= 1
     assert len(found["devices"]) == 1 + torch.cuda.device_count()
+    assert said[1].rstrip("\n") == as_text(found)
+    assert native is None or f"instruction sets  {native.instruction_sets()[0]} (used)" in said[1]
 
 
-def test_the_instruction_set_that_it_names_is_the_one_in_use(native: None) -> None:
-    from accumfused.backends.cpu import CpuBackend
+PURE = """
+import importlib, json, logging
+import torch
+import accumfused as af
+from accumfused import _native
 
-    assert json.loads(output("--json", where=PACKAGE.parent))["instruction_sets"] == _native._C.instruction_sets()
-    assert f"{CpuBackend().instruction_set} (used)" in output(where=PACKAGE.parent)
+def train(make):
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    try:
+        make([param]).step()
+    except RuntimeError as error:
+        assert param.tolist() == param.grad.tolist() == [1.0] * 3
+        return str(error)
+    return param.tolist()
+
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append([record.levelname, record.getMessage()])
+logging.getLogger("accumfused").addHandler(handler)
+results = [train(lambda params: af.SGD(params, lr=0.5, backend="torch"))]
+assert said == []  # it was asked for
+results += [train(lambda params: af.SGD(params, lr=0.5)) for _ in range(3)]
+results += [train(lambda params: af.AdamW(params, backend="cpu"))]
+results += [train(lambda params: af.fuse(torch.optim.NAdam(params), backend="cpu"))]
+with open("accumfused/_native_error.txt", "w") as file:
+    file.write("g++ failed:\\nrules.h:1: error: no such thing")
+importlib.reload(_native)
+from accumfused.__main__ import report
+print(json.dumps([said, results, report()]))
+"""
 
 
-@pytest.mark.parametrize("reason", ["g++ failed:\nrules.h:1: error: no such thing", None])
-def test_without_a_native_module_it_says_why(tmp_path: Path, reason: str | None) -> None:
+def test_without_a_native_module_it_runs_and_says_why_it_is_slow(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "accumfused", ignore=shutil.ignore_patterns("_C.*", "_native_error.txt"))
-    if reason is not None:
-        (tmp_path / "accumfused" / "_native_error.txt").write_text(reason)
-    text = output(where=tmp_path)
-    (cpu,) = (line for line in text.splitlines() if line.startswith("  cpu "))
-    assert "does not run: the native module was not built" in cpu
-    for line in (reason or "ACCUMFUSED_NATIVE=0").splitlines():
-        assert line in text
-    assert json.loads(output("--json", where=tmp_path))["instruction_sets"] == []
-    (runs,) = (line.split() for line in text.splitlines() if line.startswith("  torch "))
-    assert runs[:2] == ["torch", "runs"]
-    assert f"  foreach runs ({COSTS['foreach']})" in text.splitlines()
+    command = [sys.executable, "-W", "error", "-c", PURE]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={})
+    assert done.returncode == 0, done.stderr
+    (said,), results, found = json.loads(done.stdout)
+    missing = "the native module was not built (ACCUMFUSED_NATIVE=0, or installed from pure Python)"
+    assert said == ["WARNING", f"falling back to the foreach backend ({COSTS['foreach']}): {missing}"]
+    refused = f"backend='cpu' cannot run: {missing}; use backend='auto' or 'torch'"
+    assert results == [[0.5] * 3] * 4 + [refused] * 2
+
+    lines = as_text(found).splitlines()
+    (at,) = (number for number, line in enumerate(lines) if line.startswith("  cpu "))
+    assert lines[at].endswith("does not run: the native module was not built: g++ failed:")
+    assert lines[at + 1] == "          rules.h:1: error: no such thing"
+    assert found["backends"]["cuda"] == found["backends"]["cpu"]
+    assert {f"  {name:<8}runs ({COSTS[name]})" for name in ("torch", "foreach")} <= {*lines}
+    assert found["instruction_sets"] == []

@@ -1,0 +1,122 @@
+"""Which backend runs where, and what is said when one cannot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import inside
+import pytest
+import torch
+from snapshot import writes_nothing
+from torch.nn import Parameter
+
+import accumfused as af
+from accumfused import _native, backends
+from accumfused.backends.cuda import CudaBackend
+from accumfused.backends.reference import ReferenceBackend
+from accumfused.warn import say_once
+
+CPU, GPU, XPU = torch.device("cpu"), torch.device("cuda", 0), torch.device("xpu", 0)
+
+
+@pytest.fixture(autouse=True)
+def _says_again() -> Iterator[None]:
+    say_once.cache_clear()
+    yield
+    say_once.cache_clear()
+
+
+@pytest.fixture
+def built_for_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(_native, "cuda_unavailable", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    return monkeypatch
+
+
+def falls_back(name: str) -> str:
+    return f"falling back to the {name} backend ({backends.COSTS[name]}): "
+
+
+NO_KERNELS = "parameters are on xpu:0, where torch may lack fused kernels"
+AUTO: list[tuple[torch.device, list[str], str, str | None]] = [
+    (GPU, [], "cuda", None),
+    (GPU, ["triton", "cpu"], "cuda", None),
+    (GPU, ["cuda"], "triton", f"{falls_back('triton')}no cuda"),
+    (GPU, ["cuda", "triton"], "foreach", f"{falls_back('foreach')}no cuda; and no triton"),
+    (CPU, ["cuda"], "cpu", None),
+    (CPU, ["cpu"], "foreach", f"{falls_back('foreach')}no cpu"),
+    (XPU, ["cpu"], "torch", f"{falls_back('torch')}no cpu; and {NO_KERNELS}"),
+]
+
+
+@pytest.mark.parametrize(("device", "missing", "chosen", "said"), AUTO)
+def test_auto_takes_the_fastest_that_runs_and_says_once_why_no_faster_one(
+    device: Any, missing: Any, chosen: Any, said: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("cuda", "triton", "cpu"):
+        reason = f"no {name}" if name in missing else None
+        monkeypatch.setattr(backends, f"_why_not_{name}", lambda device, reason=reason: reason)
+    monkeypatch.setattr(backends, "_make", lambda name: name)
+    with caplog.at_level(logging.WARNING, logger="accumfused"):
+        for _ in range(2):
+            assert backends.select("auto", [device]) == chosen
+    assert [record.getMessage() for record in caplog.records] == ([] if said is None else [said])
+    for name in missing:
+        with pytest.raises(RuntimeError, match=f"'{name}' cannot run: no {name}; use backend='auto' or 'torch'"):
+            backends.select(name, [device])
+
+
+def test_kernels_run_where_they_are_for(native: None, built_for_gpus: Any) -> None:
+    assert backends.why_not("cuda", CPU) == "parameters are on cpu"
+    assert backends.why_not("cpu", GPU) == "parameters are on cuda:0"
+    assert isinstance(backends.select("auto", [torch.device("meta")]), ReferenceBackend)
+
+
+MISSING = [
+    (torch.cuda, "_is_in_bad_fork", lambda: True, "start it with the spawn method"),
+    (torch.version, "cuda", None, "is built for CPUs only"),
+    (torch.cuda, "is_available", lambda: False, "finds no GPU that it can use"),
+    (torch.version, "hip", "7.0", "is for AMD GPUs, and these kernels are for NVIDIA's"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "value", "said"), MISSING)
+def test_what_is_missing_for_gpus_is_told(owner: Any, name: str, value: Any, said: str, built_for_gpus: Any) -> None:
+    built_for_gpus.setattr(torch.cuda, "is_available", lambda: True)
+    built_for_gpus.setattr(owner, name, value)
+    assert said in str(backends.why_not("cuda", GPU))
+
+
+def test_a_card_or_a_driver_that_is_too_old_is_told_so(emulated: Any, built_for_gpus: Any) -> None:
+    built_for_gpus.setattr(backends, "_why_no_gpu", lambda device: None)
+    built_for_gpus.setattr(inside.native(), "cuda", emulated, raising=False)
+    built_for_gpus.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
+    built_for_gpus.setattr(torch.cuda, "get_device_name", lambda index: "Tesla V100")
+    for trouble in ("no kernel image is available for execution on the device", "driver version is insufficient", ""):
+        inside.forget_what_loads()
+        emulated.trouble(trouble)
+        reason = backends.why_not("cuda", GPU)
+        emulated.trouble("")
+        inside.forget_what_loads()
+        if trouble:
+            assert trouble in str(reason)
+            assert "Tesla V100 has 70; rebuild with ACCUMFUSED_CUDA_ARCHS=70" in str(reason)
+    assert reason is None, "the trouble is over"
+
+
+def test_trouble_in_a_launch_names_the_kernel_and_the_next_step_is_whole(emulated: Any) -> None:
+    param = Parameter(torch.zeros(3))
+    optimizer = af.SGD([param], lr=1.0)
+    inside.use_backend(optimizer, CudaBackend(emulated, emulated.Table))
+    param.grad = torch.ones(3)
+    emulated.fail_after(2)  # the table, the coefficient
+    try:
+        with writes_nothing(optimizer), pytest.raises(RuntimeError, match=r"CUDA, (table|step): too many resources"):
+            optimizer.step()
+    finally:
+        emulated.fail_after(-1)
+    optimizer.step()
+    assert param.tolist() == [-1.0] * 3
