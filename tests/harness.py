@@ -15,6 +15,7 @@ import processes
 import pytest
 import torch
 import triton_interpreter  # noqa: F401  # before all that imports Triton
+from hypothesis import HealthCheck, settings
 from made_early import reaches_tensors
 from pairwise import pairwise
 
@@ -27,6 +28,11 @@ BROKEN = ("kernels", "coefficient")
 GPU = torch.cuda.is_available()
 ALL = ["torch", "cpu", "emulated", *(["cuda", "triton"] if GPU else [])]
 ONE = ["torch" if _native.unavailable else "cpu", *(["cuda"] if GPU else [])]
+
+
+# No test depends on how fast the machine is.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,240 +1,183 @@
-"""fuse(): the same object, now fused, and everything that held it before goes on."""
+"""fuse(): the same object, now fused, and everything that held it before goes on. Loops: test_loops.py."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from compare import assert_close
 from snapshot import differences, snapshot
-from stock_optimizers import (
-    FOREIGN,
-    RULED,
-    assert_equal_parameters,
-    parameters,
-    params_of,
-    set_grads,
-    stock_step,
-    twins,
-)
-from torch import Tensor
+from stock_optimizers import params_of, set_grads
+from table import OPTIMIZERS
+from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
 import accumfused as af
 
-# ---- optimizers with a rule ----------------------------------------------------------------------------------------
+
+def counted(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's decorator around a step is a part of it."""
+
+    @functools.wraps(step)
+    def wrapper(self: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        return step(self)
+
+    return wrapper
 
 
-@pytest.mark.parametrize("name", RULED)
-@pytest.mark.parametrize("steps_before", [0, 3])
-@pytest.mark.parametrize("loads", ["never", "before", "after"])
-def test_a_fused_optimizer_goes_on_as_torchs(backend: str, name: str, steps_before: int, loads: str) -> None:
-    ours, theirs = twins(RULED[name])
-    for _ in range(steps_before):
-        set_grads(ours, theirs)
-        ours.step()
-        theirs.step()
-    checkpoint = copy.deepcopy(theirs.state_dict())
-    if loads == "before":
-        ours.load_state_dict(checkpoint)
-    kind, state, groups = type(ours), ours.state, ours.param_groups
-    fused = af.fuse(ours, max_grad_norm=1.0, backend=backend)
-    assert fused is ours
-    assert isinstance(ours, kind)
-    assert type(ours) is getattr(af, name.split(",")[0])
-    assert ours.state is state
-    assert ours.param_groups is groups
-    if loads == "after":
-        ours.load_state_dict(checkpoint)
-    for _ in range(4):
-        set_grads(ours, theirs, factor=3.0)
-        norm = stock_step(theirs)
-        ours.step()
-        torch.testing.assert_close(ours.grad_norm, norm, rtol=1e-6, atol=0)
-    assert_equal_parameters(ours, theirs)
-    theirs.load_state_dict(ours.state_dict())  # and back
+class Doubling(torch.optim.AdamW):
+    """A user's subclass, without a closure, which does something of its own around torch's step."""
+
+    @counted
+    def step(self) -> Any:  # type: ignore[override]
+        with torch.no_grad():
+            for param in params_of(self):
+                param.mul_(1.5 if param.grad is not None else 1.0)
+        return super().step()
 
 
-@pytest.mark.parametrize("name", [*RULED, *FOREIGN])
-def test_windows_of_a_fused_optimizer(backend: str, name: str) -> None:
-    ours, theirs = twins((RULED | FOREIGN)[name])
-    af.fuse(ours, max_grad_norm=1.0, backend=backend)
-    for closed in (False, True, False):
-        sums: list[Tensor | None] = [None] * 3
-        for i, weight in enumerate((1, 4, 3)):
-            set_grads(ours, factor=3.0)
-            for j, param in enumerate(params_of(ours)):
-                if param.grad is not None:
-                    sums[j] = (0.0 if sums[j] is None else sums[j]) + param.grad.double() * (weight / 8)
-            ours.accumulate(weight, last=closed and i == 2)
-        for param, total in zip(params_of(theirs), sums, strict=True):
-            param.grad = None if total is None else total.float()
-        norm = stock_step(theirs)
-        ours.step()
-        torch.testing.assert_close(ours.grad_norm, norm, rtol=1e-6, atol=0)
-        assert all(param.grad is None for param in params_of(ours))
-    assert_equal_parameters(ours, theirs)
+RULED = {name: row.torch_class for name, row in OPTIMIZERS.items() if row.torch_class is not None}
+FOREIGN = {each.__name__: each for each in (torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adagrad, Doubling)}
+every_optimizer = pytest.mark.parametrize("name", [*RULED, *FOREIGN])
+COPIES = [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))]
 
 
-# ---- schedulers ----------------------------------------------------------------------------------------------------
+def parameters() -> list[Parameter]:
+    return [Parameter(torch.randn(shape)) for shape in ((5, 3), (7,), (2,))]
+
+
+def make(name: str, **options: Any) -> Any:
+    return {**RULED, **FOREIGN}[name](parameters(), lr=0.1, weight_decay=0.1, **options)
 
 
 def sequence(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     warm_up = lr_scheduler.LinearLR(optimizer, start_factor=0.2, total_iters=2)
-    decay = lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
-    return lr_scheduler.SequentialLR(optimizer, [warm_up, decay], milestones=[2])
+    return lr_scheduler.SequentialLR(optimizer, [warm_up, lr_scheduler.CosineAnnealingLR(optimizer, 6)], [2])
 
 
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=10),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=10, cycle_momentum=False),
     "SequentialLR": sequence,
     "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5),
 }
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam", "Doubling"])
-@pytest.mark.parametrize("bound", ["before fuse", "before fuse, one step made", "after fuse"])
-def test_a_scheduler_goes_on(backend: str, scheduler: str, name: str, bound: str) -> None:
-    ours, theirs = twins((RULED | FOREIGN)[name])
-    their_schedule = SCHEDULERS[scheduler](theirs)
-    if bound.startswith("before"):
-        schedule = SCHEDULERS[scheduler](ours)
-    if "one step" in bound:
-        set_grads(ours, theirs)
-        for optimizer, step in ((ours, schedule), (theirs, their_schedule)):
-            optimizer.step()
-            step.step(*([1.0] if scheduler == "ReduceLROnPlateau" else []))
-    af.fuse(ours, max_grad_norm=1.0, backend=backend)
-    if bound == "after fuse":
-        schedule = SCHEDULERS[scheduler](ours)
-    for _ in range(4):
-        set_grads(ours, theirs, factor=3.0)
+@pytest.mark.pairwise(
+    name=[*RULED, *FOREIGN], scheduler=[*SCHEDULERS], bound=["before", "before a step", "after"],
+    loads=["never", "before", "after"],
+)  # fmt: skip
+def test_an_optimizer_and_its_scheduler_go_on(backend: str, name: str, scheduler: str, bound: str, loads: str) -> None:
+    """Against the same optimizer of torch's, with clip_grad_norm_ before its step."""
+    ours = make(name)
+    theirs = copy.deepcopy(ours)
+    schedules = [SCHEDULERS[scheduler](optimizer) for optimizer in (theirs, ours)[: 1 + (bound != "after")]]
+
+    def step(*, fused: bool, factor: float = 3.0) -> None:
+        set_grads(ours, theirs, factor=factor)
+        norm = torch.nn.utils.clip_grad_norm_(params_of(theirs), 1.0 if fused else math.inf)
+        theirs.step()
         ours.step()
-        assert float(ours.grad_norm) == pytest.approx(float(stock_step(theirs)), rel=1e-6)
-        for step in (schedule, their_schedule):  # warnings are errors: none about the order of calls
-            step.step(*([1.0] if scheduler == "ReduceLROnPlateau" else []))
+        for schedule in schedules:  # warnings are errors: none about the order of calls
+            schedule.step(*([1.0] if scheduler == "ReduceLROnPlateau" else []))
         assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
-    assert_equal_parameters(ours, theirs)
-    schedule.load_state_dict(schedule.state_dict())
+        if fused:
+            assert_close(ours.grad_norm, norm, "norm")
+        for param, truth in zip(params_of(ours)[:2] if name in FOREIGN else [], params_of(theirs), strict=False):
+            assert_close(param.grad, truth.grad, "norm")  # clipped, in p.grad
+
+    if bound == "before a step":
+        step(fused=False)
+    checkpoint = copy.deepcopy(theirs.state_dict())
+    if loads == "before":
+        ours.load_state_dict(checkpoint)
+    kind, state, groups = type(ours), ours.state, ours.param_groups
+    assert af.fuse(ours, max_grad_norm=1.0, backend=backend) is ours
+    assert isinstance(ours, kind)
+    assert type(ours) is OPTIMIZERS[name].ours if name in RULED else type(ours).__name__ == f"Fused{name}"
+    assert (ours.state is state, ours.param_groups is groups) == (True, True)
+    if loads == "after":
+        ours.load_state_dict(checkpoint)
+    if bound == "after":
+        schedules.append(SCHEDULERS[scheduler](ours))
+    for factor in (3.0, 1e-3, 3.0):  # in the middle nothing is clipped
+        step(fused=True, factor=factor)
+    for param, truth in zip(params_of(ours), params_of(theirs), strict=True):
+        assert_close(param, truth, "torch.optim")
+    theirs.load_state_dict(ours.state_dict())  # and back
 
 
 def test_a_scheduler_that_is_called_before_the_first_step_still_warns(backend: str) -> None:
-    optimizer = torch.optim.AdamW(parameters())
+    optimizer = make("AdamW")
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     af.fuse(optimizer, backend=backend)
     with pytest.warns(UserWarning, match=r"`lr_scheduler\.step\(\)` before `optimizer\.step\(\)`"):
         schedule.step()
 
 
-# ---- hooks ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [*RULED, *FOREIGN])
-@pytest.mark.parametrize("registered", ["before", "after"])
-def test_hooks_fire_once_a_step(backend: str, name: str, registered: str) -> None:
-    (RULED | FOREIGN)[name](parameters())  # another one of the class has patched the class's step
-    torch.optim.AdamW(parameters())
-    optimizer = (RULED | FOREIGN)[name](parameters())
-    calls: list[str] = []
-
-    def register() -> None:
-        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-        optimizer.register_state_dict_pre_hook(lambda *_: calls.append("state"))
-
-    if registered == "before":
-        register()
-    af.fuse(optimizer, max_grad_norm=1.0, backend=backend)
-    if registered == "after":
-        register()
-    for _ in range(2):
-        calls.clear()
-        set_grads(optimizer)
-        optimizer.step()
-        # torch's AdamW.step, called by the subclass's own, has hooks of its own: stock fires twice there.
-        expected = ["pre", "pre", "post", "post"] if name == "Doubling" else ["pre", "post"]
-        assert calls == expected
-    calls.clear()
-    optimizer.state_dict()
-    assert calls == ["state"]
-
-
-# ---- copies --------------------------------------------------------------------------------------------------------
-
-COPIES: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o))}
-
-
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("name", [*RULED, *FOREIGN])
-def test_copies_of_a_fused_optimizer_go_on_alike_and_apart(backend: str, name: str, how: str) -> None:
-    optimizer = af.fuse((RULED | FOREIGN)[name](parameters()), max_grad_norm=0.5, nonfinite="skip", backend=backend)
+@every_optimizer
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("copied", COPIES)
+def test_hooks_run_once_a_step_and_copies_go_on_alike_and_apart(
+    backend: str, name: str, late: bool, copied: Any
+) -> None:
+    make(name), make("AdamW")  # another one of the class has patched the class's step
+    optimizer, calls = make(name), list[str]()
+    fuse = functools.partial(af.fuse, max_grad_norm=0.5, backend=backend)
+    optimizer = optimizer if late else fuse(optimizer)
+    handles = [optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))]
+    handles.append(optimizer.register_step_post_hook(lambda *_: calls.append("post")))
+    optimizer = fuse(optimizer) if late else optimizer
     set_grads(optimizer)
     optimizer.step()
-    twin = COPIES[how](optimizer)
+    # torch's AdamW.step, called by the subclass's own, has hooks of its own: stock fires twice there.
+    assert calls == (["pre", "pre", "post", "post"] if name == "Doubling" else ["pre", "post"])
+    assert getattr(optimizer, "calls", 1) == 1
+    for handle in handles:
+        handle.remove()  # no copy has a function of a test
+    twin = copied(optimizer)
     assert type(twin) is type(optimizer)
-    kept = snapshot(twin)
     set_grads(optimizer, factor=9.0)
-    grads = [None if param.grad is None else param.grad.clone() for param in params_of(optimizer)]
+    for param, source in zip(params_of(twin), params_of(optimizer), strict=True):
+        param.grad = copy.deepcopy(source.grad)
+    kept = snapshot(twin)
     optimizer.step()
     assert differences(kept, snapshot(twin)) == []
-    assert {"param 0", "param 1"} <= set(differences(kept, snapshot(optimizer)))
-    for param, grad in zip(params_of(twin), grads, strict=True):
-        param.grad = grad
     twin.step()
     assert differences(snapshot(optimizer), snapshot(twin)) == []
     assert torch.equal(twin.grad_norm, optimizer.grad_norm)
 
 
-# ---- refused -------------------------------------------------------------------------------------------------------
+SPARSE = "SparseAdam takes sparse gradients only, which cannot be fused; keep it as it is .* beside a fused optimizer"
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: torch.optim.LBFGS(parameters()), TypeError, "LBFGS evaluates a closure within its step, which cannot be"),
+    (lambda: torch.optim.SparseAdam(parameters()), TypeError, SPARSE),
+    (lambda: af.fuse(make("AdamW")), TypeError, r"fused already \(AdamW\)"),
+    (lambda: af.fuse(make("NAdam")), TypeError, r"fused already \(FusedNAdam\)"),
+    (lambda: af.Lion(parameters()), TypeError, r"fused already \(Lion\)"),
+    (lambda: torch.nn.Linear(2, 2), TypeError, r"takes a torch\.optim\.Optimizer, got Linear"),
+    (
+        lambda: setattr(it := make("AdamW"), "step", print) or it,
+        RuntimeError,
+        r"call fuse\(\) before whatever wraps it",
+    ),
+    (lambda: make("AdamW", differentiable=True), ValueError, "differentiable=True is not supported"),
+]
 
 
-def test_lbfgs_is_refused() -> None:
-    optimizer = torch.optim.LBFGS(parameters())
-    with pytest.raises(TypeError, match="LBFGS evaluates a closure within its step, which cannot be fused"):
+@pytest.mark.parametrize(("given", "error", "text"), REFUSED)
+def test_what_cannot_be_fused_is_refused_and_stays_what_it_is(
+    given: Callable[[], Any], error: type[Exception], text: str
+) -> None:
+    optimizer = given()
+    kind, own = type(optimizer), {*vars(optimizer)}
+    with pytest.raises(error, match=text):
         af.fuse(optimizer)
-    assert type(optimizer) is torch.optim.LBFGS
-
-
-def test_sparse_adam_is_refused() -> None:
-    optimizer = torch.optim.SparseAdam(parameters())
-    text = "SparseAdam takes sparse gradients only, which cannot be fused; keep it as it is .* beside a fused optimizer"
-    with pytest.raises(TypeError, match=text):
-        af.fuse(optimizer)
-    assert type(optimizer) is torch.optim.SparseAdam
-
-
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.NAdam, af.Lion])
-def test_what_is_fused_already_is_refused(make: Callable[..., torch.optim.Optimizer]) -> None:
-    optimizer = make(parameters())
-    if not isinstance(optimizer, af.FusedOptimizer):
-        af.fuse(optimizer, max_grad_norm=1.0)
-    kind = type(optimizer)
-    with pytest.raises(TypeError, match=rf"fused already \({kind.__name__}\)"):
-        af.fuse(optimizer)
-    assert type(optimizer) is kind
-
-
-def test_what_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"takes a torch\.optim\.Optimizer, got Linear"):
-        af.fuse(torch.nn.Linear(2, 2))
-
-
-def test_a_step_that_somebody_has_replaced_is_refused() -> None:
-    optimizer = torch.optim.AdamW(parameters())
-    optimizer.step = lambda: None
-    with pytest.raises(RuntimeError, match=r"call fuse\(\) before whatever wraps it"):
-        af.fuse(optimizer)
-    assert type(optimizer) is torch.optim.AdamW
-    assert "step" in vars(optimizer)
-
-
-def test_differentiable_is_refused() -> None:
-    optimizer = torch.optim.AdamW(parameters(), differentiable=True)
-    with pytest.raises(ValueError, match="differentiable=True is not supported"):
-        af.fuse(optimizer)
-    assert type(optimizer) is torch.optim.AdamW
+    assert (type(optimizer), {*vars(optimizer)}) == (kind, own)

@@ -1,140 +1,98 @@
-"""Loss scaling without torch's extra pass: af.GradScaler, held to float64."""
+"""Loss scaling, by our scaler, torch's and by hand: what is refused, skipped and divided. Loops: test_loops.py."""
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from snapshot import differences, refused, snapshot
-from test_amp import MAKE, MAX_NORM, Truth, loss, net
-from test_no_sync import NoReads
+from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
 import accumfused as af
 
-SCALERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "af.GradScaler": (af.GradScaler, {}),
-}
+SCALERS = {"ours": af.GradScaler, "stock": torch.amp.GradScaler}
 every_scaler = pytest.mark.parametrize("kind", SCALERS)
 
 
-def scaler_of(kind: str, scale: float = 2.0**10, growth_interval: int = 2, **options: Any) -> Any:
-    return SCALERS[kind][0]("cpu", init_scale=scale, growth_interval=growth_interval, **options)
+def scaled(kind: str, backend: str, **settings: Any) -> tuple[Parameter, af.SGD, Any]:
+    """A parameter of 8 with momentum, so that there is a state; its optimizer; a scaler of 1024."""
+    param = Parameter(torch.full((4,), 8.0))
+    optimizer = af.SGD([param], lr=0.5, momentum=0.5, backend=backend, **settings)
+    return param, optimizer, SCALERS[kind]("cpu", init_scale=2.0**10, growth_interval=100)
 
 
-# window, unscales, clip, zeroed by
-ORDERS = [
-    *[
-        (window, unscales, clip, "optimizer")
-        for window in ("p.grad", "open", "closed")
-        for unscales, clip in ((False, "none"), (False, "ours"), (True, "none"), (True, "ours"), (True, "stock"))
-        if not (window == "open" and unscales)  # refused, which another test shows
-    ],
-    *[(window, False, "ours", "model") for window in ("p.grad", "open", "closed")],
-    *[(window, False, "ours", "nobody") for window in ("open", "closed")],
+Call = Callable[[Any, Any], Any]
+OPEN = r"close it with accumulate\(\.\.\., last=True\) before scaler\.unscale_\(\) or scaler\.step\(\)"
+CLOSURE = r"call backward\(\) before scaler\.step\(\)"
+AGAIN = r"call optimizer\.step\(\) or optimizer\.zero_grad\(\) after a window"
+REFUSED: list[tuple[str, str, Call, str]] = [
+    ("ours", "scale step", lambda s, o: s.step(o), "already been called since the last update"),
+    ("ours", "scale unscale_", lambda s, o: s.unscale_(o), "already been called on this optimizer"),
+    ("ours", "scale accumulate", lambda s, o: s.unscale_(o), OPEN),
+    ("ours", "scale", lambda s, o: s.step(o, lambda: 0.0), CLOSURE),
+    ("ours", "scale", lambda s, o: s.step(o, closure=lambda: 0.0), CLOSURE),
+    ("stock", "scale accumulate", lambda s, o: s.step(o), OPEN),
+    ("stock", "scale accumulate scale unscale_", lambda s, o: s.step(o), OPEN),
+    ("stock", "scale overflow close step update scale", lambda s, o: o.accumulate(), AGAIN),
 ]
 
 
-@pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize(
-    ("kind", "window", "unscales", "clip", "zeroed_by"),
-    [("af.GradScaler", *order) for order in ORDERS],
-)
-def test_every_order_of_the_loop(
-    backend: str, name: str, kind: str, window: str, unscales: bool, clip: str, zeroed_by: str
-) -> None:
-    model = net()
-    truth = Truth(model)
-    settings = {"max_grad_norm": MAX_NORM} if clip == "ours" else {}
-    optimizer = MAKE[name](model.parameters(), **settings, **SCALERS[kind][1], backend=backend)
-    scaler = scaler_of(kind)
-    weights = [1] if window == "p.grad" else [2, 5, 1]
-    scales = []
-    for step in range(7):
-        batches = torch.randn(len(weights), 8, 6)
-        for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
-            scaler.scale(loss(model, batch)).backward()
-            if step == 3 and i == 0:
-                model[0].weight.grad[2, 3] = math.inf
-            if window != "p.grad":
-                optimizer.accumulate(weight, last=window == "closed" and i == len(weights) - 1)
-        if unscales:
-            scaler.unscale_(optimizer)
-        if clip == "stock":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        before = snapshot(optimizer)
-        scaler.step(optimizer)
-        assert not hasattr(optimizer, "grad_scale")
-        assert not hasattr(optimizer, "found_inf")
-        changed = [key for key in differences(before, snapshot(optimizer)) if key.startswith(("param", "state"))]
-        assert bool(changed) == (step != 3)
-        scales.append(math.log2(scaler.get_scale()))
-        scaler.update()
-        if zeroed_by == "optimizer":
-            optimizer.zero_grad()
-        elif zeroed_by == "model":
-            model.zero_grad()
-        if step != 3:
-            truth.step(batches, weights, clip=clip != "none")
-    truth.check(model)
-    assert int(optimizer.skipped_steps) == 1
-    assert scales == [10, 10, 11, 11, 10, 10, 11]  # the overflow is in the fourth
+@pytest.mark.parametrize(("kind", "before", "call", "text"), REFUSED)
+def test_what_cannot_be_is_refused(backend: str, kind: str, before: str, call: Call, text: str) -> None:
+    param, optimizer, scaler = scaled(kind, backend)
+    for verb in before.split():
+        {
+            "scale": lambda: scaler.scale((param * 2).sum()).backward(),
+            "overflow": lambda: param.grad.fill_(math.inf),
+            "accumulate": optimizer.accumulate, "close": lambda: optimizer.accumulate(last=True),
+            "unscale_": lambda: scaler.unscale_(optimizer), "step": lambda: scaler.step(optimizer),
+            "update": scaler.update,
+        }[verb]()  # fmt: skip
+    with refused(optimizer, RuntimeError, text):
+        call(scaler, optimizer)
 
 
 @every_scaler
-def test_no_order_waits_for_the_device(kind: str, emulate_cuda: None) -> None:
-    model = net()
-    optimizer = af.AdamW(model.parameters(), max_grad_norm=1.0, **SCALERS[kind][1], backend="cuda")
-    scaler = scaler_of(kind)
-    for step in range(4):
-        for last in (False, True):
-            scaler.scale(loss(model, torch.randn(8, 6))).backward()
-            with NoReads():
-                optimizer.accumulate(last=last and (step % 2 == 0 or "stock" in kind))
-        with NoReads():
-            scaler.step(optimizer)
-            scaler.update()
-
-
-@pytest.mark.parametrize("window", ["p.grad", "open", "closed"])
-@pytest.mark.parametrize("clips", [False, True])
-def test_the_pass_that_unscales_is_gone(backend: str, window: str, clips: bool) -> None:
-    def calls(scaler: Any) -> set[str]:
-        model = net()
-        optimizer = af.AdamW(model.parameters(), max_grad_norm=1.0 if clips else None, backend=backend)
-        scaler.scale(loss(model, torch.randn(8, 6))).backward()
-        if window != "p.grad":
-            optimizer.accumulate(last=window == "closed")
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
-            scaler.step(optimizer)
-            scaler.update()
-        return {event.key for event in trace.key_averages()}
-
-    unscales = "aten::_amp_foreach_non_finite_check_and_unscale_"
-    assert unscales not in calls(scaler_of("af.GradScaler"))
-    if window != "open":
-        assert unscales in calls(torch.amp.GradScaler("cpu"))
+@pytest.mark.parametrize("nonfinite", [None, "skip", "propagate", "raise"])
+def test_an_overflow_is_skipped_whatever_nonfinite_says(backend: str, nonfinite: Any, kind: str) -> None:
+    """16-bit gradients too: 65504 times the scale overflows float16. The group of the others does not go ahead."""
+    param, optimizer, scaler = scaled(kind, backend, nonfinite=nonfinite)
+    other = Parameter(torch.full((4,), 8.0))
+    param.grad_dtype = torch.float16 if kind == "ours" else torch.bfloat16
+    optimizer.add_param_group({"params": [other], "momentum": 0.0})
+    for slope in (math.inf, 2.0):
+        scaler.scale((param * slope + other * 2).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert (param.tolist(), other.tolist()) == ([7.0] * 4, [7.0] * 4)
+    assert (scaler.get_scale(), int(optimizer.skipped_steps)) == (2.0**9, int(kind == "ours"))
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(scaler.state_dict())
+    assert theirs.state_dict() == scaler.state_dict()
+    assert copy.deepcopy(scaler).get_scale() == 2.0**9
+    if kind == "ours":
+        scaler.step(optimizer)  # no gradients: nothing to do, and no reason to stop
+        scaler.update()
+    assert param.tolist() == [7.0] * 4
 
 
 @every_scaler
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_several_optimizers_on_one_scaler_skip_each_for_itself(backend: str, kind: str, bad: int) -> None:
     params = [Parameter(torch.full((4,), 8.0)) for _ in range(3)]
-    settings = {**SCALERS[kind][1], "backend": backend}
-    optimizers = [
-        af.SGD(params[:1], lr=0.5, **settings),
-        af.fuse(torch.optim.SGD(params[1:2], lr=0.5), **settings),
-        torch.optim.SGD(params[2:], lr=0.5),
-    ]
-    scaler = scaler_of(kind, growth_interval=100)
+    foreign = torch.optim.RMSprop(params[1:2], lr=1.0, alpha=0.0, eps=0.0)
+    optimizers: list[Any] = [af.SGD(params[:1], lr=0.5, backend=backend), af.fuse(foreign, backend=backend)]
+    optimizers.append(torch.optim.SGD(params[2:], lr=0.5))
+    scaler = SCALERS[kind]("cpu", init_scale=2.0**10)
     for index, param in enumerate(params):
-        scaler.scale((param * 2.0).sum()).backward()
-        if index == bad:
-            param.grad[1] = math.nan
+        scaler.scale((param * (math.nan if index == bad else 2.0)).sum()).backward()
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
@@ -142,131 +100,95 @@ def test_several_optimizers_on_one_scaler_skip_each_for_itself(backend: str, kin
     assert scaler.get_scale() == 2.0**9  # once, not three times
 
 
-@every_scaler
-def test_an_overflow_on_the_first_step_leaves_no_group_ahead(backend: str, kind: str) -> None:
-    first, second = Parameter(torch.ones(3)), Parameter(torch.ones(2))
-    optimizer = af.AdamW([{"params": [first]}, {"params": [second]}], lr=0.1, **SCALERS[kind][1], backend=backend)
-    scaler = scaler_of(kind)
-    for value in (math.inf, 1.0):
-        scaler.scale(first.sum() + (second * value).sum()).backward()
+@pytest.mark.parametrize(
+    ("kind", "window"), [("ours", "none"), ("ours", "open"), ("ours", "closed"), ("stock", "none")]
+)
+def test_only_a_stock_scaler_makes_a_pass_that_unscales(backend: str, kind: str, window: str) -> None:
+    param, optimizer, scaler = scaled(kind, backend)
+    scaler.scale(param.sum()).backward()
+    if window != "none":
+        optimizer.accumulate(last=window == "closed")
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
         scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert [float(optimizer.state[p]["step"]) for p in (first, second)] == [1.0, 1.0]
-    torch.testing.assert_close(first.detach(), torch.full((3,), (1 - 0.1 * 0.01) - 0.1), rtol=0, atol=1e-6)
+    names = {event.key for event in trace.key_averages()}
+    assert ("aten::_amp_foreach_non_finite_check_and_unscale_" in names) == (kind == "stock")
 
 
 @every_scaler
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_gradients(backend: str, kind: str, dtype: torch.dtype) -> None:
-    param = Parameter(torch.full((4,), 8.0))
-    param.grad_dtype = dtype
-    optimizer = af.SGD([param], lr=0.5, **SCALERS[kind][1], backend=backend)
-    scaler = scaler_of(kind, 2.0**4, 100)
-    for slope in (2.0, 65504.0 if dtype is torch.float16 else math.inf, 4.0):  # 65504 * 16 overflows float16
+def test_float16_gradients_can_be_unscaled_once_their_window_is_closed(backend: str, kind: str) -> None:
+    param, optimizer, scaler = scaled(kind, backend)
+    param.grad_dtype = torch.float16
+    for slope in (2.0, 2.0**-9):  # 2 + 2^-9 has no bit to spare in float16, the mean has
         scaler.scale((param * slope).sum()).backward()
-        assert param.grad.dtype == dtype
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert param.tolist() == [8.0 - 0.5 * 6.0] * 4
-    assert scaler.get_scale() == 2.0**3
-
-
-@every_scaler
-@pytest.mark.parametrize("nonfinite", [None, "skip", "propagate", "raise"])
-def test_an_overflow_is_skipped_whatever_nonfinite_says(backend: str, nonfinite: Any, kind: str) -> None:
-    param = Parameter(torch.ones(3))
-    optimizer = af.AdamW([param], nonfinite=nonfinite, **SCALERS[kind][1], backend=backend)
-    scaler = scaler_of(kind)
-    scaler.scale((param * math.inf).sum()).backward()
+        optimizer.accumulate(1.0, last=slope < 1)
+    scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    scaler.update()
-    assert param.tolist() == [1.0] * 3
-    assert (scaler.get_scale(), int(optimizer.skipped_steps)) == (2.0**9, 1)
+    assert param.tolist() == [8.0 - 0.5 * (2.0 + 2.0**-9) / 2] * 4
+    off = SCALERS[kind]("cpu", enabled=False)  # as if it were not there
+    off.scale(param.sum()).backward()
+    optimizer.accumulate()
+    off.unscale_(optimizer)
+    off.step(optimizer, lambda: None)
+    off.update()
+    assert param.tolist() == [8.0 - 0.75 * (2.0 + 2.0**-9) / 2 - 0.5] * 4
 
 
-def test_a_step_without_gradients_does_nothing_and_does_not_stop_the_loop(backend: str) -> None:
-    param = Parameter(torch.ones(3))
-    optimizer = af.AdamW([param], backend=backend)
-    scaler = scaler_of("af.GradScaler")
+# ---- grad_scale and found_inf, by hand ------------------------------------------------------------------------------
+
+NUMBERS = [float, torch.tensor, lambda number: torch.tensor([number], dtype=torch.float64)]
+
+
+@pytest.mark.pairwise(
+    window=[False, True], scale=NUMBERS, divisor=NUMBERS, by=["hand", "scaler"], foreign=[False, True]
+)
+def test_grad_scale_scaler_and_normalizer_divide_once_each(
+    backend: str, window: bool, scale: Any, divisor: Any, by: str, foreign: bool
+) -> None:
+    """torch's fused kernels, in a foreign step, do not divide again."""
+    param, optimizer, scaler = scaled("ours", backend, max_grad_norm=100.0)
+    if foreign:
+        own: Any = type("Own", (torch.optim.SGD,), {})
+        optimizer = af.fuse(own([param], lr=0.5, fused=True), max_grad_norm=100.0, backend=backend)
     scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    scaler.update()
-    assert param.tolist() == [1.0] * 3
+    param.grad = torch.full((4,), 48.0 * (2**10 if by == "scaler" else 1))
+    if window:
+        optimizer.accumulate(3)
+    optimizer.grad_scale, optimizer.found_inf = scale(4.0), torch.zeros(())
+    # (torch multiplies the scales)
+    (scaler.step if by == "scaler" else type(optimizer).step)(optimizer, normalizer=divisor(2.0))
+    assert param.tolist() == [8.0 - 0.5 * 6.0] * 4
+    assert float(optimizer.grad_norm) == 12.0  # of the gradients as they are applied
+    assert float(optimizer.grad_scale) == 4.0  # what the user has set stays
 
 
-# ---- what is refused, and what is torch's ---------------------------------------------------------------------------
+@pytest.mark.parametrize("found_inf", [1.0, True, torch.tensor(2.0), torch.tensor([1.0])])
+@pytest.mark.parametrize("nonfinite", [None, "skip", "propagate", "raise"])
+def test_found_inf_skips_whatever_is_not_0(backend: str, found_inf: Any, nonfinite: Any) -> None:
+    param, optimizer, _ = scaled("ours", backend, nonfinite=nonfinite)
+    param.grad = torch.ones(4)
+    optimizer.step()
+    before = snapshot(optimizer)
+    optimizer.found_inf = found_inf  # a sum over devices
+    optimizer.step()
+    assert differences(before, snapshot(optimizer)) == ["skipped steps"]
+    optimizer.found_inf = None  # as if it were not there
+    optimizer.step()
+    assert differences(before, snapshot(optimizer)) == [
+        "param 0",
+        "skipped steps",
+        "state 0 momentum_buffer",
+        "state 0 step",
+    ]
 
 
-@every_scaler
-def test_a_scaler_used_twice_is_refused(backend: str, kind: str) -> None:
-    param = Parameter(torch.ones(3))
-    optimizer = af.AdamW([param], **SCALERS[kind][1], backend=backend)
-    scaler = scaler_of(kind)
-    scaler.scale(param.sum()).backward()
-    scaler.step(optimizer)
-    with refused(optimizer, RuntimeError, "already been called since the last update"):
-        scaler.step(optimizer)
-    scaler.update()
-    scaler.unscale_(optimizer)
-    with refused(optimizer, RuntimeError, "already been called on this optimizer since the last update"):
-        scaler.unscale_(optimizer)
-
-
-def test_unscaling_an_open_window_is_refused(backend: str) -> None:
-    param = Parameter(torch.ones(3))
-    optimizer = af.AdamW([param], backend=backend)
-    scaler = scaler_of("af.GradScaler")
-    scaler.scale(param.sum()).backward()
-    optimizer.accumulate()
-    with refused(optimizer, RuntimeError, r"close it with accumulate\(\.\.\., last=True\) before scaler\.unscale_\(\)"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert param[0].item() < 1.0
-
-
-def test_a_closure_is_refused(backend: str) -> None:
-    param = Parameter(torch.ones(3))
-    optimizer = af.AdamW([param], backend=backend)
-    scaler = scaler_of("af.GradScaler")
-    scaler.scale(param.sum()).backward()
-    for call in (lambda: scaler.step(optimizer, lambda: 0.0), lambda: scaler.step(optimizer, closure=lambda: 0.0)):
-        with refused(optimizer, RuntimeError, r"call backward\(\) before scaler\.step\(\)"):
-            call()
-
-
-@every_scaler
-def test_a_normalizer_goes_with_the_step(backend: str, kind: str) -> None:
-    param = Parameter(torch.full((3,), 8.0))
-    optimizer = af.SGD([param], lr=0.5, **SCALERS[kind][1], backend=backend)
-    scaler = scaler_of(kind)
-    scaler.scale((param * 6.0).sum()).backward()
-    optimizer.grad_scale = torch.tensor(3.0)  # torch multiplies the scales
-    scaler.step(optimizer, normalizer=2)
-    assert param.tolist() == [7.5] * 3
-
-
-def test_a_scaler_that_is_off_steps_as_if_it_were_not_there(backend: str) -> None:
-    param = Parameter(torch.full((3,), 8.0))
-    optimizer = af.SGD([param], lr=0.5, backend=backend)
-    scaler = scaler_of("af.GradScaler", enabled=False)
-    scaler.scale((param * 2.0).sum()).backward()
-    optimizer.accumulate()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer, lambda: None)
-    scaler.update()
-    assert param.tolist() == [7.0] * 3
-
-
-def test_its_checkpoint_is_torchs(backend: str) -> None:
-    ours, theirs = scaler_of("af.GradScaler"), torch.amp.GradScaler("cpu")
-    param = Parameter(torch.ones(3))
-    optimizer = af.AdamW([param], backend=backend)
-    for _ in range(3):
-        ours.scale(param.sum()).backward()
-        ours.step(optimizer)
-        ours.update()
-    theirs.load_state_dict(ours.state_dict())
-    assert theirs.state_dict() == ours.state_dict()
-    assert copy.deepcopy(ours).get_scale() == 2.0**11
+def test_a_bad_grad_scale_is_refused_on_the_host_and_skipped_on_a_device(backend: str) -> None:
+    param, optimizer, _ = scaled("ours", backend)
+    param.grad = torch.ones(4)
+    optimizer.grad_scale = 0.0
+    with refused(optimizer, ValueError, r"grad_scale must be finite and > 0, got 0\.0"):
+        optimizer.step()
+    bad: list[tuple[Tensor, Tensor]] = [(torch.tensor(-1.0), torch.tensor(-2.0)), (torch.tensor(2.0), torch.zeros(()))]
+    for optimizer.grad_scale, normalizer in bad:  # of two below 0 the product would be a good number
+        optimizer.step(normalizer=normalizer)
+    assert param.tolist() == [8.0] * 4
+    assert int(optimizer.skipped_steps) == 2

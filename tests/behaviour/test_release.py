@@ -1,419 +1,259 @@
-"""Gradients that are released during backward: the bits of the same loop without, and never all of them at once."""
+"""Released gradients: what is refused, what may follow what, copies, and other processes. Numbers: test_loops.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from compare import assert_same_bits, everything
-from table import ADAMW_CASE
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from snapshot import refused, writes_nothing
+from torch import Tensor, distributed, nn
+from torch.distributed import fsdp
+from torch.nn.parallel import DistributedDataParallel
 
 import accumfused as af
-from accumfused.accumulation import Phase
 
-EACH, SOME, ALL = 1, 300, 2**30  # bytes: every gradient by itself, a few at a time, all at the end
-tiny_and_huge = pytest.mark.parametrize("bucket", [EACH, ALL], ids=["each", "all"])
-every_bucket = pytest.mark.parametrize("bucket", [EACH, SOME, ALL], ids=["each", "some", "all"])
+EACH, ALL = 1, 2**30
+every_bucket = pytest.mark.parametrize("bucket", [EACH, ALL], ids=["each", "all"])
 
 
-class Net(nn.Module):
-    """With a parameter in two places, one without a gradient, and one that only some micro-batches use."""
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(6, 9), nn.Linear(9, 9), nn.Linear(9, 1)
-        self.unused, self.rare = nn.Linear(3, 3), nn.Parameter(torch.ones(9))
-
-    def forward(self, x: Tensor, rare: bool = False) -> Tensor:
-        x = torch.tanh(self.first(x))
-        x = torch.tanh(self.middle(torch.tanh(self.middle(x))))
-        return self.last(x * self.rare if rare else x)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise MemoryError("there is no more")
 
 
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
+class Released:
+    """Two parameters of 8, of which a micro-batch and a step make 7.5 and 7."""
+
+    def __init__(self, backend: str, bucket: int = EACH) -> None:
+        self.params = [nn.Parameter(torch.full((4,), 8.0)) for _ in range(2)]
+        self.optimizer = af.SGD(self.params, lr=0.5, backend=backend)
+        self.release = af.release_gradients(self.optimizer, bucket)
+
+    def loss(self, slope: float = 1.0) -> Tensor:
+        return sum(((index + 1) * slope * param).sum() for index, param in enumerate(self.params))
+
+    def run(self, verbs: str) -> Released:
+        """Calls of a loop, in words."""
+        for verb in verbs.split():
+            {
+                "backward": lambda: self.loss().backward(),
+                "weighted": lambda: self.optimizer.backward(self.loss(), 3),
+                "empty": lambda: self.optimizer.backward(self.loss(torch.nan), 0),
+                "accumulate": self.optimizer.accumulate, "close": lambda: self.optimizer.accumulate(last=True),
+                "fail": self.fail, "zero": self.optimizer.zero_grad, "step": self.optimizer.step,
+                "remove": self.release.remove,
+            }[verb]()  # fmt: skip
+        return self
+
+    def fail(self) -> None:
+        with pytest.raises(MemoryError):
+            (Fails.apply(self.params[0]) * self.params[1]).sum().backward()  # the second parameter's comes first
+
+    def values(self) -> list[float]:
+        return [param[0].item() for param in self.params]
 
 
-def loss_of(model: Any, seed: int, scale: float = 1.0) -> Tensor:
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), device="cpu").to(model.rare.device)
-    return scale * model(x, rare=seed % 2 == 1).square().mean()
+def stock_step(it: Released) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(it.loss())
+    scaler.step(it.optimizer)
 
 
-Loop = Callable[[Net, Any], None]
+def with_block(it: Released) -> None:
+    with it.release:
+        pass
 
 
-def assert_release_changes_nothing(loop: Loop, backend: str, bucket: int, **options: Any) -> None:
-    """Runs a loop with and without release and compares all that it leaves, bit for bit."""
-    results = []
-    for released in (False, True):
-        model = net()
-        optimizer = ADAMW_CASE.make(model.parameters(), backend, **options)
-        if released:
-            af.release_gradients(optimizer, bucket)
-        loop(model, optimizer)
-        norm = torch.zeros(()) if optimizer.grad_norm is None else optimizer.grad_norm
-        results.append(everything(optimizer) | {"norm": norm, "skipped": optimizer.skipped_steps.float()})
-    one, other = results
-    assert one.keys() == other.keys()
-    assert len([name for name in one if name.startswith("exp_avg ")]) > 4  # it has stepped
-    for name, value in one.items():
-        assert_same_bits(other[name], value, name)
+def added(it: Released) -> None:
+    other = af.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    af.release_gradients(other)
+    try:
+        other.add_param_group({"params": it.params[:1]})
+    finally:
+        assert len(other.param_groups) == 1
 
 
-# ---- the same bits --------------------------------------------------------------------------------------------------
-
-
-@every_bucket
-@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
-def test_sums(backend: str, bucket: int, closed: bool) -> None:
-    def loop(model: Net, optimizer: Any) -> None:
-        for update in range(3):
-            for micro_batch in range(3):
-                loss_of(model, 3 * update + micro_batch).backward()
-                optimizer.accumulate(last=closed and micro_batch == 2)
-            optimizer.step()
-
-    assert_release_changes_nothing(loop, backend, bucket, max_grad_norm=0.05)
-
-
-def one(value: float) -> Tensor:
-    return torch.tensor(value)
-
-
-WEIGHTS: dict[str, list[Any]] = {
-    "numbers": [3.0, 0.1, 0.7],
-    "a total of 1": [0.25, 0.25, 0.5],
-    "an empty micro-batch": [3.0, 0, 0.7],
-    "an empty one last": [3.0, 0.1, 0],
-    "an empty one first": [0, 0.1, 0.7],
-    "tensors": [3.0, 0.1, 0.7],
-    "empty tensors": [3.0, 0.0, 0.0],
-    "one": [0.3],
-    "one tensor": [0.3],
-}
-
-
-@pytest.mark.parametrize("bucket", [EACH, SOME], ids=["each", "some"])
-@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_weights_in_the_loss(backend: str, kind: str, closed: bool, bucket: int) -> None:
-    weights = [one(weight) if "tensor" in kind else weight for weight in WEIGHTS[kind]]
-
-    def loop(model: Net, optimizer: Any) -> None:
-        for update in range(2):
-            for index, weight in enumerate(weights):
-                loss = loss_of(model, 3 * update + index)
-                if weight == 0:  # a masked mean of nothing
-                    loss = loss * torch.nan
-                optimizer.backward(loss, weight, last=closed and index == len(weights) - 1)
-            optimizer.step()
-
-    assert_release_changes_nothing(loop, backend, bucket, max_grad_norm=0.05)
-
-
-@tiny_and_huge
-@pytest.mark.parametrize("scaler", ["torch", "accumfused"])
-@pytest.mark.parametrize("clips", [False, True])
-def test_loss_scaling(backend: str, scaler: str, clips: bool, bucket: int) -> None:
-    device = torch.get_default_device().type
-    scales = []
-
-    def loop(model: Net, optimizer: Any) -> None:
-        make = torch.amp.GradScaler if scaler == "torch" else af.GradScaler
-        grad_scaler = make(device, init_scale=2.0**10, growth_interval=2)
-        for update in range(5):
-            for micro_batch in range(2):
-                loss = loss_of(model, 2 * update + micro_batch, torch.inf if update == 2 else 1.0)
-                scaled, closes = grad_scaler.scale(loss), micro_batch == 1 and (scaler == "torch" or clips)
-                if update % 2:
-                    scaled.backward()
-                    optimizer.accumulate(last=closes)
-                else:
-                    optimizer.backward(scaled, 1 + micro_batch, last=closes)
-            if clips:
-                grad_scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            grad_scaler.step(optimizer)
-            grad_scaler.update()
-            optimizer.zero_grad()
-        scales.append(grad_scaler.get_scale())
-
-    assert_release_changes_nothing(loop, backend, bucket)
-    assert scales == [2.0**11] * 2  # grown, backed off, grown
+OPEN = r"a window is open.*call optimizer\.step\(\) or zero_grad\(\) first"
+LATE = r"optimizer\.backward\(loss, weight\) in place of"
+STILL = "p.grad is still the previous window's accumulator"
+EARLY = r"ended early, by an exception.*call optimizer\.zero_grad\(\)"
+SOME, ZERO = "give one to every micro-batch, or to none", "all zero"  # the ValueErrors
+PART = r"a micro-batch is in progress.*call accumulate\(\)"
+REFUSED: list[tuple[str, str, Callable[[Released], Any], str]] = [
+    ("a second release", "", lambda it: af.release_gradients(it.optimizer), r"already; call remove\(\)"),
+    ("a parameter of two", "", lambda it: af.release_gradients(af.SGD(it.params[1:])), "released by another optimizer"),
+    ("a parameter of two in a new group", "", added, "released by another optimizer"),
+    ("release", "remove backward accumulate", lambda it: af.release_gradients(it.optimizer), OPEN),
+    ("remove in a micro-batch", "backward", lambda it: it.release.remove(), OPEN),
+    ("remove in a window", "backward accumulate", lambda it: it.release.remove(), OPEN),
+    ("the end of a block", "backward accumulate", with_block, OPEN),
+    ("a late weight", "backward", lambda it: it.optimizer.accumulate(3), LATE),
+    ("a late 0", "backward", lambda it: it.optimizer.accumulate(0), LATE),
+    ("a late tensor", "backward", lambda it: it.optimizer.accumulate(torch.ones(()), last=True), LATE),
+    ("weights first", "weighted", lambda it: it.loss().backward(), SOME),
+    ("weights second", "backward accumulate", lambda it: it.optimizer.backward(it.loss(), 3), SOME),
+    ("zeros", "empty", lambda it: it.optimizer.backward(it.loss(), 0, last=True), ZERO),
+    ("nothing new", "backward accumulate", lambda it: it.optimizer.accumulate(), "no new gradient"),
+    ("two", "backward", lambda it: it.optimizer.backward(it.loss()), r"not accumulated; call accumulate\(\) or zero_"),
+    ("a step", "backward accumulate backward", lambda it: it.optimizer.step(), r"call accumulate\(\) after the last"),
+    ("closed", "backward close backward", lambda it: it.optimizer.accumulate(), STILL),
+    ("closed, backward()", "backward close", lambda it: it.optimizer.backward(it.loss()), STILL),
+    ("a part in state_dict()", "backward", lambda it: it.optimizer.state_dict(), PART),
+    ("a part in a copy", "backward", lambda it: copy.deepcopy(it.optimizer), PART),
+    ("a stock scaler", "backward", stock_step, r"accumulate\(\.\.\., last=True\)"),
+    ("failed, accumulate()", "fail backward", lambda it: it.optimizer.accumulate(), EARLY),
+    ("failed, backward()", "backward accumulate fail", lambda it: it.optimizer.backward(it.loss()), EARLY),
+    ("failed, step()", "backward accumulate fail backward", lambda it: it.optimizer.step(), EARLY),
+]
 
 
 @every_bucket
-def test_a_step_that_is_skipped(backend: str, bucket: int) -> None:
-    skipped = []
+@pytest.mark.parametrize(("before", "call", "text"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_what_cannot_be_is_refused_and_zero_grad_goes_on(
+    backend: str, bucket: int, before: str, call: Callable[[Released], Any], text: str
+) -> None:
+    it = Released(backend, bucket).run(before)
+    with refused(it.optimizer, ValueError if text in (SOME, ZERO) else RuntimeError, text):
+        call(it)
+    it.optimizer.zero_grad(set_to_none=False)
+    assert [param.grad for param in it.params] == [None, None]
+    assert it.run("backward step").values() == [7.5, 7.0]
 
-    def loop(model: Net, optimizer: Any) -> None:
-        for update in range(3):
-            for micro_batch in range(2):
-                optimizer.backward(loss_of(model, update, torch.inf if update == micro_batch == 1 else 1.0), 1)
-            optimizer.step()
-            skipped.append(bool(optimizer.step_was_skipped))
 
-    assert_release_changes_nothing(loop, backend, bucket, max_grad_norm=0.05)
-    assert skipped == [False, True, False] * 2
+@pytest.mark.parametrize(("bucket", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError)])
+def test_wrong_arguments_are_refused(bucket: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="bucket_bytes must be"):
+        af.release_gradients(af.SGD([nn.Parameter(torch.zeros(1))]), bucket)
+    with pytest.raises(TypeError, match=r"got SGD; convert it with accumfused\.fuse"):
+        af.release_gradients(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))  # type: ignore[arg-type]
 
 
 @every_bucket
-def test_a_loop_that_does_not_accumulate(backend: str, bucket: int) -> None:
-    def loop(model: Net, optimizer: Any) -> None:
-        for update in range(3):
-            optimizer.zero_grad()
-            loss_of(model, update).backward()
-            if update == 1:  # another part of the same gradient
-                loss_of(model, 7).backward()
-            optimizer.step(normalizer=3.0)
-
-    assert_release_changes_nothing(loop, backend, bucket, max_grad_norm=0.05)
-
-
-@tiny_and_huge
-def test_a_closure(backend: str, bucket: int) -> None:
-    def loop(model: Net, optimizer: Any) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, 1)
-            loss.backward()
-            return loss.detach()
-
-        for _ in range(2):
-            assert float(optimizer.step(closure)) > 0
-
-    assert_release_changes_nothing(loop, backend, bucket, max_grad_norm=0.05)
+def test_after_a_refusal_the_window_goes_on_here_and_elsewhere(backend: str, bucket: int) -> None:
+    it, other = Released(backend, bucket), Released(backend, bucket)
+    it.optimizer.accumulate(0)  # an empty micro-batch needs no backward()
+    with refused(it.run("weighted").optimizer, ValueError, SOME):
+        it.loss(100.0).backward()
+    other.optimizer.load_state_dict(copy.deepcopy(it.optimizer.state_dict()))
+    for each in (it, other):
+        each.optimizer.backward(each.loss(5.0), 1)
+        assert each.run("step").values() == [8 - 0.5 * 2, 8 - 0.5 * 4]
+    with refused(it.run("backward").optimizer, RuntimeError, LATE):
+        it.optimizer.accumulate(2)
+    assert it.run("accumulate step").values() == [6.5, 5.0]  # a plain sum
 
 
-@tiny_and_huge
-def test_optimizers_that_are_clipped_together(backend: str, bucket: int) -> None:
-    def run(released: bool) -> list[Tensor]:
-        model = net()
-        params = list(model.parameters())
-        optimizers = [ADAMW_CASE.make(part, backend) for part in (params[:3], params[3:])]
-        af.clip_together(optimizers, 0.05)
-        for optimizer in optimizers if released else []:
-            af.release_gradients(optimizer, bucket)
-        for update in range(3):
-            for micro_batch in range(2):
-                loss_of(model, 2 * update + micro_batch).backward()
-                for optimizer in optimizers if update < 2 or micro_batch == 0 else []:
-                    optimizer.accumulate(last=update == micro_batch == 1)
-                if update == 2:  # without windows
-                    break
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [*params, *(optimizer.grad_norm for optimizer in optimizers)]
-
-    for value, truth in zip(run(True), run(False), strict=True):
-        assert_same_bits(value, truth)
+@every_bucket
+def test_what_was_folded_may_be_dropped_by_zero_grad_but_not_whole_windows_in_a_row(backend: str, bucket: int) -> None:
+    it = Released(backend, bucket).run("backward zero backward zero backward close")
+    for param in it.params:
+        param.grad = None  # model.zero_grad() ends a closed window too
+    it.run("backward accumulate zero backward accumulate")
+    with pytest.warns(UserWarning, match="two accumulation windows in a row"):
+        it.optimizer.zero_grad()
+    it.params[0].grad = torch.ones(4)  # by hand: as ever
+    assert it.run("step").values() == [7.5, 8.0]
+    it.optimizer.accumulate(2)  # nothing was folded, so the weight comes in time
+    assert it.run("step").values() == [7.0, 8.0]
 
 
-@tiny_and_huge
-def test_an_optimizer_without_kernels(backend: str, bucket: int) -> None:
-    def run(released: bool) -> list[Tensor]:
-        model = net()
-        optimizer = af.fuse(
-            torch.optim.RMSprop(model.parameters(), lr=0.1, foreach=False), max_grad_norm=0.05, backend=backend
-        )
-        if released:
-            af.release_gradients(optimizer, bucket)
-        for update in range(3):
-            for micro_batch in range(3):
-                optimizer.backward(loss_of(model, 3 * update + micro_batch), 1 + micro_batch)
-            optimizer.step()
-            assert model.rare.grad is None
-        return list(model.parameters())
-
-    for value, truth in zip(run(True), run(False), strict=True):
-        assert_same_bits(value, truth)
+@pytest.mark.parametrize("entered", [False, True])
+def test_an_exception_in_the_block_ends_the_release_in_any_case(backend: str, entered: bool) -> None:
+    it = Released(backend).run("backward accumulate")
+    with contextlib.suppress(KeyboardInterrupt), it.release:
+        it.run("backward" if entered else "")
+        raise KeyboardInterrupt
+    assert it.run("backward accumulate step").values() == ([7.5, 7.0] if entered else [7.0, 6.0])
+    it.run("backward remove")  # a second time does nothing
+    assert [param.grad[0].item() for param in it.params] == [1.0, 2.0]
 
 
-@tiny_and_huge
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
-def test_16_bit_gradients(backend: str, dtype: torch.dtype, closed: bool, bucket: int) -> None:
-    def loop(model: Net, optimizer: Any) -> None:
-        params = list(model.parameters())
-        for param in params[::2]:
-            param.grad_dtype = dtype
-        for update in range(3):
-            for micro_batch in range(2):
-                loss_of(model, 2 * update + micro_batch).backward()
-                optimizer.accumulate(last=closed and micro_batch == 1)
-                assert closed == (params[0].grad is not None) or micro_batch == 0
-            optimizer.step()
-            assert [param.grad_dtype for param in params[:2]] == [dtype, torch.float32]
-
-    assert_release_changes_nothing(loop, backend, bucket, max_grad_norm=0.05)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_copies_do_not_release(backend: str, copied: Any) -> None:
+    it, other = Released(backend).run("backward accumulate"), Released(backend)
+    other.optimizer = copied(it.optimizer)
+    other.params = other.optimizer.param_groups[0]["params"]
+    other.run("backward")
+    assert [param.grad[0].item() for param in other.params] == [1.0, 2.0]
+    with writes_nothing(it.optimizer):
+        assert other.run("accumulate step").values() == [7.0, 6.0]
+    af.release_gradients(other.optimizer)
 
 
-# ---- how often hooks come -------------------------------------------------------------------------------------------
+@every_bucket
+def test_an_optimizer_that_is_gone_takes_its_hooks_along(backend: str, bucket: int) -> None:
+    it = Released(backend, bucket).run("backward step backward")
+    gone = weakref.ref(it.optimizer), weakref.ref(it.release), weakref.ref(it.params[1])
+    del it.optimizer, it.release
+    gc.collect()
+    assert [each() is None for each in gone] == [True, True, False]
+    it.loss().backward()
+    assert it.params[0].grad is not None
+    af.release_gradients(af.SGD(it.params, lr=0.5, backend=backend))
+    del it
+    gc.collect()
+    assert gone[2]() is None
 
 
-class Checkpointed(nn.Module):
-    """One parameter in the outer and in the inner checkpoint, with whole numbers, so that every order is exact."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([[1.0, 2.0], [-1.0, 1.0]]))
-        self.bias = nn.Parameter(torch.tensor([1.0, -3.0]))
-        self.reentrant = reentrant
-
-    def inner(self, x: Tensor) -> Tensor:
-        return (x @ self.weight + self.bias) * 2
-
-    def outer(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x @ self.weight, use_reentrant=self.reentrant) + self.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        return checkpoint(self.outer, x, use_reentrant=self.reentrant).sum()
+# ---- several processes ----------------------------------------------------------------------------------------------
 
 
-@tiny_and_huge
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize("weights", [[None, None], [one(1.0), one(3.0)], [2, 0, 2]], ids=str)
-@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # the outer's first pass
-def test_nested_checkpoints(backend: str, reentrant: bool, weights: list[Any], closed: bool, bucket: int) -> None:
-    results, calls = [], []
-    for released in (False, True):
-        model = Checkpointed(reentrant)
-        optimizer = af.SGD(model.parameters(), lr=0.5, backend=backend)
-        if released:
-            af.release_gradients(optimizer, bucket)
-            model.weight.register_post_accumulate_grad_hook(lambda param: calls.append(1))
-        for index, weight in enumerate(weights):
-            loss = model(torch.tensor([[1.0, float(index)]]))
-            optimizer.backward(loss, weight, last=closed and index == len(weights) - 1)
-        if closed:
-            results.append([param.grad.clone() for param in model.parameters()])
+@pytest.fixture
+def group() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+class Mine(DistributedDataParallel):
+    pass
+
+
+@pytest.mark.parametrize("kind", [DistributedDataParallel, Mine])
+@pytest.mark.parametrize("when", ["before", "later", "after a window"])
+def test_a_model_in_ddp_is_refused(group: None, kind: Any, when: str) -> None:
+    """Before: at once; later: in the next window's first backward()."""
+    model, x, other = nn.Linear(3, 1), torch.ones(2, 3), Released("torch")
+    optimizer = af.SGD([model.bias], lr=0.1)
+    release = None if when == "before" else af.release_gradients(optimizer)
+    if when == "after a window":
+        model(x).sum().backward()
         optimizer.step()
-        results.append(list(model.parameters()))
-    assert len(calls) == len(weights) * (2 if reentrant else 1)
-    half = len(results) // 2
-    for plain, folded in zip(results[:half], results[half:], strict=True):
-        assert all(map(torch.equal, plain, folded))
+    wrapped = kind(model)
+    loss = wrapped(x).sum()
+    with refused(optimizer, RuntimeError, rf"belongs to {kind.__name__}, .*would reduce zeros"):
+        loss.backward() if release else af.release_gradients(optimizer)
+    if release:
+        release.remove()
+        wrapped = kind(model)  # the old one's backward was cut short
+        loss = wrapped(x).sum()
+    loss.backward()
+    assert model.bias.grad.tolist() == [2.0]
+    assert other.run("backward step").values() == [7.5, 7.0]  # is of no DDP
 
 
-def test_parts_of_one_micro_batch_count_once(backend: str) -> None:
-    param = nn.Parameter(torch.zeros(3))
-    optimizer = af.SGD([param], lr=1.0, backend=backend)
-    af.release_gradients(optimizer, EACH)
-    for weight, slopes in ((1, (2.0, 3.0)), (3, (4.0, 5.0))):
-        x = torch.ones(3, requires_grad=True)
-        halves = [checkpoint(lambda x, slope=slope: x * param * slope, x, use_reentrant=True) for slope in slopes]
-        optimizer.backward(sum(half.sum() for half in halves), weight)
-    optimizer.step()
-    assert param.tolist() == [-((2 + 3) * 1 + (4 + 5) * 3) / 4] * 3
-
-
-@pytest.mark.parametrize("weight", [4.0, one(4.0)], ids=["number", "tensor"])
-def test_a_hook_that_comes_twice_in_the_backward_that_closes_the_window(backend: str, weight: Any) -> None:
-    found = []
-    for released in (False, True):
-        p, q = (nn.Parameter(torch.ones(4)) for _ in range(2))
-        optimizer = af.SGD([p, q], lr=1.0, backend=backend)
-        if released:
-            af.release_gradients(optimizer, EACH)
-        x = torch.ones(4, requires_grad=True)
-        for _ in range(2):
-            x = checkpoint(lambda x, p=p, q=q: x * p + q, x, use_reentrant=True)
-        optimizer.backward(x.sum(), weight, last=True)
-        found.append((p.grad.tolist(), q.grad.tolist()))
-    assert found == [([3.0] * 4, [2.0] * 4)] * 2
-
-
-def test_only_the_loop_ends_a_micro_batch(backend: str) -> None:
-    """Two backward passes and one accumulate() are one micro-batch, however often the hooks were called."""
-    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
-    optimizer = af.SGD([a, b], lr=1.0, backend=backend)
-    af.release_gradients(optimizer, EACH)
-    for _ in range(2):
-        (a * 2).sum().backward()
-        (a * 3 + b).sum().backward()
-        optimizer.accumulate()
-    assert optimizer._runtime.window._count == 2
-    optimizer.step()
-    assert a.tolist() == [-10.0] * 3
-    assert b.tolist() == [-2.0] * 3
-
-
-@tiny_and_huge
-def test_an_unused_parameter_is_left_alone(backend: str, bucket: int) -> None:
-    model = net()
-    optimizer = ADAMW_CASE.make(model.parameters(), backend)
-    af.release_gradients(optimizer, bucket)
-    before, version = model.unused.weight.detach().clone(), model.unused.weight._version
-    for seed in (0, 2):
-        optimizer.backward(loss_of(model, seed), 2)
-    optimizer.step()
-    assert_same_bits(model.unused.weight, before)
-    assert model.unused.weight._version == version
-    assert model.unused.weight not in optimizer.state
-    assert model.rare not in optimizer.state
-
-
-def test_gradients_that_share_memory_stay_apart(backend: str) -> None:
-    """An accumulator was a gradient: the next parameter's may be in the same memory, and must not become one too."""
-
-    class Both(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-            return a + b
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            grad = grad.clone()
-            return grad, grad.detach()
-
-    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
-    optimizer = af.SGD([a, b], lr=1.0, backend=backend)
-    af.release_gradients(optimizer, EACH)
-    for _ in range(2):
-        (Both.apply(a, b) * torch.arange(3.0)).sum().backward()
-        optimizer.accumulate()
-    optimizer.step()
-    assert a.tolist() == b.tolist() == [0.0, -2.0, -4.0]
-
-
-def test_torch_autograd_grad_folds_nothing(backend: str) -> None:
-    model = net()
-    optimizer = ADAMW_CASE.make(model.parameters(), backend)
-    af.release_gradients(optimizer, EACH)
-    grads = torch.autograd.grad(loss_of(model, 1), list(model.first.parameters()))
-    assert all(grad.abs().sum() > 0 for grad in grads)
-    assert optimizer._runtime.window.phase is Phase.IDLE
-
-
-@tiny_and_huge
-def test_a_gradient_of_gradients(backend: str, bucket: int) -> None:
-    def loop(model: Net, optimizer: Any) -> None:
-        for micro_batch in range(2):
-            loss = loss_of(model, 1 + 2 * micro_batch)
-            used = [*model.first.parameters(), *model.last.parameters()]
-            penalty = sum(grad.square().sum() for grad in torch.autograd.grad(loss, used, create_graph=True))
-            (loss + penalty).backward()
-            optimizer.accumulate()
-        optimizer.step()
-
-    assert_release_changes_nothing(loop, backend, bucket, max_grad_norm=0.05)
-
-
-@tiny_and_huge
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
-def test_gradients_with_a_graph(backend: str, bucket: int) -> None:
-    def loop(model: Net, optimizer: Any) -> None:
-        for micro_batch in range(3):
-            loss_of(model, micro_batch).backward(create_graph=True)
-            optimizer.accumulate()
-        optimizer.step()
-
-    assert_release_changes_nothing(loop, backend, bucket, max_grad_norm=0.05)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["DTensor", "FullyShardedDataParallel"])
+def test_fsdp_is_refused(group: None, kind: str) -> None:
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    wrap: Any = {
+        "DTensor": lambda model: fsdp.fully_shard(model, mesh=mesh),
+        "FullyShardedDataParallel": lambda model: fsdp.FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+    }[kind]
+    model = wrap(nn.Linear(3, 1))
+    optimizer = af.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):  # it was not released the first time
+        with pytest.raises(RuntimeError, match=kind):
+            af.release_gradients(optimizer)

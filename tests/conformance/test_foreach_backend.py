@@ -15,9 +15,9 @@ import test_rules
 import torch
 from compare import assert_close, assert_same_bits, everything
 from oracle import global_norm
+from reads import NoReads
 from table import ADAMW_CASE, CASES, Case, case_named, every_case, random_grads, random_params, set_grads  # fmt: skip
 from test_layouts import LAYOUTS, Layout, train
-from test_no_sync import NoReads
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 

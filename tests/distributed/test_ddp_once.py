@@ -11,7 +11,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from test_no_sync import NoReads
+from reads import NoReads
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
