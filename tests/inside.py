@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 import accumfused as af
 from accumfused import _native, backends
 from accumfused.accumulation import Phase
@@ -14,11 +16,6 @@ def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
     optimizer._runtime.backend = backend
 
 
-def accumulators(optimizer: af.FusedOptimizer) -> list[Any]:
-    """The tensors of its window's sums, None where a parameter has none."""
-    return optimizer._runtime.window.accumulators
-
-
-def writes(tensor: Any) -> int:
-    """How often it was written."""
-    return int(tensor._version)
+def version(tensor: Tensor | None) -> int:
+    """How often it was written, as torch counts; nothing public tells it."""
+    return -1 if tensor is None else tensor._version

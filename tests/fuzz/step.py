@@ -1,0 +1,211 @@
+"""The step: from gradients, in p.grad or in a window, to what parameters and states must be."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import inside
+import torch
+from torch import Tensor
+
+from fuzz.bounds import BF16, FP32, SMALLEST, UNIT, Bounded, norm_of, predicted
+from fuzz.draws import number_of
+from fuzz.subject import KNOWN, Refusal
+from fuzz.window import Windows
+
+Common = tuple[float, float, bool]  # of optimizers that are clipped together: the norm, its error, whether all skip
+
+
+class Side(Windows):
+    """An optimizer under test, whole; a machine has one, or two that are clipped together."""
+
+    def found(self) -> tuple[dict[int, Bounded], Refusal]:
+        """The gradients that a step takes now, and whether it is refused."""
+        live = self.live()
+        unseen = [row for row in live if self.params[row].requires_grad and not self.is_hooked(row)]
+        if self.handle is not None and self.phase == "idle" and unseen and self.is_readable():
+            self.enter()  # a window of one
+        if self.phase == "open" and (self.count if self.entered else live):
+            return {}, RuntimeError
+        if self.phase == "open" and not self.entered:
+            is_empty = self.weighted and not self.of_tensors and self.total == 0
+            return ({}, ValueError) if is_empty else ({row: self.mean(row) for row in self.sums}, None)
+        if not self.is_readable():
+            return {}, (TypeError, RuntimeError)
+        return {row: Bounded.exact(self.params[row].grad) for row in live if row not in self.part} | self.part, None
+
+    def is_bad_mean(self) -> bool:
+        return self.phase == "open" and bool(self.weighted) and not 0 < self.total < math.inf
+
+    def step(self, normalizer: Any, grad_scale: Any, found_inf: Any) -> None:
+        normalizer, grad_scale, found_inf = number_of(normalizer), number_of(grad_scale), number_of(found_inf)
+        given = {"grad_scale": grad_scale, "found_inf": found_inf}
+        vars(self.optimizer).update({name: value for name, value in given.items() if value is not None})
+        try:
+            found = None if found_inf is None else float(found_inf)
+            call = functools.partial(self.optimizer.step, normalizer=normalizer)
+            self.expected_step(call, [normalizer, grad_scale], found=found, for_scaler=found_inf is not None)
+        finally:
+            for name in given:
+                vars(self.optimizer).pop(name, None)
+
+    def expected_step(
+        self, call: Callable[[], Any], divisors: list[Any], *, found: float | None = None, for_scaler: bool = False,
+        is_unchecked: bool = False, common: Common | None = None, given: dict[int, Bounded] | None = None,
+    ) -> bool:  # fmt: skip
+        """Any call that steps.
+
+        Args:
+            divisors: numbers, tensors or None; the first is the normalizer.
+            found: found_inf.
+            for_scaler, is_unchecked: an overflow is nothing to raise for; and no flag says what a scaler has seen.
+            common, given: with clip_together, and the gradients, which were measured before.
+
+        Returns:
+            Whether it was made.
+        """
+        grads, refusal = self.found() if given is None else (given, None)
+        if any(d is not None and not isinstance(d, Tensor) and not 0 < d < math.inf for d in divisors):
+            refusal = ValueError  # looked at first
+        if refusal is not None:
+            return self.attempt(call, refusal)
+        if self.phase == "closed" and not grads:
+            self.end_window()
+        factor = 1.0
+        for divisor in (float(d) for d in divisors if d is not None):
+            factor = factor / divisor if 0 < divisor < math.inf else math.nan
+        on_device, is_divided = any(isinstance(d, Tensor) for d in divisors), any(d is not None for d in divisors)
+        grads = {row: g.times(factor).rounded(8 * UNIT[FP32] if is_divided else 0.0) for row, g in grads.items()}
+        nonfinite, clip = self.settings.get("nonfinite"), self.optimizer.max_grad_norm
+        takes_norm = clip is not None or nonfinite in ("skip", "raise") or self.phase != "idle"
+        takes_norm = takes_norm or common is not None or is_unchecked
+        norm, error = norm_of(grads.values()) if common is None else common[:2]
+        norm = math.nan if math.isnan(factor) or self.is_bad_mean() else norm
+        is_bad = not math.isfinite(norm) if takes_norm else on_device and math.isnan(factor)
+        skip = bool(found) or (is_bad and (nonfinite != "propagate" or is_unchecked))
+        skip = bool(grads) and (skip if common is None else common[2])
+        if skip and nonfinite == "raise" and not for_scaler:
+            self.attempt(call, RuntimeError, ("param", "skipped"))
+            if self.entered:  # the micro-batch has ended
+                self.fold(dict(self.part), None, last=False, in_loss=True)
+            return False
+        phase, bits = self.phase, {row: (id(self.params[row].grad), self._grad_bits(row)) for row in self.live()}
+        self.attempt(call)
+        self.skips += skip
+        if grads:
+            self._check_outcome(norm, error, takes_norm, skip)
+        if grads and not skip:
+            self._check_step(grads, norm, error, self.config["together"] if common is not None else clip)
+        count = int(self.optimizer.skipped_steps)
+        assert count == self.skips, f"skipped_steps is {count}, not {self.skips}"
+        if phase != "idle" and (grads or phase == "open"):
+            assert not self.live(), f"step() left p.grad of {self.live()} after a window"
+            self.end_window()
+        elif not self.foreign:
+            same = {row: (id(self.params[row].grad), self._grad_bits(row)) for row in self.live()} == bits
+            assert same, "step() without a window has written or exchanged p.grad"
+        return True
+
+    def _grad_bits(self, row: int) -> Any:
+        grad = self.params[row].grad
+        return grad.double().nan_to_num(7e7).tolist() if grad.layout == torch.strided else None
+
+    def _check_outcome(self, norm: float, error: float, takes_norm: bool, skip: bool) -> None:
+        assert bool(self.optimizer.step_was_skipped) is skip, f"step_was_skipped, expected {skip}; norm {norm}"
+        actual = self.optimizer.grad_norm
+        if not takes_norm:
+            assert actual is None or skip, f"grad_norm is {actual}, and none was to be taken"
+        elif not (skip and math.isnan(norm)):  # a bad divisor's
+            is_right = abs(actual - norm) <= error + 1e-30 if math.isfinite(norm) else not actual.isfinite()
+            assert is_right, f"grad_norm is {float(actual)!r}, expected {norm!r} +- {error:.1e}"
+
+    def _check_step(self, grads: dict[int, Bounded], norm: float, error: float, limit: float | None) -> None:
+        coefficient, relative = 1.0, 0.0
+        if limit is not None:
+            coefficient = math.nan if math.isnan(norm) else min(1.0, limit / (norm + 1e-6))
+            relative = (error / (norm + 1e-6) if math.isfinite(norm) else 0.0) + 8 * UNIT[FP32]
+        for row, given in grads.items():
+            grad = given.times(coefficient).rounded(relative)
+            self._check_row(row, grad.rounded(3 * self.grad_unit(row)) if self.foreign else grad)  # clipped in place
+        self.trusted = False
+
+    def _check_row(self, row: int, grad: Bounded) -> None:
+        param, state, kind = self.params[row], self.states[row], self.settings.get("state_dtype")
+        group = next(g for g in self.optimizer.param_groups if any(param is p for p in g["params"]))
+        update, count = self.update({key: group[key] for key in ("lr", *self.config["options"])}), state.get("step", 0)
+        want, states = predicted(update, self.full[row], grad, state, float(group.get("weight_decay", 0.0)))
+        want.value[grad.value.isnan()] = math.nan  # also where the sign of NaN is none
+        self.written[row] = False
+        if param.dtype != FP32 and self.masters is None:
+            want.error += UNIT[param.dtype] * want.value.abs() + SMALLEST.get(param.dtype, 1e-38)
+        if self.masters == "split8":
+            want.error += 2.0**-14 * want.value.abs()
+        is_finite = bool(want.value.isfinite().all())
+        actual, now = self.actual(row), self.state_of(row)
+        want.check(actual, f"parameter {row} after step()")
+        half = Bounded.exact(actual).rounded(UNIT[param.dtype] * 1.01)
+        half.error += SMALLEST.get(param.dtype, 0.0)
+        half.check(param, f"parameter {row} beside its master")
+        if self.rule.startswith("Adam"):  # (others count for their noise, or with momentum only)
+            assert float(now["step"]) == count + 1, f"step count of {row}: {now['step']}"
+        for name in states.keys() & now.keys():
+            bound = states[name].rounded(2 * UNIT[BF16] if kind == BF16 else 0.0)
+            if kind == "int8" and bound.value.numel():  # a float of 4 bits below its block's largest
+                largest = bound.value.abs().max().nan_to_num(math.inf) * 2.0 ** (-12 if name.endswith("sq") else -9)
+                bound = Bounded(bound.value, bound.error + bound.value.abs() / 8 + largest)
+            if is_finite or self.settings["backend"] != "foreach":  # torch's maximum of AMSGrad drops NaN
+                bound.check(now[name], f"state {name} of parameter {row}")
+            state[name] = now[name]
+        self.full[row] = actual.clone()
+
+    # ---- optimizers that are clipped together ----------------------------------------------------------------------
+
+    def step_together(self, sides: list[Side], normalizer: float | None) -> bool:
+        """A member's step: the first one measures all, and leaves for each what it will step with."""
+        call = functools.partial(self.optimizer.step, normalizer=normalizer)
+        refusals: list[Any] = [ValueError] if normalizer is not None and not 0 < normalizer < math.inf else []
+        untouched = ("param", "state", "grad", "skipped")  # (A window may have got its pending weight: the same sums.)
+        waiting, is_first = [member for member in sides if member.taken is not None], self.taken is None
+        if any(m.entered and m.live() for m in sides) and "release before clip_together" in KNOWN:
+            return False
+        if is_first:
+            parts = [(member, *member.found()) for member in sides]
+            for refusal in [refusal for *_, refusal in parts if refusal is not None]:
+                refusals += refusal if isinstance(refusal, tuple) else [refusal]
+        elif any(member.taken[2:] != (member.fingerprint(), normalizer) for member in waiting):
+            refusals.append(RuntimeError)
+        if refusals:
+            for member in sides if is_first else ():
+                member.taken = None
+            is_known = is_first and any(m.entered for m in sides) and "refused after release" in KNOWN
+            return not is_known and self.attempt(call, tuple(refusals), untouched)
+        if is_first:
+            self._measure([(member, found) for member, found, _ in parts], normalizer)
+        given, common, *_ = self.taken
+        self.taken = None
+        made = self.expected_step(call, [normalizer], common=common, given=given)
+        for member in [member for member in sides if is_first and member.taken is not None]:
+            member.taken = (*member.taken[:2], member.fingerprint(), normalizer)
+        return made
+
+    @staticmethod
+    def _measure(parts: list[tuple[Side, dict[int, Bounded]]], normalizer: float | None) -> None:
+        factor = 1.0 if normalizer is None else 1.0 / normalizer
+        norm, error = norm_of(g.times(factor).rounded(8 * UNIT[FP32]) for _, found in parts for g in found.values())
+        for member, found in parts:
+            if member.phase == "closed" and not found:
+                member.end_window()
+            norm = math.nan if found and member.is_bad_mean() else norm
+            if member.entered:  # its micro-batch ends here
+                member.sums, member.count, member.entered, member.part = dict(found), 1, False, {}
+        propagates = parts[0][0].settings["nonfinite"] == "propagate"
+        for member, found in parts:
+            member.taken = found, (norm, error, not propagates and not norm < math.inf), None, normalizer
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """What must not change between the steps of optimizers that are clipped together."""
+        grads = [(row, id(self.params[row].grad), inside.version(self.params[row].grad)) for row in self.live()]
+        return (self.folds, self.backwards) if self.phase == "open" else None, grads
