@@ -1,4 +1,4 @@
-"""Tests that need several processes: workers over gloo that stay, since starting one takes seconds.
+"""Tests that need several processes: workers over gloo, forked from one that has imported torch, which stay.
 
 A test gives a function of its module, which every worker runs; what it returns comes back, in the order of ranks.
 """
@@ -9,14 +9,22 @@ import datetime
 import gc
 import importlib
 import multiprocessing
+import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
+from compare import bits
+from torch import Tensor
+
 _SECONDS = 120  # after which a run is given up, and the workers with it
+_GRACE = 3  # the same once one of them has failed: the others wait for it in a collective, as a rule
+_IMPORTED = ["pytest", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"]
 _pools: dict[int, Pool] = {}
 
 
@@ -26,27 +34,35 @@ def run(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         _pools[size] = Pool(size)
     try:
         return _pools[size].run(function, *args)
-    except WorkersLostError:
+    except WorkersLostError:  # those that are left may wait in a collective, and would answer the next test
         close(size)
         raise
 
 
+def agreed(size: int, function: Callable[..., Any], *args: Any) -> Any:
+    """What all of them return: the same, and bit for bit."""
+    first, *others = run(size, function, *args)
+    for rank, other in enumerate(others, 1):
+        assert _plain(other) == _plain(first), f"process {rank} has another result than process 0"
+    return first
+
+
 def close(*sizes: int) -> None:
     """Ends the workers: those of these sizes, or all."""
-    for size in sizes or list(_pools):
-        if size in _pools:
-            _pools.pop(size).close()
+    for size in [size for size in sizes or list(_pools) if size in _pools]:
+        _pools.pop(size).close()
 
 
 class WorkersLostError(AssertionError):
-    """Workers did not answer, or died."""
+    """Workers failed, did not answer, or died."""
 
 
 class Pool:
     """So many workers, each with a pipe."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name, "store")
         self._pipes, self._processes = [], []
@@ -58,21 +74,25 @@ class Pool:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, ranks: Collection[int] | None = None) -> list[Any]:
+        """Args: ranks: of those whose answers are awaited; None: all."""
+        task = pickle.dumps((function.__module__, function.__qualname__, pickle.dumps(args)))
         for pipe in self._pipes:
-            pipe.send((function.__module__, function.__qualname__, args))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                if not pipe.poll(_SECONDS):
-                    raise WorkersLostError(f"worker {rank} did not answer in {_SECONDS} s")
-                answers.append(pipe.recv())
-            except EOFError:
-                raise WorkersLostError(f"worker {rank} died") from None
-        errors = [f"worker {rank}:\n{answer}" for rank, (failed, answer) in enumerate(answers) if failed]
-        if errors:  # the others may wait for it in a collective, and would answer the next test
+            pipe.send_bytes(task)
+        waiting: dict[Any, int] = {p: rank for rank, p in enumerate(self._pipes) if ranks is None or rank in ranks}
+        answers, errors = dict[int, Any](), list[str]()
+        while waiting:
+            ready = wait(list(waiting), timeout=_GRACE if errors else _SECONDS)
+            for pipe in ready or list(waiting):
+                rank = waiting.pop(pipe)
+                try:
+                    failed, answers[rank] = pickle.loads(pipe.recv_bytes()) if ready else (True, "did not answer")
+                except (EOFError, OSError):
+                    failed, answers[rank] = True, "died"
+                errors += [f"worker {rank}: {answers[rank]}"] if failed else []
+        if errors:
             raise WorkersLostError("\n".join(errors))
-        return [answer for _, answer in answers]
+        return [answers[rank] for rank in sorted(answers)]
 
     def close(self) -> None:
         for process in self._processes:
@@ -83,27 +103,28 @@ class Pool:
 
 def _work(rank: int, size: int, store: str, pipe: Any, path: list[str]) -> None:
     sys.path[:] = path
-    import torch
     import torch.distributed as dist
 
+    gc.freeze()  # out of the collector's sight, as in harness.py: optimizers look through what is not
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=_SECONDS)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
     while True:
-        module, name, args = pipe.recv()
+        module, name, args = pickle.loads(pipe.recv_bytes())
         try:
-            if module not in sys.modules:
-                _import(module)
-            answer = False, getattr(sys.modules[module], name)(*args)
+            torch.manual_seed(0)
+            answer = False, getattr(importlib.import_module(module), name)(*pickle.loads(args))
         except BaseException:
             answer = True, traceback.format_exc()
-        pipe.send(answer)
+        pipe.send_bytes(pickle.dumps(answer))
 
 
-def _import(module: str) -> None:
-    """What a module brings is out of the garbage collector's sight, as in harness.py: optimizers look through it."""
-    import torch._dynamo  # noqa: F401
-
-    importlib.import_module(module)
-    gc.collect()
-    gc.freeze()
+def _plain(value: Any) -> Any:
+    """What can be compared by ==, whatever it holds."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), bits(value).tolist()
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return repr(value) if isinstance(value, float) else value

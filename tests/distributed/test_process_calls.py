@@ -1,0 +1,262 @@
+"""What processes decide together, what they send each other, and calls at odd moments."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import inside
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from compare import assert_same_bits
+from spread import Net, adamw, everything_whole, loss_of, params_of, sharded
+from table import random_grads, random_params, set_grads
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import accumfused as af
+from accumfused.shards import local
+
+# ---- one decision --------------------------------------------------------------------------------------------------
+
+WAYS = [  # scaler, how a window ends: "unscaled" is closed, and unscale_() and torch's clip precede the step
+    ("stock", "closed"), ("stock", "unscaled"), ("ours", "open"), ("ours", "closed"), ("ours", "unscaled"),
+    ("ours", "none"), ("no", "open"), ("no", "closed"), ("no", "none"),
+]  # fmt: skip
+
+
+def decide(over: str, kind: str, ends: str, bad: float) -> list[Any]:
+    """In a worker: scale, skipped steps, step counts, and all values, after each window; rank 1 has a bad one."""
+    model = Net()
+    outer = sharded(model) if over == "fully_shard" else DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = adamw(model, max_grad_norm=None if ends == "unscaled" else 0.5)
+    if over == "ddp":
+        af.attach_ddp(outer, optimizer)
+    scaler_class = af.GradScaler if kind == "ours" else torch.amp.GradScaler
+    scaler = scaler_class("cpu", init_scale=2.0**10, growth_interval=2, enabled=kind != "no")
+    told: list[Any] = []
+    for step in range(4):
+        for index in range(1 if ends == "none" else 2):
+            scaler.scale(loss_of(outer, 3, 100 * step + 10 * index + dist.get_rank())).backward()
+            if (step, index, dist.get_rank()) == (1, 0, 1):
+                local(model.first.weight.grad)[1, 3] = bad
+            if ends != "none":
+                optimizer.accumulate(last=ends != "open" and index == 1)
+        if ends == "unscaled":
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(params_of(optimizer), 0.5)
+        scaler.step(optimizer)
+        steps = {float(entry["step"]) for entry in optimizer.state.values() if entry}
+        told.append((scaler.get_scale(), int(optimizer.skipped_steps), steps, everything_whole(optimizer)))
+        scaler.update()
+        optimizer.zero_grad()
+    return told
+
+
+@pytest.mark.pairwise(way=WAYS, bad=(math.inf, -math.inf, math.nan), over=("ddp", "fully_shard"))
+def test_processes_skip_together_and_go_on_together(over: str, way: tuple[str, str], bad: float) -> None:
+    scales, skipped, steps, values = zip(*processes.agreed(2, decide, over, *way, bad), strict=True)
+    assert scales == ((1.0,) * 4 if way[0] == "no" else (2.0**10, 2.0**10, 2.0**9, 2.0**9))
+    assert skipped == ((0,) * 4 if way[0] == "stock" else (0, 1, 1, 1))  # which does not call step() then
+    assert steps == ({1.0}, {1.0}, {2.0}, {3.0})
+    for name, value in values[0].items():
+        assert_same_bits(values[1][name], value, name)
+        assert not torch.equal(values[2][name], value) or name in ("param 6", "param 7"), name  # `never`, in a DDP
+
+
+def disagree(over: str, what: str, last: bool) -> bool:
+    """In a worker: rank 1 has no weights, or does not say last=True, or nobody has any weight; True: it was skipped."""
+    model, is_one = Net(), dist.get_rank() == 1
+    outer = sharded(model) if over == "fully_shard" else model
+    optimizer = adamw(model, process_group=None if over == "fully_shard" else dist.group.WORLD)
+    before = everything_whole(optimizer)
+    weight = {"weights": None if is_one else 2.0, "last": 2.0, "nothing": torch.zeros(())}[what]
+    optimizer.backward(loss_of(outer, 3, 0), weight=weight, last=last and not (what == "last" and is_one))
+    optimizer.step()
+    after = everything_whole(optimizer)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    return bool(optimizer.step_was_skipped)
+
+
+@pytest.mark.parametrize(("over", "what", "last"), [
+    ("group", "last", True), *itertools.product(("group", "fully_shard"), ("weights", "nothing"), (True, False))
+])  # fmt: skip
+def test_windows_that_are_not_of_one_kind_are_skipped_by_all(over: str, what: str, last: bool) -> None:
+    assert processes.agreed(2, disagree, over, what, last)
+
+
+# ---- what travels --------------------------------------------------------------------------------------------------
+
+SHAPES = [(64, 33), (130,), (), (17, 3)]
+
+
+class Sent(TorchDispatchMode):
+    """The collectives of a block: their names, and dtype and size of what each sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, torch.dtype, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensor = args[0][0] if isinstance(args[0], list) else args[0]
+            self.calls.append((func.overloadpacket.__name__, tensor.dtype, tensor.numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(rank: int, index: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return random_grads(random_params(SHAPES), 10 * rank + index, dtype)
+
+
+def send(micro_batches: int, last: bool, wire: Any, dtype: Any, over: str, travels_alone: bool) -> list[Any]:
+    """In a worker: fp32 values before and after a second window, and what was sent in it."""
+    model = nn.ParameterList([values.detach().to(dtype) for values in random_params(SHAPES)])
+    told, settings = over == "attach_ddp", {"process_group": dist.group.WORLD, "reduce_dtype": wire}
+    with inside.sizes_on_the_way(0 if travels_alone else 2**21, 2**25):
+        optimizer = af.SGD(model.parameters(), lr=1.0, **({} if told else settings))
+        if told:  # by a step, of what to do without processes
+            set_grads(model.parameters(), [torch.zeros_like(param) for param in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        if over != "process_group":
+            ddp = DistributedDataParallel(model)
+            af.attach_ddp(ddp, optimizer, reduce_dtype=wire if told else None)
+        sent, values = Sent(), []
+        for count, watch in ((1, contextlib.nullcontext()), (micro_batches, sent)):
+            with watch:
+                for index in range(count):
+                    set_grads(model.parameters(), gradients(dist.get_rank(), index, dtype))
+                    optimizer.accumulate(last=last and index == count - 1)
+                optimizer.step()
+            saved = optimizer.full_precision_state_dict(model)
+            values.append(torch.cat([saved[name].flatten() for name, _ in model.named_parameters()]))
+    return [*values, sent.calls]
+
+
+@pytest.mark.pairwise(
+    wire=(None, torch.float32, torch.bfloat16), over=("process_group", "own", "attach_ddp"), micro_batches=(1, 2, 5),
+    last=(False, True), dtype=(torch.float32, torch.bfloat16), travels_alone=(False, True),
+)  # fmt: skip
+def test_gradients_travel_once_a_window_in_the_dtype_that_was_asked_for(
+    micro_batches: int, last: bool, wire: Any, dtype: Any, over: str, travels_alone: bool
+) -> None:
+    before, after, calls = processes.agreed(2, send, micro_batches, last, wire, dtype, over, travels_alone)
+    sums = []
+    for rank in range(2):
+        parts = [torch.cat([g.float().flatten() for g in gradients(rank, i, dtype)]) for i in range(micro_batches)]
+        sums.append(sum(parts[1:], parts[0]) / (2 if last else 1))  # exact, also before it travels
+    carried = wire or torch.float32
+    assert_same_bits(after, before - (sums[0].to(carried) + sums[1].to(carried)).float() / (1 if last else 2))
+    assert {name for name, *_ in calls} == {"allreduce_"}  # who has which parameters was asked in the first window
+    assert [kind for _, kind, _ in calls] == [torch.float64, *[carried] * (4 if travels_alone else 1)]
+    assert calls[0][2] < 16
+    numel = sum(math.prod(shape) for shape in SHAPES)
+    gaps = 1 if travels_alone else 32 * len(SHAPES)
+    assert numel <= sum(numel for *_, numel in calls[1:]) < numel + gaps
+
+
+def step_of_parts(clips: float | None, micro_batches: int, weight: float | None) -> list[int]:
+    optimizer = adamw(model := sharded(Net()), max_grad_norm=clips)
+    for _ in range(2):
+        for part in range(max(micro_batches, 1)):
+            loss = loss_of(model, 3, part)
+            optimizer.backward(loss, weight=weight) if micro_batches else loss.backward()
+        with Sent() as sent:
+            optimizer.step()
+        optimizer.zero_grad()
+    return [numel for *_, numel in sent.calls]
+
+
+@pytest.mark.parametrize(("clips", "micro_batches", "weight", "sizes"), [
+    (0.1, 0, None, [1]), (None, 0, None, []), (None, 2, None, [3, 1]), (None, 2, 3.0, [3, 1]),
+])  # fmt: skip
+def test_a_step_of_parts_sends_a_number_and_three_for_a_window(
+    clips: Any, micro_batches: int, weight: Any, sizes: list[int]
+) -> None:
+    assert processes.agreed(2, step_of_parts, clips, micro_batches, weight) == sizes
+
+
+# ---- calls at odd moments ------------------------------------------------------------------------------------------
+
+
+def give(value: float, *params: nn.Parameter) -> None:
+    """Rank 0 gets the value, rank 1 three times of it: their mean is twice the value."""
+    for p in params:
+        p.grad = torch.full_like(p, value * (1.0 + 2.0 * dist.get_rank()))
+
+
+def sgd(*params: nn.Parameter) -> af.SGD:
+    return af.SGD(params, lr=1.0, process_group=dist.group.WORLD)
+
+
+def a_step_that_is_tried_again(p: nn.Parameter, q: nn.Parameter) -> None:
+    optimizer = sgd(p, q)
+    give(1.0, p, q)
+    optimizer.accumulate()
+    with inside.norm_fails(optimizer), pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    give(1.0, p)
+    with pytest.raises(RuntimeError, match="complete and waits for its step"):
+        optimizer.accumulate()
+    p.grad = None
+    optimizer.step()
+
+
+def frozen_parameters_ask_nobody(p: nn.Parameter, frozen: nn.Parameter) -> None:
+    frozen.requires_grad_(False)
+    optimizer = sgd(p, frozen)
+    give(1.0, p)
+    optimizer.accumulate()
+    with mock.patch.object(Tensor, "tolist", None):
+        optimizer.step()
+    frozen.requires_grad_(True)  # the arena grows, in all processes
+    give(0.0, p)
+    give(1.0, frozen)
+    optimizer.step()
+
+
+def unfrozen_after_a_refusal(p: nn.Parameter, late: nn.Parameter) -> None:
+    late.requires_grad_(False)
+    optimizer = sgd(p, late)
+    for refuses in (True, False):
+        give(1.0, p, late)
+        optimizer.accumulate()
+        with pytest.raises(RuntimeError, match="requires no gradient has one") if refuses else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+        late.requires_grad_(True)
+
+
+def unfrozen_within_a_window(p: nn.Parameter, late: nn.Parameter) -> None:
+    late.requires_grad_(False)
+    optimizer = sgd(p, late)
+    if dist.get_rank() == 0:
+        give(2.0, p)
+        optimizer.accumulate()
+    late.requires_grad_(True)
+    p.grad, late.grad = torch.ones_like(p), torch.full_like(late, 2.0)
+    optimizer.accumulate()
+    optimizer.step()
+
+
+ODD = [
+    a_step_that_is_tried_again, frozen_parameters_ask_nobody, unfrozen_after_a_refusal, unfrozen_within_a_window,
+]  # fmt: skip
+
+
+def moved(name: str) -> list[float]:
+    p, q = (nn.Parameter(torch.zeros(4, 3)) for _ in range(2))
+    globals()[name](p, q)
+    return [float(p.detach()[1, 2]), float(q.detach()[1, 2])]
+
+
+@pytest.mark.parametrize("call", ODD, ids=lambda call: call.__name__)
+def test_gradients_are_added_up_once(call: Callable[..., None]) -> None:
+    assert processes.agreed(2, moved, call.__name__) == [-2.0, -2.0]

@@ -1,0 +1,205 @@
+"""Parameters that are spread over processes (DTensors), held to the same in one process: numbers, bits, and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import processes
+import pytest
+import torch
+from compare import assert_close, assert_same_bits
+from spread import Net, adamw, differing, give_random_gradients, mesh_over, params_of, sharded, take_steps, whole
+from table import EACH_RULE, STATES, WEIGHTS, Case
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import accumfused as af
+from accumfused.shards import local
+
+STEPS = 3
+MAX_NORM = 0.5
+ONE: list[tuple[Any, ...]] = [  # on a mesh of one dimension: shape and placements
+    ((6, 5), Shard(0)), ((6, 5), Shard(1)), ((6, 5), Replicate()), ((1, 3), Shard(0)), ((5,), Shard(0)),
+    ((), Replicate()), ((3, 2), Shard(1)),
+]  # fmt: skip
+TWO: list[tuple[Any, ...]] = [  # on one of 2 x 2; with one placement on its second dimension, with none a plain tensor
+    ((6, 5), Shard(0), Shard(1)), ((3, 5), Replicate(), Shard(0)), ((7,),), ((9, 2), Shard(0), Shard(0)),
+    ((4, 3), Shard(1)), ((2, 2),),
+]  # fmt: skip
+LAID = {"2": (2, ONE), "4": (4, ONE), "2 x 2": (4, TWO)}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.2, momentum=0.5, weight_decay=0.1),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.05),  # whose own step is clipped, after fuse()
+}
+
+
+def values(laid: list[tuple[Any, ...]], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape, *_ in laid]
+
+
+def laid_out(laid: list[tuple[Any, ...]], meshes: dict[int, Any], dtype: torch.dtype = torch.float32) -> list[Any]:
+    rows = zip(values(laid, dtype), laid, strict=True)
+    return [
+        nn.Parameter(distribute_tensor(value, meshes[len(placements)], placements) if placements else value)
+        for value, (_, *placements) in rows
+    ]
+
+
+def step_laid_out(name: str, kind: str, on: str) -> tuple[list[Tensor], list[float]]:
+    mesh = mesh_over(2, 2) if name == "2 x 2" else mesh_over()
+    params, norms = laid_out(LAID[name][1], {1: mesh["b"] if mesh.ndim == 2 else mesh, 2: mesh}), list[float]()
+    optimizer = af.fuse(OPTIMIZERS[kind](params), max_grad_norm=MAX_NORM, backend=on)
+    for step in range(STEPS):
+        give_random_gradients(step, optimizer)
+        optimizer.step()
+        norms.append(float(optimizer.grad_norm))
+    return [whole(param) for param in params], norms
+
+
+@pytest.mark.pairwise(name=tuple(LAID), kind=tuple(OPTIMIZERS), on=("auto", "torch"))
+def test_the_norm_and_the_clip_are_over_the_whole_however_it_lies(name: str, kind: str, on: str) -> None:
+    size, laid = LAID[name]
+    found, norms = processes.agreed(size, step_laid_out, name, kind, on)
+    plain, truth = [nn.Parameter(value.double()) for value in values(laid)], []
+    stock, twin = OPTIMIZERS[kind](plain), OPTIMIZERS[kind](values(laid))
+    for step in range(STEPS):
+        give_random_gradients(step, twin)
+        for param, other in zip(plain, params_of(twin), strict=True):
+            param.grad = other.grad.double()
+        truth.append(float(nn.utils.clip_grad_norm_(plain, MAX_NORM)))
+        stock.step()
+    assert_close(torch.tensor(norms), torch.tensor(truth), "norm")
+    for actual, expected, start in zip(found, plain, values(laid), strict=True):
+        assert_close(actual, expected, "model")
+        assert not torch.equal(actual, start)
+
+
+# ---- rules and formats, bit for bit ----------------------------------------------------------------------------------
+
+
+def train_both(case: Case, weights: str, states: str, loop: str) -> list[str]:
+    """In a worker: what is not as in one process, and parameters that did not move.
+
+    A cut through rows draws noise of its own. Without a norm, whose last bit depends on how it is cut.
+    """
+    dtype, settings = WEIGHTS[weights]
+    settings = {"state_dtype": STATES[states], "state_dtype_min_numel": 0, "rounding_seed": 3, **settings}
+    is_exact = states == "fp32" and weights in ("fp32", "bf16", "fp16", "split16", "bf16_master", "fp16_master")
+    shapes = [(6, 128), (5, 256), (3, 128), *([(7,), (2, 5)] if states != "int8" else [])]
+    cuts = [Shard(0), Replicate(), *([Shard(1)] if is_exact else [])]
+    laid = [(shape, cut) for shape in shapes for cut in cuts if getattr(cut, "dim", 0) < len(shape)]
+    one = case.make(laid_out(laid, {1: mesh_over()}, dtype), **settings)
+    other = case.make([nn.Parameter(value) for value in values(laid, dtype)], **settings, grads_are_reduced=True)
+    for step in range(STEPS):
+        for index in range(1 if loop == "step" else 2):
+            give_random_gradients(10 * step + index, one, other)
+            for optimizer in (one, other) if loop != "step" else ():
+                optimizer.accumulate(last=loop == "closed" and index == 1)
+        if loop == "closed":
+            places = [(p.grad.shape, p.grad.placements, p.grad.dtype) for p in params_of(one)]
+            assert places == [(p.shape, p.placements, torch.float32) for p in params_of(one)]
+        for optimizer in (one, other):
+            optimizer.step()
+    still = zip(params_of(other), values(laid, dtype), strict=True)
+    return differing(one, other) + [f"{index} did not move" for index, (p, v) in enumerate(still) if torch.equal(p, v)]
+
+
+@pytest.mark.pairwise(weights=tuple(WEIGHTS), states=tuple(STATES), case=EACH_RULE, loop=("step", "open", "closed"))
+def test_every_rule_and_format_has_the_bits_of_one_process(case: Case, weights: str, states: str, loop: str) -> None:
+    assert processes.agreed(2, train_both, case, weights, states, loop) == []
+
+
+def kept_in_8_bits(shape: tuple[int, ...], cut: Any) -> bool:
+    (param,) = laid_out([(shape, cut)], {1: mesh_over()})
+    optimizer = af.AdamW([param], state_dtype="int8", state_dtype_min_numel=0)
+    take_steps(range(1), optimizer)
+    state = optimizer.state[param]
+    assert all(value.placements == param.placements for value in state.values() if value.dim())
+    return bool(state["exp_avg"].dtype == torch.uint8)
+
+
+@pytest.mark.parametrize(("shape", "cut", "expected"), [
+    ((4, 128), Shard(0), True), ((4, 128), Shard(1), False), ((4, 64), Shard(0), False),
+    ((4, 64), Replicate(), True), ((256,), Shard(0), False),
+])  # fmt: skip
+def test_states_in_8_bits_fall_back_where_blocks_are_cut(shape: tuple[int, ...], cut: Any, expected: bool) -> None:
+    assert processes.agreed(2, kept_in_8_bits, shape, cut) is expected
+
+
+# ---- calls that a model and its plain twin take alike ----------------------------------------------------------------
+
+
+def overwritten(model: Any, optimizer: Any) -> None:
+    three = {name: torch.full_like(value.detach(), 3.0) for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(three[name])
+    assert all(bool((whole(value) == 3).all()) for value in optimizer.full_precision_state_dict(model).values())
+    take_steps(range(20, 21), optimizer)
+    model.load_state_dict(three)
+    assert all(bool((whole(value) == 3).all()) for value in optimizer.full_precision_state_dict(model).values())
+
+
+def resumed_in_full_precision(model: Any, optimizer: Any) -> None:
+    saved = {name: value.clone() for name, value in optimizer.full_precision_state_dict(model).items()}
+    for name, param in model.named_parameters():
+        assert saved[name].dtype == torch.float32
+        assert getattr(saved[name], "placements", None) == getattr(param, "placements", None)
+        assert_same_bits(whole(saved[name]).bfloat16(), whole(param), name)
+    assert any(not torch.equal(whole(value).bfloat16().float(), whole(value)) for value in saved.values())
+    overwritten(model, optimizer)
+    optimizer.load_full_precision_state_dict(model, saved)
+    for name, value in optimizer.full_precision_state_dict(model).items():
+        assert_same_bits(whole(value), whole(saved[name]), name)
+
+
+def joined_by_a_group(model: Any, optimizer: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    take_steps(range(20, 22), optimizer)
+    scheduler.step()
+    optimizer.add_param_group({"params": list(model.never.requires_grad_().parameters()), "lr": 0.1, "amsgrad": True})
+
+
+def live(name: str, masters: str) -> list[str]:
+    both = []
+    for model in (sharded(Net(torch.bfloat16)), Net(torch.bfloat16)):
+        model.never.requires_grad_(False)
+        optimizer = adamw(model, master_weights=masters)
+        take_steps(range(2), optimizer)
+        globals()[name](model, optimizer)
+        take_steps(range(2, 4), optimizer)
+        both.append(optimizer)
+    return differing(*both)
+
+
+@pytest.mark.pairwise(call=[overwritten, resumed_in_full_precision, joined_by_a_group], masters=("split16", "fp32"))
+def test_what_spread_parameters_live_through_is_what_plain_ones_do(call: Any, masters: str) -> None:
+    assert processes.agreed(2, live, call.__name__, masters) == []
+
+
+def report() -> tuple[int, list[dict[str, int]]]:
+    """In a worker: elements here; and memory before and after states are made, and in a window."""
+    model = sharded(Net(torch.bfloat16))
+    optimizer = adamw(model)
+    memory = [af.memory_report(optimizer).total.parts]
+    take_steps(range(1), optimizer)
+    memory.append(af.memory_report(optimizer).total.parts)
+    give_random_gradients(1, optimizer)
+    optimizer.accumulate()
+    memory.append(af.memory_report(optimizer).total.parts)
+    for param in params_of(optimizer):
+        placed = [value for name, value in optimizer.state[param].items() if name != "step"]
+        assert all((value.shape, value.placements) == (param.shape, param.placements) for value in placed)
+        assert all(local(value).shape == local(param).shape for value in placed)
+    return sum(local(param).numel() for param in params_of(optimizer)), memory
+
+
+def test_a_process_keeps_and_reports_the_part_that_is_here() -> None:
+    elements = [3 * 7 + 3 + 2 * (2 * 5 + 2), 2 * 7 + 2 + 2 * (1 * 5 + 1)]
+    for expected, (here, memory) in zip(elements, processes.run(2, report), strict=True):
+        assert here == expected
+        for parts in memory:
+            assert (parts["parameters"], parts["masters"], parts["states"]) == (2 * here, 2 * here, 8 * here + 6 * 4)
+        assert memory[2]["accumulators"] == 4 * here
