@@ -85,6 +85,34 @@ class Oracle:
                 self.params[i] = self.update(self.params[i], g * clip, self.states[i], **self.options)
 
 
+class Loop(torch.optim.Optimizer):
+    """A formula as an optimizer of torch's: groups, schedulers, hooks and checkpoints are torch's own."""
+
+    def __init__(self, update: Update, params, defaults: dict):
+        self.update = update
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            options = {name: _number(group[name]) for name in self.defaults}
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.copy_(self.update(p.double(), p.grad.double(), self.state[p], **options))
+        return loss
+
+
+def _number(option):
+    """What a tensor of one element holds, also within a tuple."""
+    if isinstance(option, tuple):
+        return tuple(map(_number, option))
+    return option.item() if isinstance(option, Tensor) else option
+
+
 def global_norm(grads: Sequence[Tensor | None]) -> Tensor:
     return torch.stack([g.double().square().sum() for g in grads if g is not None]).sum().sqrt()
 

@@ -31,6 +31,13 @@ class Optimizer:
     oracle: Callable[..., Tensor]  # its formula in float64
     other_options: dict[str, Any]  # of a second group, beside any case's
 
+    def peer(self, params: Any, **options: Any) -> torch.optim.Optimizer:
+        """torch's plain loop over tensors; where torch has no such optimizer, one over the formula in float64."""
+        if self.torch_class is not None:
+            return self.torch_class(params, foreach=False, **options)
+        defaults = self.ours([torch.zeros(1, requires_grad=True)]).defaults
+        return oracle.Loop(self.oracle, params, {**defaults, **options})
+
 
 OPTIMIZERS = {
     "SGD": Optimizer(

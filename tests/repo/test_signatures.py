@@ -12,7 +12,6 @@ import pydoc
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,7 @@ from accumfused.settings import SettingArguments, Settings
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = inspect.signature(Settings, eval_str=True).parameters
-TAKERS = (*ALL, af.fuse)
-every_taker = pytest.mark.parametrize("taker", TAKERS, ids=lambda taker: taker.__name__)
+every_taker = pytest.mark.parametrize("taker", (*ALL, af.fuse), ids=lambda taker: taker.__name__)
 
 
 def documented(taker: Any) -> list[str]:
@@ -37,8 +35,7 @@ def documented(taker: Any) -> list[str]:
 
 
 def test_each_setting_has_a_description_and_a_type_for_static_tools() -> None:
-    assert documented(Settings) == list(SETTINGS)
-    assert SettingArguments.__annotations__.keys() == SETTINGS.keys()
+    assert documented(Settings) == [*SETTINGS]
     types = {name: repr(value.__forward_arg__) for name, value in SettingArguments.__annotations__.items()}
     assert types == {field.name: repr(field.type) for field in dataclasses.fields(Settings)}
 
@@ -50,48 +47,40 @@ def test_every_setting_is_in_the_signature_and_in_the_help(taker: Any) -> None:
     assert ours == {name: each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, each in SETTINGS.items()}
     assert not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in found.values())
     named = documented(taker)
-    assert len(named) == len(set(named))
-    assert [name for name in named if name in SETTINGS] == list(SETTINGS)
-    assert set(named) == set(found)
+    assert sorted(named) == sorted(found)
+    assert [name for name in named if name in SETTINGS] == [*SETTINGS]
 
 
-def test_a_subclass_has_the_signature_that_it_was_given() -> None:
+@every_taker
+def test_an_unknown_keyword_is_refused_with_the_nearest_one(taker: Any) -> None:
+    params = [Parameter(torch.ones(3))]
+    hints = {"max_norm": "; did you mean 'max_grad_norm'?", "weight_decy": "; did you mean 'weight_decay'?", "elbow": ""}
+    for typo, hint in hints.items():
+        given: Any = torch.optim.SGD(params) if taker is af.fuse else params
+        hint = "" if taker is af.fuse and typo == "weight_decy" else hint  # not an argument of fuse()
+        text = f"{taker.__name__}() got an unexpected keyword argument {typo!r}{hint}"
+        with pytest.raises(TypeError, match=re.escape(text) + "$"):
+            taker(given, **{typo: 1.0})
+        assert taker is not af.fuse or type(given) is torch.optim.SGD
+
+
+def test_help_shows_the_optimizers_own_text_and_the_signature_that_a_subclass_was_given() -> None:
     class Mine(af.AdamW):
         def __init__(self, params: Any, warmth: float = 1.0) -> None:
             super().__init__(params, lr=warmth, max_grad_norm=1.0)
 
-    assert list(inspect.signature(Mine).parameters) == ["params", "warmth"]
-
-
-def test_help_shows_the_optimizers_own_text_and_not_torchs_class() -> None:
+    assert [*inspect.signature(Mine).parameters] == ["params", "warmth"]
     text = pydoc.plain(pydoc.render_doc(af.AdamW))
     assert "max_grad_norm: float | None = None" in text
     assert "clip the global norm of all gradients" in text
-    assert torch.optim.AdamW.__doc__ is not None
-    assert torch.optim.AdamW.__doc__.strip().splitlines()[0] not in text
-
-
-TYPOS: list[tuple[Callable[..., Any], str, str]] = [
-    *((taker, "max_norm", "; did you mean 'max_grad_norm'?") for taker in TAKERS),
-    *((taker, "weight_decy", "; did you mean 'weight_decay'?") for taker in TAKERS[:-1]),
-    *((taker, "elbow", "") for taker in TAKERS),
-]
-
-
-@pytest.mark.parametrize(("taker", "typo", "hint"), TYPOS)
-def test_an_unknown_keyword_is_refused_with_the_nearest_one(taker: Any, typo: str, hint: str) -> None:
-    first: Any = torch.optim.SGD([Parameter(torch.ones(3))]) if taker is af.fuse else [Parameter(torch.ones(3))]
-    text = f"{taker.__name__}() got an unexpected keyword argument {typo!r}{hint}"
-    with pytest.raises(TypeError, match=re.escape(text) + "$"):
-        taker(first, **{typo: 1.0})
-    assert taker is not af.fuse or type(first) is torch.optim.SGD
+    assert str(torch.optim.AdamW.__doc__).strip().splitlines()[0] not in text
 
 
 def test_the_packages_example_stands_first_in_its_help_and_runs() -> None:
     text = pydoc.plain(pydoc.render_doc(af))
     assert text.index(">>> optimizer = af.AdamW(") < text.index("PACKAGE CONTENTS")
-    assert doctest.testmod(af).attempted > 5
-    assert doctest.testmod(af).failed == 0
+    found = doctest.testmod(af)
+    assert (found.failed, found.attempted > 5) == (0, True)
 
 
 def test_an_integration_without_its_framework_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,31 +91,29 @@ def test_an_integration_without_its_framework_names_the_extra(monkeypatch: pytes
     assert raised.value.name == "transformers"
 
 
-# ---- static types -------------------------------------------------------------------------------------------------
-
-AMP_BEFORE = """
+BEFORE = {
+    "amp": """
 import torch
 import torch.nn.functional as F
 import accumfused as af
 model = torch.nn.Linear(3, 3)
 batches = [(torch.ones(2, 3), torch.ones(2, dtype=torch.int64))]
 loss = torch.ones(())
-"""
-PROMISED = """
+""",
+    "promised": """
 from typing import assert_type  # Python 3.11's
 import torch
 import accumfused as af
 params = torch.nn.Linear(3, 3).parameters()
-optimizer = torch.optim.AdamW(params)
-optimizer = af.fuse(optimizer, max_grad_norm=1.0)
+optimizer = af.fuse(torch.optim.AdamW(params), max_grad_norm=1.0)
 assert_type(optimizer, af.AdamW)
 assert_type(optimizer.grad_norm, torch.Tensor | None)
 assert_type(af.fuse(torch.optim.Adam(params)), af.Adam)
 assert_type(af.fuse(torch.optim.SGD(params)), af.SGD)
-muon = af.fuse(torch.optim.Muon(params))
-assert_type(muon, af.FusedOptimizer)
+assert_type(muon := af.fuse(torch.optim.Muon(params)), af.FusedOptimizer)
 af.clip_together([muon, optimizer], max_grad_norm=1.0)
-"""
+""",
+}
 
 
 def test_the_code_of_the_documentation_type_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,16 +122,13 @@ def test_the_code_of_the_documentation_type_checks(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from run_blocks import blocks
 
-    sources = {"promised": PROMISED, "readme": "", "amp": AMP_BEFORE}
-    for name, page in (("readme", "README.md"), ("amp", "docs/amp.md")):
-        found = [block.code for block in blocks((ROOT / page).read_text()) if block.language == "python"]
-        assert found
-        sources[name] += "\n".join(found)
-    for name, source in sources.items():
-        (tmp_path / f"{name}.py").write_text(source)
+    for name, page in (("promised", None), ("readme", "README.md"), ("amp", "docs/amp.md")):
+        found = [block.code for block in blocks((ROOT / page).read_text()) if block.language == "python"] if page else []
+        assert found or page is None
+        (tmp_path / f"{name}.py").write_text("\n".join([BEFORE.get(name, ""), *found]))
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--python-version", "3.11"]
-    command += ["--allow-untyped-calls"]  # backward() of torch's
-    command += ["--cache-dir", str(ROOT / ".mypy_cache"), *(str(tmp_path / f"{name}.py") for name in sources)]
+    command += ["--allow-untyped-calls", "--cache-dir", str(ROOT / ".mypy_cache")]  # backward() of torch's is untyped
+    files = [str(path) for path in tmp_path.iterdir()]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
-    checked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    checked = subprocess.run([*command, *files], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
