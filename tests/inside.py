@@ -9,8 +9,10 @@ from unittest import mock
 
 from torch import Tensor
 
+import torch
+
 import accumfused as af
-from accumfused import distributed
+from accumfused import _native
 
 
 def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
@@ -18,17 +20,21 @@ def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
     optimizer._runtime.backend = backend
 
 
-@contextlib.contextmanager
-def sizes_on_the_way(bundled_bytes: int, bucket_bytes: int) -> Iterator[None]:
-    """Accumulators below the one size travel together, and larger ones in pieces of the other."""
-    with (
-        mock.patch.object(distributed, "BUNDLED_BYTES", bundled_bytes),
-        mock.patch("accumfused.transport.BUCKET_BYTES", bucket_bytes),
-    ):
-        yield
+def native() -> Any:
+    """The native module."""
+    return _native._C
 
 
-def norm_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManager[Any]:
-    """A block in which the backend has no memory to take a norm."""
-    backend = optimizer._runtime.backend
-    return mock.patch.object(backend, "norm", side_effect=RuntimeError("out of memory"))
+def negated(values: torch.Tensor) -> torch.Tensor:
+    """torch negates it lazily."""
+    return torch._neg_view(values)
+
+
+def efficient_zeros() -> torch.Tensor:
+    """Three zeros without memory, as torch makes them for gradients that are none."""
+    return torch._efficientzerotensor(3, device=torch.get_default_device())
+
+
+def plan(optimizer: af.FusedOptimizer) -> Any:
+    """The plan of the last step."""
+    return optimizer._runtime.plan

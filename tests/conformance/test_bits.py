@@ -1,0 +1,268 @@
+"""Every backend gives the reference's bits: for any rule, gradient, format, layout, window and values.
+
+One program for all of them. What there is in the end, norms and coefficients included, is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from places import INSTRUCTION_SETS, INTERPRETED, ON_CPU, ON_GPU, Place
+from problems import (
+    AXES,
+    CHUNK,
+    EDGES,
+    GRADS,
+    LOOPS,
+    PIECE,
+    TAILS,
+    VALUES,
+    Problem,
+    Tail,
+    assert_conforms,
+    edges,
+    expected,
+    problems,
+)  # fmt: skip
+from table import CASES, EACH_RULE, WEIGHTS
+
+from accumfused.backends.cpu import CpuBackend
+from accumfused.backends.reference import ReferenceBackend
+
+# Triton 3.6 makes numbers of numpy's arrays of one element.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+SIZES = {"emulated": "small", "checked": "small", "two devices": "small", "interpreted": "tiny"}
+EVERYWHERE = [*ON_CPU, *INTERPRETED, *ON_GPU]
+
+# Triton's interpreter has no time for more: every format with some of the rest.
+FEW = {key: values[:3] for key, values in AXES.items() if key not in ("case", "lr")}
+FEW |= {
+    "weights": [*WEIGHTS], "tail": [TAILS[name] for name in ("scaled", "inf", "propagate")],
+    "loop": [LOOPS[name] for name in ("mean", "empty on the device", "steps")],
+}  # fmt: skip
+# Adam with 8-bit states, for which there are loops of their own.
+ODD = ({"lr": 0.0}, {"lr": 1e-20}, {"eps": 1e30}, {"eps": 0.0}, {"betas": (0.9, 0.9999999)}, {"weight_decay": 20.0})
+PACKED: dict[str, Any] = {
+    "case": [case.name for case in CASES if case.rule == "adam"],
+    "options": [(), *(tuple(options.items()) for options in ODD)], "values": [*VALUES],
+    "weights": ["bf16_stochastic", "split16", "split8"], "grads": GRADS, "tail": [TAILS["none"], TAILS["clip"]],
+    "states": ["int8"], "special_params": [(), ((77, float("nan")), (3000, float("inf")), (4000, -0.0))],
+    "loop": [LOOPS["steps"], LOOPS["mean"]], "edges": [edges(0, 3, 129, 8 * PIECE + 130)],
+}  # fmt: skip
+UNCHECKED = Tail(None, nonfinite="propagate")
+CORNERS = {
+    "a coefficient of zero": Problem("sgd", tail=Tail(1e-50), special_params=((0, 0.0), (1, -0.0))),
+    "one of -0": Problem("sgd_maximize", tail=Tail(1e-50), special_params=((0, 0.0), (1, -0.0))),
+    "a bad normalizer": Problem("adamw", tail=Tail(normalizer="nan")),
+    "no elements": Problem("adamw", tail=Tail(1.0, normalizer="nan"), edges=edges(0)),
+    "a subnormal sum of squares": Problem("adamw", tail=Tail(1e-22, normalizer=1e22)),
+    "codes of 0": Problem("adamw", weights="split8", states="int8", values="far apart", reads_all=True),
+    "lr in 16 bits": Problem("adamw", lr=torch.bfloat16),
+    "states of every size": Problem("sgd_nesterov", states="int8", values="every size", tail=UNCHECKED),
+    "16-bit states of every size": Problem("sgd_nesterov", states="bf16", values="every size", tail=UNCHECKED),
+    "second moments of every size": Problem("adamw", states="int8", values="every size", tail=UNCHECKED),
+    "far below the smallest fp16": Problem("sgd", weights="fp16_stochastic", values="tiny", special=((5, 2.0**-30),)),
+}
+
+# Where a backend has other bits.
+CUT = "the loops for 8-bit states cut codes to 8 bits before they take the least one"
+EMPTY = "a norm of no elements is 0, whatever divides it"
+KNOWN = {(place, "codes of 0"): CUT for place in INSTRUCTION_SETS}
+KNOWN |= {(place, "no elements"): EMPTY for place in ("interpreted", "triton")}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "problem" not in metafunc.fixturenames or "place" not in metafunc.fixturenames:
+        return
+    full = metafunc.config.getoption("--full")
+    rows = [*(_corners() if "corner" in metafunc.function.__name__ else _rows(full))]
+    ids = [f"{place}-{name}" for place, name, _ in rows]
+    params = [pytest.param(place, problem, marks=_marks(place, name)) for place, name, problem in rows]
+    metafunc.parametrize(("place", "problem"), params, indirect=["place"], ids=ids)
+
+
+def _marks(place: str, name: str) -> list[pytest.MarkDecorator]:
+    reason = KNOWN.get((place, name))
+    return [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
+
+
+def _rows(full: bool) -> Iterator[tuple[str, str, Problem]]:
+    every = problems({**AXES, "case": [case.name for case in CASES]} if full else AXES)
+    for place in [*ON_CPU, "two devices", "checked", *INTERPRETED, *ON_GPU]:
+        chosen = problems(FEW) if place in INTERPRETED and not full else every
+        if place in ("torch", "checked", "two devices") and not full:
+            chosen = chosen[::4]
+        for problem in chosen:
+            yield place, str(problem), replace(problem, edges=EDGES[SIZES.get(place, "usual")])
+        if place not in ("torch", "two devices", *INTERPRETED):
+            yield from ((place, f"packed-{problem}", problem) for problem in problems(PACKED))
+
+
+def _corners() -> Iterator[tuple[str, str, Problem]]:
+    for place, (name, problem) in itertools.product(EVERYWHERE, CORNERS.items()):
+        if problem.edges is EDGES["usual"]:
+            yield place, name, replace(problem, edges=(*EDGES[SIZES.get(place, "usual")], *edges(24 * 128)))
+        else:
+            yield place, name, problem
+
+
+def test_every_place_gives_the_reference_bits(place: Place, problem: Problem) -> None:
+    assert_conforms(problem, place.backend, place.device)
+
+
+def test_every_place_gives_the_reference_bits_in_a_corner(place: Place, problem: Problem) -> None:
+    assert_conforms(problem, place.backend, place.device)
+
+
+@pytest.mark.parametrize("place", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize(
+    ("name", "weights", "states"), [("adamw_amsgrad", "fp32", "bf16"), ("adamw", "split8", "int8")]
+)
+def test_around_the_edges_of_chunks(name: str, weights: str, states: str, place: Place) -> None:
+    sizes = edges(5, CHUNK + 1) if place.is_slow else EDGES["chunks"]
+    problem = Problem(name, GRADS[2], weights, states, LOOPS["sum"], edges=sizes)
+    assert_conforms(problem, place.backend, place.device)
+
+
+def test_more_chunks_than_the_norm_has_lanes(place: Place) -> None:
+    problem = Problem("sgd", loop=LOOPS["steps"], edges=edges(*[1 + i % 2 for i in range(2100)]))
+    assert_conforms(problem, place.backend, place.device)
+
+
+@pytest.mark.parametrize("place", INSTRUCTION_SETS, indirect=True)
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize(("weights", "states"), [("fp32", "fp32"), ("split8", "int8")])
+def test_any_number_of_threads(weights: str, states: str, threads: int, place: Place) -> None:
+    for number, case in enumerate(EACH_RULE):
+        problem = Problem(case.name, GRADS[number % 3], weights, states, edges=EDGES["large"])
+        expected(problem)
+        torch.set_num_threads(threads)
+        assert_conforms(problem, place.backend)
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("place", INSTRUCTION_SETS, indirect=True)
+def test_a_tensor_beyond_the_caches(place: Place) -> None:
+    """Beyond 8 MB the first fold of a 16-bit gradient is written around them."""
+    problem = Problem("adamw", torch.bfloat16, loop=LOOPS["closed mean"], edges=edges(80 * CHUNK + 11, 3, 5))
+    expected(problem)
+    torch.set_num_threads(2)
+    assert_conforms(problem, place.backend)
+
+
+def test_another_thread_of_python(native: None) -> None:
+    found: list[BaseException | None] = []
+
+    def work() -> None:
+        try:
+            assert_conforms(Problem("adamw"), CpuBackend())
+        except BaseException as error:
+            found.append(error)
+        else:
+            found.append(None)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [None]
+
+
+@pytest.mark.parametrize("place", ["torch", *INSTRUCTION_SETS, *INTERPRETED], indirect=True)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_float_mode_of_no_thread_matters(threads: int, place: Place) -> None:
+    for name, dtype in zip(("sgd_momentum", "adamw_amsgrad", "lion_weight_decay"), GRADS, strict=True):
+        sizes = edges(PIECE + 5 if place.is_slow else 5 * CHUNK)
+        loop, tail = LOOPS["both kinds"], TAILS["none"]
+        problem = Problem(name, dtype, values="tiny", edges=sizes, loop=loop, tail=tail, flushes=True)
+        expected(problem)
+        torch.set_num_threads(threads)
+        assert_conforms(problem, place.backend)
+        torch.set_num_threads(1)
+
+
+# ---- any values and options -----------------------------------------------------------------------------------------
+
+SPECIAL = (
+    0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-45, 2.0**-126, 3e38, -3e38, 1e-20,
+    65504.0,
+)  # fmt: skip
+NUMBERS = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32), st.floats(-10, 10, width=32))
+PLACES_OF = st.lists(st.tuples(st.integers(0, CHUNK), NUMBERS), max_size=3).map(tuple)
+SIZES_OF = st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 33, 1023, 1025, PIECE + 1]), min_size=1, max_size=4)
+
+
+@st.composite
+def any_problem(draw: st.DrawFn) -> Problem:
+    axes = {name: draw(st.sampled_from([*values])) for name, values in AXES.items() if name != "tail"}
+    tail = Tail(
+        draw(st.sampled_from([None, 1e-30, 0.5, 1e30])),
+        draw(st.sampled_from([None, 3.0, 1e-30, 1e38, "nan", "0", "-2", "3"])),
+        nonfinite=draw(st.sampled_from([None, "skip", "propagate", "raise"])),
+    )
+    axes["case"] = draw(st.sampled_from(CASES)).name
+    return Problem(
+        **axes, tail=tail, edges=edges(*draw(SIZES_OF)), seed=draw(st.integers(0, 2**16)), special=draw(PLACES_OF),
+        special_params=draw(PLACES_OF),
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:two accumulation windows in a row were dropped")
+@pytest.mark.parametrize("place", EVERYWHERE, indirect=True)
+def test_any_values_and_options(place: Place) -> None:
+    @settings(
+        max_examples=3 if place.is_slow else 50,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(problem=any_problem())
+    def agree(problem: Problem) -> None:
+        assert_conforms(problem, place.backend, place.device)
+
+    agree()
+
+
+# ---- these tests bite -----------------------------------------------------------------------------------------------
+
+
+class DoesNothing:
+    """A backend whose step writes nothing."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def step(self, plan: Any, grads: Any, hypers: Any, outcome: Any) -> None:
+        pass
+
+
+class WrongCoefficient(DoesNothing):
+    """A backend whose coefficient is one in a thousand too large."""
+
+    def step(self, plan: Any, grads: Any, hypers: Any, outcome: Any) -> None:
+        outcome.values[0] *= 1.001
+        self._inner.step(plan, grads, hypers, outcome)
+
+
+@pytest.mark.parametrize("mutant", [DoesNothing, WrongCoefficient])
+def test_every_problem_tells_a_wrong_backend(mutant: type[DoesNothing]) -> None:
+    inner = CpuBackend() if INSTRUCTION_SETS else ReferenceBackend()
+    passed = []
+    for problem in [problem for problem in problems(AXES) if problem.values == "usual"]:
+        try:
+            assert_conforms(problem, mutant(inner))
+        except AssertionError:
+            continue
+        passed.append(f"{problem} {problem.tail}")
+    assert passed == []

@@ -1,0 +1,102 @@
+"""Parts of a tensor get the bits of the whole: an element's noise depends on its place there, whatever the backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_same_bits
+from places import INTERPRETED, ON_CPU, ON_GPU, Place
+from problems import CHUNK, Loop, Problem, Tail, assert_conforms, edges, expected, play
+from table import random_params
+from torch import Tensor
+
+from accumfused import codecs, plan
+from accumfused.rules import RULES
+from accumfused.settings import Settings
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+SIZES = (CHUNK + 4500, 300)
+# Where the parts begin: off every boundary, or at a block of states in int8. The second one has two chunks of its own.
+CUTS = (0, 1, CHUNK + 3, CHUNK + 4097)
+BLOCK_CUTS = (0, codecs.BLOCK, CHUNK + 2 * codecs.BLOCK, CHUNK + 4096 + codecs.BLOCK)
+FORMATS = [
+    ("split8", "fp32"), ("bf16_stochastic", "fp32"), ("fp16_stochastic", "fp32"), ("fp32", "bf16"), ("split8", "bf16"),
+    ("fp32", "int8"), ("split8", "int8"), ("bf16_stochastic", "int8"),
+]  # fmt: skip
+# Without clipping: each part would have a norm of its own.
+LOOP, TAIL = Loop(((), (), (3.0, 0.7, 5.0)), closed=True), Tail(None)
+
+
+def problem(weights: str, states: str, sizes: tuple[int, ...] = SIZES, origin: int = 0) -> Problem:
+    return Problem(
+        "adamw", torch.bfloat16, weights, states, LOOP, TAIL, edges=edges(*sizes), origins=(origin,) * len(sizes)
+    )
+
+
+def assert_parts_conform(whole: Problem, cuts: tuple[int, ...], place: Place) -> None:
+    """The parts' numbers, one after the other, are the whole tensors'; each has the step count and the seed."""
+    sizes = [layout.shape[0] for layout in whole.layouts]
+    found = []
+    for begin, end in zip(cuts, (*cuts[1:], max(sizes)), strict=True):
+        origins = tuple(origin + min(begin, size) for origin, size in zip(whole.origins, sizes, strict=True))
+        part = Problem(**{**vars(whole), "part": (begin, end), "origins": origins})
+        found.append(play(part, place.backend, place.device)[0])
+    for name, value in expected(whole)[0].items():
+        if name.startswith("outcome") or name == "skipped":
+            continue
+        if value.numel() == 1:
+            assert all(torch.equal(part[name], value) for part in found), name
+        else:
+            assert_same_bits(torch.cat([part[name] for part in found]), value, name)
+
+
+@pytest.mark.parametrize(("weights", "states"), FORMATS, ids=["-".join(pair) for pair in FORMATS])
+def test_parts_are_rounded_as_the_whole(weights: str, states: str, place: Place) -> None:
+    assert_parts_conform(problem(weights, states), BLOCK_CUTS if states == "int8" else CUTS, place)
+
+
+@pytest.mark.parametrize("place", [*ON_CPU, *INTERPRETED, *ON_GPU], indirect=True)
+@pytest.mark.parametrize("states", ["fp32", "int8"])
+def test_beyond_4g_elements_parts_of_whole_chunks_are_rounded_as_the_whole(states: str, place: Place) -> None:
+    """Across the boundary, behind which noise has another key."""
+    if not (place.is_slow and states == "fp32"):
+        assert_parts_conform(problem("split8", states, (CHUNK + 130,), 2**33 - CHUNK), (0, CHUNK), place)
+
+
+@pytest.mark.parametrize("origin", [2**32 - 5, 2**40 + 2**32 - 5 - CHUNK])
+def test_a_chunk_across_4g_elements_is_rounded_as_by_the_reference(origin: int, place: Place) -> None:
+    assert_conforms(problem("split8", "bf16", (CHUNK + 130,), origin), place.backend, place.device)
+
+
+# ---- the noise itself -----------------------------------------------------------------------------------------------
+
+
+def key() -> Tensor:
+    return codecs.key(torch.tensor(5), torch.tensor(7), 3, 11)
+
+
+@pytest.mark.parametrize("begin", [0, 1, 4097, CHUNK + 3, 2 * CHUNK])
+def test_noise_of_a_part_is_that_of_its_elements_in_the_whole(begin: int) -> None:
+    whole = codecs.noise(key(), 3 * CHUNK)
+    for count in (0, 1, 5, CHUNK, 3 * CHUNK - begin):
+        assert torch.equal(codecs.noise(key(), count, begin), whole[begin:][:count] if count else whole[:0])
+
+
+def test_a_chunk_keeps_the_key_of_its_first_element() -> None:
+    found = codecs.noise(key(), CHUNK + 100, 2**32 - 5)
+    assert torch.equal(found[5:CHUNK], codecs.noise(key(), CHUNK - 5))
+    assert torch.equal(found[CHUNK:], codecs.noise(key() ^ 1, CHUNK + 95)[CHUNK - 5 :])
+    assert torch.equal(codecs.noise(key(), 100, 2**32 + 7), codecs.noise(key() ^ 1, 107)[7:])
+
+
+def test_a_plan_is_of_whole_tensors() -> None:
+    params = random_params([(3,), (0,), (CHUNK + 1,)])
+    assert plan.build([{"params": params}], {}, [RULES[0]], Settings()).origins == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("weights", "states"), FORMATS, ids=["-".join(pair) for pair in FORMATS])
+def test_another_origin_gives_other_bits(weights: str, states: str) -> None:
+    found: list[Any] = [expected(problem(weights, states, (3000,), origin))[0] for origin in (1, codecs.BLOCK + 1)]
+    assert any(not torch.equal(value, found[1][name]) for name, value in found[0].items())

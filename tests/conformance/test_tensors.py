@@ -1,0 +1,269 @@
+"""What a tensor may be, and what may become of it between steps: the same numbers for every backend, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import inside
+import pytest
+import torch
+from compare import assert_same_bits, everything
+from places import Place
+from problems import GAP, every_third_row, same, shifted, transposed, with_holes
+from snapshot import refused
+from table import ADAMW_CASE, EACH_RULE, Case, case_named, random_grads, random_params, set_grads
+from torch import Tensor
+
+from accumfused.backends.reference import ReferenceBackend
+
+pytestmark = pytest.mark.usefixtures("tensors_there")
+accumulates_or_not = pytest.mark.parametrize("accumulates", [False, True])
+LR = 0.3  # of "sgd"
+
+
+@pytest.mark.parametrize("put", [with_holes, every_third_row, shifted])
+def test_memory_between_a_parameters_elements_is_left_alone(put: Any, place: Place) -> None:
+    memory = torch.full((60, 12), GAP)
+    views = {with_holes: memory[:20, ::2], every_third_row: memory[::3, :6], shifted: memory[1:, 3:9]}
+    param = views[put].zero_().requires_grad_()
+    gaps = memory == GAP
+    optimizer = ADAMW_CASE.make([param], place.backend, max_grad_norm=1.0)
+    param.grad = torch.ones(param.shape)
+    optimizer.step()
+    assert (memory[gaps] == GAP).all()
+    assert (memory[~gaps] != 0).all()
+
+
+@accumulates_or_not
+def test_an_expanded_gradient_is_taken_at_its_values(accumulates: bool, place: Place) -> None:
+    param, row = torch.zeros(4, 3, requires_grad=True), torch.tensor([1.0, 2.0, 3.0])
+    optimizer = case_named("sgd").make([param], place.backend)
+    for _ in range(2 if accumulates else 0):
+        param.grad = row.expand(4, 3)
+        optimizer.accumulate()
+    param.grad = None if accumulates else row.expand(4, 3)
+    optimizer.step()
+    assert_same_bits(param, -((row * (2 if accumulates else 1)).expand(4, 3) * torch.tensor(LR)))
+    assert row.tolist() == [1.0, 2.0, 3.0]
+
+
+@accumulates_or_not
+def test_a_lazily_negated_gradient_is_taken_at_its_values(accumulates: bool, place: Place) -> None:
+    """Also in the place of one that was freed: its object and its memory may be those."""
+    values, param = torch.randn(64), torch.zeros(64, requires_grad=True)
+    optimizer = case_named("sgd").make([param], place.backend)
+    for _ in range(3):
+        for make, sign in ((values.detach, 1.0), (lambda: inside.negated(values), -1.0)):
+            before = param.detach().clone()
+            param.grad = make()
+            if accumulates:
+                optimizer.accumulate()
+            optimizer.step()
+            param.grad = None
+            assert_same_bits(param, before - sign * values * torch.tensor(LR))
+
+
+@pytest.mark.parametrize("case", EACH_RULE, ids=lambda case: case.name)
+def test_frozen_and_unused_parameters_are_left_alone(case: Case, place: Place) -> None:
+    used, unused, frozen = random_params([(5,), (6,), (7,)])
+    frozen.requires_grad_(False)
+    before = [p.detach().clone() for p in (used, unused, frozen)]
+    optimizer = case.make([frozen, used, unused], place.backend, max_grad_norm=1.0)
+    alone = before[0].clone().requires_grad_()
+    expected = case.make([alone], ReferenceBackend(), max_grad_norm=1.0)
+    for seed in range(3):
+        set_grads([used, alone], random_grads([used], seed) * 2)
+        if seed == 2:
+            optimizer.accumulate(2.0)
+        optimizer.step()
+        expected.step()
+    for param, wanted in zip((used, unused, frozen), (alone, *before[1:]), strict=True):
+        assert_same_bits(param, wanted)
+    assert {*optimizer.state} == {used}
+
+
+class Wrapper(Tensor):
+    """A tensor without memory of its own, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        wrapper = Tensor._make_wrapper_subclass(  # torch's way to make one
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*[a.inner if isinstance(a, Wrapper) else a for a in args], **(kwargs or {}))
+
+
+@accumulates_or_not
+@pytest.mark.parametrize(
+    ("make", "value"), [(lambda: Wrapper(torch.ones(3)), 1.0), (inside.efficient_zeros, 0.0)], ids=["wrapper", "zero"]
+)
+def test_a_gradient_without_memory_is_refused_or_taken_at_its_values(
+    make: Any, value: float, accumulates: bool, place: Place
+) -> None:
+    params = random_params([(3,), (3,)])
+    expected = [p.detach().clone() for p in params]
+    optimizer = case_named("sgd_weight_decay").make(params, place.backend)
+    params[0].grad, params[1].grad = make(), torch.ones(3)
+    try:
+        if accumulates:
+            optimizer.accumulate()
+        optimizer.step()
+    except (RuntimeError, TypeError):
+        pass
+    else:
+        grads = [torch.full((3,), value), torch.ones(3)]
+        expected = [p - (g + p * torch.tensor(0.2)) * torch.tensor(LR) for p, g in zip(expected, grads, strict=True)]
+    for param, wanted in zip(params, expected, strict=True):
+        assert_same_bits(param, wanted)
+
+
+# ---- tensors that move between steps --------------------------------------------------------------------------------
+
+
+def each_state(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], None]:
+    """Replaces the states by others."""
+
+    def move(optimizer: Any, param: Tensor) -> None:
+        entries = optimizer.state[param]
+        entries.update({name: change(value) if value.dim() == 2 else value.clone() for name, value in entries.items()})
+
+    return move
+
+
+def each_states_data(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], None]:
+    """Replaces what the states' objects hold."""
+
+    def move(optimizer: Any, param: Tensor) -> None:
+        for value in optimizer.state[param].values():
+            value.data = change(value.data) if value.dim() == 2 else value.data.clone()
+
+    return move
+
+
+def the_data(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], None]:
+    def move(optimizer: Any, param: Tensor) -> None:
+        param.data = change(param.data)
+
+    return move
+
+
+MOVES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "elsewhere": the_data(torch.clone), "another order": the_data(transposed), "holes": the_data(with_holes),
+    "transposed in place": the_data(torch.t),  # a square one keeps its address, size and shape: only strides change
+    "other states": each_state(torch.clone), "other data of states": each_states_data(torch.clone),
+    "states in another order": each_state(transposed), "transposed states": each_states_data(torch.t),
+    "double states": each_state(Tensor.double), "no states": lambda optimizer, param: optimizer.state.pop(param),
+}  # fmt: skip
+
+
+def train_moving(case: Case, backend: Any, move: Callable[[Any, Tensor], Any], *, tidy: bool) -> dict[str, Tensor]:
+    """Two steps, a move, two more; `tidy`: everything is made contiguous again in new memory after the move."""
+    param = random_params([(8, 8)])[0]
+    optimizer = case.make([param], backend)
+    for seed in range(4):
+        set_grads([param], random_grads([param], seed))
+        optimizer.step()
+        if seed == 1:
+            left = param.data, param.detach().clone()
+            move(optimizer, param)
+            if tidy:
+                param.data = param.data.clone(memory_format=torch.contiguous_format)
+                entries = optimizer.state[param]
+                entries |= {n: v.float().clone(memory_format=torch.contiguous_format) for n, v in entries.items()}
+        elif seed > 1 and param.data_ptr() != left[0].data_ptr():
+            assert_same_bits(left[0], left[1], "memory that a parameter has left")
+    return everything(optimizer)
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("name", ["sgd_dampening", "adamw_amsgrad", "lion_weight_decay"])
+def test_tensors_may_be_moved_and_replaced_between_steps(name: str, move: str, place: Place) -> None:
+    expected = train_moving(case_named(name), ReferenceBackend(), MOVES[move], tidy=True)
+    found = train_moving(case_named(name), place.backend, MOVES[move], tidy=False)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert_same_bits(found[key], value, key)
+
+
+@pytest.mark.parametrize("move", [*MOVES][:4])
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_parameter_may_be_moved_within_a_window(move: str, closes: bool, place: Place) -> None:
+    found = []
+    for backend in (ReferenceBackend(), place.backend):
+        param = random_params([(8, 8)])[0]
+        optimizer = case_named("sgd_momentum").make([param], backend)
+        for seed in range(2):
+            for micro in range(3):
+                set_grads([param], random_grads([param], 10 * seed + micro))
+                optimizer.accumulate(micro + 1.0, last=closes and micro == 2)
+                if micro == 1 and backend is place.backend:
+                    MOVES[move](optimizer, param)
+                elif micro == 1 and "transposed" in move:
+                    param.data = param.data.t().contiguous()
+            optimizer.step()
+        found.append(param.detach().clone())
+    assert_same_bits(found[1], found[0])
+
+
+def test_a_parameter_that_was_removed_is_not_written_any_more(place: Place) -> None:
+    params = random_params([(40,), (50,)])
+    optimizer = ADAMW_CASE.make(params, place.backend)
+    set_grads(params, random_grads(params, 0))
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = [params[1]]
+    before = [param.detach().clone() for param in params]
+    optimizer.step()
+    assert_same_bits(params[0], before[0])
+    assert not torch.equal(params[1], before[1])
+
+
+def test_a_parameter_of_another_shape_starts_anew(place: Place) -> None:
+    param = torch.zeros(6, requires_grad=True)
+    behind = param.data
+    optimizer = case_named("sgd").make([param], place.backend)
+    param.grad = torch.ones(6)
+    optimizer.step()
+    param.grad = None
+    param.data = param.data[:4]  # the same address
+    param.grad = torch.ones(4)
+    optimizer.step()
+    step = torch.tensor(LR)
+    assert_same_bits(behind, torch.cat([-(step + step).expand(4), -step.expand(2)]))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+def test_a_state_of_another_shape_is_refused(shape: tuple[int, ...], place: Place) -> None:
+    param = torch.zeros(6, requires_grad=True)
+    optimizer = ADAMW_CASE.make([param], place.backend)
+    param.grad = torch.ones(6)
+    optimizer.step()
+    state = optimizer.state[param]["exp_avg"]
+    memory, before = state.data, state.detach().clone()
+    state.data = memory[: torch.Size(shape).numel()].view(shape)  # the same address
+    with refused(optimizer, RuntimeError, "state 'exp_avg' has shape"):
+        optimizer.step()
+    assert_same_bits(memory, before)
+
+
+# ---- autograd's version counters ------------------------------------------------------------------------------------
+
+
+@pytest.mark.pairwise(case=EACH_RULE, accumulates=[False, True], put=[same, with_holes])
+def test_autograd_notices_a_step_between_forward_and_backward(
+    case: Case, accumulates: bool, put: Any, place: Place
+) -> None:
+    param = put(random_params([(3, 8)])[0].detach()).requires_grad_()
+    optimizer = case.make([param], place.backend)
+    set_grads([param], random_grads([param], 0))
+    loss = (param * param).sum()  # its backward needs the parameter as it is now
+    if accumulates:
+        optimizer.accumulate()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
