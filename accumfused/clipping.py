@@ -146,6 +146,8 @@ class ClipTogether:
         for member in self.optimizers:
             member._runtime.taken = None
         for member in self.optimizers:  # before any of them converts its states
+            if member._runtime.release is not None:
+                member._runtime.release.end_before_step()
             member._refuse_live(member._plan().gradients()[1])
             member._let_go()
         parts: list[Measured | None] = []

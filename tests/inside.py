@@ -1,4 +1,4 @@
-"""The one door of the tests to what is private in the package."""
+"""The one door of the tests to what is private in the package, and in torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
-import torch
-
 import accumfused as af
-from accumfused import _native
+from accumfused import _native, backends, distributed
+from accumfused.accumulation import Phase
 
 
 def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
@@ -21,20 +21,66 @@ def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
 
 
 def native() -> Any:
-    """The native module."""
+    """The native module, or None."""
     return _native._C
 
 
-def negated(values: torch.Tensor) -> torch.Tensor:
-    """torch negates it lazily."""
-    return torch._neg_view(values)
-
-
-def efficient_zeros() -> torch.Tensor:
-    """Three zeros without memory, as torch makes them for gradients that are none."""
-    return torch._efficientzerotensor(3, device=torch.get_default_device())
+def forget_what_loads() -> None:
+    """The CUDA kernels are asked again whether they load on a GPU."""
+    backends._loads_on.cache_clear()
 
 
 def plan(optimizer: af.FusedOptimizer) -> Any:
     """The plan of the last step."""
     return optimizer._runtime.plan
+
+
+def plan_of(optimizer: af.FusedOptimizer) -> Any:
+    """The plan for the parameters and states of now: another object where something has changed."""
+    return optimizer._plan()
+
+
+def accumulators(optimizer: af.FusedOptimizer) -> list[Any]:
+    """The tensors of its window's sums, None where a parameter has none."""
+    return optimizer._runtime.window.accumulators
+
+
+def open_window(optimizer: Any) -> dict[str, Any]:
+    """What the open window holds, by name: the accumulators, and what it knows of the weights; of none: nothing."""
+    runtime = getattr(optimizer, "_runtime", None)
+    if runtime is None or runtime.window.phase is not Phase.OPEN:
+        return {}
+    window = runtime.window
+    held = {f"accumulator {row}": value for row, value in enumerate(window.accumulators)}
+    return held | {"total": window.total, "micro-batches": window.micro_batches, "held": tuple(window._held)}
+
+
+@contextlib.contextmanager
+def sizes_on_the_way(bundled_bytes: int, piece_bytes: int) -> Iterator[None]:
+    """Accumulators below the one size travel together, and larger ones in pieces of the other."""
+    with (
+        mock.patch.object(distributed, "BUNDLED_BYTES", bundled_bytes),
+        mock.patch("accumfused.reduction._PIECE_BYTES", piece_bytes),
+    ):
+        yield
+
+
+def norm_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManager[Any]:
+    """A block in which the backend has no memory to take a norm."""
+    backend = optimizer._runtime.backend
+    return mock.patch.object(backend, "norm", side_effect=RuntimeError("out of memory"))
+
+
+def version(tensor: Tensor | None) -> int:
+    """How often it was written, as torch counts; nothing public tells it."""
+    return -1 if tensor is None else tensor._version
+
+
+def negated(values: Tensor) -> Tensor:
+    """torch negates it lazily."""
+    return torch._neg_view(values)
+
+
+def efficient_zeros() -> Tensor:
+    """Three zeros without memory, as torch makes them for gradients that are none."""
+    return torch._efficientzerotensor(3, device=torch.get_default_device())

@@ -55,7 +55,6 @@ def test_whoever_steps_first_and_copies_too(backend: str, foreign: bool, order: 
     assert_close(params[1], torch.full((4,), -2.0), "norm")
 
 
-@pytest.mark.xfail(strict=True, reason="what waits in a bucket is taken for what was not accumulated")
 def test_released_gradients_without_windows_are_clipped_together(backend: str) -> None:
     params, optimizers = pair(backend)
     for optimizer in optimizers:

@@ -19,7 +19,9 @@ from hypothesis.stateful import run_state_machine_as_test
 COMMON = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
 
 
-@pytest.mark.parametrize("minutes", [0.0, pytest.param(float(os.environ.get("FUZZ_MINUTES", "3")), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "minutes", [0.0, pytest.param(float(os.environ.get("FUZZ_MINUTES", "3")), marks=pytest.mark.full)]
+)
 def test_any_sequence_of_calls_does_what_the_model_says(minutes: float) -> None:
     need_native()
     end = time.monotonic() + 60 * minutes

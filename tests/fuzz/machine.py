@@ -58,7 +58,9 @@ class Machine(RuleBasedStateMachine):
         for side in self.sides:
             side.check_unwritten()
         states = [value for side in self.sides for state in side.states for value in state.values()]
-        if not all(bool(torch.as_tensor(v).isfinite().all()) for v in [*states, *(f for s in self.sides for f in s.full)]):
+        if not all(
+            bool(torch.as_tensor(v).isfinite().all()) for v in [*states, *(f for s in self.sides for f in s.full)]
+        ):
             self.begin(self.config)  # by nonfinite="propagate": everything is NaN from here on
 
     # ---- the calls of a loop ---------------------------------------------------------------------------------------
@@ -76,14 +78,24 @@ class Machine(RuleBasedStateMachine):
         self.side(side).backward(rows, seed)
         self.side(side).accumulate(weight, last)
 
-    @precondition(lambda self: self.config["style"] not in ("tiny", "huge"))  # in the loss they would leave fp32's range
+    @precondition(
+        lambda self: self.config["style"] not in ("tiny", "huge")
+    )  # in the loss they would leave fp32's range
     @rule(side=draws.SIDES, rows=draws.rows, seed=draws.SEEDS, weight=draws.weights, last=draws.lasts,
           poison=draws.poisons, narrow=draws.flags)  # fmt: skip
     def own_backward(self, side: int, **arguments: Any) -> None:
         self.side(side).own_backward(**arguments)
 
-    @rule(side=draws.SIDES, normalizer=draws.normalizers, scale=draws.grad_scales, found_inf=draws.found_infs, one=draws.lasts)
-    def step(self, side: int, normalizer: Any = None, scale: Any = None, found_inf: Any = None, one: bool = False) -> None:
+    @rule(
+        side=draws.SIDES,
+        normalizer=draws.normalizers,
+        scale=draws.grad_scales,
+        found_inf=draws.found_infs,
+        one=draws.lasts,
+    )
+    def step(
+        self, side: int, normalizer: Any = None, scale: Any = None, found_inf: Any = None, one: bool = False
+    ) -> None:
         """Args: one: of those that are clipped together only this one."""
         if self.is_alone():
             self.sides[0].step(normalizer, scale, found_inf)

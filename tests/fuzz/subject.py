@@ -97,7 +97,9 @@ class Subject:
             changed = [name for name in differences(bits, side.bits()) if name.startswith(only)]
             changed = [name for name in changed if not side.may_change(name)]
             assert not changed, f"refused, and changed {changed}: {error}"
-            assert only != ("",) or grads == [id(p.grad) for p in side.params], f"refused, and exchanged p.grad: {error}"
+            assert only != ("",) or grads == [id(p.grad) for p in side.params], (
+                f"refused, and exchanged p.grad: {error}"
+            )
         return error is None
 
     def bits(self) -> dict[str, Any]:
@@ -166,7 +168,13 @@ class Subject:
     def is_plain(self, row: int) -> bool:
         """Whether autograd adds in place to p.grad, as it does to its own."""
         grad = self.params[row].grad
-        if grad is None or grad.layout != torch.strided or grad.dtype not in UNIT or grad.requires_grad or grad.is_neg():
+        if (
+            grad is None
+            or grad.layout != torch.strided
+            or grad.dtype not in UNIT
+            or grad.requires_grad
+            or grad.is_neg()
+        ):
             return grad is None
         return 0 not in [s for s, n in zip(grad.stride(), grad.shape, strict=True) if n > 1]
 

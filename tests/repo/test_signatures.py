@@ -54,7 +54,11 @@ def test_every_setting_is_in_the_signature_and_in_the_help(taker: Any) -> None:
 @every_taker
 def test_an_unknown_keyword_is_refused_with_the_nearest_one(taker: Any) -> None:
     params = [Parameter(torch.ones(3))]
-    hints = {"max_norm": "; did you mean 'max_grad_norm'?", "weight_decy": "; did you mean 'weight_decay'?", "elbow": ""}
+    hints = {
+        "max_norm": "; did you mean 'max_grad_norm'?",
+        "weight_decy": "; did you mean 'weight_decay'?",
+        "elbow": "",
+    }
     for typo, hint in hints.items():
         given: Any = torch.optim.SGD(params) if taker is af.fuse else params
         hint = "" if taker is af.fuse and typo == "weight_decy" else hint  # not an argument of fuse()
@@ -123,7 +127,9 @@ def test_the_code_of_the_documentation_type_checks(tmp_path: Path, monkeypatch: 
     from run_blocks import blocks
 
     for name, page in (("promised", None), ("readme", "README.md"), ("amp", "docs/amp.md")):
-        found = [block.code for block in blocks((ROOT / page).read_text()) if block.language == "python"] if page else []
+        found = (
+            [block.code for block in blocks((ROOT / page).read_text()) if block.language == "python"] if page else []
+        )
         assert found or page is None
         (tmp_path / f"{name}.py").write_text("\n".join([BEFORE.get(name, ""), *found]))
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--python-version", "3.11"]
