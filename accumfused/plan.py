@@ -229,7 +229,7 @@ def build(
         plan.origins.append(0 if shard is None else shard.origin)
         plan.bundled.append(plan.is_added_up and 4 * param.numel() < distributed.BUNDLED_BYTES)
     plan.has_all_states = None not in plan.storages
-    memory.check([tensor for tensor in plan.owned if has_memory(tensor) and tensor.numel()])
+    memory.check([tensor for tensor in plan.owned if has_memory(tensor) and not is_freed(tensor) and tensor.numel()])
     plan.is_spread = any(shard is not None for shard in plan.shards)
     plan.has_means = distributed.has_processes() and (plan.is_spread or settings.grads_are_reduced)
     if plan.is_spread:
@@ -299,6 +299,11 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
+def is_freed(tensor: Tensor) -> bool:
+    """Whether its storage was resized to nothing: what is frozen may be away, until somebody brings it back."""
+    return tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
+
+
 def check_parameter(param: Tensor) -> None:
     """Refuses what no backend can update."""
     if param.is_complex():
@@ -308,7 +313,7 @@ def check_parameter(param: Tensor) -> None:
         raise TypeError(f"a parameter is {param.dtype}; supported are {dtypes}")
     if param.is_neg():
         raise RuntimeError("a parameter is lazily negated, so its memory holds other values; use param.resolve_neg()")
-    if not has_memory(param) or (param.numel() and not param.untyped_storage().nbytes()):
+    if not has_memory(param) or is_freed(param):
         raise RuntimeError(
             f"a parameter has no memory to update (layout {param.layout}, device {param.device}); materialize it first"
         )
