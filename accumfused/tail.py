@@ -165,10 +165,9 @@ class Tail(torch.optim.Optimizer):
         if not self.state and window.phase is Phase.OPEN:
             # torch.distributed.checkpoint makes the state of an optimizer that has none by a step of its own, with
             # zeros in p.grad: an open window refuses that, and a learning rate of 0 would be left behind.
-            for param, accumulator in zip(window.params, window.accumulators, strict=True):
-                if accumulator is not None:
-                    self.state[param] = {}
-                    break
+            rows = zip(window.params, window.accumulators, strict=True)
+            marked = next((param for param, accumulator in rows if accumulator is not None), window.params[0])
+            self.state[marked] = {}
 
     def _refuse_unreduced(self, current: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
         """Refuses gradients that are not what their windows take them for, where there is more than one process."""

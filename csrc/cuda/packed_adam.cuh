@@ -12,7 +12,7 @@ namespace accumfused::AF_TARGET {
 
 // What the compiler makes of square_root() and of a division on their usual way, instruction by instruction, without
 // the test of each number for the unusual one: subnormals, zeros, and what becomes one of them. `y` is what the
-// hardware takes for 1 / sqrt(value), or 1 / b; tests/test_cuda_arithmetic.py tries all that its documented error
+// hardware takes for 1 / sqrt(value), or 1 / b; tests/conformance/test_emulation.py tries all that its documented error
 // allows.
 __device__ inline float refined_root(float value, float y) {
   const float root = value * y;
