@@ -19,13 +19,14 @@ from hypothesis.stateful import run_state_machine_as_test
 COMMON = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
 
 
-@pytest.mark.parametrize(
-    "minutes", [0.0, pytest.param(float(os.environ.get("FUZZ_MINUTES", "3")), marks=pytest.mark.full)]
-)
+MINUTES = float(os.environ.get("FUZZ_MINUTES", "3"))
+
+
+@pytest.mark.parametrize("minutes", [0.0, pytest.param(MINUTES, marks=pytest.mark.full)])
 def test_any_sequence_of_calls_does_what_the_model_says(minutes: float) -> None:
     need_native()
     end = time.monotonic() + 60 * minutes
-    short = settings(max_examples=300, stateful_step_count=40, derandomize=minutes == 0, **COMMON)
+    short = settings(max_examples=200, stateful_step_count=40, derandomize=minutes == 0, **COMMON)
     run_state_machine_as_test(Machine, settings=short)
     while time.monotonic() < end:
         run_state_machine_as_test(Machine, settings=settings(short, max_examples=500, stateful_step_count=60))

@@ -71,12 +71,7 @@ def tensors(state: State) -> dict[str, Tensor]:
 def predicted(update: Update, param: Tensor, grad: Bounded, state: State, decay: float) -> tuple[Bounded, State]:
     """One step from exact inputs and a gradient with an error, by evaluating the rule at the ends of its interval.
 
-    Args:
-        state: becomes the new one.
-        decay: the weight decay, which may hide the gradient's size behind a cancellation, as a moment may.
-
-    Returns:
-        The parameter, and the states as `Bounded`.
+    The state becomes the new one. Weight decay may hide the gradient's size behind a cancellation, as a moment may.
     """
     unit, known, new = ROUNDINGS * UNIT[FP32], tensors(state), dict(state)
     moments = sum((m.abs() for name, m in known.items() if name not in SECOND_MOMENTS), torch.zeros_like(param))

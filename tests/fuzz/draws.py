@@ -77,12 +77,8 @@ grad_scales = st.sampled_from([None] * 240 + _divisors)
 found_infs = st.sampled_from([None] * 40 + _of_tensor([0.0, 1.0, 2.0], 5))
 poisons = st.sampled_from([None] * 40 + [math.inf, -math.inf, math.nan])
 SIDES = st.integers(0, 1)  # of two optimizers that are clipped together; where there is one, it is meant
-SEEDS, ROW, flags, lasts = (
-    st.integers(0, 2**16),
-    st.integers(0, 6),
-    st.booleans(),
-    st.sampled_from([False] * 3 + [True]),
-)
+SEEDS, ROW, flags = st.integers(0, 2**16), st.integers(0, 6), st.booleans()
+lasts = st.sampled_from([False] * 3 + [True])
 _samples = [sorted(Random(k).sample(range(7), k)) for k in (2, 3, 4, 5, 6)]
 rows = st.sampled_from([[0], [1, 0], list(range(7)), *_samples])
 
@@ -123,19 +119,17 @@ LAYOUTS = {
     "offset": _behind, "transposed": transposed, "holes": _with_holes,
     "channels_last": lambda v: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v,
 }  # fmt: skip
-GRADS = (
-    LAYOUTS
-    | {  # what a gradient may be that somebody sets by hand
-        "fresh": lambda v: v,
-        "expanded": lambda v: v.flatten()[:1].expand(v.shape) if v.numel() and v.dim() else v,
-        "graph": lambda v: v.requires_grad_() * 2.0,
-        "negative": lambda v: torch.complex(v, -v).conj().imag if v.dtype == torch.float32 else v,  # is read so
-        "other": lambda v: v.to(torch.bfloat16 if v.dtype == torch.float32 else torch.float32),
-        "fp64": lambda v: v.double(),
-        "sparse": lambda v: v.to_sparse() if v.numel() and v.dim() else v,
-        "nan": lambda v: torch.full_like(v, math.nan),
-    }
-)
+GRADS = {  # what a gradient may be that somebody sets by hand
+    **LAYOUTS,
+    "fresh": lambda v: v,
+    "expanded": lambda v: v.flatten()[:1].expand(v.shape) if v.numel() and v.dim() else v,
+    "graph": lambda v: v.requires_grad_() * 2.0,
+    "negative": lambda v: torch.complex(v, -v).conj().imag if v.dtype == torch.float32 else v,  # is read so
+    "other": lambda v: v.to(torch.bfloat16 if v.dtype == torch.float32 else torch.float32),
+    "fp64": lambda v: v.double(),
+    "sparse": lambda v: v.to_sparse() if v.numel() and v.dim() else v,
+    "nan": lambda v: torch.full_like(v, math.nan),
+}
 
 
 def parameter(shape: Sequence[int], layout: str, dtype: str, seed: int) -> torch.nn.Parameter:

@@ -15,7 +15,7 @@ from torch import Tensor
 import accumfused as af
 from fuzz import draws
 from fuzz.bounds import UNIT, Bounded
-from fuzz.step import Side
+from fuzz.step import Side, step_together
 from fuzz.subject import KNOWN
 
 GROWTH_INTERVAL = 3  # of scalers
@@ -26,7 +26,8 @@ WRITES = {  # from outside, under no_grad; nobody can see one through `.data`
     "nothing": lambda p, seed: p.add_(0.0),
     "data": lambda p, seed: p.data.mul_(draws.random(p.shape, seed) > 0),
 }
-CHANGES = [{}, {"lr": 0.1}, {"lr": 0.02}, {"lr": 0.0}, {"momentum": 0.0}, {"momentum": 0.6}, {"weight_decay": 0.3}]
+HOW = ["freeze", "thaw", "thaw", "lay out", "add"]
+CHANGES = [{}, {"lr": 0.1}, {"lr": 0.02}, {"momentum": 0.0}, {"momentum": 0.6}, {"weight_decay": 0.3}]
 
 
 class Machine(RuleBasedStateMachine):
@@ -50,17 +51,13 @@ class Machine(RuleBasedStateMachine):
     def is_alone(self) -> bool:
         return len(self.sides) == 1
 
-    def may_be_copied(self) -> bool:
-        return self.is_alone() and not self.sides[0].entered
-
     @invariant()
     def nothing_else_was_written(self) -> None:
         for side in self.sides:
             side.check_unwritten()
-        states = [value for side in self.sides for state in side.states for value in state.values()]
-        if not all(
-            bool(torch.as_tensor(v).isfinite().all()) for v in [*states, *(f for s in self.sides for f in s.full)]
-        ):
+        known = [value for side in self.sides for state in side.states for value in state.values()]
+        known += [full for side in self.sides for full in side.full]
+        if not all(bool(torch.as_tensor(value).isfinite().all()) for value in known):
             self.begin(self.config)  # by nonfinite="propagate": everything is NaN from here on
 
     # ---- the calls of a loop ---------------------------------------------------------------------------------------
@@ -73,88 +70,66 @@ class Machine(RuleBasedStateMachine):
     def accumulate(self, side: int, weight: Any, last: bool) -> None:
         self.side(side).accumulate(weight, last)
 
-    @rule(side=draws.SIDES, rows=draws.rows, seed=draws.SEEDS, weight=draws.weights, last=draws.lasts)
-    def micro_batch(self, side: int, rows: list[int], seed: int, weight: Any, last: bool) -> None:
-        self.side(side).backward(rows, seed)
-        self.side(side).accumulate(weight, last)
-
-    @precondition(
-        lambda self: self.config["style"] not in ("tiny", "huge")
-    )  # in the loss they would leave fp32's range
     @rule(side=draws.SIDES, rows=draws.rows, seed=draws.SEEDS, weight=draws.weights, last=draws.lasts,
-          poison=draws.poisons, narrow=draws.flags)  # fmt: skip
+          poison=draws.poisons)  # fmt: skip
     def own_backward(self, side: int, **arguments: Any) -> None:
-        self.side(side).own_backward(**arguments)
+        if self.config["style"] not in ("tiny", "huge"):  # in the loss they would leave the range of fp32
+            self.side(side).own_backward(**arguments)
 
-    @rule(
-        side=draws.SIDES,
-        normalizer=draws.normalizers,
-        scale=draws.grad_scales,
-        found_inf=draws.found_infs,
-        one=draws.lasts,
-    )
-    def step(
-        self, side: int, normalizer: Any = None, scale: Any = None, found_inf: Any = None, one: bool = False
+    @rule(side=draws.SIDES, rows=draws.rows, seed=draws.SEEDS, weight=draws.weights, count=st.integers(1, 3),
+          last=draws.flags, step=draws.flags)  # fmt: skip
+    def micro_batches(
+        self, side: int, rows: list[int], seed: int, weight: Any, count: int, last: bool, step: bool
     ) -> None:
-        """Args: one: of those that are clipped together only this one."""
-        if self.is_alone():
-            self.sides[0].step(normalizer, scale, found_inf)
-            return
-        for member in [side] if one else [side, 1 - side]:
-            if not self.sides[member].step_together(self.sides, None if isinstance(normalizer, tuple) else normalizer):
-                self.zero_grad(0, True)
-                self.zero_grad(1, True)
-                return
-
-    @rule(side=draws.SIDES, rows=draws.rows, seed=draws.SEEDS, weight=draws.weights, count=st.integers(1, 4))
-    def window(self, side: int, rows: list[int], seed: int, weight: Any, count: int) -> None:
-        """A whole one, as a loop has it."""
+        """A window, or the beginning of one, as a loop has it."""
         for index in range(count):
-            self.micro_batch(side, rows, seed + index, weight, last=index == count - 1 and seed % 2 == 1)
-        self.step(side)
+            self.side(side).backward(rows, seed + index)
+            self.side(side).accumulate(weight, last and index == count - 1)
+        if step:
+            self.step(side)
+
+    @rule(side=draws.SIDES, normalizer=draws.normalizers, scale=draws.grad_scales, found=draws.found_infs)
+    def step(self, side: int, normalizer: Any = None, scale: Any = None, found: Any = None) -> None:
+        number, order = None if isinstance(normalizer, tuple) else normalizer, [side, 1 - side]
+        if self.is_alone():
+            self.sides[0].step(normalizer, scale, found)
+        elif not step_together([self.sides[each] for each in order], number):
+            self.sides[0].zero_grad()
+            self.sides[1].zero_grad()
 
     @rule(side=draws.SIDES, set_to_none=draws.flags)
     def zero_grad(self, side: int, set_to_none: bool) -> None:
         self.side(side).zero_grad(set_to_none)
-        self.side(side).taken = None
-        if not any(member.taken[0] for member in self.sides if member.taken is not None):
-            for member in self.sides:
-                member.taken = None
 
-    @rule(side=draws.SIDES, change=st.sampled_from(CHANGES), clip=st.sampled_from(["same", None, 1.0, 20.0]))
-    def set(self, side: int, change: dict[str, Any], clip: Any) -> None:
-        """What may change between steps."""
+    @rule(side=draws.SIDES, change=st.sampled_from(CHANGES), clip=st.sampled_from(["same", None, 1.0, 20.0]),
+          epoch=draws.lasts)  # fmt: skip
+    def set(self, side: int, change: dict[str, Any], clip: Any, epoch: bool) -> None:
+        """What may change between steps; an epoch is a scheduler's."""
         own = self.side(side)
+        groups = own.optimizer.param_groups
         if "lr" in change or not own.foreign:  # (torch's RMSprop makes its buffer at first only)
             known = {"lr", *own.config["options"]}
-            own.optimizer.param_groups[-1].update({name: value for name, value in change.items() if name in known})
+            groups[-1].update({name: value for name, value in change.items() if name in known})
         if clip != "same" and self.is_alone():
             own.optimizer.max_grad_norm = clip
+        if epoch:
+            half = torch.optim.lr_scheduler.MultiplicativeLR
+            own.scheduler = own.scheduler or half(own.optimizer, lambda epoch: 0.5 if epoch % 2 else 2.0)
+            expected = [group["lr"] * (2.0 if own.scheduler.last_epoch % 2 else 0.5) for group in groups]
+            own.attempt(own.scheduler.step)
+            assert [group["lr"] for group in groups] == expected
 
-    @rule(side=draws.SIDES)
-    def schedule(self, side: int) -> None:
-        own = self.side(side)
-        if own.scheduler is None:
-            own.scheduler = torch.optim.lr_scheduler.StepLR(own.optimizer, 1, gamma=0.5)
-        before = [group["lr"] for group in own.optimizer.param_groups]
-        own.attempt(own.scheduler.step)
-        assert [group["lr"] for group in own.optimizer.param_groups] == [0.5 * lr for lr in before]
-
-    @rule(side=draws.SIDES, bucket_bytes=st.sampled_from([1, 64, 2**20]))
-    def release_gradients(self, side: int, bucket_bytes: int) -> None:
-        own, handles = self.side(side), list[Any]()
-        refusal = RuntimeError if own.handle is not None or own.phase == "open" else None
-        call = lambda: handles.append(af.release_gradients(own.optimizer, bucket_bytes))  # noqa: E731
-        if own.is_readable() and own.attempt(call, refusal):
-            own.handle = handles[0]
-
-    @precondition(lambda self: any(side.handle is not None for side in self.sides))
-    @rule(side=draws.SIDES)
-    def remove_handle(self, side: int) -> None:
-        own = self.side(side)
-        refusal = RuntimeError if own.phase == "open" else None
-        if own.handle is not None and own.attempt(own.handle.remove, refusal):
-            own.handle = None
+    @rule(side=draws.SIDES, bucket_bytes=st.sampled_from([1, 64, 2**20, None]))
+    def release_gradients(self, side: int, bucket_bytes: int | None) -> None:
+        """Args: bucket_bytes: None: this ends."""
+        own, is_open = self.side(side), self.side(side).phase == "open"
+        if bucket_bytes is None:
+            if own.handle is not None and own.attempt(own.handle.remove, RuntimeError if is_open else None):
+                own.handle = None
+        elif own.is_readable():
+            handles, refusal = list[Any](), RuntimeError if own.handle is not None or is_open else None
+            own.attempt(lambda: handles.append(af.release_gradients(own.optimizer, bucket_bytes)), refusal)
+            own.handle = handles[0] if handles else own.handle
 
     # ---- loss scaling ----------------------------------------------------------------------------------------------
 
@@ -230,10 +205,28 @@ class Machine(RuleBasedStateMachine):
                     grad.zero_()
                 torch.nn.utils.clip_grad_norm_(params, 0.5)
 
-    @rule(side=draws.SIDES, row=draws.ROW, seed=draws.SEEDS, kind=st.sampled_from([*WRITES]))
-    def write_param(self, side: int, row: int, seed: int, kind: str) -> None:
+    @rule(side=draws.SIDES, row=draws.ROW, seed=draws.SEEDS, how=st.sampled_from([*WRITES, *HOW]))
+    def touch_param(self, side: int, row: int, seed: int, how: str) -> None:
+        """Written, frozen or not, added in a group, or laid out anew in memory with the same numbers."""
         own = self.side(side)
         row %= len(own.params)
+        param = own.params[row]
+        if how in ("freeze", "thaw"):
+            param.requires_grad_(how == "thaw")
+        elif how == "lay out":
+            if not own.entered and own.settings.get("state_dtype") != "int8":  # blocks of memory would be rounded anew
+                param.data = draws.transposed(param.detach())
+        elif how in WRITES:
+            self.write_param(own, row, seed, how)
+        elif len(own.params) < 7:
+            shape = draws.SHAPES[seed % len(draws.SHAPES)]
+            own.params.append(draws.parameter(shape, "transposed", own.config["params"][0][2], seed))
+            own.full.append(own.params[-1].detach().double())
+            own.states.append({})
+            own.written.append(False)
+            own.attempt(lambda: own.optimizer.add_param_group({"params": own.params[-1:], "lr": 0.05}))
+
+    def write_param(self, own: Side, row: int, seed: int, kind: str) -> None:
         param = own.params[row]
         has_master = param.dtype != torch.float32 and own.masters is not None
         if own.trusted and has_master and "written after load" in KNOWN:
@@ -249,33 +242,20 @@ class Machine(RuleBasedStateMachine):
             own.full[row] = now.double()
         own.written[row] |= has_master and kind != "data"
 
-    @rule(side=draws.SIDES, row=draws.ROW, how=st.sampled_from(["freeze", "thaw", "lay out"]))
-    def change_param(self, side: int, row: int, how: str) -> None:
-        """Frozen or not, or its memory is another, transposed, with the same numbers."""
-        own = self.side(side)
-        param = own.params[row % len(own.params)]
-        if how != "lay out":
-            param.requires_grad_(how == "thaw")
-        elif not own.entered and own.settings.get("state_dtype") != "int8":  # blocks of memory would be rounded anew
-            param.data = draws.transposed(param.detach())
-
-    @rule(side=draws.SIDES, shape=st.sampled_from(draws.SHAPES), seed=draws.SEEDS)
-    def add_group(self, side: int, shape: list[int], seed: int) -> None:
-        own = self.side(side)
-        if len(own.params) < 7:
-            own.params.append(draws.parameter(shape, "transposed", own.config["params"][0][2], seed))
-            own.full.append(own.params[-1].detach().double())
-            own.states.append({})
-            own.written.append(False)
-            own.attempt(lambda: own.optimizer.add_param_group({"params": own.params[-1:], "lr": 0.05}))
-
     # ---- copies and checkpoints ------------------------------------------------------------------------------------
 
-    @precondition(may_be_copied)
-    @rule(way=st.sampled_from(["shared", "saved", "reloaded"]), backend=st.sampled_from(["cpu", "torch", "foreach"]))
-    def resume(self, way: str, backend: str) -> None:
-        """A checkpoint into a fresh optimizer of the same parameters, or into the same one."""
+    @precondition(is_alone)
+    @rule(way=st.sampled_from(["shared", "saved", "reloaded", "deepcopied", "pickled"]),
+          backend=st.sampled_from(["cpu", "torch", "foreach"]))  # fmt: skip
+    def carry_over(self, way: str, backend: str) -> None:
+        """A checkpoint into a fresh optimizer of the same parameters, or into the same one; or a copy of both."""
+        if way in ("deepcopied", "pickled"):
+            self.copy(pickled=way == "pickled")
+            return
         own = self.sides[0]
+        if own.entered:
+            own.attempt(own.optimizer.state_dict, RuntimeError)
+            return
         state, file = own.optimizer.state_dict(), io.BytesIO()
         if way == "reloaded":
             refusal = RuntimeError if own.phase == "open" else None
@@ -298,8 +278,6 @@ class Machine(RuleBasedStateMachine):
         if own.phase == "closed":
             own.end_window()
 
-    @precondition(is_alone)
-    @rule(pickled=draws.flags)
     def copy(self, pickled: bool) -> None:
         """A copy of optimizer and parameters goes on; the original goes another way."""
         own = self.sides[0]

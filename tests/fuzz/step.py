@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import inside
 import torch
 from torch import Tensor
 
@@ -20,8 +19,6 @@ Common = tuple[float, float, bool]  # of optimizers that are clipped together: t
 
 
 class Side(Windows):
-    """An optimizer under test, whole; a machine has one, or two that are clipped together."""
-
     def found(self) -> tuple[dict[int, Bounded], Refusal]:
         """The gradients that a step takes now, and whether it is refused."""
         live = self.live()
@@ -56,16 +53,11 @@ class Side(Windows):
         self, call: Callable[[], Any], divisors: list[Any], *, found: float | None = None, for_scaler: bool = False,
         is_unchecked: bool = False, common: Common | None = None, given: dict[int, Bounded] | None = None,
     ) -> bool:  # fmt: skip
-        """Any call that steps.
+        """Any call that steps: whether it was made.
 
         Args:
-            divisors: numbers, tensors or None; the first is the normalizer.
-            found: found_inf.
             for_scaler, is_unchecked: an overflow is nothing to raise for; and no flag says what a scaler has seen.
             common, given: with clip_together, and the gradients, which were measured before.
-
-        Returns:
-            Whether it was made.
         """
         grads, refusal = self.found() if given is None else (given, None)
         if any(d is not None and not isinstance(d, Tensor) and not 0 < d < math.inf for d in divisors):
@@ -156,56 +148,32 @@ class Side(Windows):
             if kind == "int8" and bound.value.numel():  # a float of 4 bits below its block's largest
                 largest = bound.value.abs().max().nan_to_num(math.inf) * 2.0 ** (-12 if name.endswith("sq") else -9)
                 bound = Bounded(bound.value, bound.error + bound.value.abs() / 8 + largest)
-            if is_finite or self.settings["backend"] != "foreach":  # torch's maximum of AMSGrad drops NaN
+            # (torch's maximum of AMSGrad drops NaN, and 8 bits share one with their block.)
+            if is_finite or (kind != "int8" and self.settings["backend"] != "foreach"):
                 bound.check(now[name], f"state {name} of parameter {row}")
             state[name] = now[name]
         self.full[row] = actual.clone()
 
-    # ---- optimizers that are clipped together ----------------------------------------------------------------------
 
-    def step_together(self, sides: list[Side], normalizer: float | None) -> bool:
-        """A member's step: the first one measures all, and leaves for each what it will step with."""
-        call = functools.partial(self.optimizer.step, normalizer=normalizer)
-        refusals: list[Any] = [ValueError] if normalizer is not None and not 0 < normalizer < math.inf else []
-        untouched = ("param", "state", "grad", "skipped")  # (A window may have got its pending weight: the same sums.)
-        waiting, is_first = [member for member in sides if member.taken is not None], self.taken is None
-        if any(m.entered and m.live() for m in sides) and "release before clip_together" in KNOWN:
-            return False
-        if is_first:
-            parts = [(member, *member.found()) for member in sides]
-            for refusal in [refusal for *_, refusal in parts if refusal is not None]:
-                refusals += refusal if isinstance(refusal, tuple) else [refusal]
-        elif any(member.taken[2:] != (member.fingerprint(), normalizer) for member in waiting):
-            refusals.append(RuntimeError)
-        if refusals:
-            for member in sides if is_first else ():
-                member.taken = None
-            is_known = is_first and any(m.entered for m in sides) and "refused after release" in KNOWN
-            return not is_known and self.attempt(call, tuple(refusals), untouched)
-        if is_first:
-            self._measure([(member, found) for member, found, _ in parts], normalizer)
-        given, common, *_ = self.taken
-        self.taken = None
-        made = self.expected_step(call, [normalizer], common=common, given=given)
-        for member in [member for member in sides if is_first and member.taken is not None]:
-            member.taken = (*member.taken[:2], member.fingerprint(), normalizer)
-        return made
-
-    @staticmethod
-    def _measure(parts: list[tuple[Side, dict[int, Bounded]]], normalizer: float | None) -> None:
-        factor = 1.0 if normalizer is None else 1.0 / normalizer
-        norm, error = norm_of(g.times(factor).rounded(8 * UNIT[FP32]) for _, found in parts for g in found.values())
-        for member, found in parts:
-            if member.phase == "closed" and not found:
-                member.end_window()
-            norm = math.nan if found and member.is_bad_mean() else norm
-            if member.entered:  # its micro-batch ends here
-                member.sums, member.count, member.entered, member.part = dict(found), 1, False, {}
-        propagates = parts[0][0].settings["nonfinite"] == "propagate"
-        for member, found in parts:
-            member.taken = found, (norm, error, not propagates and not norm < math.inf), None, normalizer
-
-    def fingerprint(self) -> tuple[Any, ...]:
-        """What must not change between the steps of optimizers that are clipped together."""
-        grads = [(row, id(self.params[row].grad), inside.version(self.params[row].grad)) for row in self.live()]
-        return (self.folds, self.backwards) if self.phase == "open" else None, grads
+def step_together(sides: list[Side], normalizer: float | None) -> bool:
+    """Steps optimizers that are clipped together; the first one measures all."""
+    calls = [functools.partial(side.optimizer.step, normalizer=normalizer) for side in sides]
+    parts = [(side, *side.found()) for side in sides]
+    refusals = [ValueError] if normalizer is not None and not 0 < normalizer < math.inf else []
+    for refusal in [refusal for *_, refusal in parts if refusal is not None]:
+        refusals += refusal if isinstance(refusal, tuple) else [refusal]
+    entered = [side for side in sides if side.entered]
+    if refusals:  # (A window may have got its pending weight: the same sums.)
+        is_known = entered and "refused after release" in KNOWN
+        return not is_known and sides[0].attempt(calls[0], tuple(refusals), ("param", "state", "grad", "skipped"))
+    factor = 1.0 if normalizer is None else 1.0 / normalizer
+    norm, error = norm_of(g.times(factor).rounded(8 * UNIT[FP32]) for _, found, _ in parts for g in found.values())
+    for side, found, _ in parts:
+        if side.phase == "closed" and not found:
+            side.end_window()
+        norm = math.nan if found and side.is_bad_mean() else norm
+        if side.entered:  # its micro-batch ends here
+            side.sums, side.count, side.entered, side.part = dict(found), 1, False, {}
+    common = norm, error, sides[0].settings["nonfinite"] != "propagate" and not norm < math.inf
+    steps = zip(calls, parts, strict=True)
+    return all(side.expected_step(call, [normalizer], common=common, given=found) for call, (side, found, _) in steps)

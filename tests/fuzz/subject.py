@@ -22,7 +22,6 @@ from fuzz.draws import parameter, random
 KNOWN = {
     "written after load": "before the first step: remainders are those of weights that may come later",
     "refused after release": "a micro-batch has ended before its step() is refused, for another member, say",
-    "release before clip_together": "step() without accumulate() refuses what release_gradients has not folded yet",
 }
 FOREIGN = {"RMSprop": torch.optim.RMSprop, "Adagrad": torch.optim.Adagrad}  # which keep their own step
 STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "step")
@@ -52,8 +51,7 @@ class Subject:
         self.narrow: set[int] = set()  # rows whose p.grad has been in 16 bits
         self.handle: Any = None  # of release_gradients
         self.scheduler: Any = None
-        self.skips = self.folds = self.backwards = 0
-        self.taken: tuple[Any, ...] | None = None  # by the step of another that is clipped together with this one
+        self.skips = 0
         self.end_window()
 
     def end_window(self) -> None:
@@ -97,9 +95,8 @@ class Subject:
             changed = [name for name in differences(bits, side.bits()) if name.startswith(only)]
             changed = [name for name in changed if not side.may_change(name)]
             assert not changed, f"refused, and changed {changed}: {error}"
-            assert only != ("",) or grads == [id(p.grad) for p in side.params], (
-                f"refused, and exchanged p.grad: {error}"
-            )
+            same = only != ("",) or grads == [id(p.grad) for p in side.params]
+            assert same, f"refused, and exchanged p.grad: {error}"
         return error is None
 
     def bits(self) -> dict[str, Any]:
@@ -168,15 +165,10 @@ class Subject:
     def is_plain(self, row: int) -> bool:
         """Whether autograd adds in place to p.grad, as it does to its own."""
         grad = self.params[row].grad
-        if (
-            grad is None
-            or grad.layout != torch.strided
-            or grad.dtype not in UNIT
-            or grad.requires_grad
-            or grad.is_neg()
-        ):
-            return grad is None
-        return 0 not in [s for s, n in zip(grad.stride(), grad.shape, strict=True) if n > 1]
+        if grad is None:
+            return True
+        odd = grad.layout != torch.strided or grad.dtype not in UNIT or grad.requires_grad or grad.is_neg()
+        return not odd and 0 not in [s for s, n in zip(grad.stride(), grad.shape, strict=True) if n > 1]
 
     def slopes(self, rows: list[int], seed: int, poison: float | None) -> dict[int, Tensor]:
         """Gradients for those that require one, in the parameter's dtype."""
@@ -191,11 +183,8 @@ class Subject:
                 param.grad_dtype = param.dtype
         return found
 
-    def loss(self, slopes: dict[int, Tensor], *, narrow: bool = False) -> Tensor:
-        """Args: narrow: in 16 bits, where all terms are."""
-        terms = [(self.params[row] * slope).sum() for row, slope in slopes.items()]
-        narrow = narrow and len({term.dtype for term in terms}) == 1
-        return torch.stack([term if narrow else term.float() for term in terms]).sum()
+    def loss(self, slopes: dict[int, Tensor]) -> Tensor:
+        return torch.stack([(self.params[row] * slope).sum().float() for row, slope in slopes.items()]).sum()
 
     def grad_unit(self, row: int) -> float:
         """Of p.grad: in 16 bits where it has been set so, also while a closed window hides that."""

@@ -52,7 +52,6 @@ class Windows(Subject):
 
     def _add_part(self, row: int, want: Bounded, known: Tensor | None) -> None:
         """Parts may be added to the sum one by one."""
-        self.backwards += 1
         if known is not None and row not in self.part:
             want = want + Bounded.exact(known)
         total = self.part[row] + want if row in self.part else want
@@ -84,7 +83,6 @@ class Windows(Subject):
         """The model's fold. Gradients that are weighted in the loss come so."""
         is_number, number = not isinstance(weight, Tensor), 1.0 if weight is None else float(weight)
         self.phase, self.weighted, self.entered, self.part = "open", weight is not None, False, {}
-        self.folds += not is_number or number != 0
         self.of_tensors |= not is_number
         self.total += number if number >= 0 else math.nan
         self.count += not is_number or number != 0
@@ -124,26 +122,17 @@ class Windows(Subject):
                 same = torch.equal(value.float().nan_to_num(9e9), self.params[row].grad.nan_to_num(9e9))
                 assert same, f"a window of one micro-batch has changed the bits of gradient {row}"
 
-    def own_backward(
-        self, rows: list[int], seed: int, weight: Any, last: bool, poison: float | None, narrow: bool
-    ) -> None:
-        """Args: narrow: the loss is in 16 bits, if all parameters are."""
+    def own_backward(self, rows: list[int], seed: int, weight: Any, last: bool, poison: float | None) -> None:
         weight, slopes = number_of(weight), self.slopes(rows, seed, poison)
         if not slopes:
             return
-        loss, number = self.loss(slopes, narrow=narrow), 1.0 if weight is None else float(weight)
-        refusal = self.fold_refusal(weight, last=last, in_loss=True)
-        # Else it would be rounded, and multiplies the gradients.
-        holds = loss.dtype == FP32 or weight is None
-        in_loss = holds or (not isinstance(weight, Tensor) and float(torch.tensor(number, dtype=loss.dtype)) == number)
-        if not in_loss and self.handle is not None:
-            refusal = RuntimeError if refusal is None else (RuntimeError, ValueError, TypeError)
-        grads = {}
+        loss, number = self.loss(slopes), 1.0 if weight is None else float(weight)
+        refusal, grads = self.fold_refusal(weight, last=last, in_loss=True), {}
         for row, slope in slopes.items():
-            grads[row] = Bounded.exact(slope).times(number if in_loss else 1.0).rounded(3 * self.grad_unit(row))
+            grads[row] = Bounded.exact(slope).times(number).rounded(3 * self.grad_unit(row))
             grads[row].error += 4 * SMALLEST.get(slope.dtype, 0.0)
         if self.attempt(lambda: self.optimizer.backward(loss, weight, last=last), refusal):
-            self.fold(grads, weight, last=last, in_loss=in_loss)
+            self.fold(grads, weight, last=last, in_loss=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         before = self.live() if not set_to_none and self.handle is None else []
