@@ -20,18 +20,18 @@ _CHUNK = 8  # tests that a worker is given at once: the order holds across worke
 
 def files() -> list[Path]:
     """Those with a test for every backend, and those about GPUs: collecting the others takes time."""
-    needs = re.compile(rf"\bbackend: str\b|{re.escape(ASKS)}")
-    return [path for path in sorted(TESTS.glob("test_*.py")) if needs.search(path.read_text())]
+    needs = re.compile(rf"\bbackend: str\b|\bplace: Place\b|{re.escape(ASKS)}")
+    return [path for path in sorted(TESTS.rglob("test_*.py")) if needs.search(path.read_text())]
 
 
 def command(*, sanitizer: bool, dry: bool) -> list[str]:
-    pytest = [sys.executable, "-m", "pytest", "-p", "bench.gpu.failures", "-rN", "--no-header", "--tb=short"]
+    pytest = [sys.executable, "-m", "pytest", "-p", "bench.gpu.failures", "-rN", "--no-header", "--tb=short", "--full"]
     if sanitizer:
-        return [*pytest, "-v", "-k", "sanitizer", *map(str, sorted(TESTS.glob("test_gpu*.py")))]
+        return [*pytest, "-v", "-k", "sanitizer", *map(str, sorted(TESTS.rglob("test_gpu*.py")))]
     workers = min(_WORKERS, os.cpu_count() or 1)
     pytest += ["-p", "xdist", "-n", str(workers), "--dist", "load", "--maxschedchunk", str(_CHUNK)]
     if dry:
-        return [*pytest, "--gpu-backends", "torch,cpu", "-k", "no_decay", str(TESTS / "test_rules.py")]
+        return [*pytest, "--gpu-backends", "torch,cpu", "-k", "no_decay", str(TESTS / "numbers" / "test_rules.py")]
     return [*pytest, "--gpu-backends", "cuda,triton", *map(str, files())]
 
 

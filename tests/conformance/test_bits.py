@@ -15,27 +15,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from layouts import EDGES, PIECE, edges
 from places import INSTRUCTION_SETS, INTERPRETED, ON_CPU, ON_GPU, Place
-from problems import (
-    AXES,
-    CHUNK,
-    EDGES,
-    GRADS,
-    LOOPS,
-    PIECE,
-    TAILS,
-    VALUES,
-    Problem,
-    Tail,
-    assert_conforms,
-    edges,
-    expected,
-    problems,
-)  # fmt: skip
+from problems import AXES, GRADS, LOOPS, TAILS, VALUES, Problem, Tail, assert_conforms, expected, problems
 from table import CASES, EACH_RULE, WEIGHTS
 
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.reference import ReferenceBackend
+from accumfused.numeric import CHUNK
 
 # Triton 3.6 makes numbers of numpy's arrays of one element.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -259,7 +246,9 @@ class WrongCoefficient(DoesNothing):
 def test_every_problem_tells_a_wrong_backend(mutant: type[DoesNothing]) -> None:
     inner = CpuBackend() if INSTRUCTION_SETS else ReferenceBackend()
     passed = []
-    for problem in [problem for problem in problems(AXES) if problem.values == "usual"]:
+    for problem in problems(AXES):
+        if problem.values != "usual" or problem.tail.nonfinite == "propagate":  # which makes NaN of nearly everything
+            continue
         try:
             assert_conforms(problem, mutant(inner))
         except AssertionError:

@@ -50,16 +50,16 @@ def test_every_number_of_16_bits(weights: str, place: Place) -> None:
     found = []
     for backend, device in ((ReferenceBackend(), "cpu"), (place.backend, place.device)):
         optimizer, param = make(backend, values.to(device, dtype), 1.0, **options)
-        set_grads([param], [steps.to(device)])
-        optimizer.step()
-        after = [param.detach().clone()]
-        param.data.copy_(values.flip(0))
-        set_grads([param], [torch.zeros_like(param)])
-        optimizer.step()
-        after.append(param.detach().clone())
-        set_grads([param], [values.to(device)])
-        optimizer.step()
-        found.append([*after, param.detach(), *(v for n, v in optimizer.state[param].items() if "remainder" not in n)])
+        after = []
+        for grad in (steps, torch.zeros_like(steps), values):
+            param.grad = None
+            param.grad_dtype = grad.dtype
+            param.grad = grad.to(device)
+            optimizer.step()
+            after.append(param.detach().clone())
+            if grad is steps:
+                param.data.copy_(values.flip(0))
+        found.append([*after, *(v for n, v in optimizer.state[param].items() if "remainder" not in n)])
     for actual, wanted in zip(found[1], found[0], strict=True):
         assert_same_bits(actual.cpu(), wanted)
     written = values.flip(0).to(dtype)
@@ -82,8 +82,10 @@ def test_one_number_that_is_not_finite_among_codes(weights: str, of: str, grad_d
         (param.data if of == "param" else grad).view(torch.int16)[at] = value - (value >> 15 << 16)
         param = param.detach().to(device).requires_grad_()
         optimizer = case_named("adamw").make(
-            [param], backend, nonfinite="propagate", eps=eps, state_dtype="int8", rounding_seed=17, **WEIGHTS[weights][1]
+            [param], backend, nonfinite="propagate", state_dtype="int8", state_dtype_min_numel=2, rounding_seed=17,
+            **WEIGHTS[weights][1],
         )  # fmt: skip
+        optimizer.param_groups[0]["eps"] = eps
         for _ in range(3):  # the scales of a block that is not finite are read again
             set_grads([param], [grad.to(device, grad_dtype)])
             optimizer.step()

@@ -1,33 +1,35 @@
-"""The backends for GPUs on a GPU: the same bits as on the CPU, on any stream, in graphs, without waiting."""
+"""GPUs on a GPU, beyond the bits that test_bits.py compares: large tensors, streams, graphs, and that nothing waits."""
 
 from __future__ import annotations
 
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from typing import Any
 
+import inside
 import pytest
-import test_backends_agree as agree
-import test_sum_partials
 import torch
+from captured_window import Window
 from compare import assert_same_bits, everything
-from table import ADAMW_CASE, CASES, Case, case_named, random_grads, random_params
+from layouts import edges
+from problems import Problem, assert_conforms
+from table import ADAMW_CASE, STATES, WEIGHTS, case_named, random_grads, random_params, set_grads
 from torch import Tensor
 
 import accumfused as af
 from accumfused import _native, backends
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.reference import ReferenceBackend
-from accumfused.numeric import sum_partials
+from accumfused.backends.several import SeveralDevices
+from accumfused.numeric import CHUNK
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 DEVICE = torch.device("cuda", 0)
-CHUNK = agree.CHUNK
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 @pytest.fixture(params=["cuda", "triton"])
@@ -45,69 +47,47 @@ def make(name: str) -> Any:
     return CudaBackend()
 
 
-def test_auto_takes_the_cuda_kernels() -> None:
+def assert_agree(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same_bits(found[name], value, name)
+
+
+def test_auto_takes_the_cuda_kernels_and_each_devices_own() -> None:
     param = torch.zeros(3, device=DEVICE, requires_grad=True)
     optimizer = af.AdamW([param])
     param.grad = torch.ones_like(param)
     optimizer.step()
-    assert optimizer._runtime.backend.name == "cuda", backends.why_not("cuda", DEVICE)
+    assert inside.backend(optimizer).name == "cuda", backends.why_not("cuda", DEVICE)
+    both = backends.select("auto", [torch.device("cpu"), DEVICE])
+    assert isinstance(both, SeveralDevices)
+    assert {device.type: backend.name for device, backend in both.backends.items()} == {"cpu": "cpu", "cuda": "cuda"}
 
 
-# ---- the same bits --------------------------------------------------------------------------------------------------
-
-
-@agree.each_dtype
-@every_case
-def test_every_rule_and_dtype_gives_the_cpu_bits(case: Case, dtype: torch.dtype, gpu: str) -> None:
-    found = agree.run(case, make(gpu), dtype, device="cuda")
-    agree.assert_agree(found, agree.reference_run(case.name, dtype))
-
-
-def test_uneven_step_counts_agree(gpu: str) -> None:
-    agree.assert_agree(agree.uneven_steps(make(gpu), "cuda"), agree.uneven_steps(ReferenceBackend()))
-
-
-@pytest.mark.parametrize("name", ["adamw", "adamw_amsgrad", "sgd_nesterov", "lion_weight_decay"])
-def test_the_reference_gives_the_same_bits_on_a_gpu(name: str) -> None:
-    found = agree.run(case_named(name), ReferenceBackend(), torch.float32, device="cuda")
-    agree.assert_agree(found, agree.reference_run(name, torch.float32))
-
-
-@agree.each_dtype
-@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
-@pytest.mark.parametrize("weights", agree.WINDOWS.values(), ids=agree.WINDOWS.keys())
-def test_windows_agree(weights: Sequence[Any], closed: bool, dtype: torch.dtype, gpu: str) -> None:
-    expected = agree.window(ReferenceBackend(), dtype, weights, closed=closed)
-    agree.assert_agree(agree.window(make(gpu), dtype, weights, closed=closed, device="cuda"), expected)
-
-
-@agree.each_dtype
-def test_many_chunks_in_every_block(dtype: torch.dtype, gpu: str) -> None:
-    sizes = (3000 * CHUNK + 77, 5 * CHUNK, 3)
-    grads = [g.to(DEVICE) for g in random_grads([torch.empty(size) for size in sizes], 0, dtype)]
+@pytest.mark.parametrize("name", ["sgd_dampening", "adamw_amsgrad"])
+def test_the_cpu_and_a_gpu_give_the_numbers_of_the_cpu(name: str) -> None:
+    case = case_named(name)
     found = []
-    for backend in (make(gpu), ReferenceBackend()):
-        params = [p.detach().to(DEVICE).requires_grad_() for p in random_params([(size,) for size in sizes])]
-        optimizer = ADAMW_CASE.make(params, backend, max_grad_norm=0.5)
-        for param, grad in zip(params, grads, strict=True):
-            param.grad_dtype = dtype
-            param.grad = grad
-        optimizer.step()
-        optimizer.step()
-        found.append(everything(optimizer) | {"norm": optimizer.grad_norm})
-    agree.assert_agree(found[0], found[1])
+    for places in (("cpu", "cpu", "cpu"), ("cpu", "cuda", "cpu"), ("cuda", "cpu", "cuda")):
+        shapes = [(CHUNK + 5,), (70,), (3 * CHUNK,)]
+        params = [p.detach().to(place).requires_grad_() for p, place in zip(random_params(shapes), places, strict=True)]
+        optimizer = case.make(params, max_grad_norm=0.5)
+        for seed in range(4):
+            set_grads(params, [g.to(p.device) for g, p in zip(random_grads(params, seed), params, strict=True)])
+            if seed < 2:
+                optimizer.accumulate(weight=seed + 1.0, last=seed == 1)
+            if seed > 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append({str(index): param.detach().cpu() for index, param in enumerate(params)})
+    for other in found[1:]:
+        assert_agree(other, found[0])
 
 
-@test_sum_partials.every_size
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_sum_over_chunks_that_processes_add_up_has_the_cpu_bits(size: int, deterministic: bool) -> None:
-    partials = test_sum_partials.random_partials(size)
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        found = sum_partials(partials.to(DEVICE))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert torch.equal(found.cpu(), sum_partials(partials))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_chunks_in_every_block(dtype: torch.dtype, gpu: str) -> None:
+    problem = Problem("adamw", dtype, edges=edges(3000 * CHUNK + 77, 5 * CHUNK, 3))
+    assert_conforms(problem, make(gpu), "cuda")
 
 
 def test_more_than_two_to_the_31_elements(gpu: str) -> None:
@@ -150,27 +130,25 @@ def test_a_side_stream(gpu: str) -> None:
     stream = torch.cuda.Stream(DEVICE)
     stream.wait_stream(torch.cuda.current_stream(DEVICE))
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)  # so that kernels on another stream would run first
+        inside.sleep_on_the_gpu(50_000_000)  # so that kernels on another stream would run first
         found = train(make(gpu))
     torch.cuda.current_stream(DEVICE).wait_stream(stream)
-    agree.assert_agree(found, expected)
+    assert_agree(found, expected)
 
 
 def test_a_device_that_is_not_the_current_one(gpu: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    agree.assert_agree(train(make(gpu), device=torch.device("cuda", 1)), train(make(gpu)))
+    assert_agree(train(make(gpu), device=torch.device("cuda", 1)), train(make(gpu)))
     assert torch.cuda.current_device() == 0
 
 
 def test_another_thread(gpu: str) -> None:
-    import threading
-
     found: list[dict[str, Tensor]] = []
     worker = threading.Thread(target=lambda: found.append(train(make(gpu))))
     worker.start()
     worker.join()
-    agree.assert_agree(found[0], train(make(gpu)))
+    assert_agree(found[0], train(make(gpu)))
 
 
 # ---- nothing waits --------------------------------------------------------------------------------------------------
@@ -222,17 +200,17 @@ def problem(gpu: str) -> tuple[list[Tensor], Any, Tensor, list[Tensor], Callable
     return params, optimizer, lr, targets, one_window
 
 
-def warm_up(one_window: Callable[[], None]) -> None:
+def warm_up(one_window: Callable[[], None], times: int = 2) -> None:
     stream = torch.cuda.Stream(DEVICE)
     stream.wait_stream(torch.cuda.current_stream(DEVICE))
     with torch.cuda.stream(stream):
-        for _ in range(2):
+        for _ in range(times):
             one_window()
     torch.cuda.current_stream(DEVICE).wait_stream(stream)
 
 
 def needs_capture(gpu: str) -> None:
-    if gpu == "triton" and _native._C is None:
+    if gpu == "triton" and _native.unavailable is not None:
         pytest.skip("without the native module's table a plan cannot be known to be unchanged")
 
 
@@ -255,7 +233,7 @@ def test_a_captured_window_gives_the_bits_of_eager_ones(gpu: str) -> None:
             run()
         found.append(everything(optimizer) | {"norm": optimizer.grad_norm.clone()})
         assert optimizer.state[params[0]]["step"].item() == 6
-    agree.assert_agree(found[0], found[1])
+    assert_agree(found[0], found[1])
 
 
 def test_eager_calls_between_replays_leave_the_graph_alone(gpu: str) -> None:
@@ -276,7 +254,7 @@ def test_eager_calls_between_replays_leave_the_graph_alone(gpu: str) -> None:
             else:
                 one_window()
         found.append(everything(optimizer))
-    agree.assert_agree(found[0], found[1])
+    assert_agree(found[0], found[1])
 
 
 def test_a_capture_before_the_first_step_is_refused(gpu: str) -> None:
@@ -317,6 +295,57 @@ def test_gradients_in_the_memory_of_compiled_graphs_are_copied(gpu: str) -> None
             optimizer.step()
         found.append(torch.cat([param.detach().flatten() for param in net.parameters()]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+needs_cuda = pytest.mark.skipif(backends.why_not("cuda", DEVICE) is not None, reason="needs the CUDA kernels")
+
+
+def in_bits(weights: str, states: str, sizes: tuple[int, ...], backend: Any) -> tuple[Any, list[Tensor]]:
+    dtype, options = WEIGHTS[weights]
+    params = [p.detach().to(dtype).requires_grad_() for p in random_params([(size,) for size in sizes])]
+    known = {"state_dtype": STATES[states], "state_dtype_min_numel": 2, "rounding_seed": 17}
+    return ADAMW_CASE.make(params, backend, **known, **options), params
+
+
+@pytest.mark.parametrize("weights", ["bf16_stochastic", "split16", "split8"])
+@needs_cuda
+def test_root_and_quotient_are_ieee_over_many_numbers(weights: str) -> None:
+    """Where the loops for packed formats compute them without a test of each: 2^22 moments of all sizes."""
+    exponents = torch.arange(2**22, device="cpu") // 128 % 50 - 25
+    powers = (exponents + 127 << 23).int().view(torch.float32)  # a GPU's 2.0 ** n may be off by a bit
+    found = []
+    for backend, device in ((CudaBackend(), "cuda"), (ReferenceBackend(), "cpu")):
+        with torch.device(device):
+            optimizer, params = in_bits(weights, "int8", (2**22,), backend)
+            scale = powers.to(device)
+            for step in range(3):
+                params[0].grad = (random_grads(params, step)[0] * scale).bfloat16()
+                optimizer.step()
+            found.append({name: value.cpu() for name, value in everything(optimizer).items()})
+    assert_agree(found[0], found[1])
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("weights", ["bf16_stochastic", "split16", "split8"])
+@needs_cuda
+def test_each_replay_rounds_with_the_noise_of_its_own_step(weights: str, states: str) -> None:
+    found = []
+    for captured in (True, False):
+        with torch.device("cuda"):
+            optimizer, params = in_bits(weights, states, (CHUNK + 5000, 70), CudaBackend())
+            window = Window(optimizer, params, *(random_grads(params, micro, torch.bfloat16) for micro in range(2)))
+        warm_up(window, 1)
+        again = window
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                window()
+            again = graph.replay
+        for _ in range(2):
+            again()
+        found.append(everything(optimizer))
+        assert int(optimizer.state[params[0]]["step"]) == 3
+    assert_agree(found[0], found[1])
 
 
 # ---- a forked process -----------------------------------------------------------------------------------------------

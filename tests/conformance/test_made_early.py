@@ -18,18 +18,6 @@ class Held:
     value: Any
 
 
-def in_a_closure(value: Tensor) -> Callable[[], Tensor]:
-    return lambda: value
-
-
-def parametrized(value: Any) -> Any:
-    return pytest.mark.parametrize("value", [pytest.param(value, id="it")])(lambda value: None)
-
-
-def defaulted(value: Any) -> Any:
-    return lambda held=value: held
-
-
 EARLY: list[Tensor] = []
 
 
@@ -37,44 +25,28 @@ def names_a_global() -> list[Tensor]:
     return list(EARLY)
 
 
-def calls_one_that_does() -> Callable[[], list[Tensor]]:
-    return lambda: names_a_global()
-
-
-PLACES: dict[str, Callable[[Tensor], Any]] = {
+PLACES: dict[str, Callable[[Any], Any]] = {
     "itself": lambda value: value,
     "a list in a dict": lambda value: {"some": [1, value]},
     "a dataclass": Held,
-    "a set of parameters": lambda value: {torch.nn.Parameter(value)},
     "an optimizer": lambda value: torch.optim.SGD([value.requires_grad_()]),
-    "a closure": in_a_closure,
-    "a default": defaulted,
-    "a mark": parametrized,
+    "a closure": lambda value: lambda: value,
+    "a default": lambda value: lambda held=value: held,
+    "a mark": lambda value: pytest.mark.parametrize("it", [pytest.param(value, id="it")])(lambda it: None),
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_tensor_is_found_in(place: str) -> None:
-    assert reaches_tensors(PLACES[place](torch.ones(2)))
-    assert not reaches_tensors(PLACES[place](torch.ones(())))
+@pytest.mark.parametrize("place_of", PLACES)
+def test_a_tensor_is_found_in(place_of: str) -> None:
+    assert reaches_tensors(PLACES[place_of](torch.ones(2)))
+    assert not reaches_tensors(PLACES[place_of](torch.ones(())))
 
 
-@pytest.mark.parametrize("function", [names_a_global, calls_one_that_does], ids=lambda function: function.__name__)
-def test_a_global_is_found_where_it_is_named(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not reaches_tensors(function)
+def test_a_global_is_found_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not reaches_tensors(lambda: names_a_global())
     monkeypatch.setitem(globals(), "EARLY", [torch.ones(2)])
-    assert reaches_tensors(function)
-    assert not reaches_tensors(test_what_makes_tensors_when_it_is_called_reaches_none)
-
-
-def test_a_global_of_another_module_is_found_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def names_it() -> Any:
-        return table.EARLY  # type: ignore[attr-defined]
-
     monkeypatch.setattr(table, "EARLY", torch.ones(2), raising=False)
-    assert reaches_tensors(names_it)
+    assert reaches_tensors(lambda: names_a_global())
+    assert reaches_tensors(lambda: table.EARLY)  # type: ignore[attr-defined]
     assert not reaches_tensors(lambda: table.CASES)
-
-
-def test_what_makes_tensors_when_it_is_called_reaches_none() -> None:
     assert not reaches_tensors([PLACES, torch, Tensor, torch.nn.Module, lambda: torch.ones(2)])

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_same_bits
+from layouts import edges
 from places import INTERPRETED, ON_CPU, ON_GPU, Place
-from problems import CHUNK, Loop, Problem, Tail, assert_conforms, edges, expected, play
+from problems import Loop, Problem, Tail, assert_conforms, expected, play
 from table import random_params
 from torch import Tensor
 
 from accumfused import codecs, plan
+from accumfused.numeric import CHUNK
 from accumfused.rules import RULES
 from accumfused.settings import Settings
 
@@ -74,7 +76,7 @@ def test_a_chunk_across_4g_elements_is_rounded_as_by_the_reference(origin: int, 
 
 
 def key() -> Tensor:
-    return codecs.key(torch.tensor(5), torch.tensor(7), 3, 11)
+    return codecs.key(torch.tensor(5), torch.tensor(7), 3)
 
 
 @pytest.mark.parametrize("begin", [0, 1, 4097, CHUNK + 3, 2 * CHUNK])

@@ -9,8 +9,8 @@ import inside
 import pytest
 import torch
 from compare import assert_same_bits, everything
-from places import Place
-from problems import GAP, every_third_row, same, shifted, transposed, with_holes
+from layouts import GAP, every_third_row, same, shifted, transposed, with_holes
+from places import INTERPRETED, ON_CPU, ON_GPU, Place
 from snapshot import refused
 from table import ADAMW_CASE, EACH_RULE, Case, case_named, random_grads, random_params, set_grads
 from torch import Tensor
@@ -88,9 +88,7 @@ class Wrapper(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapper:
-        wrapper = Tensor._make_wrapper_subclass(  # torch's way to make one
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
-        )
+        wrapper = inside.wrapper(cls, inner)
         wrapper.inner = inner
         return wrapper
 
@@ -121,6 +119,18 @@ def test_a_gradient_without_memory_is_refused_or_taken_at_its_values(
         expected = [p - (g + p * torch.tensor(0.2)) * torch.tensor(LR) for p, g in zip(expected, grads, strict=True)]
     for param, wanted in zip(params, expected, strict=True):
         assert_same_bits(param, wanted)
+
+
+@pytest.mark.parametrize("place", [*ON_CPU, *INTERPRETED, *ON_GPU], indirect=True)
+def test_a_gradient_in_its_accumulators_memory_is_refused(place: Place) -> None:
+    (param,) = random_params([(6,)])
+    optimizer = ADAMW_CASE.make([param], place.backend)
+    param.grad = torch.ones(6)
+    optimizer.accumulate()
+    (accumulator,) = inside.accumulators(optimizer)
+    param.grad = accumulator.detach()
+    with refused(optimizer, RuntimeError, "lies where the window.s sum does"):
+        optimizer.accumulate()
 
 
 # ---- tensors that move between steps --------------------------------------------------------------------------------

@@ -1,0 +1,90 @@
+"""The sum over chunks has one order of additions, in whatever number of kernels a device makes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_same_bits
+from harness import GPU
+from places import INTERPRETED, ON_GPU, Place
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accumfused import plan
+from accumfused.backends.base import Scaling
+from accumfused.backends.reference import ReferenceBackend
+from accumfused.numeric import LANES, sum_partials
+from accumfused.rules import RULES
+from accumfused.settings import Settings
+
+SIZES = [0, 1, 5, *(n + off for n in (LANES, 2 * LANES, 32 * LANES) for off in (-1, 0, 1)), 200_000]
+every_size = pytest.mark.parametrize("size", SIZES)
+
+
+class Operators(TorchDispatchMode):
+    """Counts what would be kernels on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def random_partials(size: int) -> Tensor:
+    """Of so many sizes that each other order of additions gives another sum."""
+    generator = torch.Generator().manual_seed(size)
+    exponents = torch.randint(-60, 60, (size,), generator=generator)
+    return torch.rand(size, generator=generator).mul(torch.ldexp(torch.ones(size), exponents))
+
+
+def one_after_the_other(partials: Tensor) -> Tensor:
+    """As docs/arithmetic.md says it."""
+    lanes = [0.0] * LANES
+    for index, value in enumerate(partials.tolist()):
+        lanes[index % LANES] += value
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [lanes[lane] + lanes[lane + half] for lane in range(half)]
+    return torch.tensor(lanes[0], dtype=torch.float64)
+
+
+@every_size
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_gpus_few_kernels_make_the_additions_of_the_arithmetic(
+    size: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through torch's operators for a GPU too, on the CPU; where torch must be deterministic it refuses cumsum."""
+    partials = random_partials(size)
+    wanted = one_after_the_other(partials)
+    assert torch.equal(sum_partials(partials), wanted)
+    if GPU:
+        assert torch.equal(sum_partials(partials.to("cuda")).cpu(), wanted)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    if deterministic:
+        monkeypatch.setattr(torch.Tensor, "cumsum", None)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with Operators() as seen:
+        assert torch.equal(sum_partials(partials), wanted)
+    assert deterministic or seen.count < 20
+    for bad in (torch.nan, torch.inf):
+        if size:
+            partials[-1] = bad
+            assert_same_bits(sum_partials(partials).float(), torch.tensor(bad))
+
+
+@pytest.mark.parametrize("place", [*INTERPRETED, *ON_GPU], indirect=True)
+def test_tritons_sum_over_more_chunks_than_lanes(place: Place) -> None:
+    partials = torch.rand(2500, generator=torch.Generator().manual_seed(3)) * 2.0 ** torch.arange(2500).remainder(40)
+    found = []
+    for backend, device in ((ReferenceBackend(), "cpu"), (place.backend, place.device)):
+        if getattr(backend, "name", "") == "cuda":
+            pytest.skip("its table counts chunks itself")
+        groups = [{"params": [torch.zeros(1, device=device)]}]
+        built = replace(plan.build(groups, {}, [RULES[0]], Settings()), chunks=len(partials))
+        scaling = Scaling(built.device, normalization=0.3, takes_norm=True, max_grad_norm=0.7)
+        found.append(backend.norm(built, None, partials.to(device), scaling).values.cpu())
+    assert_same_bits(found[1], found[0])
