@@ -15,10 +15,10 @@ import tempfile
 import traceback
 from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from compare import bits
 from torch import Tensor
 
@@ -49,7 +49,7 @@ def agreed(size: int, function: Callable[..., Any], *args: Any) -> Any:
 
 def close(*sizes: int) -> None:
     """Ends the workers: those of these sizes, or all."""
-    for size in [size for size in sizes or list(_pools) if size in _pools]:
+    for size in sizes or list(_pools):
         _pools.pop(size).close()
 
 
@@ -64,15 +64,14 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_IMPORTED)
         self._folder = tempfile.TemporaryDirectory()
-        store = Path(self._folder.name, "store")
         self._pipes, self._processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(rank, size, str(store), there, list(sys.path)), daemon=True)
-            process.start()
-            there.close()
+            given = rank, size, f"{self._folder.name}/store", there, list(sys.path)
+            self._processes.append(context.Process(target=_work, args=given, daemon=True))
+            self._processes[-1].start()
             self._pipes.append(here)
-            self._processes.append(process)
+            there.close()
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: Collection[int] | None = None) -> list[Any]:
         """Args: ranks: of those whose answers are awaited; None: all."""
@@ -103,8 +102,6 @@ class Pool:
 
 def _work(rank: int, size: int, store: str, pipe: Any, path: list[str]) -> None:
     sys.path[:] = path
-    import torch.distributed as dist
-
     gc.freeze()  # out of the collector's sight, as in harness.py: optimizers look through what is not
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=_SECONDS)
@@ -123,8 +120,6 @@ def _plain(value: Any) -> Any:
     """What can be compared by ==, whatever it holds."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), bits(value).tolist()
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+    if isinstance(value, (dict, list, tuple)):
+        return [_plain(entry) for entry in (sorted(value.items()) if isinstance(value, dict) else value)]
     return repr(value) if isinstance(value, float) else value

@@ -51,9 +51,9 @@ def sharded(model: Any, mesh: Any = None, **policy: Any) -> Any:
     if isinstance(model, Net):
         model.never.requires_grad_(False)
     mesh = mesh_over() if mesh is None else mesh
-    for layer in model.children():
-        fully_shard(layer, mesh=mesh, **policy)
-    return fully_shard(model, mesh=mesh, **policy)
+    for module in (*model.children(), model):
+        fully_shard(module, mesh=mesh, **policy)
+    return model
 
 
 def tensor_parallel(model: Net, mesh: Any) -> Net:
@@ -74,7 +74,7 @@ def whole(tensor: Tensor) -> Tensor:
     if hasattr(given, "full_tensor"):
         wide = given.to(torch.int32) if given.dtype == torch.int16 else given  # gloo has none of 16 bits
         given = wide.full_tensor().to(given.dtype)
-    return given.clone()  # type: ignore[no-any-return]
+    return given.clone()
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -83,12 +83,11 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def everything_whole(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Parameters and states by name, gathered."""
-    found = {}
-    for index, param in enumerate(params_of(optimizer)):
-        found[f"param {index}"] = whole(param)
-        for name, value in optimizer.state.get(param, {}).items():
-            found[f"{name} {index}"] = whole(value)
-    return found
+    return {
+        f"{name} {index}": whole(value)
+        for index, param in enumerate(params_of(optimizer))
+        for name, value in {"param": param, **optimizer.state.get(param, {})}.items()
+    }
 
 
 def adamw(model: nn.Module, **settings: Any) -> af.AdamW:

@@ -20,7 +20,7 @@ from compare import assert_close
 from spread import ADAMW, Net, adamw, differing, everything_whole, loss_of, mesh_over, placed, sharded, take_steps
 from torch import nn
 from torch.distributed.checkpoint import state_dict as states
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import accumfused as af
@@ -47,6 +47,8 @@ def build(way: str, form: str) -> tuple[Any, af.AdamW]:
         sharded(model, mesh["a"])
     elif way in ("fully_shard", "hsdp"):
         sharded(model, mesh_over(2, 2) if way == "hsdp" else None)
+    elif way == "replicated":
+        distribute_module(model, mesh_over())
     group = {"process_group": dist.group.WORLD} if way == "process_group" else {}
     return model, af.AdamW(model.parameters(), **ADAMW, rounding_seed=3, **settings, **group)
 
@@ -120,14 +122,16 @@ def take(route: str, way: str, form: str) -> list[str]:
     take_steps(range(2), optimizer)
     globals()[route](model, optimizer, other, fresh, form)
     wrong = goes_on(fresh, form)
-    parts = [local(value) for entries in fresh.state.values() for value in entries.values()]
-    if route == "whole_states":
-        assert all(part.untyped_storage().nbytes() == part.nbytes for part in parts), "the whole lives on"
+    for param, entries in fresh.state.items():
+        for value in (value for value in entries.values() if value.dim()):
+            assert isinstance(value, DTensor) == isinstance(param, DTensor)
+            is_lean = local(value).untyped_storage().nbytes() == local(value).nbytes
+            assert is_lean or route == "gathered", "the whole lives on"  # there it is torch's
     return wrong
 
 
 ROUTES: list[Callable[..., None]] = [whole_states, through_a_file, gathered]
-WAYS = ((2, "fully_shard"), (2, "process_group"), (4, "columns"), (4, "rows"))
+WAYS = ((2, "fully_shard"), (2, "process_group"), (2, "replicated"), (4, "columns"), (4, "rows"))
 
 
 @pytest.mark.pairwise(route=ROUTES, way=WAYS, form=tuple(FORMATS))

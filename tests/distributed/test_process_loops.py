@@ -34,22 +34,17 @@ SIZES = {  # rows of each micro-batch, by rank
     "zeros": ((3, 5), (0, 0), (6, 2), (0, 7)),  # for weights within the loss, which is 0 of an empty batch
 }
 DDP: dict[str, dict[str, bool]] = {
-    "ddp": {},
-    "static": {"static_graph": True},
-    "views": {"gradient_as_bucket_view": True},
+    "ddp": {}, "static": {"static_graph": True}, "views": {"gradient_as_bucket_view": True},
     "unused": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
     "reduced": {"find_unused_parameters": True},  # by DDP: grads_are_reduced=True
-}
+}  # fmt: skip
 SPREAD = {"fully_shard": None, "hsdp": None, "tensor parallel": 1, "both": 2}  # how many of its processes differ
 CLOSES = {  # weighted, last=True, by which call
-    "weights": (True, False, "accumulate"),
-    "weights, last": (True, True, "accumulate"),
-    "sums": (False, False, "accumulate"),
-    "sums, last": (False, True, "accumulate"),
-    "backward": (True, False, "backward"),
-    "backward, last": (True, True, "backward"),
+    "weights": (True, False, "accumulate"), "weights, last": (True, True, "accumulate"),
+    "sums": (False, False, "accumulate"), "sums, last": (False, True, "accumulate"),
+    "backward": (True, False, "backward"), "backward, last": (True, True, "backward"),
     "step": (False, False, "step"),  # nothing but step()
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -226,6 +221,7 @@ def train(loop: Loop) -> tuple[Tensor, list[float]]:
                 scaler.step(optimizer)
             scaler.update()
             if loop.clips != "torch":
+                assert optimizers[0].grad_norm is not None
                 norms.append(float(optimizers[0].grad_norm))
                 assert float(optimizers[-1].grad_norm) == norms[-1]
             if by == "step" and loop.over in ("reduced", *SPREAD):

@@ -50,8 +50,7 @@ def grouped(params: Any = None, **settings: Any) -> af.AdamW:
 
 
 def opened(optimizer: Any) -> Any:
-    optimizer.accumulate()
-    return optimizer
+    return optimizer.accumulate() or optimizer
 
 
 def call(optimizer: Any, name: str, *args: Any, **given: Any) -> Refused:
@@ -115,12 +114,11 @@ def released(syncs_forward: bool) -> Refused:
     af.attach_ddp(wrapped, optimizer := stepped(wrapped.parameters()))
     optimizer.zero_grad()
     af.release_gradients(optimizer, bucket_bytes=1)
-    inside, outside = wrapped.no_sync(), contextlib.nullcontext()
-    with outside if syncs_forward else inside:
+    with contextlib.nullcontext() if syncs_forward else wrapped.no_sync():
         loss = wrapped(torch.ones(1, 7)).sum()
 
     def run() -> None:
-        with wrapped.no_sync() if syncs_forward else outside:
+        with wrapped.no_sync() if syncs_forward else contextlib.nullcontext():
             loss.backward()
 
     return optimizer, run
@@ -258,10 +256,8 @@ def lose(how: str) -> list[Any]:
     told = []
     for index in range(2):
         optimizer.accumulate(3)
-        if (index, dist.get_rank(), how) == (1, 1, "never comes"):
-            threading.Event().wait()  # until it is killed
-        elif (index, dist.get_rank()) == (1, 1):
-            os._exit(0)
+        if index == 1 and dist.get_rank() == 1:
+            threading.Event().wait() if how == "never comes" else os._exit(0)  # until it is killed
         before = snapshot(optimizer)
         with contextlib.nullcontext() if index == 0 else pytest.raises(RuntimeError):
             optimizer.step()

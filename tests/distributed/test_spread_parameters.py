@@ -111,6 +111,19 @@ def test_every_rule_and_format_has_the_bits_of_one_process(case: Case, weights: 
     assert processes.agreed(2, train_both, case, weights, states, loop) == []
 
 
+def draws_alike() -> bool:
+    """In a worker: whether parts that are no run of memory are rounded alike, after a step that is the same for all."""
+    param = nn.Parameter(distribute_tensor(torch.ones(6, 128, dtype=torch.bfloat16), mesh_over(), [Shard(1)]))
+    optimizer = af.SGD([param], lr=0.0011, master_weights=None, rounding="stochastic", rounding_seed=3)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    return torch.equal(*whole(param).chunk(2, dim=1))
+
+
+def test_columns_draw_noise_of_their_own() -> None:
+    assert not processes.agreed(2, draws_alike)
+
+
 def kept_in_8_bits(shape: tuple[int, ...], cut: Any) -> bool:
     (param,) = laid_out([(shape, cut)], {1: mesh_over()})
     optimizer = af.AdamW([param], state_dtype="int8", state_dtype_min_numel=0)
