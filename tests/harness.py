@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import emulation
+import inside
 import processes
 import pytest
 import torch
@@ -160,10 +161,7 @@ def emulate_cuda(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """backend="cuda" is the emulation, for parameters on the CPU."""
     need_native()
     emulated.seed(0)
-    select = backends._select
-    cuda = CudaBackend(emulated, emulated.Table)
-    monkeypatch.setattr(backends, "_why_not_cuda", lambda device: None)
-    monkeypatch.setattr(backends, "_select", lambda name, device: cuda if name == "cuda" else select(name, device))
+    inside.replace_cuda(monkeypatch, CudaBackend(emulated, emulated.Table))
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+import torch.utils._python_dispatch
 from torch import Tensor
 
 import accumfused as af
@@ -18,6 +20,13 @@ from accumfused.accumulation import Phase
 def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
     """This backend object steps, whatever the optimizer would have chosen."""
     optimizer._runtime.backend = backend
+
+
+def replace_cuda(patch: pytest.MonkeyPatch, cuda: Any) -> None:
+    """backend="cuda" is this object, for parameters on any device."""
+    select = backends._select
+    patch.setattr(backends, "_why_not_cuda", lambda device: None)
+    patch.setattr(backends, "_select", lambda name, device: cuda if name == "cuda" else select(name, device))
 
 
 def native() -> Any:
@@ -84,3 +93,25 @@ def negated(values: Tensor) -> Tensor:
 def efficient_zeros() -> Tensor:
     """Three zeros without memory, as torch makes them for gradients that are none."""
     return torch._efficientzerotensor(3, device=torch.get_default_device())
+
+
+def backend(optimizer: af.FusedOptimizer) -> Any:
+    """The backend of the last step."""
+    return optimizer._runtime.backend
+
+
+def sleep_on_the_gpu(cycles: int) -> None:
+    """Keeps the current stream busy."""
+    torch.cuda._sleep(cycles)
+
+
+def no_modes() -> Any:
+    """Within it no TorchDispatchMode is active."""
+    return torch.utils._python_dispatch._disable_current_modes()
+
+
+def wrapper(kind: Any, inner: torch.Tensor) -> Any:
+    """A tensor of that class with the shape of another one, and without memory."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+    )

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import accumfused as af
-from accumfused import _native
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.rule import Rule
@@ -162,5 +161,5 @@ def set_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
 
 def all_backends() -> list[Any]:
     """The reference, and the native kernels of every instruction set that this machine runs."""
-    native = [] if _native._C is None else [CpuBackend(name) for name in _native._C.instruction_sets()]
-    return [ReferenceBackend(), *native]
+    native = inside.native()
+    return [ReferenceBackend(), *map(CpuBackend, [] if native is None else native.instruction_sets())]

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_build import MODULE, ROOT, build_in_place, copy_of_the_source, written
+from building import MODULE, build_in_place, copy_of_the_source, needs_source, written
 
 CUDA_REASON = "accumfused/_cuda_error.txt"
 
-pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source")
+pytestmark = [needs_source, pytest.mark.full]
 
 
 def has_cuda(source: Path) -> bool:

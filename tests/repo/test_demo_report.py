@@ -45,7 +45,7 @@ def made(report: Any, noise: float = 0.05, noisy: str = "forward") -> Any:
         for update in range(13):
             slow = (update % 2 == 0) == (run == "stock")
             for part, ms in parts.items():
-                clocks[run]._now[part] = ms * (1 + (noise if slow and part == noisy else 0.0)) / 1e3
+                clocks[run]._now[part] = ms * (1 + (noise if slow and part == noisy else 0.0)) / 1e3  # noqa: SLF001  # not the package's
             clocks[run].end_update()
     ours = [report.Update(3.0 - 0.1 * update, 1.0) for update in range(13)]
     stock = [*ours[:9], *(report.Update(update.loss + 1e-6, 1.0) for update in ours[9:])]

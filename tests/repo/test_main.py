@@ -83,10 +83,11 @@ def test_without_a_native_module_it_runs_and_says_why_it_is_slow(tmp_path: Path)
     shutil.copytree(PACKAGE, tmp_path / "accumfused", ignore=shutil.ignore_patterns("_C.*", "_native_error.txt"))
     command = [sys.executable, "-W", "error", "-c", PURE]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={})
-    assert done.returncode == 0, done.stderr
-    (said,), results, found = json.loads(done.stdout)
+    if done.returncode:
+        pytest.fail(done.stderr)
+    said, results, found = json.loads(done.stdout)
     missing = "the native module was not built (ACCUMFUSED_NATIVE=0, or installed from pure Python)"
-    assert said == ["WARNING", f"falling back to the foreach backend ({COSTS['foreach']}): {missing}"]
+    assert said == [["WARNING", f"falling back to the foreach backend ({COSTS['foreach']}): {missing}"]]
     refused = f"backend='cpu' cannot run: {missing}; use backend='auto' or 'torch'"
     assert results == [[0.5] * 3] * 4 + [refused] * 2
 

@@ -25,7 +25,7 @@ from accumfused.settings import SettingArguments, Settings
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = inspect.signature(Settings, eval_str=True).parameters
-every_taker = pytest.mark.parametrize("taker", (*ALL, af.fuse), ids=lambda taker: taker.__name__)
+every_taker = pytest.mark.parametrize("taker", [*ALL, af.fuse], ids=lambda taker: taker.__name__)
 
 
 def documented(taker: Any) -> list[str]:

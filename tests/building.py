@@ -1,0 +1,48 @@
+"""A build on a copy of the source: made here and now, as a user would."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULE = f"accumfused/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+REASON = "accumfused/_native_error.txt"
+OBJECTS = "build/temp/native"
+# Runs a program in a session of its own, whose terminal is the first argument.
+ON_TERMINAL = "import os, sys; os.setsid(); os.open(sys.argv[1], os.O_RDWR); os.execv(sys.argv[2], sys.argv[2:])"
+
+needs_source = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source")
+
+
+def copy_of_the_source(folder: Path) -> Path:
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, folder)
+    for name in ("csrc", "accumfused"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("_C.*", "_native_error.txt"))
+    return folder
+
+
+def setup_py(source: Path, *command: str, terminal: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    known = {name: value for name, value in os.environ.items() if name not in ("CXX", "CXXFLAGS", "LDFLAGS")}
+    modes = {"ACCUMFUSED_NATIVE": "auto", "ACCUMFUSED_CUDA": "0"}
+    on_terminal = [sys.executable, "-c", ON_TERMINAL, terminal] if terminal else []
+    return subprocess.run(
+        [*on_terminal, sys.executable, "setup.py", *command],
+        cwd=source, env={**known, **modes, **environment}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def build_in_place(source: Path, **options: str) -> subprocess.CompletedProcess[str]:
+    return setup_py(source, "build_ext", "--inplace", "--build-temp", "build/temp", **options)
+
+
+def written(source: Path) -> dict[str, int]:
+    """When each object was last written."""
+    return {path.name: path.stat().st_mtime_ns for path in (source / OBJECTS).iterdir() if path.suffix in (".o", ".so")}
