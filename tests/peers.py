@@ -24,7 +24,8 @@ def train(*optimizers: torch.optim.Optimizer, steps: int = 3, seed: int = 0) -> 
         for optimizer in optimizers:
             params = [param for param in params_of(optimizer) if param.requires_grad]
             before = params[0].detach().clone()
-            set_grads(params, random_grads(params, 10 * seed + step))
+            grads = random_grads(params, 10 * seed + step)
+            set_grads(params, [grad.to(param.device) for grad, param in zip(grads, params, strict=True)])
             optimizer.step()
             assert not torch.equal(params[0], before)
 

@@ -69,5 +69,6 @@ def _bits(value: Any) -> Any:
     kind = (value.dtype, value.device, tuple(value.shape))
     if value.device.type == "meta":
         return kind
-    dense = value.detach().cpu().to_dense().resolve_neg().contiguous().reshape(-1)
+    dense = value.detach().cpu().to_dense().resolve_neg()
+    dense = dense.new_empty(dense.shape).copy_(dense).reshape(-1)  # contiguous() leaves strides where nothing is
     return (*kind, dense.view(torch.uint8).numpy().tobytes())

@@ -32,9 +32,9 @@ def warned(params: Iterable[Tensor]) -> list[Any]:
 
 
 def named(params: Iterable[Tensor]) -> str:
-    (warning,) = warned(params)
-    assert (warning.category, warning.filename) == (af.BatchNormWarning, __file__)
-    return str(warning.message).split("training mode: ")[1].split(". Its statistics")[0]
+    caught = warned(params)
+    assert [(each.category, each.filename) for each in caught] == [(af.BatchNormWarning, __file__)]
+    return str(caught[0].message).split("training mode: ")[1].split(". Its statistics")[0]
 
 
 class Mine(nn.BatchNorm2d):

@@ -74,6 +74,8 @@ def test_whoever_resumes_goes_on_bit_for_bit(
     grads: torch.dtype | None, new_is: str, route: str,
 ) -> None:  # fmt: skip
     after = 0 if route == "flat names" else after  # torch takes what the optimizer has already, which is no window
+    grads = None if "names" in route else grads  # torch gives zeros in the parameter's dtype, to make what is missing
+    stepped = 2 if route == "names" and after == 1 else stepped  # see below
     options: dict[str, Any] = {"cls": case.of.ours, **case.options}
     model, optimizer = build(weights, states, backend, **options)
     train(optimizer, stepped)
@@ -97,6 +99,12 @@ def test_whoever_resumes_goes_on_bit_for_bit(
         train(each, 1, seed=9)
     assert_same(optimizer, twin)
     assert not torch.equal(before, model.matrix)
+
+
+def test_a_window_without_a_sum_is_saved_by_names_before_the_first_step(backend: str) -> None:
+    model, optimizer = build("fp32", "fp32", backend)
+    micro_batches(optimizer, [0])
+    dcp.get_optimizer_state_dict(model, optimizer)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])

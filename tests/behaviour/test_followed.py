@@ -33,7 +33,7 @@ def on_first(change: Callable[[Tensor, dict[str, Any]], Any]) -> Callable[[Any],
 
 
 def data(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
-    return on_first(lambda param, state: (setattr(param, "data", change(param.data)), state.clear()))
+    return on_first(lambda param, state: setattr(param, "data", change(param.data)))
 
 
 def move(optimizer: Any, there: int, back: int) -> None:
@@ -84,6 +84,9 @@ def test_a_change_between_two_steps_is_followed(backend: str, change: str, watch
                 known = plan_of(optimizer)
                 CHANGES[change](optimizer)
                 assert (plan_of(optimizer) is not known) == (change not in UNSEEN or each == "torch")
+                first = params_of(optimizer)[0]
+                if first.shape != (4, 4):  # whose states were of another shape
+                    optimizer.state[first].clear()
                 train(optimizer, 2, seed=5)
         optimizers.append(optimizer)
     found, expected = map(everything, reversed(optimizers))

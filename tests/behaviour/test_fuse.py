@@ -89,6 +89,7 @@ def test_an_optimizer_and_its_scheduler_go_on(backend: str, name: str, scheduler
             schedule.step(*([1.0] if scheduler == "ReduceLROnPlateau" else []))
         assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
         if fused:
+            assert ours.grad_norm is not None
             assert_close(ours.grad_norm, norm, "norm")
         for param, truth in zip(params_of(ours)[:2] if name in FOREIGN else [], params_of(theirs), strict=False):
             assert_close(param.grad, truth.grad, "norm")  # clipped, in p.grad
@@ -153,6 +154,14 @@ def test_hooks_run_once_a_step_and_copies_go_on_alike_and_apart(
     twin.step()
     assert differences(snapshot(optimizer), snapshot(twin)) == []
     assert torch.equal(twin.grad_norm, optimizer.grad_norm)
+
+
+def test_hooks_of_a_class_that_was_never_made_before_run(backend: str) -> None:
+    calls: list[str] = []
+    own: Any = af.fuse(type("Own", (torch.optim.SGD,), {})(parameters(), lr=0.1), backend=backend)
+    own.register_step_post_hook(lambda *_: calls.append("post"))
+    own.step()
+    assert calls == ["post"]
 
 
 SPARSE = "SparseAdam takes sparse gradients only, which cannot be fused; keep it as it is .* beside a fused optimizer"

@@ -85,7 +85,8 @@ def test_an_overflow_is_skipped_whatever_nonfinite_says(backend: str, nonfinite:
 
 @every_scaler
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_several_optimizers_on_one_scaler_skip_each_for_itself(backend: str, kind: str, bad: int) -> None:
+@pytest.mark.parametrize("mended", [False, True])
+def test_several_optimizers_on_one_scaler_skip_each_for_itself(backend: str, kind: str, bad: int, mended: bool) -> None:
     params = [Parameter(torch.full((4,), 8.0)) for _ in range(3)]
     foreign = torch.optim.RMSprop(params[1:2], lr=1.0, alpha=0.0, eps=0.0)
     optimizers: list[Any] = [af.SGD(params[:1], lr=0.5, backend=backend), af.fuse(foreign, backend=backend)]
@@ -93,6 +94,9 @@ def test_several_optimizers_on_one_scaler_skip_each_for_itself(backend: str, kin
     scaler = SCALERS[kind]("cpu", init_scale=2.0**10)
     for index, param in enumerate(params):
         scaler.scale((param * (math.nan if index == bad else 2.0)).sum()).backward()
+    if mended:  # too late: unscale_() has seen it
+        scaler.unscale_(optimizers[bad])
+        params[bad].grad.zero_()
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
@@ -158,7 +162,13 @@ def test_grad_scale_scaler_and_normalizer_divide_once_each(
     (scaler.step if by == "scaler" else type(optimizer).step)(optimizer, normalizer=divisor(2.0))
     assert param.tolist() == [8.0 - 0.5 * 6.0] * 4
     assert float(optimizer.grad_norm) == 12.0  # of the gradients as they are applied
-    assert float(optimizer.grad_scale) == 4.0  # what the user has set stays
+    assert (
+        getattr(optimizer, "grad_scale", None) == 4.0
+    )  # what the user has set stays, and what the scaler has does not
+    optimizer.grad_scale = optimizer.found_inf = None
+    param.grad = torch.full((4,), 6.0)
+    optimizer.step()
+    assert float(optimizer.grad_norm) == 12.0
 
 
 @pytest.mark.parametrize("found_inf", [1.0, True, torch.tensor(2.0), torch.tensor([1.0])])

@@ -42,7 +42,7 @@ class Loop:
     @property
     def can_be_released(self) -> bool:
         """Whoever looks at p.grad before the step finds nothing where no window was closed."""
-        looks = self.scaler == "stock" or self.unscales != "no" or self.clip in ("torch", "together")
+        looks = self.scaler == "stock" or self.unscales != "no" or self.clip == "torch"
         return self.window != "none" or not looks
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import inside
@@ -16,16 +15,8 @@ import accumfused as af
 from accumfused import _native, backends
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.reference import ReferenceBackend
-from accumfused.warn import say_once
 
 CPU, GPU, XPU = torch.device("cpu"), torch.device("cuda", 0), torch.device("xpu", 0)
-
-
-@pytest.fixture(autouse=True)
-def _says_again() -> Iterator[None]:
-    say_once.cache_clear()
-    yield
-    say_once.cache_clear()
 
 
 @pytest.fixture

@@ -32,11 +32,11 @@ ADAMW: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_dec
 @pytest.fixture(autouse=True)
 def one_accelerator_at_a_time() -> Iterator[None]:
     """All Accelerators of a process share their state."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001  # not the package's
+    GradientState._reset_state()  # noqa: SLF001  # not the package's
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001  # not the package's
+    GradientState._reset_state()  # noqa: SLF001  # not the package's
 
 
 def net() -> torch.nn.Module:
@@ -183,7 +183,7 @@ def test_a_scaler_skips_and_backs_off_as_in_the_stock_run(backend: str, loop: st
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=WINDOW)
         # What Accelerate makes on a GPU. 2^127 overflows at first, and again when it has grown.
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
-        accelerator.unscale_gradients = lambda: accelerator.scaler.unscale_(accelerator._optimizers[0].optimizer)
+        accelerator.unscale_gradients = lambda: accelerator.scaler.unscale_(accelerator._optimizers[0].optimizer)  # noqa: SLF001  # not the package's
         return accelerator
 
     stock = Run(torch.optim.AdamW, accelerator_with_scaler()).train(epochs=4)
