@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --quiet --disable-pip-version-check
 CSRC := $(shell find csrc -type f)
 REASON := accumfused/_native_error.txt
-NATIVE_TESTS := conformance/test_backends_agree.py conformance/test_layouts.py conformance/test_native.py
+NATIVE_TESTS := $(addprefix conformance/,test_bits.py test_tensors.py test_codecs.py test_module.py)
 # Without the plugins that happen to be installed where the environment inherits from.
 PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -p xdist -n auto --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
