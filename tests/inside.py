@@ -55,13 +55,14 @@ def accumulators(optimizer: af.FusedOptimizer) -> list[Any]:
 
 
 def open_window(optimizer: Any) -> dict[str, Any]:
-    """What the open window holds, by name: the accumulators, and what it knows of the weights; of none: nothing."""
+    """What the open window holds, by name: the sums, and what it knows of the weights; of none or new rows nothing."""
     runtime = getattr(optimizer, "_runtime", None)
     if runtime is None or runtime.window.phase is not Phase.OPEN:
         return {}
     window = runtime.window
-    held = {f"accumulator {row}": value for row, value in enumerate(window.accumulators)}
-    return held | {"total": window.total, "micro-batches": window.micro_batches, "held": tuple(window._held)}
+    sums = {f"accumulator {row}": value for row, value in enumerate(window.accumulators) if value is not None}
+    held = tuple(index for index in window._held if index >= 0)
+    return sums | {"total": window.total, "micro-batches": window.micro_batches, "held": held}
 
 
 @contextlib.contextmanager

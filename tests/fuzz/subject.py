@@ -100,12 +100,8 @@ class Subject:
         return error is None
 
     def bits(self) -> dict[str, Any]:
-        """Everything that the optimizer can write; rows that are new in a window say nothing."""
-        found = snapshot(self.optimizer)
-        if "weights" in found:
-            total, count, held = found["weights"]
-            found["weights"] = total, count, [h for h in held if h >= 0]
-        return {name: value for name, value in found.items() if value is not None or name[0] != "a"}
+        """Everything that the optimizer can write."""
+        return snapshot(self.optimizer)
 
     def may_change(self, name: str) -> bool:
         """Remainders of parameters that were written may be dropped at any time, and states may be made, as zeros."""
