@@ -114,6 +114,8 @@ class Machine(RuleBasedStateMachine):
             own.optimizer.max_grad_norm = clip
         if epoch:
             half = torch.optim.lr_scheduler.MultiplicativeLR
+            if own.scheduler and len(own.scheduler.base_lrs) != len(groups):
+                own.scheduler = None  # torch's schedulers know the groups that were there when they were made
             own.scheduler = own.scheduler or half(own.optimizer, lambda epoch: 0.5 if epoch % 2 else 2.0)
             expected = [group["lr"] * (2.0 if own.scheduler.last_epoch % 2 else 0.5) for group in groups]
             own.attempt(own.scheduler.step)
