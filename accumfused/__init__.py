@@ -19,18 +19,18 @@ An optimizer that is already there is converted in place: ``af.fuse(optimizer, m
 describes the settings, and `python -m accumfused` says what runs on this machine.
 """
 
-from accumfused.batch_norm import BatchNormWarning
-from accumfused.clipping import clip_together
-from accumfused.ddp import attach_ddp
-from accumfused.fuse import fuse
-from accumfused.grad_scaler import GradScaler
-from accumfused.memory_report import MemoryReport, memory_report
+from accumfused.loop.batch_norm import BatchNormWarning
+from accumfused.loop.batch_size import gradient_accumulation_steps, scale_lr, updates_per_epoch
+from accumfused.loop.batches import windows
+from accumfused.loop.clip_group import clip_together
+from accumfused.loop.ddp import attach_ddp
+from accumfused.loop.fusing import fuse
+from accumfused.loop.grad_scaler import GradScaler
+from accumfused.loop.release import release_gradients
 from accumfused.optimizer import FusedOptimizer
-from accumfused.release import release_gradients
-from accumfused.rules import SGD, Adam, AdamW, Lion
-from accumfused.schedule import gradient_accumulation_steps, scale_lr, updates_per_epoch
+from accumfused.optimizers import SGD, Adam, AdamW, Lion
+from accumfused.saving.report import MemoryReport, memory_report
 from accumfused.warn import AccumulationWarning, strict
-from accumfused.windows import windows
 
 __version__ = "0.1.0"
 

@@ -17,11 +17,13 @@ from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 from typing_extensions import Unpack
 
-from accumfused import checkpoint, formats, full_precision, plan, shards
-from accumfused.accumulation import Phase, Window
 from accumfused.arguments import checked_positive, checked_weight
+from accumfused.core import plan
+from accumfused.core.engine import Divisors, Runtime, Tail
+from accumfused.core.window import Phase, Window
+from accumfused.formats import kinds, shards
+from accumfused.saving import checkpoint, full_precision
 from accumfused.settings import SettingArguments, Settings, chosen
-from accumfused.tail import Divisors, Runtime, Tail
 
 
 class FusedOptimizer(Tail):
@@ -255,10 +257,10 @@ class FusedOptimizer(Tail):
         lines = {field.name: lines[field.name] for field in fields(Settings) if lines[field.name] != field.default}
         lines["backend"] = lines.get("backend") or ("not chosen yet" if backend is None else backend.name)
         kept = {
-            formats.described(rule, form, param)
+            kinds.described(rule, form, param)
             for group in self.param_groups
             for rule, param in ((self.rule_of(group), param) for param in group["params"])
-            if param.requires_grad and (form := formats.format_of(rule, param, settings)) != formats.Format()
+            if param.requires_grad and (form := kinds.format_of(rule, param, settings)) != kinds.Format()
         }
         if kept:
             lines["formats"] = "; ".join(sorted(kept))
@@ -433,7 +435,7 @@ def check_formats(params: list[Tensor], settings: Settings) -> None:
     """Refuses parameters that the settings cannot keep."""
     for param in params:
         if isinstance(param, Tensor) and param.dtype in (torch.float16, torch.bfloat16):
-            formats.check_master_weights(param.dtype, settings.master_weights)
+            kinds.check_master_weights(param.dtype, settings.master_weights)
 
 
 def check_parameters(params: list[Tensor]) -> None:

@@ -11,8 +11,9 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from typing_extensions import TypedDict, Unpack  # a dependency of torch's
 
-from accumfused import backends, distributed
-from accumfused.formats import States
+from accumfused import backends
+from accumfused.distributed import groups
+from accumfused.formats.kinds import States
 
 Nonfinite = Literal["skip", "propagate", "raise"]
 MasterWeights = Literal["auto", "fp32", "split16", "split8"]
@@ -115,7 +116,7 @@ class Settings:
 
     def _check_groups(self) -> None:
         if self.process_group is not None:
-            distributed.check_group(self.process_group)
+            groups.check_group(self.process_group)
         if self.grads_are_reduced and self.process_group is not None:
             raise ValueError("grads_are_reduced=True says that nothing is to be reduced; leave the process group out")
         if self.reduce_dtype not in (None, torch.float32, torch.bfloat16):
@@ -128,7 +129,7 @@ class Settings:
         """By default that of torch's generator, of which nothing is drawn; of several processes, one that all have."""
         if self.rounding_seed is not None:
             return self.rounding_seed
-        return 0 if distributed.has_processes() else torch.initial_seed() % 2**63
+        return 0 if groups.has_processes() else torch.initial_seed() % 2**63
 
     @property
     def states(self) -> States:

@@ -1,5 +1,5 @@
 // How numbers are stored in fewer bits, and the noise that rounds them; CPU and CUDA include this file. The
-// counterpart, with the reasons, is accumfused/codecs.py.
+// counterpart, with the reasons, is accumfused/formats/codecs.py.
 //
 // F and U are float and uint32_t, or vectors of them (cpu/vector.h).
 #pragma once

@@ -21,7 +21,7 @@ constexpr int kSmallestScale = 33;
 
 enum class Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
 
-// How a parameter is kept, and how its states are: see accumfused/formats.py.
+// How a parameter is kept, and how its states are: see accumfused/formats/kinds.py.
 enum class Weights : int32_t {
   kFloat32 = 0,
   kBfloat16,

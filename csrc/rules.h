@@ -3,7 +3,7 @@
 // A functor is built once per tensor from its group's hyper-parameters, the number of this step (1 for the first) and
 // the coefficient; the call takes one element: its parameter, its gradient as it was read, its (up to three) states, of
 // which those from kFirstSecondMoment on are second moments.
-// Scalars are computed in double and rounded to fp32 once. The same arithmetic in PyTorch stands in accumfused/rules/,
+// Scalars are computed in double and rounded to fp32 once. The same arithmetic in PyTorch stands in accumfused/optimizers/,
 // under the same names.
 #pragma once
 #include "numeric.h"

@@ -13,8 +13,9 @@ import torch.utils._python_dispatch
 from torch import Tensor
 
 import accumfused as af
-from accumfused import _native, backends, distributed
-from accumfused.accumulation import Phase
+from accumfused import _native, backends
+from accumfused.core.window import Phase
+from accumfused.distributed import groups as distributed
 
 
 def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
@@ -70,7 +71,7 @@ def sizes_on_the_way(bundled_bytes: int, piece_bytes: int) -> Iterator[None]:
     """Accumulators below the one size travel together, and larger ones in pieces of the other."""
     with (
         mock.patch.object(distributed, "BUNDLED_BYTES", bundled_bytes),
-        mock.patch("accumfused.reduction._PIECE_BYTES", piece_bytes),
+        mock.patch("accumfused.distributed.exchange._PIECE_BYTES", piece_bytes),
     ):
         yield
 

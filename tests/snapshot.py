@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import accumfused as af
-from accumfused.shards import local
+from accumfused.formats.shards import local
 
 Snapshot = dict[str, Any]
 Errors = type[Exception] | tuple[type[Exception], ...]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import accumfused as af
-from accumfused.shards import local
+from accumfused.formats.shards import local
 
 ADAMW: dict[str, Any] = {"lr": 0.1, "betas": (0.5, 0.7), "weight_decay": 0.4}
 

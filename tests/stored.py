@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter, ParameterList
 
 import accumfused as af
-from accumfused import codecs, numeric
+from accumfused.formats import codecs, numeric
 
 MASTERS = ("split16", "split8", "bf16_master", "fp16_master")
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from accumfused import _native
-from accumfused.backends.base import Backend
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.foreach import ForeachBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
+from accumfused.core.protocol import Backend
 from accumfused.warn import say_once
 
 NAMES = ("auto", "cuda", "triton", "cpu", "foreach", "torch")
@@ -74,7 +74,7 @@ def _select(name: str, device: torch.device) -> Backend:
 
 def _make(name: str) -> Backend:
     if name == "triton":
-        module: Any = importlib.import_module("accumfused.backends.triton")  # imports Triton, so not before
+        module: Any = importlib.import_module("accumfused.backends.triton.backend")  # imports Triton, so not before
         backend: Backend = module.TritonBackend()
         return backend
     makers: dict[str, type[Backend]] = {

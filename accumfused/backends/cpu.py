@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from accumfused import _native
-from accumfused.backends.base import (
+from accumfused.core.plan import Grads, Plan
+from accumfused.core.protocol import (
     Fold,
     Hypers,
     Outcome,
@@ -17,7 +18,6 @@ from accumfused.backends.base import (
     as_number_and_address,
     new_outcome,
 )
-from accumfused.plan import Grads, Plan
 
 
 class CpuBackend:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from accumfused import _native
-from accumfused.backends.base import (
+from accumfused.core.plan import Grads, Plan
+from accumfused.core.protocol import (
     Fold,
     Hypers,
     Outcome,
@@ -20,7 +21,6 @@ from accumfused.backends.base import (
     new_outcome,
     padded,
 )
-from accumfused.plan import Grads, Plan
 
 
 class CudaBackend:

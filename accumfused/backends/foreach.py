@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from accumfused.backends import foreach_step
-from accumfused.backends.base import OVERWRITE, Fold, Hypers, Outcome, Scaling
 from accumfused.backends.reference import finish_norm
-from accumfused.formats import Format
-from accumfused.numeric import CHUNK, LANES, memory_order, sum_partials
-from accumfused.plan import Grads, Plan
+from accumfused.core.plan import Grads, Plan
+from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling
+from accumfused.formats.kinds import Format
+from accumfused.formats.numeric import CHUNK, LANES, memory_order, sum_partials
 
 _CACHED = 32 * CHUNK  # elements of a piece: 4 MiB of fp32; a call for each costs little then
 _LARGE = 512 * CHUNK  # where caches do not matter; it bounds the memory of what is made in between

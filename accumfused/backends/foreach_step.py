@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accumfused import codecs
 from accumfused.backends.reference import load_state, load_weights, store_state, store_weights
-from accumfused.formats import Format, States, Storage, Weights
-from accumfused.numeric import SMALLEST_NORMAL, whole_steps
-from accumfused.plan import Grads, Plan
+from accumfused.core.plan import Grads, Plan
+from accumfused.formats import codecs
+from accumfused.formats.kinds import Format, States, Storage, Weights
+from accumfused.formats.numeric import SMALLEST_NORMAL, whole_steps
 from accumfused.rule import Rule
 
 if TYPE_CHECKING:

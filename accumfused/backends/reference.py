@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused import codecs
-from accumfused.backends.base import OVERWRITE, Fold, Hypers, Outcome, Scaling, new_outcome, numbers
-from accumfused.formats import Format, States, Weights
-from accumfused.numeric import (
+from accumfused.core.plan import Grads, Plan
+from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, new_outcome, numbers
+from accumfused.formats import codecs
+from accumfused.formats.convert import still_halved
+from accumfused.formats.kinds import Format, States, Weights
+from accumfused.formats.numeric import (
     LEAST_DIVISOR,
     LEAST_SUM,
     chunk_count,
@@ -23,9 +25,7 @@ from accumfused.numeric import (
     sums_of_squares,
     whole_steps,
 )
-from accumfused.plan import Grads, Plan
 from accumfused.rule import Rule
-from accumfused.state import still_halved
 
 
 class ReferenceBackend:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from accumfused.backends.base import Backend, Fold, Hypers, Outcome, Scaling
-from accumfused.numeric import chunk_count
-from accumfused.plan import Grads, Plan
+from accumfused.core.plan import Grads, Plan
+from accumfused.core.protocol import Backend, Fold, Hypers, Outcome, Scaling
+from accumfused.formats.numeric import chunk_count
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from accumfused.fuse import fuse
-from accumfused.grad_scaler import GradScaler
+from accumfused.loop.fusing import fuse
+from accumfused.loop.grad_scaler import GradScaler
 from accumfused.optimizer import FusedOptimizer, check_parameters
 
 try:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused import _native, numeric
+from accumfused import _native
 from accumfused.backends import why_not
+from accumfused.formats import numeric
 from bench.gpu.bits import differences
 from bench.gpu.journal import Journal
 from bench.gpu.verbs import BF16, FP16, FP32, RULES, STATES, WEIGHTS, Case, Verbs, text

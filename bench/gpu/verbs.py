@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import accumfused as af
-from accumfused.backends.base import OVERWRITE, Fold, Outcome, Scaling
-from accumfused.formats import MASTER
+from accumfused.core.protocol import OVERWRITE, Fold, Outcome, Scaling
+from accumfused.formats.kinds import MASTER
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 _READY = 0  # index of the weight 1

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused import codecs
+from accumfused.formats import codecs
 
 _LAGS = (1, 2, 128)  # elements; 128 is a block of 8-bit codes
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from accumfused.backends import select
-from accumfused.backends.base import OVERWRITE, Fold, Scaling
-from accumfused.plan import Grads
+from accumfused.core.plan import Grads
+from accumfused.core.protocol import OVERWRITE, Fold, Scaling
 from bench import shapes
 from bench.exact import MAX_GRAD_NORM
 from bench.measure import Variant

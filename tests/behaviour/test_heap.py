@@ -14,7 +14,7 @@ PRELUDE = """
 import copy, pickle, resource, torch
 from unittest import mock
 import accumfused as af
-from accumfused import heap
+from accumfused.core import heap
 
 torch.set_num_threads(1)
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accumfused.numeric import CHUNK
+from accumfused.formats.numeric import CHUNK
 
 PIECE = 2048  # elements that GPUs take at once where they are aligned
 GAP = 99.0  # between the elements of a parameter with holes: nobody's business

@@ -21,8 +21,8 @@ from pairwise import pairwise
 from table import CASES, EACH_RULE, STATES, WEIGHTS, case_named, random_grads, random_params
 from torch import Tensor
 
-from accumfused import codecs
 from accumfused.backends.reference import ReferenceBackend
+from accumfused.formats import codecs
 
 GRADS = (torch.float32, torch.float16, torch.bfloat16)
 Number = float | str | None  # a str: a tensor on the device

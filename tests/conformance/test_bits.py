@@ -22,7 +22,7 @@ from table import CASES, EACH_RULE, WEIGHTS
 
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.reference import ReferenceBackend
-from accumfused.numeric import CHUNK
+from accumfused.formats.numeric import CHUNK
 
 # Triton 3.6 makes numbers of numpy's arrays of one element.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import accumfused as af
-from accumfused import codecs, formats, numeric
 from accumfused.backends.reference import ReferenceBackend
-from accumfused.rules import RULES
+from accumfused.formats import codecs, numeric
+from accumfused.formats import kinds as formats
+from accumfused.optimizers import RULES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 HALVES = 1 << 16

@@ -23,13 +23,13 @@ from table import ADAMW_CASE, STATES, WEIGHTS, random_grads, random_params, set_
 from torch import Tensor
 
 import accumfused.backends.cuda
-import accumfused.graphs
-from accumfused.backends.base import Scaling
+import accumfused.core.graphs
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
-from accumfused.fuse import NoRule
-from accumfused.numeric import CHUNK
-from accumfused.plan import build
+from accumfused.core.plan import build
+from accumfused.core.protocol import Scaling
+from accumfused.formats.numeric import CHUNK
+from accumfused.loop.fusing import NoRule
 from accumfused.settings import Settings
 
 

@@ -30,13 +30,13 @@ from table import (  # fmt: skip
 from torch import Tensor
 
 import accumfused as af
-from accumfused import codecs
 from accumfused.backends import ForeachBackend, foreach, foreach_step, several
 from accumfused.backends.reference import ReferenceBackend, finish_norm
 from accumfused.backends.several import SeveralDevices
-from accumfused.formats import scale_name
-from accumfused.numeric import CHUNK, memory_order
-from accumfused.state import full_precision
+from accumfused.formats import codecs
+from accumfused.formats.convert import full_precision
+from accumfused.formats.kinds import scale_name
+from accumfused.formats.numeric import CHUNK, memory_order
 
 
 @pytest.fixture(params=[True, False], ids=["reads", "does not read"], autouse=True)

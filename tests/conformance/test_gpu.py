@@ -24,7 +24,7 @@ from accumfused import _native, backends
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
-from accumfused.numeric import CHUNK
+from accumfused.formats.numeric import CHUNK
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -43,7 +43,7 @@ def gpu(request: pytest.FixtureRequest) -> str:
 
 def make(name: str) -> Any:
     if name == "triton":
-        return importlib.import_module("accumfused.backends.triton").TritonBackend()
+        return importlib.import_module("accumfused.backends.triton.backend").TritonBackend()
     return CudaBackend()
 
 

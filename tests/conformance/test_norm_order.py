@@ -13,11 +13,11 @@ from places import INTERPRETED, ON_GPU, Place
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accumfused import plan
-from accumfused.backends.base import Scaling
 from accumfused.backends.reference import ReferenceBackend
-from accumfused.numeric import LANES, sum_partials
-from accumfused.rules import RULES
+from accumfused.core import plan
+from accumfused.core.protocol import Scaling
+from accumfused.formats.numeric import LANES, sum_partials
+from accumfused.optimizers import RULES
 from accumfused.settings import Settings
 
 SIZES = [0, 1, 5, *(n + off for n in (LANES, 2 * LANES, 32 * LANES) for off in (-1, 0, 1)), 200_000]

@@ -13,9 +13,10 @@ from problems import Loop, Problem, Tail, assert_conforms, expected, play
 from table import random_params
 from torch import Tensor
 
-from accumfused import codecs, plan
-from accumfused.numeric import CHUNK
-from accumfused.rules import RULES
+from accumfused.core import plan
+from accumfused.formats import codecs
+from accumfused.formats.numeric import CHUNK
+from accumfused.optimizers import RULES
 from accumfused.settings import Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")

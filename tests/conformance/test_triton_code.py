@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from accumfused.formats import Format, States, Weights
-from accumfused.rules import RULES
+from accumfused.formats.kinds import Format, States, Weights
+from accumfused.optimizers import RULES
 
 pytest.importorskip("triton")
 

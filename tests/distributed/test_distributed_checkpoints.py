@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import accumfused as af
-from accumfused.shards import local
+from accumfused.formats.shards import local
 
 FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),

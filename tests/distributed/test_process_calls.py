@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accumfused as af
-from accumfused.shards import local
+from accumfused.formats.shards import local
 
 # ---- one decision --------------------------------------------------------------------------------------------------
 

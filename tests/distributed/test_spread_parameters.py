@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import accumfused as af
-from accumfused.shards import local
+from accumfused.formats.shards import local
 
 STEPS = 3
 MAX_NORM = 0.5

@@ -14,7 +14,7 @@ from table import OPTIMIZERS
 from torch import Tensor
 
 import accumfused as af
-from accumfused import codecs, numeric
+from accumfused.formats import codecs, numeric
 from fuzz.bounds import BF16, FP32, UNIT, Bounded, Update, tensors, torch_update
 from fuzz.draws import parameter, random
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accumfused as af
-from accumfused import schedule
-from accumfused.schedule import gradient_accumulation_steps, scale_lr, updates_per_epoch
+from accumfused.loop import batch_size as schedule
+from accumfused.loop.batch_size import gradient_accumulation_steps, scale_lr, updates_per_epoch
 
 COUNTS = st.integers(1, 60)
 

@@ -20,7 +20,7 @@ import torch
 from torch.nn import Parameter
 
 import accumfused as af
-from accumfused.rules import ALL
+from accumfused.optimizers import ALL
 from accumfused.settings import SettingArguments, Settings
 
 ROOT = Path(__file__).parents[2]

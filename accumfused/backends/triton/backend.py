@@ -1,0 +1,223 @@
+"""The Triton kernels, on torch's current stream; under TRITON_INTERPRET=1 also on a CPU, slowly.
+
+They read a plan as a table of 64-bit words: a ticket, then a row per parameter (see triton_memory.py). Needs no native
+module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from accumfused import _native
+from accumfused.backends.triton import kernels, memory
+from accumfused.backends.triton import numeric as triton_numeric
+from accumfused.backends.triton.step import step_kernel
+from accumfused.core.plan import GRAD_DTYPES, Grads, Plan, has_memory
+from accumfused.core.protocol import (
+    Fold,
+    Hypers,
+    Outcome,
+    Scaling,
+    address,
+    as_number_and_address,
+    at_hand,
+    new_outcome,
+)
+from accumfused.formats.kinds import Format, Storage
+from accumfused.formats.numeric import ieee
+from accumfused.rule import Rule
+
+_ROWS, _HYPERS, _FIXED = 0, 1, 2  # in plan.device_tables: the rows and hyper-parameters sent last; a _Fixed
+_NO_SLOTS = Storage(None, None, None, [], []).slots()
+
+_PROGRAMS_PER_MULTIPROCESSOR = 4  # of 256 threads, as in csrc/cuda
+_INTERPRETED_PROGRAMS = 3
+
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # of every kernel; no contraction into FMA
+# Of a step that rounds stochastically. Adam's would take 190 registers a thread for INT8 states, and be alone on its
+# multiprocessor; with 128 there are two, and next to nothing is spilled. (AMD's compiler does not know the option.)
+NOISY_OPTIONS = OPTIONS if torch.version.hip else {**OPTIONS, "maxnreg": 128}
+
+
+@dataclass
+class _Sent:
+    """Words as they stand on the device, for calls on one stream."""
+
+    words: list[int]
+    stream: int
+    copy: Tensor  # int64
+
+
+@dataclass
+class _Fixed:
+    """What lasts as long as the plan."""
+
+    kinds: list[tuple[type[Rule], Format]]  # that there are among the rows
+    rows: list[tuple[int, ...]]  # the words of each, up to ORIGIN
+
+
+class TritonBackend:
+    name = "triton"
+    measures_folds = True
+
+    def __init__(self) -> None:
+        self._captured: list[tuple[Tensor, Tensor]] = []  # what a graph's replay reads again: on the host, its copy
+
+    def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
+        """The native module's table, where there is one, tells that a plan still holds; the kernels do not read it."""
+        if _native.unavailable is None:
+            plan.add_table(_native._C.Table, param_groups, state)
+
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+        fold.refuse_overwritten()
+        number, at = as_number_and_address(fold.scale)
+        with _on(plan.device):
+            table = self._send(plan, _ROWS, _table(plan, fold.grads, fold.accumulators, fold.held))
+            _launch(
+                kernels.accumulate_kernel, plan, plan.chunks,
+                table, len(plan.tensors), plan.chunks, fold.weights, fold.weight, _bits(number), at, partials,
+            )  # fmt: skip
+
+    def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
+        outcome = new_outcome(plan.device, normed=partials is not None)
+        reads = grads is not None and partials is not None
+        chunks_to_read = plan.chunks if reads else 0
+        limit = scaling.max_grad_norm
+        with _on(plan.device):
+            table = self._send(plan, _ROWS, _table(plan, grads if reads else None))
+            _launch(
+                kernels.norm_kernel, plan, chunks_to_read,
+                table, len(plan.tensors), plan.chunks, chunks_to_read, address(partials), _bits(scaling.normalization),
+                address(scaling.device_normalization), address(scaling.found_inf), int(limit is not None),
+                _bits(limit or 0.0), int(scaling.skips_nonfinite), outcome.values, address(scaling.skips),
+            )  # fmt: skip
+        return outcome
+
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+        """One launch per kind of row: nearly always one, two where small states stay fp32."""
+        kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
+        words = [word for values in kept for word in _hyper_words(values)]
+        with _on(plan.device):
+            table = self._send(plan, _ROWS, _table(plan, grads))
+            hyper_table = self._send(plan, _HYPERS, words)
+            for index, kind in enumerate(_fixed(plan).kinds):
+                _launch(
+                    step_kernel, plan, plan.chunks,
+                    table, len(plan.tensors), plan.chunks, hyper_table, index, outcome.values, *constants(*kind),
+                    options=NOISY_OPTIONS if kind[1].needs_noise else OPTIONS,
+                )  # fmt: skip
+
+    def _send(self, plan: Plan, key: int, words: list[int]) -> Tensor:
+        """The words on the plan's device; those of the call before where they are the same.
+
+        Never written again while a kernel may read them: changed words go into fresh memory. A graph that is being
+        captured gets its own, which its replay sends again.
+        """
+        if plan.device.type != "cuda":
+            return torch.tensor(words, dtype=torch.int64, device=plan.device)
+        captures = torch.cuda.is_current_stream_capturing()
+        stream = torch.cuda.current_stream(plan.device).cuda_stream
+        sent = plan.device_tables.get(key)
+        if not captures and sent is not None and sent.stream == stream and sent.words == words:
+            return sent.copy  # type: ignore[no-any-return]
+        host = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=True)
+        copy = host.to(plan.device, non_blocking=True)
+        if captures:
+            self._captured.append((host, copy))
+        else:
+            plan.device_tables[key] = _Sent(words, stream, copy)
+        return copy
+
+
+def constants(rule: type[Rule], form: Format) -> tuple[Any, ...]:
+    """What the step's kernel is compiled for, in the order of its arguments."""
+    first_moments = sum(name not in rule.second_moments for name in rule.states)
+    numbers = len(rule.states), first_moments, int(form.weights), int(form.states), form.needs_noise
+    return *arithmetic(rule), *numbers  # type: ignore[arg-type]  # mypy: a class has no hash
+
+
+@functools.cache
+def arithmetic(rule: type[Rule]) -> tuple[Any, Any]:
+    """A rule's `triton_scalars` and `triton_update`, for Triton.
+
+    scalars(hyper, step, coefficient) -> tuple of fp32: from the hyper-parameters (a tuple of fp64, in the order of
+    `rule.hypers`), the number of this step and the coefficient.
+    update(scalars, p, grad, state0, state1, state2, states) -> (p, state0, state1, state2): blocks of elements; only
+    the first `states` states are the rule's.
+    The module of a rule does not import Triton: the names that these functions use are put there.
+    """
+    functions = rule.triton_scalars, rule.triton_update
+    for function in functions:
+        function.__globals__.update(tl=tl, triton_numeric=triton_numeric)
+    scalars, update = map(triton.jit, functions)
+    return scalars, update
+
+
+def _launch(kernel: Any, plan: Plan, chunks: int, *args: Any, options: dict[str, Any] = OPTIONS) -> None:
+    """One program at least: the last one finishes."""
+    on_gpu = plan.device.type == "cuda"
+    limit = _resident_programs(plan.device) if on_gpu else _INTERPRETED_PROGRAMS
+    kernel[(max(1, min(chunks, limit)),)](*args, **options)
+
+
+@functools.cache
+def _resident_programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_MULTIPROCESSOR
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device; its interpreter computes in this thread's float mode."""
+    return torch.cuda.device(device) if device.type == "cuda" else ieee()
+
+
+def _table(
+    plan: Plan, grads: Grads | None, accumulators: Grads | None = None, held: list[int] | None = None
+) -> list[int]:
+    """The ticket, and every row's words in the order of triton_memory.py."""
+    words = [0]
+    nothing: Grads = [None] * len(plan.tensors)
+    rows = zip(_fixed(plan).rows, grads or nothing, accumulators or nothing, held or [0] * len(nothing), strict=True)
+    for fixed, grad, accumulator, weight in rows:
+        dtype = memory.NO_GRAD.value if grad is None else GRAD_DTYPES.index(grad.dtype)
+        words += (*fixed, address(grad), address(accumulator), weight, dtype)
+    return words
+
+
+def _fixed(plan: Plan) -> _Fixed:
+    known = plan.device_tables.get(_FIXED)
+    if known is None:
+        kinds = [(plan.rules[group], form) for group, form in zip(plan.groups, plan.formats, strict=True)]
+        known = _Fixed(list(dict.fromkeys(kinds)), [])
+        for tensor, storage, group, kind, first_chunk, origin in zip(
+            plan.tensors, plan.storages, plan.groups, kinds, plan.first_chunk, plan.origins, strict=True
+        ):
+            slots = _NO_SLOTS if storage is None else storage.slots()
+            param = tensor.data_ptr() if has_memory(tensor) else 0
+            known.rows.append(
+                (param, *map(address, slots), tensor.numel(), first_chunk, group, known.kinds.index(kind), origin)
+            )
+        plan.device_tables[_FIXED] = known
+    return known
+
+
+def _hyper_words(values: list[float | Tensor]) -> list[int]:
+    """A group's hyper-parameters: each as the bits of a number, the address of an fp32 one, of an fp64 one."""
+    words = [0] * (memory.MAX_HYPERS.value * memory.HYPER_WORDS.value)
+    for index, value in enumerate(values):
+        kind = 0 if not isinstance(value, Tensor) else 1 if value.dtype == torch.float32 else 2
+        words[index * memory.HYPER_WORDS.value + kind] = value.data_ptr() if isinstance(value, Tensor) else _bits(value)
+    return words
+
+
+def _bits(number: float) -> int:
+    """fp64 as a signed 64-bit number."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])

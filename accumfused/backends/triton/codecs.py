@@ -1,0 +1,193 @@
+"""How numbers are stored in fewer bits, and the noise that rounds them, in Triton: the counterpart of codecs.py.
+
+Values are fp32; their bits, and noise, uint32. Triton's interpreter takes an overflow for an error unless told that one
+is meant, so sums and products that may wrap say so.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from accumfused.formats import codecs
+
+SCALED = tl.constexpr(codecs.BLOCK)  # elements that share a scale
+MIN_SECOND_MOMENT = tl.constexpr(codecs.MIN_SECOND_MOMENT)
+SMALLEST_SCALE = tl.constexpr(codecs.SMALLEST_SCALE)
+
+NAN = tl.constexpr(0x7FC00000)
+SHIFT = tl.constexpr(19)  # of the 23 bits of a mantissa, codes keep 4
+SIGNED_BASE = tl.constexpr(120 << 23)
+UNSIGNED_BASE = tl.constexpr(112 << 23)
+HEADROOM = tl.constexpr(2 << 19)
+
+
+@triton.jit
+def bits_of(values):
+    return values.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def from_bits(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+# ---- noise ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def mix(value):
+    value = value + 0x9E3779B97F4A7C15
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def noise_keys(seed, step, row, start):
+    """What the noise of a chunk depends on, two numbers of 32 bits. Args: start: where in the whole it begins."""
+    key = mix(mix(seed.to(tl.uint64)) ^ tl.cast(step, tl.uint64))
+    keys = mix(mix(key ^ tl.cast(row, tl.uint64)) ^ (start.to(tl.uint64) >> 32))
+    position = tl.mul(start.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
+    return tl.add(position, keys.to(tl.uint32), sanitize_overflow=False), (keys >> 32).to(tl.uint32)
+
+
+@triton.jit
+def noise(keys, element):
+    """32 bits for each element. Args: element: its index in the chunk."""
+    first, second = keys
+    x = tl.mul(element.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
+    x = tl.add(x, first, sanitize_overflow=False)
+    x = tl.mul(x ^ (x >> 16), 0x21F0AAAD, sanitize_overflow=False)
+    x = tl.mul(x ^ (x >> 15) ^ second, 0x735A2D97, sanitize_overflow=False)
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def stream(bits, number: tl.constexpr):
+    """One of three streams of an element's noise: rotated by 11 bits each."""
+    turned = bits
+    if number > 0:
+        turned = (bits << 11 * number) | (bits >> 32 - 11 * number)
+    return turned
+
+
+# ---- 16 bits --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def one_nan(values):
+    """The values' bits, those of every NaN the same: adding to some would make other numbers."""
+    return tl.where(values != values, NAN, bits_of(values))
+
+
+@triton.jit
+def to_bfloat16(values):
+    bits = one_nan(values)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+
+
+@triton.jit
+def to_bfloat16_stochastic(values, noise):
+    return ((one_nan(values) + (noise >> 16)) >> 16).to(tl.uint16)
+
+
+@triton.jit
+def from_bfloat16(bits):
+    return from_bits(bits.to(tl.uint32) << 16)
+
+
+@triton.jit
+def to_float16_stochastic(values, noise):
+    bits = bits_of(values)
+    magnitude = bits & 0x7FFFFFFF
+    exponent = (magnitude >> 23).to(tl.int32)
+    below = tl.maximum(113 - exponent, 0)
+    beyond = tl.minimum(tl.maximum(below - 17, 0), 31).to(tl.uint32)
+    dropped = tl.minimum(13 + below, 30).to(tl.uint32)
+    mantissa = ((magnitude & 0x7FFFFF) | 0x800000) >> beyond
+    half = (tl.maximum(exponent - 113, 0).to(tl.uint32) << 10) + ((mantissa + (noise >> (32 - dropped))) >> dropped)
+    half = tl.where(magnitude > 0x7F800000, 0x7E00, tl.minimum(half, 0x7C00))
+    return (half | ((bits >> 16) & 0x8000)).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+# ---- bfloat16 with a remainder --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def split(values):
+    """bfloat16 and an int16 remainder."""
+    bits = one_nan(values)
+    return ((bits + 0x8000) >> 16).to(tl.uint16), bits.to(tl.int16)
+
+
+@triton.jit
+def split_short(values, noise):
+    """bfloat16 and an int8 remainder."""
+    bits = one_nan(values) + (noise >> 24)
+    return ((bits + 0x8000) >> 16).to(tl.uint16), (bits >> 8).to(tl.int8)
+
+
+@triton.jit
+def join(high, remainder):
+    """The parameter as it is where the two make a NaN: see codecs.py."""
+    param = high.to(tl.uint32) << 16
+    joined = from_bits(tl.add(param, remainder.to(tl.uint32), sanitize_overflow=False))
+    return tl.where(joined != joined, from_bits(param), joined)
+
+
+@triton.jit
+def join_short(high, remainder):
+    return join(high, remainder.to(tl.uint32) << 8)
+
+
+# ---- blocks of 8 bits -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scale_of(magnitudes, size: tl.constexpr):
+    """Each block's biased exponent, [size / SCALED], from the bits of its magnitudes, [size]."""
+    largest = tl.max(tl.reshape(magnitudes, (size // SCALED, SCALED)), axis=1)
+    exponent = ((largest + HEADROOM) >> 23).to(tl.int32)
+    return tl.where(exponent >= 254, 255, tl.where(exponent < SMALLEST_SCALE, 0, exponent))
+
+
+@triton.jit
+def scale_factor(exponent):
+    return from_bits(tl.where(exponent == 255, NAN, exponent << 23))
+
+
+@triton.jit
+def inverse_scale(exponent):
+    return from_bits(tl.where(exponent == 255, 0, (254 - exponent) << 23))
+
+
+@triton.jit
+def spread(scales, size: tl.constexpr):
+    """Each block's number for each of its elements."""
+    return tl.reshape(tl.broadcast_to(tl.expand_dims(scales, 1), (size // SCALED, SCALED)), (size,))
+
+
+@triton.jit
+def encode(values, inverse, noise, second_moment: tl.constexpr):
+    """Args: inverse: of each element's scale."""
+    base = UNSIGNED_BASE if second_moment else SIGNED_BASE
+    offset = 2.0**-15 if second_moment else 2.0**-7
+    bits = bits_of(tl.abs(values) * inverse + offset).to(tl.int32) - base + (noise >> 32 - SHIFT).to(tl.int32)
+    if second_moment:
+        code = (tl.maximum(bits, MIN_SECOND_MOMENT << SHIFT) >> SHIFT).to(tl.uint32)
+    else:
+        code = ((bits >> SHIFT) & 0x7F).to(tl.uint32) | ((bits_of(values) >> 24) & 0x80)
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def decode(codes, factor, second_moment: tl.constexpr):
+    """Args: factor: of each element's scale."""
+    codes = codes.to(tl.uint32)
+    if second_moment:
+        values = (from_bits((codes << SHIFT) | UNSIGNED_BASE) - 2.0**-15) * factor
+    else:
+        magnitude = from_bits(((codes & 0x7F) << SHIFT) | SIGNED_BASE) - 2.0**-7
+        values = magnitude * from_bits(bits_of(factor) ^ ((codes & 0x80) << 24))
+    return values

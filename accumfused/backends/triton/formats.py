@@ -1,0 +1,163 @@
+"""Weights and states as a step decodes and encodes them: triton_codecs.py over memory.
+
+The counterpart of csrc/cpu/formats.inl. A format is known when Triton compiles, so a kernel knows one of each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from accumfused.backends.triton.codecs import (
+    SCALED,
+    bits_of,
+    decode,
+    encode,
+    from_bfloat16,
+    inverse_scale,
+    join,
+    join_short,
+    scale_factor,
+    scale_of,
+    split,
+    split_short,
+    spread,
+    to_bfloat16,
+    to_bfloat16_stochastic,
+    to_float16_stochastic,
+)
+from accumfused.backends.triton.memory import (
+    BFLOAT16_BITS,
+    MASTER,
+    PARAM,
+    SCALE,
+    STATE,
+    load,
+    load_stored,
+    pointer,
+    store,
+)
+from accumfused.backends.triton.numeric import flush_subnormal
+from accumfused.formats.kinds import States, Weights
+
+FLOAT32_WEIGHTS = tl.constexpr(int(Weights.FLOAT32))
+BFLOAT16_STOCHASTIC = tl.constexpr(int(Weights.BFLOAT16_STOCHASTIC))
+FLOAT16_STOCHASTIC = tl.constexpr(int(Weights.FLOAT16_STOCHASTIC))
+SPLIT16 = tl.constexpr(int(Weights.BFLOAT16_SPLIT16))  # from here on there is a master
+SPLIT8 = tl.constexpr(int(Weights.BFLOAT16_SPLIT8))
+BFLOAT16_MASTER = tl.constexpr(int(Weights.BFLOAT16_MASTER))  # from here on it is fp32
+
+BFLOAT16_STATES = tl.constexpr(int(States.BFLOAT16))
+INT8_STATES = tl.constexpr(int(States.INT8))
+
+# In the formats' order.
+PARAM_TYPES = tl.constexpr(
+    (
+        tl.float32, BFLOAT16_BITS.value, BFLOAT16_BITS.value, tl.float16, tl.float16, BFLOAT16_BITS.value,
+        BFLOAT16_BITS.value, BFLOAT16_BITS.value, tl.float16,
+    )
+)  # fmt: skip
+MASTER_TYPES = tl.constexpr((None, None, None, None, None, tl.int16, tl.int8, tl.float32, tl.float32))
+STATE_TYPES = tl.constexpr((tl.float32, BFLOAT16_BITS.value, tl.uint8))
+
+
+@triton.jit
+def weights_at(row, offset, weights: tl.constexpr):
+    """Where a chunk of a parameter and of its master lie; without a master, the parameter again."""
+    param = pointer(row, PARAM, PARAM_TYPES[weights], offset)
+    master = param
+    if weights >= SPLIT16:
+        master = pointer(row, MASTER, MASTER_TYPES[weights], offset)
+    return param, master
+
+
+@triton.jit
+def load_weights(place, first, n, size: tl.constexpr, weights: tl.constexpr, whole: tl.constexpr):
+    """fp32. An fp32 master that is not rounded to its parameter is out of date: the parameter counts."""
+    param, master = place
+    if weights >= BFLOAT16_MASTER:
+        values = load(master, first, n, size, whole)
+        stored = load_stored(param, first, n, size, whole)
+        if param.dtype.element_ty == tl.float16:
+            same = values.to(tl.float16).to(tl.uint16, bitcast=True) == stored.to(tl.uint16, bitcast=True)
+            values = tl.where(same, values, stored.to(tl.float32))
+        else:
+            values = tl.where(to_bfloat16(values) == stored, values, from_bfloat16(stored))
+    elif weights == SPLIT16:
+        high = load_stored(param, first, n, size, whole)
+        values = join(high, load_stored(master, first, n, size, whole))
+    elif weights == SPLIT8:
+        high = load_stored(param, first, n, size, whole)
+        values = join_short(high, load_stored(master, first, n, size, whole))
+    else:
+        values = load(param, first, n, size, whole)
+    return values
+
+
+@triton.jit
+def store_weights(place, values, noise, first, n, size: tl.constexpr, weights: tl.constexpr, whole: tl.constexpr):
+    param, master = place
+    lacking = values
+    if weights == FLOAT32_WEIGHTS:
+        stored = values
+    elif weights == SPLIT16:
+        stored, lacking = split(values)
+    elif weights == SPLIT8:
+        stored, lacking = split_short(values, noise)
+    elif weights == FLOAT16_STOCHASTIC:
+        stored = to_float16_stochastic(values, noise)
+    elif param.dtype.element_ty == tl.float16:
+        stored = values.to(tl.float16)
+    elif weights == BFLOAT16_STOCHASTIC:
+        stored = to_bfloat16_stochastic(values, noise)
+    else:
+        stored = to_bfloat16(values)
+    store(param, stored, first, n, size, whole)
+    if weights >= SPLIT16:
+        store(master, lacking, first, n, size, whole)
+
+
+@triton.jit
+def state_at(row, offset, number: tl.constexpr, form: tl.constexpr):
+    """Where a chunk of a state and of its scales lie; without scales, the state again."""
+    state = pointer(row, STATE + number, STATE_TYPES[form], offset)
+    scale = state
+    if form == INT8_STATES:
+        scale = pointer(row, SCALE + number, tl.uint8, offset // SCALED)
+    return state, scale
+
+
+@triton.jit
+def load_state(
+    place, first, n, size: tl.constexpr, form: tl.constexpr, second_moment: tl.constexpr, whole: tl.constexpr
+):  # fmt: skip
+    state, scale = place
+    if form == INT8_STATES:
+        block = tl.arange(0, size // SCALED)
+        exponent = tl.load(scale + first // SCALED + block, mask=first + block * SCALED < n, other=0).to(tl.int32)
+        codes = load_stored(state, first, n, size, whole)
+        values = decode(codes, spread(scale_factor(exponent), size), second_moment)
+    else:
+        values = load(state, first, n, size, whole)
+    return values
+
+
+@triton.jit
+def store_state(
+    place, values, noise, first, n, size: tl.constexpr, form: tl.constexpr, second_moment: tl.constexpr,
+    whole: tl.constexpr
+):  # fmt: skip
+    state, scale = place
+    if form == INT8_STATES:
+        magnitudes = bits_of(values) & 0x7FFFFFFF
+        if not whole:
+            magnitudes = tl.where(first + tl.arange(0, size) < n, magnitudes, 0)
+        exponent = scale_of(magnitudes, size)
+        block = tl.arange(0, size // SCALED)
+        tl.store(scale + first // SCALED + block, exponent.to(tl.uint8), mask=first + block * SCALED < n)
+        stored = encode(values, spread(inverse_scale(exponent), size), noise, second_moment)
+    elif form == BFLOAT16_STATES:
+        stored = to_bfloat16_stochastic(flush_subnormal(values), noise)
+    else:
+        stored = flush_subnormal(values)
+    store(state, stored, first, n, size, whole)

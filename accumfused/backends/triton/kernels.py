@@ -1,0 +1,205 @@
+"""Norm and accumulate in Triton: kernels of csrc/cuda/kernels.cuh, under the same names. triton_step.py has the third.
+
+A persistent grid: program b takes the chunks b, b + programs, ... of all tensors, found by their addresses in the
+table. fp64 numbers come as their bits, because Triton would round them to fp32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from accumfused.backends.triton.memory import (
+    ACCUMULATOR,
+    BFLOAT16_BITS,
+    BLOCK,
+    DTYPE,
+    FLOAT16,
+    FLOAT32,
+    GRAD,
+    NO_GRAD,
+    OVERWRITE,
+    ROWS,
+    WEIGHT,
+    extent,
+    float64_from,
+    is_aligned,
+    is_last_program,
+    load,
+    pointer,
+    pointer_to,
+    row_of,
+    store,
+    whole_elements,
+)
+from accumfused.backends.triton.numeric import LANES, LEAST_DIVISOR, LEAST_SUM, is_finite, sum_partials, tree
+
+# Arguments whose value must not make another kernel: Triton compiles anew for a 1 and for multiples of 16.
+NUMBERS = (
+    "count", "chunks", "chunks_to_read", "partials", "normalization", "device_normalization", "found_inf", "clips",
+    "max_grad_norm", "skips_nonfinite", "skips", "weight", "scale", "device_scale",
+)  # fmt: skip
+
+
+# ---- norm -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sum_of_squares(grad, n, aligned):
+    lanes = tl.zeros([LANES], tl.float32)
+    whole = whole_elements(n, 4 * LANES, aligned)
+    for first in range(0, whole, 4 * LANES):
+        for k in tl.static_range(4):
+            g = load(grad, first + k * LANES, n, LANES, True)
+            lanes += g * g
+    for first in range(whole, n, LANES):
+        g = load(grad, first, n, LANES, False)
+        lanes += g * g
+    return tree(lanes)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def norm_kernel(
+    table,
+    count: tl.int32,
+    chunks: tl.int32,
+    chunks_to_read: tl.int32,  # 0: no sums of squares are missing from partials
+    partials: tl.int64,  # 0: no norm is taken
+    normalization: tl.int64,
+    device_normalization: tl.int64,
+    found_inf: tl.int64,
+    clips: tl.int32,
+    max_grad_norm: tl.int64,
+    skips_nonfinite: tl.int32,
+    outcome,
+    skips: tl.int64,
+):
+    rows = table + ROWS
+    sums = pointer_to(partials, tl.float32)
+    for chunk in range(tl.program_id(0), chunks_to_read, tl.num_programs(0)):
+        row, _ = row_of(rows, count, chunk)
+        dtype = tl.load(row + DTYPE)
+        if dtype != NO_GRAD:
+            offset, n = extent(row, chunk)
+            aligned = is_aligned(row, GRAD)
+            if dtype == FLOAT32:
+                tl.store(sums + chunk, sum_of_squares(pointer(row, GRAD, tl.float32, offset), n, aligned))
+            elif dtype == FLOAT16:
+                tl.store(sums + chunk, sum_of_squares(pointer(row, GRAD, tl.float16, offset), n, aligned))
+            else:
+                tl.store(sums + chunk, sum_of_squares(pointer(row, GRAD, BFLOAT16_BITS, offset), n, aligned))
+    if is_last_program(table):
+        # csrc/norm.h's finish_norm
+        divisor = float64_from(normalization)
+        if device_normalization != 0:
+            divisor *= tl.load(pointer_to(device_normalization, tl.float64))
+        inverse = tl.where((divisor > 0) & is_finite(divisor), 1.0 / divisor, float("nan"))
+        norm = tl.full([], 0.0, tl.float64)
+        if partials != 0:
+            total = sum_partials(sums, chunks)
+            norm = tl.sqrt_rn(total.to(tl.float32)).to(tl.float64) * inverse
+            norm = tl.where((total < LEAST_SUM) & (divisor < LEAST_DIVISOR), float("nan"), norm)
+        rounded_norm = norm.to(tl.float32)
+        clip = float64_from(max_grad_norm) / (rounded_norm.to(tl.float64) + 1e-6)
+        clip = tl.where((clips == 0) | (clip > 1.0), 1.0, clip)  # keeps a NaN
+        coefficient = (inverse * clip).to(tl.float32)
+        skipped = (skips_nonfinite != 0) & ~(is_finite(coefficient) & is_finite(rounded_norm))
+        if found_inf != 0:
+            skipped |= tl.load(pointer_to(found_inf, tl.float32)) != 0
+        tl.store(outcome, coefficient)
+        tl.store(outcome + 1, rounded_norm)
+        tl.store(outcome + 2, skipped.to(tl.float32))
+        if skips != 0:
+            counter = pointer_to(skips, tl.int64)
+            tl.store(counter, tl.load(counter) + skipped.to(tl.int64))
+
+
+# ---- accumulate -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def folded(kept, g, keep, add, has_grad: tl.constexpr):
+    """A factor of 0 leaves its term out, whatever it holds."""
+    value = tl.where(keep != 0, kept * keep, 0.0)
+    if has_grad:
+        added = g * add
+        value = tl.where(add != 0, tl.where(keep != 0, value + added, added), value)
+    return value
+
+
+@triton.jit
+def fold_chunk(accumulator, grad, n, aligned, keep, add, has_grad: tl.constexpr, total):
+    lanes = tl.zeros([LANES], tl.float32)
+    whole = whole_elements(n, 2 * LANES, aligned)
+    for first in range(0, whole, 2 * LANES):
+        second = first + LANES
+        a, b = load(accumulator, first, n, LANES, True), load(accumulator, second, n, LANES, True)
+        g, h = a, b
+        if has_grad:
+            g, h = load(grad, first, n, LANES, True), load(grad, second, n, LANES, True)
+        a, b = folded(a, g, keep, add, has_grad), folded(b, h, keep, add, has_grad)
+        lanes += a * a
+        lanes += b * b
+        store(accumulator, a, first, n, LANES, True)
+        store(accumulator, b, second, n, LANES, True)
+    for first in range(whole, n, LANES):
+        a = load(accumulator, first, n, LANES, False)
+        g = a
+        if has_grad:
+            g = load(grad, first, n, LANES, False)
+        a = folded(a, g, keep, add, has_grad)
+        lanes += a * a
+        store(accumulator, a, first, n, LANES, False)
+    tl.store(total, tree(lanes))
+
+
+@triton.jit
+def fold_or_copy(accumulator, grad, n, aligned, copies, keep, add, total):
+    if copies:
+        whole = whole_elements(n, BLOCK, aligned)
+        for first in range(0, whole, BLOCK):
+            store(accumulator, load(grad, first, n, BLOCK, True), first, n, BLOCK, True)
+        for first in range(whole, n, BLOCK):
+            store(accumulator, load(grad, first, n, BLOCK, False), first, n, BLOCK, False)
+    else:
+        fold_chunk(accumulator, grad, n, aligned, keep, add, True, total)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def accumulate_kernel(
+    table,
+    count: tl.int32,
+    chunks: tl.int32,
+    weights,
+    weight: tl.int32,
+    scale: tl.int64,
+    device_scale: tl.int64,
+    partials,
+):
+    rows = table + ROWS
+    factor = float64_from(scale)
+    if device_scale != 0:
+        factor *= tl.load(pointer_to(device_scale, tl.float64))
+    add = (tl.load(weights + weight) * factor).to(tl.float32)
+    for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+        row, _ = row_of(rows, count, chunk)
+        if tl.load(row + ACCUMULATOR) != 0:
+            offset, n = extent(row, chunk)
+            accumulator = pointer(row, ACCUMULATOR, tl.float32, offset)
+            total = partials + chunk
+            held = tl.load(row + WEIGHT)
+            keep = (tl.load(weights + tl.maximum(held, 0)) * factor).to(tl.float32)
+            copies = held == OVERWRITE
+            aligned = is_aligned(row, ACCUMULATOR) & is_aligned(row, GRAD)
+            dtype = tl.load(row + DTYPE)
+            if dtype == NO_GRAD:
+                fold_chunk(accumulator, accumulator, n, aligned, keep, add, False, total)
+            elif dtype == FLOAT32:
+                grad = pointer(row, GRAD, tl.float32, offset)
+                fold_or_copy(accumulator, grad, n, aligned, copies, keep, add, total)
+            elif dtype == FLOAT16:
+                half = pointer(row, GRAD, tl.float16, offset)
+                fold_or_copy(accumulator, half, n, aligned, copies, keep, add, total)
+            else:
+                brain = pointer(row, GRAD, BFLOAT16_BITS, offset)
+                fold_or_copy(accumulator, brain, n, aligned, copies, keep, add, total)

@@ -1,0 +1,68 @@
+"""The arithmetic that every backend shares, in Triton: see csrc/numeric.h and accumfused/formats/numeric.py.
+
+Imports Triton, so the package imports this file only where the Triton kernels run. Triton's own `sqrt` and `/` of fp32
+are approximate: `sqrt_rn` and `div_rn` are IEEE. In Triton 3.6 `-x` is `0 - x`, which loses the sign of a zero: write
+`x * -1.0`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from accumfused.formats import numeric
+
+CHUNK = tl.constexpr(numeric.CHUNK)
+LANES = tl.constexpr(numeric.LANES)
+SMALLEST_NORMAL = tl.constexpr(numeric.SMALLEST_NORMAL)
+LEAST_SUM = tl.constexpr(numeric.LEAST_SUM)
+LEAST_DIVISOR = tl.constexpr(numeric.LEAST_DIVISOR)
+
+
+@triton.jit
+def flush_subnormal(value):
+    """`value` with everything below the smallest normal fp32 number replaced by 0."""
+    return tl.where(tl.abs(value) < SMALLEST_NORMAL, 0.0, value)
+
+
+@triton.jit
+def is_finite(value):
+    return value - value == 0
+
+
+@triton.jit
+def whole_steps(count):
+    """A step count as a whole number, within what fp32 counts exactly."""
+    return tl.where(count > 0, tl.where(count < 16777216.0, count, 16777216.0), 0.0).to(tl.int32)
+
+
+@triton.jit
+def power(base, exponent):
+    """`base ** exponent` in fp64 by squaring, for one non-negative whole number."""
+    result = tl.full([], 1.0, tl.float64)
+    while exponent > 0:
+        result = tl.where(exponent & 1 == 1, result * base, result)
+        base = base * base
+        exponent = exponent >> 1
+    return result
+
+
+@triton.jit
+def tree(lanes):
+    """The sum of 1024 lanes by halving, 1024 -> 512 -> ... -> 1: always of two numbers, so Triton has no choice."""
+    for level in tl.static_range(1, 10):
+        lanes = tl.sum(tl.reshape(lanes, (2, LANES >> level)), axis=0)
+    return tl.sum(lanes, axis=0)
+
+
+@triton.jit
+def sum_partials(partials, chunks):
+    """csrc/norm.h's: the sum of all chunks' sums, in fp64."""
+    lane = tl.arange(0, LANES)
+    lanes = tl.zeros([LANES], tl.float64)
+    for first in range(0, chunks, LANES):
+        # past the first cache, which does not see what other programs have written
+        lanes += tl.load(partials + first + lane, mask=first + lane < chunks, other=0.0, cache_modifier=".cg").to(
+            tl.float64
+        )
+    return tree(lanes)

@@ -1,0 +1,187 @@
+"""Step in Triton: the kernel of csrc/cuda/kernels.cuh, for one rule and one format of weights and states.
+
+The grid is that of triton_kernels.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from accumfused.backends.triton.codecs import noise, noise_keys, stream
+from accumfused.backends.triton.formats import (
+    SPLIT16,
+    load_state,
+    load_weights,
+    state_at,
+    store_state,
+    store_weights,
+    weights_at,
+)
+from accumfused.backends.triton.memory import (
+    BFLOAT16_BITS,
+    BLOCK,
+    DTYPE,
+    FLOAT16,
+    FLOAT32,
+    GRAD,
+    GROUP,
+    HYPER_WORDS,
+    KIND,
+    MASTER,
+    MAX_HYPERS,
+    NO_GRAD,
+    ORIGIN,
+    PARAM,
+    REST,
+    ROWS,
+    SEED,
+    STATE,
+    STEP,
+    WORDS,
+    extent,
+    float64_from,
+    is_aligned,
+    is_last_program,
+    load,
+    pointer,
+    pointer_to,
+    row_of,
+    step_number,
+    whole_elements,
+)
+from accumfused.backends.triton.numeric import LANES
+
+NUMBERS = ("count", "chunks", "kind")  # whose value must not make another kernel: see triton_kernels.py
+
+
+@triton.jit
+def hyper(words):
+    """A hyper-parameter: a number of the launch, or one that the device holds and a graph's replay reads anew."""
+    value = float64_from(tl.load(words))
+    single, double = tl.load(words + 1), tl.load(words + 2)
+    if single != 0:
+        value = tl.load(pointer_to(single, tl.float32)).to(tl.float64)
+    if double != 0:
+        value = tl.load(pointer_to(double, tl.float64))
+    return value
+
+
+@triton.jit
+def group_hypers(hypers, group):
+    w = hypers + group * (MAX_HYPERS * HYPER_WORDS)
+    return (
+        hyper(w), hyper(w + 3), hyper(w + 6), hyper(w + 9), hyper(w + 12), hyper(w + 15), hyper(w + 18), hyper(w + 21)
+    )  # fmt: skip
+
+
+@triton.jit
+def step_block(
+    scalars, keys, param, grad, state, first, n, update: tl.constexpr, states: tl.constexpr, moments: tl.constexpr,
+    weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr, size: tl.constexpr, whole: tl.constexpr
+):  # fmt: skip
+    g = load(grad, first, n, size, whole)
+    p = load_weights(param, first, n, size, weights, whole)
+    a, b, c = p, p, p
+    if states > 0:
+        a = load_state(state[0], first, n, size, form, moments <= 0, whole)
+    if states > 1:
+        b = load_state(state[1], first, n, size, form, moments <= 1, whole)
+    if states > 2:
+        c = load_state(state[2], first, n, size, form, moments <= 2, whole)
+    p, a, b, c = update(scalars, p, g, a, b, c, states)
+    bits = tl.zeros([size], tl.uint32)
+    if noisy:
+        bits = noise(keys, first + tl.arange(0, size))
+    store_weights(param, p, stream(bits, 2), first, n, size, weights, whole)
+    if states > 0:
+        store_state(state[0], a, bits, first, n, size, form, moments <= 0, whole)
+    if states > 1:
+        store_state(state[1], b, stream(bits, 1), first, n, size, form, moments <= 1, whole)
+    if states > 2:
+        store_state(state[2], c, stream(bits, 1), first, n, size, form, moments <= 2, whole)
+
+
+@triton.jit
+def step_chunk(
+    scalars, row, keys, grad, offset, n, update: tl.constexpr, states: tl.constexpr, moments: tl.constexpr,
+    weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr
+):  # fmt: skip
+    param = weights_at(row, offset, weights)
+    state = state_at(row, offset, 0, form), state_at(row, offset, 1, form), state_at(row, offset, 2, form)
+    aligned = is_aligned(row, PARAM) & is_aligned(row, GRAD)
+    if weights >= SPLIT16:
+        aligned &= is_aligned(row, MASTER)
+    for number in tl.static_range(states):
+        aligned &= is_aligned(row, STATE + number)
+    whole = whole_elements(n, BLOCK, aligned)
+    for first in range(0, whole, BLOCK):
+        step_block(
+            scalars, keys, param, grad, state, first, n, update, states, moments, weights, form, noisy, BLOCK, True
+        )
+    for first in range(whole, n, REST):
+        step_block(
+            scalars, keys, param, grad, state, first, n, update, states, moments, weights, form, noisy, REST, False
+        )
+
+
+@triton.jit
+def advance_steps(rows, count, kind):
+    """Counts the step of every parameter of this kind that has a gradient, an empty one too."""
+    for first in range(0, count, LANES):
+        i = first + tl.arange(0, LANES)
+        exists = i < count
+        row = rows + i * WORDS
+        steps = tl.load(row + STEP, mask=exists, other=0)
+        stepped = (steps != 0) & (tl.load(row + DTYPE, mask=exists, other=NO_GRAD) != NO_GRAD)
+        stepped &= tl.load(row + KIND, mask=exists, other=-1) == kind
+        steps = pointer_to(steps, tl.float32)
+        tl.store(steps, tl.load(steps, mask=stepped, other=0.0) + 1.0, mask=stepped)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def step_kernel(
+    table, count: tl.int32, chunks: tl.int32, hypers, kind: tl.int32, outcome,
+    scalars: tl.constexpr, update: tl.constexpr, states: tl.constexpr, moments: tl.constexpr,
+    weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr,
+):  # fmt: skip
+    """Steps the rows of one kind.
+
+    Args:
+        scalars, update: the rule's arithmetic.
+        states: how many states it has; moments: how many of them are no second moments, and come first.
+        weights, form: how parameters and states are kept, as numbers of formats.py; noisy: whether either is rounded
+            stochastically.
+    """
+    if tl.load(outcome + 2) != 0:
+        return  # skipped: nothing is written
+    rows = table + ROWS
+    coefficient = tl.load(outcome)
+    # Scalars cost two powers in double, so chunks of one group and step number share them.
+    row, _ = row_of(rows, count, tl.program_id(0))
+    group, number = tl.load(row + GROUP), step_number(row)
+    prepared = scalars(group_hypers(hypers, group), number, coefficient)
+    for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+        row, index = row_of(rows, count, chunk)
+        dtype = tl.load(row + DTYPE)
+        if (dtype != NO_GRAD) & (tl.load(row + KIND) == kind):
+            its_group, its_number = tl.load(row + GROUP), step_number(row)
+            if (its_group != group) | (its_number != number):
+                group, number = its_group, its_number
+                prepared = scalars(group_hypers(hypers, group), number, coefficient)
+            offset, n = extent(row, chunk)
+            keys = index, index
+            if noisy:
+                seed = tl.load(pointer(row, SEED, tl.int64, 0))
+                keys = noise_keys(seed, number, index, tl.load(row + ORIGIN) + offset)
+            if dtype == FLOAT32:
+                grad = pointer(row, GRAD, tl.float32, offset)
+                step_chunk(prepared, row, keys, grad, offset, n, update, states, moments, weights, form, noisy)
+            elif dtype == FLOAT16:
+                half = pointer(row, GRAD, tl.float16, offset)
+                step_chunk(prepared, row, keys, half, offset, n, update, states, moments, weights, form, noisy)
+            else:
+                brain = pointer(row, GRAD, BFLOAT16_BITS, offset)
+                step_chunk(prepared, row, keys, brain, offset, n, update, states, moments, weights, form, noisy)
+    if is_last_program(table):
+        advance_steps(rows, count, kind)

@@ -1,0 +1,1 @@
+"""What happens to gradients; knows neither torch.optim nor torch.distributed."""

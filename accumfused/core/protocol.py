@@ -1,0 +1,169 @@
+"""What a backend is: who runs the three verbs. All but foreach.py compute the same bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from accumfused.core.plan import Grads, Plan, overwritten
+
+Hypers = list[tuple[float | Tensor, ...]]  # per group, in the order of its rule's `hypers`; a tensor has one element
+T = TypeVar("T")
+
+OVERWRITE = -1  # what an accumulator that holds nothing yet has in place of its weight's index
+
+
+@dataclass
+class Fold:
+    """One micro-batch's arrival in the accumulators.
+
+    accumulator <- (weights[held] * scale) * accumulator + (weights[weight] * scale) * grad, each factor rounded to fp32
+    once; a weight of 0 leaves its term out, whatever it holds. OVERWRITE: accumulator <- grad.
+    """
+
+    grads: Grads  # None: the accumulator is only rescaled
+    accumulators: Grads  # fp32; None: left alone
+    held: list[int]  # per row: the index of the weight under which the accumulator holds what it holds, or OVERWRITE
+    weights: Tensor  # [micro-batches + 1], fp64; index 0 holds 1: "already weighted"
+    weight: int  # this micro-batch's index
+    scale: float | Tensor  # a number, or fp64 of shape []
+
+    def refuse_overwritten(self) -> None:
+        """For backends without a table, which does it: refuses gradients that lie where their accumulators do."""
+        for row, (grad, accumulator, held) in enumerate(zip(self.grads, self.accumulators, self.held, strict=True)):
+            if grad is None or accumulator is None or held == OVERWRITE or not grad.numel():
+                continue
+            if grad.data_ptr() == accumulator.data_ptr():
+                raise overwritten(row)
+
+
+@dataclass
+class Scaling:
+    """What becomes of the norm: see `Backend.norm`."""
+
+    device: torch.device
+    normalization: float = 1.0
+    device_normalization: Tensor | None = None  # fp64, shape []; multiplies it
+    takes_norm: bool = False
+    max_grad_norm: float | None = None
+    skips_nonfinite: bool = False
+    found_inf: Tensor | None = None  # fp32, shape []
+    skips: Tensor | None = None  # int64, shape []: counts skipped steps
+
+    def normalize(self, divisor: float | Tensor) -> None:
+        """Divides the gradients by one more number; a tensor is not read."""
+        if isinstance(divisor, Tensor):
+            divisor = on_device(divisor, self.device, torch.float64)
+            known = self.device_normalization
+            # Of two that are below 0 the product would be a good number.
+            self.device_normalization = (
+                divisor if known is None else torch.where(divisor > 0, known * divisor, math.nan)
+            )
+        else:
+            self.normalization *= divisor
+
+
+@dataclass
+class Outcome:
+    """One step's numbers on the device: `values` is fp32, [coefficient, norm, skipped]."""
+
+    values: Tensor
+    normed: bool = True
+    spends_grads: bool = False  # nobody sees the gradients after the step: it may write into them
+
+    @property
+    def coefficient(self) -> Tensor:
+        return self.values[0]
+
+    @property
+    def norm(self) -> Tensor:
+        return self.values[1]
+
+    @property
+    def skipped(self) -> Tensor:
+        return self.values[2] != 0
+
+
+def new_outcome(device: torch.device, normed: bool) -> Outcome:
+    return Outcome(torch.empty(3, dtype=torch.float32, device=device), normed)
+
+
+class Backend(Protocol):
+    """The three verbs."""
+
+    name: str
+    measures_folds: bool  # else `norm` is given the accumulators
+
+    def prepare(self, plan: Plan, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
+        """Adds to a new plan what this backend keeps with it."""
+
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+        """Folds; if it measures them, writes their sums of squares into partials [plan.chunks], fp32."""
+
+    def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
+        """Ends in one coefficient on the device.
+
+        norm = sqrt(sum(partials)) / normalization
+        coefficient = min(1, max_grad_norm / (norm + 1e-6)) / normalization
+
+        Args:
+            grads: those whose sums of squares are missing from partials, if any; None leaves a row's partials alone.
+            partials: None: no norm is taken, and only the normalization enters.
+        """
+
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+        """Updates parameters and states, and advances their step counts; writes nothing if the outcome is a skip."""
+
+
+def rescale(grads: Grads, factor: Tensor) -> None:
+    """Multiplies gradients in place by an fp32 number on a device, shape []: one pass that reads and writes."""
+    for grad in grads:
+        if grad is None:
+            continue
+        own = factor.to(grad.device)
+        if grad.dtype == torch.float32:
+            grad.mul_(own)
+        else:  # in fp32: multiplying 16 bits, torch may round the factor to them (and copying, lose a lazy sign)
+            grad.copy_((grad.float() * own).to(grad.dtype))
+
+
+def numbers(hypers: Hypers) -> list[tuple[float, ...]]:
+    """Hyper-parameters on the host; waits for those that are on a GPU."""
+    return [tuple(float(value) for value in values) for values in hypers]
+
+
+def padded(rows: list[tuple[T, ...]], padding: T) -> list[T]:
+    """One list of all rows, each as long as the longest."""
+    width = max((len(row) for row in rows), default=0)
+    return [value for row in rows for value in (*row, *[padding] * (width - len(row)))]
+
+
+def on_device(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor of one element, there, with shape []. Nothing waits for a GPU.
+
+    From the CPU it goes as a number: a graph that is being captured would copy from memory that is soon another's.
+    """
+    if value.device.type == "cpu" and device.type != "cpu":
+        return torch.full((), value.item(), dtype=dtype, device=device)
+    return value.to(device=device, dtype=dtype, non_blocking=device.type != "cpu").reshape(())
+
+
+def at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
+    """A number, or fp32 or fp64 on this device: a kernel reads it there, so a graph's replay follows its changes."""
+    if not isinstance(value, Tensor) or value.device != device:
+        return float(value)
+    return value if value.dtype in (torch.float32, torch.float64) else value.double()
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def as_number_and_address(value: float | Tensor) -> tuple[float, int]:
+    """What a kernel multiplies by: a number, and an fp64 number on the device."""
+    return (1.0, value.data_ptr()) if isinstance(value, Tensor) else (value, 0)

@@ -1,0 +1,1 @@
+"""Several processes: their groups, and what they tell each other about a window."""

@@ -1,0 +1,188 @@
+"""What processes tell each other before a window closes, the sums over all of them, and the norm.
+
+Nothing here waits for a GPU, but a process in which parameters had no gradient asks whether others had one: it then
+steps them, too, which the host decides. Frozen parameters ask for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accumfused.core.plan import Plan
+from accumfused.distributed.groups import refuse_reducing
+from accumfused.formats.numeric import chunk_count, sum_partials
+
+_PIECE_BYTES = 32 * 2**20  # of what travels in one collective
+_UNDER_WAY = 4  # collectives
+
+
+class Reduction:
+    """Args: group: torch.distributed.ProcessGroup; wire_dtype: in which gradients travel, None: as they are."""
+
+    def __init__(self, group: Any, wire_dtype: torch.dtype | None) -> None:
+        self.group = group
+        self.size: int = dist.get_world_size(group)
+        self._wire_dtype = wire_dtype
+        self._agreed: list[tuple[Tensor, bool]] = []  # on these parameters, and whether each requires a gradient
+
+    def agree(self, plan: Plan, seed: int) -> None:
+        """Refuses parameters that are not those of the other processes; asks once for each list of them.
+
+        Args:
+            seed: of states that are not made yet.
+
+        Raises:
+            ValueError: on every process.
+        """
+        params, known = plan.params, self._agreed
+        if len(params) == len(known) and all(
+            p is own and p.requires_grad is wants for p, (own, wants) in zip(params, known, strict=True)
+        ):
+            return
+        refuse_reducing(params)
+        made = [None if storage is None else storage.seed for storage in plan.storages]
+        seeds = [seed if value is None else int(value) for value in made]
+        own = [
+            (tuple(p.shape), tuple(p.stride()), str(p.dtype), p.requires_grad, form.needs_noise and seed)
+            for p, form, seed in zip(params, plan.formats, seeds, strict=True)
+        ]
+        every: list[list[Any]] = [[]] * self.size
+        dist.all_gather_object(every, own, group=self.group)
+        for rank, other in enumerate(every):
+            if len(other) != len(every[0]):
+                raise ValueError(
+                    f"process {rank} of the group has {len(other)} parameters in this optimizer, process 0 has "
+                    f"{len(every[0])}; build the same model and optimizer in each"
+                )
+            for index, (first, there) in enumerate(zip(every[0], other, strict=True)):
+                if first != there:
+                    raise ValueError(
+                        f"parameter {index} is {there} in process {rank} of the group and {first} in process 0 (shape, "
+                        "strides, dtype, requires_grad, seed of its noise if there is any); give every optimizer "
+                        "the same parameters in the same order, and the same rounding_seed"
+                    )
+        self._agreed = [(param, param.requires_grad) for param in params]
+
+    def exchange(
+        self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, last: bool
+    ) -> tuple[Tensor, list[bool]]:
+        """What a window is divided by once its sums are added up, and which parameters have a gradient somewhere.
+
+        Args:
+            total: of this process's weights.
+            is_weighted: None: this process had no micro-batch.
+            present: which parameters have a gradient here.
+            last: this process divides its sums before they are added up, not after that.
+
+        Returns:
+            The sum of all weights, or without weights the number of processes (a mean over them, as DDP takes): fp64,
+            shape []; NaN if some have weights or close with last=True, and some do not; 1 for a process without
+            micro-batches whose others have divided. And which parameters have a gradient elsewhere only.
+        """
+        message = torch.zeros(4 + len(present), dtype=torch.float64, device=plan.device)
+        weights, weighted, unweighted, closed = message[:4].unbind()
+        weights += total  # filled, not assigned: assigning a number waits for a GPU
+        weighted.fill_(is_weighted is True)
+        unweighted.fill_(is_weighted is False)
+        closed.fill_(last)
+        message[4:].fill_(1.0)
+        missing = [flag for flag, here in zip(message[4:].unbind(), present, strict=True) if not here]
+        if missing:
+            torch._foreach_zero_(missing)  # a copy of flags of the host would wait for a GPU
+        dist.all_reduce(message, group=self.group)
+        number = torch.full_like(weights, float(self.size))
+        divisor = torch.where(unweighted == 0, weights, torch.where(weighted == 0, number, torch.nan))
+        if is_weighted is None:
+            divisor = torch.where(closed > 0, 1.0, divisor)
+        else:
+            divisor = torch.where((closed == 0) | (closed == weighted + unweighted), divisor, torch.nan)
+        asked = [p.requires_grad and not here for p, here in zip(plan.params, present, strict=True)]
+        if True not in asked:
+            return divisor, asked
+        elsewhere = (message[4:] > 0).tolist()
+        return divisor, [there and ask for there, ask in zip(elsewhere, asked, strict=True)]
+
+    def add_up(self, flats: Iterable[Tensor]) -> None:
+        """Replaces these (flat) tensors by their sums over all processes, piece by piece as they lie."""
+        begun = deque[tuple[Any, Tensor, Tensor]]()
+
+        def finish_first() -> None:
+            work, piece, wire = begun.popleft()
+            work.wait()
+            if wire is not piece:
+                piece.copy_(wire)
+
+        for flat in flats:
+            length = _PIECE_BYTES // flat.element_size()
+            for start in range(0, len(flat), length):
+                if len(begun) == _UNDER_WAY:
+                    finish_first()
+                piece = flat[start : start + length]
+                wire = piece if self._wire_dtype is None else piece.to(self._wire_dtype)
+                begun.append((dist.all_reduce(wire, group=self.group, async_op=True), piece, wire))
+        while begun:
+            finish_first()
+
+
+def sum_of_squares(plan: Plan, partials: Tensor) -> Tensor:
+    """Over all parameters, added up over the processes between which each is cut: fp64, shape [], the same in all.
+
+    One all-reduce of a few numbers for each dimension of a mesh. A NaN or inf anywhere makes it one.
+    """
+    if plan.kinds is None:
+        plan.kinds = _kinds(plan)
+    kinds = [groups for groups, _ in plan.kinds]
+    total = torch.stack([sum_partials(partials if m is None else torch.where(m, partials, 0.0)) for _, m in plan.kinds])
+    for group in dict.fromkeys(group for groups in kinds for group in groups):
+        which = [index for index, groups in enumerate(kinds) if group in groups]
+        if len(which) == len(kinds):
+            dist.all_reduce(total, group=group)
+            continue
+        part = torch.stack([total[index] for index in which])
+        dist.all_reduce(part, group=group)
+        for index, value in zip(which, part, strict=True):
+            total[index].copy_(value)
+    return total.sum()
+
+
+def _kinds(plan: Plan) -> list[tuple[tuple[Any, ...], Tensor | None]]:
+    """Process groups between which parameters are cut, and the chunks of those that are cut between these."""
+    rows: dict[tuple[Any, ...], list[int]] = {}
+    for row, shard in enumerate(plan.shards):
+        if plan.tensors[row].numel() or shard is not None:
+            rows.setdefault(() if shard is None else shard.groups, []).append(row)
+    masks: list[Tensor | None] = [None] * len(rows)
+    for index, own in enumerate(rows.values() if len(rows) > 1 else ()):
+        mask = torch.zeros(plan.chunks, dtype=torch.bool, device="cpu")
+        for row in own:
+            first = plan.first_chunk[row]
+            mask[first : first + chunk_count(plan.tensors[row].numel())] = True
+        masks[index] = mask.to(plan.device)
+    return list(zip(rows, masks, strict=True))
+
+
+def mean_of_totals(plan: Plan, total: float | Tensor, is_weighted: bool | None) -> Tensor:
+    """The mean of windows' weights over all processes of the parameters' (largest) mesh, or over all: fp64, shape [].
+
+    Where gradients are means over processes, this is what their sum is divided by. 1 without weights, and NaN where
+    some have weights and some have not.
+    """
+    meshes = [shard.mesh for shard in plan.shards if shard is not None]
+    mesh = max(meshes, key=lambda mesh: mesh.size()) if meshes else None
+    groups = [dist.group.WORLD] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    size = dist.get_world_size() if mesh is None else mesh.size()
+    message = torch.zeros(3, dtype=torch.float64, device=plan.device)
+    weights, weighted, unweighted = message.unbind()
+    weights += total
+    weighted.fill_(is_weighted is True)
+    unweighted.fill_(is_weighted is False)
+    for group in groups:
+        dist.all_reduce(message, group=group)
+    mean = weights / size
+    return torch.where(unweighted == 0, mean, torch.where(weighted == 0, torch.ones_like(mean), torch.nan))

@@ -1,0 +1,242 @@
+"""How numbers are stored in fewer bits, and the noise that rounds them, in PyTorch: the counterpart of csrc/codecs.h.
+
+All of it works on the bits of fp32 numbers, so every backend stores the same bits. A codec's `encode` takes fp32 values
+in memory order and 32 bits of noise for each; `decode` gives fp32 back. docs/arithmetic.md has the formulas.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accumfused.formats.numeric import CHUNK, chunk_count
+
+# Part of the arithmetic, like csrc/rows.h, against which a test holds them.
+BLOCK = 128  # elements that share a scale: what a warp of 32 threads holds, four each
+MIN_SECOND_MOMENT = 4  # the smallest code of a second moment
+SMALLEST_SCALE = 33  # biased exponent
+
+_NAN = 0x7FC00000
+_SHIFT = 19  # of the 23 bits of a mantissa, codes keep 4
+_SIGNED_BASE = 120 << 23  # bits of 2^-7: 3 bits of exponent below 2
+_UNSIGNED_BASE = 112 << 23  # of 2^-15: 4 bits
+_HEADROOM = 2 << _SHIFT  # see `scale_of`
+
+
+# ---- noise ----------------------------------------------------------------------------------------------------------
+
+
+def mix(value: Tensor) -> Tensor:
+    """64 bits from 64, as int64: the output function of SplitMix64 (Steele, Lea & Flood 2014)."""
+    value = value + -7046029254386353131  # 0x9E3779B97F4A7C15
+    value = (value ^ _shift_right(value, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    value = (value ^ _shift_right(value, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return value ^ _shift_right(value, 31)
+
+
+def key(seed: Tensor, step: Tensor, row: int) -> Tensor:
+    """What the noise of one tensor in one step depends on: int64, shape [].
+
+    Args:
+        seed: int64, shape [].
+        step: this step's number, int64, shape [].
+        row: the tensor's place among the optimizer's parameters.
+    """
+    return mix(mix(mix(seed) ^ step) ^ row)
+
+
+def noise(tensor_key: Tensor, numel: int, origin: int = 0) -> Tensor:
+    """32 random bits for each element of a tensor, int32 [numel]: a hash of the key and the element's index alone.
+
+    So it depends neither on how the work is divided, nor on what other elements there are. Two rounds of xor-shift and
+    multiply over a Weyl sequence, the second key between them, or two keys that are close would give shifted copies of
+    one sequence. (Multipliers: Wellons, "Prospecting for Hash Functions".)
+
+    Args:
+        origin: the index of the first element, where these are a part of a tensor: they get the bits that they have in
+            the whole one. (Each 2^32 elements have another key. A chunk of a part that lies across such a boundary
+            keeps the one of its first element, so only beyond 4G elements may a few get other bits.)
+    """
+    begin = origin + CHUNK * torch.arange(chunk_count(numel), dtype=torch.int64, device=tensor_key.device)
+    keys = mix(tensor_key ^ (begin >> 32))
+    first, second = (_low(half).repeat_interleave(CHUNK)[:numel] for half in (keys, _shift_right(keys, 32)))
+    index = torch.arange(origin, origin + numel, dtype=torch.int64, device=tensor_key.device)
+    x = _low(index) * _int32(0x9E3779B1) + first
+    x = (x ^ _logical(x, 16)) * _int32(0x21F0AAAD)
+    x = (x ^ _logical(x, 15) ^ second) * _int32(0x735A2D97)
+    return x ^ _logical(x, 15)
+
+
+def stream(bits: Tensor, number: int) -> Tensor:
+    """One of three streams of an element's noise, whose leading bits are other ones: rotated by 11 bits each."""
+    turn = 11 * number
+    return bits if turn == 0 else (bits << turn) | _logical(bits, 32 - turn)
+
+
+# ---- 16 bits --------------------------------------------------------------------------------------------------------
+
+
+def to_bfloat16(values: Tensor) -> Tensor:
+    """To nearest, ties to even; bits as int32."""
+    bits = _bits(values)
+    return _kept(values, _logical(bits + 0x7FFF + (_logical(bits, 16) & 1), 16))
+
+
+def to_bfloat16_stochastic(values: Tensor, noise: Tensor) -> Tensor:
+    """To one of the two neighbours, in proportion to how near they are; bits as int32."""
+    return _kept(values, _logical(_bits(values) + _logical(noise, 16), 16))
+
+
+def from_bfloat16(bits: Tensor) -> Tensor:
+    return (bits << 16).view(torch.float32)
+
+
+def to_float16_stochastic(values: Tensor, noise: Tensor) -> Tensor:
+    """The same for fp16; what is too large becomes infinite. Bits as int32.
+
+    Below 2^-14 the distance between neighbours stays 2^-24, so more bits of the mantissa are dropped there.
+    """
+    bits = _bits(values)
+    magnitude = bits & 0x7FFFFFFF
+    exponent = magnitude >> 23
+    dropped = 13 + (113 - exponent).clamp(min=0)
+    beyond = (dropped - 30).clamp(0, 31)  # what noise of 30 bits cannot decide about
+    mantissa = ((magnitude & 0x7FFFFF) | 0x800000) >> beyond
+    dropped = dropped.clamp(max=30)
+    half = ((exponent - 113).clamp(min=0) << 10) + ((mantissa + _logical(noise, 32 - dropped)) >> dropped)
+    half = torch.where(magnitude > 0x7F800000, 0x7E00, half.clamp(max=0x7C00))
+    return half | (_logical(bits, 16) & 0x8000)
+
+
+# ---- bfloat16 with a remainder: the fp32 master weight in two parts -------------------------------------------------
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of the nearest bfloat16 (ties away from zero), and what they lack: int32, within int16.
+
+    `join` gives the same bits back; every NaN becomes one NaN, which also the bfloat16 part shows.
+    """
+    bits = torch.where(values.isnan(), _NAN, _bits(values))
+    high = _logical(bits + 0x8000, 16)
+    return high, bits - (high << 16)
+
+
+def join(high: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 numbers that were split.
+
+    None of those is NaN unless its half is, so where the two make a NaN somebody has written the parameter since (a
+    zero beside the old, negative remainder, say), which then counts as it is.
+    """
+    param = high << 16
+    joined = (param + remainder).view(torch.float32)
+    return torch.where(joined.isnan(), param.view(torch.float32), joined)
+
+
+def split_short(values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with a remainder of 8 bits: the fp32 number is first rounded, stochastically, to 16 bits of mantissa."""
+    bits = torch.where(values.isnan(), _NAN, _bits(values)) + _logical(noise, 24)
+    return _logical(bits + 0x8000, 16), (bits << 16) >> 24
+
+
+def join_short(high: Tensor, remainder: Tensor) -> Tensor:
+    return join(high, remainder << 8)
+
+
+# ---- blocks of 8 bits -----------------------------------------------------------------------------------------------
+# A code is a float of 4 bits of mantissa and 3 or 4 of exponent: with F(c) the code's number, from 2^-7 or 2^-15 on and
+# below 2, it stands for (F(c) - F(0)) times the block's scale. So 0 is a code, and rounding is unbiased down to
+# it.
+
+
+def scale_of(values: Tensor) -> Tensor:
+    """The biased exponent of each block's scale, a power of two: uint8 [blocks].
+
+    The largest value is below 1.875 times the scale, so no code is beyond the last one: a second moment that could be
+    cut off would never grow past a power of two. 255: a value is infinite, NaN or above 1.5e38, and with it the block.
+    0: all are below 2^-94, and stored as 0, so that what a block stands for is never subnormal.
+    """
+    largest = (_bits(_blocks(values)) & 0x7FFFFFFF).amax(1)
+    exponent = _logical(largest + _HEADROOM, 23)  # of some NaNs the sum is beyond int32
+    exponent = torch.where(exponent < SMALLEST_SCALE, 0, exponent)
+    return torch.where(exponent >= 254, 255, exponent).to(torch.uint8)
+
+
+def encode(values: Tensor, scale: Tensor, noise: Tensor, *, second_moment: bool) -> Tensor:
+    """Codes of fp32 values under their blocks' scales: uint8, the shape of the values.
+
+    A first moment's code has its sign on top. A second moment's is not below MIN_SECOND_MOMENT: a 0 under a moment that
+    is not would make the update thousands of times too large.
+    """
+    exponent = _spread(scale, values).to(torch.int32)
+    inverse = torch.where(exponent == 255, 0, (254 - exponent) << 23).view(torch.float32)
+    base = _UNSIGNED_BASE if second_moment else _SIGNED_BASE
+    offset = torch.full((), base, dtype=torch.int32, device=values.device).view(torch.float32)
+    code = (_bits(values.abs() * inverse + offset) + _logical(noise, 32 - _SHIFT) - base) >> _SHIFT
+    if second_moment:
+        return code.clamp(min=MIN_SECOND_MOMENT).to(torch.uint8)
+    return ((code & 0x7F) | (_logical(_bits(values), 24) & 0x80)).to(torch.uint8)
+
+
+def decode(codes: Tensor, scale: Tensor, *, second_moment: bool) -> Tensor:
+    """fp32 values from codes and their blocks' scales."""
+    exponent = _spread(scale, codes).to(torch.int32)
+    factor = torch.where(exponent == 255, _NAN, exponent << 23).view(torch.float32)
+    code = codes.to(torch.int32)
+    base = _UNSIGNED_BASE if second_moment else _SIGNED_BASE
+    offset = torch.full((), base, dtype=torch.int32, device=codes.device).view(torch.float32)
+    if second_moment:
+        return (((code << _SHIFT) | base).view(torch.float32) - offset) * factor
+    value = ((((code & 0x7F) << _SHIFT) | base).view(torch.float32) - offset) * factor
+    return torch.where(code >= 0x80, -value, value)
+
+
+def block_count(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def _blocks(values: Tensor) -> Tensor:
+    """[blocks, BLOCK], with zeros behind the end."""
+    padded = values.new_zeros(block_count(values.numel()) * BLOCK)
+    padded[: values.numel()] = values
+    return padded.view(-1, BLOCK)
+
+
+def _spread(scale: Tensor, values: Tensor) -> Tensor:
+    """Each block's scale for each of its elements."""
+    return scale.repeat_interleave(BLOCK)[: values.numel()]
+
+
+# ---- bits -----------------------------------------------------------------------------------------------------------
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32)
+
+
+def _kept(values: Tensor, bits: Tensor) -> Tensor:
+    """The bfloat16 bits, or a NaN's: adding to those of some NaNs makes other numbers."""
+    return torch.where(values.isnan(), _NAN >> 16, bits)
+
+
+def _logical(bits: Tensor, count: int | Tensor) -> Tensor:
+    """int32 >> count without the sign; 0 < count <= 32."""
+    if isinstance(count, int) and count < 32:
+        return (bits >> count) & (0xFFFFFFFF >> count)
+    return ((bits.to(torch.int64) & 0xFFFFFFFF) >> count).to(torch.int32)
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """The same for int64."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _low(bits: Tensor) -> Tensor:
+    return _signed(bits & 0xFFFFFFFF).to(torch.int32)
+
+
+def _signed(bits: Tensor) -> Tensor:
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
+
+
+def _int32(number: int) -> int:
+    return number - (1 << 32) if number >= 1 << 31 else number

@@ -1,0 +1,175 @@
+"""Making an optimizer's state of a parameter, and converting one that a checkpoint brought in another format."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumfused.core.plan import layout
+from accumfused.formats import codecs
+from accumfused.formats.kinds import (
+    MASTER,
+    REMAINDER,
+    SEED,
+    STATE_DTYPES,
+    Format,
+    States,
+    Weights,
+    counts_steps,
+    names,
+    scale_name,
+    scale_shape,
+    storage_of,
+)
+from accumfused.formats.numeric import ieee, memory_order
+from accumfused.rule import Rule
+from accumfused.warn import warn
+
+_NEAREST = -(1 << 31)  # as noise, half of what is dropped: rounds to nearest
+
+
+def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str, Any], seed: int) -> None:
+    """Completes the state of a (dense) parameter in place: torch's names and shapes, on its device, in its format.
+
+    A state in another format, dtype or layout (a checkpoint's, say) is converted, to nearest. What is not of this
+    format is taken out.
+    """
+    if storage_of(rule, form, tensor, entries) is not None:
+        return
+    fresh = all(entries.get(name) is None for name in rule.states)
+    has_master = MASTER in entries or REMAINDER in entries
+    with contextlib.nullcontext() if fresh and form.master is None else ieee():  # zeros need no arithmetic
+        values = {name: _full_state(rule, name, tensor, entries) for name in rule.states}
+        if counts_steps(rule, form):
+            # torch's SGD counts no steps: where it left a buffer, the first step is over. Without one it is to come,
+            # though steps may have been counted for their noise.
+            step = 0.0 if fresh and rule.states else entries.get("step", 0.0 if fresh else 1.0)
+            if isinstance(step, Tensor):
+                entries["step"] = step.to(tensor.device, torch.float32).reshape(())
+            else:
+                entries["step"] = torch.full((), float(step), dtype=torch.float32, device=tensor.device)
+        if form.needs_noise:
+            known = entries.get(SEED)
+            number = seed if known is None else int(known)
+            entries[SEED] = torch.full((), number, dtype=torch.int64, device=tensor.device)
+        if form.master is not None:
+            half, entries[form.master[0]] = _halves(form, tensor, full_precision(tensor, entries))
+            # (One that was derived from the parameter has it as its half; comparing would wait for a GPU.)
+            if has_master and not torch.equal(half.view(torch.int16), tensor.detach().view(torch.int16)):
+                tensor.detach().copy_(half)
+        if tensor.dtype == torch.float32 and REMAINDER in entries:
+            tensor.detach().copy_(full_precision(tensor, entries))
+        for name, value in values.items():
+            _put_state(rule, form, name, tensor, value, entries)
+    wanted = names(rule, form)
+    formats = (MASTER, REMAINDER, SEED, *map(scale_name, rule.states))
+    for name in [name for name in formats if name in entries and name not in wanted]:
+        del entries[name]
+
+
+def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
+    """The fp32 value of a parameter: with what the state holds of it, if that is there and of its shape.
+
+    A remainder that a checkpoint has brought to a parameter of another dtype counts if that holds bfloat16 numbers.
+    """
+    tensor, remainder, master = tensor.detach(), entries.get(REMAINDER), entries.get(MASTER)
+    with ieee():
+        if isinstance(master, Tensor) and master.shape == tensor.shape:
+            return still_halved(master, tensor)
+        values = tensor.float()
+        if isinstance(remainder, Tensor) and remainder.shape == tensor.shape:
+            bits, low = values.view(torch.int32), remainder.to(tensor.device, torch.int32)
+            low = low << 8 if remainder.dtype == torch.int8 else low
+            if tensor.dtype == torch.bfloat16 or not bool((bits & 0xFFFF).any()):
+                return codecs.join(bits >> 16, low)
+            if not torch.equal(codecs.split(values)[1], low):  # otherwise it holds what the remainder says
+                warn(
+                    f"the checkpoint's {REMAINDER!r} of a {tensor.dtype} parameter of shape {list(tensor.shape)} is "
+                    "dropped: it belongs to bfloat16 numbers, and the parameter has others. Load the model's own "
+                    "checkpoint, or its full_precision_state_dict()"
+                )
+        return values
+
+
+def still_halved(master: Tensor, tensor: Tensor) -> Tensor:
+    """The elements of an fp32 master whose 16-bit halves are still those of the parameter; where not, the parameter."""
+    master, tensor = _laid_out(master, tensor), tensor.detach()
+    is_same = master.to(tensor.dtype).view(torch.int16) == tensor.view(torch.int16)
+    return torch.where(is_same, master, tensor.float())
+
+
+def store_full_precision(form: Format, tensor: Tensor, entries: Mapping[str, Any], weights: Tensor) -> None:
+    """Sets a (dense) parameter and its master, which is there, from fp32 values: to nearest where bits are too few."""
+    assert form.master is not None
+    with ieee():
+        half, master = _halves(form, tensor, weights)
+        tensor.detach().copy_(half)
+        entries[form.master[0]].copy_(master)
+
+
+def _halves(form: Format, tensor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 weights as the parameter takes them, and its master."""
+    assert form.master is not None
+    weights = _laid_out(weights, tensor)
+    if form.weights in (Weights.BFLOAT16_MASTER, Weights.FLOAT16_MASTER):
+        return weights.to(tensor.dtype), weights
+    if form.weights is Weights.BFLOAT16_SPLIT16:
+        high, remainder = codecs.split(weights)
+    else:
+        high, remainder = codecs.split_short(weights, torch.full_like(weights, _NEAREST, dtype=torch.int32))
+    return high.to(torch.int16).view(torch.bfloat16), remainder.to(form.master[1])
+
+
+def _laid_out(values: Tensor, tensor: Tensor) -> Tensor:
+    """A copy in fp32, on the parameter's device and in its layout."""
+    return torch.empty_like(tensor, dtype=torch.float32, requires_grad=False).copy_(values)
+
+
+def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, Any]) -> Tensor | None:
+    """A state's values in fp32, laid out as the parameter; None where there is none yet."""
+    value = entries.get(name)
+    if value is None:
+        return None
+    if value.shape != tensor.shape:
+        raise RuntimeError(
+            f"state {name!r} has shape {list(value.shape)}, its parameter {list(tensor.shape)}; "
+            "load a checkpoint of the same model"
+        )
+    if value.dtype != torch.uint8:
+        return _laid_out(value, tensor)
+    # The blocks are those of the layout that the codes have now.
+    value = value if layout(value) == "dense" else value.contiguous()
+    full = torch.empty_like(value, dtype=torch.float32)
+    scale = entries[scale_name(name)].to(value.device).reshape(-1)
+    if scale.numel() != codecs.block_count(value.numel()):  # a part of the codes, and all scales
+        raise RuntimeError(
+            f"state {name!r} is in 8 bits, in blocks that lie across the parts of which this process has one; save it "
+            "with state_dtype=torch.float32 or torch.bfloat16 to load it here"
+        )
+    memory_order(full).copy_(codecs.decode(memory_order(value), scale, second_moment=name in rule.second_moments))
+    return _laid_out(full, tensor)
+
+
+def _put_state(
+    rule: type[Rule], form: Format, name: str, tensor: Tensor, value: Tensor | None, entries: dict[str, Any]
+) -> None:
+    """Stores a state's fp32 values, or zeros, in the format."""
+    stored = torch.zeros_like(tensor, dtype=STATE_DTYPES[form.states], requires_grad=False)
+    entries[name] = stored
+    if form.states is States.INT8:
+        entries[scale_name(name)] = stored.new_zeros(scale_shape(tensor))
+    if value is None:
+        return
+    if form.states is not States.INT8:
+        stored.copy_(value)
+        return
+    flat = memory_order(value)
+    scale = codecs.scale_of(flat)
+    noise = torch.full_like(flat, _NEAREST, dtype=torch.int32)
+    second = name in rule.second_moments
+    memory_order(stored).copy_(codecs.encode(flat, scale, noise, second_moment=second))
+    entries[scale_name(name)].view(-1).copy_(scale)

@@ -1,0 +1,221 @@
+"""In what form a parameter and its optimizer states lie in memory; chosen for each parameter from the settings.
+
+The arithmetic is fp32 in every format: a step decodes, updates and encodes in one pass (codecs.py). `Storage` is what
+the optimizer's state holds of a parameter, in the order in which kernels take it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accumfused.formats import codecs, shards
+from accumfused.rule import Rule
+
+if TYPE_CHECKING:
+    from accumfused.settings import Settings
+
+PARAM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Weights(IntEnum):
+    """How a parameter is kept; the numbers are those of csrc/rows.h."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1  # rounded to nearest
+    BFLOAT16_STOCHASTIC = 2
+    FLOAT16 = 3
+    FLOAT16_STOCHASTIC = 4
+    BFLOAT16_SPLIT16 = 5  # with an int16 remainder
+    BFLOAT16_SPLIT8 = 6  # with an int8 remainder
+    BFLOAT16_MASTER = 7  # beside an fp32 one
+    FLOAT16_MASTER = 8
+
+
+class States(IntEnum):
+    """How the states of a rule are kept."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1  # rounded stochastically
+    INT8 = 2  # codes and scales of blocks
+
+
+STATE_DTYPES = {States.FLOAT32: torch.float32, States.BFLOAT16: torch.bfloat16, States.INT8: torch.uint8}
+SEED, REMAINDER, MASTER = "rounding_seed", "master_remainder", "master_weight"  # keys of a parameter's state
+_MASTERS = {
+    Weights.BFLOAT16_SPLIT16: (REMAINDER, torch.int16),
+    Weights.BFLOAT16_SPLIT8: (REMAINDER, torch.int8),
+    Weights.BFLOAT16_MASTER: (MASTER, torch.float32),
+    Weights.FLOAT16_MASTER: (MASTER, torch.float32),
+}
+_NOISY_WEIGHTS = (Weights.BFLOAT16_STOCHASTIC, Weights.FLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT8)
+_WEIGHTS = {  # of 16-bit parameters, by dtype and master_weights
+    (torch.bfloat16, "auto"): Weights.BFLOAT16_SPLIT16,
+    (torch.bfloat16, "split16"): Weights.BFLOAT16_SPLIT16,
+    (torch.bfloat16, "split8"): Weights.BFLOAT16_SPLIT8,
+    (torch.bfloat16, "fp32"): Weights.BFLOAT16_MASTER,
+    (torch.bfloat16, None): Weights.BFLOAT16,
+    (torch.float16, "auto"): Weights.FLOAT16_MASTER,
+    (torch.float16, "fp32"): Weights.FLOAT16_MASTER,
+    (torch.float16, None): Weights.FLOAT16,
+}
+_STOCHASTIC = {
+    Weights.BFLOAT16: Weights.BFLOAT16_STOCHASTIC,
+    Weights.FLOAT16: Weights.FLOAT16_STOCHASTIC,
+}
+
+_WEIGHT_NAMES = {
+    Weights.FLOAT32: "fp32",
+    Weights.BFLOAT16: "bf16",
+    Weights.BFLOAT16_STOCHASTIC: "bf16 stochastic",
+    Weights.FLOAT16: "fp16",
+    Weights.FLOAT16_STOCHASTIC: "fp16 stochastic",
+    Weights.BFLOAT16_SPLIT16: "bf16 + split16",
+    Weights.BFLOAT16_SPLIT8: "bf16 + split8",
+    Weights.BFLOAT16_MASTER: "bf16 + fp32 master",
+    Weights.FLOAT16_MASTER: "fp16 + fp32 master",
+}
+_STATE_NAMES = {States.FLOAT32: "fp32 states", States.BFLOAT16: "bf16 states", States.INT8: "int8 states"}
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one parameter and its states are kept."""
+
+    weights: Weights = Weights.FLOAT32
+    states: States = States.FLOAT32
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether a step's results depend on noise, which must be the same in all processes that make it."""
+        return self.weights in _NOISY_WEIGHTS or self.states is not States.FLOAT32
+
+    @property
+    def master(self) -> tuple[str, torch.dtype] | None:
+        """The name in the state, and the dtype, of what the parameter lacks of its fp32 value."""
+        return _MASTERS.get(self.weights)
+
+
+@dataclass
+class Storage:
+    """A parameter's tensors in the optimizer's state; what a format has not is None or missing."""
+
+    step: Tensor | None  # fp32, shape []
+    seed: Tensor | None  # int64, shape []
+    master: Tensor | None
+    values: list[Tensor]  # of the rule's states
+    scales: list[Tensor]  # uint8 [blocks], of INT8 states
+
+    def slots(self) -> list[Tensor | None]:
+        """In the order of csrc/rows.h."""
+        padded = [*self.values, *[None] * (3 - len(self.values))], [*self.scales, *[None] * (3 - len(self.scales))]
+        return [self.step, self.seed, self.master, *padded[0], *padded[1]]
+
+
+def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
+    """The format of a parameter under these settings.
+
+    Raises:
+        ValueError: master_weights that its dtype cannot be kept with.
+    """
+    if rule.is_foreign:
+        return Format(_WEIGHTS.get((param.dtype, None), Weights.FLOAT32))
+    weights = Weights.FLOAT32
+    if param.dtype != torch.float32:
+        check_master_weights(param.dtype, settings.master_weights)
+        weights = _WEIGHTS[param.dtype, settings.master_weights]
+        if settings.rounding == "stochastic":
+            weights = _STOCHASTIC.get(weights, weights)
+    states = States.FLOAT32
+    if rule.states and param.numel() >= settings.state_dtype_min_numel:
+        states = settings.states
+    if states is States.INT8 and not shards.keeps_blocks(param):
+        states = States.FLOAT32
+    return Format(weights, states)
+
+
+def check_master_weights(dtype: torch.dtype, master_weights: str | None) -> None:
+    if (dtype, master_weights) not in _WEIGHTS:
+        raise ValueError(
+            f"a parameter is {dtype}, which master_weights={master_weights!r} does not serve: an fp16 number is not "
+            "the upper half of an fp32 one; use master_weights='fp32'"
+        )
+
+
+def described(rule: type[Rule], form: Format, param: Tensor) -> str:
+    """For people: "bf16 + split16, fp32 states"."""
+    weights = _WEIGHT_NAMES[form.weights] if param.dtype in PARAM_DTYPES else str(param.dtype).removeprefix("torch.")
+    if rule.is_foreign:
+        return f"{weights}, its own states"
+    return f"{weights}, {_STATE_NAMES[form.states] if rule.states else 'no states'}"
+
+
+def names(rule: type[Rule], form: Format) -> list[str]:
+    """The keys of a parameter's state, in the order of `Storage`."""
+    found = ["step"] if counts_steps(rule, form) else []
+    found += [SEED] if form.needs_noise else []
+    found += [form.master[0]] if form.master else []
+    found += rule.states
+    found += [scale_name(name) for name in rule.states] if form.states is States.INT8 else []
+    return found
+
+
+def scale_name(state: str) -> str:
+    return f"{state}_scale"
+
+
+def scale_shape(param: Tensor) -> tuple[int, ...]:
+    """A scale for each block: as a matrix where rows are whole blocks, which processes can share row by row.
+
+    Blocks are runs of memory. Codes of another layout go with scales of three dimensions: who copies both by index into
+    a state of this layout (torch.distributed.checkpoint) finds another shape.
+    """
+    if not param.is_contiguous():
+        return 1, 1, codecs.block_count(param.numel())
+    if shards.has_block_rows(param):
+        return param.shape[0], math.prod(param.shape[1:]) // codecs.BLOCK
+    return (codecs.block_count(param.numel()),)
+
+
+def counts_steps(rule: type[Rule], form: Format) -> bool:
+    """Noise is another one in every step."""
+    return rule.counts_steps or form.needs_noise
+
+
+def storage_of(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[str, Any] | None) -> Storage | None:
+    """What the state of a (dense) parameter holds, or None where it is not complete and as the format says."""
+    entries, wanted = entries or {}, names(rule, form)
+    if not all(_fits(name, entries.get(name), rule, form, param) for name in wanted):
+        return None
+    if not rule.is_foreign and any(name in entries and name not in wanted for name in (SEED, REMAINDER, MASTER)):
+        return None  # what another format has left is not to outlive a step
+    return Storage(
+        entries["step"] if counts_steps(rule, form) else None,
+        entries[SEED] if form.needs_noise else None,
+        entries[form.master[0]] if form.master else None,
+        [entries[name] for name in rule.states],
+        [entries[scale_name(name)].view(-1) for name in rule.states] if form.states is States.INT8 else [],
+    )
+
+
+def _fits(name: str, value: Any, rule: type[Rule], form: Format, param: Tensor) -> bool:
+    if not isinstance(value, Tensor) or value.device != param.device:
+        return False
+    if name in ("step", SEED):
+        return value.dim() == 0 and value.dtype == (torch.float32 if name == "step" else torch.int64)
+    if name in rule.states or (form.master is not None and name == form.master[0]):
+        dtype = STATE_DTYPES[form.states] if name in rule.states else form.master[1]  # type: ignore[index]
+        return value.dtype == dtype and value.shape == param.shape and _same_strides(value, param)
+    return value.dtype == torch.uint8 and value.shape == scale_shape(param) and value.is_contiguous()
+
+
+def _same_strides(value: Tensor, param: Tensor) -> bool:
+    """Where they say something: those of dimensions of one element, and of empty tensors, torch changes freely."""
+    dims = zip(param.shape, value.stride(), param.stride(), strict=True)
+    return not param.numel() or all(one == other for size, one, other in dims if size > 1)

@@ -1,0 +1,164 @@
+"""Parameters of which a process holds a part: DTensors (`fully_shard`, tensor parallelism).
+
+Kernels work on the part, a plain tensor; the optimizer's state has DTensors that lie as the parameter does.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumfused.formats.codecs import BLOCK
+
+
+def is_dtensor(value: Any) -> bool:
+    """Without importing DTensor: who has one has done so."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local(tensor: Any) -> Any:
+    """This process's part of a DTensor, always the same object; what else is given as it is."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a process's part lies in a whole parameter."""
+
+    mesh: Any  # torch.distributed.device_mesh.DeviceMesh
+    placements: tuple[Any, ...]  # one for each of its dimensions
+    shape: torch.Size  # of the whole
+    stride: tuple[int, ...]
+    part_shape: tuple[int, ...]
+    offset: tuple[int, ...]  # of the part's first element, in each dimension
+    origin: int  # of the part's first element in memory order, for the noise that rounds
+    groups: tuple[Any, ...]  # process groups between which the parameter is cut
+
+    def whole(self, part: Tensor) -> Tensor:
+        """A DTensor of the parameter's placement over a part of its shape (or of its rows, with other columns)."""
+        from torch.distributed.tensor import DTensor
+
+        if part.dim() == 0:
+            return part
+        shape, stride = self.shape, self.stride
+        if part.shape != self.part_shape:
+            shape = torch.Size((self.shape[0], *part.shape[1:])) if self.groups else part.shape
+            stride = torch.empty(shape, device="meta").stride()
+        whole: Tensor = DTensor.from_local(
+            part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
+        )
+        return whole
+
+    def part(self, name: str, value: Tensor) -> Tensor:
+        """This process's part of a state, which is a DTensor, or the whole of it.
+
+        Raises:
+            RuntimeError: a DTensor of another placement.
+        """
+        if not is_dtensor(value):
+            if value.dim() == 0 or value.shape == self.part_shape or value.shape[:1] != self.shape[:1]:
+                return value
+            for dim in range(value.dim() if value.shape == self.shape else 1):
+                value = value.narrow(dim, self.offset[dim], self.part_shape[dim])
+            return value.clone()  # the rest need not live on
+        spec: Any = value
+        if spec.device_mesh != self.mesh or spec.placements != self.placements:
+            raise RuntimeError(
+                f"state {name!r} is placed as {spec.placements} on {spec.device_mesh}, its parameter as "
+                f"{self.placements} on {self.mesh}; load checkpoints by torch.distributed.checkpoint, which moves them"
+            )
+        return local(value)  # type: ignore[no-any-return]
+
+    def parts(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a parameter, as `make_state` and kernels take it."""
+        return {name: self.part(name, value) if isinstance(value, Tensor) else value for name, value in entries.items()}
+
+    def put(self, parts: Mapping[str, Any], entries: dict[str, Any], wanted: Sequence[str]) -> None:
+        """The way back: `entries` becomes the state of which these are the parts; `wanted`: the names of our own."""
+        for name in [name for name in entries if name not in parts]:
+            del entries[name]
+        for name, part in parts.items():
+            known = entries.get(name)
+            if local(known) is not part or (name in wanted and _lacks_place(known)):
+                entries[name] = self.whole(part) if isinstance(part, Tensor) else part
+
+    def has_placed(self, entries: Mapping[str, Any], wanted: Sequence[str]) -> bool:
+        """Whether all of the state lies as its parameter; a checkpoint of one process may have brought it whole."""
+        return not any(_lacks_place(entries.get(name)) for name in wanted)
+
+
+def _lacks_place(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and not is_dtensor(value)
+
+
+def replicated(value: Tensor) -> Tensor:
+    """A DTensor of one number as a plain tensor: what it stands for on all processes."""
+    whole: Any = value
+    return whole.full_tensor() if is_dtensor(value) else value
+
+
+def shard_of(param: Tensor) -> Shard | None:
+    """How this process's part lies in a parameter; None: the whole is here, and a plain tensor.
+
+    Raises:
+        RuntimeError: a DTensor whose placement is a pending sum, or on a mesh without process groups.
+    """
+    if not is_dtensor(param):
+        return None
+    spec: Any = param
+    return _shard(param, spec.device_mesh, tuple(spec.placements))
+
+
+def owned(param: Tensor, shard: Shard | None) -> Tensor:
+    """The memory of this process's part of a parameter."""
+    return param if shard is None else local(param).detach()
+
+
+def keeps_blocks(param: Tensor) -> bool:
+    """Whether blocks of states in 8 bits are those of the whole tensor, however it is cut: at whole rows of blocks."""
+    if not is_dtensor(param):
+        return True
+    spec: Any = param
+    cuts = [placement for placement in spec.placements if not placement.is_replicate()]
+    return not cuts or (all(getattr(cut, "dim", None) == 0 for cut in cuts) and has_block_rows(param))
+
+
+def has_block_rows(param: Tensor) -> bool:
+    """Whether each index of the first dimension is a run of memory of whole blocks."""
+    row = math.prod(param.shape[1:])
+    return param.dim() > 0 and row % BLOCK == 0 and row > 0 and param.is_contiguous()
+
+
+def _shard(param: Tensor, mesh: Any, placements: tuple[Any, ...]) -> Shard:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in placements):
+        raise RuntimeError(f"a parameter is placed as {placements}: a sum that is pending; redistribute() it first")
+    cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    try:
+        groups = tuple(mesh.get_group(dim) for dim in cut)
+    except (RuntimeError, KeyError, IndexError) as error:
+        raise RuntimeError(
+            f"a parameter is on {mesh}, which has no process groups ({error}); make it by init_device_mesh()"
+        ) from error
+    shape, offset = compute_local_shape_and_global_offset(param.shape, mesh, placements)
+    origin = 0
+    if cut:
+        row = math.prod(param.shape[1:])
+        if all(type(placements[dim]).__name__ == "Shard" and placements[dim].dim == 0 for dim in cut) and (
+            param.stride(0) == row
+        ):
+            origin = offset[0] * row
+        else:  # no run of memory: noise of its own for each process
+            place = 0
+            for dim in cut:
+                place = place * mesh.size(dim) + mesh.get_local_rank(dim)
+            origin = place * param.numel()
+    return Shard(mesh, placements, param.shape, tuple(param.stride()), tuple(shape), tuple(offset), origin, groups)

@@ -1,0 +1,1 @@
+"""Around the optimizer: the iterators, converters and handles that a training loop calls."""

@@ -1,0 +1,93 @@
+"""DistributedDataParallel whose gradients the optimizer reduces: once for a window, in its accumulators' dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from accumfused.core.window import Phase
+from accumfused.optimizer import FusedOptimizer
+
+
+def attach_ddp(
+    ddp: DistributedDataParallel, *optimizers: FusedOptimizer, reduce_dtype: torch.dtype | None = None
+) -> None:
+    """Takes DDP's own reduction out, for good: optimizers add gradients up over the processes, once for each window.
+
+    Every backward() then leaves a process's own gradients, under any `no_sync()` pattern. `accumulate(weight,
+    last=last)` folds them, and the last one (or `step()`) adds up the accumulators of all processes. Without weights
+    the result is the mean over processes, as DDP's; with weights it is divided by their sum over all processes and
+    micro-batches.
+
+    DDP goes on talking in forward and backward passes outside `no_sync()` (buffers, `find_unused_parameters`, its
+    buckets), so processes with other numbers of micro-batches need `no_sync()` around all of them.
+
+    Args:
+        ddp: changed: its communication hook does nothing. It cannot be taken back.
+        optimizers: of this package, which together have all its trainable parameters; those without `process_group`
+            get DDP's.
+        reduce_dtype: see `accumfused.Adam`; None: as the optimizers have it.
+
+    Raises:
+        TypeError: another kind of module or optimizer, or none.
+        ValueError: another process group than DDP's; parameters of DDP that no optimizer has.
+        RuntimeError: a window is open; DDP has a communication hook already.
+
+    Example:
+        >>> model = DistributedDataParallel(model)
+        >>> optimizer = af.AdamW(model.parameters(), max_grad_norm=1.0)
+        >>> af.attach_ddp(model, optimizer)
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"attach_ddp takes a DistributedDataParallel first, got {type(ddp).__name__}")
+    if not optimizers:
+        raise TypeError("attach_ddp takes the module's optimizer, or several, after the module, and got none")
+    for optimizer in optimizers:
+        _check(ddp, optimizer, reduce_dtype)
+    own = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    left = [name for name, param in ddp.module.named_parameters() if param.requires_grad and id(param) not in own]
+    if left:
+        raise ValueError(
+            f"no optimizer has the parameter {left[0]!r} ({len(left)} are missing), whose gradients nobody would "
+            "reduce; give attach_ddp all optimizers of the module"
+        )
+    known = list(ddp._comm_hooks)
+    try:
+        ddp.register_comm_hook(None, noop_hook)  # gradients stay this process's own
+    except RuntimeError:
+        ddp._comm_hooks[:] = known  # torch notes a hook and then refuses it, and refuse_reducing() reads the notes
+        raise
+    for optimizer in optimizers:
+        settings, runtime = optimizer._settings, optimizer._runtime
+        settings.process_group = ddp.process_group if settings.process_group is None else settings.process_group
+        settings.reduce_dtype = settings.reduce_dtype if reduce_dtype is None else reduce_dtype
+        runtime.plan = runtime.reduction = None
+        runtime.attached.add(ddp)
+
+
+def _check(ddp: DistributedDataParallel, optimizer: FusedOptimizer, reduce_dtype: torch.dtype | None) -> None:
+    if not isinstance(optimizer, FusedOptimizer):
+        raise TypeError(
+            f"attach_ddp takes an optimizer of this package, got {type(optimizer).__name__}; convert it with "
+            "accumfused.fuse()"
+        )
+    if optimizer._runtime.window.phase is Phase.OPEN:
+        raise RuntimeError("a window is open; call step() or zero_grad() before attach_ddp()")
+    settings, group = optimizer._settings, ddp.process_group
+    if settings.process_group is not None and set(_ranks(settings.process_group)) != set(_ranks(group)):
+        raise ValueError(
+            f"the optimizer adds up over processes {_ranks(settings.process_group)}, DistributedDataParallel is on "
+            f"{_ranks(group)}; give both the same process group"
+        )
+    if settings.grads_are_reduced:
+        raise ValueError("the optimizer was told grads_are_reduced=True, and after this they are not; leave it out")
+    replace(settings, process_group=group, reduce_dtype=reduce_dtype)  # checks them
+
+
+def _ranks(group: Any) -> list[int]:
+    return torch.distributed.get_process_group_ranks(group)

@@ -1,0 +1,168 @@
+"""Converting an optimizer that is already there, in place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, overload
+
+import torch
+from typing_extensions import Unpack
+
+from accumfused.core.engine import Measured, Runtime
+from accumfused.core.protocol import rescale
+from accumfused.core.window import Phase
+from accumfused.optimizer import FusedOptimizer, check_formats, check_parameters, refuse_differentiable
+from accumfused.optimizers import ALL, SGD, Adam, AdamW
+from accumfused.rule import Rule
+from accumfused.saving.report import growth_of
+from accumfused.settings import SettingArguments, Settings, chosen, takes_settings
+from accumfused.warn import say_once
+
+
+@overload
+def fuse(optimizer: torch.optim.AdamW, **settings: Unpack[SettingArguments]) -> AdamW: ...
+@overload
+def fuse(optimizer: torch.optim.Adam, **settings: Unpack[SettingArguments]) -> Adam: ...
+@overload
+def fuse(optimizer: torch.optim.SGD, **settings: Unpack[SettingArguments]) -> SGD: ...
+@overload
+def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments]) -> FusedOptimizer: ...
+
+
+@takes_settings
+def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments]) -> FusedOptimizer:
+    """Makes a torch optimizer a fused one, in place: the same object, so groups, state, hooks and schedulers stay.
+
+    `torch.optim.SGD`, `Adam` and `AdamW` become `accumfused.SGD`, `Adam` and `AdamW`. Any other optimizer keeps its own
+    step, and everything up to it is fused: accumulation, normalization, unscaling, norm and clipping. Such a step needs
+    the coefficient on the host (one synchronization), and sees the clipped gradients in `p.grad`.
+
+    16-bit parameters get master weights and fp32 states, which take more memory than torch's. A warning in the log of
+    "accumfused" says how much, and which settings do not; it stays away where `master_weights` is given.
+
+    Args:
+        optimizer: changed: its class becomes a subclass of what it was, and of `accumfused.FusedOptimizer`.
+        **settings: those of `accumfused.settings.Settings`.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        TypeError: not an optimizer; fused already; one whose step needs a closure (LBFGS), or sparse gradients
+            (SparseAdam); parameters that are not fp32, fp16 or bf16; an unknown setting.
+        ValueError: wrong settings; masters, or formats of states or accumulators, for an optimizer that keeps its own
+            step.
+        RuntimeError: the backend cannot run; `optimizer.step` was replaced, and not by a scheduler's wrapper.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"fuse() takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, FusedOptimizer):
+        raise TypeError(f"the optimizer is fused already ({type(optimizer).__name__})")
+    own = chosen("fuse", **settings)
+    for group in optimizer.param_groups:
+        check_parameters(group["params"])
+        check_formats(group["params"], own)
+        refuse_differentiable(group)
+    known = {fused._torch_class: fused for fused in ALL if fused._torch_class is not None}
+    fused: Any = known.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
+    if issubclass(fused, ForeignStep):
+        _refuse_formats(type(optimizer).__name__, own)
+
+    # An LR scheduler has bound the old class's step to the object, where it would go on running in silence.
+    bound = vars(optimizer).get("step")
+    if bound is not None and not hasattr(bound, "_wrapped_by_lr_sched"):
+        raise RuntimeError("optimizer.step was replaced; call fuse() before whatever wraps it")
+    optimizer.__class__ = fused
+    vars(optimizer).pop("step", None)
+    vars(optimizer).pop("_step_supports_amp_scaling", None)
+    assert isinstance(optimizer, FusedOptimizer)
+    optimizer._settings, optimizer._runtime = own, Runtime()
+    optimizer._patch_step_function()  # its hooks
+    growth = growth_of(optimizer)
+    if growth is not None:
+        say_once(growth)
+    return optimizer
+
+
+class NoRule(Rule):
+    """No state, no arithmetic: the optimizer has its own."""
+
+    name = ""
+    is_foreign = True
+    states = ()
+    counts_steps = False
+    hypers = ()
+
+
+class ForeignStep(FusedOptimizer):
+    """Everything up to the clip, then the optimizer's own step."""
+
+    rules = (NoRule,)
+
+    @classmethod
+    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
+        return NoRule
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._torch_class,), self.__getstate__()
+
+    def _apply(self, measured: Measured) -> None:
+        outcome = measured.outcome
+        coefficient, _, skipped = outcome.values.tolist()  # the one time that the host waits
+        if skipped:
+            return
+        if coefficient != 1.0:
+            rescale(measured.grads, outcome.coefficient)
+        window = self._runtime.window
+        if window.phase is Phase.OPEN:
+            window.expose()
+        if window.phase is Phase.CLOSED:
+            window.cast()
+        self._own_step()
+        if self._together is not None:
+            self._together.follow_writes()  # gradients were clipped where they are
+
+    def _own_step(self) -> None:
+        assert self._torch_class is not None
+        step: Any = self._torch_class.step
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__  # the hooks are ours already
+        applied = [name for name in ("grad_scale", "found_inf") if name in vars(self)]
+        hidden: dict[str, Any] = {name: vars(self).pop(name) for name in applied}
+        try:
+            step(self)
+        finally:
+            vars(self).update(hidden)
+
+
+def _refuse_formats(name: str, chosen: Settings) -> None:
+    """Refuses what only kernels do: the parameters are what they are, and so are the states, which have no seed."""
+    plain = Settings(master_weights=None)
+    for setting in ("master_weights", "rounding", "state_dtype"):
+        value = getattr(chosen, setting)
+        if value is not getattr(plain, setting) and value not in (getattr(plain, setting), "auto"):
+            raise ValueError(
+                f"{name} keeps its own step, parameters and states, so {setting}={value!r} is not for it; "
+                "leave it out, or take an optimizer of accumfused"
+            )
+
+
+@functools.cache
+def _foreign(torch_class: type[torch.optim.Optimizer]) -> type[FusedOptimizer]:
+    if issubclass(torch_class, torch.optim.SparseAdam):
+        raise TypeError(
+            f"{torch_class.__name__} takes sparse gradients only, which cannot be fused; keep it as it is for its "
+            "parameters, beside a fused optimizer for the others"
+        )
+    closure = inspect.signature(torch_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(f"{torch_class.__name__} evaluates a closure within its step, which cannot be fused")
+    name = f"Fused{torch_class.__name__}"
+    return type(name, (ForeignStep, torch_class), {"_torch_class": torch_class, "__doc__": ForeignStep.__doc__})
+
+
+def _rebuild(torch_class: type[torch.optim.Optimizer]) -> FusedOptimizer:
+    fused = _foreign(torch_class)  # type: ignore[arg-type]
+    return fused.__new__(fused)

@@ -1,0 +1,77 @@
+"""Loss scaling whose checks cost no pass over memory and no wait for the device.
+
+torch's GradScaler reads and writes every gradient to unscale it and to look for inf and NaN, then reads the result on
+the host to decide whether to step. Here the step does both: it divides by the scale in registers, and its norm is
+finite or it writes nothing. Only the flag comes back, on the device, where `update()` lets the scale grow or back off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from accumfused.core.protocol import on_device
+from accumfused.optimizer import FusedOptimizer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler`, same arguments, loop and checkpoints; optimizers of torch are handled as torch does.
+
+    For optimizers with kernels `step()` always steps, and never waits: after an overflow the optimizer writes nothing,
+    and counts it in `skipped_steps`. Open windows are stepped too. `unscale_()` is for an external clip: it
+    costs the pass that `max_grad_norm` does not need, and wants `accumulate(..., last=True)` before it.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """As torch's.
+
+        Raises:
+            RuntimeError: a window is open; otherwise as torch.
+        """
+        if self._enabled:
+            getattr(optimizer, "_step_supports_amp_scaling", None)  # refuses an open window
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps the optimizer with unscaled gradients, unless they are inf or NaN.
+
+        Args:
+            optimizer: its `p.grad` or window, scaled by this scaler, or unscaled by `unscale_()`.
+            args, kwargs: for `optimizer.step()`; no closure.
+
+        Raises:
+            RuntimeError: a second step before `update()`; a closure; members of one `clip_together` of which some are
+                unscaled and some are not.
+        """
+        if not self._enabled or not isinstance(optimizer, FusedOptimizer):
+            return super().step(optimizer, *args, **kwargs)
+        if any(closure is not None for closure in (*args[:1], kwargs.get("closure"))):
+            raise RuntimeError("a GradScaler cannot step with a closure; call backward() before scaler.step()")
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        mates = [] if optimizer._together is None else optimizer._together.optimizers
+        stages = {self._per_optimizer_states[id(mate)]["stage"] for mate in mates} - {OptState.STEPPED}
+        if len(stages) > 1:
+            raise RuntimeError(
+                "some of the optimizers that are clipped together were unscaled, so there is no common norm; "
+                "call scaler.unscale_() on all of them or on none"
+            )
+        flags = [on_device(flag, scale.device, torch.float32) for flag in state["found_inf_per_device"].values()]
+        own = getattr(optimizer, "grad_scale", None)
+        runtime = optimizer._runtime
+        if state["stage"] is OptState.UNSCALED:
+            runtime.scaled = own, sum(flags)
+        else:
+            runtime.scaled = scale if own is None else scale * own, None
+        try:
+            result = optimizer.step(*args, **kwargs)
+        finally:
+            runtime.scaled = None
+        skipped = on_device(optimizer.step_was_skipped, scale.device, torch.float32)  # a new one: update() adds to it
+        state["found_inf_per_device"] = {skipped.device: skipped}
+        state["stage"] = OptState.STEPPED
+        return result

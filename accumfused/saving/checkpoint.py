@@ -1,0 +1,317 @@
+"""What a checkpoint holds: the states, checked before they are loaded, and an open window.
+
+A window is saved with each parameter, because torch.distributed.checkpoint keeps nothing else:
+`state[p]["grad_accumulator"]`, fp32, is the sum so far, and `state[p]["grad_accumulator_weights"]`, fp64 [4],
+holds the factor that the next fold applies to it, the sum of the window's weights, the number of its micro-batches, and
+the power of two that its weights were divided by (negative: they are a device's; 0: a plain sum). A window in which no
+parameter has a sum yet has its weights alone, with the first parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accumfused.core.plan import layout
+from accumfused.core.window import Window
+from accumfused.formats.codecs import BLOCK
+from accumfused.formats.convert import make_state
+from accumfused.formats.kinds import MASTER, PARAM_DTYPES, REMAINDER, SEED, format_of, names, scale_name, scale_shape
+from accumfused.formats.shards import is_dtensor, owned, shard_of
+from accumfused.rule import Rule
+from accumfused.warn import warn
+
+if TYPE_CHECKING:
+    from accumfused.optimizer import FusedOptimizer
+
+ACCUMULATOR = "grad_accumulator"
+WEIGHTS = "grad_accumulator_weights"
+
+
+def refuse_part(window: Window) -> None:
+    """Refuses to save or copy a window that holds a part of a micro-batch.
+
+    Raises:
+        RuntimeError: it does: gradients are released during backward, and the micro-batch has not ended.
+    """
+    if window.entered:
+        raise RuntimeError(
+            "a micro-batch is in progress, and a part of its gradients is in the window; call accumulate() (or step(), "
+            "or zero_grad()) before the optimizer is saved or copied"
+        )
+
+
+def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint with the (fused) optimizer's open window.
+
+    Parameters that have not been stepped get the zeros that torch's optimizer begins with: it takes a state that holds
+    anything for a complete one. With DTensors all processes call this: weights are saved as their mean over processes,
+    which is what the sums of such gradients are divided by.
+    """
+    window, state = optimizer._runtime.window, dict(state_dict["state"])
+    keys = {id(param): key for key, param in _params(optimizer, state_dict).items()}
+    rules = {id(p): optimizer.rule_of(group) for group in optimizer.param_groups for p in group["params"]}
+    held = window.weights_held()
+    current = optimizer._plan()
+    if window.is_weighted and current.has_means:
+        from accumfused.distributed.exchange import mean_of_totals
+
+        mean = mean_of_totals(current, window.total, window.is_weighted)
+        for weights in held:
+            weights[1].copy_(mean)
+    rows = list(zip(window.params, window.accumulators, held, strict=True))
+    for param, accumulator, weights in [row for row in rows if row[1] is not None] or rows[:1]:
+        key, rule = keys[id(param)], rules[id(param)]
+        entries = dict(state.get(key, {}))
+        if "step" in rule.torch_states and not all(name in entries for name in rule.states):
+            _complete(optimizer, rule, param, entries)
+        state[key] = entries | {WEIGHTS: weights}
+        if accumulator is not None:
+            shard = shard_of(param)
+            state[key][ACCUMULATOR] = accumulator if shard is None else shard.whole(accumulator)
+    return {**state_dict, "state": state}
+
+
+def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Window | None]:
+    """The checkpoint without its open window, and that window, on the devices of the parameters."""
+    params = _params(optimizer, state_dict)
+    found, state = {}, {}
+    for key, entries in state_dict["state"].items():
+        state[key] = entries
+        if key in params and WEIGHTS in entries:
+            if optimizer._settings.process_group is not None:
+                raise ValueError(
+                    "the checkpoint has an open window, which is the sum of all processes, and with a process group "
+                    "each has its own part; load it without process_group and finish the window"
+                )
+            state[key] = {name: value for name, value in entries.items() if name not in (ACCUMULATOR, WEIGHTS)}
+            shard, saved = shard_of(params[key]), entries.get(ACCUMULATOR)
+            accumulator = None
+            if saved is not None:
+                accumulator = torch.empty_like(owned(params[key], shard), dtype=torch.float32, requires_grad=False)
+                accumulator.copy_(saved if shard is None else shard.part(ACCUMULATOR, saved))
+            found[id(params[key])] = accumulator, entries[WEIGHTS].tolist()
+    if not found:
+        return dict(state_dict), None
+    window = Window.resumed([(param, *found.get(id(param), (None, None))) for param in params.values()])
+    return {**state_dict, "state": state}, window
+
+
+def without_formats(
+    optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]], set[Tensor]]:
+    """The checkpoint without what torch would cast to its parameter's dtype; that; and whose master it has brought.
+
+    The next step converts it, when also the parameters are loaded. What another optimizer has cast is left out. A
+    master that only the optimizer has stays with its parameter, whose value this does not change.
+    """
+    params, rules, state = _params(optimizer, state_dict), _rules(optimizer, state_dict), dict(state_dict["state"])
+    kept, brought = dict[Tensor, dict[str, Tensor]](), set[Tensor]()
+    # Not settled: what is loaded may lie in the same memory, where torch.distributed.checkpoint has put it.
+    out_of_date = optimizer._runtime.masters.out_of_date()
+    for key, param in params.items():
+        rule, entries = rules[key], state.get(key)
+        if rule.is_foreign or param.dtype not in PARAM_DTYPES:
+            continue
+        known = {} if id(param) in out_of_date else optimizer.state.get(param, {})
+        masters = {name: known[name] for name in (REMAINDER, MASTER) if name in known}
+        if not entries:
+            if masters:
+                _complete(optimizer, rule, param, masters)
+                kept[param] = masters
+            continue
+        formatted = _formatted(optimizer)
+        usable = {name for name in formatted if _is_whole(name, entries.get(name))}
+        lost = [name for name in (REMAINDER, MASTER) if entries.get(name) is not None and name not in usable]
+        if lost and format_of(rule, param, optimizer._settings).master:
+            warn(
+                f"the checkpoint's {lost[0]!r} of parameter {key} is {entries[lost[0]].dtype}, so its bits are lost "
+                "(another optimizer has cast it); the master weight is derived from the parameter again"
+            )
+        kept[param] = {name: entries[name].to(param.device) for name in entries if name in usable}
+        if kept[param].keys().isdisjoint((REMAINDER, MASTER)):
+            kept[param] |= masters
+        else:
+            brought.add(param)
+        state[key] = {name: value for name, value in entries.items() if name not in formatted}
+    return {**state_dict, "state": state}, kept, brought
+
+
+def _complete(optimizer: Any, rule: type[Rule], param: Tensor, entries: dict[str, Any]) -> None:
+    """Makes what a parameter's state lacks, in place."""
+    settings, shard = optimizer._settings, shard_of(param)
+    own = entries if shard is None else shard.parts(entries)
+    form, tensor = format_of(rule, param, settings), owned(param, shard)
+    if layout(tensor) == "strided":  # states are dense
+        tensor = torch.empty_like(tensor, requires_grad=False).copy_(tensor)
+    make_state(rule, form, tensor, own, settings.seed)
+    if shard is not None:
+        shard.put(own, entries, names(rule, form))
+
+
+def _states(optimizer: FusedOptimizer) -> set[str]:
+    return {state for rule in optimizer.rules for state in rule.states}
+
+
+def _formatted(optimizer: FusedOptimizer) -> set[str]:
+    """The keys of what has a format of ours, in any format and under any options."""
+    states = _states(optimizer)
+    return {*states, *map(scale_name, states), REMAINDER, MASTER, SEED}
+
+
+def _is_whole(name: str, value: Tensor | None) -> bool:
+    """Whether it is there, and not cast to a dtype in which its bits are lost."""
+    dtypes = {REMAINDER: (torch.int16, torch.int8), MASTER: (torch.float32,), SEED: (torch.int64,)}
+    return value is not None and (name not in dtypes or value.dtype in dtypes[name])
+
+
+def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint that does not fit, before anything is changed. The number of parameters is left to torch.
+
+    Raises:
+        ValueError: not an optimizer's checkpoint; that of another optimizer; a state that is incomplete, has another
+            shape than its parameter, cannot be decoded, or belongs to none.
+    """
+    if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
+        raise ValueError(
+            "this is not an optimizer's state_dict, which has 'state' and 'param_groups'; "
+            f"this one has {', '.join(map(repr, list(state_dict)[:5]))}"
+        )
+    from accumfused.optimizers import ALL  # which are optimizers, and import this
+
+    name = (optimizer._torch_class or type(optimizer)).__name__
+    for group in state_dict["param_groups"]:
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError("a group of the checkpoint has no 'params'; it is damaged")
+        # Switches and what defaults to None came to torch with time, and older checkpoints lack them.
+        needed = [key for key, value in optimizer.defaults.items() if not isinstance(value, (bool, type(None)))]
+        lacks = [key for key in needed if key not in group]
+        if lacks:
+            raise ValueError(f"the checkpoint's groups have no {lacks[0]!r}, which {name} needs; load one of {name}")
+    known = {state for fused in ALL for rule in fused.rules for state in rule.states}
+    known -= _states(optimizer)
+    params, rules = _params(optimizer, state_dict), _rules(optimizer, state_dict)
+    has_sums = any(isinstance(own, Mapping) and ACCUMULATOR in own for own in state_dict["state"].values())
+    for key, entries in state_dict["state"].items():
+        if isinstance(key, int) and key not in rules:
+            raise ValueError(
+                f"the checkpoint has a state of parameter {key}, which none of its groups has; it is damaged"
+            )
+        if key in params:
+            _check_state(key, params[key], entries, rules[key], name)
+            _check_window(key, params[key], entries, has_sums=has_sums)
+            if not rules[key].is_foreign:
+                _check_formats(key, params[key], entries, optimizer)
+            others = known & entries.keys() if rules[key].states else set()
+            if others:
+                raise ValueError(f"the checkpoint's state of parameter {key} has {min(others)!r}, which {name} has not")
+
+
+def _check_state(key: Any, param: Tensor, entries: Mapping[str, Any], rule: type[Rule], name: str) -> None:
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"the checkpoint's state of parameter {key} is a {type(entries).__name__}, not a dictionary")
+    expected = rule.torch_states
+    # What a rule without states leaves, where momentum is switched on later, is no incomplete state.
+    others = {ACCUMULATOR, WEIGHTS, MASTER, REMAINDER, SEED, *({"step"} - {*expected})}
+    own = {k: v for k, v in entries.items() if v is not None and k not in others}
+    placed = [k for k, v in entries.items() if is_dtensor(v)]
+    if placed and not is_dtensor(param):
+        raise ValueError(
+            f"state {placed[0]!r} of parameter {key} is a part of a state, spread over processes, and this optimizer "
+            "has whole ones; save and load by torch.distributed.checkpoint, which puts the parts together"
+        )
+    lacks = [k for k in expected or rule.states if own and k not in own]
+    if lacks:
+        raise ValueError(
+            f"the checkpoint's state of parameter {key} has no {lacks[0]!r}, only {', '.join(sorted(own))}: "
+            f"it is incomplete, or of another optimizer than {name}"
+        )
+    step = entries.get("step")
+    if "step" in expected and isinstance(step, Tensor) and step.numel() != 1:
+        raise ValueError(f"state 'step' of parameter {key} has shape {list(step.shape)}, and is to be one number")
+
+
+def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_sums: bool) -> None:
+    """Args: has_sums: the window has the sum of some parameter; else its weights may come alone."""
+    if isinstance(entries.get(ACCUMULATOR), Tensor):
+        _check_shape(key, param, ACCUMULATOR, entries[ACCUMULATOR])
+    needed = (WEIGHTS, ACCUMULATOR) if has_sums else (WEIGHTS,)
+    window = [entries.get(name) for name in needed]
+    is_there = any(name in entries for name in (WEIGHTS, ACCUMULATOR))
+    if is_there and not (all(isinstance(value, Tensor) for value in window) and window[0].shape == (4,)):  # type: ignore[union-attr]
+        raise ValueError(
+            f"the open window of parameter {key} is incomplete: it needs {ACCUMULATOR!r} and {WEIGHTS!r} [4]"
+        )
+
+
+def _check_formats(key: Any, param: Tensor, entries: Mapping[str, Any], optimizer: FusedOptimizer) -> None:
+    """Refuses what `state.make_state` could not read."""
+    states, formatted = _states(optimizer), _formatted(optimizer)
+    own = {name: entries[name] for name in sorted(formatted & entries.keys()) if entries[name] is not None}
+    for name, value in own.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"state {name!r} of parameter {key} is a {type(value).__name__}, not a tensor")
+        if name in (*states, REMAINDER, MASTER):
+            _check_shape(key, param, name, value)
+    for name in states & own.keys():
+        _check_scale(key, name, own[name], own.get(scale_name(name)))
+    seed = own.get(SEED)
+    if seed is not None and seed.numel() != 1:
+        raise ValueError(f"{SEED!r} of parameter {key} has shape {list(seed.shape)}, and is to be one number")
+
+
+def _check_shape(key: Any, param: Tensor, name: str, value: Tensor) -> None:
+    if value.shape != param.shape:
+        raise ValueError(
+            f"state {name!r} of parameter {key} has shape {list(value.shape)}, its parameter {list(param.shape)}; "
+            "load a checkpoint of the same model"
+        )
+
+
+def _check_scale(key: Any, name: str, value: Tensor, scale: Tensor | None) -> None:
+    """Codes need their scales; and numbers that have scales were codes, before another optimizer has cast them."""
+    what = f"state {name!r} of parameter {key}"
+    if value.is_floating_point() and scale is None:
+        return
+    if value.dtype != torch.uint8 or (scale is not None and scale.dtype != torch.uint8):
+        raise ValueError(
+            f"{what} is {value.dtype} {'without scales' if scale is None else f'with scales in {scale.dtype}'}, "
+            "which is none of the formats (floating point, or torch.uint8 with scales in torch.uint8): another "
+            "optimizer has cast 8-bit codes; load the checkpoint as accumfused has saved it"
+        )
+    if scale is None:
+        raise ValueError(f"{what} is in 8 bits, and its scales {scale_name(name)!r} are missing; it is incomplete")
+    given, made = tuple(scale.shape), scale_shape(value if layout(value) == "dense" else value.contiguous())
+    if scale.numel() == math.prod(made) and (len(given) == 3) != (len(made) == 3):
+        words = "not contiguous", "contiguous"
+        is_contiguous = len(made) != 3
+        raise ValueError(
+            f"{what} is {words[is_contiguous]}, and its scales, of shape {list(given)}, are those of codes that were "
+            f"{words[not is_contiguous]}: blocks are runs of memory, and something has copied the codes by index into "
+            "another layout; load the checkpoint as accumfused has saved it, by load_state_dict"
+        )
+    if given != made:
+        raise ValueError(
+            f"{what} has scales of shape {list(given)}, and {BLOCK} elements to a scale make {list(made)}; "
+            "it is damaged, or was made with another block size"
+        )
+
+
+def _rules(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[Any, type[Rule]]:
+    """The rule of each of the checkpoint's ids, by the options in the checkpoint."""
+    return {
+        key: optimizer.rule_of({**optimizer.defaults, **group})
+        for group in state_dict["param_groups"]
+        for key in group["params"]
+    }
+
+
+def _params(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:
+    """The parameter of each of the checkpoint's ids; they are paired in order, as torch does."""
+    ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return dict(zip(ids, params, strict=False))

@@ -1,0 +1,132 @@
+"""A model's weights in fp32, whatever the optimizer keeps them in: to save, to evaluate, to change formats."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from accumfused.core.window import Phase
+from accumfused.formats import codecs
+from accumfused.formats.convert import full_precision, store_full_precision
+from accumfused.formats.kinds import PARAM_DTYPES, REMAINDER
+from accumfused.formats.numeric import ieee
+from accumfused.formats.shards import owned, shard_of
+
+if TYPE_CHECKING:
+    from accumfused.optimizer import FusedOptimizer
+
+
+@torch.no_grad()
+def state_dict(optimizer: FusedOptimizer, model: Module) -> dict[str, Any]:
+    """See `FusedOptimizer.full_precision_state_dict`."""
+    _check_model(optimizer, model)
+    optimizer._runtime.masters.settle()
+    saved: dict[str, Any] = model.state_dict(keep_vars=True)  # the parameters themselves, under all their names
+    whole: dict[int, Tensor] = {}
+    for name, value in saved.items():
+        if isinstance(value, Parameter) and (
+            value.dtype in (torch.float16, torch.bfloat16) or REMAINDER in optimizer.state.get(value, {})
+        ):
+            if id(value) not in whole:
+                whole[id(value)] = _full_precision(optimizer, value)
+            saved[name] = whole[id(value)]
+        elif isinstance(value, Tensor):
+            saved[name] = value.detach()
+    return saved
+
+
+@torch.no_grad()
+def load_state_dict(optimizer: FusedOptimizer, model: Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    """See `FusedOptimizer.load_full_precision_state_dict`."""
+    if optimizer._runtime.window.phase is Phase.OPEN:
+        raise RuntimeError(
+            "a window is open, and its gradients are not those of the loaded weights; "
+            "call step() or zero_grad() before load_full_precision_state_dict()"
+        )
+    _check_model(optimizer, model)
+    own: dict[str, Any] = model.state_dict(keep_vars=True)
+    _check_names(own, state_dict, strict)
+    values = {id(own[name]): value for name, value in state_dict.items() if isinstance(own.get(name), Parameter)}
+
+    current, masters = optimizer._plan(), optimizer._runtime.masters
+    masters.refresh(current)  # what was written before belongs to what is there now
+    members = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    others = {
+        name for name, value in state_dict.items() if id(own.get(name)) not in members and _has(own.get(name), value)
+    }
+    given = OrderedDict((name, value) for name, value in state_dict.items() if name not in others)
+    given._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
+    result = model.load_state_dict(given, strict and not others)  # names are checked
+    result.missing_keys[:] = [name for name in result.missing_keys if name not in others]
+    for param, form in zip(current.params, current.formats, strict=True):
+        if id(param) in values and (form.master is None or form.master[0] != REMAINDER):
+            optimizer.state.get(param, {}).pop(REMAINDER, None)  # another format's; these weights take its place
+    rows = [row for row, form in enumerate(current.formats) if form.master and id(current.params[row]) in values]
+    current = optimizer._with_states(current, [p if row in rows else None for row, p in enumerate(current.params)])
+    for row in rows:
+        param, tensor = current.params[row], current.tensors[row]
+        shard, entries, value = current.shards[row], optimizer.state[param], values[id(param)]
+        if shard is not None:
+            entries, value = shard.parts(entries), shard.part("weights", value)
+        store_full_precision(current.formats[row], tensor, entries, value)
+        if tensor is not current.owned[row]:  # its memory has holes
+            current.owned[row].copy_(tensor)
+    masters.written()
+    masters.refresh(current)  # which may have more of them now
+    return result
+
+
+def _full_precision(optimizer: FusedOptimizer, param: Tensor) -> Tensor:
+    entries, shard = optimizer.state.get(param, {}), shard_of(param)
+    if shard is None:
+        return full_precision(param, entries)
+    return shard.whole(full_precision(owned(param, shard), shard.parts(entries)))
+
+
+@ieee()
+def _has(param: Any, values: Tensor) -> bool:
+    """Whether a parameter has these values, rounded to its dtype; writing them costs another optimizer its master."""
+    if not isinstance(param, Parameter) or param.dtype not in PARAM_DTYPES:
+        return False
+    shard = shard_of(param)
+    tensor = owned(param, shard).detach()
+    values = (values if shard is None else shard.part("weights", values)).to(tensor.device, torch.float32)
+    halves = [values.to(tensor.dtype)]
+    if tensor.dtype == torch.bfloat16:  # as a split master rounds
+        halves.append(codecs.split(values)[0].to(torch.int16).view(torch.bfloat16))
+    same = [(half == tensor) | (half.isnan() & tensor.isnan()) for half in halves]
+    return bool(torch.stack(same).any(0).all())
+
+
+def _check_model(optimizer: FusedOptimizer, model: Module) -> None:
+    if not isinstance(model, Module):
+        raise TypeError(f"this takes the model first, a torch.nn.Module, got {type(model).__name__}")
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if own.isdisjoint(map(id, model.parameters())):
+        raise ValueError("none of the model's parameters is in this optimizer; give the model that it was made for")
+
+
+def _check_names(own: Mapping[str, Any], given: Any, strict: bool) -> None:
+    """Refuses what torch would find out when half of it is loaded."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"a state_dict is a dictionary of names and tensors, got {type(given).__name__}")
+    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if strict and missing:
+        raise ValueError(f"the state_dict has no {missing[0]!r} ({len(missing)} are missing), which the model needs")
+    if strict and unexpected:
+        raise ValueError(f"the state_dict has {unexpected[0]!r} ({len(unexpected)} too many), which the model has not")
+    for name in own.keys() & given.keys():
+        value, known = given[name], own[name]
+        if not isinstance(known, Tensor):
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name!r} in the state_dict is a {type(value).__name__}, not a tensor")
+        if value.shape != known.shape:
+            raise ValueError(
+                f"{name!r} has shape {list(value.shape)}, that of the model {list(known.shape)}; load the same model's"
+            )

@@ -1,0 +1,268 @@
+"""What an optimizer's tensors take, by part and by format."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumfused.core.plan import layout
+from accumfused.formats.codecs import block_count
+from accumfused.formats.kinds import (
+    MASTER,
+    PARAM_DTYPES,
+    REMAINDER,
+    STATE_DTYPES,
+    Format,
+    States,
+    counts_steps,
+    described,
+    format_of,
+    scale_name,
+    storage_of,
+)
+from accumfused.formats.shards import Shard, local, owned, shard_of
+from accumfused.optimizer import FusedOptimizer
+from accumfused.rule import Rule
+from accumfused.settings import SettingArguments
+
+PARTS = ("parameters", "masters", "states", "scales", "accumulators", "gradients")
+_COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
+
+
+@dataclass
+class Memory:
+    """What the parameters of one format take: bytes of each of PARTS."""
+
+    tensors: int = 0
+    elements: int = 0
+    parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    not_made: int = 0  # of these bytes, those of masters, states and scales that the first step will make
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def per_element(self) -> float:
+        return self.total / self.elements if self.elements else 0.0
+
+    def add(self, other: Memory) -> None:
+        self.tensors += other.tensors
+        self.elements += other.elements
+        self.not_made += other.not_made
+        for part, size in other.parts.items():
+            self.parts[part] += size
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "tensors": self.tensors,
+            "elements": self.elements,
+            **self.parts,
+            "total": self.total,
+            "bytes_per_element": self.per_element,
+            "not_made_yet": self.not_made,
+        }
+
+
+@dataclass
+class MemoryReport:
+    """What `memory_report` returns; `str()` makes a table of it."""
+
+    formats: dict[str, Memory]  # by weights and states: "bf16 + split16, fp32 states"
+
+    @property
+    def total(self) -> Memory:
+        """Over all formats."""
+        total = Memory()
+        for memory in self.formats.values():
+            total.add(memory)
+        return total
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data, in bytes."""
+        formats = {name: memory.as_dict() for name, memory in self.formats.items()}
+        return {"total": self.total.as_dict(), "formats": formats}
+
+    def __str__(self) -> str:
+        header = ["", "tensors", "elements", *PARTS, "total", "bytes/element"]
+        rows = [header, *(_row(name, memory) for name, memory in self.formats.items()), _row("total", self.total)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+        if self.total.not_made:
+            lines += ["", f"{_size(self.total.not_made)} of masters and states will be made by the first step."]
+        return "\n".join(lines)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draws bytes per parameter element as a bar for each format, and for all of them, stacked by part.
+
+        Args:
+            path: of the picture; its ending chooses the kind (.png, .svg, .pdf).
+
+        Raises:
+            ImportError: there is no matplotlib.
+        """
+        try:
+            figure: Any = importlib.import_module("matplotlib.figure").Figure
+        except ImportError as error:
+            raise ImportError(
+                f"plot() draws with matplotlib, which does not load: {error}; pip install matplotlib"
+            ) from error
+        bars = {name: memory for name, memory in self.formats.items() if memory.elements}
+        if len(bars) > 1:
+            bars["total"] = self.total
+        picture = figure(figsize=(8, 1.6 + 0.6 * len(bars)), layout="constrained")
+        axes = picture.subplots()
+        left = [0.0] * len(bars)
+        for part, color in zip(PARTS, _COLORS, strict=True):
+            lengths = [memory.parts[part] / memory.elements for memory in bars.values()]
+            if any(lengths):
+                axes.barh(list(bars), lengths, left=left, label=part, color=color)
+            left = [start + length for start, length in zip(left, lengths, strict=True)]
+        for row, memory in enumerate(bars.values()):
+            axes.annotate(f" {memory.per_element:.2f} ({_size(memory.total)})", (left[row], row), va="center")
+        axes.set_xlabel("bytes per parameter element")
+        axes.set_xlim(0, 1.35 * max(left, default=1.0))
+        axes.invert_yaxis()
+        if bars:
+            axes.legend(
+                loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(PARTS), fontsize="small", frameon=False
+            )
+        picture.savefig(path, dpi=150)
+
+
+def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
+    """What the optimizer's tensors take: parameters, masters, states, scales, accumulators and gradients.
+
+    States that the first step will make count as what they will be; accumulators and gradients are those of now, so
+    the peak of a window shows while it is open. `p.grad` of a closed window counts as the accumulator that it is.
+
+    Args:
+        optimizer: of this package; of one that keeps its own step (`fuse` of RMSprop, say) the states of now count.
+
+    Raises:
+        TypeError: another optimizer.
+    """
+    if not isinstance(optimizer, FusedOptimizer):
+        raise TypeError(f"memory_report takes an optimizer of this package, got {type(optimizer).__name__}; fuse() it")
+    window, formats = optimizer._runtime.window, dict[str, Memory]()
+    accumulators: dict[int, list[Tensor | None]] = {}
+    kept = window.arena.places
+    for param, *held in zip(window.params, window.accumulators or kept, kept, strict=True):
+        accumulators[id(param)] = held
+    for group in optimizer.param_groups:
+        rule = optimizer.rule_of(group)
+        for param in group["params"]:
+            form = format_of(rule, param, optimizer._settings) if param.dtype in PARAM_DTYPES else Format()
+            shard, entries = shard_of(param), optimizer.state.get(param, {})
+            own = _memory_of(rule, form, param, shard, entries, accumulators.get(id(param), []))
+            formats.setdefault(described(rule, form, param), Memory()).add(own)
+    return MemoryReport(formats)
+
+
+_LEANER: tuple[SettingArguments, ...] = (  # in which 16-bit parameters take no more than torch's optimizers keep
+    {"master_weights": "split8", "state_dtype": "int8"},
+    {"master_weights": None, "rounding": "stochastic", "state_dtype": "int8"},  # the least
+)
+
+
+def growth_of(optimizer: FusedOptimizer) -> str | None:
+    """How much more will be kept of 16-bit parameters than torch's optimizer keeps, and what keeps less.
+
+    None where it is not more, or where `master_weights` was chosen.
+    """
+    settings = optimizer._settings
+    held = [
+        (optimizer.rule_of(group), param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16)
+    ]
+
+    def kept(arguments: SettingArguments) -> int:
+        chosen = replace(settings, **arguments)
+        return sum(
+            param.nbytes + sum(_to_be_made(rule, format_of(rule, param, chosen), param).values())
+            for rule, param in held
+        )
+
+    stock = sum(param.nbytes * (1 + len(rule.states)) + 4 * rule.counts_steps for rule, param in held)
+    ours = kept({})
+    if settings.master_weights != "auto" or ours <= stock:
+        return None
+    has_float16 = any(param.dtype == torch.float16 for _, param in held)
+    leaner = _LEANER[1:] if has_float16 else _LEANER  # whose numbers have no lower half
+    least = next((arguments for arguments in leaner if kept(arguments) <= stock), leaner[-1])
+    if kept(least) >= ours:
+        return None  # they are small
+    elements = sum(param.numel() for _, param in held)
+    arguments = ", ".join(f"{name}={value!r}" for name, value in least.items())
+    return (
+        f"16-bit parameters with their masters and states will take {ours / elements:.2f} bytes each ({_size(ours)}), "
+        f"where torch's optimizer takes {stock / elements:.2f} ({_size(stock)}); an open window adds "
+        f"4. {arguments} takes {kept(least) / elements:.2f}. "
+        f"master_weights={'fp32' if has_float16 else 'split16'!r} keeps what it is, without this line"
+    )
+
+
+def _memory_of(
+    rule: type[Rule],
+    form: Format,
+    param: Tensor,
+    shard: Shard | None,
+    entries: Mapping[str, Any],
+    held: list[Tensor | None],
+) -> Memory:
+    memory = Memory(1, local(param).numel())
+    parts = memory.parts
+    parts["parameters"] = local(param).nbytes
+    accumulators = {id(tensor): tensor for tensor in held if tensor is not None}
+    parts["accumulators"] = sum(tensor.nbytes for tensor in accumulators.values())
+    grad = local(param.grad)
+    if grad is not None and id(grad) not in accumulators:
+        parts["gradients"] = grad.nbytes
+    own = owned(param, shard)
+    if shard is not None:
+        entries = shard.parts(entries)
+    kept = torch.empty_like(own) if layout(own) == "strided" else own  # as plan.build has it
+    if rule.is_foreign or storage_of(rule, form, kept, entries) is not None or not param.requires_grad:
+        for name, value in entries.items():
+            parts[_part(rule, name)] += value.nbytes if isinstance(value, Tensor) else 0
+    else:
+        parts |= _to_be_made(rule, form, own)
+        memory.not_made = sum(parts[part] for part in ("masters", "states", "scales"))
+    return memory
+
+
+def _part(rule: type[Rule], name: str) -> str:
+    if name in (MASTER, REMAINDER):
+        return "masters"
+    return "scales" if name in map(scale_name, rule.states) else "states"
+
+
+def _to_be_made(rule: type[Rule], form: Format, param: Tensor) -> dict[str, int]:
+    numbers = (4 if counts_steps(rule, form) else 0) + (8 if form.needs_noise else 0)
+    states = len(rule.states) * param.numel() * STATE_DTYPES[form.states].itemsize
+    return {
+        "masters": param.numel() * form.master[1].itemsize if form.master else 0,
+        "states": states + numbers,
+        "scales": len(rule.states) * block_count(param.numel()) if form.states is States.INT8 else 0,
+    }
+
+
+def _row(name: str, memory: Memory) -> list[str]:
+    sizes = [_size(size) for size in (*memory.parts.values(), memory.total)]
+    return [name, f"{memory.tensors:,}", f"{memory.elements:,}", *sizes, f"{memory.per_element:.2f}"]
+
+
+def _size(size: int) -> str:
+    """In bytes below 10 KiB, then with one decimal."""
+    if size < 10 * 2**10:
+        return f"{size:,} B" if size else "-"
+    unit = min((size.bit_length() - 1) // 10, 3)
+    return f"{size / 2 ** (10 * unit):,.1f} {('KiB', 'MiB', 'GiB')[unit - 1]}"
