@@ -22,7 +22,7 @@ describes the settings, and `python -m accumfused` says what runs on this machin
 from accumfused.loop.batch_norm import BatchNormWarning
 from accumfused.loop.batch_size import gradient_accumulation_steps, scale_lr, updates_per_epoch
 from accumfused.loop.batches import windows
-from accumfused.loop.clip_group import clip_together
+from accumfused.loop.clip_group import ClipGroup
 from accumfused.loop.ddp import attach_ddp
 from accumfused.loop.fusing import fuse
 from accumfused.loop.grad_scaler import GradScaler
@@ -40,12 +40,12 @@ __all__ = [
     "Adam",
     "AdamW",
     "BatchNormWarning",
+    "ClipGroup",
     "FusedOptimizer",
     "GradScaler",
     "Lion",
     "MemoryReport",
     "attach_ddp",
-    "clip_together",
     "fuse",
     "gradient_accumulation_steps",
     "memory_report",

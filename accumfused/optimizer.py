@@ -15,31 +15,66 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
-from typing_extensions import Unpack
 
-from accumfused.arguments import checked_positive, checked_weight
-from accumfused.core import plan
-from accumfused.core.engine import Divisors, Runtime, Tail
+from accumfused import backends
+from accumfused.arguments import checked_weight
+from accumfused.core.engine import Divisors, Engine, LossScale, Measured, OwnStep, Prepared, Surroundings
+from accumfused.core.plan import Plan, check_parameter
+from accumfused.core.protocol import Backend, Exchange
 from accumfused.core.window import Phase, Window
+from accumfused.distributed import exchange, groups
 from accumfused.formats import kinds, shards
+from accumfused.rule import Rule
 from accumfused.saving import checkpoint, full_precision
-from accumfused.settings import SettingArguments, Settings, chosen
+from accumfused.settings import Settings
 
 
-class FusedOptimizer(Tail):
+def _select(
+    settings: Settings, plan: Plan, devices: set[torch.device], known: Prepared | None
+) -> tuple[Backend, Exchange]:
+    backend = known.backend if known is not None and known.devices == devices else None
+    return (
+        backend or backends.select(settings.backend, devices),
+        exchange.select(settings, plan, None if known is None else known.exchange),
+    )
+
+
+_SURROUNDINGS = Surroundings(_select, groups.default_seed)
+
+
+class FusedOptimizer(torch.optim.Optimizer):
     """An optimizer whose step also normalizes, unscales and clips, in one pass over the gradients.
 
     Subclasses set `rules` and `rule_of`. See docs/state-machine.md for what may follow what.
     """
 
-    _torch_class: ClassVar[type[torch.optim.Optimizer] | None] = None  # whose checkpoints are ours
+    rules: ClassVar[tuple[type[Rule], ...]] = ()
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = None  # whose checkpoints are ours
+    own_step: ClassVar[OwnStep | None] = None  # in place of the kernels' step
 
-    def _configure(self, **settings: Unpack[SettingArguments]) -> None:
+    _engine: Engine
+
+    @property
+    def engine(self) -> Engine:
+        """What works on its gradients; for the package's own use, and for benchmarks."""
+        return self._engine
+
+    @classmethod
+    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
+        """The rule for a parameter group."""
+        raise NotImplementedError
+
+    def configure(self, settings: Settings) -> None:
+        """Gives the optimizer, whose groups are there, these settings and an engine.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: settings that do not serve its parameters, its group, or this machine.
+        """
         refuse_differentiable(self.defaults)
-        own = chosen(type(self).__name__, self.defaults, **settings)
+        check_settings(settings)
         for group in self.param_groups:
-            check_formats(group["params"], own)
-        self._settings, self._runtime = own, Runtime()
+            check_formats(group["params"], settings)
+        self._engine = Engine(self, settings, _SURROUNDINGS)
 
     # ---- the calls of a training loop -------------------------------------------------------------------------------
 
@@ -62,9 +97,9 @@ class FusedOptimizer(Tail):
             TypeError: a weight, parameter or gradient of a wrong type.
         """
         try:
-            self._fold(checked_weight(weight), in_loss=False, last=last)
+            self.engine.fold(checked_weight(weight), in_loss=False, last=last)
         finally:
-            self._let_go()
+            self.engine.let_go()
 
     @_disable_dynamo
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False) -> None:
@@ -77,33 +112,34 @@ class FusedOptimizer(Tail):
             RuntimeError: there is a gradient that was not accumulated; a loss in 16 bits and a weight that these cannot
                 hold, where gradients are folded during backward or are means over processes; otherwise as `accumulate`.
         """
-        weight = checked_weight(weight)
-        window, release, current = self._runtime.window, self._runtime.release, self._plan()
-        grads, present = current.gradients()
-        self._let_go()
-        self._refuse_unreduced(current, weight, in_loss=True)
-        if release is not None:
-            release.end(weight, in_loss=True)
-        window.begin(current, grads, weight)
-        if present or window.entered:
+        weight, engine = checked_weight(weight), self.engine
+        prepared, _, present = engine.begin(weight, in_loss=True)
+        engine.let_go()
+        if present or engine.window.entered:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
-        if last and self._settings.process_group is None and not current.has_means:
-            window.check_total(weight)
+        if last:
+            engine.check_total(weight)
         in_loss = weight is None or _holds(loss.dtype, weight)
-        if not in_loss and (release is not None or current.has_means):
+        if not in_loss and (engine.release is not None or prepared.exchange.has_means):
             raise RuntimeError(
                 f"the loss is {loss.dtype}, which would round its weight; compute it in fp32 (from logits.float(), say)"
             )
-        with contextlib.nullcontext() if release is None else release.expecting(weight, last):
+        with contextlib.nullcontext() if engine.release is None else engine.release.expecting(weight, last):
             (loss * weight if in_loss and weight is not None else loss).backward()  # type: ignore[no-untyped-call]
         try:
             with torch.no_grad():
-                self._fold(weight, in_loss=in_loss, last=last)
+                engine.fold(weight, in_loss=in_loss, last=last)
         finally:
-            self._let_go()
+            engine.let_go()
 
     @_disable_dynamo
-    def step(self, closure: Callable[[], Any] | None = None, *, normalizer: float | Tensor | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        normalizer: float | Tensor | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> Any:
         """Updates the parameters from the window, or where there is none from `p.grad`.
 
         Gradients are divided by `normalizer` and `self.grad_scale`, clipped to `max_grad_norm` and applied in one
@@ -114,6 +150,7 @@ class FusedOptimizer(Tail):
             closure: re-evaluates the model and returns the loss.
             normalizer: divides the gradients too: a number (checked), or a one-element tensor (not read: a bad one
                 makes the step be skipped).
+            loss_scale: by a loss scaler, in place of `self.grad_scale` and `self.found_inf`.
 
         Returns:
             What the closure returned.
@@ -124,107 +161,31 @@ class FusedOptimizer(Tail):
             ValueError: a normalizer that is not > 0; a window whose weights are all zero.
         """
         self._opt_called = True  # what LR schedulers look for
-        if normalizer is not None:
-            normalizer = checked_positive(normalizer, "normalizer")
+        engine = self.engine
+        if not engine.clips_alone:
+            raise RuntimeError("the optimizer is in a ClipGroup, which clips by one norm; call the group's step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._runtime.outcome = None
+        engine.outcome = None
+        divisors = Divisors.of(self, normalizer, loss_scale)
         try:
             with torch.no_grad():
-                self._step(normalizer)
+                measured = engine.measure(divisors)
+                if measured is not None:
+                    engine.refuse_nonfinite(measured, divisors)
+                self._finish_step(measured)
         finally:
-            self._let_go()
+            engine.let_go()
         return loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it tells schedulers itself, and need not be wrapped
 
-    def _step(self, normalizer: float | Tensor | None) -> None:
-        runtime, window = self._runtime, self._runtime.window
-        grad_scale, found_inf = runtime.scaled or (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        if grad_scale is not None:  # before anything is folded
-            grad_scale = checked_positive(grad_scale, "grad_scale")
-        for_scaler = runtime.scaled is not None or found_inf is not None
-        divisors = Divisors(normalizer, grad_scale, found_inf, for_scaler=for_scaler)
-        measured = self._measure(divisors) if self._together is None else self._together.measure(self, divisors)
+    def _finish_step(self, measured: Measured | None) -> None:
         if measured is not None:
-            runtime.outcome = measured.outcome
-            self._refuse_nonfinite(measured.outcome, divisors)
-            self._apply(measured)
-            assert runtime.skips is not None
-            runtime.skips.watch()
-            runtime.masters.watch()
-        if window.phase is not Phase.IDLE:
-            window.consume(self._params())
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients of all parameters, as torch does, and drops the window if there is one."""
-        release = self._runtime.release
-        self._runtime.window.watch_drops()
-        super().zero_grad(set_to_none or release is not None)  # those that were folded cannot be zeros either
-        self._runtime.window.drop()
-        if release is not None:
-            release.forget()
-        if self._together is not None:
-            self._together.forget(self)
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        """What the global norm is clipped to, None for no clipping; may be set between steps. Not in `state_dict()`."""
-        return self._settings.max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float | None) -> None:
-        if value is not None and self._together is not None:
-            raise ValueError("max_grad_norm is that of clip_together; set it on what clip_together() returned")
-        # In place: Lightning's wrappers run this as their own, and nobody else sees what is assigned to them.
-        self._settings.max_grad_norm = replace(self._settings, max_grad_norm=value).max_grad_norm
-
-    # ---- what is known after a step ---------------------------------------------------------------------------------
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The last step's global norm, after normalization and before clipping: fp32, shape [], on the device.
-
-        None where none was taken.
-        """
-        outcome = self._runtime.outcome
-        return outcome.norm if outcome is not None and outcome.normed else None
-
-    @property
-    def step_was_skipped(self) -> Tensor:
-        """Whether the last step wrote nothing: bool, shape [], on the device."""
-        outcome = self._runtime.outcome
-        return torch.tensor(False) if outcome is None else outcome.skipped
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        """How many steps wrote nothing: int64, shape [], on the device."""
-        skips = self._runtime.skips
-        return torch.zeros((), dtype=torch.int64) if skips is None else skips.count.clone()
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether a stock GradScaler leaves unscaling and skipping to the step.
-
-        It reads this before it decides: the one moment to refuse a window that it cannot see. With `clip_together` the
-        norm is over gradients of others, which it would unscale one optimizer after the other.
-        """
-        phase = self._runtime.window.phase
-        if phase is Phase.OPEN or (self._settings.process_group is not None and phase is Phase.IDLE):
-            what = "a GradScaler cannot see into an open window"
-            if phase is Phase.IDLE:
-                what = "gradients are not added up over the processes yet, so a GradScaler would decide on its own"
-            raise RuntimeError(
-                f"{what}; close it with accumulate(..., last=True) before "
-                "scaler.unscale_() or scaler.step() (accumfused.GradScaler.step() needs no closed one)"
-            )
-        return self._together is not None
-
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, value: bool) -> None:
-        """torch's constructors set it where fused=True; what a GradScaler is told stays the same."""
+            self.engine.apply(measured)
+        self.engine.end_window()
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,14 +209,94 @@ class FusedOptimizer(Tail):
 
         return step
 
+    @profile_hook_step
+    def step_measured(self, measured: Measured | None) -> None:
+        """A ClipGroup's step of this member, with its hooks: what is left once the group has measured."""
+        self._opt_called = True
+        self._finish_step(measured)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of all parameters, as torch does, and drops the window if there is one."""
+        engine = self.engine
+        engine.window.watch_drops()
+        super().zero_grad(set_to_none or engine.release is not None)  # those that were folded cannot be zeros either
+        engine.window.drop()
+        if engine.release is not None:
+            engine.release.forget()
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """What the global norm is clipped to, None for no clipping; may be set between steps. Not in `state_dict()`."""
+        return self.engine.settings.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        if value is not None and not self.engine.clips_alone:
+            raise ValueError("the optimizer is in a ClipGroup; set max_grad_norm on that")
+        # In place: Lightning's wrappers run this as their own, and nobody else sees what is assigned to them.
+        settings = self.engine.settings
+        settings.max_grad_norm = replace(settings, max_grad_norm=value).max_grad_norm
+
+    # ---- what is known after a step ---------------------------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The last step's global norm, after normalization and before clipping: fp32, shape [], on the device.
+
+        None where none was taken.
+        """
+        outcome = self.engine.outcome
+        return outcome.norm if outcome is not None and outcome.normed else None
+
+    @property
+    def step_was_skipped(self) -> Tensor:
+        """Whether the last step wrote nothing: bool, shape [], on the device."""
+        outcome = self.engine.outcome
+        return torch.tensor(False) if outcome is None else outcome.skipped
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps wrote nothing: int64, shape [], on the device."""
+        skips = self.engine.skips
+        return torch.zeros((), dtype=torch.int64) if skips is None else skips.count.clone()
+
+    def refuse_foreign_scaler(self) -> None:
+        """Refuses gradients that a stock GradScaler cannot unscale and look at.
+
+        Raises:
+            RuntimeError: a window is open, or processes have not added up their gradients.
+        """
+        phase, adds_up = self.engine.window.phase, self.engine.settings.process_group is not None
+        if phase is Phase.OPEN or (adds_up and phase is Phase.IDLE):
+            what = "a GradScaler cannot see into an open window"
+            if phase is Phase.IDLE:
+                what = "gradients are not added up over the processes yet, so a GradScaler would decide on its own"
+            raise RuntimeError(
+                f"{what}; close it with accumulate(..., last=True) before "
+                "scaler.unscale_() or scaler.step() (accumfused.GradScaler.step() needs no closed one)"
+            )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a stock GradScaler leaves unscaling and skipping to the step: no.
+
+        It reads this before it decides: the one moment to refuse gradients that it cannot see.
+        """
+        self.refuse_foreign_scaler()
+        return False
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """torch's constructors set it where fused=True; what a GradScaler is told stays the same."""
+
     def __repr__(self) -> str:
         """torch's text, then what runs: class, settings that are not default, backend, formats, the window of now."""
-        if not hasattr(self, "_runtime"):  # within torch's constructors
+        if not hasattr(self, "engine"):  # within torch's constructors
             return super().__repr__()
-        settings, backend, window = self._settings, self._runtime.backend, self._runtime.window
+        settings, prepared, window = self.engine.settings, self.engine.prepared, self.engine.window
         lines = {field.name: getattr(settings, field.name) for field in fields(Settings)}
         lines = {field.name: lines[field.name] for field in fields(Settings) if lines[field.name] != field.default}
-        lines["backend"] = lines.get("backend") or ("not chosen yet" if backend is None else backend.name)
+        lines["backend"] = lines.get("backend") or ("not chosen yet" if prepared is None else prepared.backend.name)
         kept = {
             kinds.described(rule, form, param)
             for group in self.param_groups
@@ -290,13 +331,11 @@ class FusedOptimizer(Tail):
             param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
             params = [p[1] if isinstance(p, tuple) else p for p in given]
             check_parameters(params)
-            if hasattr(self, "_settings"):  # not yet within torch's constructors
-                check_formats(params, self._settings)
-            if self._together is not None:
-                self._together.refuse_shared(params)
-            runtime = getattr(self, "_runtime", None)  # torch's constructor calls this, before there is one
-            if runtime is not None and runtime.release is not None:
-                runtime.release.follow(params)
+            engine = getattr(self, "engine", None)  # torch's constructor calls this, before there is one
+            if engine is not None:
+                check_formats(params, engine.settings)
+                if engine.release is not None:
+                    engine.release.follow(params)
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -308,11 +347,8 @@ class FusedOptimizer(Tail):
             ValueError: a checkpoint that does not fit; this optimizer stays as it was.
             RuntimeError: while a window is open: its gradients are not those of the loaded state.
         """
-        if self._runtime.window.phase is Phase.OPEN:
-            raise RuntimeError(
-                "a window is open, and its gradients are not those of the checkpoint; "
-                "call step() or zero_grad() before load_state_dict()"
-            )
+        engine = self.engine
+        engine.refuse_open("load_state_dict()", ", and its gradients are not those of the checkpoint")
         window: Window | None = None
         kept: dict[Tensor, dict[str, Tensor]] = {}
         brought: set[Tensor] = set()
@@ -335,23 +371,21 @@ class FusedOptimizer(Tail):
         finally:
             last.remove()
             first.remove()
-        self._runtime.plan = None
-        self._runtime.masters.see(self.state, but=brought)
-        if self._runtime.window.phase is Phase.CLOSED:
-            self._runtime.window.consume(self._params())  # its gradients are not those of the checkpoint either
+        engine.forget_plan()
+        engine.masters.see(self.state, but=brought)
+        engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
         if window is not None:
-            self._runtime.window = window
+            engine.window = window
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state_dict; an open window is in `state`, under keys that torch's optimizers leave alone.
 
         While a window of DTensors is open, every process calls this: they agree on its weights.
         """
-        self._runtime.masters.settle()
-        if self._runtime.window.phase is not Phase.OPEN:
+        self.engine.masters.settle()
+        if self.engine.window.phase is not Phase.OPEN:
             return super().state_dict()
-        checkpoint.refuse_part(self._runtime.window)
-        self._refuse_own_sums()
+        checkpoint.refuse_part(self.engine)
         first = self.register_state_dict_post_hook(checkpoint.with_window, prepend=True)
         try:
             return super().state_dict()
@@ -391,29 +425,22 @@ class FusedOptimizer(Tail):
         return full_precision.load_state_dict(self, model, state_dict, strict)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._runtime.masters.settle()
-        settings = replace(self._settings, process_group=None, reduce_dtype=None)
-        carried = {**super().__getstate__(), "_settings": settings, "_together": self._together}
-        if self._runtime.window.phase is Phase.OPEN:
-            checkpoint.refuse_part(self._runtime.window)
-            self._refuse_own_sums()
-            carried["_window"] = self._runtime.window.copied()
+        engine = self.engine
+        engine.masters.settle()
+        settings = replace(engine.settings, process_group=None, reduce_dtype=None)
+        carried = {**super().__getstate__(), "settings": settings}
+        if engine.window.phase is Phase.OPEN:
+            checkpoint.refuse_part(engine)
+            carried["window"] = engine.window.copied()
         return carried
 
-    def _refuse_own_sums(self) -> None:
-        if self._settings.process_group is not None:
-            raise RuntimeError(
-                "a window is open, and holds this process's own part of the sums: no checkpoint or copy of one process "
-                "has them all; call step() or zero_grad(), or accumulate(..., last=True), before that"
-            )
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        is_copy = not hasattr(self, "_runtime")  # a wrapper may have it, and not in its own __dict__
-        if is_copy:
-            self._runtime = Runtime(window=state.pop("_window", None) or Window())
+        is_copy = not hasattr(self, "engine")  # a wrapper may have it, and not in its own __dict__
+        settings, window = state.pop("settings", None), state.pop("window", None)
         super().__setstate__(state)
         if is_copy:
-            self._runtime.masters.see(self.state)
+            self._engine = Engine(self, settings, _SURROUNDINGS, window)
+            self._engine.masters.see(self.state)
 
 
 def _holds(dtype: torch.dtype, weight: float | Tensor) -> bool:
@@ -431,6 +458,13 @@ def refuse_differentiable(options: Mapping[str, Any]) -> None:
         raise ValueError("differentiable=True is not supported: the step is not recorded by autograd")
 
 
+def check_settings(settings: Settings) -> None:
+    """Refuses settings that this machine, or this process, cannot serve."""
+    backends.check(settings.backend)
+    if settings.process_group is not None:
+        groups.check_group(settings.process_group)
+
+
 def check_formats(params: list[Tensor], settings: Settings) -> None:
     """Refuses parameters that the settings cannot keep."""
     for param in params:
@@ -442,6 +476,6 @@ def check_parameters(params: list[Tensor]) -> None:
     """Refuses parameters that require a gradient and cannot be updated, and one that is listed twice."""
     for param in params:
         if isinstance(param, Tensor) and param.requires_grad and param.device.type != "meta":
-            plan.check_parameter(shards.local(param))
+            check_parameter(shards.local(param))
     if len({id(param) for param in params}) != len(params):
         raise ValueError("a parameter group holds the same parameter twice; remove one of them")

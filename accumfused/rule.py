@@ -46,12 +46,15 @@ class Rule:
     triton_scalars: ClassVar[Callable[..., Any]]
     triton_update: ClassVar[Callable[..., Any]]
 
-    @classmethod
-    def hyper_values(cls, group: Mapping[str, Any]) -> tuple[float | Tensor, ...]:
-        """The group's numbers in the order of `hypers`, as they stand there: a tensor is not read."""
-        return tuple(
-            group["betas"][name == "beta2"] if name in ("beta1", "beta2") else group[name] for name in cls.hypers
-        )
+
+def known_states() -> set[str]:
+    """The names of the states of all rules, those that a user has defined included."""
+    below, names = [Rule], set[str]()
+    while below:
+        rule = below.pop()
+        names.update(getattr(rule, "states", ()))
+        below += rule.__subclasses__()
+    return names
 
 
 def fp32(numbers: Mapping[str, float], device: torch.device) -> dict[str, Tensor]:

@@ -11,15 +11,11 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from typing_extensions import TypedDict, Unpack  # a dependency of torch's
 
-from accumfused import backends
-from accumfused.distributed import groups
-from accumfused.formats.kinds import States
-
 Nonfinite = Literal["skip", "propagate", "raise"]
 MasterWeights = Literal["auto", "fp32", "split16", "split8"]
+BackendName = Literal["auto", "cuda", "triton", "cpu", "foreach", "torch"]
 Rounding = Literal["nearest", "stochastic"]
 
-_STATES = {torch.float32: States.FLOAT32, torch.bfloat16: States.BFLOAT16, "int8": States.INT8}
 _PLACE = "    **settings: those of `accumfused.settings.Settings`.\n"  # of their descriptions in docstrings
 
 
@@ -88,11 +84,10 @@ class Settings:
         modes = get_args(Nonfinite)
         if self.nonfinite not in (None, *modes):
             raise ValueError(f"nonfinite must be one of {', '.join(modes)} or None, got {self.nonfinite!r}")
-        if self.backend not in backends.NAMES:
-            raise ValueError(f"backend must be one of {', '.join(backends.NAMES)}, got {self.backend!r}")
+        if self.backend not in get_args(BackendName):
+            raise ValueError(f"backend must be one of {', '.join(get_args(BackendName))}, got {self.backend!r}")
         self._check_formats()
         self._check_groups()
-        backends.check(self.backend)
 
     def _check_formats(self) -> None:
         masters, roundings = get_args(MasterWeights), get_args(Rounding)
@@ -100,7 +95,7 @@ class Settings:
             raise ValueError(f"master_weights must be one of {', '.join(masters)} or None, got {self.master_weights!r}")
         if self.rounding not in roundings:
             raise ValueError(f"rounding must be one of {', '.join(roundings)}, got {self.rounding!r}")
-        if self.state_dtype not in list(_STATES):
+        if self.state_dtype not in (torch.float32, torch.bfloat16, "int8"):
             allowed = "torch.float32, torch.bfloat16, 'int8'"
             raise ValueError(f"state_dtype must be one of {allowed}, got {self.state_dtype!r}")
         for name, value in (
@@ -115,30 +110,12 @@ class Settings:
                 raise ValueError(f"{name} must be >= 0 and below 2^63, got {value}")
 
     def _check_groups(self) -> None:
-        if self.process_group is not None:
-            groups.check_group(self.process_group)
         if self.grads_are_reduced and self.process_group is not None:
             raise ValueError("grads_are_reduced=True says that nothing is to be reduced; leave the process group out")
         if self.reduce_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"reduce_dtype must be torch.float32, torch.bfloat16 or None, got {self.reduce_dtype!r}")
         if self.reduce_dtype is not None and self.process_group is None:
             raise ValueError("reduce_dtype is for gradients that process_group reduces; give one")
-
-    @property
-    def seed(self) -> int:
-        """By default that of torch's generator, of which nothing is drawn; of several processes, one that all have."""
-        if self.rounding_seed is not None:
-            return self.rounding_seed
-        return 0 if groups.has_processes() else torch.initial_seed() % 2**63
-
-    @property
-    def states(self) -> States:
-        return _STATES[self.state_dtype]
-
-    @property
-    def takes_norm(self) -> bool:
-        """Whether a norm is wanted even where it does not come free."""
-        return self.max_grad_norm is not None or self.nonfinite in ("skip", "raise")
 
 
 def check_max_grad_norm(value: Any, off: str) -> None:

@@ -15,12 +15,13 @@ from torch import Tensor
 import accumfused as af
 from accumfused import _native, backends
 from accumfused.core.window import Phase
-from accumfused.distributed import groups as distributed
+from accumfused.distributed import exchange
 
 
 def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
     """This backend object steps, whatever the optimizer would have chosen."""
-    optimizer._runtime.backend = backend
+    optimizer.engine.forget_plan()
+    optimizer.engine.backend = backend
 
 
 def replace_cuda(patch: pytest.MonkeyPatch, cuda: Any) -> None:
@@ -42,25 +43,25 @@ def forget_what_loads() -> None:
 
 def plan(optimizer: af.FusedOptimizer) -> Any:
     """The plan of the last step."""
-    return optimizer._runtime.plan
+    return optimizer.engine.prepared and optimizer.engine.prepared.plan
 
 
 def plan_of(optimizer: af.FusedOptimizer) -> Any:
     """The plan for the parameters and states of now: another object where something has changed."""
-    return optimizer._plan()
+    return optimizer.engine.prepare().plan
 
 
 def accumulators(optimizer: af.FusedOptimizer) -> list[Any]:
     """The tensors of its window's sums, None where a parameter has none."""
-    return optimizer._runtime.window.accumulators
+    return optimizer.engine.window.accumulators
 
 
 def open_window(optimizer: Any) -> dict[str, Any]:
     """What the open window holds, by name: the sums, and what it knows of the weights; of none or new rows nothing."""
-    runtime = getattr(optimizer, "_runtime", None)
-    if runtime is None or runtime.window.phase is not Phase.OPEN:
+    engine = getattr(optimizer, "engine", None)
+    if engine is None or engine.window.phase is not Phase.OPEN:
         return {}
-    window = runtime.window
+    window = engine.window
     sums = {f"accumulator {row}": value for row, value in enumerate(window.accumulators) if value is not None}
     held = tuple(index for index in window._held if index >= 0)
     return sums | {"total": window.total, "micro-batches": window.micro_batches, "held": held}
@@ -70,15 +71,15 @@ def open_window(optimizer: Any) -> dict[str, Any]:
 def sizes_on_the_way(bundled_bytes: int, piece_bytes: int) -> Iterator[None]:
     """Accumulators below the one size travel together, and larger ones in pieces of the other."""
     with (
-        mock.patch.object(distributed, "BUNDLED_BYTES", bundled_bytes),
-        mock.patch("accumfused.distributed.exchange._PIECE_BYTES", piece_bytes),
+        mock.patch.object(exchange, "BUNDLED_BYTES", bundled_bytes),
+        mock.patch.object(exchange, "_PIECE_BYTES", piece_bytes),
     ):
         yield
 
 
 def norm_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManager[Any]:
     """A block in which the backend has no memory to take a norm."""
-    backend = optimizer._runtime.backend
+    backend = optimizer.engine.prepare().backend
     return mock.patch.object(backend, "norm", side_effect=RuntimeError("out of memory"))
 
 
@@ -99,7 +100,7 @@ def efficient_zeros() -> Tensor:
 
 def backend(optimizer: af.FusedOptimizer) -> Any:
     """The backend of the last step."""
-    return optimizer._runtime.backend
+    return optimizer.engine.prepare().backend
 
 
 def sleep_on_the_gpu(cycles: int) -> None:

@@ -6,7 +6,7 @@ import functools
 import importlib
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -17,9 +17,10 @@ from accumfused.backends.foreach import ForeachBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
 from accumfused.core.protocol import Backend
+from accumfused.settings import BackendName
 from accumfused.warn import say_once
 
-NAMES = ("auto", "cuda", "triton", "cpu", "foreach", "torch")
+NAMES = get_args(BackendName)
 
 COSTS = {  # beside the backend that "auto" prefers; docs/arithmetic.md has the measurements
     "triton": "slower",

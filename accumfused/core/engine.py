@@ -1,393 +1,458 @@
-"""The gradient tail: from gradients, in p.grad or in a window, to updated weights.
+"""The engine: from gradients, in p.grad or in a window, to updated weights.
 
-One step is two verbs of a backend with nothing in between that waits for the host: `norm` makes the sums that
-accumulation.py has left (or takes them from p.grad) one coefficient, `step` applies it.
+One step is two verbs of a backend with nothing in between that waits for the host. `measure` ends in `norm`: it makes
+the sums that window.py has left (or takes them from p.grad) one coefficient. `apply` ends in `step`, which applies it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from accumfused import backends
-from accumfused.backends.reference import finish_norm
-from accumfused.core import graphs, plan
+from accumfused.arguments import checked_positive
+from accumfused.core import graphs
 from accumfused.core.masters import Masters
-from accumfused.core.plan import Grads, Plan
-from accumfused.core.protocol import Backend, Outcome, Scaling, on_device
+from accumfused.core.plan import Grads, Plan, build, has_memory
+from accumfused.core.protocol import Backend, Exchange, Outcome, Scaling, on_device
 from accumfused.core.skips import Skips
 from accumfused.core.window import Phase, Window
-from accumfused.distributed import groups
-from accumfused.formats import shards
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import names
+from accumfused.formats.shards import replicated
 from accumfused.rule import Rule
 from accumfused.settings import Settings
 
-if TYPE_CHECKING:
-    from accumfused.distributed.exchange import Reduction
-    from accumfused.loop.clip_group import ClipTogether
-    from accumfused.loop.release import GradientRelease
+Number = float | Tensor  # a tensor has one element, which nobody reads
+
+
+class Owner(Protocol):
+    """The optimizer that an engine works for: torch.optim's face of it."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+    own_step: ClassVar[OwnStep | None]
+
+    @classmethod
+    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]: ...
+
+
+class OwnStep(Protocol):
+    """An optimizer's step in place of the kernels': see loop/fusing.py."""
+
+    def __call__(self, optimizer: Any, engine: Engine, measured: Measured, /) -> None: ...
+
+
+class Release(Protocol):
+    """What folds gradients during backward: see loop/release.py."""
+
+    def follow(self, params: Any = None) -> Any: ...
+    def expecting(self, weight: Number | None, last: bool) -> AbstractContextManager[None]: ...
+    def end(self, weight: Number | None, *, in_loss: bool) -> None: ...
+    def end_before_step(self) -> None: ...
+    def forget(self) -> None: ...
 
 
 @dataclass
-class Runtime:
-    """What is built when first needed, and built again in a copy."""
+class Prepared:
+    """A plan, the backend that keeps tables for it, and the exchange of its sums and norms with other processes."""
 
-    window: Window = field(default_factory=Window)
-    backend: Backend | None = None
-    devices: set[torch.device] | None = None  # that the backend was selected for
-    plan: Plan | None = None
-    reduction: Reduction | None = None
-    masters: Masters = field(default_factory=Masters)
+    plan: Plan
+    backend: Backend
+    exchange: Exchange
+    devices: set[torch.device]  # that the backend was selected for
     partials: Tensor | None = None  # of the norm of gradients that came in p.grad
-    outcome: Outcome | None = None  # of the last step
-    skips: Skips | None = None
-    taken: Taken | None = None  # with clip_together, by the step of another optimizer
-    scaled: tuple[Any, Any] | None = None  # what our GradScaler steps with in place of grad_scale and found_inf
-    release: GradientRelease | None = None  # while gradients are folded during backward
-    attached: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # DistributedDataParallel, by attach_ddp
+    is_valid: bool = True  # False: the optimizer's state is another one
+
+    def cleared_partials(self, complete: bool) -> Tensor:
+        """Room for the sums of squares; zero where there is no gradient."""
+        if self.partials is None:
+            self.partials = torch.zeros(self.plan.chunks, dtype=torch.float32, device=self.plan.device)
+        elif not complete:
+            self.partials.zero_()
+        return self.partials
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the core asks of the machine, and of other processes.
+
+    Args:
+        select: a new plan's backend and exchange; those of the plan before may serve again.
+        default_seed: of stochastic rounding, where the settings have none.
+    """
+
+    select: Callable[[Settings, Plan, set[torch.device], Prepared | None], tuple[Backend, Exchange]]
+    default_seed: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What a loss scaler says of the gradients that a step takes.
+
+    Args:
+        scale: they are divided by it; a number, or a one-element tensor.
+        found_inf: not 0 where one of them is not finite; None: nobody has looked, and the step finds out.
+    """
+
+    scale: Number | None
+    found_inf: Number | None
 
 
 @dataclass(frozen=True)
 class Divisors:
     """What one step divides by, besides its window's weights, and who says that it is to be skipped."""
 
-    normalizer: float | Tensor | None = None
-    grad_scale: float | Tensor | None = None
-    found_inf: float | Tensor | None = None
+    normalizer: Number | None = None
+    grad_scale: Number | None = None
+    found_inf: Number | None = None
     for_scaler: bool = False  # to which an overflow is nothing to raise for
+    is_shared: bool = False  # the norm will be one over several optimizers
+
+    @classmethod
+    def of(
+        cls, owner: Any, normalizer: Number | None, loss_scale: LossScale | None, *, is_shared: bool = False
+    ) -> Divisors:
+        """Reads `grad_scale` and `found_inf`, by which torch's scalers talk to an optimizer, where no scale is given.
+
+        Raises:
+            ValueError, TypeError: a normalizer or scale that is not > 0, or no number.
+        """
+        if normalizer is not None:
+            normalizer = checked_positive(normalizer, "normalizer")
+        given = loss_scale or LossScale(getattr(owner, "grad_scale", None), getattr(owner, "found_inf", None))
+        scale = None if given.scale is None else checked_positive(given.scale, "grad_scale")
+        for_scaler = loss_scale is not None or given.found_inf is not None
+        return cls(normalizer, scale, given.found_inf, for_scaler, is_shared)
 
 
 @dataclass
 class Measured:
     """The gradients of one step with their coefficient: what is left is to apply them."""
 
-    plan: Plan
+    prepared: Prepared
     grads: Grads  # as the step found them: p.grad, or an open window's accumulators
     matched: Grads  # as the kernels read them
     complete: bool  # there is one for every parameter
     outcome: Outcome
 
 
-Fingerprint = list[tuple[int, int, int]]  # row, id and version of each gradient
+class Engine:
+    """What happens to the gradients of one optimizer: the only door for clipping, scalers, release and checkpoints.
 
-
-@dataclass
-class Taken:
-    """What an optimizer will step with, and what must not have changed until then."""
-
-    measured: Measured | None
-    divisors: Divisors
-    fingerprint: Fingerprint
-
-
-class Tail(torch.optim.Optimizer):
-    """The gradient tail of one optimizer: its plan, its window, and what a step does in three parts.
-
-    `_measure` ends in the coefficient, `_apply` writes parameters and states.
+    Args:
+        owner: the optimizer; referred to weakly, as it has this.
+        window: an open one, in a copy of an optimizer.
     """
 
-    rules: ClassVar[tuple[type[Rule], ...]] = ()
-
-    _settings: Settings
-    _runtime: Runtime
-    _together: ClipTogether | None = None
-
-    @classmethod
-    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
-        """The rule for a parameter group."""
-        raise NotImplementedError
-
-    def _plan(self) -> Plan:
-        """The plan, and with it the backend, for the parameters and states of now."""
-        runtime = self._runtime
-        rules = [self.rule_of(group) for group in self.param_groups]
-        known = runtime.plan
-        if known is None or known.rules != rules or not known.unchanged(self.param_groups, self.state):
-            devices = {p.device for group in self.param_groups for p in group["params"] if plan.has_memory(p)}
-            graphs.refuse_new_tensors(devices)
-            if runtime.backend is None or runtime.devices not in (None, devices):
-                runtime.backend = backends.select(self._settings.backend, devices)
-            runtime.devices = devices
-            runtime.plan = known = plan.build(self.param_groups, self.state, rules, self._settings)
-            runtime.backend.prepare(known, self.param_groups, self.state)
-            if runtime.skips is None or runtime.skips.count.device != known.device:
-                runtime.skips = Skips(known.device)
-        return known
-
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
-    def _let_go(self) -> None:
-        if self._runtime.plan is not None:
-            self._runtime.plan.let_go()
-
-    def _fold(
-        self, weight: float | Tensor | None, *, in_loss: bool, last: bool, part: Container[int] | None = None
+    def __init__(
+        self, owner: Owner, settings: Settings, surroundings: Surroundings, window: Window | None = None
     ) -> None:
-        """Args: part: ids of the parameters whose gradients are folded; None: all, and the micro-batch ends."""
-        window, release, current = self._runtime.window, self._runtime.release, self._plan()
-        grads, present = current.gradients()
-        self._refuse_unreduced(current, weight, in_loss=in_loss)
-        group = self._settings.process_group
-        if part is not None:
-            grads = [grad if id(param) in part else None for param, grad in zip(current.params, grads, strict=True)]
+        self.owner: Owner = weakref.proxy(owner)
+        self.settings = settings
+        self.window = window or Window()
+        self.masters = Masters()
+        self.skips: Skips | None = None
+        self.outcome: Outcome | None = None  # of the last step
+        self.release: Release | None = None  # while gradients are folded during backward
+        self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # DistributedDataParallel, by attach_ddp
+        self.clips_alone = True  # it is in no ClipGroup
+        self.prepared: Prepared | None = None  # the last one
+        self.backend: Backend | None = None  # to be used whatever would be selected: a benchmark's
+        self._surroundings = surroundings
+
+    @property
+    def params(self) -> list[Tensor]:
+        """All parameters, in the groups' order."""
+        return [param for group in self.owner.param_groups for param in group["params"]]
+
+    @property
+    def seed(self) -> int:
+        """Of the noise of states that are new."""
+        given = self.settings.rounding_seed
+        return self._surroundings.default_seed() if given is None else given
+
+    def prepare(self) -> Prepared:
+        """The plan for the parameters and states of now, with backend and exchange."""
+        groups, state = self.owner.param_groups, self.owner.state
+        rules = [self.owner.rule_of(group) for group in groups]
+        known = self.prepared
+        if known is not None and known.is_valid and known.plan.rules == rules and known.plan.unchanged(groups, state):
+            return known
+        devices = {param.device for param in self.params if has_memory(param)}
+        graphs.refuse_new_tensors(devices)
+        plan = build(groups, state, rules, self.settings)
+        backend, exchange = self._surroundings.select(self.settings, plan, devices, known)
+        plan.bundled = [4 * param.numel() < exchange.bundled_bytes for param in plan.params]
+        backend = self.backend or backend
+        backend.prepare(plan, groups, state)
+        if self.skips is None or self.skips.count.device != plan.device:
+            self.skips = Skips(plan.device)
+        self.prepared = Prepared(plan, backend, exchange, devices)
+        return self.prepared
+
+    def forget_plan(self) -> None:
+        """The optimizer's state, or its settings, are others: the next call makes a new plan."""
+        if self.prepared is not None:
+            self.prepared.is_valid = False
+
+    def let_go(self) -> None:
+        """Forgets the gradients, which would live on otherwise."""
+        if self.prepared is not None:
+            self.prepared.plan.let_go()
+
+    # ---- into the window -------------------------------------------------------------------------------------------
+
+    def begin(
+        self, weight: Number | None, *, in_loss: bool, rows: Container[int] | None = None
+    ) -> tuple[Prepared, Grads, int]:
+        """Refuses a micro-batch that cannot be right, before anything is written.
+
+        Args:
+            weight: None: a plain sum.
+            in_loss: the loss was multiplied by the weight, so the gradients are already.
+            rows: ids of the parameters whose gradients are folded; None: all, and the micro-batch ends.
+
+        Returns:
+            What is prepared, the fresh gradients, and how many there are.
+        """
+        prepared = self.prepare()
+        plan = prepared.plan
+        grads, present = plan.gradients()
+        if self.window.phase is not Phase.OPEN:
+            prepared.exchange.check(plan, weight, in_loss=in_loss)
+        if rows is not None:
+            grads = [grad if id(param) in rows else None for param, grad in zip(plan.params, grads, strict=True)]
             present = sum(grad is not None for grad in grads)
-        elif release is not None:
-            release.end(weight, in_loss=in_loss)
-        window.begin(current, grads, weight)
+        elif self.release is not None:
+            self.release.end(weight, in_loss=in_loss)
+        self.window.begin(plan, grads, weight)
+        return prepared, grads, present
+
+    def check_total(self, weight: Number | None) -> None:
+        """Before the last micro-batch: refuses weights that are all zero, where no other process may have some."""
+        assert self.prepared is not None
+        if self.prepared.exchange.is_alone:
+            self.window.check_total(weight)
+
+    def fold(self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None) -> None:
+        """Adds fresh gradients to the window; see `begin`. Args: last: the micro-batch closes the window."""
+        prepared, grads, present = self.begin(weight, in_loss=in_loss, rows=rows)
+        window, plan, exchange, ends = self.window, prepared.plan, prepared.exchange, rows is None
         empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
         # (fully_shard without its synchronization leaves them with the module, and brings their sum later.)
-        if not present and not empty and not window.entered and not (in_loss and current.is_spread):
+        if not present and not empty and not window.entered and not (in_loss and plan.is_spread):
             raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
-        if last and group is None and not current.has_means:
-            window.check_total(weight)
-        if last and part is None and window.phase is Phase.OPEN:
+        if last:
+            self.check_total(weight)
+        if last and ends and window.phase is Phase.OPEN:
             window.watch_writes()
-        matched = current.match(grads)
-        assert self._runtime.backend is not None
-        complete = present == len(grads)
-        closes = last and (part is None or group is None)
+        matched = plan.match(grads)
+        closes = last and (ends or not exchange.adds_up)
         with window.undone_by_an_error():
             if not window.entered:
-                window.enter(current, weight, in_loss=in_loss)
-            if part is None and release is not None:
-                release.forget()
-            if closes and part is None:
-                self._agree(current, matched, last=True)
-            window.fold(current, self._runtime.backend, matched, complete, last=closes, ends=part is None)
-        if last and part is None:
-            self._reduce()
+                window.enter(plan, weight, exchange, in_loss=in_loss)
+            if ends and self.release is not None:
+                self.release.forget()
+            if closes and ends:
+                self._agree(prepared, matched, last=True)
+            window.fold(plan, prepared.backend, matched, present == len(grads), last=closes, ends=ends)
+        if last and ends:
+            self._add_up(prepared)
             window.expose()
-        if not self.state and window.phase is Phase.OPEN:
+        if not self.owner.state and window.phase is Phase.OPEN:
             # torch.distributed.checkpoint makes the state of an optimizer that has none by a step of its own, with
             # zeros in p.grad: an open window refuses that, and a learning rate of 0 would be left behind.
-            rows = zip(window.params, window.accumulators, strict=True)
-            marked = next((param for param, accumulator in rows if accumulator is not None), window.params[0])
-            self.state[marked] = {}
+            held = zip(window.params, window.accumulators, strict=True)
+            marked = next((param for param, accumulator in held if accumulator is not None), window.params[0])
+            self.owner.state[marked] = {}
 
-    def _refuse_unreduced(self, current: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
-        """Refuses gradients that are not what their windows take them for, where there is more than one process."""
-        if not groups.has_processes() or self._runtime.window.phase is Phase.OPEN:
-            return
-        own = [s is None and p.requires_grad for p, s in zip(current.params, current.shards, strict=True)]
-        if current.has_means and weight is not None and not in_loss:
-            raise RuntimeError(
-                "the gradients are means over processes already (DTensors, or grads_are_reduced=True), and a weight "
-                "would come too late; call optimizer.backward(loss, weight=...) in place of loss.backward() and "
-                "accumulate(weight)"
-            )
-        if current.is_spread and self._settings.process_group is not None:
-            raise RuntimeError(
-                "gradients of DTensors are reduced already; leave process_group to optimizers of plain parameters"
-            )
-        if any(own) and self._settings.process_group is None and not self._settings.grads_are_reduced:
-            raise RuntimeError(
-                "there is more than one process, and accumulate() takes gradients out of the reach of "
-                "DistributedDataParallel; give the optimizer process_group= and call accumfused.attach_ddp(ddp, "
-                "optimizer), or say grads_are_reduced=True if every micro-batch's gradients are reduced already"
-            )
+    def _agree(self, prepared: Prepared, grads: Grads, *, last: bool) -> None:
+        """Before a window closes: processes tell each other their weights, and who has gradients of which parameter."""
+        window = self.window
+        agreed = prepared.exchange.agree(
+            prepared.plan, window.total, window.is_weighted, window.present(grads), seed=self.seed, last=last
+        )
+        if agreed is not None:
+            window.agree(prepared.plan, *agreed)
 
-    def _reduction(self) -> Reduction:
-        if self._runtime.reduction is None:
-            from accumfused.distributed.exchange import (
-                Reduction,  # needs torch.distributed, which some builds of torch lack
-            )
-
-            self._runtime.reduction = Reduction(self._settings.process_group, self._settings.reduce_dtype)
-        return self._runtime.reduction
-
-    def _agree(self, current: Plan, grads: Grads, *, last: bool) -> None:
-        """Before a window closes: processes tell each other their weights, and who has gradients of what."""
-        window, settings = self._runtime.window, self._settings
-        if settings.process_group is not None:
-            reduction = self._reduction()
-            reduction.agree(current, settings.seed)
-            present = window.present(grads)
-            if any(here and not p.requires_grad for p, here in zip(current.params, present, strict=True)):
-                raise RuntimeError(
-                    "a parameter that requires no gradient has one, and other processes may have none; freeze "
-                    "parameters between windows, and set their p.grad to None"
-                )
-            divisor, missing = reduction.exchange(current, window.total, window.is_weighted, present, last=last)
-            window.agree(current, divisor, missing)
-        elif current.has_means:
-            from accumfused.distributed.exchange import mean_of_totals
-
-            divisor = mean_of_totals(current, window.total, window.is_weighted)
-            window.agree(current, divisor, [False] * len(grads))
-
-    def _reduce(self) -> None:
+    def _add_up(self, prepared: Prepared) -> None:
         """Adds up the accumulators of all processes."""
-        window = self._runtime.window
-        if self._settings.process_group is None or window.is_reduced:
+        window = self.window
+        if not prepared.exchange.adds_up or window.is_reduced:
             return
         try:
-            self._reduction().add_up(window.arena.memory_of(self._plan(), window.accumulators))
+            prepared.exchange.add_up(window.arena.memory_of(prepared.plan, window.accumulators))
         except BaseException:
             window.drop()  # some are added up, some are not
             raise
         window.reduced()
 
-    def _take_own(self) -> None:
-        """Where processes add up gradients, those in p.grad are this one's: a window of one micro-batch."""
-        if self._settings.process_group is not None and self._runtime.window.phase is Phase.IDLE:
-            current = self._plan()
-            if current.gradients()[1]:
-                self._fold(None, in_loss=False, last=False)
-            else:
-                self._runtime.window.open(current)  # others may have some
+    # ---- out of it -------------------------------------------------------------------------------------------------
 
-    def _measure(self, divisors: Divisors) -> Measured | None:
+    def measure(self, divisors: Divisors) -> Measured | None:
         """The coefficient of the gradients that a step takes now; None where there is no gradient."""
-        if self._runtime.release is not None:
-            self._runtime.release.end_before_step()
-        self._take_own()
-        runtime, window, current = self._runtime, self._runtime.window, self._plan()
-        grads, present = current.gradients()
+        if self.release is not None:
+            self.release.end_before_step()
+        window, prepared = self.window, self.prepare()
+        if prepared.exchange.adds_up and window.phase is Phase.IDLE:
+            prepared = self._take_own(prepared.plan)
+        grads, present = prepared.plan.gradients()
         if window.phase is Phase.CLOSED and not present:
             window.drop()  # model.zero_grad() has released it
         if window.phase is Phase.OPEN:
-            self._refuse_live(present)
-            window.follow(current)
-            window.watch_writes()
-            if not window.is_reduced:  # by a step that was refused, or with clip_together by another's
-                self._agree(current, [None] * len(grads), last=False)
-            window.check_total(0.0)
-            grads = window.accumulators
-            present = len(grads) - sum(grad is None for grad in grads)
+            grads, present = self._sums(prepared, present)
         if not present:
             return None
-        normalization: float | Tensor = 1.0
+        normalization: Number = 1.0
         if window.phase is Phase.OPEN:
-            assert runtime.backend is not None
-            normalization = window.settle(current, runtime.backend)
-            self._reduce()
-        matched = current.match(grads)
-        if current.lacks_state(matched):
-            current = self._with_states(current, matched)
-
-        backend, complete = runtime.backend, present == len(grads)
-        assert backend is not None
-        scaling = self._scaling(current, divisors)
-        scaling.normalize(normalization)
+            normalization = window.settle(prepared.plan, prepared.backend)
+            self._add_up(prepared)
+        matched = prepared.plan.match(grads)
+        if prepared.plan.lacks_state(matched):
+            prepared = self.with_states(prepared.plan, matched)
+        plan, complete = prepared.plan, present == len(grads)
+        scaling = self._scaling(plan, divisors, normalization)
         stale: Grads | None = matched
         partials: Tensor | None = None
         if window.phase is Phase.OPEN:
             stale, partials = window.stale(matched), window.partials
         elif scaling.takes_norm:
-            partials = self._partials(current, complete)
-        if current.is_spread and partials is not None:
-            outcome = self._norm_over_processes(current, stale, partials, scaling)
-        else:
-            outcome = backend.norm(current, stale, partials, scaling)
+            partials = prepared.cleared_partials(complete)
+        outcome = prepared.exchange.norm(prepared.backend, plan, stale, partials, scaling)
         outcome.spends_grads = window.phase is Phase.OPEN
-        return Measured(current, grads, matched, complete, outcome)
+        return Measured(prepared, grads, matched, complete, outcome)
 
-    def _refuse_live(self, present: int) -> None:
-        if present and self._runtime.window.phase is Phase.OPEN:
+    def refuse_live(self, present: int) -> None:
+        """Refuses a step of an open window beside gradients that it has not got."""
+        if present and self.window.phase is Phase.OPEN:
             raise RuntimeError(
                 "a window is open and there is a gradient that was not accumulated; "
                 "call accumulate() after the last backward(), before step()"
             )
 
-    def _norm_over_processes(self, current: Plan, stale: Grads | None, partials: Tensor, scaling: Scaling) -> Outcome:
-        from accumfused.distributed.exchange import sum_of_squares
+    def _take_own(self, plan: Plan) -> Prepared:
+        """Where processes add up gradients, those in p.grad are this one's: a window of one micro-batch."""
+        if plan.gradients()[1]:
+            self.fold(None, in_loss=False, last=False)
+        else:
+            self.window.open(plan)  # others may have some
+        return self.prepare()
 
-        assert self._runtime.backend is not None
-        self._runtime.backend.norm(current, stale, partials, Scaling(current.device, takes_norm=True))
-        return finish_norm(sum_of_squares(current, partials), scaling)
+    def _sums(self, prepared: Prepared, fresh: int) -> tuple[Grads, int]:
+        """The open window's sums, and how many there are, once it is complete. Args: fresh: gradients in p.grad."""
+        window, plan = self.window, prepared.plan
+        self.refuse_live(fresh)
+        window.follow(plan)
+        window.watch_writes()
+        if not window.is_reduced:  # by a step that was refused
+            self._agree(prepared, [None] * len(plan.params), last=False)
+        window.check_total(0.0)
+        sums = window.accumulators
+        return sums, len(sums) - sum(accumulator is None for accumulator in sums)
 
-    def _with_states(self, current: Plan, grads: Grads) -> Plan:
-        """The plan once every parameter that has a gradient has its state."""
-        graphs.refuse_new_tensors({current.device})  # the zeros would be a graph's, and never be there
-        self._runtime.masters.settle()
-        for index, grad in enumerate(grads):
+    def with_states(self, plan: Plan, grads: Grads) -> Prepared:
+        """What is prepared once every parameter that has a gradient has its state, in its format."""
+        graphs.refuse_new_tensors({plan.device})  # the zeros would be a graph's, and never be there
+        self.masters.settle()
+        for row, grad in enumerate(grads):
             if grad is None:
                 continue
-            param, tensor = current.params[index], current.tensors[index]
-            if index in current.copied:
-                tensor.copy_(current.owned[index])
-            shard, entries = current.shards[index], self.state[param]
+            param, tensor, shard = plan.params[row], plan.tensors[row], plan.shards[row]
+            if row in plan.copied:
+                tensor.copy_(plan.owned[row])
+            rule, form, entries = plan.rules[plan.groups[row]], plan.formats[row], self.owner.state[param]
             own = entries if shard is None else shard.parts(entries)
-            rule = current.rules[current.groups[index]]
-            make_state(rule, current.formats[index], tensor, own, self._settings.seed)
+            make_state(rule, form, tensor, own, self.seed)
             if shard is not None:
-                shard.put(own, entries, names(rule, current.formats[index]))
-            if index in current.copied:
-                current.owned[index].copy_(tensor)
-        self._runtime.masters.written()  # what was copied back is not somebody else's
-        self._runtime.masters.see(self.state)  # a state that was converted lies elsewhere
-        self._runtime.window.see_weights()
-        return self._plan()
+                shard.put(own, entries, names(rule, form))
+            if row in plan.copied:
+                plan.owned[row].copy_(tensor)
+        self.masters.written()  # what was copied back is not somebody else's
+        self.masters.see(self.owner.state)  # a state that was converted lies elsewhere
+        self.window.see_weights()
+        return self.prepare()
 
-    def _scaling(self, current: Plan, divisors: Divisors) -> Scaling:
-        settings, runtime = self._settings, self._runtime
+    def _scaling(self, plan: Plan, divisors: Divisors, normalization: Number) -> Scaling:
+        settings, found_inf = self.settings, divisors.found_inf
+        is_unchecked = divisors.for_scaler and found_inf is None
         # Whoever uses a window is promised that bad weights skip the step.
-        takes_norm = settings.takes_norm or runtime.window.phase is not Phase.IDLE
-        is_unchecked = divisors.for_scaler and divisors.found_inf is None
-        takes_norm = takes_norm or self._together is not None or is_unchecked
-        scaling = Scaling(current.device, takes_norm=takes_norm, max_grad_norm=settings.max_grad_norm)
-        if self._together is None and self._counts_skips(divisors):
-            assert runtime.skips is not None
-            scaling.skips = runtime.skips.count
-        if divisors.found_inf is not None:
-            found_inf = shards.replicated(torch.as_tensor(divisors.found_inf, dtype=torch.float32))
-            scaling.found_inf = on_device(found_inf, current.device, torch.float32)
-        if divisors.grad_scale is not None:
-            scaling.normalize(divisors.grad_scale)
-        if divisors.normalizer is not None:
-            scaling.normalize(divisors.normalizer)
+        takes_norm = divisors.is_shared or is_unchecked or self.window.phase is not Phase.IDLE
+        takes_norm = takes_norm or settings.max_grad_norm is not None or settings.nonfinite in ("skip", "raise")
+        scaling = Scaling(plan.device, takes_norm=takes_norm, max_grad_norm=settings.max_grad_norm)
+        if not divisors.is_shared and self.counts_skips(divisors):
+            assert self.skips is not None
+            scaling.skips = self.skips.count
+        if found_inf is not None:
+            found_inf = replicated(torch.as_tensor(found_inf, dtype=torch.float32))
+            scaling.found_inf = on_device(found_inf, plan.device, torch.float32)
+        for divisor in (divisors.grad_scale, divisors.normalizer, normalization):
+            if divisor is not None:
+                scaling.normalize(divisor)
         checked = takes_norm or scaling.device_normalization is not None
         scaling.skips_nonfinite = checked and (settings.nonfinite != "propagate" or is_unchecked)
         return scaling
 
-    def _counts_skips(self, divisors: Divisors) -> bool:
-        """Others raise."""
-        return self._settings.nonfinite != "raise" or divisors.for_scaler
+    def counts_skips(self, divisors: Divisors) -> bool:
+        """Whether a step that is skipped counts; others raise."""
+        return self.settings.nonfinite != "raise" or divisors.for_scaler
 
-    def _refuse_nonfinite(self, outcome: Outcome, divisors: Divisors) -> None:
-        """With nonfinite="raise", which waits for the device."""
-        if self._counts_skips(divisors) or not bool(outcome.skipped):
-            return
-        raise RuntimeError(
-            f"the global norm of the gradients is {float(outcome.norm)}, nothing was updated; look for the "
-            "non-finite gradient (or found_inf), and call zero_grad() to go on, or use nonfinite='skip'"
-        )
+    # ---- the step --------------------------------------------------------------------------------------------------
 
-    def _apply(self, measured: Measured) -> None:
+    def refuse_nonfinite(self, measured: Measured, divisors: Divisors) -> None:
+        """With nonfinite="raise", which waits for the device.
+
+        Raises:
+            RuntimeError: the norm is not finite, or a scaler has found as much.
+        """
+        self.outcome = measured.outcome
+        if not self.counts_skips(divisors) and bool(measured.outcome.skipped):
+            raise RuntimeError(
+                f"the global norm of the gradients is {float(measured.outcome.norm)}, nothing was updated; look for "
+                "the non-finite gradient (or found_inf), and call zero_grad() to go on, or use nonfinite='skip'"
+            )
+
+    def apply(self, measured: Measured) -> None:
         """The step itself."""
-        current, grads, backend = measured.plan, measured.matched, self._runtime.backend
-        assert backend is not None
-        masters = self._runtime.masters
-        masters.refresh(current)
-        for index in current.copied:
-            current.tensors[index].copy_(current.owned[index])
-        hypers = [rule.hyper_values(group) for rule, group in zip(current.rules, self.param_groups, strict=True)]
-        backend.step(current, grads, hypers, measured.outcome)
-        for index in current.copied:
-            if grads[index] is not None:
-                current.owned[index].copy_(current.tensors[index])
-        written = current.params
+        if self.owner.own_step is not None:
+            self.owner.own_step(self.owner, self, measured)
+        else:
+            self._update(measured)
+        assert self.skips is not None
+        self.skips.steps += 1
+        if not self.skips.steps % self.skips.WATCH_EVERY:
+            self.skips.look()
+
+    def _update(self, measured: Measured) -> None:
+        plan, grads = measured.prepared.plan, measured.matched
+        if plan.has_remainders:
+            self.masters.refresh(plan)
+        for row in plan.copied:
+            plan.tensors[row].copy_(plan.owned[row])
+        measured.prepared.backend.step(plan, grads, plan.hypers(self.owner.param_groups), measured.outcome)
+        for row in plan.copied:
+            if grads[row] is not None:
+                plan.owned[row].copy_(plan.tensors[row])
+        written = plan.params
         if not measured.complete:
-            written = [param for param, grad in zip(current.params, grads, strict=True) if grad is not None]
+            written = [param for param, grad in zip(plan.params, grads, strict=True) if grad is not None]
         # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
         torch.autograd.graph.increment_version(written)
-        masters.written()
+        if plan.has_remainders:
+            self.masters.written()
+            self.masters.watch()
 
-    def _partials(self, current: Plan, complete: bool) -> Tensor:
-        """Room for the sums of squares; zero where there is no gradient."""
-        runtime = self._runtime
-        known = runtime.partials
-        if known is None or len(known) != current.chunks or known.device != current.device:
-            runtime.partials = torch.zeros(current.chunks, dtype=torch.float32, device=current.device)
-        elif not complete:
-            known.zero_()
-        assert runtime.partials is not None
-        return runtime.partials
+    def end_window(self) -> None:
+        """After a step, made or skipped: its gradients are spent."""
+        if self.window.phase is not Phase.IDLE:
+            self.window.consume(self.params)
+
+    def refuse_open(self, call: str, why: str = "") -> None:
+        """Refuses a call in the midst of a window."""
+        if self.window.phase is Phase.OPEN:
+            raise RuntimeError(f"a window is open{why}; call optimizer.step() or zero_grad() before {call}")

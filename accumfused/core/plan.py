@@ -11,22 +11,19 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accumfused import _native
 from accumfused.core import memory
-from accumfused.distributed import groups as process_groups
 from accumfused.formats import shards
-from accumfused.formats.kinds import PARAM_DTYPES, Format, Storage, format_of, names, storage_of
+from accumfused.formats.kinds import PARAM_DTYPES, REMAINDER, Format, Storage, format_of, names, storage_of
 from accumfused.formats.numeric import chunk_count
 from accumfused.formats.shards import Shard
 from accumfused.rule import Rule
-
-if TYPE_CHECKING:
-    from accumfused.settings import Settings
+from accumfused.settings import Settings
 
 GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -62,12 +59,11 @@ class Plan:
     copied: list[int] = field(default_factory=list)  # rows whose tensor is a dense copy
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where its kernels run
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
-    is_added_up: bool = False  # processes add up their accumulators
     # Rows whose accumulators are to be reduced together: small ones.
     bundled: list[bool] = field(default_factory=list)
     shards: list[Shard | None] = field(default_factory=list)  # how parts lie in their parameters; None: the whole
     is_spread: bool = False  # there are such parts
-    has_means: bool = False  # gradients have those of other processes in them already
+    has_remainders: bool = False  # masters of which the parameter is a half
     rule_indices: list[int] = field(default_factory=list)  # per group, in the kernels' order
     device_tables: dict[int, Any] = field(default_factory=dict)  # the table's copies on a GPU, which cuda.py keeps here
     batches: dict[int, Any] = field(default_factory=dict)  # pieces of the tensors, which foreach.py keeps here
@@ -114,6 +110,15 @@ class Plan:
             return False
         parts = map(shards.local, objects) if self.is_spread else objects
         return all(map(_lies, parts, places))
+
+    def hypers(self, param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[float | Tensor, ...]]:
+        """The groups' numbers in the order of their rules' `hypers`, as they stand there: a tensor is not read."""
+        return [
+            tuple(
+                group["betas"][name == "beta2"] if name in ("beta1", "beta2") else group[name] for name in rule.hypers
+            )
+            for rule, group in zip(self.rules, param_groups, strict=True)
+        ]
 
     def lacks_state(self, grads: Grads) -> bool:
         return not self.has_all_states and any(
@@ -210,7 +215,6 @@ def build(
     params = [p for group in param_groups for p in group["params"]]
     groups = [g for g, group in enumerate(param_groups) for _ in group["params"]]
     plan = Plan(params, [], [], groups, rules, [], [])
-    plan.is_added_up = settings.process_group is not None
     for index, (param, group) in enumerate(zip(params, groups, strict=True)):
         shard = shards.shard_of(param)
         tensor = shards.owned(param, shard)
@@ -230,11 +234,10 @@ def build(
         plan.first_chunk.append(plan.chunks)
         plan.chunks += chunk_count(tensor.numel())
         plan.origins.append(0 if shard is None else shard.origin)
-        plan.bundled.append(plan.is_added_up and 4 * param.numel() < process_groups.BUNDLED_BYTES)
     plan.has_all_states = None not in plan.storages
     memory.check([tensor for tensor in plan.owned if has_memory(tensor) and not is_freed(tensor) and tensor.numel()])
     plan.is_spread = any(shard is not None for shard in plan.shards)
-    plan.has_means = process_groups.has_processes() and (plan.is_spread or settings.grads_are_reduced)
+    plan.has_remainders = any(form.master is not None and form.master[0] == REMAINDER for form in plan.formats)
     if plan.is_spread:
         plan.remember(param_groups, state)
     plan.device = next((tensor.device for tensor in plan.tensors if has_memory(tensor)), torch.device("cpu"))

@@ -1,9 +1,12 @@
-"""What a backend is: who runs the three verbs. All but foreach.py compute the same bits."""
+"""What the engine asks of others: of a backend, which runs the three verbs, and of an exchange with other processes.
+
+All backends but foreach.py compute the same bits.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -118,6 +121,34 @@ class Backend(Protocol):
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         """Updates parameters and states, and advances their step counts; writes nothing if the outcome is a skip."""
+
+
+class Exchange(Protocol):
+    """How this process's gradients, weights and norms meet those of others: see distributed/exchange.py."""
+
+    adds_up: bool  # the accumulators of all processes are to be added up: p.grad is this one's own
+    has_means: bool  # gradients are means over processes before they are folded
+    is_alone: bool  # neither: what is here is all
+    bundled_bytes: int  # accumulators below this travel together
+
+    def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
+        """Before a window begins: refuses gradients that are not what it would take them for."""
+
+    def agree(
+        self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
+    ) -> tuple[Tensor, list[bool]] | None:
+        """What a window is to be divided by, and which parameters have a gradient elsewhere only; None: as it is."""
+
+    def add_up(self, flats: Iterable[Tensor]) -> None:
+        """Replaces flat tensors by their sums over all processes."""
+
+    def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
+        """The sum of weights that a checkpoint of an open window holds."""
+
+    def norm(
+        self, backend: Backend, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling
+    ) -> Outcome:
+        """`Backend.norm`, over all parts of the parameters."""
 
 
 def rescale(grads: Grads, factor: Tensor) -> None:

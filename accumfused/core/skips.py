@@ -8,23 +8,22 @@ from torch import Tensor
 from accumfused.core.graphs import is_capturing
 from accumfused.warn import warn
 
-_WATCH_EVERY = 32  # steps between two looks
-
 
 class Skips:
     """Nothing here waits for the device: each look reads a copy that was begun some steps before."""
 
+    WATCH_EVERY = 32  # steps between two looks
+
     def __init__(self, device: torch.device) -> None:
         self.count = torch.zeros((), dtype=torch.int64, device=device)
-        self._steps = 0
+        self.steps = 0
         self._copy: Tensor | None = None  # of `count`, on the host
         self._arrived: torch.cuda.Event | None = None  # when it is there
         self._known = 0
 
-    def watch(self) -> None:
-        """To be called after every step; warns when most of the last ones were skipped."""
-        self._steps += 1
-        if self._steps % _WATCH_EVERY or is_capturing(self.count.device):
+    def look(self) -> None:
+        """To be called every WATCH_EVERY steps; warns when most of the last ones were skipped."""
+        if is_capturing(self.count.device):
             return
         if self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
             return  # the device is that far behind
@@ -35,8 +34,8 @@ class Skips:
         if self.count.is_cuda:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record(torch.cuda.current_stream(self.count.device))
-        if skipped > _WATCH_EVERY // 2:
+        if skipped > self.WATCH_EVERY // 2:
             warn(
-                f"{skipped} of {_WATCH_EVERY} steps were skipped because of non-finite gradients; "
+                f"{skipped} of {self.WATCH_EVERY} steps were skipped because of non-finite gradients; "
                 "lower the learning rate or the loss scale, or look for NaN in the loss"
             )

@@ -20,7 +20,7 @@ from accumfused.core import graphs, memory
 from accumfused.core.arena import Arena, adoptable
 from accumfused.core.heap import Pin
 from accumfused.core.plan import Grads, Plan
-from accumfused.core.protocol import OVERWRITE, Backend, Fold, on_device
+from accumfused.core.protocol import OVERWRITE, Backend, Exchange, Fold, on_device
 from accumfused.formats import shards
 from accumfused.formats.kinds import PARAM_DTYPES
 from accumfused.loop.batch_norm import warn_of_batch_norm
@@ -155,10 +155,10 @@ class Window:
         self.arena.add_rows(new)
         self.partials = torch.cat([self.partials, self.partials.new_zeros(plan.chunks - len(self.partials))])
 
-    def weights_held(self) -> list[Tensor]:
-        """What `resumed` needs with each accumulator: fp64 [4], see checkpoint.py."""
+    def weights_held(self, total: float | Tensor) -> list[Tensor]:
+        """What `resumed` needs with each accumulator: fp64 [4], see checkpoint.py. Args: total: of the weights."""
         unit = (-self._unit if isinstance(self.total, Tensor) else self._unit) if self.is_weighted else 0.0
-        numbers = [torch.as_tensor(n, dtype=torch.float64).to(self._weights) for n in (self.total, self._count, unit)]
+        numbers = [torch.as_tensor(n, dtype=torch.float64).to(self._weights) for n in (total, self._count, unit)]
         factors = {index: self._weights[max(index, _READY)] for index in set(self._held)}
         rows = {index: torch.stack([factor, *(n.reshape(()) for n in numbers)]) for index, factor in factors.items()}
         return [rows[index] for index in self._held]
@@ -202,21 +202,21 @@ class Window:
                 "the weights of this window are all zero, so it has no mean; call zero_grad() in place of the step"
             )
 
-    def enter(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
+    def enter(self, plan: Plan, weight: float | Tensor | None, exchange: Exchange, *, in_loss: bool) -> None:
         """Begins a micro-batch: it and its weight count once, however many folds bring its gradients.
 
         Args:
             weight: None: a plain sum.
             in_loss: the loss was multiplied by the weight, so the gradients are already.
         """
-        is_own = not (in_loss and plan.has_means)  # others' weights may be others
+        is_own = not (in_loss and exchange.has_means)  # others' weights may be others
         if self.phase is Phase.IDLE:
             self.open(plan)
         self.entered, self.is_weighted, self._index = True, weight is not None, _READY
         if isinstance(weight, Tensor):
             weight = _on_device(weight, plan.device)
         is_first = not isinstance(self.total, Tensor) and self.total == 0
-        if is_first and weight is not None and not in_loss and not plan.is_added_up and not plan.has_means:
+        if is_first and weight is not None and not in_loss and exchange.is_alone:
             self._unit = _power_of_two(weight)
         is_empty = not isinstance(weight, Tensor) and weight == 0
         if weight is not None and not is_empty:

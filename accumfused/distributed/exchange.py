@@ -1,4 +1,7 @@
-"""What processes tell each other before a window closes, the sums over all of them, and the norm.
+"""Exchanges: what processes tell each other before a window closes, the sums over all of them, and the norm.
+
+`select` gives the one of an optimizer: none (`Alone`), sums over a process group (`Summed`), or gradients that are
+means over processes already (`Means`), as those of DTensors are.
 
 Nothing here waits for a GPU, but a process in which parameters had no gradient asks whether others had one: it then
 steps them, too, which the host decides. Frozen parameters ask for nothing.
@@ -14,24 +17,156 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accumfused.core.plan import Plan
-from accumfused.distributed.groups import refuse_reducing
+from accumfused.backends.reference import finish_norm
+from accumfused.core.plan import Grads, Plan
+from accumfused.core.protocol import Backend, Exchange, Outcome, Scaling
+from accumfused.distributed.groups import has_processes, refuse_reducing
 from accumfused.formats.numeric import chunk_count, sum_partials
+from accumfused.settings import Settings
 
+BUNDLED_BYTES = 2 * 2**20  # accumulators below this travel together; others are worth a collective of their own
 _PIECE_BYTES = 32 * 2**20  # of what travels in one collective
 _UNDER_WAY = 4  # collectives
 
 
-class Reduction:
-    """Args: group: torch.distributed.ProcessGroup; wire_dtype: in which gradients travel, None: as they are."""
+def select(settings: Settings, plan: Plan, known: Exchange | None) -> Exchange:
+    """The exchange for a plan's gradients; `known`: the one of the plan before."""
+    group = settings.process_group
+    if group is not None:
+        if isinstance(known, Summed) and known.serves(group, settings.reduce_dtype):
+            return known  # which remembers the parameters that all processes have agreed on
+        return Summed(group, settings.reduce_dtype)
+    if plan.is_spread or settings.grads_are_reduced:
+        return Means(settings)
+    return Alone()
+
+
+class Alone:
+    """No exchange: the gradients that are here are all."""
+
+    adds_up = has_means = False
+    is_alone = True
+    bundled_bytes = 0
+
+    def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
+        """See `Exchange.check`."""
+        if has_processes():
+            _refuse_unreduced(plan)
+
+    def agree(self, *_: Any, **__: Any) -> tuple[Tensor, list[bool]] | None:
+        """See `Exchange.agree`."""
+        return None
+
+    def add_up(self, flats: Iterable[Tensor]) -> None:
+        """See `Exchange.add_up`."""
+
+    def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
+        """See `Exchange.total`."""
+        return total
+
+    def norm(
+        self, backend: Backend, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling
+    ) -> Outcome:
+        """See `Exchange.norm`."""
+        return backend.norm(plan, grads, partials, scaling)
+
+
+class Means(Alone):
+    """Gradients are means over processes before they are folded: DTensors', or with grads_are_reduced=True."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.has_means = has_processes()
+        self.is_alone = not self.has_means
+        self._all_are = settings.grads_are_reduced
+
+    def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
+        if self.has_means and weight is not None and not in_loss:
+            raise RuntimeError(
+                "the gradients are means over processes already (DTensors, or grads_are_reduced=True), and a weight "
+                "would come too late; call optimizer.backward(loss, weight=...) in place of loss.backward() and "
+                "accumulate(weight)"
+            )
+        if has_processes() and not self._all_are:
+            _refuse_unreduced(plan)
+
+    def agree(
+        self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
+    ) -> tuple[Tensor, list[bool]] | None:
+        """The mean of all processes' weights."""
+        if not self.has_means:
+            return None
+        return mean_of_totals(plan, total, is_weighted), [False] * len(present)
+
+    def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
+        """The mean over processes, which is what the sums of such gradients are divided by."""
+        return mean_of_totals(plan, total, is_weighted) if self.has_means and is_weighted else total
+
+    def norm(
+        self, backend: Backend, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling
+    ) -> Outcome:
+        """Over the parts of all processes."""
+        if not plan.is_spread or partials is None:
+            return backend.norm(plan, grads, partials, scaling)
+        backend.norm(plan, grads, partials, Scaling(plan.device, takes_norm=True))
+        return finish_norm(sum_of_squares(plan, partials), scaling)
+
+
+def _refuse_unreduced(plan: Plan) -> None:
+    """Refuses plain parameters whose gradients nobody would reduce. Frozen ones pass."""
+    if any(shard is None and p.requires_grad for p, shard in zip(plan.params, plan.shards, strict=True)):
+        raise RuntimeError(
+            "there is more than one process, and accumulate() takes gradients out of the reach of "
+            "DistributedDataParallel; give the optimizer process_group= and call accumfused.attach_ddp(ddp, "
+            "optimizer), or say grads_are_reduced=True if every micro-batch's gradients are reduced already"
+        )
+
+
+class Summed(Alone):
+    """The accumulators of all processes are added up.
+
+    Args:
+        group: torch.distributed.ProcessGroup.
+        wire_dtype: in which gradients travel; None: as they are.
+    """
+
+    adds_up = True
+    is_alone = False
 
     def __init__(self, group: Any, wire_dtype: torch.dtype | None) -> None:
+        self.bundled_bytes = BUNDLED_BYTES
         self.group = group
         self.size: int = dist.get_world_size(group)
         self._wire_dtype = wire_dtype
         self._agreed: list[tuple[Tensor, bool]] = []  # on these parameters, and whether each requires a gradient
 
-    def agree(self, plan: Plan, seed: int) -> None:
+    def serves(self, group: Any, wire_dtype: torch.dtype | None) -> bool:
+        """Whether this is the exchange for these settings."""
+        return self.group is group and self._wire_dtype is wire_dtype
+
+    def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
+        if plan.is_spread and has_processes():
+            raise RuntimeError(
+                "gradients of DTensors are reduced already; leave process_group to optimizers of plain parameters"
+            )
+
+    def agree(
+        self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
+    ) -> tuple[Tensor, list[bool]] | None:
+        """See `exchange`.
+
+        Raises:
+            ValueError: on every process, parameters that are not those of the others.
+            RuntimeError: a frozen parameter has a gradient.
+        """
+        self._compare_parameters(plan, seed)
+        if any(here and not p.requires_grad for p, here in zip(plan.params, present, strict=True)):
+            raise RuntimeError(
+                "a parameter that requires no gradient has one, and other processes may have none; freeze "
+                "parameters between windows, and set their p.grad to None"
+            )
+        return self.exchange(plan, total, is_weighted, present, last=last)
+
+    def _compare_parameters(self, plan: Plan, seed: int) -> None:
         """Refuses parameters that are not those of the other processes; asks once for each list of them.
 
         Args:

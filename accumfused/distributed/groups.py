@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-BUNDLED_BYTES = 2 * 2**20  # accumulators below this are reduced together; others are worth a collective of their own
-
 
 def has_processes() -> bool:
     """Whether there is more than one."""
     available = torch.distributed.is_available() and torch.distributed.is_initialized()
     return available and torch.distributed.get_world_size() > 1
+
+
+def default_seed() -> int:
+    """That of torch's generator, of which nothing is drawn; of several processes, one that all have."""
+    return 0 if has_processes() else torch.initial_seed() % 2**63
 
 
 def check_group(group: Any) -> None:

@@ -10,16 +10,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accumfused.formats import codecs, shards
 from accumfused.rule import Rule
-
-if TYPE_CHECKING:
-    from accumfused.settings import Settings
+from accumfused.settings import Settings
 
 PARAM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -47,6 +45,7 @@ class States(IntEnum):
 
 
 STATE_DTYPES = {States.FLOAT32: torch.float32, States.BFLOAT16: torch.bfloat16, States.INT8: torch.uint8}
+_STATES = {torch.float32: States.FLOAT32, torch.bfloat16: States.BFLOAT16, "int8": States.INT8}
 SEED, REMAINDER, MASTER = "rounding_seed", "master_remainder", "master_weight"  # keys of a parameter's state
 _MASTERS = {
     Weights.BFLOAT16_SPLIT16: (REMAINDER, torch.int16),
@@ -134,7 +133,7 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
             weights = _STOCHASTIC.get(weights, weights)
     states = States.FLOAT32
     if rule.states and param.numel() >= settings.state_dtype_min_numel:
-        states = settings.states
+        states = _STATES[settings.state_dtype]
     if states is States.INT8 and not shards.keeps_blocks(param):
         states = States.FLOAT32
     return Format(weights, states)

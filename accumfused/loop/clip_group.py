@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from accumfused.core.engine import Divisors, Fingerprint, Measured, Taken
-from accumfused.core.protocol import Outcome
-from accumfused.core.window import Phase
-from accumfused.formats.numeric import square_root
+from accumfused.backends.reference import finish_norm
+from accumfused.core.engine import Divisors, LossScale, Measured
+from accumfused.core.protocol import Outcome, Scaling
 from accumfused.optimizer import FusedOptimizer
 from accumfused.settings import check_max_grad_norm
 
 
-def clip_together(optimizers: Sequence[FusedOptimizer], max_grad_norm: float) -> ClipTogether:
-    """Clips the gradients of several optimizers by the norm over all of them, as one `clip_grad_norm_` would.
+class ClipGroup:
+    """Optimizers whose gradients are clipped by the norm over all of them, as one `clip_grad_norm_` would.
 
-    The training loop stays as it is: each optimizer steps, after the last backward(). The first to step takes the norm
-    for all, and a non-finite gradient of one makes all of them skip. `grad_norm` of each is the common norm.
+    The group steps in their place: it measures all members, and each applies the one coefficient. A non-finite gradient
+    of one makes all of them skip; `grad_norm` of each is the common norm. Everything else stays with the members:
+    `accumulate()`, `backward()`, checkpoints, hooks, schedulers. A GradScaler takes the group as it takes an optimizer.
 
     Args:
         optimizers: two or more of this package (`accumfused.fuse` makes them of others), each without a `max_grad_norm`
-            of its own; changed: they are bound to each other, in copies too.
-        max_grad_norm: > 0; inf takes the norm, and does not clip.
-
-    Returns:
-        The group; `max_grad_norm` may be set on it between steps.
+            of its own; changed: they refuse to step alone.
+        max_grad_norm: > 0; inf takes the norm, and does not clip. May be set between steps.
 
     Raises:
         TypeError: an optimizer of another package; a `max_grad_norm` that is no number.
         ValueError: one that is not > 0; fewer than two optimizers; one listed twice, with a `max_grad_norm` of its own,
-            or clipped together already; a parameter in two of them.
+            or in a group already; a parameter in two of them.
 
     Example:
         >>> muon, adamw = af.fuse(torch.optim.Muon(matrices)), af.AdamW(others)
-        >>> af.clip_together([muon, adamw], max_grad_norm=1.0)
-    """
-    return ClipTogether(optimizers, max_grad_norm)
-
-
-class ClipTogether:
-    """What `clip_together` returns.
-
-    The first member to step measures all of them, and leaves for each what it will step with (`Runtime.taken`). Until
-    then their gradients must stay as they are; those of a member that does not step live on until the next time.
+        >>> group = af.ClipGroup([muon, adamw], max_grad_norm=1.0)
+        >>> loss.backward()
+        >>> group.step()
+        >>> group.zero_grad()
     """
 
     def __init__(self, optimizers: Sequence[FusedOptimizer], max_grad_norm: float) -> None:
@@ -54,29 +46,34 @@ class ClipTogether:
         for optimizer in self.optimizers:
             if not isinstance(optimizer, FusedOptimizer):
                 raise TypeError(
-                    f"clip_together takes optimizers of this package, got {type(optimizer).__name__}; "
+                    f"ClipGroup takes optimizers of this package, got {type(optimizer).__name__}; "
                     "convert it with accumfused.fuse()"
                 )
             if optimizer.max_grad_norm is not None:
-                raise ValueError("one of the optimizers has a max_grad_norm of its own; give it to clip_together alone")
-            if optimizer._together is not None:
-                raise ValueError("one of the optimizers is clipped together with others already")
+                raise ValueError("one of the optimizers has a max_grad_norm of its own; give it to the group alone")
+            if not optimizer.engine.clips_alone:
+                raise ValueError("one of the optimizers is in a group already")
         if len(set(self.optimizers)) != len(self.optimizers) or len(self.optimizers) < 2:
-            raise ValueError(f"clip_together takes two or more different optimizers, got {len(self.optimizers)}")
-        self.refuse_shared([])
-        for optimizer in self.optimizers:
-            optimizer._together = self
+            raise ValueError(f"ClipGroup takes two or more different optimizers, got {len(self.optimizers)}")
+        self._refuse_shared()
+        self._bind()
 
-    def refuse_shared(self, new: Sequence[Tensor]) -> None:
-        """Refuses parameters (those that are to be added, too) of more than one optimizer."""
-        params = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        params += map(id, new)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._bind()
+
+    def _bind(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.engine.clips_alone = False
+
+    def _refuse_shared(self) -> None:
+        params = [id(param) for group in self.param_groups for param in group["params"]]
         if len(set(params)) != len(params):
             raise ValueError("a parameter is in two of the optimizers, and would count twice in the norm")
 
     @property
     def max_grad_norm(self) -> float:
-        """What the common norm is clipped to; may be set between steps."""
+        """The bound of the common norm."""
         return self._max_grad_norm
 
     @max_grad_norm.setter
@@ -84,119 +81,107 @@ class ClipTogether:
         check_max_grad_norm(value, "inf is off")
         self._max_grad_norm = value
 
-    def measure(self, optimizer: FusedOptimizer, divisors: Divisors) -> Measured | None:
-        """The gradients of a member that steps, with the coefficient that all members share."""
-        runtime = optimizer._runtime
-        if runtime.taken is None:
-            self._measure_all(divisors)
-        else:
-            self._check_taken(divisors)
-        taken, runtime.taken = runtime.taken, None
-        if taken is None:
-            raise RuntimeError("this is a shallow copy of an optimizer that is clipped together with others; step that")
-        measured: Measured | None = taken.measured
-        if measured is not None:
-            current = optimizer._plan()  # since then a group may have come, or a parameter may lie elsewhere
-            added = len(current.params) - len(measured.grads)
-            grads = current.match([*measured.grads, *[None] * added])
-            if current.lacks_state(grads):
-                current = optimizer._with_states(current, grads)
-            measured.plan, measured.matched = current, grads
-            measured.complete &= not added
-            if optimizer._counts_skips(divisors):
-                assert runtime.skips is not None
-                runtime.skips.count.add_(measured.outcome.skipped)
-        return measured
+    # ---- what a training loop, and a GradScaler, does with an optimizer ----------------------------------------------
 
-    def forget(self, optimizer: FusedOptimizer) -> None:
-        """The gradients of a member are gone, and where no other waits with its own, so is the norm."""
-        optimizer._runtime.taken = None
-        waiting = [member._runtime for member in self.optimizers if member._runtime.taken is not None]
-        if all(runtime.taken.measured is None for runtime in waiting if runtime.taken is not None):
-            for runtime in waiting:
-                runtime.taken = None
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all members."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def follow_writes(self) -> None:
-        """A member's step has written gradients: those of others may be views of the same buffer, and count it too."""
-        for member in self.optimizers:
-            if member._runtime.taken is not None:
-                member._runtime.taken.fingerprint = _fingerprint(member)
+    @property
+    def step_was_skipped(self) -> Tensor:
+        """Whether the last step wrote nothing: bool, shape [], on the device."""
+        outcomes = [optimizer.engine.outcome for optimizer in self.optimizers]
+        return next((outcome.skipped for outcome in outcomes if outcome is not None), torch.tensor(False))
 
-    def _check_taken(self, divisors: Divisors) -> None:
-        """Refuses to go on with a norm that is not that of the gradients of now."""
-        for member in self.optimizers:
-            taken = member._runtime.taken
-            if taken is None:
-                continue
-            before = taken.divisors
-            scaled_alike = (before.grad_scale is None) == (divisors.grad_scale is None)
-            if not scaled_alike or not _same(before.normalizer, divisors.normalizer):
-                raise RuntimeError(
-                    "optimizers that are clipped together must all be stepped with the same normalizer, and all or "
-                    "none of them unscaled by scaler.unscale_(); call zero_grad() on each to begin again"
-                )
-            if taken.fingerprint != _fingerprint(member):
-                raise RuntimeError(
-                    "gradients changed since the norm over all optimizers was taken, by the first of them to step; "
-                    "step all of them after the last backward(), and call zero_grad() on each to begin again"
-                )
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a stock GradScaler leaves unscaling and skipping to the step: it would unscale one by one."""
+        for optimizer in self.optimizers:
+            optimizer.refuse_foreign_scaler()
+        return True
 
-    def _measure_all(self, divisors: Divisors) -> None:
-        """Takes the norm over all members, for each of them to step with."""
-        for member in self.optimizers:
-            member._runtime.taken = None
-        for member in self.optimizers:  # before any of them converts its states
-            if member._runtime.release is not None:
-                member._runtime.release.end_before_step()
-            member._refuse_live(member._plan().gradients()[1])
-            member._let_go()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of all members."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        normalizer: float | Tensor | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> Any:
+        """Steps all members with gradients that are clipped by the norm over all of them.
+
+        Args:
+            closure, normalizer, loss_scale: as in `FusedOptimizer.step`; one for all.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: as `FusedOptimizer.step` of any member; nothing is written then, but a member that steps by
+                itself (`accumfused.fuse`) may raise in its own step.
+            ValueError: a normalizer that is not > 0; a parameter that was added to two members.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refuse_shared()
+        divisors = Divisors.of(self, normalizer, loss_scale, is_shared=True)
+        try:
+            with torch.no_grad():
+                for optimizer, measured in zip(self.optimizers, self._measure(divisors), strict=True):
+                    optimizer.step_measured(measured)
+        finally:
+            for optimizer in self.optimizers:
+                optimizer.engine.let_go()
+        return loss
+
+    def _measure(self, divisors: Divisors) -> list[Measured | None]:
+        """The gradients of each member, with the coefficient that all of them share."""
+        engines = [optimizer.engine for optimizer in self.optimizers]
+        for engine in engines:  # before any of them converts its states
+            if engine.release is not None:
+                engine.release.end_before_step()
+            engine.refuse_live(engine.prepare().plan.gradients()[1])
+            engine.let_go()
         parts: list[Measured | None] = []
-        for member in self.optimizers:
+        for engine in engines:
+            engine.outcome = None
             try:
-                parts.append(member._measure(divisors))
+                parts.append(engine.measure(divisors))
             finally:
-                member._let_go()
-        both = list(zip(self.optimizers, parts, strict=True))
-        self._share([(member, part) for member, part in both if part is not None], divisors)
-        for member, part in both:
-            member._runtime.taken = Taken(part, divisors, _fingerprint(member))
+                engine.let_go()
+        found = [part for part in parts if part is not None]
+        if found:
+            propagates = all(engine.settings.nonfinite == "propagate" for engine in engines)
+            self._share(found, skips=divisors.for_scaler or not propagates)
+        for engine, part in zip(engines, parts, strict=True):  # before any of them steps, or counts a skip
+            if part is not None:
+                engine.refuse_nonfinite(part, divisors)
+        for engine, part in zip(engines, parts, strict=True):
+            if part is not None and engine.skips is not None and engine.counts_skips(divisors):
+                engine.skips.count.add_(part.outcome.skipped)
+        return parts
 
-    def _share(self, found: list[tuple[FusedOptimizer, Measured]], divisors: Divisors) -> None:
-        """Puts the common norm, and one skip for all, into each member's outcome."""
-        if not found:
-            return
-        device = found[0][1].plan.device
-        own = torch.stack([_to(measured.outcome.values, device) for _, measured in found])
-        coefficients, norms, skips = own.double().unbind(1)
-        norm = square_root((norms * norms).sum().float()).double()
-        clip = (torch.full_like(norm, self._max_grad_norm) / (norm + 1e-6)).clamp(max=1.0)
-        skipped = skips.amax()
-        if divisors.for_scaler or any(member._settings.nonfinite != "propagate" for member in self.optimizers):
-            skipped = torch.maximum(skipped, (~norm.isfinite()).double())  # a sum may overflow where no part does
-        rows = torch.stack([coefficients * clip, norm.expand_as(norms), skipped.expand_as(norms)], 1).float()
-        for (_, measured), row in zip(found, rows, strict=True):
-            measured.outcome = Outcome(_to(row, measured.plan.device))
-            measured.matched = []  # copies of gradients in another layout need not live until its step
+    def _share(self, found: list[Measured], *, skips: bool) -> None:
+        """Puts the common norm, and one skip for all, into each outcome. Args: skips: also where the norm overflows."""
+        device = found[0].prepared.plan.device
+        coefficients, norms, skipped = torch.stack([_to(part.outcome.values, device) for part in found]).unbind(1)
+        squares = (norms.double() * norms.double()).sum()
+        scaling = Scaling(
+            device, takes_norm=True, max_grad_norm=self._max_grad_norm, skips_nonfinite=skips, found_inf=skipped.amax()
+        )
+        common = finish_norm(squares, scaling)
+        for part, own in zip(found, coefficients, strict=True):
+            values = torch.stack([own * common.coefficient, common.norm, common.values[2]])
+            part.outcome = Outcome(_to(values, part.prepared.plan.device), spends_grads=part.outcome.spends_grads)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
     """Towards a GPU nothing waits; what comes to the CPU must be there."""
     return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-def _same(one: float | Tensor | None, other: float | Tensor | None) -> bool:
-    """A tensor is not read."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.data_ptr() == other.data_ptr()
-    return not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
-
-
-def _fingerprint(optimizer: FusedOptimizer) -> Fingerprint:
-    """Which gradients a step would look at, and how often they were written: autograd adds to them in place."""
-    window, grads = optimizer._runtime.window, optimizer._plan().gradients()[0]
-    begun: Fingerprint = []
-    optimizer._let_go()
-    if window.phase is Phase.OPEN:
-        grads = [*window.accumulators, *grads]
-        begun = [(-1, window.micro_batches, 0)]  # also of a window without gradients
-    return begun + [(row, id(grad), grad._version) for row, grad in enumerate(grads) if grad is not None]

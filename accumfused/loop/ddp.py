@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accumfused.core.window import Phase
 from accumfused.optimizer import FusedOptimizer
 
 
@@ -63,11 +62,11 @@ def attach_ddp(
         ddp._comm_hooks[:] = known  # torch notes a hook and then refuses it, and refuse_reducing() reads the notes
         raise
     for optimizer in optimizers:
-        settings, runtime = optimizer._settings, optimizer._runtime
+        settings = optimizer.engine.settings
         settings.process_group = ddp.process_group if settings.process_group is None else settings.process_group
         settings.reduce_dtype = settings.reduce_dtype if reduce_dtype is None else reduce_dtype
-        runtime.plan = runtime.reduction = None
-        runtime.attached.add(ddp)
+        optimizer.engine.forget_plan()
+        optimizer.engine.attached.add(ddp)
 
 
 def _check(ddp: DistributedDataParallel, optimizer: FusedOptimizer, reduce_dtype: torch.dtype | None) -> None:
@@ -76,9 +75,8 @@ def _check(ddp: DistributedDataParallel, optimizer: FusedOptimizer, reduce_dtype
             f"attach_ddp takes an optimizer of this package, got {type(optimizer).__name__}; convert it with "
             "accumfused.fuse()"
         )
-    if optimizer._runtime.window.phase is Phase.OPEN:
-        raise RuntimeError("a window is open; call step() or zero_grad() before attach_ddp()")
-    settings, group = optimizer._settings, ddp.process_group
+    optimizer.engine.refuse_open("attach_ddp()")
+    settings, group = optimizer.engine.settings, ddp.process_group
     if settings.process_group is not None and set(_ranks(settings.process_group)) != set(_ranks(group)):
         raise ValueError(
             f"the optimizer adds up over processes {_ranks(settings.process_group)}, DistributedDataParallel is on "

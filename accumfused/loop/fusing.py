@@ -5,15 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from typing_extensions import Unpack
 
-from accumfused.core.engine import Measured, Runtime
+from accumfused.core.engine import Engine, Measured, OwnStep
 from accumfused.core.protocol import rescale
 from accumfused.core.window import Phase
-from accumfused.optimizer import FusedOptimizer, check_formats, check_parameters, refuse_differentiable
+from accumfused.optimizer import (
+    FusedOptimizer,
+    check_formats,
+    check_parameters,
+    check_settings,
+    refuse_differentiable,
+)
 from accumfused.optimizers import ALL, SGD, Adam, AdamW
 from accumfused.rule import Rule
 from accumfused.saving.report import growth_of
@@ -61,11 +67,12 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     if isinstance(optimizer, FusedOptimizer):
         raise TypeError(f"the optimizer is fused already ({type(optimizer).__name__})")
     own = chosen("fuse", **settings)
+    check_settings(own)
     for group in optimizer.param_groups:
         check_parameters(group["params"])
         check_formats(group["params"], own)
         refuse_differentiable(group)
-    known = {fused._torch_class: fused for fused in ALL if fused._torch_class is not None}
+    known = {fused.torch_class: fused for fused in ALL if fused.torch_class is not None}
     fused: Any = known.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
     if issubclass(fused, ForeignStep):
         _refuse_formats(type(optimizer).__name__, own)
@@ -78,7 +85,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     vars(optimizer).pop("step", None)
     vars(optimizer).pop("_step_supports_amp_scaling", None)
     assert isinstance(optimizer, FusedOptimizer)
-    optimizer._settings, optimizer._runtime = own, Runtime()
+    optimizer.configure(own)
     optimizer._patch_step_function()  # its hooks
     growth = growth_of(optimizer)
     if growth is not None:
@@ -96,45 +103,41 @@ class NoRule(Rule):
     hypers = ()
 
 
+def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
+    """The step of a class without a rule, with the gradients clipped in p.grad; the host waits for the coefficient."""
+    outcome, window = measured.outcome, engine.window
+    coefficient, _, skipped = outcome.values.tolist()
+    if skipped:
+        return
+    if coefficient != 1.0:
+        rescale(measured.grads, outcome.coefficient)
+    if window.phase is Phase.OPEN:
+        window.expose()
+    if window.phase is Phase.CLOSED:
+        window.cast()
+    step: Any = optimizer.torch_class.step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # the hooks are ours already
+    applied = [name for name in ("grad_scale", "found_inf") if name in vars(optimizer)]
+    hidden: dict[str, Any] = {name: vars(optimizer).pop(name) for name in applied}
+    try:
+        step(optimizer)
+    finally:
+        vars(optimizer).update(hidden)
+
+
 class ForeignStep(FusedOptimizer):
     """Everything up to the clip, then the optimizer's own step."""
 
     rules = (NoRule,)
+    own_step: ClassVar[OwnStep | None] = staticmethod(step_by_itself)
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
         return NoRule
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._torch_class,), self.__getstate__()
-
-    def _apply(self, measured: Measured) -> None:
-        outcome = measured.outcome
-        coefficient, _, skipped = outcome.values.tolist()  # the one time that the host waits
-        if skipped:
-            return
-        if coefficient != 1.0:
-            rescale(measured.grads, outcome.coefficient)
-        window = self._runtime.window
-        if window.phase is Phase.OPEN:
-            window.expose()
-        if window.phase is Phase.CLOSED:
-            window.cast()
-        self._own_step()
-        if self._together is not None:
-            self._together.follow_writes()  # gradients were clipped where they are
-
-    def _own_step(self) -> None:
-        assert self._torch_class is not None
-        step: Any = self._torch_class.step
-        if getattr(step, "hooked", False):
-            step = step.__wrapped__  # the hooks are ours already
-        applied = [name for name in ("grad_scale", "found_inf") if name in vars(self)]
-        hidden: dict[str, Any] = {name: vars(self).pop(name) for name in applied}
-        try:
-            step(self)
-        finally:
-            vars(self).update(hidden)
+        return _rebuild, (self.torch_class,), self.__getstate__()
 
 
 def _refuse_formats(name: str, chosen: Settings) -> None:
@@ -160,7 +163,7 @@ def _foreign(torch_class: type[torch.optim.Optimizer]) -> type[FusedOptimizer]:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(f"{torch_class.__name__} evaluates a closure within its step, which cannot be fused")
     name = f"Fused{torch_class.__name__}"
-    return type(name, (ForeignStep, torch_class), {"_torch_class": torch_class, "__doc__": ForeignStep.__doc__})
+    return type(name, (ForeignStep, torch_class), {"torch_class": torch_class, "__doc__": ForeignStep.__doc__})
 
 
 def _rebuild(torch_class: type[torch.optim.Optimizer]) -> FusedOptimizer:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from accumfused.core.engine import LossScale
 from accumfused.core.protocol import on_device
+from accumfused.loop.clip_group import ClipGroup
 from accumfused.optimizer import FusedOptimizer
 
 
@@ -31,21 +33,21 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: a window is open; otherwise as torch.
         """
         if self._enabled:
-            getattr(optimizer, "_step_supports_amp_scaling", None)  # refuses an open window
+            for member in _members(optimizer):
+                member.refuse_foreign_scaler()
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps the optimizer with unscaled gradients, unless they are inf or NaN.
 
         Args:
-            optimizer: its `p.grad` or window, scaled by this scaler, or unscaled by `unscale_()`.
+            optimizer: or `ClipGroup`: its `p.grad` or window, scaled by this scaler, or unscaled by `unscale_()`.
             args, kwargs: for `optimizer.step()`; no closure.
 
         Raises:
-            RuntimeError: a second step before `update()`; a closure; members of one `clip_together` of which some are
-                unscaled and some are not.
+            RuntimeError: a second step before `update()`; a closure.
         """
-        if not self._enabled or not isinstance(optimizer, FusedOptimizer):
+        if not self._enabled or not _members(optimizer):
             return super().step(optimizer, *args, **kwargs)
         if any(closure is not None for closure in (*args[:1], kwargs.get("closure"))):
             raise RuntimeError("a GradScaler cannot step with a closure; call backward() before scaler.step()")
@@ -53,25 +55,22 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        mates = [] if optimizer._together is None else optimizer._together.optimizers
-        stages = {self._per_optimizer_states[id(mate)]["stage"] for mate in mates} - {OptState.STEPPED}
-        if len(stages) > 1:
-            raise RuntimeError(
-                "some of the optimizers that are clipped together were unscaled, so there is no common norm; "
-                "call scaler.unscale_() on all of them or on none"
-            )
-        flags = [on_device(flag, scale.device, torch.float32) for flag in state["found_inf_per_device"].values()]
         own = getattr(optimizer, "grad_scale", None)
-        runtime = optimizer._runtime
         if state["stage"] is OptState.UNSCALED:
-            runtime.scaled = own, sum(flags)
+            flags = [on_device(flag, scale.device, torch.float32) for flag in state["found_inf_per_device"].values()]
+            loss_scale = LossScale(own, sum(flags))
         else:
-            runtime.scaled = scale if own is None else scale * own, None
-        try:
-            result = optimizer.step(*args, **kwargs)
-        finally:
-            runtime.scaled = None
-        skipped = on_device(optimizer.step_was_skipped, scale.device, torch.float32)  # a new one: update() adds to it
+            loss_scale = LossScale(scale if own is None else scale * own, None)
+        taker: Any = optimizer
+        result = taker.step(*args, **kwargs, loss_scale=loss_scale)
+        skipped = on_device(taker.step_was_skipped, scale.device, torch.float32)  # a new one: update() adds to it
         state["found_inf_per_device"] = {skipped.device: skipped}
         state["stage"] = OptState.STEPPED
         return result
+
+
+def _members(optimizer: Any) -> list[FusedOptimizer]:
+    """The optimizers of this package that step; those of torch have none."""
+    if isinstance(optimizer, ClipGroup):
+        return optimizer.optimizers
+    return [optimizer] if isinstance(optimizer, FusedOptimizer) else []

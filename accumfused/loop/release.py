@@ -66,13 +66,13 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
         raise TypeError(f"bucket_bytes must be a whole number, got {type(bucket_bytes).__name__}")
     if operator.index(bucket_bytes) < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
-    if optimizer._runtime.release is not None:
+    if optimizer.engine.release is not None:
         raise RuntimeError("the optimizer's gradients are released already; call remove() on that handle first")
-    _refuse_open(optimizer, "release_gradients()")
+    optimizer.engine.refuse_open("release_gradients()")
     release = GradientRelease(optimizer, operator.index(bucket_bytes))
-    groups.refuse_wrapped(optimizer._params())
+    groups.refuse_wrapped(optimizer.engine.params)
     release.follow()
-    optimizer._runtime.release = release
+    optimizer.engine.release = release
     return release
 
 
@@ -97,8 +97,8 @@ class GradientRelease:
         Raises:
             RuntimeError: a window is open.
         """
-        if self._optimizer._runtime.release is self:
-            _refuse_open(self._optimizer, "remove()")
+        if self._optimizer.engine.release is self:
+            self._optimizer.engine.refuse_open("remove()")
             self._unhook()
 
     def __enter__(self) -> GradientRelease:
@@ -108,8 +108,8 @@ class GradientRelease:
         """As `remove()`; after an exception in any case, and a micro-batch that it left unfinished drops the window."""
         if kind is None:
             self.remove()
-        elif self._optimizer._runtime.release is self:
-            if self._optimizer._runtime.window.entered:
+        elif self._optimizer.engine.release is self:
+            if self._optimizer.engine.window.entered:
                 self._optimizer.zero_grad()
             self._unhook()
 
@@ -117,7 +117,7 @@ class GradientRelease:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._optimizer._runtime.release = None
+        self._optimizer.engine.release = None
 
     # ---- what the optimizer calls -----------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class GradientRelease:
         Returns:
             The parameters that were hooked.
         """
-        given = self._optimizer._params() if params is None else params
+        given = self._optimizer.engine.params if params is None else params
         leaves = [param for param in given if isinstance(param, Tensor) and param.requires_grad and param.is_leaf]
         new: list[Any] = [param for param in leaves if self._hook not in _hooks(param)]
         for param in new:
@@ -154,7 +154,7 @@ class GradientRelease:
     def end(self, weight: float | Tensor | None, *, in_loss: bool) -> None:
         """Before a micro-batch ends: refuses what cannot be right for gradients that are folded already."""
         self._refuse_unfinished()
-        if self._optimizer._runtime.window.entered and weight is not None and not in_loss:
+        if self._optimizer.engine.window.entered and weight is not None and not in_loss:
             raise RuntimeError(
                 "the gradients were folded during backward, before their weight was known; call "
                 "optimizer.backward(loss, weight) in place of loss.backward() and accumulate(weight). Those that are "
@@ -165,7 +165,7 @@ class GradientRelease:
 
     def end_before_step(self) -> None:
         """A loop that calls no accumulate(): what its backward passes brought is a window of one micro-batch."""
-        window = self._optimizer._runtime.window
+        window = self._optimizer.engine.window
         self._refuse_unfinished()
         if not window.entered:
             new = self.follow()
@@ -176,7 +176,7 @@ class GradientRelease:
                 "a window is open and there is a gradient that was not accumulated; "
                 "call accumulate() after the last backward(), before step()"
             )
-        self._optimizer._fold(None, in_loss=False, last=False)
+        self._optimizer.engine.fold(None, in_loss=False, last=False)
 
     def _refuse_unfinished(self) -> None:
         if self._running:
@@ -200,7 +200,7 @@ class GradientRelease:
             RuntimeError, TypeError, ValueError: as `accumulate()`; from backward() then.
         """
         with self._lock:  # nothing costly here: models have thousands of parameters
-            window, grad = self._optimizer._runtime.window, param.grad
+            window, grad = self._optimizer.engine.window, param.grad
             if grad is None:
                 return
             if not window.entered:
@@ -228,22 +228,23 @@ class GradientRelease:
     def _enter(self, param: Tensor) -> None:
         """Begins a micro-batch, unless this is for accumulate() to refuse: p.grad is a closed window's accumulator."""
         optimizer, weight = self._optimizer, self._expected[0]
-        window = optimizer._runtime.window
+        window = optimizer.engine.window
         try:
-            current = optimizer._plan()
+            prepared = optimizer.engine.prepare()
+            current = prepared.plan
             grads, _ = current.gradients()
             self._members = set(map(id, current.params))
             if id(param) not in self._members or (window.phase is Phase.CLOSED and window.is_exposed(grads)):
                 return
-            attached = optimizer._runtime.attached
+            attached = optimizer.engine.attached
             for ddp in attached:
                 groups.refuse_synchronizing(ddp)
             if not attached and window.phase is not Phase.OPEN:
                 groups.refuse_wrapped(current.params)  # where there are processes: 40 ms for a million objects
             window.begin(current, grads, weight)
-            window.enter(current, weight, in_loss=True)
+            window.enter(current, weight, prepared.exchange, in_loss=True)
         finally:
-            optimizer._let_go()
+            optimizer.engine.let_go()
 
     def _watch_backward(self) -> None:
         """Remembers the backward pass until it ends: one that raises does not, and its gradients are not complete."""
@@ -262,9 +263,9 @@ class GradientRelease:
         weight, last = self._expected
         self._join_streams()
         try:
-            self._optimizer._fold(weight, in_loss=True, last=last, part=bucket.params)
+            self._optimizer.engine.fold(weight, in_loss=True, last=last, rows=bucket.params)
         finally:
-            self._optimizer._let_go()
+            self._optimizer.engine.let_go()
         for param in bucket.params.values():
             param.grad = None
         bucket.params.clear()
@@ -305,13 +306,6 @@ class _Hook:
         release = self.release()
         if release is not None:
             release.take(param)
-
-
-def _refuse_open(optimizer: FusedOptimizer, call: str) -> None:
-    if optimizer._runtime.window.phase is Phase.OPEN:
-        raise RuntimeError(
-            f"a window is open: {call} in the midst of it is refused; call optimizer.step() or zero_grad() first"
-        )
 
 
 def _hooks(param: Tensor) -> list[Any]:

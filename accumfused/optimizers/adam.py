@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 from accumfused.formats.numeric import power, square_root
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
-from accumfused.settings import SettingArguments, takes_settings
+from accumfused.settings import SettingArguments, chosen, takes_settings
 
 if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
     import triton.language as tl
@@ -142,7 +142,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     """
 
     rules = (AdamRule, AmsgradRule)
-    _torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
             foreach=foreach, maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )  # fmt: skip
-        self._configure(**settings)
+        self.configure(chosen(type(self).__name__, self.defaults, **settings))
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
@@ -190,7 +190,7 @@ class AdamW(Adam, torch.optim.AdamW):
         ValueError, TypeError, RuntimeError: as `Adam`.
     """
 
-    _torch_class = torch.optim.AdamW
+    torch_class = torch.optim.AdamW
 
     def __init__(
         self,

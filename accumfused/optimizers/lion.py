@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
-from accumfused.settings import SettingArguments, takes_settings
+from accumfused.settings import SettingArguments, chosen, takes_settings
 
 if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
     import triton.language as tl
@@ -121,7 +121,7 @@ class Lion(FusedOptimizer):
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         torch.optim.Optimizer.__init__(self, params, defaults)
-        self._configure(**settings)
+        self.configure(chosen(type(self).__name__, self.defaults, **settings))
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
-from accumfused.settings import SettingArguments, takes_settings
+from accumfused.settings import SettingArguments, chosen, takes_settings
 
 if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
     import triton.language as tl
@@ -110,7 +110,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     """
 
     rules = (SgdRule, MomentumRule)
-    _torch_class = torch.optim.SGD
+    torch_class = torch.optim.SGD
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             self, params, lr, momentum, dampening, weight_decay, nesterov,
             maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
         )  # fmt: skip
-        self._configure(**settings)
+        self.configure(chosen(type(self).__name__, self.defaults, **settings))
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:

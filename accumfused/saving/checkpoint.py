@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from accumfused.core.engine import Engine
 from accumfused.core.plan import layout
 from accumfused.core.window import Window
 from accumfused.formats.codecs import BLOCK
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import MASTER, PARAM_DTYPES, REMAINDER, SEED, format_of, names, scale_name, scale_shape
 from accumfused.formats.shards import is_dtensor, owned, shard_of
-from accumfused.rule import Rule
+from accumfused.rule import Rule, known_states
 from accumfused.warn import warn
 
 if TYPE_CHECKING:
@@ -32,13 +33,19 @@ ACCUMULATOR = "grad_accumulator"
 WEIGHTS = "grad_accumulator_weights"
 
 
-def refuse_part(window: Window) -> None:
-    """Refuses to save or copy a window that holds a part of a micro-batch.
+def refuse_part(engine: Engine) -> None:
+    """Refuses to save or copy a window that holds a part of a micro-batch, or of the sums of all processes.
 
     Raises:
-        RuntimeError: it does: gradients are released during backward, and the micro-batch has not ended.
+        RuntimeError: gradients are released during backward, and the micro-batch has not ended; or there is a process
+            group, and the sums are not added up.
     """
-    if window.entered:
+    if engine.settings.process_group is not None:
+        raise RuntimeError(
+            "a window is open, and holds this process's own part of the sums: no checkpoint or copy of one process "
+            "has them all; call step() or zero_grad(), or accumulate(..., last=True), before that"
+        )
+    if engine.window.entered:
         raise RuntimeError(
             "a micro-batch is in progress, and a part of its gradients is in the window; call accumulate() (or step(), "
             "or zero_grad()) before the optimizer is saved or copied"
@@ -52,17 +59,11 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     anything for a complete one. With DTensors all processes call this: weights are saved as their mean over processes,
     which is what the sums of such gradients are divided by.
     """
-    window, state = optimizer._runtime.window, dict(state_dict["state"])
+    window, state = optimizer.engine.window, dict(state_dict["state"])
     keys = {id(param): key for key, param in _params(optimizer, state_dict).items()}
     rules = {id(p): optimizer.rule_of(group) for group in optimizer.param_groups for p in group["params"]}
-    held = window.weights_held()
-    current = optimizer._plan()
-    if window.is_weighted and current.has_means:
-        from accumfused.distributed.exchange import mean_of_totals
-
-        mean = mean_of_totals(current, window.total, window.is_weighted)
-        for weights in held:
-            weights[1].copy_(mean)
+    prepared = optimizer.engine.prepare()
+    held = window.weights_held(prepared.exchange.total(prepared.plan, window.total, window.is_weighted))
     rows = list(zip(window.params, window.accumulators, held, strict=True))
     for param, accumulator, weights in [row for row in rows if row[1] is not None] or rows[:1]:
         key, rule = keys[id(param)], rules[id(param)]
@@ -83,7 +84,7 @@ def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> 
     for key, entries in state_dict["state"].items():
         state[key] = entries
         if key in params and WEIGHTS in entries:
-            if optimizer._settings.process_group is not None:
+            if optimizer.engine.settings.process_group is not None:
                 raise ValueError(
                     "the checkpoint has an open window, which is the sum of all processes, and with a process group "
                     "each has its own part; load it without process_group and finish the window"
@@ -112,7 +113,7 @@ def without_formats(
     params, rules, state = _params(optimizer, state_dict), _rules(optimizer, state_dict), dict(state_dict["state"])
     kept, brought = dict[Tensor, dict[str, Tensor]](), set[Tensor]()
     # Not settled: what is loaded may lie in the same memory, where torch.distributed.checkpoint has put it.
-    out_of_date = optimizer._runtime.masters.out_of_date()
+    out_of_date = optimizer.engine.masters.out_of_date()
     for key, param in params.items():
         rule, entries = rules[key], state.get(key)
         if rule.is_foreign or param.dtype not in PARAM_DTYPES:
@@ -127,7 +128,7 @@ def without_formats(
         formatted = _formatted(optimizer)
         usable = {name for name in formatted if _is_whole(name, entries.get(name))}
         lost = [name for name in (REMAINDER, MASTER) if entries.get(name) is not None and name not in usable]
-        if lost and format_of(rule, param, optimizer._settings).master:
+        if lost and format_of(rule, param, optimizer.engine.settings).master:
             warn(
                 f"the checkpoint's {lost[0]!r} of parameter {key} is {entries[lost[0]].dtype}, so its bits are lost "
                 "(another optimizer has cast it); the master weight is derived from the parameter again"
@@ -143,12 +144,12 @@ def without_formats(
 
 def _complete(optimizer: Any, rule: type[Rule], param: Tensor, entries: dict[str, Any]) -> None:
     """Makes what a parameter's state lacks, in place."""
-    settings, shard = optimizer._settings, shard_of(param)
+    engine, shard = optimizer.engine, shard_of(param)
     own = entries if shard is None else shard.parts(entries)
-    form, tensor = format_of(rule, param, settings), owned(param, shard)
+    form, tensor = format_of(rule, param, engine.settings), owned(param, shard)
     if layout(tensor) == "strided":  # states are dense
         tensor = torch.empty_like(tensor, requires_grad=False).copy_(tensor)
-    make_state(rule, form, tensor, own, settings.seed)
+    make_state(rule, form, tensor, own, engine.seed)
     if shard is not None:
         shard.put(own, entries, names(rule, form))
 
@@ -181,9 +182,7 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
             "this is not an optimizer's state_dict, which has 'state' and 'param_groups'; "
             f"this one has {', '.join(map(repr, list(state_dict)[:5]))}"
         )
-    from accumfused.optimizers import ALL  # which are optimizers, and import this
-
-    name = (optimizer._torch_class or type(optimizer)).__name__
+    name = (optimizer.torch_class or type(optimizer)).__name__
     for group in state_dict["param_groups"]:
         if not isinstance(group, Mapping) or "params" not in group:
             raise ValueError("a group of the checkpoint has no 'params'; it is damaged")
@@ -192,8 +191,7 @@ def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
         lacks = [key for key in needed if key not in group]
         if lacks:
             raise ValueError(f"the checkpoint's groups have no {lacks[0]!r}, which {name} needs; load one of {name}")
-    known = {state for fused in ALL for rule in fused.rules for state in rule.states}
-    known -= _states(optimizer)
+    known = known_states() - _states(optimizer)
     params, rules = _params(optimizer, state_dict), _rules(optimizer, state_dict)
     has_sums = any(isinstance(own, Mapping) and ACCUMULATOR in own for own in state_dict["state"].values())
     for key, entries in state_dict["state"].items():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from accumfused.core.window import Phase
 from accumfused.formats import codecs
 from accumfused.formats.convert import full_precision, store_full_precision
 from accumfused.formats.kinds import PARAM_DTYPES, REMAINDER
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 def state_dict(optimizer: FusedOptimizer, model: Module) -> dict[str, Any]:
     """See `FusedOptimizer.full_precision_state_dict`."""
     _check_model(optimizer, model)
-    optimizer._runtime.masters.settle()
+    optimizer.engine.masters.settle()
     saved: dict[str, Any] = model.state_dict(keep_vars=True)  # the parameters themselves, under all their names
     whole: dict[int, Tensor] = {}
     for name, value in saved.items():
@@ -43,17 +42,14 @@ def state_dict(optimizer: FusedOptimizer, model: Module) -> dict[str, Any]:
 @torch.no_grad()
 def load_state_dict(optimizer: FusedOptimizer, model: Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
     """See `FusedOptimizer.load_full_precision_state_dict`."""
-    if optimizer._runtime.window.phase is Phase.OPEN:
-        raise RuntimeError(
-            "a window is open, and its gradients are not those of the loaded weights; "
-            "call step() or zero_grad() before load_full_precision_state_dict()"
-        )
+    engine = optimizer.engine
+    engine.refuse_open("load_full_precision_state_dict()", ", and its gradients are not those of the loaded weights")
     _check_model(optimizer, model)
     own: dict[str, Any] = model.state_dict(keep_vars=True)
     _check_names(own, state_dict, strict)
     values = {id(own[name]): value for name, value in state_dict.items() if isinstance(own.get(name), Parameter)}
 
-    current, masters = optimizer._plan(), optimizer._runtime.masters
+    current, masters = engine.prepare().plan, engine.masters
     masters.refresh(current)  # what was written before belongs to what is there now
     members = {id(param) for group in optimizer.param_groups for param in group["params"]}
     others = {
@@ -67,7 +63,7 @@ def load_state_dict(optimizer: FusedOptimizer, model: Module, state_dict: Mappin
         if id(param) in values and (form.master is None or form.master[0] != REMAINDER):
             optimizer.state.get(param, {}).pop(REMAINDER, None)  # another format's; these weights take its place
     rows = [row for row, form in enumerate(current.formats) if form.master and id(current.params[row]) in values]
-    current = optimizer._with_states(current, [p if row in rows else None for row, p in enumerate(current.params)])
+    current = engine.with_states(current, [p if row in rows else None for row, p in enumerate(current.params)]).plan
     for row in rows:
         param, tensor = current.params[row], current.tensors[row]
         shard, entries, value = current.shards[row], optimizer.state[param], values[id(param)]

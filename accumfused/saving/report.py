@@ -150,7 +150,7 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
     """
     if not isinstance(optimizer, FusedOptimizer):
         raise TypeError(f"memory_report takes an optimizer of this package, got {type(optimizer).__name__}; fuse() it")
-    window, formats = optimizer._runtime.window, dict[str, Memory]()
+    window, formats = optimizer.engine.window, dict[str, Memory]()
     accumulators: dict[int, list[Tensor | None]] = {}
     kept = window.arena.places
     for param, *held in zip(window.params, window.accumulators or kept, kept, strict=True):
@@ -158,7 +158,7 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
     for group in optimizer.param_groups:
         rule = optimizer.rule_of(group)
         for param in group["params"]:
-            form = format_of(rule, param, optimizer._settings) if param.dtype in PARAM_DTYPES else Format()
+            form = format_of(rule, param, optimizer.engine.settings) if param.dtype in PARAM_DTYPES else Format()
             shard, entries = shard_of(param), optimizer.state.get(param, {})
             own = _memory_of(rule, form, param, shard, entries, accumulators.get(id(param), []))
             formats.setdefault(described(rule, form, param), Memory()).add(own)
@@ -176,7 +176,7 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
 
     None where it is not more, or where `master_weights` was chosen.
     """
-    settings = optimizer._settings
+    settings = optimizer.engine.settings
     held = [
         (optimizer.rule_of(group), param)
         for group in optimizer.param_groups

@@ -65,7 +65,7 @@ class Case:
         name = backend if isinstance(backend, str) else "auto"
         optimizer: af.FusedOptimizer = made(params, **options, backend=name, **{**known, **settings})
         if not isinstance(backend, str):
-            optimizer._runtime.backend = backend
+            optimizer.engine.backend = backend
         return optimizer
 
 
@@ -81,12 +81,11 @@ class Verbs:
         self.optimizer = case.optimizer(params, backend)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.plan = self.optimizer._plan()
-        self.backend: Any = self.optimizer._runtime.backend
+        self.plan = self.optimizer.engine.prepare().plan
+        self.backend: Any = self.optimizer.engine.prepare().backend
         self.partials = torch.zeros(self.plan.chunks, device=self.plan.device)
         self._weights = torch.ones(3, dtype=torch.float64, device=self.plan.device)
-        groups = zip(self.plan.rules, self.optimizer.param_groups, strict=True)
-        self._hypers = [rule.hyper_values(group) for rule, group in groups]
+        self._hypers = self.plan.hypers(self.optimizer.param_groups)
 
     @torch.no_grad()
     def norm(self, grads: Sequence[Tensor]) -> Outcome:

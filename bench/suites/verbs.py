@@ -49,13 +49,13 @@ def _verbs(
 ) -> tuple[str, list[Variant], str]:
     """The backend's name, its verbs, and what was checked."""
     optimizer = work.ours(name)
-    plan = optimizer._plan()
+    plan = optimizer.engine.prepare().plan
     backend = select(name, [work.device])
     rows = len(work.shapes)
     partials = torch.zeros(plan.chunks, device=work.device)
     weights = torch.ones(8, dtype=torch.float64, device=work.device)
     scaling = Scaling(plan.device, takes_norm=True, max_grad_norm=MAX_GRAD_NORM)
-    hypers = [rule.hyper_values(group) for rule, group in zip(plan.rules, optimizer.param_groups, strict=True)]
+    hypers = plan.hypers(optimizer.param_groups)
     grads_fp32: Grads = [*work.grads]
     outcome = backend.norm(plan, grads_fp32, partials, scaling)
     exact = math.sqrt(sum(float(grad.double().square().sum()) for grad in work.grads))

@@ -172,7 +172,7 @@ def test_it_raises_and_nothing_has_changed(bad: str, has_state: bool) -> None:
 def test_nothing_is_loaded_into_an_open_window(live: bool) -> None:
     optimizer, saved = window(), copy.deepcopy(adamw().state_dict())
     params_of(optimizer)[0].grad = torch.ones(3) if live else None
-    with refused(optimizer, RuntimeError, r"call step\(\) or zero_grad\(\) before load_state_dict\(\)"):
+    with refused(optimizer, RuntimeError, r"call optimizer.step\(\) or zero_grad\(\) before load_state_dict\(\)"):
         optimizer.load_state_dict(saved)
     optimizer.zero_grad()
     optimizer.load_state_dict(saved)

@@ -27,7 +27,7 @@ class Loop:
     window: str  # none: gradients stay in p.grad, and autograd adds them; or open, closed
     scaler: str  # ours, stock, or no
     unscales: str  # unscale_ is called; or no
-    clip: str  # ours: max_grad_norm; torch: clip_grad_norm_; together: clip_together of two optimizers; or no
+    clip: str  # ours: max_grad_norm; torch: clip_grad_norm_; together: a ClipGroup of two optimizers; or no
     zeroed_by: str  # after the step: optimizer, model, or nobody
 
     @property
@@ -132,8 +132,7 @@ def run(
     settings = {"max_grad_norm": MAX_NORM} if loop.clip == "ours" else {}
     parts = (params[:3], params[3:]) if loop.clip == "together" else (params,)
     optimizers = [make(kind, case, part, backend, **settings) for part in parts]
-    if loop.clip == "together":
-        af.clip_together(optimizers, MAX_NORM)
+    steppers: list[Any] = [af.ClipGroup(optimizers, MAX_NORM)] if loop.clip == "together" else optimizers
     scaler = SCALERS[loop.scaler]("cpu", init_scale=2.0**10, growth_interval=2) if loop.scaler != "no" else None
     poison = torch.zeros_like(model.first.weight)
     model.first.weight.register_hook(lambda grad: grad + poison)
@@ -161,14 +160,14 @@ def run(
                 loss.backward()
             for optimizer in optimizers[in_loss:] if loop.window != "none" else []:
                 optimizer.accumulate(weight, last=closes)
-        for optimizer in optimizers if loop.unscales != "no" else []:
-            scaler.unscale_(optimizer)
+        for stepper in steppers if loop.unscales != "no" else []:
+            scaler.unscale_(stepper)
         if loop.clip == "torch":
             nn.utils.clip_grad_norm_(params, MAX_NORM)
         before = [everything(optimizer) for optimizer in optimizers]
         normalizer = 4.0 if update % 2 and loop.clip != "torch" else 1.0
-        for optimizer in optimizers:
-            (scaler.step if scaler else type(optimizer).step)(optimizer, normalizer=normalizer)
+        for stepper in steppers:
+            (scaler.step if scaler else type(stepper).step)(stepper, normalizer=normalizer)
         if scaler:
             scales.append(math.log2(scaler.get_scale()))
             scaler.update()

@@ -94,7 +94,7 @@ CALLS: list[tuple[str, Call, Errors, str]] = [
     ("live", call("backward"), R, r"not accumulated; call accumulate\(\) or zero_grad\(\) first"),
     ("open live", call("step"), R, r"call accumulate\(\) after the last backward\(\), before step\(\)"),
     ("open removed", call("step"), R, r"removed or reordered .* call step\(\) or zero_grad\(\) first"),
-    ("open", call("load_state_dict", dict), R, r"call step\(\) or zero_grad\(\) before load_state_dict\(\)"),
+    ("open", call("load_state_dict", dict), R, r"call optimizer.step\(\) or zero_grad\(\) before load_state_dict\(\)"),
     ("raise nan live", call("step"), R, r"norm .* is nan, nothing was updated; look for .* call zero_grad\(\) to go"),
     ("raise nan weighted", call("step"), R, "norm of the gradients is nan, nothing was updated"),
     ("raise live", call("step", normalizer=lambda: torch.tensor(0.0)), R, "nothing was updated"),

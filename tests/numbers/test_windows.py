@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accumfused as af
+from accumfused.loop import batches
 
 Steps = Any  # an int, or a function of the update's index
 
@@ -125,4 +125,4 @@ def test_what_is_no_number_of_steps_or_start_is_refused(steps: Any) -> None:
 
 
 def test_the_example_in_the_docstring() -> None:
-    assert doctest.testmod(sys.modules["accumfused.windows"]) == (0, 1)  # the name in the package is the function's
+    assert doctest.testmod(batches) == (0, 1)
