@@ -49,7 +49,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     rules: ClassVar[tuple[type[Rule], ...]] = ()
-    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = None  # whose checkpoints are ours
     own_step: ClassVar[OwnStep | None] = None  # in place of the kernels' step
 
     _engine: Engine

@@ -20,7 +20,7 @@ from accumfused.backends.reference import finish_norm
 from accumfused.core.plan import Grads, Plan
 from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling
 from accumfused.formats.kinds import Format
-from accumfused.formats.numeric import CHUNK, LANES, memory_order, sum_partials
+from accumfused.formats.numeric import CHUNK, LANES, ieee, memory_order, sum_partials
 
 _CACHED = 32 * CHUNK  # elements of a piece: 4 MiB of fp32; a call for each costs little then
 _LARGE = 512 * CHUNK  # where caches do not matter; it bounds the memory of what is made in between
@@ -53,13 +53,12 @@ class ForeachBackend:
                 add_up(values, grads, factors[held], factors[fold.weight])
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        if partials is None:
-            return finish_norm(None, scaling)
-        if grads is not None:
+        if partials is not None and grads is not None:
             is_fp32 = all(grad is None or grad.dtype == torch.float32 for grad in grads)
             for batch in _batches(plan, _LARGE if is_fp32 else _cached(plan), [grad is not None for grad in grads]):
                 batch.measure(plan, batch.of(grads), partials)
-        return finish_norm(sum_partials(partials), scaling)
+        with ieee():
+            return finish_norm(None if partials is None else sum_partials(partials), scaling)
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         skipped = None if _can_read(plan) else outcome.skipped

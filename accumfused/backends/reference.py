@@ -88,9 +88,8 @@ def _steps_made(plan: Plan, row: int) -> Tensor:
     return storage.step
 
 
-@ieee()
 def finish_norm(sum_of_squares: Tensor | None, scaling: Scaling) -> Outcome:
-    """The second half of `Backend.norm`.
+    """The second half of `Backend.norm`. The caller keeps subnormals: see `ieee`.
 
     Args:
         sum_of_squares: of all gradients, fp64, shape []; None: no norm is taken.

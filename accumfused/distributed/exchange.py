@@ -21,7 +21,7 @@ from accumfused.backends.reference import finish_norm
 from accumfused.core.plan import Grads, Plan
 from accumfused.core.protocol import Backend, Exchange, Outcome, Scaling
 from accumfused.distributed.groups import has_processes, refuse_reducing
-from accumfused.formats.numeric import chunk_count, sum_partials
+from accumfused.formats.numeric import chunk_count, ieee, sum_partials
 from accumfused.settings import Settings
 
 BUNDLED_BYTES = 2 * 2**20  # accumulators below this travel together; others are worth a collective of their own
@@ -108,7 +108,9 @@ class Means(Alone):
         if not plan.is_spread or partials is None:
             return backend.norm(plan, grads, partials, scaling)
         backend.norm(plan, grads, partials, Scaling(plan.device, takes_norm=True))
-        return finish_norm(sum_of_squares(plan, partials), scaling)
+        squares = sum_of_squares(plan, partials)
+        with ieee():
+            return finish_norm(squares, scaling)
 
 
 def _refuse_unreduced(plan: Plan) -> None:

@@ -20,7 +20,7 @@ from accumfused.optimizer import (
     check_settings,
     refuse_differentiable,
 )
-from accumfused.optimizers import ALL, SGD, Adam, AdamW
+from accumfused.optimizers import PEERS, SGD, Adam, AdamW
 from accumfused.rule import Rule
 from accumfused.saving.report import growth_of
 from accumfused.settings import SettingArguments, Settings, chosen, takes_settings
@@ -72,8 +72,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
         check_parameters(group["params"])
         check_formats(group["params"], own)
         refuse_differentiable(group)
-    known = {fused.torch_class: fused for fused in ALL if fused.torch_class is not None}
-    fused: Any = known.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
+    fused: Any = PEERS.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
     if issubclass(fused, ForeignStep):
         _refuse_formats(type(optimizer).__name__, own)
 
@@ -130,6 +129,7 @@ class ForeignStep(FusedOptimizer):
     """Everything up to the clip, then the optimizer's own step."""
 
     rules = (NoRule,)
+    torch_class: ClassVar[type[torch.optim.Optimizer]]
     own_step: ClassVar[OwnStep | None] = staticmethod(step_by_itself)
 
     @classmethod

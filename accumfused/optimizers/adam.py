@@ -142,7 +142,6 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     """
 
     rules = (AdamRule, AmsgradRule)
-    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
 
     def __init__(
         self,
@@ -189,8 +188,6 @@ class AdamW(Adam, torch.optim.AdamW):
     Raises:
         ValueError, TypeError, RuntimeError: as `Adam`.
     """
-
-    torch_class = torch.optim.AdamW
 
     def __init__(
         self,

@@ -110,7 +110,6 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     """
 
     rules = (SgdRule, MomentumRule)
-    torch_class = torch.optim.SGD
 
     def __init__(
         self,
