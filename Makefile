@@ -73,7 +73,7 @@ SANITIZED = cd build/sanitize/lib && ASAN_OPTIONS=detect_leaks=0 \
 sanitize: $(VENV)/test.stamp
 	ACCUMFUSED_NATIVE=1 ACCUMFUSED_CUDA=0 CXX="$(CXX)" CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" \
 		$(RUN) setup.py --quiet build --build-lib build/sanitize/lib --build-temp build/sanitize/temp
-	$(SANITIZED) -c "from accumfused import _native; assert 'sanitize' in _native._C.__file__"
+	$(SANITIZED) -c "from accumfused import compiled; assert 'sanitize' in compiled.module.__file__"
 	$(SANITIZED) -m pytest --capture=sys -p no:cacheprovider $(addprefix $(CURDIR)/tests/,$(NATIVE_TESTS)) $(ARGS)
 
 clean:

@@ -25,7 +25,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent.resolve()
 CSRC = ROOT / "csrc"
 MODES = ("auto", "0", "1")
-REASON = "_native_error.txt"  # why there is no native module; lies where the module would, and _native.py reads it
+REASON = "_native_error.txt"  # why there is no native module; lies where the module would, and compiled.py reads it
 CUDA_REASON = "_cuda_error.txt"  # why that has no CUDA kernels
 REASON_LINES = 20
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import accumfused
-from accumfused import _native
+from accumfused import compiled
 from accumfused.backends import COSTS, NAMES, why_not
 
 BESIDE = ("numpy", "triton", "transformers", "accelerate", "lightning", "pytorch-lightning")
@@ -27,14 +27,16 @@ def report() -> dict[str, Any]:
             "python": f"{platform.python_version()} ({platform.python_implementation()})",
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "compiler": getattr(_native._C, "COMPILER", None),
+            "compiler": getattr(compiled.module, "COMPILER", None),
             "GPU kernels": cuda_kernels(),
             **{name: installed(name) for name in BESIDE},
             "system": platform.platform(),
             "installed in": str(Path(accumfused.__file__).parent),
         },
         "backends": {name: why_not(name) for name in NAMES if name != "auto"},  # None: runs
-        "instruction_sets": _native._C.instruction_sets() if _native._C is not None else [],  # the first is used
+        "instruction_sets": compiled.module.instruction_sets()
+        if compiled.module is not None
+        else [],  # the first is used
         "threads": torch.get_num_threads(),
         "devices": {
             "cpu": processor(),
@@ -53,7 +55,7 @@ def installed(package: str) -> str | None:
 
 def cuda_kernels() -> str | None:
     """Who built the CUDA kernels, and for what."""
-    kernels = getattr(_native._C, "cuda", None)
+    kernels = getattr(compiled.module, "cuda", None)
     return None if kernels is None else f"CUDA {kernels.COMPILER} for compute capabilities {kernels.ARCHS}"
 
 

@@ -112,40 +112,36 @@ class TensorType {
 
 }  // namespace
 
-Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py::list& owners, const py::list& params,
-             const py::list& numels, const py::list& origins, const py::list& groups, const py::list& slots,
-             const py::list& formats)
+Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py::list& rows)
     : api_(static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(exchange_api.ptr(), dlpack::kCapsuleName))),
       device_{device[0].cast<int32_t>(), device[1].cast<int32_t>()} {
   if (api_ == nullptr) throw py::error_already_set();
   if (api_->version.major != dlpack::kMajorVersion)
     throw std::runtime_error("DLPack exchange table of another major version");
-  const size_t count = params.size();
+  const size_t count = rows.size();
   rows_.resize(count);
   operands_.resize(count);
   held_.assign(count, true);  // until they are read
   for (size_t i = 0; i < count; ++i) {
-    owners_.push_back(PyList_GET_ITEM(owners.ptr(), i));
+    const py::object given = rows[i], tensor = given.attr("tensor"), storage = given.attr("storage");
+    owners_.push_back(given.attr("owned").ptr());
     owner_layouts_.push_back(layout_of(owners_[i]));
-    layouts_.push_back(layout_of(PyList_GET_ITEM(params.ptr(), i)));
-  }
-  for (size_t i = 0; i < count; ++i) {
+    layouts_.push_back(layout_of(tensor.ptr()));
     Row& row = rows_[i];
-    row.numel = numels[i].cast<int64_t>();
-    row.origin = origins[i].cast<int64_t>();
+    row.numel = tensor.attr("numel")().cast<int64_t>();
+    row.origin = given.attr("origin").cast<int64_t>();
     row.first_chunk = chunks_;
-    row.group = groups[i].cast<int64_t>();
+    row.group = given.attr("group").cast<int64_t>();
     chunks_ += chunk_count(row.numel);
     numel_ += row.numel;
     if (!layouts_[i].readable) continue;  // frozen, say: a gradient for it is refused
-    PyObject* param = PyList_GET_ITEM(params.ptr(), i);
-    row.param = own(param);
-    if (owners_[i] != param) own(owners_[i]);
-    const auto format = formats[i].cast<std::pair<int32_t, int32_t>>();
-    row.weights = Weights(format.first), row.states = States(format.second);
+    row.param = own(tensor.ptr());
+    if (owners_[i] != tensor.ptr()) own(owners_[i]);
+    row.weights = Weights(given.attr("form").attr("weights").cast<int32_t>());
+    row.states = States(given.attr("form").attr("states").cast<int32_t>());
     plain_ &= row.is_plain();
-    if (slots[i].is_none()) continue;  // it has none yet
-    const py::list entries = slots[i].cast<py::list>();
+    if (storage.is_none()) continue;  // it has none yet
+    const py::list entries = storage.attr("slots")();
     size_t next = 0;
     const auto take = [&] {
       PyObject* entry = PyList_GET_ITEM(entries.ptr(), next++);
@@ -331,10 +327,8 @@ void Table::clear() {
 
 void bind_table(py::module_& m) {
   py::class_<Table>(m, "Table", py::module_local())
-      .def(py::init<const py::capsule&, const py::tuple&, const py::list&, const py::list&, const py::list&,
-                    const py::list&, const py::list&, const py::list&, const py::list&>(),
-           py::arg("exchange_api"), py::arg("device"), py::arg("owners"), py::arg("params"), py::arg("numels"),
-           py::arg("origins"), py::arg("groups"), py::arg("slots"), py::arg("formats"))
+      .def(py::init<const py::capsule&, const py::tuple&, const py::list&>(), py::arg("exchange_api"),
+           py::arg("device"), py::arg("rows"))
       .def("remember", &Table::remember, py::arg("param_groups"), py::arg("state"))
       .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state"))
       .def("read_grads", &Table::read_grads, py::arg("own_references"))

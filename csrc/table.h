@@ -19,14 +19,10 @@ namespace py = pybind11;
 
 class Table {
  public:
-  // params[i]: what the kernels write, of numels[i] elements, from origins[i] on of the whole tensor; owners[i]: the
-  // parameter itself (another object where the parameter's memory is not dense and params[i] is a dense copy);
-  // slots[i]: its state tensors or None, in the order of Row from `step` on, or None while the parameter has no state
-  // yet; formats[i]: its Weights and States. device: DLPack's type and index of the memory that the kernels work on.
-  // What lies elsewhere has a row, and its place in the order of chunks, but no address: a gradient for it is refused.
-  Table(const py::capsule& exchange_api, const py::tuple& device, const py::list& owners, const py::list& params,
-        const py::list& numels, const py::list& origins, const py::list& groups, const py::list& slots,
-        const py::list& formats);
+  // rows: accumfused/core/plan.py's. Each keeps its tensors alive, and its storage gives them in the order of our Row
+  // from `step` on. device: DLPack's type and index of the memory that the kernels work on. A tensor that lies elsewhere
+  // has a row, and its place in the order of chunks, but no address: a gradient for it is refused.
+  Table(const py::capsule& exchange_api, const py::tuple& device, const py::list& rows);
 
   // Remembers which objects param_groups and the optimizer's state hold...
   void remember(const py::list& param_groups, const py::dict& state);

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from made_early import reaches_tensors
 from pairwise import pairwise
 
-from accumfused import _native, backends
+from accumfused import backends, compiled
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.reference import ReferenceBackend
@@ -28,7 +28,7 @@ from accumfused.backends.reference import ReferenceBackend
 BROKEN = ("kernels", "coefficient")
 GPU = torch.cuda.is_available()
 ALL = ["torch", "cpu", "emulated", *(["cuda", "triton"] if GPU else [])]
-ONE = ["torch" if _native.unavailable else "cpu", *(["cuda"] if GPU else [])]
+ONE = ["torch" if compiled.unavailable else "cpu", *(["cuda"] if GPU else [])]
 
 
 # No test depends on how fast the machine is.
@@ -174,8 +174,8 @@ _reaches_tensors = functools.cache(reaches_tensors)
 
 
 def need_native() -> None:
-    if _native.unavailable is not None:
-        pytest.skip(_native.unavailable)
+    if compiled.unavailable is not None:
+        pytest.skip(compiled.unavailable)
 
 
 @pytest.fixture

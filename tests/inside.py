@@ -13,7 +13,7 @@ import torch.utils._python_dispatch
 from torch import Tensor
 
 import accumfused as af
-from accumfused import _native, backends
+from accumfused import backends, compiled
 from accumfused.core.window import Phase
 from accumfused.distributed import exchange
 
@@ -33,7 +33,7 @@ def replace_cuda(patch: pytest.MonkeyPatch, cuda: Any) -> None:
 
 def native() -> Any:
     """The native module, or None."""
-    return _native._C
+    return compiled.module
 
 
 def forget_what_loads() -> None:
@@ -118,3 +118,8 @@ def wrapper(kind: Any, inner: torch.Tensor) -> Any:
     return torch.Tensor._make_wrapper_subclass(
         kind, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
     )
+
+
+def device_tables(optimizer: af.FusedOptimizer) -> Any:
+    """The copies of its plan's table on the GPU, by the graph's id (0: none); the CUDA backend has them."""
+    return backend(optimizer)._copies[plan(optimizer)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import accumfused as af
-from accumfused import _native
+from accumfused import compiled
 
 kind = sys.argv[1]
 installed = Path(af.__file__).resolve()
@@ -22,5 +22,5 @@ optimizer.step()
 
 for param, old in zip(model.parameters(), before, strict=True):
     assert not torch.equal(param, old), "the step changed nothing"
-assert (_native.unavailable is None) == (kind == "native"), _native.unavailable or "there is a native module"
-print(f"accumfused {af.__version__}, {kind}: {_native.unavailable or _native._C.__name__} ({installed.parent})")
+assert (compiled.unavailable is None) == (kind == "native"), compiled.unavailable or "there is a native module"
+print(f"accumfused {af.__version__}, {kind}: {compiled.unavailable or compiled.module.__name__} ({installed.parent})")

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 
-from accumfused import _native
+from accumfused import compiled
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.foreach import ForeachBackend
@@ -85,8 +85,8 @@ def _make(name: str) -> Backend:
 
 
 def _why_not_cpu(device: torch.device | None) -> str | None:
-    if _native.unavailable is not None:
-        return _native.unavailable
+    if compiled.unavailable is not None:
+        return compiled.unavailable
     return None if device is None or device.type in ("cpu", "meta") else f"parameters are on {device}"
 
 
@@ -97,8 +97,8 @@ def _why_not_foreach(device: torch.device | None) -> str | None:
 
 
 def _why_not_cuda(device: torch.device | None) -> str | None:
-    if _native.cuda_unavailable is not None:
-        return _native.cuda_unavailable
+    if compiled.cuda_unavailable is not None:
+        return compiled.cuda_unavailable
     reason = _why_no_gpu(device)
     if reason is not None:
         return reason
@@ -131,7 +131,7 @@ def _why_no_gpu(device: torch.device | None) -> str | None:
 @functools.cache
 def _loads_on(index: int) -> str | None:
     """Why the CUDA kernels do not load on a GPU, or None."""
-    kernels = _native._C.cuda
+    kernels = compiled.module.cuda
     reason = kernels.why_not(index)
     if not reason:
         return None

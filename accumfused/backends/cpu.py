@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accumfused import _native
+from accumfused import compiled
 from accumfused.core.plan import Grads, Plan
 from accumfused.core.protocol import (
     Fold,
@@ -27,7 +28,7 @@ class CpuBackend:
     measures_folds = True
 
     def __init__(self, instruction_set: str | None = None) -> None:
-        self._c = _native._C
+        self._c = compiled.module
         available = self._c.instruction_sets()
         self.instruction_set = instruction_set or available[0]
         if self.instruction_set not in available:
@@ -60,5 +61,16 @@ class CpuBackend:
         plan.point_at(grads)
         self._c.step(
             self.instruction_set, plan.table, torch.get_num_threads(),
-            hypers, plan.rule_indices, outcome.values.data_ptr(),
+            hypers, rule_indices(plan), outcome.values.data_ptr(),
         )  # fmt: skip
+
+
+def rule_indices(plan: Plan) -> list[int]:
+    """The rule of each group, by its place among the native module's."""
+    known = _rules()
+    return [known.get(rule.name, 0) for rule in plan.rules]
+
+
+@functools.cache
+def _rules() -> dict[str, int]:
+    return {name: index for index, (name, *_) in enumerate(compiled.module.rules())}

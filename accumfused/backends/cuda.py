@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from accumfused import _native
+from accumfused import compiled
+from accumfused.backends.cpu import rule_indices
 from accumfused.core.plan import Grads, Plan
 from accumfused.core.protocol import (
     Fold,
@@ -30,11 +32,14 @@ class CudaBackend:
     measures_folds = True
 
     def __init__(self, module: Any = None, table: Any = None) -> None:
-        self._c = module or _native._C.cuda
-        self._table = table or _native._C.Table
+        self._c = module or compiled.module.cuda
+        self._table = table or compiled.module.Table
+        # Of a plan's table, copies on the GPU: 0, or the id of the graph that is captured; the stream it was made on.
+        self._copies: WeakKeyDictionary[Plan, dict[int, tuple[Tensor, Any, int]]] = WeakKeyDictionary()
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         plan.add_table(self._table, param_groups, state)
+        self._copies[plan] = {}
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         plan.point_at(fold.grads, fold.accumulators, fold.held)
@@ -62,7 +67,7 @@ class CudaBackend:
         copy, stream = self._on_device(plan, grads)
         kept = [tuple(at_hand(value, plan.device) for value in values) for values in hypers]
         flat = padded([tuple(_hyper(value) for value in values) for values in kept], (0.0, 0, 0))
-        copy.step(plan.table, stream, flat, plan.rule_indices, outcome.values.data_ptr())
+        copy.step(plan.table, stream, flat, rule_indices(plan), outcome.values.data_ptr())
 
     def _on_device(self, plan: Plan, used: Sequence[Tensor | None]) -> tuple[Any, int]:
         """The table's copy that this call may use, and the stream; `used`: what may have been made on another stream.
@@ -71,7 +76,7 @@ class CudaBackend:
         """
         index, stream = current_stream(plan.device)
         capture = self._c.capture_id(index, stream) if stream else 0  # the default stream cannot be captured
-        known = plan.device_tables
+        known = self._copies[plan]
         if capture not in known:
             for old in [key for key in known if key != 0]:
                 del known[old]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -33,8 +34,12 @@ class ForeachBackend:
     name = "foreach"
     measures_folds = False  # it would be a pass of its own, for each of a window's folds but the last in vain
 
+    def __init__(self) -> None:
+        self._cut: WeakKeyDictionary[Plan, dict[int, list[Batch]]] = WeakKeyDictionary()  # by their size
+
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         plan.remember(param_groups, state)
+        self._cut[plan] = {}
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
@@ -45,7 +50,7 @@ class ForeachBackend:
 
         rows = zip(fold.accumulators, fold.held, fold.grads, strict=True)
         kinds = [accumulator is not None and (held, grad is not None) for accumulator, held, grad in rows]
-        for batch in _batches(plan, _WHOLE, kinds):
+        for batch in self._batches(plan, _WHOLE, kinds):
             held, values, grads = fold.held[batch.rows[0]], batch.of(fold.accumulators), batch.of(fold.grads)
             if held == OVERWRITE:
                 torch._foreach_copy_(values, grads)
@@ -55,7 +60,9 @@ class ForeachBackend:
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         if partials is not None and grads is not None:
             is_fp32 = all(grad is None or grad.dtype == torch.float32 for grad in grads)
-            for batch in _batches(plan, _LARGE if is_fp32 else _cached(plan), [grad is not None for grad in grads]):
+            for batch in self._batches(
+                plan, _LARGE if is_fp32 else _cached(plan), [grad is not None for grad in grads]
+            ):
                 batch.measure(plan, batch.of(grads), partials)
         with ieee():
             return finish_norm(None if partials is None else sum_partials(partials), scaling)
@@ -76,13 +83,21 @@ class ForeachBackend:
         scratch = torch.empty(
             size, dtype=torch.float32, device=plan.device
         )  # once: new memory for each piece would be mapped anew
-        for batch in _batches(plan, size, [grad is not None for grad in grads]):
+        for batch in self._batches(plan, size, [grad is not None for grad in grads]):
             given = batch.of(grads)
             if absorbed is None:
                 given = batch.scaled(given, coefficient, scratch)
             if batch.stored is None:
                 batch.stored = foreach_step.stored(plan, batch)
             foreach_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped)
+
+    def _batches(self, plan: Plan, size: int, kinds: Sequence[Any]) -> Iterator[Batch]:
+        """All elements of rows whose kind is not false, in batches of about that many of one kind."""
+        known = self._cut[plan]
+        if size not in known:
+            known[size] = list(_cut(plan, size))
+        for batch in known[size]:
+            yield from batch.apart(kinds)
 
 
 @dataclass
@@ -138,29 +153,21 @@ class Batch:
             if whole < len(value):
                 sums = [torch.cat([sums[0], value[whole:].square().sum().view(1)])]
         for row, own in zip(self.rows, sums, strict=True):
-            first = plan.first_chunk[row] + self.begin // CHUNK
+            first = plan.rows[row].first_chunk + self.begin // CHUNK
             partials[first : first + own.numel()] = own
-
-
-def _batches(plan: Plan, size: int, kinds: Sequence[Any]) -> Iterator[Batch]:
-    """All elements of rows whose kind is not false, in batches of about that many of one kind."""
-    if size not in plan.batches:
-        plan.batches[size] = list(_cut(plan, size))
-    for batch in plan.batches[size]:
-        yield from batch.apart(kinds)
 
 
 def _cut(plan: Plan, size: int) -> Iterator[Batch]:
     gathered: dict[tuple[int, Format], tuple[Batch, int]] = {}
-    for row, (group, form, tensor) in enumerate(zip(plan.groups, plan.formats, plan.tensors, strict=True)):
-        numel = tensor.numel()
+    for index, row in enumerate(plan.rows):
+        group, form, numel = row.group, row.form, row.tensor.numel()
         if size != _WHOLE and numel > CHUNK:
             length = size if form == Format() else size // 4  # decoded, there is more of it
             for begin in range(0, numel, length):
-                yield Batch(group, form, [row], begin, min(begin + length, numel))
+                yield Batch(group, form, [index], begin, min(begin + length, numel))
         elif numel:
             batch, count = gathered.pop((group, form), (Batch(group, form, []), 0))
-            batch.rows.append(row)
+            batch.rows.append(index)
             if size != _WHOLE and count + numel >= size:
                 yield batch
             else:
@@ -180,7 +187,7 @@ def _cached(plan: Plan) -> int:
 
 def _are_plain(plan: Plan, grads: Grads) -> bool:
     """Whether everything is in fp32."""
-    every = all(form == Format() for form in plan.formats)
+    every = all(row.form == Format() for row in plan.rows)
     return every and all(grad is None or grad.dtype == torch.float32 for grad in grads)
 
 

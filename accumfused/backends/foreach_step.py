@@ -47,7 +47,7 @@ class Stored:
 def stored(plan: Plan, batch: Batch) -> Stored:
     """Of a batch whose parameters all have their state."""
 
-    kept = [storage for row in batch.rows if (storage := plan.storages[row]) is not None]
+    kept = [storage for row in batch.rows if (storage := plan.rows[row].storage) is not None]
     count = len(plan.rules[batch.group].states)
 
     def blocks(storage: Storage, index: int) -> Tensor | None:
@@ -55,7 +55,7 @@ def stored(plan: Plan, batch: Batch) -> Stored:
         return storage.scales[index][batch.begin // codecs.BLOCK : end] if storage.scales else None
 
     return Stored(
-        batch.cut([plan.tensors[row] for row in batch.rows]),
+        batch.cut([plan.rows[row].tensor for row in batch.rows]),
         [*batch.cut([storage.master for storage in kept])] or [None] * len(kept),
         [batch.cut([storage.values[i] for storage in kept]) for i in range(count)],
         [[blocks(storage, i) for storage in kept] for i in range(count)],
@@ -66,7 +66,7 @@ def stored(plan: Plan, batch: Batch) -> Stored:
 
 def advance(plan: Plan, grads: Grads, skipped: Tensor | None) -> None:
     """Step counts, also of tensors without elements; `skipped`: None where it is known that the step is made."""
-    pairs = zip(plan.storages, grads, strict=True)
+    pairs = [(row.storage, grad) for row, grad in zip(plan.rows, grads, strict=True)]
     steps = [s.step for s, grad in pairs if grad is not None and s is not None and s.step is not None]
     if steps and skipped is None:
         torch._foreach_add_(steps, 1)
@@ -128,7 +128,7 @@ def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skip
         noise = weights[j]
         if form.needs_noise:
             key = codecs.key(kept.seeds[j], whole_steps(kept.steps[j]), row)
-            noise = codecs.noise(key, weights[j].numel(), plan.origins[row] + batch.begin)
+            noise = codecs.noise(key, weights[j].numel(), plan.rows[row].origin + batch.begin)
         _write(kept.params[j], kept.masters[j], _stored_weights(form, weights[j], noise), skipped)
         for index, kind in enumerate(kinds):
             state: tuple[Tensor, Tensor | None] = (states[index][j], None)

@@ -25,7 +25,6 @@ from accumfused.formats.numeric import (
     sums_of_squares,
     whole_steps,
 )
-from accumfused.rule import Rule
 
 
 class ReferenceBackend:
@@ -40,8 +39,7 @@ class ReferenceBackend:
         with ieee():
             factors = (fold.weights * fold.scale).float()
             add = factors[fold.weight]
-            rows = zip(fold.accumulators, fold.grads, fold.held, plan.first_chunk, strict=True)
-            for accumulator, grad, held, first_chunk in rows:
+            for row, accumulator, grad, held in zip(plan.rows, fold.accumulators, fold.grads, fold.held, strict=True):
                 if accumulator is None:
                     continue
                 if held == OVERWRITE:
@@ -56,21 +54,21 @@ class ReferenceBackend:
                     added = grad.float() * add
                     both = torch.where(keep != 0, kept + added, added)
                     accumulator.copy_(torch.where(add != 0, both, kept))
-                _write_partials(partials, first_chunk, accumulator)
+                _write_partials(partials, row.first_chunk, accumulator)
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         with ieee():
             if partials is None:
                 return finish_norm(None, scaling)
-            for grad, first_chunk in zip(grads or [], plan.first_chunk, strict=False):
+            for row, grad in zip(plan.rows, grads or [], strict=False):
                 if grad is not None:
-                    _write_partials(partials, first_chunk, grad)
+                    _write_partials(partials, row.first_chunk, grad)
             return finish_norm(sum_partials(partials), scaling)
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         with ieee():
             for group, (rule, values) in enumerate(zip(plan.rules, numbers(hypers), strict=True)):
-                rows = [i for i, g in enumerate(plan.groups) if g == group and grads[i] is not None]
+                rows = [i for i, row in enumerate(plan.rows) if row.group == group and grads[i] is not None]
                 if not rows:
                     continue
                 counts = [_steps_made(plan, row) for row in rows]
@@ -78,11 +76,11 @@ class ReferenceBackend:
                 scalars = rule.scalars(dict(zip(rule.hypers, values, strict=True)), steps, outcome.coefficient)
                 for j, row in enumerate(rows):
                     own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
-                    _update(plan, row, rule, own, grads[row], steps[j], outcome.skipped)  # type: ignore[arg-type]
+                    _update(plan, row, own, grads[row], steps[j], outcome.skipped)  # type: ignore[arg-type]
 
 
 def _steps_made(plan: Plan, row: int) -> Tensor:
-    storage = plan.storages[row]
+    storage = plan.rows[row].storage
     if storage is None or storage.step is None:
         return torch.zeros((), dtype=torch.float32, device=plan.device)
     return storage.step
@@ -120,11 +118,10 @@ def finish_norm(sum_of_squares: Tensor | None, scaling: Scaling) -> Outcome:
     return outcome
 
 
-def _update(
-    plan: Plan, row: int, rule: type[Rule], scalars: Mapping[str, Tensor], grad: Tensor, step: Tensor, skipped: Tensor
-) -> None:
+def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor, step: Tensor, skipped: Tensor) -> None:
     """One parameter: everything decoded to fp32, in memory order, updated, and encoded again."""
-    form, storage, param = plan.formats[row], plan.storages[row], memory_order(plan.tensors[row])
+    row = plan.rows[index]
+    rule, form, storage, param = row.rule, row.form, row.storage, memory_order(row.tensor)
     assert storage is not None
     master = None if storage.master is None else memory_order(storage.master)
     values = [memory_order(value) for value in storage.values]
@@ -136,11 +133,11 @@ def _update(
     )
     bits = torch.zeros_like(param, dtype=torch.int32)
     if storage.seed is not None:
-        bits = codecs.noise(codecs.key(storage.seed, step, row), param.numel(), plan.origins[row])
+        bits = codecs.noise(codecs.key(storage.seed, step, index), param.numel(), row.origin)
     stored: list[tuple[Tensor | None, Tensor | None]] = []
     stored += zip([param, master], store_weights(form, new_param, codecs.stream(bits, 2)), strict=True)
-    for index, (state, value, scale, is_second) in enumerate(zip(new_states, values, scales, kinds, strict=True)):
-        new = store_state(form, state, codecs.stream(bits, min(index, 1)), is_second)
+    for number, (state, value, scale, is_second) in enumerate(zip(new_states, values, scales, kinds, strict=True)):
+        new = store_state(form, state, codecs.stream(bits, min(number, 1)), is_second)
         stored += zip([value, scale], new, strict=True)
     if storage.step is not None:
         stored.append((storage.step, storage.step + 1))

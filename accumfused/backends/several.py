@@ -31,12 +31,12 @@ class SeveralDevices:
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         """One plan for each device, of the same rows; the leading one first."""
         for device, backend in sorted(self.backends.items(), key=lambda item: item[0] != plan.device):
-            part = replace(plan, device=device, parts=[], device_tables={}, batches={})
+            part = replace(plan, device=device, parts=[])
             backend.prepare(part, param_groups, state)
-            plan.parts.append((backend, part))
+            plan.parts.append(part)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
-        for backend, part in plan.parts:
+        for part in plan.parts:
             rows = _rows(part)
             if not any(own and a is not None for own, a in zip(rows, fold.accumulators, strict=True)):
                 continue
@@ -46,30 +46,29 @@ class SeveralDevices:
                 weights=_to(fold.weights, part.device), scale=scale,
             )  # fmt: skip
             sums = _to(partials, part.device)
-            backend.accumulate(part, own_fold, sums)
+            self.backends[part.device].accumulate(part, own_fold, sums)
             _merge(part, sums, partials)
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        for backend, part in plan.parts:
+        for part in plan.parts:
             own = _only(_rows(part), grads or [None] * len(plan.params))
             if partials is not None and any(grad is not None for grad in own):
                 sums = _to(partials, part.device)
-                backend.norm(part, own, sums, Scaling(part.device, takes_norm=True))
+                self.backends[part.device].norm(part, own, sums, Scaling(part.device, takes_norm=True))
                 _merge(part, sums, partials)
-        lead, leading = plan.parts[0]
-        outcome: Outcome = lead.norm(leading, None, partials, scaling)
-        return outcome
+        leading = plan.parts[0]
+        return self.backends[leading.device].norm(leading, None, partials, scaling)
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
-        for backend, part in plan.parts:
+        for part in plan.parts:
             own = _only(_rows(part), grads)
             if any(grad is not None for grad in own):
                 values = _to(outcome.values, part.device)
-                backend.step(part, own, hypers, Outcome(values, outcome.normed))
+                self.backends[part.device].step(part, own, hypers, Outcome(values, outcome.normed))
 
 
 def _rows(part: Plan) -> list[bool]:
-    return [tensor.device == part.device for tensor in part.tensors]
+    return [row.tensor.device == part.device for row in part.rows]
 
 
 def _only(rows: list[bool], values: Sequence[T | None]) -> list[T | None]:
@@ -85,6 +84,6 @@ def _merge(part: Plan, sums: Tensor, partials: Tensor) -> None:
     """Takes over the sums of a device's own chunks."""
     if sums is partials:
         return
-    counts = torch.tensor([chunk_count(tensor.numel()) for tensor in part.tensors], device="cpu")
+    counts = torch.tensor([chunk_count(row.tensor.numel()) for row in part.rows], device="cpu")
     own = torch.repeat_interleave(torch.tensor(_rows(part), device="cpu"), counts)
     partials.copy_(torch.where(_to(own, partials.device), _to(sums, partials.device), partials))

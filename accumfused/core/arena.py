@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accumfused.core.plan import Grads, Plan
+from accumfused.core.plan import Grads, Plan, Row
 
 _PADDING = 32  # elements: accumulators start at multiples of 64 bytes
 
@@ -27,25 +27,24 @@ class Arena:
 
     def extend(self, plan: Plan, grads: Grads) -> None:
         """Room for these gradients, where there is none that fits."""
-        together = [b and p.requires_grad for b, p in zip(plan.bundled, plan.params, strict=True)]
-        grads = [t if b else g for t, b, g in zip(plan.tensors, together, grads, strict=True)]
+        grads = [row.tensor if _travels(row) else grad for row, grad in zip(plan.rows, grads, strict=True)]
         missing: dict[tuple[torch.device, bool], list[int]] = {}
-        for row, grad in enumerate(grads):
-            have = self.places[row]
+        for index, grad in enumerate(grads):
+            have = self.places[index]
             if grad is not None and (
                 have is None or (have.device, have.shape, have.stride()) != (grad.device, grad.shape, grad.stride())
             ):
-                missing.setdefault((grad.device, plan.bundled[row]), []).append(row)
-        for (device, is_bundle), rows in missing.items():
-            sizes = [-(-plan.tensors[row].numel() // _PADDING) * _PADDING for row in rows]
+                missing.setdefault((grad.device, plan.rows[index].is_bundled), []).append(index)
+        for (device, is_bundle), indices in missing.items():
+            sizes = [-(-plan.rows[index].tensor.numel() // _PADDING) * _PADDING for index in indices]
             make = torch.zeros if is_bundle else torch.empty  # the gaps travel too
             memory = make(sum(sizes), dtype=torch.float32, device=device)
             if is_bundle:
                 self._bundles.append(memory)
             offset = 0
-            for row, size in zip(rows, sizes, strict=True):
-                tensor = plan.tensors[row]
-                self.places[row] = memory.as_strided(tensor.shape, tensor.stride(), offset)
+            for index, size in zip(indices, sizes, strict=True):
+                tensor = plan.rows[index].tensor
+                self.places[index] = memory.as_strided(tensor.shape, tensor.stride(), offset)
                 offset += size
         used = {place.untyped_storage().data_ptr() for place in self.places if place is not None}
         self._bundles = [bundle for bundle in self._bundles if bundle.data_ptr() in used]
@@ -55,15 +54,15 @@ class Arena:
 
         So what they lie in is alike in all processes.
         """
-        wanted = [b and p.requires_grad for b, p in zip(plan.bundled, plan.params, strict=True)]
-        alike = all((self.places[row] is not None) is wanted[row] for row, b in enumerate(plan.bundled) if b)
-        if not alike or len(self._bundles) > len({tensor.device for tensor in plan.tensors}):
+        both = list(zip(plan.rows, self.places, strict=True))
+        alike = all((place is not None) is _travels(row) for row, place in both if row.is_bundled)
+        if not alike or len(self._bundles) > len({row.tensor.device for row in plan.rows}):
             self._bundles = []
-            self.places = [None if b else p for p, b in zip(self.places, plan.bundled, strict=True)]
-            self.extend(plan, [None] * len(wanted))
+            self.places = [None if row.is_bundled else place for row, place in both]
+            self.extend(plan, [None] * len(both))
         placed: Grads = []
-        for accumulator, place, is_bundled in zip(accumulators, self.places, wanted, strict=True):
-            if accumulator is not None and is_bundled and place is not None and accumulator is not place:
+        for row, accumulator, place in zip(plan.rows, accumulators, self.places, strict=True):
+            if accumulator is not None and _travels(row) and place is not None and accumulator is not place:
                 accumulator = place.copy_(accumulator)
             placed.append(accumulator)
         return placed
@@ -71,12 +70,17 @@ class Arena:
     def memory_of(self, plan: Plan, accumulators: Grads) -> list[Tensor]:
         """What these accumulators lie in, after `bundle`, as flat tensors: one of all small ones, and each other."""
         flats = list(self._bundles)
-        for accumulator, place, is_bundled in zip(accumulators, self.places, plan.bundled, strict=True):
-            if accumulator is not None and not is_bundled:
+        for row, accumulator, place in zip(plan.rows, accumulators, self.places, strict=True):
+            if accumulator is not None and not row.is_bundled:
                 flats.append(flat(accumulator))
-            elif accumulator is None and is_bundled and place is not None:
+            elif accumulator is None and row.is_bundled and place is not None:
                 place.zero_()  # the last window's sums
         return flats
+
+
+def _travels(row: Row) -> bool:
+    """Whether its accumulator travels together with others: small ones of all parameters that require a gradient."""
+    return row.is_bundled and row.param.requires_grad
 
 
 def flat(tensor: Tensor) -> Tensor:

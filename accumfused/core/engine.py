@@ -188,7 +188,8 @@ class Engine:
         graphs.refuse_new_tensors(devices)
         plan = build(groups, state, rules, self.settings)
         backend, exchange = self._surroundings.select(self.settings, plan, devices, known)
-        plan.bundled = [4 * param.numel() < exchange.bundled_bytes for param in plan.params]
+        for row in plan.rows:
+            row.is_bundled = 4 * row.param.numel() < exchange.bundled_bytes
         backend = self.backend or backend
         backend.prepare(plan, groups, state)
         if self.skips is None or self.skips.count.device != plan.device:
@@ -360,19 +361,18 @@ class Engine:
         """What is prepared once every parameter that has a gradient has its state, in its format."""
         graphs.refuse_new_tensors({plan.device})  # the zeros would be a graph's, and never be there
         self.masters.settle()
-        for row, grad in enumerate(grads):
+        for row, grad in zip(plan.rows, grads, strict=True):
             if grad is None:
                 continue
-            param, tensor, shard = plan.params[row], plan.tensors[row], plan.shards[row]
-            if row in plan.copied:
-                tensor.copy_(plan.owned[row])
-            rule, form, entries = plan.rules[plan.groups[row]], plan.formats[row], self.owner.state[param]
+            if row.is_copy:
+                row.tensor.copy_(row.owned)
+            entries, shard = self.owner.state[row.param], row.shard
             own = entries if shard is None else shard.parts(entries)
-            make_state(rule, form, tensor, own, self.seed)
+            make_state(row.rule, row.form, row.tensor, own, self.seed)
             if shard is not None:
-                shard.put(own, entries, names(rule, form))
-            if row in plan.copied:
-                plan.owned[row].copy_(tensor)
+                shard.put(own, entries, names(row.rule, row.form))
+            if row.is_copy:
+                row.owned.copy_(row.tensor)
         self.masters.written()  # what was copied back is not somebody else's
         self.masters.see(self.owner.state)  # a state that was converted lies elsewhere
         self.window.see_weights()
@@ -432,12 +432,12 @@ class Engine:
         plan, grads = measured.prepared.plan, measured.matched
         if plan.has_remainders:
             self.masters.refresh(plan)
-        for row in plan.copied:
-            plan.tensors[row].copy_(plan.owned[row])
+        copies = [plan.rows[index] for index in plan.copies if grads[index] is not None]
+        for row in copies:
+            row.tensor.copy_(row.owned)
         measured.prepared.backend.step(plan, grads, plan.hypers(self.owner.param_groups), measured.outcome)
-        for row in plan.copied:
-            if grads[row] is not None:
-                plan.owned[row].copy_(plan.tensors[row])
+        for row in copies:
+            row.owned.copy_(row.tensor)
         written = plan.params
         if not measured.complete:
             written = [param for param, grad in zip(plan.params, grads, strict=True) if grad is not None]

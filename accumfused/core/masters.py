@@ -100,7 +100,7 @@ class Masters:
         seen = zip(self._params, self._versions, self._remainders, strict=True)
         known = {id(param): (param, version, remainder) for param, version, remainder in seen}
         self._plan, self._params, self._versions, self._remainders = plan, [], [], []
-        for param, storage in zip(plan.params, plan.storages, strict=True):
+        for param, storage in ((row.param, row.storage) for row in plan.rows):
             if storage is None or storage.master is None or storage.master.is_floating_point():
                 continue
             _, version, _ = known.pop(id(param), (param, param._version, storage.master))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused import _native
+from accumfused import compiled
 from accumfused.core import memory
 from accumfused.formats import shards
 from accumfused.formats.kinds import PARAM_DTYPES, REMAINDER, Format, Storage, format_of, names, storage_of
@@ -39,62 +39,70 @@ def _own_references() -> int:
 _OWN_REFERENCES = _own_references()  # of `param.grad` that was just read, where nobody else holds the gradient
 
 
-@dataclass
-class Plan:
-    """Rows of tensors; built by `build`, dropped when something moves."""
+@dataclass(eq=False)
+class Row:
+    """One parameter, in the form that the backends work on."""
 
-    params: list[Tensor]  # as the user has them
-    owned: list[Tensor]  # this process's part of each: the parameter itself, where it is not spread over processes
-    tensors: list[Tensor]  # what the kernels write: the same, or a dense copy where that memory is not dense
-    groups: list[int]
+    param: Tensor  # as the user has it
+    owned: Tensor  # this process's part of it: the parameter itself, where it is not spread over processes
+    tensor: Tensor  # what the kernels write: the same, or a dense copy where that memory is not dense
+    group: int
+    rule: type[Rule]
+    form: Format
+    storage: Storage | None  # None: not made yet
+    first_chunk: int
+    shard: Shard | None  # how the part lies in the parameter; None: it is the whole
+    # Where the part begins in the whole tensor, in elements and in memory order: it is rounded by the noise that its
+    # elements have in the whole. With states in int8 a multiple of a block.
+    origin: int
+    is_bundled: bool = False  # its accumulator is small, and reduced together with others
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the kernels write a dense copy."""
+        return self.tensor is not self.owned
+
+
+@dataclass(eq=False)
+class Plan:
+    """A row for each parameter; built by `build`, dropped when something moves."""
+
+    rows: list[Row]
     rules: list[type[Rule]]  # per group
-    formats: list[Format]
-    storages: list[Storage | None]  # None: not made yet
-    first_chunk: list[int] = field(default_factory=list)
-    # Where each tensor begins in the one that it is a part of, in elements and in memory order: a part is rounded by
-    # the noise that its elements have in the whole. 0: it is the whole one. With states in int8 a multiple of a block.
-    origins: list[int] = field(default_factory=list)
-    chunks: int = 0
-    has_all_states: bool = False
-    copied: list[int] = field(default_factory=list)  # rows whose tensor is a dense copy
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where its kernels run
+    chunks: int
+    device: torch.device  # where its kernels run
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
-    # Rows whose accumulators are to be reduced together: small ones.
-    bundled: list[bool] = field(default_factory=list)
-    shards: list[Shard | None] = field(default_factory=list)  # how parts lie in their parameters; None: the whole
-    is_spread: bool = False  # there are such parts
-    has_remainders: bool = False  # masters of which the parameter is a half
-    rule_indices: list[int] = field(default_factory=list)  # per group, in the kernels' order
-    device_tables: dict[int, Any] = field(default_factory=dict)  # the table's copies on a GPU, which cuda.py keeps here
-    batches: dict[int, Any] = field(default_factory=dict)  # pieces of the tensors, which foreach.py keeps here
-    parts: list[tuple[Any, Plan]] = field(default_factory=list)  # with several devices: backend and plan of each
-    # With shards: the process groups of each kind, and its chunks (None: all), for the norm; made with the first one.
-    kinds: list[tuple[tuple[Any, ...], Tensor | None]] | None = None
+    parts: list[Plan] = field(default_factory=list)  # with several devices: the plan of each
+    # What follows from the rows:
+    params: list[Tensor] = field(init=False)
+    copies: list[int] = field(init=False)  # rows whose tensor is a dense copy
+    has_all_states: bool = field(init=False)
+    has_remainders: bool = field(init=False)  # masters of which the parameter is a half
+    is_spread: bool = field(init=False)  # some rows are parts of their parameters
     _pointed_at: Grads | None = None
     _held: list[bool] = field(default_factory=list)
     _seen: tuple[Any, Any, Any] | None = None  # of groups and states, where there is no table that does
     _checked: set[int] = field(default_factory=set)  # parameters, for the same
 
+    def __post_init__(self) -> None:
+        self.params = [row.param for row in self.rows]
+        self.copies = [index for index, row in enumerate(self.rows) if row.is_copy]
+        self.has_all_states = all(row.storage is not None for row in self.rows)
+        masters = [row.form.master for row in self.rows]
+        self.has_remainders = any(master is not None and master[0] == REMAINDER for master in masters)
+        self.is_spread = any(row.shard is not None for row in self.rows)
+
     def add_table(self, table: Any, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
         """Makes the table of the addresses on this device; `table`: the class, of a native module."""
-        numels = [tensor.numel() for tensor in self.tensors]
-        device = torch.empty(0, device=self.device).__dlpack_device__()
-        slots = [None if storage is None else storage.slots() for storage in self.storages]
-        formats = [(int(form.weights), int(form.states)) for form in self.formats]
-        owners = [self.owned[row] if shard else self.params[row] for row, shard in enumerate(self.shards)]
-        self.table = table(
-            _native.exchange_api, device, owners, self.tensors, numels, self.origins, self.groups, slots, formats
-        )
+        self.table = table(compiled.exchange_api, torch.empty(0, device=self.device).__dlpack_device__(), self.rows)
         if not self.is_spread:
             self.table.remember(param_groups, state)
-        indices = {name: index for index, (name, *_) in enumerate(_native._C.rules())}
-        self.rule_indices = [indices.get(rule.name, 0) for rule in self.rules]
         assert self.table.chunks == self.chunks
 
     def unchanged(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool:
         """Whether groups, states and the memory behind them are still those of this plan."""
         if self.parts and not self.is_spread:
-            return all(part.unchanged(param_groups, state) for _, part in self.parts)
+            return all(part.unchanged(param_groups, state) for part in self.parts)
         if self.table is None or self.is_spread:
             # The reference has seen nothing: it reads everything at each step.
             return self._seen is not None and self._is_as_seen(*self._seen, *_objects(param_groups, state))
@@ -122,7 +130,7 @@ class Plan:
 
     def lacks_state(self, grads: Grads) -> bool:
         return not self.has_all_states and any(
-            grad is not None and storage is None for grad, storage in zip(grads, self.storages, strict=True)
+            grad is not None and row.storage is None for grad, row in zip(grads, self.rows, strict=True)
         )
 
     def gradients(self) -> tuple[Grads, int]:
@@ -132,7 +140,7 @@ class Plan:
             whole = [param.grad for param in self.params]
             counts = Counter(map(id, whole))
             self._held = [own or counts[id(grad)] > 1 for own, grad in zip(held, whole, strict=True)]
-            grads = [g if s is None else _part(p, g) for p, g, s in zip(self.params, whole, self.shards, strict=True)]
+            grads = [g if row.shard is None else _part(row.param, g) for row, g in zip(self.rows, whole, strict=True)]
             return grads, sum(grad is not None for grad in grads)
         grads, present, refused = self.table.read_grads(_OWN_REFERENCES)
         self._pointed_at = grads if refused < 0 else []
@@ -182,16 +190,16 @@ class Plan:
 
     def let_go(self) -> None:
         """Forgets the gradients, which would live on otherwise."""
-        for _, part in self.parts:
+        for part in self.parts:
             part.let_go()
         if self._pointed_at is not None:
             self.table.clear()
         self._pointed_at = None
 
     def _match(self, index: int, grad: Tensor) -> Tensor:
-        tensor = self.tensors[index]
+        tensor = self.rows[index].tensor
         if index not in self._checked:
-            check_parameter(self.owned[index])
+            check_parameter(self.rows[index].owned)
             self._checked.add(index)
         check_gradient(tensor, grad)
         in_memory = type(grad) is Tensor and not grad.is_neg() and not grad._is_zerotensor()
@@ -212,36 +220,33 @@ def build(
         RuntimeError: two parameters share memory; one's memory is too small or read-only; a DTensor of which this
             process has no part to update.
     """
-    params = [p for group in param_groups for p in group["params"]]
-    groups = [g for g, group in enumerate(param_groups) for _ in group["params"]]
-    plan = Plan(params, [], [], groups, rules, [], [])
-    for index, (param, group) in enumerate(zip(params, groups, strict=True)):
-        shard = shards.shard_of(param)
-        tensor = shards.owned(param, shard)
-        plan.shards.append(shard)
-        plan.owned.append(tensor)
-        if layout(tensor) == "strided":
-            tensor = torch.empty_like(tensor, requires_grad=False)
-            plan.copied.append(index)
-        plan.tensors.append(tensor)
-        form = format_of(rules[group], param, settings) if param.dtype in PARAM_DTYPES else Format()
-        plan.formats.append(form)
-        entries = state.get(param)
-        if shard is not None and entries is not None:
-            placed = shard.has_placed(entries, names(rules[group], form))
-            entries = shard.parts(entries) if placed else None
-        plan.storages.append(storage_of(rules[group], form, tensor, entries))
-        plan.first_chunk.append(plan.chunks)
-        plan.chunks += chunk_count(tensor.numel())
-        plan.origins.append(0 if shard is None else shard.origin)
-    plan.has_all_states = None not in plan.storages
-    memory.check([tensor for tensor in plan.owned if has_memory(tensor) and not is_freed(tensor) and tensor.numel()])
-    plan.is_spread = any(shard is not None for shard in plan.shards)
-    plan.has_remainders = any(form.master is not None and form.master[0] == REMAINDER for form in plan.formats)
+    rows, chunks = list[Row](), 0
+    for index, group in enumerate(param_groups):
+        for param in group["params"]:
+            rows.append(_row(param, index, rules[index], state.get(param), settings, chunks))
+            chunks += chunk_count(rows[-1].tensor.numel())
+    owned = [row.owned for row in rows]
+    memory.check([tensor for tensor in owned if has_memory(tensor) and not is_freed(tensor) and tensor.numel()])
+    device = next((tensor.device for tensor in owned if has_memory(tensor)), torch.device("cpu"))
+    plan = Plan(rows, rules, chunks, device)
     if plan.is_spread:
         plan.remember(param_groups, state)
-    plan.device = next((tensor.device for tensor in plan.tensors if has_memory(tensor)), torch.device("cpu"))
     return plan
+
+
+def _row(
+    param: Tensor, group: int, rule: type[Rule], entries: Mapping[str, Any] | None, settings: Settings, chunk: int
+) -> Row:
+    """Args: entries: the optimizer's state of the parameter; chunk: its first one."""
+    shard = shards.shard_of(param)
+    tensor = owned = shards.owned(param, shard)
+    if layout(owned) == "strided":
+        tensor = torch.empty_like(owned, requires_grad=False)
+    form = format_of(rule, param, settings) if param.dtype in PARAM_DTYPES else Format()
+    if shard is not None and entries is not None:
+        entries = shard.parts(entries) if shard.has_placed(entries, names(rule, form)) else None
+    storage, origin = storage_of(rule, form, tensor, entries), 0 if shard is None else shard.origin
+    return Row(param, owned, tensor, group, rule, form, storage, chunk, shard, origin)
 
 
 def _objects(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> tuple[list[Any], list[Any]]:

@@ -130,7 +130,7 @@ class Window:
             raise RuntimeError(
                 "parameters were removed or reordered while a window is open; call step() or zero_grad() first"
             )
-        for param, accumulator in zip(plan.owned, self.accumulators, strict=False):
+        for param, accumulator in zip((row.owned for row in plan.rows), self.accumulators, strict=False):
             if accumulator is not None and (
                 (param.device, param.shape) != (accumulator.device, accumulator.shape)
                 or param.dtype not in PARAM_DTYPES
@@ -141,10 +141,12 @@ class Window:
                     "Move the model back, or call zero_grad() and begin the window again"
                 )
         for row, accumulator in enumerate(self.accumulators):
-            if accumulator is not None and accumulator.stride() != plan.tensors[row].stride():
-                self.accumulators[row] = _laid_out(accumulator, plan.tensors[row])
+            if accumulator is not None and accumulator.stride() != plan.rows[row].tensor.stride():
+                self.accumulators[row] = _laid_out(accumulator, plan.rows[row].tensor)
                 self._summed[row] = False  # the norm's order is that of memory
-        if self._plan is not None and self._plan.first_chunk != plan.first_chunk[:known]:  # one was resized
+        if self._plan is not None and any(
+            old.first_chunk != new.first_chunk for old, new in zip(self._plan.rows, plan.rows, strict=False)
+        ):  # one was resized
             self.partials, self._summed = self.partials.new_zeros(plan.chunks), [False] * known
         new = len(plan.params) - known
         self._plan, self.params = plan, list(plan.params)
@@ -277,7 +279,7 @@ class Window:
         self._divisor = divisor
         self.accumulators = self.arena.bundle(plan, self.accumulators)
         if True in missing:
-            self.arena.extend(plan, [t if m else None for t, m in zip(plan.tensors, missing, strict=True)])
+            self.arena.extend(plan, [row.tensor if m else None for row, m in zip(plan.rows, missing, strict=True)])
         for row, is_missing in enumerate(missing):
             zeros = self.arena.places[row]
             if is_missing and zeros is not None:
@@ -305,7 +307,7 @@ class Window:
                 self._grad_dtypes[index] = dtype
                 param.grad_dtype = None
             assert self._plan is not None
-            shard = self._plan.shards[index]
+            shard = self._plan.rows[index].shard
             if shard is None:
                 param.grad = accumulator
             else:
@@ -484,11 +486,11 @@ class Window:
         adopts = not graphs.has_static_memory(plan.device)
         copied: Grads = [None] * len(grads)
         taken = list(self.accumulators)
-        rows = zip(grads, self.arena.places, plan.held(), plan.bundled, strict=True)
-        for row, (grad, place, is_held, is_bundled) in enumerate(rows):
+        rows = zip(grads, self.arena.places, plan.held(), strict=True)
+        for row, (grad, place, is_held) in enumerate(rows):
             if grad is None:
                 continue
-            if grad is place or (adopts and not is_held and not is_bundled and adoptable(grad)):
+            if grad is place or (adopts and not is_held and not plan.rows[row].is_bundled and adoptable(grad)):
                 taken[row] = grad
             else:
                 memory.check_size(grad, "gradient")

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from accumfused.backends.reference import finish_norm
-from accumfused.core.plan import Grads, Plan
+from accumfused.core.plan import Grads, Plan, Row
 from accumfused.core.protocol import Backend, Exchange, Outcome, Scaling
 from accumfused.distributed.groups import has_processes, refuse_reducing
 from accumfused.formats.numeric import chunk_count, ieee, sum_partials
@@ -27,6 +28,8 @@ from accumfused.settings import Settings
 BUNDLED_BYTES = 2 * 2**20  # accumulators below this travel together; others are worth a collective of their own
 _PIECE_BYTES = 32 * 2**20  # of what travels in one collective
 _UNDER_WAY = 4  # collectives
+
+Kinds = list[tuple[tuple[Any, ...], Tensor | None]]  # process groups between which parameters are cut; their chunks
 
 
 def select(settings: Settings, plan: Plan, known: Exchange | None) -> Exchange:
@@ -78,6 +81,7 @@ class Means(Alone):
         self.has_means = has_processes()
         self.is_alone = not self.has_means
         self._all_are = settings.grads_are_reduced
+        self._kinds: WeakKeyDictionary[Plan, Kinds] = WeakKeyDictionary()
 
     def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
         if self.has_means and weight is not None and not in_loss:
@@ -108,14 +112,16 @@ class Means(Alone):
         if not plan.is_spread or partials is None:
             return backend.norm(plan, grads, partials, scaling)
         backend.norm(plan, grads, partials, Scaling(plan.device, takes_norm=True))
-        squares = sum_of_squares(plan, partials)
+        if plan not in self._kinds:
+            self._kinds[plan] = _kinds(plan)
+        squares = sum_of_squares(self._kinds[plan], partials)
         with ieee():
             return finish_norm(squares, scaling)
 
 
 def _refuse_unreduced(plan: Plan) -> None:
     """Refuses plain parameters whose gradients nobody would reduce. Frozen ones pass."""
-    if any(shard is None and p.requires_grad for p, shard in zip(plan.params, plan.shards, strict=True)):
+    if any(row.shard is None and row.param.requires_grad for row in plan.rows):
         raise RuntimeError(
             "there is more than one process, and accumulate() takes gradients out of the reach of "
             "DistributedDataParallel; give the optimizer process_group= and call accumfused.attach_ddp(ddp, "
@@ -183,11 +189,11 @@ class Summed(Alone):
         ):
             return
         refuse_reducing(params)
-        made = [None if storage is None else storage.seed for storage in plan.storages]
+        made = [None if row.storage is None else row.storage.seed for row in plan.rows]
         seeds = [seed if value is None else int(value) for value in made]
         own = [
-            (tuple(p.shape), tuple(p.stride()), str(p.dtype), p.requires_grad, form.needs_noise and seed)
-            for p, form, seed in zip(params, plan.formats, seeds, strict=True)
+            (tuple(p.shape), tuple(p.stride()), str(p.dtype), p.requires_grad, row.form.needs_noise and seed)
+            for p, row, seed in zip(params, plan.rows, seeds, strict=True)
         ]
         every: list[list[Any]] = [[]] * self.size
         dist.all_gather_object(every, own, group=self.group)
@@ -267,17 +273,14 @@ class Summed(Alone):
             finish_first()
 
 
-def sum_of_squares(plan: Plan, partials: Tensor) -> Tensor:
+def sum_of_squares(kinds: Kinds, partials: Tensor) -> Tensor:
     """Over all parameters, added up over the processes between which each is cut: fp64, shape [], the same in all.
 
     One all-reduce of a few numbers for each dimension of a mesh. A NaN or inf anywhere makes it one.
     """
-    if plan.kinds is None:
-        plan.kinds = _kinds(plan)
-    kinds = [groups for groups, _ in plan.kinds]
-    total = torch.stack([sum_partials(partials if m is None else torch.where(m, partials, 0.0)) for _, m in plan.kinds])
-    for group in dict.fromkeys(group for groups in kinds for group in groups):
-        which = [index for index, groups in enumerate(kinds) if group in groups]
+    total = torch.stack([sum_partials(partials if m is None else torch.where(m, partials, 0.0)) for _, m in kinds])
+    for group in dict.fromkeys(group for groups, _ in kinds for group in groups):
+        which = [index for index, (groups, _) in enumerate(kinds) if group in groups]
         if len(which) == len(kinds):
             dist.all_reduce(total, group=group)
             continue
@@ -288,20 +291,18 @@ def sum_of_squares(plan: Plan, partials: Tensor) -> Tensor:
     return total.sum()
 
 
-def _kinds(plan: Plan) -> list[tuple[tuple[Any, ...], Tensor | None]]:
-    """Process groups between which parameters are cut, and the chunks of those that are cut between these."""
-    rows: dict[tuple[Any, ...], list[int]] = {}
-    for row, shard in enumerate(plan.shards):
-        if plan.tensors[row].numel() or shard is not None:
-            rows.setdefault(() if shard is None else shard.groups, []).append(row)
-    masks: list[Tensor | None] = [None] * len(rows)
-    for index, own in enumerate(rows.values() if len(rows) > 1 else ()):
+def _kinds(plan: Plan) -> Kinds:
+    own: dict[tuple[Any, ...], list[Row]] = {}
+    for row in plan.rows:
+        if row.tensor.numel() or row.shard is not None:
+            own.setdefault(() if row.shard is None else row.shard.groups, []).append(row)
+    masks: list[Tensor | None] = [None] * len(own)
+    for index, rows in enumerate(own.values() if len(own) > 1 else ()):
         mask = torch.zeros(plan.chunks, dtype=torch.bool, device="cpu")
-        for row in own:
-            first = plan.first_chunk[row]
-            mask[first : first + chunk_count(plan.tensors[row].numel())] = True
+        for row in rows:
+            mask[row.first_chunk : row.first_chunk + chunk_count(row.tensor.numel())] = True
         masks[index] = mask.to(plan.device)
-    return list(zip(rows, masks, strict=True))
+    return list(zip(own, masks, strict=True))
 
 
 def mean_of_totals(plan: Plan, total: float | Tensor, is_weighted: bool | None) -> Tensor:
@@ -310,7 +311,7 @@ def mean_of_totals(plan: Plan, total: float | Tensor, is_weighted: bool | None) 
     Where gradients are means over processes, this is what their sum is divided by. 1 without weights, and NaN where
     some have weights and some have not.
     """
-    meshes = [shard.mesh for shard in plan.shards if shard is not None]
+    meshes = [row.shard.mesh for row in plan.rows if row.shard is not None]
     mesh = max(meshes, key=lambda mesh: mesh.size()) if meshes else None
     groups = [dist.group.WORLD] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
     size = dist.get_world_size() if mesh is None else mesh.size()

@@ -59,19 +59,18 @@ def load_state_dict(optimizer: FusedOptimizer, model: Module, state_dict: Mappin
     given._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
     result = model.load_state_dict(given, strict and not others)  # names are checked
     result.missing_keys[:] = [name for name in result.missing_keys if name not in others]
-    for param, form in zip(current.params, current.formats, strict=True):
-        if id(param) in values and (form.master is None or form.master[0] != REMAINDER):
-            optimizer.state.get(param, {}).pop(REMAINDER, None)  # another format's; these weights take its place
-    rows = [row for row, form in enumerate(current.formats) if form.master and id(current.params[row]) in values]
-    current = engine.with_states(current, [p if row in rows else None for row, p in enumerate(current.params)]).plan
-    for row in rows:
-        param, tensor = current.params[row], current.tensors[row]
-        shard, entries, value = current.shards[row], optimizer.state[param], values[id(param)]
+    for row in current.rows:
+        if id(row.param) in values and (row.form.master is None or row.form.master[0] != REMAINDER):
+            optimizer.state.get(row.param, {}).pop(REMAINDER, None)  # another format's; these weights take its place
+    wanted = [row.form.master is not None and id(row.param) in values for row in current.rows]
+    current = engine.with_states(current, [p if w else None for p, w in zip(current.params, wanted, strict=True)]).plan
+    for row in [row for row, is_wanted in zip(current.rows, wanted, strict=True) if is_wanted]:
+        shard, entries, value = row.shard, optimizer.state[row.param], values[id(row.param)]
         if shard is not None:
             entries, value = shard.parts(entries), shard.part("weights", value)
-        store_full_precision(current.formats[row], tensor, entries, value)
-        if tensor is not current.owned[row]:  # its memory has holes
-            current.owned[row].copy_(tensor)
+        store_full_precision(row.form, row.tensor, entries, value)
+        if row.is_copy:  # its memory has holes
+            row.owned.copy_(row.tensor)
     masters.written()
     masters.refresh(current)  # which may have more of them now
     return result

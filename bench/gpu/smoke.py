@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused import _native
+from accumfused import compiled
 from accumfused.backends import why_not
 from accumfused.formats import numeric
 from bench.gpu.bits import differences
@@ -229,7 +229,7 @@ def run_checks(
     again: Callable[[int], Any] = lambda start: None,
 ) -> bool:  # fmt: skip
     """Whether all bits are equal. Args: start: how many comparisons are done; again: begins anew with that number."""
-    reference = "torch" if _native._C is None or device.type == "cpu" else "cpu"
+    reference = "torch" if compiled.module is None or device.type == "cpu" else "cpu"
     known: dict[str, Found] = {}
     ordered = [(name, check) for name in backends for check in several if check.brief or name != "triton"]
     good = True

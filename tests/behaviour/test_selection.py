@@ -12,7 +12,7 @@ from snapshot import writes_nothing
 from torch.nn import Parameter
 
 import accumfused as af
-from accumfused import _native, backends
+from accumfused import backends, compiled
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.reference import ReferenceBackend
 
@@ -21,7 +21,7 @@ CPU, GPU, XPU = torch.device("cpu"), torch.device("cuda", 0), torch.device("xpu"
 
 @pytest.fixture
 def built_for_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(_native, "cuda_unavailable", None)
+    monkeypatch.setattr(compiled, "cuda_unavailable", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.version, "hip", None)
     return monkeypatch

@@ -13,10 +13,10 @@ import torch
 import triton_interpreter
 from harness import GPU
 
-from accumfused import _native, backends
+from accumfused import backends, compiled
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 1)
-INSTRUCTION_SETS = [] if _native.unavailable else inside.native().instruction_sets()
+INSTRUCTION_SETS = [] if compiled.unavailable else inside.native().instruction_sets()
 # "torch" too: the reference with any layout against itself with contiguous tensors.
 ON_CPU = ["torch", *INSTRUCTION_SETS, "emulated"]
 ON_GPU = ["cuda", "triton", "torch on a GPU"] if GPU else []

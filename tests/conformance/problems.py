@@ -191,7 +191,8 @@ class Watched:
         return getattr(self._inner, name)
 
     def prepare(self, plan: Any, param_groups: Any, state: Any) -> None:
-        plan.origins = self._origins or plan.origins
+        for row, origin in zip(plan.rows, self._origins, strict=False):
+            row.origin = origin
         self._inner.prepare(plan, param_groups, state)
 
     def norm(self, *args: Any) -> Any:

@@ -57,7 +57,7 @@ def test_what_lies_behind_a_tensor_is_refused(checked_cuda: CudaBackend, memory:
 
 def test_an_access_off_its_boundary_is_refused(checked_cuda: CudaBackend, memory: DeviceMemory, checked: Any) -> None:
     optimizer = stepped(memory, checked_cuda)
-    tables = inside.plan(optimizer).device_tables
+    tables = inside.device_tables(optimizer)
     (kept, _, stream) = tables[0]
     with memory:
         shifted = torch.empty(len(kept) + 16, dtype=torch.uint8)

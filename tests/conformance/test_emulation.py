@@ -137,7 +137,7 @@ def test_a_capture_has_a_table_of_its_own(cuda: CudaBackend, machine: Any, strea
     optimizer = two(cuda)
     params = optimizer.param_groups[0]["params"]
     optimizer.step()
-    tables = inside.plan(optimizer).device_tables
+    tables = inside.device_tables(optimizer)
     eager = tables[0][0]
     before = eager.clone()
     stream(77)

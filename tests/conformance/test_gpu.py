@@ -20,7 +20,7 @@ from table import ADAMW_CASE, STATES, WEIGHTS, case_named, random_grads, random_
 from torch import Tensor
 
 import accumfused as af
-from accumfused import _native, backends
+from accumfused import backends, compiled
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
@@ -210,7 +210,7 @@ def warm_up(one_window: Callable[[], None], times: int = 2) -> None:
 
 
 def needs_capture(gpu: str) -> None:
-    if gpu == "triton" and _native.unavailable is not None:
+    if gpu == "triton" and compiled.unavailable is not None:
         pytest.skip("without the native module's table a plan cannot be known to be unchanged")
 
 

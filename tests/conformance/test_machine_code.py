@@ -17,7 +17,7 @@ from pathlib import Path
 import inside
 import pytest
 
-from accumfused import _native
+from accumfused import compiled
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "tools").exists():
@@ -43,22 +43,22 @@ def module() -> Path:
     """The native module, or where it has no CUDA its kernels for 9.0, which nvcc compiles here once."""
     if machine_code.cuobjdump() is None:
         pytest.skip("there is no cuobjdump; the CUDA toolkit and Triton's wheel have one")
-    if _native.cuda_unavailable is None:
+    if compiled.cuda_unavailable is None:
         return machine_code.module()
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        pytest.skip(_native.cuda_unavailable)
+        pytest.skip(compiled.cuda_unavailable)
     csrc = ROOT / "csrc"
     sources = b"".join(path.read_bytes() for path in sorted(csrc.rglob("*.*")))
     folder = ROOT / "build" / "machine_code"
-    compiled = folder / f"{hashlib.sha256(sources).hexdigest()[:16]}.o"
+    made = folder / f"{hashlib.sha256(sources).hexdigest()[:16]}.o"
     folder.mkdir(parents=True, exist_ok=True)
-    if not compiled.exists():
+    if not made.exists():
         part = folder / f"{os.getpid()}.o"
         flags = ["-std=c++17", "-O3", "--fmad=false", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"]
         subprocess.run([nvcc, *flags, "-c", str(csrc / "cuda" / "launch.cu"), "-o", str(part)], check=True)
-        part.replace(compiled)
-    return compiled
+        part.replace(made)
+    return made
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_module_loads(built: Path) -> None:
-    program = "import accumfused, accumfused._native as n; print(n._C.__file__)"
+    program = "import accumfused, accumfused.compiled as n; print(n.module.__file__)"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=built, check=True, capture_output=True, text=True)
     assert loaded.stdout.strip() == str(built / MODULE)
     assert not (built / REASON).exists()

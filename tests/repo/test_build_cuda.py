@@ -16,7 +16,7 @@ pytestmark = [needs_source, pytest.mark.full]
 
 
 def has_cuda(source: Path) -> bool:
-    program = "import accumfused._native as n; print(hasattr(n._C, 'cuda'), n.cuda_unavailable)"
+    program = "import accumfused.compiled as n; print(hasattr(n.module, 'cuda'), n.cuda_unavailable)"
     done = subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True, text=True)
     return done.stdout.startswith("True")
 
@@ -85,7 +85,7 @@ class TestWithNvcc:
         assert done.returncode == 0, done.stderr
         assert "kernels for GPUs of compute capability 80 90" in done.stdout
         assert not (source / CUDA_REASON).exists()
-        program = "import accumfused._native as n; print(n._C.cuda.ARCHS)"
+        program = "import accumfused.compiled as n; print(n.module.cuda.ARCHS)"
         found = subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True, text=True)
         assert found.stdout.strip() == "80 90"
 

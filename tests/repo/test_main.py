@@ -50,7 +50,7 @@ PURE = """
 import importlib, json, logging
 import torch
 import accumfused as af
-from accumfused import _native
+from accumfused import compiled
 
 def train(make):
     param = torch.nn.Parameter(torch.ones(3))
@@ -73,7 +73,7 @@ results += [train(lambda params: af.AdamW(params, backend="cpu"))]
 results += [train(lambda params: af.fuse(torch.optim.NAdam(params), backend="cpu"))]
 with open("accumfused/_native_error.txt", "w") as file:
     file.write("g++ failed:\\nrules.h:1: error: no such thing")
-importlib.reload(_native)
+importlib.reload(compiled)
 from accumfused.__main__ import report
 print(json.dumps([said, results, report()]))
 """

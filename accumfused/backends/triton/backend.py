@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from accumfused import _native
+from accumfused import compiled
 from accumfused.backends.triton import kernels, memory
 from accumfused.backends.triton import numeric as triton_numeric
 from accumfused.backends.triton.step import step_kernel
@@ -36,7 +37,6 @@ from accumfused.formats.kinds import Format, Storage
 from accumfused.formats.numeric import ieee
 from accumfused.rule import Rule
 
-_ROWS, _HYPERS, _FIXED = 0, 1, 2  # in plan.device_tables: the rows and hyper-parameters sent last; a _Fixed
 _NO_SLOTS = Storage(None, None, None, [], []).slots()
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # of 256 threads, as in csrc/cuda
@@ -58,11 +58,22 @@ class _Sent:
 
 
 @dataclass
-class _Fixed:
-    """What lasts as long as the plan."""
+class _Kept:
+    """What lasts as long as a plan."""
 
     kinds: list[tuple[type[Rule], Format]]  # that there are among the rows
     rows: list[tuple[int, ...]]  # the words of each, up to ORIGIN
+    sent: dict[str, _Sent] = field(default_factory=dict)  # the "rows" and "hypers" of the last call
+
+    def table(self, grads: Grads | None, accumulators: Grads | None = None, held: list[int] | None = None) -> list[int]:
+        """The ticket, and every row's words in the order of memory.py."""
+        words = [0]
+        nothing: Grads = [None] * len(self.rows)
+        rows = zip(self.rows, grads or nothing, accumulators or nothing, held or [0] * len(nothing), strict=True)
+        for fixed, grad, accumulator, weight in rows:
+            dtype = memory.NO_GRAD.value if grad is None else GRAD_DTYPES.index(grad.dtype)
+            words += (*fixed, address(grad), address(accumulator), weight, dtype)
+        return words
 
 
 class TritonBackend:
@@ -71,20 +82,22 @@ class TritonBackend:
 
     def __init__(self) -> None:
         self._captured: list[tuple[Tensor, Tensor]] = []  # what a graph's replay reads again: on the host, its copy
+        self._kept: WeakKeyDictionary[Plan, _Kept] = WeakKeyDictionary()
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         """The native module's table, where there is one, tells that a plan still holds; the kernels do not read it."""
-        if _native.unavailable is None:
-            plan.add_table(_native._C.Table, param_groups, state)
+        if compiled.unavailable is None:
+            plan.add_table(compiled.module.Table, param_groups, state)
+        self._kept[plan] = _kept(plan)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
         number, at = as_number_and_address(fold.scale)
         with _on(plan.device):
-            table = self._send(plan, _ROWS, _table(plan, fold.grads, fold.accumulators, fold.held))
+            table = self._send(plan, "rows", self._kept[plan].table(fold.grads, fold.accumulators, fold.held))
             _launch(
                 kernels.accumulate_kernel, plan, plan.chunks,
-                table, len(plan.tensors), plan.chunks, fold.weights, fold.weight, _bits(number), at, partials,
+                table, len(plan.rows), plan.chunks, fold.weights, fold.weight, _bits(number), at, partials,
             )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -93,10 +106,10 @@ class TritonBackend:
         chunks_to_read = plan.chunks if reads else 0
         limit = scaling.max_grad_norm
         with _on(plan.device):
-            table = self._send(plan, _ROWS, _table(plan, grads if reads else None))
+            table = self._send(plan, "rows", self._kept[plan].table(grads if reads else None))
             _launch(
                 kernels.norm_kernel, plan, chunks_to_read,
-                table, len(plan.tensors), plan.chunks, chunks_to_read, address(partials), _bits(scaling.normalization),
+                table, len(plan.rows), plan.chunks, chunks_to_read, address(partials), _bits(scaling.normalization),
                 address(scaling.device_normalization), address(scaling.found_inf), int(limit is not None),
                 _bits(limit or 0.0), int(scaling.skips_nonfinite), outcome.values, address(scaling.skips),
             )  # fmt: skip
@@ -107,16 +120,16 @@ class TritonBackend:
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         words = [word for values in kept for word in _hyper_words(values)]
         with _on(plan.device):
-            table = self._send(plan, _ROWS, _table(plan, grads))
-            hyper_table = self._send(plan, _HYPERS, words)
-            for index, kind in enumerate(_fixed(plan).kinds):
+            table = self._send(plan, "rows", self._kept[plan].table(grads))
+            hyper_table = self._send(plan, "hypers", words)
+            for index, kind in enumerate(self._kept[plan].kinds):
                 _launch(
                     step_kernel, plan, plan.chunks,
-                    table, len(plan.tensors), plan.chunks, hyper_table, index, outcome.values, *constants(*kind),
+                    table, len(plan.rows), plan.chunks, hyper_table, index, outcome.values, *constants(*kind),
                     options=NOISY_OPTIONS if kind[1].needs_noise else OPTIONS,
                 )  # fmt: skip
 
-    def _send(self, plan: Plan, key: int, words: list[int]) -> Tensor:
+    def _send(self, plan: Plan, key: str, words: list[int]) -> Tensor:
         """The words on the plan's device; those of the call before where they are the same.
 
         Never written again while a kernel may read them: changed words go into fresh memory. A graph that is being
@@ -126,15 +139,15 @@ class TritonBackend:
             return torch.tensor(words, dtype=torch.int64, device=plan.device)
         captures = torch.cuda.is_current_stream_capturing()
         stream = torch.cuda.current_stream(plan.device).cuda_stream
-        sent = plan.device_tables.get(key)
+        sent = self._kept[plan].sent.get(key)
         if not captures and sent is not None and sent.stream == stream and sent.words == words:
-            return sent.copy  # type: ignore[no-any-return]
+            return sent.copy
         host = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=True)
         copy = host.to(plan.device, non_blocking=True)
         if captures:
             self._captured.append((host, copy))
         else:
-            plan.device_tables[key] = _Sent(words, stream, copy)
+            self._kept[plan].sent[key] = _Sent(words, stream, copy)
         return copy
 
 
@@ -179,34 +192,15 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else ieee()
 
 
-def _table(
-    plan: Plan, grads: Grads | None, accumulators: Grads | None = None, held: list[int] | None = None
-) -> list[int]:
-    """The ticket, and every row's words in the order of triton_memory.py."""
-    words = [0]
-    nothing: Grads = [None] * len(plan.tensors)
-    rows = zip(_fixed(plan).rows, grads or nothing, accumulators or nothing, held or [0] * len(nothing), strict=True)
-    for fixed, grad, accumulator, weight in rows:
-        dtype = memory.NO_GRAD.value if grad is None else GRAD_DTYPES.index(grad.dtype)
-        words += (*fixed, address(grad), address(accumulator), weight, dtype)
-    return words
-
-
-def _fixed(plan: Plan) -> _Fixed:
-    known = plan.device_tables.get(_FIXED)
-    if known is None:
-        kinds = [(plan.rules[group], form) for group, form in zip(plan.groups, plan.formats, strict=True)]
-        known = _Fixed(list(dict.fromkeys(kinds)), [])
-        for tensor, storage, group, kind, first_chunk, origin in zip(
-            plan.tensors, plan.storages, plan.groups, kinds, plan.first_chunk, plan.origins, strict=True
-        ):
-            slots = _NO_SLOTS if storage is None else storage.slots()
-            param = tensor.data_ptr() if has_memory(tensor) else 0
-            known.rows.append(
-                (param, *map(address, slots), tensor.numel(), first_chunk, group, known.kinds.index(kind), origin)
-            )
-        plan.device_tables[_FIXED] = known
-    return known
+def _kept(plan: Plan) -> _Kept:
+    kinds = list(dict.fromkeys((row.rule, row.form) for row in plan.rows))
+    rows = []
+    for row in plan.rows:
+        slots = _NO_SLOTS if row.storage is None else row.storage.slots()
+        param, kind = row.tensor.data_ptr() if has_memory(row.tensor) else 0, kinds.index((row.rule, row.form))
+        words = row.tensor.numel(), row.first_chunk, row.group, kind, row.origin
+        rows.append((param, *map(address, slots), *words))
+    return _Kept(kinds, rows)
 
 
 def _hyper_words(values: list[float | Tensor]) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_C: Any = None
+module: Any = None
 unavailable: str | None = None  # why there is no native module
 cuda_unavailable: str | None = None  # why that has no kernels for GPUs
 
@@ -29,7 +29,7 @@ def left_by_the_build(name: str) -> str:
 
 
 try:
-    _C = import_module("accumfused._C")
+    module = import_module("accumfused._C")
 except ImportError as error:
     unavailable = f"the native module does not load: {error}"
     if isinstance(error, ModuleNotFoundError):
@@ -37,15 +37,15 @@ except ImportError as error:
     if reason := left_by_the_build("_native_error.txt"):
         unavailable = f"the native module was not built: {reason}"
 
-if _C is not None and exchange_api is None:
-    _C, unavailable = None, f"torch {torch.__version__} has no DLPack exchange table; 2.11 or newer has"
+if module is not None and exchange_api is None:
+    module, unavailable = None, f"torch {torch.__version__} has no DLPack exchange table; 2.11 or newer has"
 
 # csrc/table.cpp calls this descriptor's getter.
-if _C is not None and not isgetsetdescriptor(torch.Tensor.grad):
-    _C, unavailable = None, f"torch {torch.__version__} keeps p.grad in another way; report this"
+if module is not None and not isgetsetdescriptor(torch.Tensor.grad):
+    module, unavailable = None, f"torch {torch.__version__} keeps p.grad in another way; report this"
 
-if _C is None:
+if module is None:
     cuda_unavailable = unavailable
-elif not hasattr(_C, "cuda"):
+elif not hasattr(module, "cuda"):
     reason = left_by_the_build("_cuda_error.txt") or "no reason is known"
     cuda_unavailable = f"the native module was built without CUDA: {reason}"
