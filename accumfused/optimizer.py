@@ -18,9 +18,10 @@ from torch.optim import optimizer as torch_optimizer
 
 from accumfused import backends
 from accumfused.arguments import checked_weight
-from accumfused.core.engine import Divisors, Engine, LossScale, Measured, OwnStep, Prepared, Surroundings
-from accumfused.core.plan import Plan, check_parameter
-from accumfused.core.protocol import Backend, Exchange
+from accumfused.core.engine import Engine, Prepared, Surroundings, divisors_of
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import Backend, Exchange, LossScale, OwnStep
+from accumfused.core.rows import check_parameter
 from accumfused.core.window import Phase, Window
 from accumfused.distributed import exchange, groups
 from accumfused.formats import kinds, shards
@@ -40,6 +41,28 @@ def _select(
 
 
 _SURROUNDINGS = Surroundings(_select, groups.default_seed)
+
+
+def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch wraps `step` in: it runs the hooks, and labels the step for a profiler.
+
+    The label costs 25 us beside the 250 of a step of 1000 small tensors, so where there is neither a hook nor
+    torch.profiler torch's wrapper is passed by. (Bare observers, ExecutionTraceObserver for one, miss the label.)
+    """
+    watched = torch.optim.Optimizer.profile_hook_step(func)
+
+    @functools.wraps(func)
+    def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        is_watched = (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+            or torch._C._autograd._profiler_enabled()
+        )
+        return (watched if is_watched else func)(self, *args, **kwargs)
+
+    return step
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -98,7 +121,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             self.engine.fold(checked_weight(weight), in_loss=False, last=last)
         finally:
-            self.engine.let_go()
+            self.engine.plans.let_go()
 
     @_disable_dynamo
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False) -> None:
@@ -113,7 +136,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         weight, engine = checked_weight(weight), self.engine
         prepared, _, present = engine.begin(weight, in_loss=True)
-        engine.let_go()
+        engine.plans.let_go()
         if present or engine.window.entered:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
         if last:
@@ -129,7 +152,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 engine.fold(weight, in_loss=in_loss, last=last)
         finally:
-            engine.let_go()
+            engine.plans.let_go()
 
     @_disable_dynamo
     def step(
@@ -168,51 +191,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         engine.outcome = None
-        divisors = Divisors.of(self, normalizer, loss_scale)
+        divisors = divisors_of(self, normalizer, loss_scale)
         try:
             with torch.no_grad():
                 measured = engine.measure(divisors)
                 if measured is not None:
                     engine.refuse_nonfinite(measured, divisors)
-                self._finish_step(measured)
+                engine.finish(measured)
         finally:
-            engine.let_go()
+            engine.plans.let_go()
         return loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it tells schedulers itself, and need not be wrapped
 
-    def _finish_step(self, measured: Measured | None) -> None:
-        if measured is not None:
-            self.engine.apply(measured)
-        self.engine.end_window()
-
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch wraps `step` in: it runs the hooks, and labels the step for a profiler.
-
-        The label costs 25 us beside the 250 of a step of 1000 small tensors, so where there is neither a hook nor
-        torch.profiler torch's wrapper is passed by. (Bare observers, ExecutionTraceObserver for one, miss the label.)
-        """
-        watched = torch.optim.Optimizer.profile_hook_step(func)
-
-        @functools.wraps(func)
-        def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
-            is_watched = (
-                self._optimizer_step_pre_hooks
-                or self._optimizer_step_post_hooks
-                or torch_optimizer._global_optimizer_pre_hooks
-                or torch_optimizer._global_optimizer_post_hooks
-                or torch._C._autograd._profiler_enabled()
-            )
-            return (watched if is_watched else func)(self, *args, **kwargs)
-
-        return step
-
-    @profile_hook_step
-    def step_measured(self, measured: Measured | None) -> None:
-        """A ClipGroup's step of this member, with its hooks: what is left once the group has measured."""
-        self._opt_called = True
-        self._finish_step(measured)
+    profile_hook_step = staticmethod(with_hooks)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as torch does, and drops the window if there is one."""
@@ -259,29 +251,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         skips = self.engine.skips
         return torch.zeros((), dtype=torch.int64) if skips is None else skips.count.clone()
 
-    def refuse_foreign_scaler(self) -> None:
-        """Refuses gradients that a stock GradScaler cannot unscale and look at.
-
-        Raises:
-            RuntimeError: a window is open, or processes have not added up their gradients.
-        """
-        phase, adds_up = self.engine.window.phase, self.engine.settings.process_group is not None
-        if phase is Phase.OPEN or (adds_up and phase is Phase.IDLE):
-            what = "a GradScaler cannot see into an open window"
-            if phase is Phase.IDLE:
-                what = "gradients are not added up over the processes yet, so a GradScaler would decide on its own"
-            raise RuntimeError(
-                f"{what}; close it with accumulate(..., last=True) before "
-                "scaler.unscale_() or scaler.step() (accumfused.GradScaler.step() needs no closed one)"
-            )
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a stock GradScaler leaves unscaling and skipping to the step: no.
 
         It reads this before it decides: the one moment to refuse gradients that it cannot see.
         """
-        self.refuse_foreign_scaler()
+        self.engine.refuse_foreign_scaler()
         return False
 
     @_step_supports_amp_scaling.setter
@@ -292,7 +268,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """torch's text, then what runs: class, settings that are not default, backend, formats, the window of now."""
         if not hasattr(self, "engine"):  # within torch's constructors
             return super().__repr__()
-        settings, prepared, window = self.engine.settings, self.engine.prepared, self.engine.window
+        settings, prepared, window = self.engine.settings, self.engine.plans.last, self.engine.window
         lines = {field.name: getattr(settings, field.name) for field in fields(Settings)}
         lines = {field.name: lines[field.name] for field in fields(Settings) if lines[field.name] != field.default}
         lines["backend"] = lines.get("backend") or ("not chosen yet" if prepared is None else prepared.backend.name)
@@ -305,7 +281,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if kept:
             lines["formats"] = "; ".join(sorted(kept))
         if window.phase is not Phase.IDLE:
-            lines["window"] = f"{window.phase.value}, micro-batches: {window.micro_batches}"
+            lines["window"] = f"{window.phase.value}, micro-batches: {window.weights.count}"
         ours = next(each for each in type(self).__mro__ if each.__module__.startswith("accumfused."))
         text = "".join(f"    {name}: {value}\n" for name, value in lines.items())
         return f"{super().__repr__()}\naccumfused.{ours.__name__} (\n{text})"
@@ -370,8 +346,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         finally:
             last.remove()
             first.remove()
-        engine.forget_plan()
-        engine.masters.see(self.state, but=brought)
+        engine.plans.forget()
+        engine.plans.masters.see(self.state, but=brought)
         engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
         if window is not None:
             engine.window = window
@@ -381,8 +357,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         While a window of DTensors is open, every process calls this: they agree on its weights.
         """
-        self.engine.masters.settle()
-        if self.engine.window.phase is not Phase.OPEN:
+        self.engine.plans.masters.settle()
+        if not self.engine.window.is_open:
             return super().state_dict()
         checkpoint.refuse_part(self.engine)
         first = self.register_state_dict_post_hook(checkpoint.with_window, prepend=True)
@@ -425,10 +401,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         engine = self.engine
-        engine.masters.settle()
+        engine.plans.masters.settle()
         settings = replace(engine.settings, process_group=None, reduce_dtype=None)
         carried = {**super().__getstate__(), "settings": settings}
-        if engine.window.phase is Phase.OPEN:
+        if engine.window.is_open:
             checkpoint.refuse_part(engine)
             carried["window"] = engine.window.copied()
         return carried
@@ -439,7 +415,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if is_copy:
             self._engine = Engine(self, settings, _SURROUNDINGS, window)
-            self._engine.masters.see(self.state)
+            self._engine.plans.masters.see(self.state)
 
 
 def _holds(dtype: torch.dtype, weight: float | Tensor) -> bool:

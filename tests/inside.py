@@ -14,14 +14,13 @@ from torch import Tensor
 
 import accumfused as af
 from accumfused import backends, compiled
-from accumfused.core.window import Phase
 from accumfused.distributed import exchange
 
 
 def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
     """This backend object steps, whatever the optimizer would have chosen."""
-    optimizer.engine.forget_plan()
-    optimizer.engine.backend = backend
+    optimizer.engine.plans.forget()
+    optimizer.engine.plans.backend = backend
 
 
 def replace_cuda(patch: pytest.MonkeyPatch, cuda: Any) -> None:
@@ -43,28 +42,28 @@ def forget_what_loads() -> None:
 
 def plan(optimizer: af.FusedOptimizer) -> Any:
     """The plan of the last step."""
-    return optimizer.engine.prepared and optimizer.engine.prepared.plan
+    return optimizer.engine.plans.last and optimizer.engine.plans.last.plan
 
 
 def plan_of(optimizer: af.FusedOptimizer) -> Any:
     """The plan for the parameters and states of now: another object where something has changed."""
-    return optimizer.engine.prepare().plan
+    return optimizer.engine.plans.current().plan
 
 
 def accumulators(optimizer: af.FusedOptimizer) -> list[Any]:
     """The tensors of its window's sums, None where a parameter has none."""
-    return optimizer.engine.window.accumulators
+    return optimizer.engine.window.sums.accumulators
 
 
 def open_window(optimizer: Any) -> dict[str, Any]:
     """What the open window holds, by name: the sums, and what it knows of the weights; of none or new rows nothing."""
     engine = getattr(optimizer, "engine", None)
-    if engine is None or engine.window.phase is not Phase.OPEN:
+    if engine is None or not engine.window.is_open:
         return {}
     window = engine.window
-    sums = {f"accumulator {row}": value for row, value in enumerate(window.accumulators) if value is not None}
-    held = tuple(index for index in window._held if index >= 0)
-    return sums | {"total": window.total, "micro-batches": window.micro_batches, "held": held}
+    sums = {f"accumulator {row}": value for row, value in enumerate(window.sums.accumulators) if value is not None}
+    held = tuple(index for index in window.sums.places if index >= 0)
+    return sums | {"total": window.weights.total, "micro-batches": window.weights.count, "held": held}
 
 
 @contextlib.contextmanager
@@ -79,7 +78,7 @@ def sizes_on_the_way(bundled_bytes: int, piece_bytes: int) -> Iterator[None]:
 
 def norm_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManager[Any]:
     """A block in which the backend has no memory to take a norm."""
-    backend = optimizer.engine.prepare().backend
+    backend = optimizer.engine.plans.current().backend
     return mock.patch.object(backend, "norm", side_effect=RuntimeError("out of memory"))
 
 
@@ -100,7 +99,7 @@ def efficient_zeros() -> Tensor:
 
 def backend(optimizer: af.FusedOptimizer) -> Any:
     """The backend of the last step."""
-    return optimizer.engine.prepare().backend
+    return optimizer.engine.plans.current().backend
 
 
 def sleep_on_the_gpu(cycles: int) -> None:

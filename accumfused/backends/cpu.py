@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from accumfused import compiled
-from accumfused.core.plan import Grads, Plan
+from accumfused.core.plan import Plan
 from accumfused.core.protocol import (
     Fold,
     Hypers,
     Outcome,
     Scaling,
-    address,
-    as_number_and_address,
-    new_outcome,
 )
+from accumfused.core.rows import Grads
 
 
 class CpuBackend:
@@ -46,7 +44,8 @@ class CpuBackend:
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        outcome = new_outcome(plan.device, normed=partials is not None)
+        values = torch.empty(3, dtype=torch.float32, device=plan.device)
+        outcome = Outcome(values, normed=partials is not None)
         if partials is not None and grads is not None:
             plan.point_at(grads)
             self._c.norm(self.instruction_set, plan.table, torch.get_num_threads(), partials.data_ptr())
@@ -74,3 +73,12 @@ def rule_indices(plan: Plan) -> list[int]:
 @functools.cache
 def _rules() -> dict[str, int]:
     return {name: index for index, (name, *_) in enumerate(compiled.module.rules())}
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def as_number_and_address(value: float | Tensor) -> tuple[float, int]:
+    """What a kernel multiplies by: a number, and an fp64 number on the device."""
+    return (1.0, value.data_ptr()) if isinstance(value, Tensor) else (value, 0)

@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 
 from accumfused import compiled
-from accumfused.backends.cpu import rule_indices
-from accumfused.core.plan import Grads, Plan
+from accumfused.backends.cpu import address, as_number_and_address, rule_indices
+from accumfused.core.plan import Plan
 from accumfused.core.protocol import (
     Fold,
     Hypers,
     Outcome,
     Scaling,
-    address,
-    as_number_and_address,
     at_hand,
-    new_outcome,
     padded,
 )
+from accumfused.core.rows import Grads
 
 
 class CudaBackend:
@@ -50,7 +48,8 @@ class CudaBackend:
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        outcome = new_outcome(plan.device, normed=partials is not None)
+        values = torch.empty(3, dtype=torch.float32, device=plan.device)
+        outcome = Outcome(values, normed=partials is not None)
         reads = partials is not None and grads is not None
         if reads:
             plan.point_at(grads)  # type: ignore[arg-type]

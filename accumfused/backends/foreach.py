@@ -9,7 +9,6 @@ so to a window's accumulators only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,17 +16,16 @@ import torch
 from torch import Tensor
 
 from accumfused.backends import foreach_step
+from accumfused.backends.batches import WHOLE, Batch, Tensors, cut
 from accumfused.backends.reference import finish_norm
-from accumfused.core.plan import Grads, Plan
+from accumfused.core.plan import Plan
 from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling
+from accumfused.core.rows import Grads
 from accumfused.formats.kinds import Format
-from accumfused.formats.numeric import CHUNK, LANES, ieee, memory_order, sum_partials
+from accumfused.formats.numeric import CHUNK, ieee, sum_partials
 
 _CACHED = 32 * CHUNK  # elements of a piece: 4 MiB of fp32; a call for each costs little then
 _LARGE = 512 * CHUNK  # where caches do not matter; it bounds the memory of what is made in between
-_WHOLE = 0  # in place of a number of elements: nothing is cut
-
-Tensors = list[Tensor]
 
 
 class ForeachBackend:
@@ -35,11 +33,11 @@ class ForeachBackend:
     measures_folds = False  # it would be a pass of its own, for each of a window's folds but the last in vain
 
     def __init__(self) -> None:
-        self._cut: WeakKeyDictionary[Plan, dict[int, list[Batch]]] = WeakKeyDictionary()  # by their size
+        self._batches_of: WeakKeyDictionary[Plan, dict[int, list[Batch]]] = WeakKeyDictionary()  # by their size
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         plan.remember(param_groups, state)
-        self._cut[plan] = {}
+        self._batches_of[plan] = {}
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
@@ -50,7 +48,7 @@ class ForeachBackend:
 
         rows = zip(fold.accumulators, fold.held, fold.grads, strict=True)
         kinds = [accumulator is not None and (held, grad is not None) for accumulator, held, grad in rows]
-        for batch in self._batches(plan, _WHOLE, kinds):
+        for batch in self._batches(plan, WHOLE, kinds):
             held, values, grads = fold.held[batch.rows[0]], batch.of(fold.accumulators), batch.of(fold.grads)
             if held == OVERWRITE:
                 torch._foreach_copy_(values, grads)
@@ -79,7 +77,7 @@ class ForeachBackend:
         if isinstance(coefficient, float) and _are_plain(plan, grads):
             absorbed = foreach_step.absorbed(plan.rules, known, coefficient, outcome.spends_grads)
         foreach_step.advance(plan, grads, skipped)
-        size = _cached(plan) if absorbed is None else _WHOLE
+        size = _cached(plan) if absorbed is None else WHOLE
         scratch = torch.empty(
             size, dtype=torch.float32, device=plan.device
         )  # once: new memory for each piece would be mapped anew
@@ -93,87 +91,11 @@ class ForeachBackend:
 
     def _batches(self, plan: Plan, size: int, kinds: Sequence[Any]) -> Iterator[Batch]:
         """All elements of rows whose kind is not false, in batches of about that many of one kind."""
-        known = self._cut[plan]
+        known = self._batches_of[plan]
         if size not in known:
-            known[size] = list(_cut(plan, size))
+            known[size] = list(cut(plan, size))
         for batch in known[size]:
             yield from batch.apart(kinds)
-
-
-@dataclass
-class Batch:
-    """Pieces that are worked on together, of tensors of one group and format: small ones whole, or one large one's."""
-
-    group: int
-    form: Format
-    rows: list[int]
-    begin: int = 0  # of the piece, in memory order; a multiple of CHUNK
-    end: int | None = None  # None: the tensors are whole
-    stored: foreach_step.Stored | None = None  # made with the first step
-
-    def of(self, tensors: Sequence[Tensor | None]) -> Tensors:
-        """Its pieces of such of all rows' tensors as there are."""
-        return self.cut([tensors[row] for row in self.rows])
-
-    def cut(self, tensors: Sequence[Tensor | None]) -> Tensors:
-        """The same of its own rows'; what every row lacks is left out."""
-        found = [tensor for tensor in tensors if tensor is not None]
-        if self.end is None and self.form == Format():
-            return found
-        return [memory_order(tensor)[self.begin : self.end] for tensor in found]
-
-    def apart(self, kinds: Sequence[Any]) -> Iterator[Batch]:
-        """The rows of each kind by themselves; none of those whose kind is false."""
-        own = [kinds[row] for row in self.rows]
-        for kind in dict.fromkeys(own):
-            if kind:
-                rows = [row for row, other in zip(self.rows, own, strict=True) if other == kind]
-                yield self if len(rows) == len(self.rows) else replace(self, rows=rows, stored=None)
-
-    def scaled(self, grads: Tensors, coefficient: float | Tensor, scratch: Tensor) -> Tensors:
-        """Gradients times the coefficient, in fp32: other tensors."""
-        if self.end is None:
-            return list(torch._foreach_mul([grad.float() for grad in grads], coefficient))
-        (grad,) = grads
-        made = scratch[: len(grad)]
-        if grad.dtype == torch.float32:
-            return [torch.mul(grad, coefficient, out=made)]
-        return [made.copy_(grad).mul_(coefficient)]
-
-    def measure(self, plan: Plan, values: Tensors, partials: Tensor) -> None:
-        """Writes the sum of squares of each chunk: torch's fp32 norm of 8M elements at once is off by 2e-4 (CPU)."""
-        values = [value.float() for value in values]
-        if self.end is None:
-            sums = [norm * norm for norm in torch._foreach_norm(values)]
-        else:
-            (value,) = values
-            whole = len(value) // CHUNK * CHUNK
-            norms = torch.linalg.vector_norm(value[:whole].view(-1, LANES), dim=1)
-            sums = [norms.square_().view(-1, CHUNK // LANES).sum(1)]
-            if whole < len(value):
-                sums = [torch.cat([sums[0], value[whole:].square().sum().view(1)])]
-        for row, own in zip(self.rows, sums, strict=True):
-            first = plan.rows[row].first_chunk + self.begin // CHUNK
-            partials[first : first + own.numel()] = own
-
-
-def _cut(plan: Plan, size: int) -> Iterator[Batch]:
-    gathered: dict[tuple[int, Format], tuple[Batch, int]] = {}
-    for index, row in enumerate(plan.rows):
-        group, form, numel = row.group, row.form, row.tensor.numel()
-        if size != _WHOLE and numel > CHUNK:
-            length = size if form == Format() else size // 4  # decoded, there is more of it
-            for begin in range(0, numel, length):
-                yield Batch(group, form, [index], begin, min(begin + length, numel))
-        elif numel:
-            batch, count = gathered.pop((group, form), (Batch(group, form, []), 0))
-            batch.rows.append(index)
-            if size != _WHOLE and count + numel >= size:
-                yield batch
-            else:
-                gathered[group, form] = batch, count + numel
-    for batch, _ in gathered.values():
-        yield batch
 
 
 def _can_read(plan: Plan) -> bool:

@@ -7,41 +7,26 @@ updated where it lies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from accumfused.backends.batches import Batch, Stored, Tensors
 from accumfused.backends.reference import load_state, load_weights, store_state, store_weights
-from accumfused.core.plan import Grads, Plan
+from accumfused.core.plan import Plan
+from accumfused.core.rows import Grads
 from accumfused.formats import codecs
 from accumfused.formats.kinds import Format, States, Storage, Weights
 from accumfused.formats.numeric import SMALLEST_NORMAL, whole_steps
 from accumfused.rule import Rule
 
-if TYPE_CHECKING:
-    from accumfused.backends.foreach import Batch
-
-Tensors = list[Tensor]
 # Updates in place: (weights, gradients, states, step counts, hyper-parameters, found_inf)
 Kernel = Callable[[Tensors, Tensors, list[Tensors], Tensors, dict[str, Any], Tensor | None], None]
 
 _BY_CODEC = (
     Weights.BFLOAT16_STOCHASTIC, Weights.FLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT16, Weights.BFLOAT16_SPLIT8,
 )  # fmt: skip
-
-
-@dataclass
-class Stored:
-    """What a batch updates: lists with one piece a row."""
-
-    params: Tensors
-    masters: Grads
-    states: list[Tensors]  # per state of the rule
-    scales: list[Grads]
-    steps: Tensors  # step counts; none where there are none
-    seeds: Tensors
 
 
 def stored(plan: Plan, batch: Batch) -> Stored:

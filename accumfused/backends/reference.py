@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.core.plan import Grads, Plan
+from accumfused.core.plan import Plan
 from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, new_outcome, numbers
+from accumfused.core.rows import Grads
 from accumfused.formats import codecs
 from accumfused.formats.convert import still_halved
 from accumfused.formats.kinds import Format, States, Weights

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from accumfused.core.plan import Grads, Plan
+from accumfused.core.plan import Plan
 from accumfused.core.protocol import Backend, Fold, Hypers, Outcome, Scaling
+from accumfused.core.rows import Grads
 from accumfused.formats.numeric import chunk_count
 
 T = TypeVar("T")

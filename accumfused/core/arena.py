@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accumfused.core.plan import Grads, Plan, Row
+from accumfused.core.plan import Plan
+from accumfused.core.rows import Grads, Row
 
 _PADDING = 32  # elements: accumulators start at multiples of 64 bytes
 

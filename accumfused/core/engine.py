@@ -7,10 +7,9 @@ the sums that window.py has left (or takes them from p.grad) one coefficient. `a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,44 +17,27 @@ from torch import Tensor
 from accumfused.arguments import checked_positive
 from accumfused.core import graphs
 from accumfused.core.masters import Masters
-from accumfused.core.plan import Grads, Plan, build, has_memory
-from accumfused.core.protocol import Backend, Exchange, Outcome, Scaling, on_device
+from accumfused.core.plan import Plan, build
+from accumfused.core.protocol import (
+    Backend,
+    Divisors,
+    Exchange,
+    LossScale,
+    Outcome,
+    Owner,
+    Release,
+    Scaling,
+    on_device,
+)
+from accumfused.core.rows import Grads, has_memory
 from accumfused.core.skips import Skips
-from accumfused.core.window import Phase, Window
+from accumfused.core.window import OPEN_PHASES, Phase, Window
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import names
 from accumfused.formats.shards import replicated
-from accumfused.rule import Rule
 from accumfused.settings import Settings
 
 Number = float | Tensor  # a tensor has one element, which nobody reads
-
-
-class Owner(Protocol):
-    """The optimizer that an engine works for: torch.optim's face of it."""
-
-    param_groups: list[dict[str, Any]]
-    state: Any
-    own_step: ClassVar[OwnStep | None]
-
-    @classmethod
-    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]: ...
-
-
-class OwnStep(Protocol):
-    """An optimizer's step in place of the kernels': see loop/fusing.py."""
-
-    def __call__(self, optimizer: Any, engine: Engine, measured: Measured, /) -> None: ...
-
-
-class Release(Protocol):
-    """What folds gradients during backward: see loop/release.py."""
-
-    def follow(self, params: Any = None) -> Any: ...
-    def expecting(self, weight: Number | None, last: bool) -> AbstractContextManager[None]: ...
-    def end(self, weight: Number | None, *, in_loss: bool) -> None: ...
-    def end_before_step(self) -> None: ...
-    def forget(self) -> None: ...
 
 
 @dataclass
@@ -68,6 +50,12 @@ class Prepared:
     devices: set[torch.device]  # that the backend was selected for
     partials: Tensor | None = None  # of the norm of gradients that came in p.grad
     is_valid: bool = True  # False: the optimizer's state is another one
+
+    def norm(self, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
+        """`Backend.norm`, over all parts of the parameters."""
+        if self.exchange.is_alone and not self.plan.is_spread:
+            return self.backend.norm(self.plan, grads, partials, scaling)
+        return self.exchange.norm(self.backend, self.plan, grads, partials, scaling)
 
     def cleared_partials(self, complete: bool) -> Tensor:
         """Room for the sums of squares; zero where there is no gradient."""
@@ -91,46 +79,6 @@ class Surroundings:
     default_seed: Callable[[], int]
 
 
-@dataclass(frozen=True)
-class LossScale:
-    """What a loss scaler says of the gradients that a step takes.
-
-    Args:
-        scale: they are divided by it; a number, or a one-element tensor.
-        found_inf: not 0 where one of them is not finite; None: nobody has looked, and the step finds out.
-    """
-
-    scale: Number | None
-    found_inf: Number | None
-
-
-@dataclass(frozen=True)
-class Divisors:
-    """What one step divides by, besides its window's weights, and who says that it is to be skipped."""
-
-    normalizer: Number | None = None
-    grad_scale: Number | None = None
-    found_inf: Number | None = None
-    for_scaler: bool = False  # to which an overflow is nothing to raise for
-    is_shared: bool = False  # the norm will be one over several optimizers
-
-    @classmethod
-    def of(
-        cls, owner: Any, normalizer: Number | None, loss_scale: LossScale | None, *, is_shared: bool = False
-    ) -> Divisors:
-        """Reads `grad_scale` and `found_inf`, by which torch's scalers talk to an optimizer, where no scale is given.
-
-        Raises:
-            ValueError, TypeError: a normalizer or scale that is not > 0, or no number.
-        """
-        if normalizer is not None:
-            normalizer = checked_positive(normalizer, "normalizer")
-        given = loss_scale or LossScale(getattr(owner, "grad_scale", None), getattr(owner, "found_inf", None))
-        scale = None if given.scale is None else checked_positive(given.scale, "grad_scale")
-        for_scaler = loss_scale is not None or given.found_inf is not None
-        return cls(normalizer, scale, given.found_inf, for_scaler, is_shared)
-
-
 @dataclass
 class Measured:
     """The gradients of one step with their coefficient: what is left is to apply them."""
@@ -142,27 +90,34 @@ class Measured:
     outcome: Outcome
 
 
-class Engine:
-    """What happens to the gradients of one optimizer: the only door for clipping, scalers, release and checkpoints.
+def divisors_of(
+    owner: Any, normalizer: Number | None, loss_scale: LossScale | None, *, is_shared: bool = False
+) -> Divisors:
+    """Reads `grad_scale` and `found_inf`, by which torch's scalers talk to an optimizer, where no scale is given.
+
+    Raises:
+        ValueError, TypeError: a normalizer or scale that is not > 0, or no number.
+    """
+    if normalizer is not None:
+        normalizer = checked_positive(normalizer, "normalizer")
+    given = loss_scale or LossScale(getattr(owner, "grad_scale", None), getattr(owner, "found_inf", None))
+    scale = None if given.scale is None else checked_positive(given.scale, "grad_scale")
+    for_scaler = loss_scale is not None or given.found_inf is not None
+    return Divisors(normalizer, scale, given.found_inf, for_scaler, is_shared)
+
+
+class Plans:
+    """How the plan of an optimizer comes to be, and its states.
 
     Args:
         owner: the optimizer; referred to weakly, as it has this.
-        window: an open one, in a copy of an optimizer.
     """
 
-    def __init__(
-        self, owner: Owner, settings: Settings, surroundings: Surroundings, window: Window | None = None
-    ) -> None:
+    def __init__(self, owner: Owner, settings: Settings, surroundings: Surroundings) -> None:
         self.owner: Owner = weakref.proxy(owner)
         self.settings = settings
-        self.window = window or Window()
         self.masters = Masters()
-        self.skips: Skips | None = None
-        self.outcome: Outcome | None = None  # of the last step
-        self.release: Release | None = None  # while gradients are folded during backward
-        self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # DistributedDataParallel, by attach_ddp
-        self.clips_alone = True  # it is in no ClipGroup
-        self.prepared: Prepared | None = None  # the last one
+        self.last: Prepared | None = None
         self.backend: Backend | None = None  # to be used whatever would be selected: a benchmark's
         self._surroundings = surroundings
 
@@ -177,11 +132,11 @@ class Engine:
         given = self.settings.rounding_seed
         return self._surroundings.default_seed() if given is None else given
 
-    def prepare(self) -> Prepared:
+    def current(self) -> Prepared:
         """The plan for the parameters and states of now, with backend and exchange."""
         groups, state = self.owner.param_groups, self.owner.state
         rules = [self.owner.rule_of(group) for group in groups]
-        known = self.prepared
+        known = self.last
         if known is not None and known.is_valid and known.plan.rules == rules and known.plan.unchanged(groups, state):
             return known
         devices = {param.device for param in self.params if has_memory(param)}
@@ -192,173 +147,21 @@ class Engine:
             row.is_bundled = 4 * row.param.numel() < exchange.bundled_bytes
         backend = self.backend or backend
         backend.prepare(plan, groups, state)
-        if self.skips is None or self.skips.count.device != plan.device:
-            self.skips = Skips(plan.device)
-        self.prepared = Prepared(plan, backend, exchange, devices)
-        return self.prepared
+        self.last = Prepared(plan, backend, exchange, devices)
+        return self.last
 
-    def forget_plan(self) -> None:
+    def forget(self) -> None:
         """The optimizer's state, or its settings, are others: the next call makes a new plan."""
-        if self.prepared is not None:
-            self.prepared.is_valid = False
+        if self.last is not None:
+            self.last.is_valid = False
 
     def let_go(self) -> None:
         """Forgets the gradients, which would live on otherwise."""
-        if self.prepared is not None:
-            self.prepared.plan.let_go()
-
-    # ---- into the window -------------------------------------------------------------------------------------------
-
-    def begin(
-        self, weight: Number | None, *, in_loss: bool, rows: Container[int] | None = None
-    ) -> tuple[Prepared, Grads, int]:
-        """Refuses a micro-batch that cannot be right, before anything is written.
-
-        Args:
-            weight: None: a plain sum.
-            in_loss: the loss was multiplied by the weight, so the gradients are already.
-            rows: ids of the parameters whose gradients are folded; None: all, and the micro-batch ends.
-
-        Returns:
-            What is prepared, the fresh gradients, and how many there are.
-        """
-        prepared = self.prepare()
-        plan = prepared.plan
-        grads, present = plan.gradients()
-        if self.window.phase is not Phase.OPEN:
-            prepared.exchange.check(plan, weight, in_loss=in_loss)
-        if rows is not None:
-            grads = [grad if id(param) in rows else None for param, grad in zip(plan.params, grads, strict=True)]
-            present = sum(grad is not None for grad in grads)
-        elif self.release is not None:
-            self.release.end(weight, in_loss=in_loss)
-        self.window.begin(plan, grads, weight)
-        return prepared, grads, present
-
-    def check_total(self, weight: Number | None) -> None:
-        """Before the last micro-batch: refuses weights that are all zero, where no other process may have some."""
-        assert self.prepared is not None
-        if self.prepared.exchange.is_alone:
-            self.window.check_total(weight)
-
-    def fold(self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None) -> None:
-        """Adds fresh gradients to the window; see `begin`. Args: last: the micro-batch closes the window."""
-        prepared, grads, present = self.begin(weight, in_loss=in_loss, rows=rows)
-        window, plan, exchange, ends = self.window, prepared.plan, prepared.exchange, rows is None
-        empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
-        # (fully_shard without its synchronization leaves them with the module, and brings their sum later.)
-        if not present and not empty and not window.entered and not (in_loss and plan.is_spread):
-            raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
-        if last:
-            self.check_total(weight)
-        if last and ends and window.phase is Phase.OPEN:
-            window.watch_writes()
-        matched = plan.match(grads)
-        closes = last and (ends or not exchange.adds_up)
-        with window.undone_by_an_error():
-            if not window.entered:
-                window.enter(plan, weight, exchange, in_loss=in_loss)
-            if ends and self.release is not None:
-                self.release.forget()
-            if closes and ends:
-                self._agree(prepared, matched, last=True)
-            window.fold(plan, prepared.backend, matched, present == len(grads), last=closes, ends=ends)
-        if last and ends:
-            self._add_up(prepared)
-            window.expose()
-        if not self.owner.state and window.phase is Phase.OPEN:
-            # torch.distributed.checkpoint makes the state of an optimizer that has none by a step of its own, with
-            # zeros in p.grad: an open window refuses that, and a learning rate of 0 would be left behind.
-            held = zip(window.params, window.accumulators, strict=True)
-            marked = next((param for param, accumulator in held if accumulator is not None), window.params[0])
-            self.owner.state[marked] = {}
-
-    def _agree(self, prepared: Prepared, grads: Grads, *, last: bool) -> None:
-        """Before a window closes: processes tell each other their weights, and who has gradients of which parameter."""
-        window = self.window
-        agreed = prepared.exchange.agree(
-            prepared.plan, window.total, window.is_weighted, window.present(grads), seed=self.seed, last=last
-        )
-        if agreed is not None:
-            window.agree(prepared.plan, *agreed)
-
-    def _add_up(self, prepared: Prepared) -> None:
-        """Adds up the accumulators of all processes."""
-        window = self.window
-        if not prepared.exchange.adds_up or window.is_reduced:
-            return
-        try:
-            prepared.exchange.add_up(window.arena.memory_of(prepared.plan, window.accumulators))
-        except BaseException:
-            window.drop()  # some are added up, some are not
-            raise
-        window.reduced()
-
-    # ---- out of it -------------------------------------------------------------------------------------------------
-
-    def measure(self, divisors: Divisors) -> Measured | None:
-        """The coefficient of the gradients that a step takes now; None where there is no gradient."""
-        if self.release is not None:
-            self.release.end_before_step()
-        window, prepared = self.window, self.prepare()
-        if prepared.exchange.adds_up and window.phase is Phase.IDLE:
-            prepared = self._take_own(prepared.plan)
-        grads, present = prepared.plan.gradients()
-        if window.phase is Phase.CLOSED and not present:
-            window.drop()  # model.zero_grad() has released it
-        if window.phase is Phase.OPEN:
-            grads, present = self._sums(prepared, present)
-        if not present:
-            return None
-        normalization: Number = 1.0
-        if window.phase is Phase.OPEN:
-            normalization = window.settle(prepared.plan, prepared.backend)
-            self._add_up(prepared)
-        matched = prepared.plan.match(grads)
-        if prepared.plan.lacks_state(matched):
-            prepared = self.with_states(prepared.plan, matched)
-        plan, complete = prepared.plan, present == len(grads)
-        scaling = self._scaling(plan, divisors, normalization)
-        stale: Grads | None = matched
-        partials: Tensor | None = None
-        if window.phase is Phase.OPEN:
-            stale, partials = window.stale(matched), window.partials
-        elif scaling.takes_norm:
-            partials = prepared.cleared_partials(complete)
-        outcome = prepared.exchange.norm(prepared.backend, plan, stale, partials, scaling)
-        outcome.spends_grads = window.phase is Phase.OPEN
-        return Measured(prepared, grads, matched, complete, outcome)
-
-    def refuse_live(self, present: int) -> None:
-        """Refuses a step of an open window beside gradients that it has not got."""
-        if present and self.window.phase is Phase.OPEN:
-            raise RuntimeError(
-                "a window is open and there is a gradient that was not accumulated; "
-                "call accumulate() after the last backward(), before step()"
-            )
-
-    def _take_own(self, plan: Plan) -> Prepared:
-        """Where processes add up gradients, those in p.grad are this one's: a window of one micro-batch."""
-        if plan.gradients()[1]:
-            self.fold(None, in_loss=False, last=False)
-        else:
-            self.window.open(plan)  # others may have some
-        return self.prepare()
-
-    def _sums(self, prepared: Prepared, fresh: int) -> tuple[Grads, int]:
-        """The open window's sums, and how many there are, once it is complete. Args: fresh: gradients in p.grad."""
-        window, plan = self.window, prepared.plan
-        self.refuse_live(fresh)
-        window.follow(plan)
-        window.watch_writes()
-        if not window.is_reduced:  # by a step that was refused
-            self._agree(prepared, [None] * len(plan.params), last=False)
-        window.check_total(0.0)
-        sums = window.accumulators
-        return sums, len(sums) - sum(accumulator is None for accumulator in sums)
+        if self.last is not None:
+            self.last.plan.let_go()
 
     def with_states(self, plan: Plan, grads: Grads) -> Prepared:
-        """What is prepared once every parameter that has a gradient has its state, in its format."""
+        """The same once every parameter that has a gradient has its state, in its format."""
         graphs.refuse_new_tensors({plan.device})  # the zeros would be a graph's, and never be there
         self.masters.settle()
         for row, grad in zip(plan.rows, grads, strict=True):
@@ -375,18 +178,194 @@ class Engine:
                 row.owned.copy_(row.tensor)
         self.masters.written()  # what was copied back is not somebody else's
         self.masters.see(self.owner.state)  # a state that was converted lies elsewhere
-        self.window.see_weights()
-        return self.prepare()
+        return self.current()
 
-    def _scaling(self, plan: Plan, divisors: Divisors, normalization: Number) -> Scaling:
+
+class Engine:
+    """What happens to the gradients of one optimizer: the only door for clipping, scalers, release and checkpoints.
+
+    Args:
+        owner: the optimizer.
+        window: an open one, in a copy of an optimizer.
+    """
+
+    def __init__(
+        self, owner: Owner, settings: Settings, surroundings: Surroundings, window: Window | None = None
+    ) -> None:
+        self.plans = Plans(owner, settings, surroundings)
+        self.settings = settings
+        self.window = window or Window()
+        self.skips: Skips | None = None
+        self.outcome: Outcome | None = None  # of the last step
+        self.release: Release | None = None  # while gradients are folded during backward
+        self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # DistributedDataParallel, by attach_ddp
+        self.clips_alone = True  # it is in no ClipGroup
+
+    # ---- into the window -------------------------------------------------------------------------------------------
+
+    def begin(
+        self, weight: Number | None, *, in_loss: bool, rows: Container[int] | None = None
+    ) -> tuple[Prepared, Grads, int]:
+        """Refuses a micro-batch that cannot be right, before anything is written.
+
+        Args:
+            weight: None: a plain sum.
+            in_loss: the loss was multiplied by the weight, so the gradients are already.
+            rows: ids of the parameters whose gradients are folded; None: all, and the micro-batch ends.
+
+        Returns:
+            What is prepared, the fresh gradients, and how many there are.
+        """
+        prepared = self.plans.current()
+        plan = prepared.plan
+        grads, present = plan.gradients()
+        if not self.window.is_open:
+            prepared.exchange.check(plan, weight, in_loss=in_loss)
+        if rows is not None:
+            grads = [grad if id(param) in rows else None for param, grad in zip(plan.params, grads, strict=True)]
+            present = sum(grad is not None for grad in grads)
+        elif self.release is not None:
+            self.release.end(weight, in_loss=in_loss)
+        self.window.begin(plan, grads, weight)
+        return prepared, grads, present
+
+    def check_total(self, weight: Number | None) -> None:
+        """Before the last micro-batch: refuses weights that are all zero, where no other process may have some."""
+        if self.plans.current().exchange.is_alone:
+            self.window.weights.check(weight)
+
+    def fold(self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None) -> None:
+        """Adds fresh gradients to the window; see `begin`. Args: last: the micro-batch closes the window."""
+        prepared, grads, present = self.begin(weight, in_loss=in_loss, rows=rows)
+        window, plan, exchange, ends = self.window, prepared.plan, prepared.exchange, rows is None
+        empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
+        # (fully_shard without its synchronization leaves them with the module, and brings their sum later.)
+        if not present and not empty and not window.entered and not (in_loss and plan.is_spread):
+            raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
+        if last:
+            self.check_total(weight)
+        if last and ends and window.is_open:
+            window.habits.watch_writes(window.params)
+        matched = plan.match(grads)
+        closes = last and (ends or not exchange.adds_up)
+        with window.undone_by_an_error():
+            if not window.entered:
+                window.enter(plan, weight, exchange, in_loss=in_loss)
+            if ends and self.release is not None:
+                self.release.forget()
+            if closes and ends:
+                self._agree(prepared, matched, last=True)
+            window.fold(plan, prepared.backend, matched, present == len(grads), last=closes, ends=ends)
+        if last and ends:
+            self._add_up(prepared)
+            window.expose()
+        if not self.plans.owner.state and window.is_open:
+            # torch.distributed.checkpoint makes the state of an optimizer that has none by a step of its own, with
+            # zeros in p.grad: an open window refuses that, and a learning rate of 0 would be left behind.
+            held = zip(window.params, window.sums.accumulators, strict=True)
+            marked = next((param for param, accumulator in held if accumulator is not None), window.params[0])
+            self.plans.owner.state[marked] = {}
+
+    def _agree(self, prepared: Prepared, grads: Grads, *, last: bool) -> None:
+        """Before a window closes: processes tell each other their weights, and who has gradients of which parameter."""
+        window = self.window
+        agreed = prepared.exchange.agree(
+            prepared.plan,
+            window.weights.total,
+            window.weights.is_weighted,
+            window.present(grads),
+            seed=self.plans.seed,
+            last=last,
+        )
+        if agreed is not None:
+            window.agree(prepared.plan, *agreed)
+
+    def _add_up(self, prepared: Prepared) -> None:
+        """Adds up the accumulators of all processes."""
+        window = self.window
+        if not prepared.exchange.adds_up or window.phase is Phase.SEALED:
+            return
+        try:
+            prepared.exchange.add_up(window.sums.arena.memory_of(prepared.plan, window.sums.accumulators))
+        except BaseException:
+            window.drop()  # some are added up, some are not
+            raise
+        window.seal()
+
+    # ---- out of it -------------------------------------------------------------------------------------------------
+
+    def measure(self, divisors: Divisors) -> Measured | None:
+        """The coefficient of the gradients that a step takes now; None where there is no gradient."""
+        if self.release is not None:
+            self.release.end_before_step()
+        window, prepared = self.window, self.plans.current()
+        if prepared.exchange.adds_up and window.phase is Phase.IDLE:
+            prepared = self._take_own(prepared.plan)
+        grads, present = prepared.plan.gradients()
+        if window.phase is Phase.CLOSED and not present:
+            window.drop()  # model.zero_grad() has released it
+        is_open = window.phase in OPEN_PHASES
+        if is_open:
+            grads, present = self._sums(prepared, present)
+        if not present:
+            return None
+        normalization: Number | None = None
+        if is_open:
+            normalization = window.sums.settle(prepared.plan, prepared.backend, window.weights)
+            self._add_up(prepared)
+        matched = prepared.plan.match(grads)
+        if prepared.plan.lacks_state(matched):
+            prepared = self.plans.with_states(prepared.plan, matched)
+            window.habits.see(window.params)  # a master that a checkpoint has brought was written into its parameter
+        plan, complete = prepared.plan, present == len(grads)
+        scaling = self._scaling(plan, divisors, normalization)
+        stale: Grads | None = matched
+        partials: Tensor | None = None
+        if is_open:
+            stale, partials = window.sums.stale(matched), window.sums.partials
+        elif scaling.takes_norm:
+            partials = prepared.cleared_partials(complete)
+        outcome = prepared.norm(stale, partials, scaling)
+        outcome.spends_grads = is_open
+        return Measured(prepared, grads, matched, complete, outcome)
+
+    def refuse_live(self, present: int) -> None:
+        """Refuses a step of an open window beside gradients that it has not got."""
+        if present and self.window.is_open:
+            raise RuntimeError(
+                "a window is open and there is a gradient that was not accumulated; "
+                "call accumulate() after the last backward(), before step()"
+            )
+
+    def _take_own(self, plan: Plan) -> Prepared:
+        """Where processes add up gradients, those in p.grad are this one's: a window of one micro-batch."""
+        if plan.gradients()[1]:
+            self.fold(None, in_loss=False, last=False)
+        else:
+            self.window.open(plan)  # others may have some
+        return self.plans.current()
+
+    def _sums(self, prepared: Prepared, fresh: int) -> tuple[Grads, int]:
+        """The open window's sums, and how many there are, once it is complete. Args: fresh: gradients in p.grad."""
+        window, plan = self.window, prepared.plan
+        self.refuse_live(fresh)
+        window.follow(plan)
+        window.habits.watch_writes(window.params)
+        if window.phase is not Phase.SEALED:  # by a step that was refused
+            self._agree(prepared, [None] * len(plan.params), last=False)
+        window.weights.check(0.0)
+        return window.sums.accumulators, window.sums.count
+
+    def _scaling(self, plan: Plan, divisors: Divisors, normalization: Number | None) -> Scaling:
         settings, found_inf = self.settings, divisors.found_inf
         is_unchecked = divisors.for_scaler and found_inf is None
         # Whoever uses a window is promised that bad weights skip the step.
         takes_norm = divisors.is_shared or is_unchecked or self.window.phase is not Phase.IDLE
         takes_norm = takes_norm or settings.max_grad_norm is not None or settings.nonfinite in ("skip", "raise")
         scaling = Scaling(plan.device, takes_norm=takes_norm, max_grad_norm=settings.max_grad_norm)
+        if self.skips is None or self.skips.count.device != plan.device:
+            self.skips = Skips(plan.device)
         if not divisors.is_shared and self.counts_skips(divisors):
-            assert self.skips is not None
             scaling.skips = self.skips.count
         if found_inf is not None:
             found_inf = replicated(torch.as_tensor(found_inf, dtype=torch.float32))
@@ -417,10 +396,15 @@ class Engine:
                 "the non-finite gradient (or found_inf), and call zero_grad() to go on, or use nonfinite='skip'"
             )
 
-    def apply(self, measured: Measured) -> None:
-        """The step itself."""
-        if self.owner.own_step is not None:
-            self.owner.own_step(self.owner, self, measured)
+    def finish(self, measured: Measured | None) -> None:
+        """The step itself, where there is a gradient; the window is over then."""
+        if measured is not None:
+            self._apply(measured)
+        self.end_window()
+
+    def _apply(self, measured: Measured) -> None:
+        if self.plans.owner.own_step is not None:
+            self.plans.owner.own_step(self.plans.owner, self, measured)
         else:
             self._update(measured)
         assert self.skips is not None
@@ -431,11 +415,11 @@ class Engine:
     def _update(self, measured: Measured) -> None:
         plan, grads = measured.prepared.plan, measured.matched
         if plan.has_remainders:
-            self.masters.refresh(plan)
+            self.plans.masters.refresh(plan)
         copies = [plan.rows[index] for index in plan.copies if grads[index] is not None]
         for row in copies:
             row.tensor.copy_(row.owned)
-        measured.prepared.backend.step(plan, grads, plan.hypers(self.owner.param_groups), measured.outcome)
+        measured.prepared.backend.step(plan, grads, plan.hypers(self.plans.owner.param_groups), measured.outcome)
         for row in copies:
             row.owned.copy_(row.tensor)
         written = plan.params
@@ -444,15 +428,27 @@ class Engine:
         # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
         torch.autograd.graph.increment_version(written)
         if plan.has_remainders:
-            self.masters.written()
-            self.masters.watch()
+            self.plans.masters.written()
+            self.plans.masters.watch()
 
     def end_window(self) -> None:
         """After a step, made or skipped: its gradients are spent."""
         if self.window.phase is not Phase.IDLE:
-            self.window.consume(self.params)
+            self.window.consume(self.plans.params)
+
+    def refuse_foreign_scaler(self) -> None:
+        """Refuses gradients that a stock GradScaler cannot unscale and look at."""
+        is_idle = self.window.phase is Phase.IDLE
+        if self.window.is_open or (self.settings.process_group is not None and is_idle):
+            what = "a GradScaler cannot see into an open window"
+            if is_idle:
+                what = "gradients are not added up over the processes yet, so a GradScaler would decide on its own"
+            raise RuntimeError(
+                f"{what}; close it with accumulate(..., last=True) before "
+                "scaler.unscale_() or scaler.step() (accumfused.GradScaler.step() needs no closed one)"
+            )
 
     def refuse_open(self, call: str, why: str = "") -> None:
         """Refuses a call in the midst of a window."""
-        if self.window.phase is Phase.OPEN:
+        if self.window.is_open:
             raise RuntimeError(f"a window is open{why}; call optimizer.step() or zero_grad() before {call}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from accumfused.core.plan import Grads
+from accumfused.core.rows import Grads
 
 _GROWTH = 2**20  # bytes: a heap that has grown by less has nothing new to be trimmed
 _PROBE = 16 * 2**20  # bytes: more than most holes below, less than what glibc always puts outside the heap

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from accumfused.core.plan import Grads, Plan, overwritten
+from accumfused.core.plan import Plan, overwritten
+from accumfused.core.rows import Grads
+from accumfused.rule import Rule
 
 Hypers = list[tuple[float | Tensor, ...]]  # per group, in the order of its rule's `hypers`; a tensor has one element
+Number = float | Tensor  # a tensor has one element, which nobody reads
 T = TypeVar("T")
 
 OVERWRITE = -1  # what an accumulator that holds nothing yet has in place of its weight's index
@@ -151,6 +155,62 @@ class Exchange(Protocol):
         """`Backend.norm`, over all parts of the parameters."""
 
 
+class Owner(Protocol):
+    """The optimizer that an engine works for: torch.optim's face of it."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+    defaults: dict[str, Any]
+    rules: ClassVar[tuple[type[Rule], ...]]
+    own_step: ClassVar[OwnStep | None]
+
+    @property
+    def engine(self) -> Any: ...
+
+    @classmethod
+    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]: ...
+
+
+class OwnStep(Protocol):
+    """An optimizer's step in place of the kernels': see loop/fusing.py."""
+
+    def __call__(self, optimizer: Any, engine: Any, measured: Any, /) -> None: ...
+
+
+class Release(Protocol):
+    """What folds gradients during backward: see loop/release.py."""
+
+    def follow(self, params: Any = None) -> Any: ...
+    def expecting(self, weight: Number | None, last: bool) -> AbstractContextManager[None]: ...
+    def end(self, weight: Number | None, *, in_loss: bool) -> None: ...
+    def end_before_step(self) -> None: ...
+    def forget(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What a loss scaler says of the gradients that a step takes.
+
+    Args:
+        scale: they are divided by it; a number, or a one-element tensor.
+        found_inf: not 0 where one of them is not finite; None: nobody has looked, and the step finds out.
+    """
+
+    scale: Number | None
+    found_inf: Number | None
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """What one step divides by, besides its window's weights, and who says that it is to be skipped."""
+
+    normalizer: Number | None = None
+    grad_scale: Number | None = None
+    found_inf: Number | None = None
+    for_scaler: bool = False  # to which an overflow is nothing to raise for
+    is_shared: bool = False  # the norm will be one over several optimizers
+
+
 def rescale(grads: Grads, factor: Tensor) -> None:
     """Multiplies gradients in place by an fp32 number on a device, shape []: one pass that reads and writes."""
     for grad in grads:
@@ -189,12 +249,3 @@ def at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
     if not isinstance(value, Tensor) or value.device != device:
         return float(value)
     return value if value.dtype in (torch.float32, torch.float64) else value.double()
-
-
-def address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def as_number_and_address(value: float | Tensor) -> tuple[float, int]:
-    """What a kernel multiplies by: a number, and an fp64 number on the device."""
-    return (1.0, value.data_ptr()) if isinstance(value, Tensor) else (value, 0)

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accumfused.backends.reference import finish_norm
-from accumfused.core.plan import Grads, Plan, Row
+from accumfused.core.plan import Plan
 from accumfused.core.protocol import Backend, Exchange, Outcome, Scaling
+from accumfused.core.rows import Grads, Row
 from accumfused.distributed.groups import has_processes, refuse_reducing
 from accumfused.formats.numeric import chunk_count, ieee, sum_partials
 from accumfused.settings import Settings

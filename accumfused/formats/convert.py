@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.core.plan import layout
 from accumfused.formats import codecs
 from accumfused.formats.kinds import (
     MASTER,
@@ -25,7 +24,7 @@ from accumfused.formats.kinds import (
     scale_shape,
     storage_of,
 )
-from accumfused.formats.numeric import ieee, memory_order
+from accumfused.formats.numeric import ieee, layout, memory_order
 from accumfused.rule import Rule
 from accumfused.warn import warn
 

@@ -113,3 +113,15 @@ def ieee() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
+
+
+def layout(tensor: Tensor) -> str:
+    """ "dense" (no holes, no overlap), "strided" (holes) or "overlapping"."""
+    if tensor.layout != torch.strided or tensor.numel() == 0:
+        return "dense"
+    reach = 1  # elements from the first to behind the last, over the dimensions so far
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride < reach:
+            return "overlapping"
+        reach += stride * (size - 1)
+    return "dense" if reach == tensor.numel() else "strided"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from accumfused.backends.reference import finish_norm
-from accumfused.core.engine import Divisors, LossScale, Measured
-from accumfused.core.protocol import Outcome, Scaling
-from accumfused.optimizer import FusedOptimizer
+from accumfused.core.engine import Measured, divisors_of
+from accumfused.core.protocol import Divisors, LossScale, Outcome, Scaling
+from accumfused.optimizer import FusedOptimizer, with_hooks
 from accumfused.settings import check_max_grad_norm
 
 
@@ -98,7 +98,7 @@ class ClipGroup:
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a stock GradScaler leaves unscaling and skipping to the step: it would unscale one by one."""
         for optimizer in self.optimizers:
-            optimizer.refuse_foreign_scaler()
+            optimizer.engine.refuse_foreign_scaler()
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -131,14 +131,14 @@ class ClipGroup:
             with torch.enable_grad():
                 loss = closure()
         self._refuse_shared()
-        divisors = Divisors.of(self, normalizer, loss_scale, is_shared=True)
+        divisors = divisors_of(self, normalizer, loss_scale, is_shared=True)
         try:
             with torch.no_grad():
                 for optimizer, measured in zip(self.optimizers, self._measure(divisors), strict=True):
-                    optimizer.step_measured(measured)
+                    _step(optimizer, measured)
         finally:
             for optimizer in self.optimizers:
-                optimizer.engine.let_go()
+                optimizer.engine.plans.let_go()
         return loss
 
     def _measure(self, divisors: Divisors) -> list[Measured | None]:
@@ -147,15 +147,15 @@ class ClipGroup:
         for engine in engines:  # before any of them converts its states
             if engine.release is not None:
                 engine.release.end_before_step()
-            engine.refuse_live(engine.prepare().plan.gradients()[1])
-            engine.let_go()
+            engine.refuse_live(engine.plans.current().plan.gradients()[1])
+            engine.plans.let_go()
         parts: list[Measured | None] = []
         for engine in engines:
             engine.outcome = None
             try:
                 parts.append(engine.measure(divisors))
             finally:
-                engine.let_go()
+                engine.plans.let_go()
         found = [part for part in parts if part is not None]
         if found:
             propagates = all(engine.settings.nonfinite == "propagate" for engine in engines)
@@ -180,6 +180,13 @@ class ClipGroup:
         for part, own in zip(found, coefficients, strict=True):
             values = torch.stack([own * common.coefficient, common.norm, common.values[2]])
             part.outcome = Outcome(_to(values, part.prepared.plan.device), spends_grads=part.outcome.spends_grads)
+
+
+@with_hooks
+def _step(optimizer: FusedOptimizer, measured: Measured | None) -> None:
+    """A member's step, with its hooks: what is left once the group has measured."""
+    optimizer._opt_called = True  # what LR schedulers look for
+    optimizer.engine.finish(measured)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

@@ -65,7 +65,7 @@ def attach_ddp(
         settings = optimizer.engine.settings
         settings.process_group = ddp.process_group if settings.process_group is None else settings.process_group
         settings.reduce_dtype = settings.reduce_dtype if reduce_dtype is None else reduce_dtype
-        optimizer.engine.forget_plan()
+        optimizer.engine.plans.forget()
         optimizer.engine.attached.add(ddp)
 
 

@@ -10,9 +10,10 @@ from typing import Any, ClassVar, overload
 import torch
 from typing_extensions import Unpack
 
-from accumfused.core.engine import Engine, Measured, OwnStep
-from accumfused.core.protocol import rescale
-from accumfused.core.window import Phase
+from accumfused.core.engine import Engine, Measured
+from accumfused.core.protocol import OwnStep, rescale
+from accumfused.core.window import Phase, Window
+from accumfused.formats.shards import local
 from accumfused.optimizer import (
     FusedOptimizer,
     check_formats,
@@ -110,10 +111,10 @@ def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
         return
     if coefficient != 1.0:
         rescale(measured.grads, outcome.coefficient)
-    if window.phase is Phase.OPEN:
+    if window.is_open:
         window.expose()
     if window.phase is Phase.CLOSED:
-        window.cast()
+        _cast_gradients(window)
     step: Any = optimizer.torch_class.step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # the hooks are ours already
@@ -123,6 +124,17 @@ def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
         step(optimizer)
     finally:
         vars(optimizer).update(hidden)
+
+
+def _cast_gradients(window: Window) -> None:
+    """p.grad of a closed window in the dtype of its parameter: some steps of torch's refuse another."""
+    for index, (param, accumulator) in enumerate(zip(window.params, window.sums.accumulators, strict=True)):
+        grad, dtype = param.grad, getattr(param, "grad_dtype", None)
+        if grad is None or grad.dtype == param.dtype or dtype not in (None, param.dtype):
+            continue
+        param.grad = grad.to(param.dtype)
+        if local(grad) is accumulator:
+            window.sums.accumulators[index] = local(param.grad)
 
 
 class ForeignStep(FusedOptimizer):

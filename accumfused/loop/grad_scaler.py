@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from accumfused.core.engine import LossScale
-from accumfused.core.protocol import on_device
+from accumfused.core.protocol import LossScale, on_device
 from accumfused.loop.clip_group import ClipGroup
 from accumfused.optimizer import FusedOptimizer
 
@@ -34,7 +33,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled:
             for member in _members(optimizer):
-                member.refuse_foreign_scaler()
+                member.engine.refuse_foreign_scaler()
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

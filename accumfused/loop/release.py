@@ -70,7 +70,7 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
         raise RuntimeError("the optimizer's gradients are released already; call remove() on that handle first")
     optimizer.engine.refuse_open("release_gradients()")
     release = GradientRelease(optimizer, operator.index(bucket_bytes))
-    groups.refuse_wrapped(optimizer.engine.params)
+    groups.refuse_wrapped(optimizer.engine.plans.params)
     release.follow()
     optimizer.engine.release = release
     return release
@@ -129,7 +129,7 @@ class GradientRelease:
         Returns:
             The parameters that were hooked.
         """
-        given = self._optimizer.engine.params if params is None else params
+        given = self._optimizer.engine.plans.params if params is None else params
         leaves = [param for param in given if isinstance(param, Tensor) and param.requires_grad and param.is_leaf]
         new: list[Any] = [param for param in leaves if self._hook not in _hooks(param)]
         for param in new:
@@ -230,7 +230,7 @@ class GradientRelease:
         optimizer, weight = self._optimizer, self._expected[0]
         window = optimizer.engine.window
         try:
-            prepared = optimizer.engine.prepare()
+            prepared = optimizer.engine.plans.current()
             current = prepared.plan
             grads, _ = current.gradients()
             self._members = set(map(id, current.params))
@@ -239,12 +239,12 @@ class GradientRelease:
             attached = optimizer.engine.attached
             for ddp in attached:
                 groups.refuse_synchronizing(ddp)
-            if not attached and window.phase is not Phase.OPEN:
+            if not attached and not window.is_open:
                 groups.refuse_wrapped(current.params)  # where there are processes: 40 ms for a million objects
             window.begin(current, grads, weight)
             window.enter(current, weight, prepared.exchange, in_loss=True)
         finally:
-            optimizer.engine.let_go()
+            optimizer.engine.plans.let_go()
 
     def _watch_backward(self) -> None:
         """Remembers the backward pass until it ends: one that raises does not, and its gradients are not complete."""
@@ -265,7 +265,7 @@ class GradientRelease:
         try:
             self._optimizer.engine.fold(weight, in_loss=True, last=last, rows=bucket.params)
         finally:
-            self._optimizer.engine.let_go()
+            self._optimizer.engine.plans.let_go()
         for param in bucket.params.values():
             param.grad = None
         bucket.params.clear()

@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accumfused.core.engine import Engine
-from accumfused.core.plan import layout
-from accumfused.core.window import Window
+from accumfused.core.protocol import OVERWRITE, Owner
+from accumfused.core.weights import FIRST, READY, Weights
+from accumfused.core.window import Phase, Window
 from accumfused.formats.codecs import BLOCK
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import MASTER, PARAM_DTYPES, REMAINDER, SEED, format_of, names, scale_name, scale_shape
+from accumfused.formats.numeric import layout
 from accumfused.formats.shards import is_dtensor, owned, shard_of
 from accumfused.rule import Rule, known_states
 from accumfused.warn import warn
-
-if TYPE_CHECKING:
-    from accumfused.optimizer import FusedOptimizer
 
 ACCUMULATOR = "grad_accumulator"
 WEIGHTS = "grad_accumulator_weights"
@@ -62,9 +61,11 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     window, state = optimizer.engine.window, dict(state_dict["state"])
     keys = {id(param): key for key, param in _params(optimizer, state_dict).items()}
     rules = {id(p): optimizer.rule_of(group) for group in optimizer.param_groups for p in group["params"]}
-    prepared = optimizer.engine.prepare()
-    held = window.weights_held(prepared.exchange.total(prepared.plan, window.total, window.is_weighted))
-    rows = list(zip(window.params, window.accumulators, held, strict=True))
+    prepared = optimizer.engine.plans.current()
+    weights = window.weights
+    total = prepared.exchange.total(prepared.plan, weights.total, weights.is_weighted)
+    held = weights.saved([max(place, READY) for place in window.sums.places], total)
+    rows = list(zip(window.params, window.sums.accumulators, held, strict=True))
     for param, accumulator, weights in [row for row in rows if row[1] is not None] or rows[:1]:
         key, rule = keys[id(param)], rules[id(param)]
         entries = dict(state.get(key, {}))
@@ -77,7 +78,7 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
-def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Window | None]:
+def without_window(optimizer: Owner, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Window | None]:
     """The checkpoint without its open window, and that window, on the devices of the parameters."""
     params = _params(optimizer, state_dict)
     found, state = {}, {}
@@ -98,12 +99,32 @@ def without_window(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> 
             found[id(params[key])] = accumulator, entries[WEIGHTS].tolist()
     if not found:
         return dict(state_dict), None
-    window = Window.resumed([(param, *found.get(id(param), (None, None))) for param in params.values()])
+    window = _resumed([(param, *found.get(id(param), (None, None))) for param in params.values()])
     return {**state_dict, "state": state}, window
 
 
+def _resumed(rows: list[tuple[Tensor, Tensor | None, list[float] | None]]) -> Window:
+    """An open window from parameters, their accumulators, and the saved weights of each, on the host."""
+    saved = [weights for *_, weights in rows if weights is not None]
+    factors = [math.nan if math.isnan(weights[0]) else weights[0] for weights in saved]  # one NaN equals itself
+    first = next((factor for factor in factors if factor != 1.0), 1.0)
+    window = Window()
+    window.phase, window.params = Phase.OPEN, [param for param, *_ in rows]
+    window.weights, sums = Weights.restored(saved[-1], first), window.sums
+    sums.arena.add_rows(len(rows))
+    for _, accumulator, weights in rows:
+        factor = 1.0 if weights is None else math.nan if math.isnan(weights[0]) else weights[0]
+        waits = factor != 1.0 and (factor is first or factor == first)
+        if accumulator is not None and factor != 1.0 and not waits:  # 0.1.0 held late ones under their own
+            accumulator = accumulator.mul_(factor) if factor != 0 else accumulator.zero_()
+        sums.accumulators.append(accumulator)
+        sums.places.append(OVERWRITE if accumulator is None else FIRST if waits else READY)
+        sums.is_measured.append(False)
+    return window
+
+
 def without_formats(
-    optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
+    optimizer: Owner, state_dict: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]], set[Tensor]]:
     """The checkpoint without what torch would cast to its parameter's dtype; that; and whose master it has brought.
 
@@ -113,7 +134,7 @@ def without_formats(
     params, rules, state = _params(optimizer, state_dict), _rules(optimizer, state_dict), dict(state_dict["state"])
     kept, brought = dict[Tensor, dict[str, Tensor]](), set[Tensor]()
     # Not settled: what is loaded may lie in the same memory, where torch.distributed.checkpoint has put it.
-    out_of_date = optimizer.engine.masters.out_of_date()
+    out_of_date = optimizer.engine.plans.masters.out_of_date()
     for key, param in params.items():
         rule, entries = rules[key], state.get(key)
         if rule.is_foreign or param.dtype not in PARAM_DTYPES:
@@ -142,23 +163,23 @@ def without_formats(
     return {**state_dict, "state": state}, kept, brought
 
 
-def _complete(optimizer: Any, rule: type[Rule], param: Tensor, entries: dict[str, Any]) -> None:
+def _complete(optimizer: Owner, rule: type[Rule], param: Tensor, entries: dict[str, Any]) -> None:
     """Makes what a parameter's state lacks, in place."""
     engine, shard = optimizer.engine, shard_of(param)
     own = entries if shard is None else shard.parts(entries)
     form, tensor = format_of(rule, param, engine.settings), owned(param, shard)
     if layout(tensor) == "strided":  # states are dense
         tensor = torch.empty_like(tensor, requires_grad=False).copy_(tensor)
-    make_state(rule, form, tensor, own, engine.seed)
+    make_state(rule, form, tensor, own, engine.plans.seed)
     if shard is not None:
         shard.put(own, entries, names(rule, form))
 
 
-def _states(optimizer: FusedOptimizer) -> set[str]:
+def _states(optimizer: Owner) -> set[str]:
     return {state for rule in optimizer.rules for state in rule.states}
 
 
-def _formatted(optimizer: FusedOptimizer) -> set[str]:
+def _formatted(optimizer: Owner) -> set[str]:
     """The keys of what has a format of ours, in any format and under any options."""
     states = _states(optimizer)
     return {*states, *map(scale_name, states), REMAINDER, MASTER, SEED}
@@ -170,7 +191,7 @@ def _is_whole(name: str, value: Tensor | None) -> bool:
     return value is not None and (name not in dtypes or value.dtype in dtypes[name])
 
 
-def check(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
+def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
     """Refuses a checkpoint that does not fit, before anything is changed. The number of parameters is left to torch.
 
     Raises:
@@ -246,7 +267,7 @@ def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_su
         )
 
 
-def _check_formats(key: Any, param: Tensor, entries: Mapping[str, Any], optimizer: FusedOptimizer) -> None:
+def _check_formats(key: Any, param: Tensor, entries: Mapping[str, Any], optimizer: Owner) -> None:
     """Refuses what `state.make_state` could not read."""
     states, formatted = _states(optimizer), _formatted(optimizer)
     own = {name: entries[name] for name in sorted(formatted & entries.keys()) if entries[name] is not None}
@@ -299,7 +320,7 @@ def _check_scale(key: Any, name: str, value: Tensor, scale: Tensor | None) -> No
         )
 
 
-def _rules(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[Any, type[Rule]]:
+def _rules(optimizer: Owner, state_dict: Mapping[str, Any]) -> dict[Any, type[Rule]]:
     """The rule of each of the checkpoint's ids, by the options in the checkpoint."""
     return {
         key: optimizer.rule_of({**optimizer.defaults, **group})
@@ -308,7 +329,7 @@ def _rules(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[Any
     }
 
 
-def _params(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:
+def _params(optimizer: Owner, state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:
     """The parameter of each of the checkpoint's ids; they are paired in order, as torch does."""
     ids = [key for group in state_dict["param_groups"] for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]

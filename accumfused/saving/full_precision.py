@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from accumfused.core.protocol import Owner
 from accumfused.formats import codecs
 from accumfused.formats.convert import full_precision, store_full_precision
 from accumfused.formats.kinds import PARAM_DTYPES, REMAINDER
 from accumfused.formats.numeric import ieee
 from accumfused.formats.shards import owned, shard_of
 
-if TYPE_CHECKING:
-    from accumfused.optimizer import FusedOptimizer
-
 
 @torch.no_grad()
-def state_dict(optimizer: FusedOptimizer, model: Module) -> dict[str, Any]:
+def state_dict(optimizer: Owner, model: Module) -> dict[str, Any]:
     """See `FusedOptimizer.full_precision_state_dict`."""
     _check_model(optimizer, model)
-    optimizer.engine.masters.settle()
+    optimizer.engine.plans.masters.settle()
     saved: dict[str, Any] = model.state_dict(keep_vars=True)  # the parameters themselves, under all their names
     whole: dict[int, Tensor] = {}
     for name, value in saved.items():
@@ -40,7 +38,7 @@ def state_dict(optimizer: FusedOptimizer, model: Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_state_dict(optimizer: FusedOptimizer, model: Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
+def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
     """See `FusedOptimizer.load_full_precision_state_dict`."""
     engine = optimizer.engine
     engine.refuse_open("load_full_precision_state_dict()", ", and its gradients are not those of the loaded weights")
@@ -49,7 +47,7 @@ def load_state_dict(optimizer: FusedOptimizer, model: Module, state_dict: Mappin
     _check_names(own, state_dict, strict)
     values = {id(own[name]): value for name, value in state_dict.items() if isinstance(own.get(name), Parameter)}
 
-    current, masters = engine.prepare().plan, engine.masters
+    current, masters = engine.plans.current().plan, engine.plans.masters
     masters.refresh(current)  # what was written before belongs to what is there now
     members = {id(param) for group in optimizer.param_groups for param in group["params"]}
     others = {
@@ -63,7 +61,9 @@ def load_state_dict(optimizer: FusedOptimizer, model: Module, state_dict: Mappin
         if id(row.param) in values and (row.form.master is None or row.form.master[0] != REMAINDER):
             optimizer.state.get(row.param, {}).pop(REMAINDER, None)  # another format's; these weights take its place
     wanted = [row.form.master is not None and id(row.param) in values for row in current.rows]
-    current = engine.with_states(current, [p if w else None for p, w in zip(current.params, wanted, strict=True)]).plan
+    current = engine.plans.with_states(
+        current, [p if w else None for p, w in zip(current.params, wanted, strict=True)]
+    ).plan
     for row in [row for row, is_wanted in zip(current.rows, wanted, strict=True) if is_wanted]:
         shard, entries, value = row.shard, optimizer.state[row.param], values[id(row.param)]
         if shard is not None:
@@ -76,7 +76,7 @@ def load_state_dict(optimizer: FusedOptimizer, model: Module, state_dict: Mappin
     return result
 
 
-def _full_precision(optimizer: FusedOptimizer, param: Tensor) -> Tensor:
+def _full_precision(optimizer: Owner, param: Tensor) -> Tensor:
     entries, shard = optimizer.state.get(param, {}), shard_of(param)
     if shard is None:
         return full_precision(param, entries)
@@ -98,7 +98,7 @@ def _has(param: Any, values: Tensor) -> bool:
     return bool(torch.stack(same).any(0).all())
 
 
-def _check_model(optimizer: FusedOptimizer, model: Module) -> None:
+def _check_model(optimizer: Owner, model: Module) -> None:
     if not isinstance(model, Module):
         raise TypeError(f"this takes the model first, a torch.nn.Module, got {type(model).__name__}")
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}

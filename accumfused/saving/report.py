@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.core.plan import layout
 from accumfused.formats.codecs import block_count
 from accumfused.formats.kinds import (
     MASTER,
@@ -26,6 +25,7 @@ from accumfused.formats.kinds import (
     scale_name,
     storage_of,
 )
+from accumfused.formats.numeric import layout
 from accumfused.formats.shards import Shard, local, owned, shard_of
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule
@@ -152,8 +152,8 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
         raise TypeError(f"memory_report takes an optimizer of this package, got {type(optimizer).__name__}; fuse() it")
     window, formats = optimizer.engine.window, dict[str, Memory]()
     accumulators: dict[int, list[Tensor | None]] = {}
-    kept = window.arena.places
-    for param, *held in zip(window.params, window.accumulators or kept, kept, strict=True):
+    kept = window.sums.arena.places
+    for param, *held in zip(window.params, window.sums.accumulators or kept, kept, strict=True):
         accumulators[id(param)] = held
     for group in optimizer.param_groups:
         rule = optimizer.rule_of(group)

@@ -173,7 +173,7 @@ class Probe:
             work = Workload(shapes, self.device)
             optimizer = work.ours("auto" if not isinstance(backend, str) else backend)
             if not isinstance(backend, str):
-                optimizer.engine.backend = backend
+                optimizer.engine.plans.backend = backend
             work.set_grads()
             runs[who] = captured(optimizer.step) if self.device.type == "cuda" else optimizer.step
             eager = interleave([Variant(who, optimizer.step)], self.rounds, clock=self.host_clock)[0]

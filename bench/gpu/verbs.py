@@ -65,7 +65,7 @@ class Case:
         name = backend if isinstance(backend, str) else "auto"
         optimizer: af.FusedOptimizer = made(params, **options, backend=name, **{**known, **settings})
         if not isinstance(backend, str):
-            optimizer.engine.backend = backend
+            optimizer.engine.plans.backend = backend
         return optimizer
 
 
@@ -81,8 +81,8 @@ class Verbs:
         self.optimizer = case.optimizer(params, backend)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.plan = self.optimizer.engine.prepare().plan
-        self.backend: Any = self.optimizer.engine.prepare().backend
+        self.plan = self.optimizer.engine.plans.current().plan
+        self.backend: Any = self.optimizer.engine.plans.current().backend
         self.partials = torch.zeros(self.plan.chunks, device=self.plan.device)
         self._weights = torch.ones(3, dtype=torch.float64, device=self.plan.device)
         self._hypers = self.plan.hypers(self.optimizer.param_groups)

@@ -91,7 +91,7 @@ def _once(variant: Variant) -> Callable[[], None]:
 
 def _host_time(bench: Bench, label: str, optimizer: af.AdamW) -> Table:
     """Where one step() goes: its parts, timed within it, and what is left of it."""
-    plan = optimizer.engine.prepare().plan
+    plan = optimizer.engine.plans.current().plan
     watch = _Watch()
     of = f"{label}, {len(plan.params)} tensors, on the host" if bench.on_gpu else "one step()"
     table = Table(f"small: {of} by part", [Column("name", ""), Column("microseconds", "us", "{:.1f}")])
@@ -100,8 +100,8 @@ def _host_time(bench: Bench, label: str, optimizer: af.AdamW) -> Table:
             ("is the plan still right?", plan, "unchanged"),
             ("read and check p.grad", plan, "gradients"),
             ("read and check p.grad", plan, "match"),
-            ("norm", optimizer.engine.prepare().backend, "norm"),
-            ("step", optimizer.engine.prepare().backend, "step"),
+            ("norm", optimizer.engine.plans.current().backend, "norm"),
+            ("step", optimizer.engine.plans.current().backend, "step"),
             ("version counters", torch.autograd.graph, "increment_version"),
         ):
             timed_call = watch.around(part, getattr(owner, name))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from accumfused.backends import select
-from accumfused.core.plan import Grads
 from accumfused.core.protocol import OVERWRITE, Fold, Scaling
+from accumfused.core.rows import Grads
 from bench import shapes
 from bench.exact import MAX_GRAD_NORM
 from bench.measure import Variant
@@ -49,7 +49,7 @@ def _verbs(
 ) -> tuple[str, list[Variant], str]:
     """The backend's name, its verbs, and what was checked."""
     optimizer = work.ours(name)
-    plan = optimizer.engine.prepare().plan
+    plan = optimizer.engine.plans.current().plan
     backend = select(name, [work.device])
     rows = len(work.shapes)
     partials = torch.zeros(plan.chunks, device=work.device)

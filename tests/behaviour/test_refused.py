@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import accumfused as af
-from accumfused.core.plan import check_gradient
+from accumfused.core.rows import check_gradient
 
 Call = Callable[[Any], Any]
 

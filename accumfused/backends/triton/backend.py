@@ -19,20 +19,20 @@ import triton.language as tl
 from torch import Tensor
 
 from accumfused import compiled
+from accumfused.backends.cpu import address, as_number_and_address
 from accumfused.backends.triton import kernels, memory
 from accumfused.backends.triton import numeric as triton_numeric
 from accumfused.backends.triton.step import step_kernel
-from accumfused.core.plan import GRAD_DTYPES, Grads, Plan, has_memory
+from accumfused.core.plan import Plan
 from accumfused.core.protocol import (
     Fold,
     Hypers,
     Outcome,
     Scaling,
-    address,
-    as_number_and_address,
     at_hand,
     new_outcome,
 )
+from accumfused.core.rows import GRAD_DTYPES, Grads, has_memory
 from accumfused.formats.kinds import Format, Storage
 from accumfused.formats.numeric import ieee
 from accumfused.rule import Rule

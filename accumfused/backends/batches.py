@@ -1,0 +1,107 @@
+"""Batches: pieces of a plan's tensors that torch's own kernels work on together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumfused.core.plan import Plan
+from accumfused.core.rows import Grads
+from accumfused.formats.kinds import Format
+from accumfused.formats.numeric import CHUNK, LANES, memory_order
+
+WHOLE = 0  # in place of a number of elements: nothing is cut
+
+Tensors = list[Tensor]
+
+
+@dataclass
+class Stored:
+    """What a batch updates: lists with one piece a row."""
+
+    params: Tensors
+    masters: Grads
+    states: list[Tensors]  # per state of the rule
+    scales: list[Grads]
+    steps: Tensors  # step counts; none where there are none
+    seeds: Tensors
+
+
+@dataclass
+class Batch:
+    """Pieces that are worked on together, of tensors of one group and format: small ones whole, or one large one's."""
+
+    group: int
+    form: Format
+    rows: list[int]
+    begin: int = 0  # of the piece, in memory order; a multiple of CHUNK
+    end: int | None = None  # None: the tensors are whole
+    stored: Stored | None = None  # made with the first step
+
+    def of(self, tensors: Sequence[Tensor | None]) -> Tensors:
+        """Its pieces of such of all rows' tensors as there are."""
+        return self.cut([tensors[row] for row in self.rows])
+
+    def cut(self, tensors: Sequence[Tensor | None]) -> Tensors:
+        """The same of its own rows'; what every row lacks is left out."""
+        found = [tensor for tensor in tensors if tensor is not None]
+        if self.end is None and self.form == Format():
+            return found
+        return [memory_order(tensor)[self.begin : self.end] for tensor in found]
+
+    def apart(self, kinds: Sequence[Any]) -> Iterator[Batch]:
+        """The rows of each kind by themselves; none of those whose kind is false."""
+        own = [kinds[row] for row in self.rows]
+        for kind in dict.fromkeys(own):
+            if kind:
+                rows = [row for row, other in zip(self.rows, own, strict=True) if other == kind]
+                yield self if len(rows) == len(self.rows) else replace(self, rows=rows, stored=None)
+
+    def scaled(self, grads: Tensors, coefficient: float | Tensor, scratch: Tensor) -> Tensors:
+        """Gradients times the coefficient, in fp32: other tensors."""
+        if self.end is None:
+            return list(torch._foreach_mul([grad.float() for grad in grads], coefficient))
+        (grad,) = grads
+        made = scratch[: len(grad)]
+        if grad.dtype == torch.float32:
+            return [torch.mul(grad, coefficient, out=made)]
+        return [made.copy_(grad).mul_(coefficient)]
+
+    def measure(self, plan: Plan, values: Tensors, partials: Tensor) -> None:
+        """Writes the sum of squares of each chunk: torch's fp32 norm of 8M elements at once is off by 2e-4 (CPU)."""
+        values = [value.float() for value in values]
+        if self.end is None:
+            sums = [norm * norm for norm in torch._foreach_norm(values)]
+        else:
+            (value,) = values
+            whole = len(value) // CHUNK * CHUNK
+            norms = torch.linalg.vector_norm(value[:whole].view(-1, LANES), dim=1)
+            sums = [norms.square_().view(-1, CHUNK // LANES).sum(1)]
+            if whole < len(value):
+                sums = [torch.cat([sums[0], value[whole:].square().sum().view(1)])]
+        for row, own in zip(self.rows, sums, strict=True):
+            first = plan.rows[row].first_chunk + self.begin // CHUNK
+            partials[first : first + own.numel()] = own
+
+
+def cut(plan: Plan, size: int) -> Iterator[Batch]:
+    gathered: dict[tuple[int, Format], tuple[Batch, int]] = {}
+    for index, row in enumerate(plan.rows):
+        group, form, numel = row.group, row.form, row.tensor.numel()
+        if size != WHOLE and numel > CHUNK:
+            length = size if form == Format() else size // 4  # decoded, there is more of it
+            for begin in range(0, numel, length):
+                yield Batch(group, form, [index], begin, min(begin + length, numel))
+        elif numel:
+            batch, count = gathered.pop((group, form), (Batch(group, form, []), 0))
+            batch.rows.append(index)
+            if size != WHOLE and count + numel >= size:
+                yield batch
+            else:
+                gathered[group, form] = batch, count + numel
+    for batch, _ in gathered.values():
+        yield batch

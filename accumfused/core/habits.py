@@ -1,0 +1,63 @@
+"""What a training loop should not make a habit of: dropping windows, and writing parameters within them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from accumfused.warn import warn
+
+
+class Habits:
+    """Warns, once each."""
+
+    def __init__(self) -> None:
+        self._versions: list[int] = []  # of the parameters, when the window began
+        self._drops = 0  # open windows since the last step
+        self._steps_after_drops = 0  # in a row
+        self._warned_of_drops = self._warned_of_writes = False
+
+    def see(self, params: Sequence[Tensor]) -> None:
+        """The parameters are what our own writes have made of them."""
+        self._versions = [param._version for param in params]
+
+    def see_new(self, params: Sequence[Tensor]) -> None:
+        """As `see`, of those that have come since."""
+        self._versions += [param._version for param in params[len(self._versions) :]]
+
+    def watch_writes(self, params: Sequence[Tensor]) -> None:
+        """Before a window closes: its micro-batches were to have the same weights. Writes through `.data` pass."""
+        if self._warned_of_writes or self._versions == [param._version for param in params]:
+            return
+        warn(
+            "a parameter was written while a window was open (by Embedding(max_norm=...), another step, load_state_dict"
+            "?), so the gradients in its sum are those of different weights; write parameters between step() and the "
+            "next backward()"
+        )
+        self._warned_of_writes = True
+
+    def watch_drops(self) -> None:
+        """Before an open window is dropped."""
+        if self._warned_of_drops:
+            return
+        if self._drops:
+            what = "two accumulation windows in a row were dropped without a step"
+        elif self._steps_after_drops >= 2:
+            what = "accumulation windows were dropped before each of the last steps"
+        else:
+            return
+        warn(
+            f"{what}; zero_grad() drops the window: call it (if at all) after optimizer.step(), not between the "
+            "micro-batches of a window"
+        )
+        self._warned_of_drops = True
+
+    def dropped(self) -> None:
+        """An open window is over without a step."""
+        self._drops += 1
+
+    def stepped(self) -> None:
+        """A window is over with a step, or with one that was skipped."""
+        self._steps_after_drops = self._steps_after_drops + 1 if self._drops else 0
+        self._drops = 0

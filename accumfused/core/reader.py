@@ -1,0 +1,143 @@
+"""Readers: whether a plan's tensors are still the same, and what lies in p.grad.
+
+The native module's table does both at 0.1 us a parameter. Python does it where there is no table, and for parameters of
+which a process has a part.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from accumfused.core.rows import Grads, Row
+from accumfused.formats import shards
+
+Groups = Sequence[Mapping[str, Any]]
+State = Mapping[Tensor, Any]
+
+
+def _own_references() -> int:
+    param = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
+    param.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
+    return sys.getrefcount(param.grad)
+
+
+_OWN_REFERENCES = _own_references()  # of `param.grad` that was just read, where nobody else holds the gradient
+
+
+class Reader(Protocol):
+    """See `TableReader`, `TensorReader`."""
+
+    def unchanged(self, groups: Groups, state: State) -> bool:
+        """Whether groups, states and the memory behind them are still those of the plan."""
+
+    def read(self) -> tuple[Grads, int, bool]:
+        """Every p.grad, how many there are, and whether the table's rows point at all of them."""
+
+    def held(self) -> list[bool]:
+        """Of the gradients that were read last: which somebody else has, too, and may write again."""
+
+    def release(self) -> None:
+        """p.grad = None for every parameter."""
+
+
+class TableReader:
+    """Args: table: _C.Table of the plan's rows, which remembers groups and state."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def unchanged(self, groups: Groups, state: State) -> bool:
+        return bool(self._table.unchanged(groups, state))
+
+    def read(self) -> tuple[Grads, int, bool]:
+        grads, present, refused = self._table.read_grads(_OWN_REFERENCES)
+        return grads, present, refused < 0
+
+    def held(self) -> list[bool]:
+        return self._table.held()  # type: ignore[no-any-return]
+
+    def release(self) -> None:
+        self._table.release_grads()
+
+
+class TensorReader:
+    """Reads tensors one by one. Before `remember` nothing is known to be unchanged: everything is read at each step."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self._rows = rows
+        self._held = [True] * len(rows)  # until they are read
+        self._seen: tuple[list[Any], list[Any], list[Any]] | None = None  # objects, their arrangement, their places
+
+    def remember(self, groups: Groups, state: State) -> None:
+        """Notes what `unchanged` compares."""
+        objects, arranged = _objects(groups, state)
+        self._seen = objects, arranged, [_place(shards.local(value)) for value in objects]
+
+    def unchanged(self, groups: Groups, state: State) -> bool:
+        if self._seen is None:
+            return False
+        known, known_arranged, places = self._seen
+        objects, arranged = _objects(groups, state)
+        if len(objects) != len(known) or arranged != known_arranged or not all(map(operator.is_, objects, known)):
+            return False
+        return all(map(_lies, map(shards.local, objects), places))
+
+    def read(self) -> tuple[Grads, int, bool]:
+        params = [row.param for row in self._rows]
+        held = [p.grad is not None and sys.getrefcount(p.grad) > _OWN_REFERENCES for p in params]
+        whole = [param.grad for param in params]
+        counts = Counter(map(id, whole))
+        self._held = [own or counts[id(grad)] > 1 for own, grad in zip(held, whole, strict=True)]
+        grads = [g if row.shard is None else _part(row.param, g) for row, g in zip(self._rows, whole, strict=True)]
+        return grads, sum(grad is not None for grad in grads), False
+
+    def held(self) -> list[bool]:
+        return self._held
+
+    def release(self) -> None:
+        for row in self._rows:
+            row.param.grad = None
+
+
+def _objects(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> tuple[list[Any], list[Any]]:
+    """Parameters and what the state holds of them, and how they are arranged: groups' sizes, and names."""
+    params = [param for group in param_groups for param in group["params"]]
+    entries = [state.get(param) or {} for param in params]
+    arranged = [[len(group["params"]) for group in param_groups], *map(list, entries)]
+    return params + [value for own in entries for value in own.values()], arranged
+
+
+def _place(value: Any) -> tuple[Any, ...] | None:
+    """Where a tensor lies, as `_lies` compares it."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
+
+
+def _lies(value: Tensor, place: tuple[Any, ...] | None) -> bool:
+    """One by one: thousands of new tuples at each step would be the garbage collector's."""
+    if place is None:
+        return True
+    address, dtype, shape, stride = place
+    return value.data_ptr() == address and value.dtype is dtype and value.shape == shape and value.stride() == stride
+
+
+def _part(param: Tensor, grad: Tensor | None) -> Tensor | None:
+    """This process's part of a gradient.
+
+    One that is placed otherwise than its parameter (a sum that is pending, with tensor parallelism) is redistributed.
+    """
+    if grad is None:
+        return None
+    given: Any = grad
+    placements = getattr(param, "placements", None)
+    if shards.is_dtensor(given) and given.placements != placements:
+        param.grad = grad = given.redistribute(placements=placements)
+    return shards.local(grad)  # type: ignore[no-any-return]

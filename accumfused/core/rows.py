@@ -1,0 +1,106 @@
+"""Rows: one parameter each, validated, in the form that the backends work on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumfused.formats import shards
+from accumfused.formats.kinds import PARAM_DTYPES, Format, Storage, format_of, names, storage_of
+from accumfused.formats.numeric import layout
+from accumfused.formats.shards import Shard
+from accumfused.rule import Rule
+from accumfused.settings import Settings
+
+GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+Grads = list[Tensor | None]  # one for each row
+
+
+@dataclass(eq=False)
+class Row:
+    """One parameter, in the form that the backends work on."""
+
+    param: Tensor  # as the user has it
+    owned: Tensor  # this process's part of it: the parameter itself, where it is not spread over processes
+    tensor: Tensor  # what the kernels write: the same, or a dense copy where that memory is not dense
+    group: int
+    rule: type[Rule]
+    form: Format
+    storage: Storage | None  # None: not made yet
+    first_chunk: int
+    shard: Shard | None  # how the part lies in the parameter; None: it is the whole
+    # Where the part begins in the whole tensor, in elements and in memory order: it is rounded by the noise that its
+    # elements have in the whole. With states in int8 a multiple of a block.
+    origin: int
+    is_bundled: bool = False  # its accumulator is small, and reduced together with others
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the kernels write a dense copy."""
+        return self.tensor is not self.owned
+
+
+def row_of(
+    param: Tensor, group: int, rule: type[Rule], entries: Mapping[str, Any] | None, settings: Settings, chunk: int
+) -> Row:
+    """Args: entries: the optimizer's state of the parameter; chunk: its first one."""
+    shard = shards.shard_of(param)
+    tensor = owned = shards.owned(param, shard)
+    if layout(owned) == "strided":
+        tensor = torch.empty_like(owned, requires_grad=False)
+    form = format_of(rule, param, settings) if param.dtype in PARAM_DTYPES else Format()
+    if shard is not None and entries is not None:
+        entries = shard.parts(entries) if shard.has_placed(entries, names(rule, form)) else None
+    storage, origin = storage_of(rule, form, tensor, entries), 0 if shard is None else shard.origin
+    return Row(param, owned, tensor, group, rule, form, storage, chunk, shard, origin)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether its storage was resized to nothing: what is frozen may be away, until somebody brings it back."""
+    return tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
+
+
+def check_parameter(param: Tensor) -> None:
+    """Refuses what no backend can update."""
+    if param.is_complex():
+        raise RuntimeError("complex parameters are not supported; optimize torch.view_as_real(parameter) instead")
+    if param.dtype not in PARAM_DTYPES:
+        dtypes = ", ".join(str(dtype) for dtype in PARAM_DTYPES)
+        raise TypeError(f"a parameter is {param.dtype}; supported are {dtypes}")
+    if param.is_neg():
+        raise RuntimeError("a parameter is lazily negated, so its memory holds other values; use param.resolve_neg()")
+    if not has_memory(param) or is_freed(param):
+        raise RuntimeError(
+            f"a parameter has no memory to update (layout {param.layout}, device {param.device}); materialize it first"
+        )
+    if layout(param) == "overlapping":
+        raise RuntimeError(
+            f"a parameter of shape {list(param.shape)} and strides {list(param.stride())} overlaps itself in memory "
+            "(expanded?); clone() it first"
+        )
+
+
+def check_gradient(param: Tensor, grad: Tensor) -> None:
+    """Refuses what no backend can read."""
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"sparse gradients are not supported (a gradient has layout {grad.layout}); "
+            "use Embedding(sparse=False), or keep these parameters in an optimizer of torch's own"
+        )
+    if grad.dtype not in GRAD_DTYPES:
+        dtypes = ", ".join(str(dtype) for dtype in GRAD_DTYPES)
+        kind = RuntimeError if grad.is_complex() else TypeError
+        raise kind(f"a gradient is {grad.dtype}; supported are {dtypes}")
+    if grad.device != param.device:
+        raise RuntimeError(f"a gradient is on {grad.device}, its parameter on {param.device}; move one of them")
+    if grad.shape != param.shape:
+        raise RuntimeError(f"a gradient has shape {list(grad.shape)}, its parameter {list(param.shape)}")

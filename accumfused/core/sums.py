@@ -1,0 +1,175 @@
+"""The sums of a window: one accumulator for each parameter, and what is known of it.
+
+In: matched gradients of a micro-batch and the place of its factor (weights.py). The window's first fp32 gradient of a
+parameter is adopted as its accumulator where nobody else has it; others are copied into the arena.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accumfused.core import graphs, memory
+from accumfused.core.arena import Arena, adoptable
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import OVERWRITE, Backend, Fold, Number
+from accumfused.core.rows import Grads
+from accumfused.core.weights import CLOSED, CURRENT, FIRST, READY, Weights
+
+
+class Sums:
+    """Lists over the plan's rows, as kernels take them: 1000 objects would cost the host more than a launch."""
+
+    def __init__(self, plan: Plan, arena: Arena) -> None:
+        rows = len(plan.rows)
+        self.accumulators: Grads = [None] * rows
+        self.places = [OVERWRITE] * rows  # of the factors that accumulators wait for: see Fold.held
+        self.is_measured = [False] * rows  # the row's partials are those of its accumulator
+        self.partials = torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)  # sums of squares, per chunk
+        self.arena = arena  # for gradients that cannot be adopted; kept between windows
+        self.launches = 0
+
+    @property
+    def count(self) -> int:
+        """How many accumulators there are."""
+        return len(self.accumulators) - sum(accumulator is None for accumulator in self.accumulators)
+
+    def wait_for_first(self) -> bool:
+        """Whether some wait for the first micro-batch's weight."""
+        return FIRST in self.places
+
+    def are_of_one(self, weights: Weights) -> bool:
+        """Whether one micro-batch was all, and its weight is still to be applied: its mean is itself."""
+        pending = set(self.places) - {OVERWRITE}
+        return weights.divisor is None and weights.count == 1 and pending == {FIRST}
+
+    def follow(self, old: Plan | None, plan: Plan) -> None:
+        """Goes on with a newer plan of the same parameters, and perhaps more."""
+        known = len(self.accumulators)
+        for index, (row, accumulator) in enumerate(zip(plan.rows, self.accumulators, strict=False)):
+            if accumulator is not None and accumulator.stride() != row.tensor.stride():
+                laid_out = torch.empty_like(row.tensor, dtype=accumulator.dtype, requires_grad=False)
+                self.accumulators[index] = laid_out.copy_(accumulator)
+                self.is_measured[index] = False  # the norm's order is that of memory
+        new = len(plan.rows) - known
+        self.accumulators += [None] * new
+        self.places += [OVERWRITE] * new
+        self.is_measured += [False] * new
+        self.arena.add_rows(new)
+        before = [] if old is None else old.rows
+        if any(one.first_chunk != other.first_chunk for one, other in zip(before, plan.rows, strict=False)):  # resized
+            self.partials, self.is_measured = self.partials.new_zeros(plan.chunks), [False] * len(plan.rows)
+        partials = self.partials.to(plan.device)
+        self.partials = torch.cat([partials, partials.new_zeros(plan.chunks - len(partials))])
+
+    def fold(
+        self, plan: Plan, backend: Backend, weights: Weights, grads: Grads, complete: bool, place: int,
+        scale: Number | None, ends: bool,
+    ) -> None:  # fmt: skip
+        """Adds the gradients of a micro-batch.
+
+        Args:
+            complete: there is one for every parameter.
+            place: of its factor.
+            scale: of the folds that close the window; None: this does not.
+            ends: no more of its gradients will come.
+        """
+        added, rows = grads, self.accumulators
+        if OVERWRITE in self.places or not complete:
+            first: Grads = [g if a is None else None for g, a in zip(grads, self.accumulators, strict=True)]
+            added = [g if a is not None else None for g, a in zip(grads, self.accumulators, strict=True)]
+            self._take_first(plan, backend, weights, first, place)
+            rows = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
+        closes = isinstance(scale, Tensor) or (scale is not None and self._waits_for_closing(weights, scale))
+        if closes:  # it rescales them all, each once
+            both = zip(self.accumulators, grads, self.places, strict=True)
+            rows = [a if g is not None or (ends and p != CLOSED) else None for a, g, p in both]
+        self._launch(plan, backend, weights, added, rows, place, 1.0 if scale is None else scale)
+        if closes and not ends:
+            weights.close_in_parts()
+            self.places = [p if g is None else CLOSED for g, p in zip(grads, self.places, strict=True)]
+
+    def settle(self, plan: Plan, backend: Backend, weights: Weights) -> Number:
+        """Brings every accumulator under one common factor, for the step to divide by, and returns it."""
+        if not weights.is_weighted and weights.divisor is None:
+            return 1.0
+        if self.are_of_one(weights):
+            return weights.total / weights.factors[FIRST] if isinstance(weights.total, Tensor) else 1.0
+        pending: Grads = [a if p > READY else None for a, p in zip(self.accumulators, self.places, strict=True)]
+        self._launch(plan, backend, weights, [None] * len(pending), pending, READY, 1.0)
+        return weights.total if weights.divisor is None else weights.divisor
+
+    def bundle(self, plan: Plan, missing: list[bool]) -> None:
+        """Before processes add them up: small ones move to where they lie together; `missing` ones become zeros."""
+        self.accumulators = self.arena.bundle(plan, self.accumulators)
+        if True in missing:
+            self.arena.extend(plan, [row.tensor if m else None for row, m in zip(plan.rows, missing, strict=True)])
+        for index, (is_missing, zeros) in enumerate(zip(missing, self.arena.places, strict=True)):
+            if is_missing and zeros is not None:
+                self.accumulators[index] = zeros.zero_()
+                self.places[index] = READY
+
+    def stale(self, grads: Grads) -> Grads | None:
+        """Those accumulators (as the kernels read them) whose sums of squares are not in `partials`, if any."""
+        if False not in self.is_measured:
+            return None
+        return [None if known else grad for grad, known in zip(grads, self.is_measured, strict=True)]
+
+    def copied(self) -> Sums:
+        """The same in memory of their own, without what is known of it."""
+        twin = object.__new__(Sums)
+        twin.accumulators = [None if a is None else a.clone() for a in self.accumulators]
+        twin.places, twin.is_measured = list(self.places), [False] * len(self.places)
+        twin.partials, twin.arena, twin.launches = self.partials[:0], Arena(len(self.places)), 0
+        return twin
+
+    def _waits_for_closing(self, weights: Weights, scale: float) -> bool:
+        """Whether accumulators that this fold adds nothing to must change too: by the scale, or by their own weight."""
+        return not self.are_of_one(weights) and (scale != 1.0 or self.wait_for_first())
+
+    def _launch(
+        self, plan: Plan, backend: Backend, weights: Weights, grads: Grads, rows: Grads, place: int, scale: Number
+    ) -> None:
+        """Args: rows: accumulators, None: left alone; they are READY then."""
+        folded = [accumulator for accumulator in rows if accumulator is not None]
+        if not folded:
+            return
+        backend.accumulate(plan, Fold(grads, rows, self.places, weights.factors, place, scale), self.partials)
+        self.launches += 1
+        if len(folded) == len(rows):
+            self.places, self.is_measured = [READY] * len(rows), [backend.measures_folds] * len(rows)
+        else:
+            self.places = [p if a is None else READY for a, p in zip(rows, self.places, strict=True)]
+            measured = zip(rows, self.is_measured, strict=True)
+            self.is_measured = [m if a is None else backend.measures_folds for a, m in measured]
+        torch.autograd.graph.increment_version(folded)
+
+    def _take_first(self, plan: Plan, backend: Backend, weights: Weights, grads: Grads, place: int) -> None:
+        """The window's first gradients of some parameters: adopted where nobody else has them, else copied."""
+        if all(grad is None for grad in grads):
+            return
+        adopts = not graphs.has_static_memory(plan.device)
+        copied: Grads = [None] * len(grads)
+        taken = list(self.accumulators)
+        rows = zip(plan.rows, grads, self.arena.places, plan.reader.held(), strict=True)
+        for index, (row, grad, own, is_held) in enumerate(rows):
+            if grad is None:
+                continue
+            if grad is own or (adopts and not is_held and not row.is_bundled and adoptable(grad)):
+                taken[index] = grad
+            else:
+                memory.check_size(grad, "gradient")
+                copied[index] = grad
+        if any(grad is not None for grad in copied):
+            copied = self.arena.apart(copied)
+            self.arena.extend(plan, copied)
+            copies: Grads = [None if g is None else a for g, a in zip(copied, self.arena.places, strict=True)]
+            self._launch(plan, backend, weights, copied, copies, READY, 1.0)
+            taken = [a if copy is None else copy for a, copy in zip(taken, copies, strict=True)]
+        self.accumulators = taken
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                self.places[index], self.is_measured[index] = place, False
+        if place == CURRENT:  # they come late: those of the first micro-batch alone wait for their weight
+            late: Grads = [None if g is None else a for g, a in zip(grads, taken, strict=True)]
+            self._launch(plan, backend, weights, [None] * len(late), late, READY, 1.0)
