@@ -276,7 +276,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             kinds.described(rule, form, param)
             for group in self.param_groups
             for rule, param in ((self.rule_of(group), param) for param in group["params"])
-            if param.requires_grad and (form := kinds.format_of(rule, param, settings)) != kinds.Format()
+            if param.requires_grad
+            if (form := kinds.format_of(rule, param, settings)) != kinds.Format() or param.dtype != torch.float32
         }
         if kept:
             lines["formats"] = "; ".join(sorted(kept))

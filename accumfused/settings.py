@@ -14,7 +14,6 @@ from typing_extensions import TypedDict, Unpack  # a dependency of torch's
 Nonfinite = Literal["skip", "propagate", "raise"]
 MasterWeights = Literal["auto", "fp32", "split16", "split8"]
 BackendName = Literal["auto", "cuda", "triton", "cpu", "foreach", "torch"]
-Rounding = Literal["nearest", "stochastic"]
 
 _PLACE = "    **settings: those of `accumfused.settings.Settings`.\n"  # of their descriptions in docstrings
 
@@ -26,7 +25,6 @@ class SettingArguments(TypedDict, total=False):
     nonfinite: Nonfinite | None
     backend: str
     master_weights: MasterWeights | None
-    rounding: Rounding
     state_dtype: torch.dtype | Literal["int8"]
     state_dtype_min_numel: int
     rounding_seed: int | None
@@ -49,8 +47,8 @@ class Settings:
             reference), or "auto": the fastest that runs.
         master_weights: what 16-bit parameters keep beside them of their fp32 values, which a step works on. "fp32": all
             of it. "split16", of bf16: the 16 bits that they lack, which is exact; "split8": 8 of them, rounded
-            stochastically. None: nothing, and each step rounds. "auto": "split16" for bf16, "fp32" for fp16.
-        rounding: "nearest", or "stochastic", of 16-bit parameters that keep nothing beside them (master_weights=None).
+            stochastically. None: nothing, and each step rounds stochastically. "auto": "split16" for bf16, "fp32" for
+            fp16.
         state_dtype: torch.float32, torch.bfloat16 (rounded stochastically), or "int8": 8-bit floats with a scale for
             each block of 128 elements. An element whose state overflows takes its block with it, where no norm is
             taken and nonfinite is not "skip" or "raise". With amsgrad use fp32: its maximum ratchets up on the noise.
@@ -70,7 +68,6 @@ class Settings:
     nonfinite: Nonfinite | None = None
     backend: str = "auto"
     master_weights: MasterWeights | None = "auto"
-    rounding: Rounding = "nearest"
     state_dtype: torch.dtype | Literal["int8"] = torch.float32
     state_dtype_min_numel: int = 4096
     rounding_seed: int | None = None
@@ -90,11 +87,9 @@ class Settings:
         self._check_groups()
 
     def _check_formats(self) -> None:
-        masters, roundings = get_args(MasterWeights), get_args(Rounding)
+        masters = get_args(MasterWeights)
         if self.master_weights not in (None, *masters):
             raise ValueError(f"master_weights must be one of {', '.join(masters)} or None, got {self.master_weights!r}")
-        if self.rounding not in roundings:
-            raise ValueError(f"rounding must be one of {', '.join(roundings)}, got {self.rounding!r}")
         if self.state_dtype not in (torch.float32, torch.bfloat16, "int8"):
             allowed = "torch.float32, torch.bfloat16, 'int8'"
             raise ValueError(f"state_dtype must be one of {allowed}, got {self.state_dtype!r}")
@@ -137,6 +132,8 @@ def chosen(caller: str, others: Iterable[str] = (), /, **settings: Unpack[Settin
         if name not in SettingArguments.__annotations__:
             near = difflib.get_close_matches(name, [*SettingArguments.__annotations__, *others], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
+            if name == "rounding":
+                hint = "; leave it out: with master_weights=None 16-bit parameters are always rounded stochastically"
             raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
     return Settings(**settings)
 

@@ -27,7 +27,7 @@ FORMATS = [
     for masters in ("split8", "split16")
     for states in ("int8", torch.bfloat16)
 ]
-FORMATS += [{"master_weights": None, "rounding": "stochastic", "state_dtype": "int8"}]
+FORMATS += [{"master_weights": None, "state_dtype": "int8"}]
 for optimizer_class, options in ((af.AdamW, {}), (af.AdamW, {"amsgrad": True}), (af.Lion, {})):
     for formats in FORMATS:
         params = [torch.randn(n, device="cuda").bfloat16().requires_grad_() for n in (3 * 32768 + 2048 + 5, 1023, 1)]

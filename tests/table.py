@@ -116,10 +116,8 @@ EACH_RULE = tuple({case.rule: case for case in sorted(CASES, key=lambda case: le
 
 WEIGHTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
-    "bf16": (torch.bfloat16, {"master_weights": None}),
-    "bf16_stochastic": (torch.bfloat16, {"master_weights": None, "rounding": "stochastic"}),
-    "fp16": (torch.float16, {"master_weights": None}),
-    "fp16_stochastic": (torch.float16, {"master_weights": None, "rounding": "stochastic"}),
+    "bf16_stochastic": (torch.bfloat16, {"master_weights": None}),
+    "fp16_stochastic": (torch.float16, {"master_weights": None}),
     "split16": (torch.bfloat16, {"master_weights": "split16"}),
     "split8": (torch.bfloat16, {"master_weights": "split8"}),
     "bf16_master": (torch.bfloat16, {"master_weights": "fp32"}),

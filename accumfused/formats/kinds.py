@@ -59,21 +59,15 @@ _WEIGHTS = {  # of 16-bit parameters, by dtype and master_weights
     (torch.bfloat16, "split16"): Weights.BFLOAT16_SPLIT16,
     (torch.bfloat16, "split8"): Weights.BFLOAT16_SPLIT8,
     (torch.bfloat16, "fp32"): Weights.BFLOAT16_MASTER,
-    (torch.bfloat16, None): Weights.BFLOAT16,
+    (torch.bfloat16, None): Weights.BFLOAT16_STOCHASTIC,
     (torch.float16, "auto"): Weights.FLOAT16_MASTER,
     (torch.float16, "fp32"): Weights.FLOAT16_MASTER,
-    (torch.float16, None): Weights.FLOAT16,
+    (torch.float16, None): Weights.FLOAT16_STOCHASTIC,
 }
-_STOCHASTIC = {
-    Weights.BFLOAT16: Weights.BFLOAT16_STOCHASTIC,
-    Weights.FLOAT16: Weights.FLOAT16_STOCHASTIC,
-}
-
+_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _WEIGHT_NAMES = {
     Weights.FLOAT32: "fp32",
-    Weights.BFLOAT16: "bf16",
     Weights.BFLOAT16_STOCHASTIC: "bf16 stochastic",
-    Weights.FLOAT16: "fp16",
     Weights.FLOAT16_STOCHASTIC: "fp16 stochastic",
     Weights.BFLOAT16_SPLIT16: "bf16 + split16",
     Weights.BFLOAT16_SPLIT8: "bf16 + split8",
@@ -124,13 +118,11 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
         ValueError: master_weights that its dtype cannot be kept with.
     """
     if rule.is_foreign:
-        return Format(_WEIGHTS.get((param.dtype, None), Weights.FLOAT32))
+        return Format()  # which no kernel reads
     weights = Weights.FLOAT32
     if param.dtype != torch.float32:
         check_master_weights(param.dtype, settings.master_weights)
         weights = _WEIGHTS[param.dtype, settings.master_weights]
-        if settings.rounding == "stochastic":
-            weights = _STOCHASTIC.get(weights, weights)
     states = States.FLOAT32
     if rule.states and param.numel() >= settings.state_dtype_min_numel:
         states = _STATES[settings.state_dtype]
@@ -149,9 +141,10 @@ def check_master_weights(dtype: torch.dtype, master_weights: str | None) -> None
 
 def described(rule: type[Rule], form: Format, param: Tensor) -> str:
     """For people: "bf16 + split16, fp32 states"."""
-    weights = _WEIGHT_NAMES[form.weights] if param.dtype in PARAM_DTYPES else str(param.dtype).removeprefix("torch.")
+    dtype = _DTYPE_NAMES.get(param.dtype, str(param.dtype).removeprefix("torch."))
     if rule.is_foreign:
-        return f"{weights}, its own states"
+        return f"{dtype}, its own states"
+    weights = _WEIGHT_NAMES[form.weights] if param.dtype in PARAM_DTYPES else dtype
     return f"{weights}, {_STATE_NAMES[form.states] if rule.states else 'no states'}"
 
 

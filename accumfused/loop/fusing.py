@@ -155,7 +155,7 @@ class ForeignStep(FusedOptimizer):
 def _refuse_formats(name: str, chosen: Settings) -> None:
     """Refuses what only kernels do: the parameters are what they are, and so are the states, which have no seed."""
     plain = Settings(master_weights=None)
-    for setting in ("master_weights", "rounding", "state_dtype"):
+    for setting in ("master_weights", "state_dtype"):
         value = getattr(chosen, setting)
         if value is not getattr(plain, setting) and value not in (getattr(plain, setting), "auto"):
             raise ValueError(

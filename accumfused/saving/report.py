@@ -167,7 +167,7 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
 
 _LEANER: tuple[SettingArguments, ...] = (  # in which 16-bit parameters take no more than torch's optimizers keep
     {"master_weights": "split8", "state_dtype": "int8"},
-    {"master_weights": None, "rounding": "stochastic", "state_dtype": "int8"},  # the least
+    {"master_weights": None, "state_dtype": "int8"},  # the least
 )
 
 

@@ -30,11 +30,9 @@ WEIGHTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (FP32, {}),
     "split16": (BF16, {"master_weights": "split16"}),
     "split8": (BF16, {"master_weights": "split8"}),
-    "bf16 stochastic": (BF16, {"master_weights": None, "rounding": "stochastic"}),
-    "bf16": (BF16, {"master_weights": None}),
+    "bf16 stochastic": (BF16, {"master_weights": None}),
     "bf16 + fp32 master": (BF16, {"master_weights": "fp32"}),
-    "fp16": (FP16, {"master_weights": None}),
-    "fp16 stochastic": (FP16, {"master_weights": None, "rounding": "stochastic"}),
+    "fp16 stochastic": (FP16, {"master_weights": None}),
     "fp16 + fp32 master": (FP16, {"master_weights": "fp32"}),
 }
 STATES: dict[str, Any] = {"fp32": FP32, "bf16": BF16, "int8": "int8"}

@@ -109,8 +109,7 @@ def weight_formats() -> list[Contender]:
         ours("bf16 + fp32 master", BF16, 6, master_weights="fp32"),
         ours("bf16 + split16", BF16, 4, master_weights="split16"),
         ours("bf16 + split8", BF16, 3, 1 << 18, master_weights="split8"),
-        ours("bf16 stochastic", BF16, 2, stochastic, master_weights=None, rounding="stochastic"),
-        ours("bf16 nearest", BF16, 2, master_weights=None, rounding="nearest"),
+        ours("bf16 stochastic", BF16, 2, stochastic, master_weights=None),
         Contender("bf16 Kahan", BF16, KahanAdamW, _kahan_weight, bytes_per_parameter=4),
         Contender("torch.optim.AdamW, bf16", BF16, torch.optim.AdamW),
     ]

@@ -23,19 +23,17 @@ _LONGEST, _MICRO_BATCH, _ACCUMULATED = 128, 4, 2
 _ADAMW: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 1.0}
 
 # Name -> (parameters' dtype, bytes per parameter of weight + moments + accumulator, settings)
-_NONE: dict[str, Any] = {"master_weights": None}
 _INT8: dict[str, Any] = {"state_dtype": "int8"}
 FORMATS: dict[str, tuple[torch.dtype, float, dict[str, Any]]] = {
     "fp32": (FP32, 16, {}),
     "bf16 + split16": (BF16, 16, {}),
     "bf16 + split8": (BF16, 15, {"master_weights": "split8"}),
     "fp16 + fp32 master": (FP16, 18, {}),
-    "bf16 stochastic": (BF16, 14, {**_NONE, "rounding": "stochastic"}),
-    "bf16 nearest": (BF16, 14, {**_NONE, "rounding": "nearest"}),
+    "bf16 stochastic": (BF16, 14, {"master_weights": None}),
     "fp32, bf16 states": (FP32, 12, {"state_dtype": BF16}),
     "fp32, int8 states": (FP32, 10, _INT8),
     "split8, int8 states": (BF16, 9, {"master_weights": "split8", **_INT8}),
-    "stochastic, int8 states": (BF16, 8, {**_NONE, "rounding": "stochastic", **_INT8}),
+    "stochastic, int8 states": (BF16, 8, {"master_weights": None, **_INT8}),
 }
 
 

@@ -82,7 +82,7 @@ def _ours(backend: str, **settings: Any) -> Callable[[list[torch.nn.Parameter]],
 
 def ours(label: str, backend: str) -> list[Lean]:
     int8: dict[str, Any] = {"state_dtype": "int8"}
-    stochastic: dict[str, Any] = {"master_weights": None, "rounding": "stochastic", **int8}
+    stochastic: dict[str, Any] = {"master_weights": None, **int8}
     made: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
         "fp32": (torch.float32, {}, _EXACT),
         "bf16 + split16, fp32 states": (BF16, {}, _EXACT),
