@@ -95,7 +95,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         refuse_differentiable(self.defaults)
         check_settings(settings)
         for group in self.param_groups:
-            check_formats(group["params"], settings)
+            check_formats(self.rule_of(group), group["params"], settings)
         self._engine = Engine(self, settings, _SURROUNDINGS)
 
     # ---- the calls of a training loop -------------------------------------------------------------------------------
@@ -295,8 +295,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: a parameter that requires a gradient and is not fp32, fp16 or bf16.
             RuntimeError: one that cannot be updated: complex, or overlapping itself.
-            ValueError: a parameter that is listed twice, or whose dtype `master_weights` does not serve; a setting
-                (`max_grad_norm`...) of the group's own.
+            ValueError: a parameter that is listed twice, or whose dtype `master_weights` does not serve; amsgrad with
+                8-bit states; a setting (`max_grad_norm`...) of the group's own.
         """
         if isinstance(param_group, dict):
             for name in {setting.name for setting in fields(Settings)} & param_group.keys():
@@ -309,7 +309,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             check_parameters(params)
             engine = getattr(self, "engine", None)  # torch's constructor calls this, before there is one
             if engine is not None:
-                check_formats(params, engine.settings)
+                check_formats(self.rule_of(self.defaults | param_group), params, engine.settings)
                 if engine.release is not None:
                     engine.release.follow(params)
         super().add_param_group(param_group)
@@ -441,8 +441,9 @@ def check_settings(settings: Settings) -> None:
         groups.check_group(settings.process_group)
 
 
-def check_formats(params: list[Tensor], settings: Settings) -> None:
-    """Refuses parameters that the settings cannot keep."""
+def check_formats(rule: type[Rule], params: list[Tensor], settings: Settings) -> None:
+    """Refuses parameters and states that the settings cannot keep."""
+    kinds.check_states(rule, settings)
     for param in params:
         if isinstance(param, Tensor) and param.dtype in (torch.float16, torch.bfloat16):
             kinds.check_master_weights(param.dtype, settings.master_weights)

@@ -19,6 +19,7 @@ class Rule:
     states: ClassVar[tuple[str, ...]]  # per element, torch's names
     second_moments: ClassVar[tuple[str, ...]] = ()  # of the states, the last ones
     torch_states: ClassVar[tuple[str, ...]] = ()  # all that torch's optimizer of the same name keeps, and expects
+    keeps_maximum: ClassVar[bool] = False  # in a state, where noise does not average out
     counts_steps: ClassVar[bool]  # keeps state["step"], an fp32 scalar per tensor
     is_foreign: ClassVar[bool] = False  # its own step writes parameters and states, in its own formats
     hypers: ClassVar[tuple[str, ...]]  # keys of a parameter group; beta1 and beta2 are group["betas"]

@@ -51,7 +51,7 @@ class Settings:
             fp16.
         state_dtype: torch.float32, torch.bfloat16 (rounded stochastically), or "int8": 8-bit floats with a scale for
             each block of 128 elements. An element whose state overflows takes its block with it, where no norm is
-            taken and nonfinite is not "skip" or "raise". With amsgrad use fp32: its maximum ratchets up on the noise.
+            taken and nonfinite is not "skip" or "raise". Not "int8" with amsgrad: the maximum ratchets up.
         state_dtype_min_numel: smaller parameters have fp32 states.
         rounding_seed: of all stochastic rounding, for states that are new; None: that of torch's generator, of which
             nothing is drawn, and 0 where there are several processes, which must round alike. The same seed gives the

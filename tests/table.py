@@ -5,7 +5,7 @@ Large learning rates, small betas and weight decay that is not zero, so that an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,11 @@ WEIGHTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 STATES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def kept(states: str, *groups: Mapping[str, Any]) -> str:
+    """The format of the states of these groups: 16 bits where 8 are refused."""
+    return "bf16" if states == "int8" and any(group.get("amsgrad") for group in groups) else states
 
 
 def case_named(name: str) -> Case:

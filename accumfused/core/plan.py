@@ -18,7 +18,7 @@ from accumfused import compiled
 from accumfused.core import memory
 from accumfused.core.reader import Reader, TableReader, TensorReader
 from accumfused.core.rows import Grads, Row, check_gradient, check_parameter, has_memory, is_freed, row_of
-from accumfused.formats.kinds import REMAINDER
+from accumfused.formats.kinds import REMAINDER, check_states
 from accumfused.formats.numeric import chunk_count
 from accumfused.rule import Rule
 from accumfused.settings import Settings
@@ -163,9 +163,12 @@ def build(
     """Builds the plan; the backend then adds what it keeps with it.
 
     Raises:
+        ValueError: a group whose states cannot be kept in 8 bits.
         RuntimeError: two parameters share memory; one's memory is too small or read-only; a DTensor of which this
             process has no part to update.
     """
+    for rule in rules:
+        check_states(rule, settings)
     rows, chunks = list[Row](), 0
     for index, group in enumerate(param_groups):
         for param in group["params"]:

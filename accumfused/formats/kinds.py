@@ -139,6 +139,19 @@ def check_master_weights(dtype: torch.dtype, master_weights: str | None) -> None
         )
 
 
+def check_states(rule: type[Rule], settings: Settings) -> None:
+    """Refuses 8-bit states that would drift.
+
+    Raises:
+        ValueError: one of them is a maximum, which keeps the largest noise of all steps.
+    """
+    if rule.keeps_maximum and _STATES[settings.state_dtype] is States.INT8:
+        raise ValueError(
+            "state_dtype='int8' does not go with amsgrad=True, whose maximum ratchets up on the noise of 8-bit codes; "
+            "use state_dtype=torch.float32 or torch.bfloat16, or amsgrad=False"
+        )
+
+
 def described(rule: type[Rule], form: Format, param: Tensor) -> str:
     """For people: "bf16 + split16, fp32 states"."""
     dtype = _DTYPE_NAMES.get(param.dtype, str(param.dtype).removeprefix("torch."))

@@ -69,11 +69,11 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
         raise TypeError(f"the optimizer is fused already ({type(optimizer).__name__})")
     own = chosen("fuse", **settings)
     check_settings(own)
+    fused: Any = PEERS.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
     for group in optimizer.param_groups:
         check_parameters(group["params"])
-        check_formats(group["params"], own)
+        check_formats(fused.rule_of(group), group["params"], own)
         refuse_differentiable(group)
-    fused: Any = PEERS.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
     if issubclass(fused, ForeignStep):
         _refuse_formats(type(optimizer).__name__, own)
 

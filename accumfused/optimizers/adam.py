@@ -120,6 +120,7 @@ class AmsgradRule(AdamRule):
     name = "adam_amsgrad"
     states = (*AdamRule.states, "max_exp_avg_sq")
     torch_states = ("step", *states)
+    keeps_maximum = True
 
 
 @takes_settings
@@ -137,7 +138,8 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         decoupled_weight_decay: as in torch: True makes it AdamW.
 
     Raises:
-        ValueError, TypeError: on hyper-parameters, with torch's texts; on settings; on parameters of other dtypes.
+        ValueError, TypeError: on hyper-parameters, with torch's texts; on settings; on parameters of other dtypes; on
+            amsgrad with 8-bit states.
         RuntimeError: a backend asked for by name cannot run; fused with foreach, as in torch.
     """
 

@@ -22,7 +22,17 @@ from accumfused.core.weights import FIRST, READY, Weights
 from accumfused.core.window import Phase, Window
 from accumfused.formats.codecs import BLOCK
 from accumfused.formats.convert import make_state
-from accumfused.formats.kinds import MASTER, PARAM_DTYPES, REMAINDER, SEED, format_of, names, scale_name, scale_shape
+from accumfused.formats.kinds import (
+    MASTER,
+    PARAM_DTYPES,
+    REMAINDER,
+    SEED,
+    check_states,
+    format_of,
+    names,
+    scale_name,
+    scale_shape,
+)
 from accumfused.formats.numeric import layout
 from accumfused.formats.shards import is_dtensor, owned, shard_of
 from accumfused.rule import Rule, known_states
@@ -195,8 +205,9 @@ def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
     """Refuses a checkpoint that does not fit, before anything is changed. The number of parameters is left to torch.
 
     Raises:
-        ValueError: not an optimizer's checkpoint; that of another optimizer; a state that is incomplete, has another
-            shape than its parameter, cannot be decoded, or belongs to none.
+        ValueError: not an optimizer's checkpoint; that of another optimizer, or with options that the settings do not
+            serve; a state that is incomplete, has another shape than its parameter, cannot be decoded, or belongs to
+            none.
     """
     if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ValueError(
@@ -214,6 +225,8 @@ def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
             raise ValueError(f"the checkpoint's groups have no {lacks[0]!r}, which {name} needs; load one of {name}")
     known = known_states() - _states(optimizer)
     params, rules = _params(optimizer, state_dict), _rules(optimizer, state_dict)
+    for rule in rules.values():
+        check_states(rule, optimizer.engine.settings)
     has_sums = any(isinstance(own, Mapping) and ACCUMULATOR in own for own in state_dict["state"].values())
     for key, entries in state_dict["state"].items():
         if isinstance(key, int) and key not in rules:

@@ -197,6 +197,8 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
         return None
     has_float16 = any(param.dtype == torch.float16 for _, param in held)
     leaner = _LEANER[1:] if has_float16 else _LEANER  # whose numbers have no lower half
+    if any(rule.keeps_maximum for rule, _ in held):
+        leaner = tuple({**arguments, "state_dtype": torch.bfloat16} for arguments in leaner)
     least = next((arguments for arguments in leaner if kept(arguments) <= stock), leaner[-1])
     if kept(least) >= ours:
         return None  # they are small

@@ -108,6 +108,7 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
     "a state that is none": (adamw, lambda saved: saved["state"].update({0: 3.0}), adamw, "is a float, not a dict"),
     "two steps": (adamw, changed(1, step=two), adamw, "'step' of parameter 1 has shape"),
     "no maximum": (adamw, lambda s: s["param_groups"][0].update(amsgrad=True), adamw, "has no 'max_exp_avg_sq'"),
+    "a maximum into 8 bits": (of("AdamW", amsgrad=True), None, of("AdamW", state_dtype="int8"), "go with amsgrad=True"),
     # with an open window
     "no weights": (window, without(1, "grad_accumulator_weights"), adamw, "window of parameter 1 is incomplete"),
     "no sum": (window, without(1, "grad_accumulator"), adamw, "window of parameter 1 is incomplete"),

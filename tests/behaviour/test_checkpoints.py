@@ -13,7 +13,7 @@ import torch
 from compare import assert_close, assert_same_bits, everything
 from snapshot import snapshot, writes_nothing
 from stored import Model, assert_same, build, grads_of, params_of, through_a_file, train, trained
-from table import CASES, STATES, WEIGHTS, Case
+from table import CASES, STATES, WEIGHTS, Case, kept
 from torch.distributed.checkpoint import state_dict as dcp
 
 import accumfused as af
@@ -76,7 +76,7 @@ def test_whoever_resumes_goes_on_bit_for_bit(
     after = 0 if route == "flat names" else after  # torch takes what the optimizer has already, which is no window
     grads = None if "names" in route else grads  # torch gives zeros in the parameter's dtype, to make what is missing
     stepped = 2 if route == "names" and after == 1 else stepped  # see below
-    options: dict[str, Any] = {"cls": case.of.ours, **case.options}
+    states, options = kept(states, case.options), {"cls": case.of.ours, **case.options}
     model, optimizer = build(weights, states, backend, **options)
     train(optimizer, stepped)
     with torch.no_grad():

@@ -111,6 +111,18 @@ def test_a_call_that_cannot_be_right_is_refused(
         call(optimizer)
 
 
+@pytest.mark.parametrize("name", ["step", "accumulate", "backward"])
+def test_a_maximum_that_is_switched_on_later_is_refused_in_8_bits(backend: str, name: str) -> None:
+    optimizer = trained([Parameter(torch.randn(4, 3))], backend, state_dtype="int8", state_dtype_min_numel=2)
+    optimizer.param_groups[0]["amsgrad"] = True
+    if name != "backward":
+        params_of(optimizer)[0].grad = torch.ones(4, 3)
+    with refused(optimizer, ValueError, "state_dtype='int8' does not go with amsgrad=True"):
+        call(name)(optimizer)
+    optimizer.param_groups[0]["amsgrad"] = False
+    call(name)(optimizer)
+
+
 # ---- gradients and parameters ----------------------------------------------------------------------------------------
 
 

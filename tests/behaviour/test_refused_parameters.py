@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from snapshot import Errors, refused
+from snapshot import Errors, refused, trained
 from table import OPTIMIZERS
 from torch import Tensor
 from torch.nn import Parameter
@@ -87,6 +87,25 @@ def test_an_option_of_one_group_is_refused() -> None:
     with pytest.raises(ValueError, match="differentiable=True is not supported"):
         af.fuse(stock)
     assert type(stock) is torch.optim.AdamW
+
+
+def test_a_maximum_is_not_kept_in_8_bits() -> None:
+    text = "amsgrad=True, whose maximum .*; use state_dtype=torch.float32 or torch.bfloat16, or amsgrad=False"
+    group = {"params": [Parameter(torch.ones(4))], "amsgrad": True}
+    for ours in (af.Adam, af.AdamW):
+        with pytest.raises(ValueError, match=text):
+            ours(group["params"], amsgrad=True, state_dtype="int8")
+        with pytest.raises(ValueError, match=text):
+            ours([group], state_dtype="int8")
+    optimizer = trained([Parameter(torch.ones(4))], "auto", state_dtype="int8")
+    with refused(optimizer, ValueError, text):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    stock = torch.optim.AdamW([group])
+    with pytest.raises(ValueError, match=text):
+        af.fuse(stock, state_dtype="int8")
+    assert type(stock) is torch.optim.AdamW
+    af.fuse(stock, state_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("settings", [

@@ -18,7 +18,7 @@ import torch
 from compare import assert_same_bits, everything
 from layouts import EDGES, LAYOUTS, OFFSETS, PIECE, STREAMS, Layout, edges, same, shifted, with_holes
 from pairwise import pairwise
-from table import CASES, EACH_RULE, STATES, WEIGHTS, case_named, random_grads, random_params
+from table import CASES, EACH_RULE, STATES, WEIGHTS, case_named, kept, random_grads, random_params
 from torch import Tensor
 
 from accumfused.backends.reference import ReferenceBackend
@@ -224,7 +224,7 @@ class Run:
         fewest = 0 if problem.part else 2 if problem.groups == 1 else 200
         self.optimizer: Any = replace(case, options=own).make(
             groups, self.watched, max_grad_norm=problem.tail.max_grad_norm, rounding_seed=17,
-            state_dtype=STATES[problem.states], state_dtype_min_numel=fewest, **options,
+            state_dtype=STATES[kept(problem.states, own, *groups)], state_dtype_min_numel=fewest, **options,
             **({} if problem.tail.nonfinite is None else {"nonfinite": problem.tail.nonfinite}),
         )  # fmt: skip
         self.lr = own["lr"]

@@ -75,7 +75,7 @@ def test_only_what_has_changed_is_sent(cuda: CudaBackend, machine: Any) -> None:
 
 
 def test_any_mix_of_rules_and_formats_goes_in_one_launch_per_verb(cuda: CudaBackend, machine: Any) -> None:
-    optimizer = two(cuda, state_dtype="int8", state_dtype_min_numel=100, rounding_seed=1)
+    optimizer = two(cuda, state_dtype=torch.bfloat16, state_dtype_min_numel=100, rounding_seed=1)
     extra = random_params([(3000,), (60,)], seed=1)
     extra[1] = extra[1].detach().bfloat16().requires_grad_()
     optimizer.add_param_group({"params": extra, "amsgrad": True})

@@ -24,6 +24,7 @@ from table import (  # fmt: skip
     Case,
     case_named,
     every_case,
+    kept,
     random_grads,
     random_params,
     set_grads,
@@ -129,7 +130,12 @@ def test_tensors_in_pieces(case: Case, piece: int, limit: float, monkeypatch: py
 def make(case: Case, backend: Any, weights: str, states: str, sizes: tuple[int, ...]) -> tuple[Any, list[Tensor]]:
     dtype, options = WEIGHTS[weights]
     params = [p.detach().to(dtype).requires_grad_() for p in random_params([(size,) for size in sizes])]
-    known = {"max_grad_norm": 0.5, "rounding_seed": 17, "state_dtype_min_numel": 2, "state_dtype": STATES[states]}
+    known = {
+        "max_grad_norm": 0.5,
+        "rounding_seed": 17,
+        "state_dtype_min_numel": 2,
+        "state_dtype": STATES[kept(states, case.options)],
+    }
     return case.make(params, backend, **known, **options), params
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compare import assert_close, assert_same_bits
 from spread import Net, adamw, differing, give_random_gradients, mesh_over, params_of, sharded, take_steps, whole
-from table import EACH_RULE, STATES, WEIGHTS, Case
+from table import EACH_RULE, STATES, WEIGHTS, Case, kept
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -85,7 +85,8 @@ def train_both(case: Case, weights: str, states: str, loop: str) -> list[str]:
     A cut through rows draws noise of its own. Without a norm, whose last bit depends on how it is cut.
     """
     dtype, settings = WEIGHTS[weights]
-    settings = {"state_dtype": STATES[states], "state_dtype_min_numel": 0, "rounding_seed": 3, **settings}
+    settings = {"state_dtype_min_numel": 0, "rounding_seed": 3, **settings}
+    settings["state_dtype"] = STATES[kept(states, case.options)]
     is_exact = states == "fp32" and weights in ("fp32", "split16", "bf16_master", "fp16_master")
     shapes = [(6, 128), (5, 256), (3, 128), *([(7,), (2, 5)] if states != "int8" else [])]
     cuts = [Shard(0), Replicate(), *([Shard(1)] if is_exact else [])]

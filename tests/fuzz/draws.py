@@ -39,11 +39,12 @@ def configurations(draw: st.DrawFn, mate_of: dict[str, Any] | None = None) -> di
     first["nonfinite"] = pick(*[None] * 5, "skip", "raise", "propagate") if mate_of is None else first["nonfinite"]
     settings = {"backend": pick("cpu", "cpu", "torch", "foreach"), "nonfinite": first["nonfinite"]}
     settings |= {} if first["together"] else {"max_grad_norm": pick(None, None, None, 0.5, 3.0, 50.0)}
-    settings |= {} if foreign else pick(*STATES)
+    options = pick(*OPTIONS[rule])
+    settings |= {} if foreign else pick(*(STATES[:-1] if "amsgrad" in options else STATES))  # which 8 bits do not serve
     settings |= {"master_weights": pick(*MASTERS[kind])} if kind in MASTERS else {}
     dtypes, layouts = ("fp32", "bf16", "fp16") if kind == "mixed" else (kind,), ("dense", "dense", *LAYOUTS, "offset")
     config = first | {
-        "rule": rule, "options": {"lr": pick(0.3, 0.05), **pick(*OPTIONS[rule])}, "settings": settings,
+        "rule": rule, "options": {"lr": pick(0.3, 0.05), **options}, "settings": settings,
         "params": [(pick(*SHAPES), pick(*layouts), pick(*dtypes), draw(SEEDS)) for _ in range(pick(1, 2, 3, 4, 5))],
         "cut": pick(0, 0, 1, 2), "fuse": rule in ("SGD", "AdamW", "Adam") and pick(False, False, False, True),
     }  # fmt: skip

@@ -118,7 +118,9 @@ def fuse_and_hear(caplog: pytest.LogCaptureFixture, optimizer: torch.optim.Optim
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("name", "options"), [("AdamW", {}), ("SGD", {}), ("SGD", {"momentum": 0.9})], ids=str)
+@pytest.mark.parametrize(("name", "options"), [
+    ("AdamW", {}), ("AdamW", {"amsgrad": True}), ("SGD", {}), ("SGD", {"momentum": 0.9}),
+], ids=str)  # fmt: skip
 def test_bytes_that_grow_are_told_and_right(
     caplog: Any, name: str, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
