@@ -19,7 +19,7 @@ An optimizer that is already there is converted in place: ``af.fuse(optimizer, m
 describes the settings, and `python -m accumfused` says what runs on this machine.
 """
 
-from accumfused.loop.batch_norm import BatchNormWarning
+from accumfused.batch_norm import BatchNormWarning, check_model
 from accumfused.loop.batch_size import gradient_accumulation_steps, scale_lr, updates_per_epoch
 from accumfused.loop.batches import windows
 from accumfused.loop.clip_group import ClipGroup
@@ -46,6 +46,7 @@ __all__ = [
     "Lion",
     "MemoryReport",
     "attach_ddp",
+    "check_model",
     "fuse",
     "gradient_accumulation_steps",
     "memory_report",

@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from accumfused import backends
 from accumfused.arguments import checked_weight
+from accumfused.batch_norm import check_graph
 from accumfused.core.engine import Engine, Prepared, Surroundings, divisors_of
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Backend, Exchange, LossScale, OwnStep
@@ -75,6 +76,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     own_step: ClassVar[OwnStep | None] = None  # in place of the kernels' step
 
     _engine: Engine
+    _checked_graph = False  # for BatchNorm, by backward(loss)
 
     @property
     def engine(self) -> Engine:
@@ -153,6 +155,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 engine.fold(weight, in_loss=in_loss, last=last)
         finally:
             engine.plans.let_go()
+        if engine.window.weights.count > 1 and not self._checked_graph:  # last: a warning may be an error
+            self._checked_graph = True
+            check_graph(loss, engine.plans.params)
 
     @_disable_dynamo
     def step(

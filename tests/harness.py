@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -74,19 +73,7 @@ def _name(value: Any) -> str:
     return str(getattr(value, "name", getattr(value, "__name__", value))).removeprefix("torch.")
 
 
-def pytest_collection_finish() -> None:
-    """What exists before the first test is out of the garbage collector's sight.
-
-    Each new optimizer with a window looks for BatchNorm among all objects: 20 ms for those of torch and pytest alone.
-    """
-    import torch._dynamo  # noqa: F401  # most of them, and the first backward() would import it
-
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()
     processes.close()
 
 

@@ -6,7 +6,6 @@ A test gives a function of its module, which every worker runs; what it returns 
 from __future__ import annotations
 
 import datetime
-import gc
 import importlib
 import multiprocessing
 import pickle
@@ -102,7 +101,6 @@ class Pool:
 
 def _work(rank: int, size: int, store: str, pipe: Any, path: list[str]) -> None:
     sys.path[:] = path
-    gc.freeze()  # out of the collector's sight, as in harness.py: optimizers look through what is not
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=_SECONDS)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,15 +35,29 @@ def check_group(group: Any) -> None:
         )
 
 
-def refuse_wrapped(params: Iterable[Tensor]) -> None:
-    """Refuses to release gradients that somebody reduces: it would reduce zeros.
+def refuse_released(param: Tensor, group: Any) -> None:
+    """Refuses to release a parameter's gradients where something else reduces them: it would reduce zeros.
+
+    Args:
+        group: the optimizer's process_group. (Beside one, a DistributedDataParallel that is not attached goes unseen.)
 
     Raises:
-        RuntimeError: they belong to a FullyShardedDataParallel, or to a DistributedDataParallel that is not attached.
+        RuntimeError: the parameter is spread over processes, or there are several and no group.
     """
-    for wrapper in _wrappers(params):
-        if not _is_attached(wrapper):
-            _refuse(type(wrapper).__name__)
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and isinstance(param, module.DTensor):
+        what = "a parameter belongs to several processes (DTensor: fully_shard, or tensor parallelism), which"
+    elif _is_sharded(param):
+        what = "a parameter belongs to FullyShardedDataParallel, which"
+    elif group is None and has_processes():
+        what = "there is more than one process and no process_group, so something else"
+    else:
+        return
+    raise RuntimeError(
+        f"gradients cannot be released: {what} reduces them between processes after that, and would reduce zeros. Call "
+        "remove() on the handle, or do not call release_gradients() (DistributedDataParallel: or call "
+        "accumfused.attach_ddp(ddp, optimizer) first)"
+    )
 
 
 def refuse_synchronizing(ddp: DistributedDataParallel) -> None:
@@ -62,66 +75,18 @@ def refuse_synchronizing(ddp: DistributedDataParallel) -> None:
 
 
 def refuse_reducing(params: Iterable[Tensor]) -> None:
-    """Refuses parameters whose gradients somebody else reduces too.
+    """Refuses parameters whose gradients FullyShardedDataParallel reduces too.
 
     Raises:
-        RuntimeError: they are.
+        RuntimeError: it does.
     """
-    for wrapper in _wrappers(params):
-        if not _is_attached(wrapper):
-            raise RuntimeError(
-                f"the optimizer has a process group, and its parameters belong to a {type(wrapper).__name__} that "
-                "reduces their gradients too; call accumfused.attach_ddp(ddp, optimizer) (FullyShardedDataParallel: "
-                "use fully_shard, and no process_group)"
-            )
+    if any(map(_is_sharded, params)):
+        raise RuntimeError(
+            "the optimizer has a process group, and its parameters belong to a FullyShardedDataParallel that reduces "
+            "their gradients too; use fully_shard, and no process_group"
+        )
 
 
-def _is_attached(wrapper: Any) -> bool:
-    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-
-    return noop_hook in [hook for hook, _ in getattr(wrapper, "_comm_hooks", [])]
-
-
-def _wrappers(params: Iterable[Tensor]) -> Iterator[Any]:
-    """The DistributedDataParallel or FullyShardedDataParallel modules that have any of these parameters.
-
-    Modules that `gc.freeze()` has put out of sight are not found.
-    """
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", DistributedDataParallel)
-    kinds = _with_subclasses({DistributedDataParallel, fsdp})
-    ids = set(map(id, params))
-    for wrapper in gc.get_referrers(*kinds):  # an instance refers to its class
-        if type(wrapper) not in kinds:
-            continue
-        inner = [child for child in vars(wrapper).get("_modules", {}).values() if child is not None]
-        if any(id(param) in ids for module in inner for param in module.parameters()):
-            yield wrapper
-
-
-def refuse_tensor(param: Tensor) -> None:
-    """Refuses a parameter that is spread over processes.
-
-    Raises:
-        RuntimeError: it is a DTensor.
-    """
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and isinstance(param, module.DTensor):
-        _refuse("several processes (DTensor: fully_shard, or tensor parallelism)")
-
-
-def _refuse(what: str) -> None:
-    raise RuntimeError(
-        f"gradients cannot be released: a parameter belongs to {what}, which reduces them between processes after "
-        "that, and would reduce zeros. Call remove() on the handle, or do not call release_gradients() "
-        "(DistributedDataParallel: or call accumfused.attach_ddp(ddp, optimizer) first)"
-    )
-
-
-def _with_subclasses(kinds: set[type]) -> set[type]:
-    """All of them, at any depth."""
-    below: set[type] = set()
-    for kind in kinds:
-        below.update(type.__subclasses__(kind))
-    return kinds | _with_subclasses(below) if below else kinds
+def _is_sharded(param: Tensor) -> bool:
+    """By FullyShardedDataParallel, which marks its parameters."""
+    return bool(getattr(param, "_fsdp_flattened", False))

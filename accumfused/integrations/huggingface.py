@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from accumfused.batch_norm import check_model
 from accumfused.loop.fusing import fuse
 from accumfused.loop.grad_scaler import GradScaler
 from accumfused.optimizer import FusedOptimizer, check_parameters
@@ -44,6 +45,8 @@ def fuse_trainer(trainer: AnyTrainer) -> AnyTrainer:
     The optimizer is the one that was given to Trainer, or that Trainer will make: one of torch's is fused in place, one
     of accumfused's keeps its settings. `args.max_grad_norm` is what `step()` clips to; the norm before clipping is
     logged as `grad_norm`, also with `max_grad_norm=0`. Losses, steps, learning rates and checkpoints are Trainer's.
+
+    BatchNorm in training mode draws a warning where a window has several micro-batches (`accumfused.check_model`).
 
     In the callbacks `on_pre_optimizer_step` and `on_substep_end`, `p.grad` is None: the sums are in the optimizer. With
     several processes (DDP) the micro-batches are summed in `p.grad` as ever, and only clip and step are fused.
@@ -100,6 +103,7 @@ class _FusedTail(TrainerCallback):
         self._trainer = trainer
         self.optimizer: Any = None  # a FusedOptimizer, as soon as the trainer has made or been given one
         self._norm: Tensor | None = None  # what Trainer holds as the norm of the step to come
+        self._checked_model = False
 
     def adopt(self) -> None:
         """Fuses the trainer's optimizer, if it is not known yet."""
@@ -132,6 +136,9 @@ class _FusedTail(TrainerCallback):
         # A stock scaler looks for infinities in p.grad before it calls step(): it needs a closed window.
         closes = accelerator.scaler is not None and not isinstance(accelerator.scaler, GradScaler)
         self.optimizer.accumulate(last=closes and accelerator.sync_gradients)
+        if not accelerator.sync_gradients and not self._checked_model:
+            self._checked_model = True
+            check_model(self._trainer.model)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Leaves the clipping to the step. Returns the norm, which has its value after that: Trainer logs it then.

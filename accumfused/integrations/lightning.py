@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from accumfused.batch_norm import check_model
 from accumfused.optimizer import FusedOptimizer
 
 OLDEST = 2  # major version; before, optimizer_step() and backward() had other arguments
@@ -24,6 +25,7 @@ class FusedAccumulation:
     - `Trainer(gradient_clip_val=)` becomes `optimizer.max_grad_norm`: no pass over the gradients of its own.
     - The window is closed with the last backward, so a scaler, clipping by value and the hooks before the step find its
       sum in `p.grad`. Between micro-batches `p.grad` is None; a checkpoint has the window's sums.
+    - BatchNorm in training mode draws a warning, where windows have several micro-batches (`accumfused.check_model`).
 
     Manual optimization is left alone: there the optimizer is called by hand.
 
@@ -50,6 +52,7 @@ class FusedAccumulation:
 
     micro_batch_weight: float | Tensor | None = None
     _ends_window = False  # the backward pass to come is the window's last
+    _checked_model = False
 
     # Lightning's own.
     trainer: Any
@@ -79,6 +82,9 @@ class FusedAccumulation:
             loss = loss * self.trainer.accumulate_grad_batches  # the sum of weights divides instead
         super().backward(loss, *args, **kwargs)  # type: ignore[misc]
         optimizer.accumulate(weight, last=self._ends_window)
+        if not self._ends_window and not self._checked_model:
+            self._checked_model = True
+            check_model(self)  # type: ignore[arg-type]  # whose other base is a module
 
     def configure_gradient_clipping(
         self,

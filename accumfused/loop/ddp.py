@@ -55,12 +55,7 @@ def attach_ddp(
             f"no optimizer has the parameter {left[0]!r} ({len(left)} are missing), whose gradients nobody would "
             "reduce; give attach_ddp all optimizers of the module"
         )
-    known = list(ddp._comm_hooks)
-    try:
-        ddp.register_comm_hook(None, noop_hook)  # gradients stay this process's own
-    except RuntimeError:
-        ddp._comm_hooks[:] = known  # torch notes a hook and then refuses it, and refuse_reducing() reads the notes
-        raise
+    ddp.register_comm_hook(None, noop_hook)  # gradients stay this process's own
     for optimizer in optimizers:
         settings = optimizer.engine.settings
         settings.process_group = ddp.process_group if settings.process_group is None else settings.process_group

@@ -2,7 +2,7 @@
 
 Pitfall: BatchNorm takes its statistics over each micro-batch, so 4 x 8 is not 32, whatever is done to the gradients.
 Its running statistics move four times per update.
-Remedy: GroupNorm (or LayerNorm), which looks at one sample at a time. The optimizer names the modules that it means.
+Remedy: GroupNorm (or LayerNorm), which looks at one sample at a time. `af.check_model` names the layers to replace.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ LR = 0.1
 
 def accumulated(norm: nn.Module) -> nn.Module:
     net = model(norm)
+    af.check_model(net)
     optimizer = af.SGD(net.parameters(), lr=LR)
     for x, y in micro_batches(SIZES):
         F.cross_entropy(net(x), y).backward()

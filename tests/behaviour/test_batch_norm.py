@@ -1,40 +1,26 @@
-"""The warning of BatchNorm: who is named, who is not, and that an optimizer gives it once."""
+"""The warning of BatchNorm: check_model() names layers, and backward(loss) finds them in the loss's graph, once."""
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import accumfused as af
 
 
-def fold(optimizer: Any, weight: float | None = None) -> None:
-    for param in optimizer.param_groups[0]["params"]:
-        param.grad = torch.ones_like(param) if param.requires_grad else None
-    optimizer.accumulate(weight)
-
-
-def warned(params: Iterable[Tensor]) -> list[Any]:
-    """Of an optimizer of these parameters, by its second micro-batch."""
-    optimizer = af.SGD(params, lr=0.1)
-    fold(optimizer)
+def warned(call: Callable[[], Any]) -> list[str]:
+    """What the call's warnings say of layers."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fold(optimizer)
-    return caught
-
-
-def named(params: Iterable[Tensor]) -> str:
-    caught = warned(params)
-    assert [(each.category, each.filename) for each in caught] == [(af.BatchNormWarning, __file__)]
-    return str(caught[0].message).split("training mode: ")[1].split(". Its statistics")[0]
+        call()
+    assert {(each.category, each.filename) for each in caught} <= {(af.BatchNormWarning, __file__)}
+    return [str(each.message).split("training mode: ")[1].split(". Its statistics")[0] for each in caught]
 
 
 class Mine(nn.BatchNorm2d):
@@ -45,54 +31,107 @@ def net(norm: nn.Module) -> Any:
     return nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"block": nn.ModuleDict({"norm": norm})}))
 
 
+# ---- by the model ----------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, Mine])
 def test_a_batch_norm_is_named_by_its_path_and_class(kind: Any) -> None:
-    norm = kind(4)
-    model: Any = nn.ModuleDict({"teacher": nn.Linear(4, 4), "student": net(norm)})
-    name = f"1.block.norm ({kind.__name__})"
-    assert named(model["student"].parameters()) == named([norm.weight]) == named([norm.bias]) == f"student.{name}"
-    assert warned(model["teacher"].parameters()) == []  # another optimizer's
-    assert warned([nn.Parameter(norm.weight.detach())]) == []  # equal, but not the same parameter
-    del model
-    assert named(norm.parameters()) == kind.__name__
-    for trains_nothing in (kind(4, affine=False), kind(4).requires_grad_(False)):
-        model = net(trains_nothing)
-        assert named(model[0].parameters()) == name  # for the model that it is in
+    for norm in (kind(4), kind(4, affine=False), kind(4).requires_grad_(False)):
+        assert warned(lambda norm=norm: af.check_model(net(norm))) == [f"1.block.norm ({kind.__name__})"]
+    assert warned(lambda: af.check_model(kind(4))) == [kind.__name__]
 
 
 @pytest.mark.parametrize("kind", [nn.GroupNorm, nn.InstanceNorm1d, nn.SyncBatchNorm, nn.BatchNorm1d])
 def test_others_are_silent_and_so_is_one_in_eval_mode(kind: Any) -> None:
-    model = net(nn.GroupNorm(2, 4) if kind is nn.GroupNorm else kind(4, affine=True).train(kind is not nn.BatchNorm1d))
-    assert warned(model.parameters()) == []
+    norm = nn.GroupNorm(2, 4) if kind is nn.GroupNorm else kind(4, affine=True).train(kind is not nn.BatchNorm1d)
+    assert warned(lambda: af.check_model(net(norm))) == []
 
 
-def test_each_one_is_named_once_and_of_many_the_first_five_and_none_is_kept() -> None:
+def test_each_one_is_named_once_and_of_many_the_first_five() -> None:
     many = [nn.BatchNorm1d(2) for _ in range(8)]
     many[1].eval()
     model = nn.Sequential(*many[:3], nn.Sequential(many[2]), *many[3:], nn.Sequential(None))  # type: ignore[arg-type]
-    gone = weakref.ref(model)
     five = ", ".join(f"{place} (BatchNorm1d)" for place in (0, 2, 4, 5, 6))
-    assert named(model.parameters()) == f"{five} and 2 more"
-    del model, many
-    gc.collect()
-    assert gone() is None
+    assert warned(lambda: af.check_model(model)) == [f"{five} and 2 more"]
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"check_model takes a torch\.nn\.Module, got SGD"):
+        af.check_model(af.SGD(nn.Linear(1, 1).parameters()))  # type: ignore[arg-type]
+
+
+# ---- by the loss -----------------------------------------------------------------------------------------------------
+
+
+SEEN = "seen in the graph of the loss, af.check_model(model) names the layers"
+
+
+def images(*norms: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 1), *norms)
+
+
+def fold(optimizer: Any, model: nn.Module, weight: float | None = None, size: int = 2) -> None:
+    optimizer.backward(model(torch.randn(size, 3, 2, 2)).square().sum(), weight)
+
+
+@pytest.mark.parametrize(("norms", "size", "found"), [
+    ([nn.BatchNorm2d(4)], 2, True), ([nn.BatchNorm2d(4), nn.ReLU(), Mine(4).eval()], 2, True),
+    ([nn.BatchNorm2d(4)], 1, True), ([nn.BatchNorm2d(4).eval()], 2, False),
+    ([nn.BatchNorm2d(4, track_running_stats=False).eval()], 2, True),  # which has no other statistics
+    ([nn.InstanceNorm2d(4, affine=True)], 2, False), ([nn.GroupNorm(2, 4)], 2, False),
+    ([nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4).requires_grad_(False)], 2, False),  # check_model() sees these
+])  # fmt: skip
+def test_the_graph_tells_layers_whose_weights_are_trained(norms: list[nn.Module], size: int, found: bool) -> None:
+    model = images(*norms)
+    optimizer = af.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    fold(optimizer, model, size=size)
+    assert warned(lambda: fold(optimizer, model, size=size)) == [SEEN] * found
+
+
+def test_the_layers_of_another_optimizer_are_its_own() -> None:
+    teacher, student = images(), nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+    optimizer, other = af.SGD(teacher.parameters(), lr=0.1), af.SGD(student.parameters(), lr=0.1)
+    for _ in range(2):
+        fold(optimizer, nn.Sequential(teacher, student))
+        other.zero_grad()
+
+
+def test_a_graph_of_any_depth_is_looked_at_and_freed() -> None:
+    param = nn.Parameter(torch.ones(1))
+    optimizer = af.SGD([param], lr=0.1)
+    optimizer.backward(param.sum())
+    loss = param.sum()
+    for _ in range(60_000):
+        loss = loss * 1.0
+    optimizer.backward(loss)
+
+
+def test_a_reentrant_checkpoint_hides_its_layers() -> None:
+    model = images(nn.BatchNorm2d(4))
+    optimizer = af.SGD(model.parameters(), lr=0.1)
+
+    def loss() -> Tensor:
+        x = torch.randn(2, 3, 2, 2, requires_grad=True)
+        return checkpoint(model, x, use_reentrant=True).sum()  # type: ignore[no-any-return]
+
+    for _ in range(2):
+        optimizer.backward(loss())
 
 
 def test_the_second_micro_batch_warns_once_and_is_in_the_window_where_that_is_an_error() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    start = [param.detach().clone() for param in model.parameters()]
+    model = images(nn.BatchNorm2d(4))
     optimizer, other = af.SGD(model.parameters(), lr=0.5), af.SGD(model.parameters(), lr=0.5)
-    fold(optimizer, 1)
+    fold(optimizer, model, 1)
     optimizer.step()  # windows of one are not accumulation
-    fold(optimizer, 1)
-    fold(optimizer, 0)  # nor is an empty micro-batch a second one
-    with pytest.raises(af.BatchNormWarning, match=r"1 \(BatchNorm1d\)") as caught:  # as pytest is set up here
-        fold(optimizer, 3)
+    fold(optimizer, model, 1)
+    fold(optimizer, model, 0)  # nor is an empty micro-batch a second one
+    with pytest.raises(af.BatchNormWarning, match=SEEN.split(",")[0]) as caught:  # as pytest is set up here
+        fold(optimizer, model, 3)
+    assert "micro-batches: 2" in repr(optimizer)
     optimizer.step()
-    assert all(torch.equal(param, begun - 1.0) for param, begun in zip(model.parameters(), start, strict=True))
     for _ in range(3):
-        fold(optimizer)
+        fold(optimizer, model)
     with warnings.catch_warnings():
         exec(str(caught.value).split("To silence this: ")[1], {"warnings": warnings, "af": af})
         for _ in range(2):
-            fold(other)
+            fold(other, model)

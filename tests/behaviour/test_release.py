@@ -15,9 +15,9 @@ import torch
 from snapshot import refused, writes_nothing
 from torch import Tensor, distributed, nn
 from torch.distributed import fsdp
-from torch.nn.parallel import DistributedDataParallel
 
 import accumfused as af
+from accumfused.distributed import exchange as processes
 
 EACH, ALL = 1, 2**30
 every_bucket = pytest.mark.parametrize("bucket", [EACH, ALL], ids=["each", "all"])
@@ -217,31 +217,13 @@ def group() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-class Mine(DistributedDataParallel):
-    pass
-
-
-@pytest.mark.parametrize("kind", [DistributedDataParallel, Mine])
-@pytest.mark.parametrize("when", ["before", "later", "after a window"])
-def test_a_model_in_ddp_is_refused(group: None, kind: Any, when: str) -> None:
-    """Before: at once; later: in the next window's first backward()."""
-    model, x, other = nn.Linear(3, 1), torch.ones(2, 3), Released("torch")
-    optimizer = af.SGD([model.bias], lr=0.1)
-    release = None if when == "before" else af.release_gradients(optimizer)
-    if when == "after a window":
-        model(x).sum().backward()
-        optimizer.step()
-    wrapped = kind(model)
-    loss = wrapped(x).sum()
-    with refused(optimizer, RuntimeError, rf"belongs to {kind.__name__}, .*would reduce zeros"):
-        loss.backward() if release else af.release_gradients(optimizer)
-    if release:
-        release.remove()
-        wrapped = kind(model)  # the old one's backward was cut short
-        loss = wrapped(x).sum()
-    loss.backward()
-    assert model.bias.grad.tolist() == [2.0]
-    assert other.run("backward step").values() == [7.5, 7.0]  # is of no DDP
+def test_processes_that_come_after_the_release_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Released("torch")
+    monkeypatch.setattr(processes, "has_processes", lambda: True)
+    with refused(it.optimizer, RuntimeError, "more than one process.*give the optimizer process_group="):
+        it.loss().backward()
+    monkeypatch.undo()
+    assert it.run("backward step").values() == [7.5, 7.0]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

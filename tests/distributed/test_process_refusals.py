@@ -19,8 +19,8 @@ import torch.distributed as dist
 from snapshot import differences, snapshot
 from spread import Net, adamw, loss_of, mesh_over, params_of, sharded
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,15 +74,10 @@ def another(*sizes: int, last: bool = False, turned: bool = False) -> Refused:
     return call(optimizer, "accumulate", last=True) if last else call(opened(optimizer), "step")
 
 
-def ddp_reduces(hook: bool = False) -> Refused:
-    """A process group, and a DDP that reduces too; also one with a hook, that attach_ddp has refused."""
-    wrapped = DistributedDataParallel(layers())
-    optimizer = grouped(wrapped.parameters())
-    if hook:
-        wrapped.register_comm_hook(None, fp16_compress_hook)
-        with pytest.raises(RuntimeError, match="can only be called once"):
-            af.attach_ddp(wrapped, optimizer)
-    return optimizer, lambda: (optimizer.step(), wrapped)
+def fsdp_reduces() -> Refused:
+    """A process group, and a FullyShardedDataParallel that reduces too."""
+    wrapped = FullyShardedDataParallel(layers(), device_id=torch.device("cpu"), use_orig_params=True)
+    return call(grouped(wrapped.parameters()), "step")
 
 
 def attach(make: Callable[..., Any], *what: Any, **given: Any) -> Refused:
@@ -124,9 +119,8 @@ def released(syncs_forward: bool) -> Refused:
     return optimizer, run
 
 
-def release(wrapped: Any = None) -> Refused:
-    optimizer = stepped(wrapped.parameters()) if wrapped else parts()
-    return optimizer, lambda: (af.release_gradients(optimizer), wrapped)
+def release(optimizer: Any) -> Refused:
+    return optimizer, lambda: af.release_gradients(optimizer)
 
 
 def parts(**settings: Any) -> Any:
@@ -171,8 +165,7 @@ REFUSED: dict[str, tuple[Callable[[], Refused], type[Exception], str]] = {
         lambda: call(grouped(layers().bfloat16().parameters(), **SPLIT8, rounding_seed=dist.get_rank()), "step"),
         ValueError, "the same rounding_seed",
     ),
-    "a DDP that reduces too": (ddp_reduces, RuntimeError, r"call accumfused.attach_ddp\(ddp, optimizer\)"),
-    "a DDP with another hook": (lambda: ddp_reduces(hook=True), RuntimeError, "reduces their gradients too"),
+    "a FSDP that reduces too": (fsdp_reduces, RuntimeError, "reduces their gradients too; use fully_shard"),
     "attach twice": (attach_twice, RuntimeError, "can only be called once"),
     "attach, no DDP": (lambda: attach(stepped, layers(), 0), TypeError, "takes a DistributedDataParallel first"),
     "attach, no optimizer": (lambda: attach(stepped, DistributedDataParallel(layers())), TypeError, "got none"),
@@ -210,8 +203,9 @@ REFUSED: dict[str, tuple[Callable[[], Refused], type[Exception], str]] = {
     ),
     "released, forward in sync": (lambda: released(True), RuntimeError, QUIET),
     "released, backward in sync": (lambda: released(False), RuntimeError, QUIET),
-    "release of a DDP": (lambda: release(DistributedDataParallel(layers())), RuntimeError, "belongs to Distributed"),
-    "release of parts": (release, RuntimeError, "DTensor: fully_shard"),
+    "release without a group": (lambda: release(stepped()), RuntimeError, r"no process_group.*attach_ddp\(ddp, opt"),
+    "release, reduced": (lambda: release(stepped(grads_are_reduced=True)), RuntimeError, "no process_group, so some"),
+    "release of parts": (lambda: release(parts()), RuntimeError, "DTensor: fully_shard"),
     "a weight of parts": (lambda: call(parts(), "accumulate", 3.0), RuntimeError, "call optimizer.backward"),
     "parts, step()": (lambda: call(parts(process_group=dist.group.WORLD), "step"), RuntimeError, "leave process_group"),
     "parts, backward()": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,19 @@ def test_a_model_that_trainer_makes_itself_and_a_second_training(tmp_path: Path)
     assert_same_training(ours, stock)
     ours.train()  # makes a new model and a new optimizer
     assert_same_training(ours, stock)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_batch_norm_is_warned_of_once_where_windows_have_several_micro_batches(
+    tmp_path: Path, micro_batches: int
+) -> None:
+    model = MeanOfEachMicroBatch()
+    model.add_module("norm", torch.nn.BatchNorm1d(4))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fuse_trainer(make(tmp_path, model, gradient_accumulation_steps=micro_batches)).train()
+    found = [str(each.message) for each in seen if each.category is af.BatchNormWarning]
+    assert ["norm (BatchNorm1d)" in text for text in found] == [True] * (micro_batches > 1)
 
 
 class Endless(IterableDataset):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,17 @@ def test_without_weights_the_run_is_the_stock_one(name: str, clip: float | None)
     for each in (expected, model):
         fit(each, max_epochs=2, accumulate_grad_batches=K, gradient_clip_val=clip, **precision(name))
     assert_trained(model.net, expected.net)
+
+
+@pytest.mark.parametrize("k", [1, K])
+def test_batch_norm_is_warned_of_once_where_windows_have_several_micro_batches(k: int) -> None:
+    model = Weighted()
+    model.add_module("norm", torch.nn.BatchNorm1d(4))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(model, max_epochs=2, accumulate_grad_batches=k)
+    found = [str(each.message) for each in seen if each.category is af.BatchNormWarning]
+    assert ["norm (BatchNorm1d)" in text for text in found] == [True] * (k > 1)
 
 
 def test_weights_may_be_tensors_and_zero() -> None:
