@@ -27,9 +27,9 @@ from accumfused.loop.ddp import attach_ddp
 from accumfused.loop.fusing import fuse
 from accumfused.loop.grad_scaler import GradScaler
 from accumfused.loop.release import release_gradients
+from accumfused.loop.report import MemoryReport, memory_report
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers import SGD, Adam, AdamW, Lion
-from accumfused.saving.report import MemoryReport, memory_report
 from accumfused.warn import AccumulationWarning, strict
 
 __version__ = "0.1.0"

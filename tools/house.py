@@ -1,6 +1,7 @@
 """How much there is to hold in mind: sizes, the way of a plain step(), circles, and names that should stay at home.
 
-    python tools/house.py
+    python tools/house.py           the figures
+    python tools/house.py picture   the picture in docs/architecture.md: which folder imports which
 
 tests/repo/test_house.py holds what must not grow again.
 """
@@ -70,6 +71,35 @@ def inner_imports(known: dict[str, ast.Module]) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
     return [f"{name}: {node.name}()" for name, node in functions if imports(node, known)]
+
+
+def picture(known: dict[str, ast.Module]) -> str:
+    """Folders (and files beside them) as a Mermaid graph: an arrow from each to those that it imports.
+
+    An arrow is left out where a longer way goes from the one to the other.
+    """
+
+    def room(name: str) -> str:
+        inner = name.removeprefix(f"{PACKAGE.name}.").split(".")
+        return inner[0] if (PACKAGE / inner[0]).is_dir() else f"{inner[0]}.py"
+
+    left_out = {PACKAGE.name, f"{PACKAGE.name}.__main__", f"{PACKAGE.name}.warn", f"{PACKAGE.name}.arguments"}
+    arrows: dict[str, set[str]] = {}
+    for name, tree in known.items():
+        if name not in left_out:
+            others = {room(other) for other in imports(tree, known) if other not in left_out}
+            arrows.setdefault(room(name), set()).update(others - {room(name)})
+
+    def below(start: str, *on_the_way: str) -> set[str]:
+        if start in on_the_way:
+            raise ValueError(f"a circle of folders: {' -> '.join((*on_the_way, start))}")
+        return {far for near in arrows[start] for far in (near, *below(near, *on_the_way, start))}
+
+    lines = ["graph TD"]
+    for start, others in sorted(arrows.items()):
+        longer = {far for near in others for far in below(near)}
+        lines += [f"    {start} --> {other}" for other in sorted(others - longer)]
+    return "\n".join(lines)
 
 
 def _private(tree: ast.AST) -> Iterator[str]:
@@ -156,6 +186,9 @@ def way_of_a_step() -> tuple[list[str], list[tuple[str, str]], list[str]]:
 
 def main() -> None:
     known = modules()
+    if sys.argv[1:] == ["picture"]:
+        print(picture(known))
+        return
     files, bounces, seen = way_of_a_step()
     sizes = classes(known)
     methods, attributes = (max(sizes.items(), key=lambda item: item[1][i]) for i in (0, 1))

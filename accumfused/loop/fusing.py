@@ -14,6 +14,7 @@ from accumfused.core.engine import Engine, Measured
 from accumfused.core.protocol import OwnStep, rescale
 from accumfused.core.window import Phase, Window
 from accumfused.formats.shards import local
+from accumfused.loop.report import growth_of
 from accumfused.optimizer import (
     FusedOptimizer,
     check_formats,
@@ -23,7 +24,6 @@ from accumfused.optimizer import (
 )
 from accumfused.optimizers import PEERS, SGD, Adam, AdamW
 from accumfused.rule import Rule
-from accumfused.saving.report import growth_of
 from accumfused.settings import SettingArguments, Settings, chosen, takes_settings
 from accumfused.warn import say_once
 

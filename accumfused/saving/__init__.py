@@ -1,1 +1,1 @@
-"""What is kept beyond a step: checkpoints, fp32 weights, and the memory that all of it takes."""
+"""What outlives a step: checkpoints, and weights in full precision."""

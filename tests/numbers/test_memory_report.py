@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import accumfused as af
-from accumfused.saving.report import PARTS
+from accumfused.loop.report import PARTS
 from accumfused.warn import say_once
 
 ELEMENTS = 37 * 11 + 130 + 1 + 6 * 4 * 3 * 2

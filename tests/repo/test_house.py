@@ -45,6 +45,11 @@ def test_no_module_has_the_name_of_something_public(house: ModuleType) -> None:
     assert {name.rpartition(".")[2] for name in house.modules()}.isdisjoint(af.__all__)
 
 
+def test_the_picture_in_the_documentation_is_that_of_the_code(house: ModuleType) -> None:
+    page = (PATH.parents[1] / "docs" / "architecture.md").read_text()
+    assert f"```mermaid\n{house.picture(house.modules())}\n```" in page
+
+
 def test_a_step_goes_one_way(house: ModuleType) -> None:
     files, bounces, _ = house.way_of_a_step()
     assert len(files) <= 6, files
