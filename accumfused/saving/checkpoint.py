@@ -214,7 +214,7 @@ def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
             "this is not an optimizer's state_dict, which has 'state' and 'param_groups'; "
             f"this one has {', '.join(map(repr, list(state_dict)[:5]))}"
         )
-    name = type(optimizer).__name__
+    name = getattr(optimizer, "torch_class", type(optimizer)).__name__
     for group in state_dict["param_groups"]:
         if not isinstance(group, Mapping) or "params" not in group:
             raise ValueError("a group of the checkpoint has no 'params'; it is damaged")
