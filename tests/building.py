@@ -39,6 +39,21 @@ def setup_py(source: Path, *command: str, terminal: str = "", **environment: str
     )  # fmt: skip
 
 
+def built(folder: Path) -> Path:
+    """A source folder in which the native module was built once, for CPUs."""
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        pytest.skip("no C++ compiler")
+    source = copy_of_the_source(folder)
+    done = build_in_place(source, ACCUMFUSED_NATIVE="1")
+    assert done.returncode == 0, done.stderr
+    return source
+
+
+def says(source: Path, *command: str) -> str:
+    """What Python prints that runs there: `-m accumfused`, or `-c` and a program."""
+    return subprocess.run([sys.executable, *command], cwd=source, check=True, capture_output=True, text=True).stdout
+
+
 def build_in_place(source: Path, **options: str) -> subprocess.CompletedProcess[str]:
     return setup_py(source, "build_ext", "--inplace", "--build-temp", "build/temp", **options)
 

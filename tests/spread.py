@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peers import params_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -75,10 +76,6 @@ def whole(tensor: Tensor) -> Tensor:
         wide = given.to(torch.int32) if given.dtype == torch.int16 else given  # gloo has none of 16 bits
         given = wide.full_tensor().to(given.dtype)
     return given.clone()
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def everything_whole(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

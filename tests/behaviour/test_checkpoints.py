@@ -119,19 +119,6 @@ def test_a_copy_has_the_settings_and_a_window_of_its_own(backend: str, copied: C
     assert sums.items() <= snapshot(optimizer).items()
 
 
-def test_a_pickle_with_the_setting_that_rounded_to_nearest_goes_on_stochastically(backend: str) -> None:
-    _, optimizer = trained("bf16_stochastic", "fp32", backend)
-    carried = copy.deepcopy(optimizer).__getstate__()
-    vars(carried["settings"])["rounding"] = "nearest"
-    for entries in carried["state"].values():
-        del entries["rounding_seed"]  # which needs none
-    twin = af.AdamW.__new__(af.AdamW)
-    twin.__setstate__(pickle.loads(pickle.dumps(carried)))
-    for each in (optimizer, twin):
-        train(each, 1, seed=9)
-    assert_same(optimizer, twin)
-
-
 SHARED = [case for case in CASES if case.of.torch_class is not None]
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same_bits
-from spread import Net, adamw, everything_whole, loss_of, params_of, sharded
+from peers import params_of
+from spread import Net, adamw, everything_whole, loss_of, sharded
 from table import random_grads, random_params, set_grads
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -182,6 +183,24 @@ def test_a_step_of_parts_sends_a_number_and_three_for_a_window(
     clips: Any, micro_batches: int, weight: Any, sizes: list[int]
 ) -> None:
     assert processes.agreed(2, step_of_parts, clips, micro_batches, weight) == sizes
+
+
+def window_of_whole_parameters() -> list[str]:
+    """In a worker: the collectives of the second window, where only states are divided."""
+    optimizer: Any = adamw(model := sharded(Net(), reshard_after_forward=False), max_grad_norm=0.1)
+    for _ in range(2):
+        with Sent() as sent:
+            for part in range(3):
+                model.set_requires_gradient_sync(part == 2)
+                model.set_reshard_after_backward(part == 2)
+                optimizer.backward(loss_of(model, 3, part), weight=3)
+        optimizer.step()
+    return [name for name, *_ in sent.calls]
+
+
+def test_where_only_states_are_divided_a_window_gathers_and_scatters_each_layer_once() -> None:
+    calls = processes.agreed(2, window_of_whole_parameters)
+    assert sorted(calls) == ["_allgather_base_"] * 3 + ["_reduce_scatter_base_"] * 3  # of those that are trained
 
 
 # ---- calls at odd moments ------------------------------------------------------------------------------------------

@@ -38,7 +38,8 @@ DDP: dict[str, dict[str, bool]] = {
     "unused": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
     "reduced": {"find_unused_parameters": True},  # by DDP: grads_are_reduced=True
 }  # fmt: skip
-SPREAD = {"fully_shard": None, "hsdp": None, "tensor parallel": 1, "both": 2}  # how many of its processes differ
+# How many of its processes differ; "divided": parameters are whole within a window, the loop of docs/distributed.md.
+SPREAD = {"fully_shard": None, "divided": None, "hsdp": None, "tensor parallel": 1, "both": 2}
 CLOSES = {  # weighted, last=True, by which call
     "weights": (True, False, "accumulate"), "weights, last": (True, True, "accumulate"),
     "sums": (False, False, "accumulate"), "sums, last": (False, True, "accumulate"),
@@ -96,7 +97,7 @@ class Loop:
             loop = replace(loop, quiet="all")
         if loop.over in ("group", "reduced", "tensor parallel", "both") or (reduced and loop.quiet == "all"):
             loop = replace(loop, quiet="never")
-        return loop
+        return replace(loop, quiet="all but the last") if loop.over == "divided" else loop
 
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -154,7 +155,9 @@ def wrapped(loop: Loop, model: Net) -> Any:
     if loop.over in ("group", "tensor parallel"):
         return model if loop.over == "group" else tensor_parallel(model, mesh_over())
     mesh = mesh_over(2, 2) if loop.over in ("hsdp", "both") else mesh_over()
-    return sharded(tensor_parallel(model, mesh["b"]), mesh["a"]) if loop.over == "both" else sharded(model, mesh)
+    if loop.over == "both":
+        return sharded(tensor_parallel(model, mesh["b"]), mesh["a"])
+    return sharded(model, mesh, reshard_after_forward=False if loop.over == "divided" else None)
 
 
 def optimizers_of(loop: Loop, model: Net, outer: Any) -> tuple[list[af.SGD], list[Any]]:
@@ -185,6 +188,8 @@ def quietly(loop: Loop, model: Any, is_first: bool, is_last: bool) -> Any:
     quiet = loop.quiet == "all" or (loop.quiet == "all but the last" and not is_last)
     if loop.over in SPREAD and loop.quiet != "never":
         model.set_requires_gradient_sync(not quiet)
+        if loop.over == "divided":
+            model.set_reshard_after_backward(not quiet)
     is_looked_at = is_first and loop.over == "static"  # by torch, without no_sync()
     return model.no_sync() if loop.over in DDP and quiet and not is_looked_at else contextlib.nullcontext()
 

@@ -9,7 +9,8 @@ import processes
 import pytest
 import torch
 from compare import assert_close, assert_same_bits
-from spread import Net, adamw, differing, give_random_gradients, mesh_over, params_of, sharded, take_steps, whole
+from peers import params_of
+from spread import Net, adamw, differing, give_random_gradients, mesh_over, sharded, take_steps, whole
 from table import EACH_RULE, STATES, WEIGHTS, Case, kept
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -1,61 +1,35 @@
-"""The model, data, trainer and truths of the Lightning tests."""
+"""The small regression in Lightning and Fabric: modules, and loops by hand that both can run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import lightning
+import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
+from regression import MAX_NORM, Batch, MakeOptimizer, batches, loss_of, network, ours
 from torch import Tensor, nn
 
-import accumfused as af
-from accumfused.integrations.lightning import FusedAccumulation
+lightning = pytest.importorskip("lightning", minversion="2.4")
 
-# As large an eps as a gradient: without, Adam divides a wrong scale or clip out again.
-OPTIONS = {"lr": 0.2, "betas": (0.5, 0.7), "eps": 0.3, "weight_decay": 0.1}
-MAX_NORM = 0.3  # of gradients whose norm is around 1
-K = 3
-SIZES = (4, 1, 7, 2, 5, 3, 8, 2)  # samples per micro-batch: with K = 3 the last window has two
+from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
-MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
-Batch = tuple[Tensor, Tensor]
+from accumfused.integrations.lightning import FusedAccumulation  # noqa: E402
 
-# Lightning's own: a small loader needs no workers, a small network no GPU, and it calls what torch 2.13 has deprecated.
-LIGHTNING_WARNINGS = (
-    "ignore:.*does not have many workers",
-    "ignore:GPU available but not used",
-    "ignore:.*LeafSpec.*is deprecated",
-)
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+# Lightning's own: a small loader needs no workers, a small network no GPU; Lightning calls what torch 2.13 has
+# deprecated; and it warns of a training step without a loss, and of hooks such as the mixin's.
+QUIET = (
+    ".*does not have many workers", "GPU available but not used", ".*LeafSpec.*is deprecated",
+    ".*`training_step` returned `None`", "When using .* the hooks will not be called on every batch",
+)  # fmt: skip
 
 
-def stock(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, **OPTIONS)
-
-
-def ours(params: Iterator[nn.Parameter]) -> af.FusedOptimizer:
-    return af.AdamW(params, **OPTIONS)
-
-
-def ours_clipping(params: Iterator[nn.Parameter]) -> af.FusedOptimizer:
-    return af.AdamW(params, **OPTIONS, max_grad_norm=MAX_NORM)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
-
-
-def batches(sizes: Sequence[int] = SIZES) -> list[Batch]:
-    generator = torch.Generator().manual_seed(2)
-    inputs = [torch.randn(size, 6, generator=generator) for size in sizes]
-    return [(x, x.sum(1, keepdim=True)) for x in inputs]
-
-
-def loss_of(net: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return nn.functional.mse_loss(net(x).to(y.dtype), y)
+# ---- automatic optimization ------------------------------------------------------------------------------------------
 
 
 class Stock(lightning.LightningModule):
@@ -85,12 +59,12 @@ class Weighted(Windowed):
         return loss_of(self.net, batch)
 
 
-def precision(name: str, init_scale: float = 2.0**10) -> dict[str, Any]:
+def precision(name: str, init_scale: float = 2.0**10, plugin: Any = MixedPrecision) -> dict[str, Any]:
     """Arguments of a Trainer or a Fabric; on a CPU "16-mixed" alone would become "bf16-mixed" without a scaler."""
     if name != "16-mixed":
         return {"precision": name}
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
-    return {"plugins": MixedPrecision("16-mixed", "cpu", scaler=scaler)}
+    return {"plugins": plugin("16-mixed", "cpu", scaler=scaler)}
 
 
 def fit(
@@ -98,53 +72,94 @@ def fit(
 ) -> Any:
     """Trains in silence; one epoch over `data` unless told otherwise."""
     settings = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "logger": False, **settings}
-    settings |= {"enable_progress_bar": False, "enable_model_summary": False}
-    trainer = package.Trainer(**{"enable_checkpointing": False, **settings})
+    settings |= {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     loader = torch.utils.data.DataLoader(data or batches(), batch_size=None, num_workers=0)
-    trainer.fit(model, loader, ckpt_path=ckpt_path)
+    with warnings.catch_warnings():
+        for text in QUIET:
+            warnings.filterwarnings("ignore", text)
+        trainer = package.Trainer(**settings)
+        trainer.fit(model, loader, ckpt_path=ckpt_path)
     return trainer
 
 
-def mean_gradients(net: nn.Module, window: list[Batch]) -> list[Tensor]:
-    """Those of the mean over all samples of the window, left in `p.grad` of this float64 network."""
-    x, y = (torch.cat(parts).double() for parts in zip(*window, strict=True))
-    net.zero_grad()
-    loss_of(net, (x, y)).backward()
-    return [param.grad for param in net.parameters()]
+# ---- loops by hand -------------------------------------------------------------------------------------------------
 
 
-def truth(windows: list[list[Batch]], clip: float | None = None) -> list[Tensor]:
-    """The parameters after these windows, in float64."""
-    net = network().double()
-    optimizer = torch.optim.AdamW(net.parameters(), **OPTIONS)
-    for window in windows:
-        mean_gradients(net, window)
-        if clip is not None:
-            nn.utils.clip_grad_norm_(net.parameters(), clip)
-        optimizer.step()
-    return parameters(net)
+@dataclass
+class Loop:
+    """What a framework has made of a network and its optimizer, and its calls.
+
+    Attributes:
+        model, wrapper: what to use in place of `net` and `optimizer`.
+        clip: clips to MAX_NORM.
+    """
+
+    net: nn.Module
+    model: Any
+    wrapper: Any
+    backward_of: Callable[[Tensor], None]
+    clip: Callable[[], Any]
+    scaler: Any
+    fabric: Any = None
+
+    @property
+    def optimizer(self) -> Any:
+        return self.wrapper.optimizer
+
+    def backward(self, batch: Batch, factor: float = 1.0) -> None:
+        self.backward_of(loss_of(self.model, batch) * factor)
+
+    def window(self, window: list[Batch], *, by: str = "wrapper", closes: bool = True) -> None:
+        """All before the step, weighted by samples. Args: by: whom the micro-batches are given to."""
+        for batch in window:
+            self.backward(batch)
+            getattr(self, by).accumulate(len(batch[0]), last=closes and batch is window[-1])
+
+    def train(self, windows: list[list[Batch]]) -> None:
+        for window in windows:
+            self.window(window)
+            self.wrapper.step()
+            self.wrapper.zero_grad()
 
 
-def cut(data: list[Batch], k: int = K) -> list[list[Batch]]:
-    return [data[start : start + k] for start in range(0, len(data), k)]
+class Manual(Stock):
+    """Manual optimization: the whole loop is in one training step."""
+
+    def __init__(self, make_optimizer: MakeOptimizer, body: Callable[[Loop], None], scaler: Any) -> None:
+        super().__init__(make_optimizer)
+        self.automatic_optimization = False
+        self.body, self.scaler = body, scaler
+        self.loop: Any = None
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        wrapper = self.optimizers()
+        clip = partial(self.clip_gradients, wrapper, gradient_clip_val=MAX_NORM, gradient_clip_algorithm="norm")
+        self.loop = Loop(self.net, self.net, wrapper, self.manual_backward, clip, self.scaler)
+        self.body(self.loop)
 
 
-def parameters(net: nn.Module) -> list[Tensor]:
-    return [param.detach().clone() for param in net.parameters()]
+class ManualWindowed(FusedAccumulation, Manual):
+    """With the mixin, which leaves it alone."""
 
 
-# Of parameters of order 1, after updates of some 0.1. In 16 bits forward and backward round each product, by 2^-11 or
-# 2^-8.
-ROUNDING = {"32-true": 2e-6, "16-mixed": 5e-4, "bf16-mixed": 5e-3, "bf16-true": 5e-3}
+KINDS = {"fabric": None, "manual": Manual, "manual with the mixin": ManualWindowed}
 
 
-def assert_trained(net: nn.Module, expected: nn.Module | list[Tensor], rounding: float = ROUNDING["32-true"]) -> None:
-    expected = parameters(expected) if isinstance(expected, nn.Module) else expected
-    for param, truth in zip(parameters(net), expected, strict=True):
-        torch.testing.assert_close(param.double(), truth.double(), rtol=0, atol=rounding)
-
-
-def difference(net: nn.Module, other: nn.Module | list[Tensor]) -> float:
-    """The largest, over all parameters."""
-    other = parameters(other) if isinstance(other, nn.Module) else other
-    return max(float((a - b).abs().max()) for a, b in zip(parameters(net), other, strict=True))
+def by_hand(
+    kind: str, body: Callable[[Loop], None], make: MakeOptimizer = ours, name: str = "32-true", scale: float = 2.0**6
+) -> Loop:
+    """Runs the body with what Fabric has set up, or in the training step of a module with manual optimization."""
+    module = KINDS[kind]
+    settings = precision(name, scale, MixedPrecision if module else FabricMixedPrecision)
+    scaler = settings["plugins"].scaler if name == "16-mixed" else None
+    if module is not None:
+        model = module(make, body, scaler)
+        fit(model, batches()[:1], **settings)
+        loop: Loop = model.loop
+        return loop
+    fabric, net = lightning.Fabric(accelerator="cpu", devices=1, **settings), network()
+    model, wrapper = fabric.setup(net, make(net.parameters()))
+    clip = partial(fabric.clip_gradients, model, wrapper, max_norm=MAX_NORM)
+    loop = Loop(net, model, wrapper, fabric.backward, clip, scaler, fabric)
+    body(loop)
+    return loop

@@ -1,134 +1,107 @@
-"""Hugging Face's Trainer with `fuse_trainer()` and without it: the same training."""
+"""Hugging Face's Trainer with `fuse_trainer()` and without it: the same training; and what it refuses."""
 
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peers import assert_same
 from torch import Tensor
-from torch.utils.data import IterableDataset
-
-import accumfused as af
-
-transformers = pytest.importorskip("transformers", "5.0")
-pytest.importorskip("accelerate")
-
-from trainers import (  # noqa: E402
+from trainers import (
     EPS,
     STEPS,
-    assert_same_result,
+    Endless,
+    MeanOfEachMicroBatch,
     assert_same_training,
     both,
+    fuse_trainer,
     history,
     language_model,
     make,
-    quick_collections,
-    text,
+    sum_over_tokens,
+    trained,
+    transformers,
 )
-from transformers import Trainer, TrainerCallback  # noqa: E402
+from transformers import Trainer, TrainerCallback
 
-from accumfused.integrations.huggingface import fuse_trainer  # noqa: E402
-
-__all__ = ["quick_collections"]  # a fixture
-ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": EPS, "weight_decay": 0.1}
-
-
-class MeanOfEachMicroBatch(torch.nn.Module):
-    """A model that knows nothing of the window's count of tokens: Trainer divides its loss by the micro-batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = language_model()
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.inner(input_ids, attention_mask, labels=labels).loss}
-
-
-def sum_over_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-    logits = outputs.logits[:, :-1].flatten(0, 1)
-    total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
-    return total / num_items_in_batch
-
+import accumfused as af
+from accumfused.integrations import huggingface
 
 # ---- the same numbers ----------------------------------------------------------------------------------------------
 
-LOSSES: dict[str, dict[str, Any]] = {  # Trainer's ways to divide a window's loss
+
+def failing(at: int, survives: bool = True) -> type[Trainer]:
+    """One micro-batch runs out of memory: who survives that goes on with the next, and else Trainer begins again."""
+
+    class Fails(Trainer):
+        count, has_failed = -1, False
+
+        def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            self.count += 1
+            if self.count != at:
+                return super().training_step(model, *args, **kwargs)
+            self.has_failed = True
+            if not survives:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return torch.zeros(())
+
+    return Fails
+
+
+ROWS: dict[str, dict[str, Any]] = {
     "by tokens, in the model": {},
     "by tokens, in a loss function": {"compute_loss_func": sum_over_tokens},
     "by tokens, with smoothing": {"label_smoothing_factor": 0.1},
-    "by micro-batches": {"model": MeanOfEachMicroBatch},
+    "by micro-batches": {"model_of": MeanOfEachMicroBatch},
+    "no accumulation": {"gradient_accumulation_steps": 1, "max_steps": STEPS},
+    "windows longer than the epoch": {"gradient_accumulation_steps": 20, "max_steps": 2},
+    "bf16": {"bf16": True},
+    "no clip": {"max_grad_norm": 0.0},
+    "ends within an epoch, evaluates": {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1},
+    "SGD": {"optim": "sgd", "weight_decay": 0.1},
+    "no fused rule": {"optim": "adafactor", "lr_scheduler_type": "constant"},
+    "logs every second step": {"logging_steps": 2},
+    "a model that Trainer makes": {"model_init": language_model},
+    "data without a length": {"train_dataset": Endless(), "max_steps": 5},
+    "out of memory, and again": {"kind": failing(5, survives=False), "auto_find_batch_size": True, "max_steps": STEPS},
+    "left out within a window": {"kind": failing(5)},
+    "left out, a window's last": {"kind": failing(7)},
+    "left out, an epoch's last": {"kind": failing(10)},
 }
 
 
-@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
-def test_training_equals_the_stock_run_remainder_and_padding_included(
-    tmp_path: Path, backend: str, options: dict[str, Any]
-) -> None:
-    def prepare(fused: bool) -> Trainer:
-        model = options.get("model", language_model)()
-        optimizer = af.AdamW(model.parameters(), backend=backend, **ADAMW) if fused else None
-        optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAMW)
-        return make(tmp_path, **{**options, "model": model, "optimizers": (optimizer, None)})
-
-    ours, stock = fuse_trainer(prepare(True)), prepare(False)
-    ours.train()
-    stock.train()
-    assert_same_training(ours, stock)
-    assert any(entry["grad_norm"] > 0.3 for entry in history(stock))  # it clipped
+@pytest.mark.parametrize("row", ROWS)
+def test_training_equals_the_stock_run(tmp_path: Path, row: str) -> None:
+    ours, stock = both(lambda: make(tmp_path, **ROWS[row]))
+    assert_same_training(ours, stock, steps=ROWS[row].get("max_steps", STEPS))
+    assert getattr(ours, "has_failed", True)
+    decays = [[group["weight_decay"] for group in each.optimizer.param_groups] for each in (ours, stock)]
+    assert decays[0] == decays[1]
+    clips = [entry["grad_norm"] > 0.3 for entry in history(stock) if "grad_norm" in entry]
+    assert any(clips) or row in ("no clip", "windows longer than the epoch")
+    if row == "a model that Trainer makes":  # and a new optimizer, in each training
+        assert_same_training(trained(ours), stock)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_accumulation_steps": 1, "max_steps": STEPS},
-        {"bf16": True},
-        {"max_grad_norm": 0.0},
-        {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1},  # ends within an epoch; evaluates after each step
-        {"optim": "sgd", "weight_decay": 0.1},
-        {"optim": "adafactor", "lr_scheduler_type": "constant"},  # has no fused rule: its own step
-        {"logging_steps": 2},
-        {"gradient_accumulation_steps": 20, "max_steps": 2},  # longer than the epoch
-    ],
-    ids=str,
-)
-def test_an_optimizer_made_by_trainer_is_fused_with_its_groups(tmp_path: Path, options: dict[str, Any]) -> None:
-    ours, stock = both(lambda: make(tmp_path, **options))
-    assert_same_training(ours, stock, steps=options.get("max_steps", STEPS))
-    decays = [group["weight_decay"] for group in ours.optimizer.param_groups]
-    assert decays == [group["weight_decay"] for group in stock.optimizer.param_groups]
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, af.AdamW])
+def test_a_given_optimizer_and_its_scheduler_stay_the_same_objects(tmp_path: Path, cls: Any) -> None:
+    def prepare(cls: Any) -> Trainer:
+        trainer = make(tmp_path, optimizer_of=lambda params: cls(params, lr=1e-2, eps=EPS, weight_decay=0.1))
+        trainer.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.5)
+        return trainer
 
-
-def test_a_given_optimizer_and_its_scheduler_stay_the_same_objects(tmp_path: Path) -> None:
-    def prepare() -> Trainer:
-        model = language_model()
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        return make(tmp_path, model, optimizers=(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)))
-
-    ours, stock = prepare(), prepare()
+    ours, stock = prepare(cls), trained(prepare(torch.optim.AdamW))
     optimizer, scheduler = ours.optimizer, ours.lr_scheduler
-    fuse_trainer(ours).train()
-    stock.train()
+    trained(fuse_trainer(ours))
     assert ours.optimizer.optimizer is optimizer
     assert type(optimizer) is af.AdamW
     assert ours.lr_scheduler is scheduler
-    assert_same_training(ours, stock)
-
-
-def test_a_model_that_trainer_makes_itself_and_a_second_training(tmp_path: Path) -> None:
-    def prepare() -> Trainer:
-        return make(tmp_path, model_init=language_model)
-
-    ours, stock = both(prepare)
-    assert_same_training(ours, stock)
-    ours.train()  # makes a new model and a new optimizer
     assert_same_training(ours, stock)
 
 
@@ -143,21 +116,6 @@ def test_batch_norm_is_warned_of_once_where_windows_have_several_micro_batches(
         fuse_trainer(make(tmp_path, model, gradient_accumulation_steps=micro_batches)).train()
     found = [str(each.message) for each in seen if each.category is af.BatchNormWarning]
     assert ["norm (BatchNorm1d)" in text for text in found] == [True] * (micro_batches > 1)
-
-
-class Endless(IterableDataset):
-    """Eleven micro-batches without a length: Trainer leaves the last three to the next epoch's first window."""
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return iter(text())
-
-
-def test_what_is_left_of_data_without_a_length_goes_where_stock_leaves_it(tmp_path: Path) -> None:
-    ours, stock = both(lambda: make(tmp_path, train_dataset=Endless(), max_steps=5))
-    assert_same_training(ours, stock, steps=5)
-
-
-# ---- scalers, overflows and micro-batches that do not arrive ---------------------------------------------------------
 
 
 class Scaled(Trainer):
@@ -176,40 +134,8 @@ def test_a_scaler_skips_and_backs_off_as_in_the_stock_run(tmp_path: Path) -> Non
     # as taken and the learning rate goes on.
     ours, stock = both(lambda: make(tmp_path, kind=Scaled, num_train_epochs=4, optim="adamw_torch"))
     assert_same_training(ours, stock, steps=12)
-    skipped = [not math.isfinite(entry["grad_norm"]) for entry in history(ours)]
-    assert skipped == [not math.isfinite(entry["grad_norm"]) for entry in history(stock)]
-    assert 3 <= sum(skipped) <= 8
+    assert 3 <= sum(not math.isfinite(entry["grad_norm"]) for entry in history(ours)) <= 8
     assert ours.accelerator.scaler.get_scale() == stock.accelerator.scaler.get_scale()
-
-
-class Fails(Trainer):
-    """One micro-batch runs out of memory; who survives that goes on with the next."""
-
-    fails_at, survives = 5, False
-    count = -1
-
-    def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        self.count += 1
-        if self.count != self.fails_at:
-            return super().training_step(model, *args, **kwargs)
-        if not self.survives:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return torch.zeros(())
-
-
-def test_a_training_that_starts_again_after_running_out_of_memory_forgets_the_open_window(tmp_path: Path) -> None:
-    def prepare() -> Trainer:
-        return make(tmp_path, kind=Fails, auto_find_batch_size=True, max_steps=STEPS)
-
-    ours, stock = both(prepare)
-    assert ours.count > 2 * STEPS
-    assert_same_training(ours, stock)
-
-
-@pytest.mark.parametrize("fails_at", [5, 7, 10], ids=["within a window", "a window's last", "the epoch's last"])
-def test_a_micro_batch_that_is_left_out(tmp_path: Path, fails_at: int) -> None:
-    kind = type("Survives", (Fails,), {"survives": True, "fails_at": fails_at})
-    assert_same_training(*both(lambda: make(tmp_path, kind=kind)))
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_logged(tmp_path: Path) -> None:
@@ -218,11 +144,28 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_logged(tmp_path: Path) -> 
         return sum_over_tokens(outputs, labels, num_items_in_batch) * (math.nan if len(calls) == 2 else 1.0)
 
     calls: list[int] = []
-    trainer = fuse_trainer(make(tmp_path, compute_loss_func=poison))
-    trainer.train()
+    trainer = trained(fuse_trainer(make(tmp_path, compute_loss_func=poison)))
     assert [math.isnan(entry["grad_norm"]) for entry in history(trainer)] == [True] + [False] * (STEPS - 1)
     assert all(param.isfinite().all() for param in trainer.model.parameters())
     assert int(trainer.optimizer.optimizer.skipped_steps) == 1
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.3, 0.0])
+def test_no_pass_is_left_for_the_norm_the_clipping_and_autograds_sum(tmp_path: Path, max_grad_norm: float) -> None:
+    counts, steps = [], 2
+    for prepare in (fuse_trainer, lambda trainer: trainer):
+        trainer = prepare(make(tmp_path, max_grad_norm=max_grad_norm, max_steps=steps))
+        with torch.profiler.profile() as profile:
+            trainer.train()
+        counts.append(Counter(event.name for event in profile.events()))
+    ours, stock = counts
+    if max_grad_norm == 0.0 and not stock["aten::_foreach_norm"]:
+        pytest.skip(f"Trainer {transformers.__version__} takes no norm without clipping")
+    parameters = len(list(language_model().parameters()))
+    for name in ("aten::_foreach_norm", "aten::linalg_vector_norm", "aten::_foreach_mul_", "aten::_fused_adamw_"):
+        assert stock[name] >= steps > ours[name] == 0, name
+    assert stock["aten::add_"] - ours["aten::add_"] >= steps * 3 * parameters  # autograd's sums
+    assert ours["aten::item"] < stock["aten::item"]  # where a GPU would be waited for
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -241,19 +184,16 @@ class Stop(TrainerCallback):
 
 @pytest.mark.parametrize("stop", [None, 8], ids=["saved after a step", "stopped within a window"])
 def test_resuming_equals_an_uninterrupted_run_bit_for_bit(tmp_path: Path, stop: int | None) -> None:
-    whole = fuse_trainer(make(tmp_path / "whole"))
-    whole.train()
+    whole = trained(fuse_trainer(make(tmp_path / "whole")))
     first = fuse_trainer(make(tmp_path, save_strategy="no" if stop else "steps", save_steps=2))
     if stop:
         first.add_callback(Stop(stop))  # 3 a window: 8 is in the third
     first.train()
-    resumed = fuse_trainer(make(tmp_path))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert resumed.state.global_step == STEPS
-    assert_same_result(resumed, whole)
-    assert history(resumed)[-1] == history(whole)[-1]
-    first.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # with what is left of its first training
-    assert_same_result(first, whole)
+    for resumed in (fuse_trainer(make(tmp_path)), first):  # with what is left of its first training
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert resumed.state.global_step == STEPS
+        assert_same(resumed.optimizer.optimizer, whole.optimizer.optimizer)
+        assert history(resumed)[-1] == history(whole)[-1]
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
@@ -265,34 +205,96 @@ def test_a_checkpoint_may_change_sides(tmp_path: Path, ours_first: bool) -> None
     assert_same_training(second, first)
 
 
-# ---- what it is for ------------------------------------------------------------------------------------------------
+# ---- what is refused, and that nothing is changed then ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.3, 0.0])
-def test_no_pass_is_left_for_the_norm_the_clipping_and_autograds_sum(tmp_path: Path, max_grad_norm: float) -> None:
-    counts, steps = [], 2
-    for prepare in (fuse_trainer, lambda trainer: trainer):
-        trainer = prepare(make(tmp_path, max_grad_norm=max_grad_norm, max_steps=steps))
-        with torch.profiler.profile() as profile:
-            trainer.train()
-        counts.append(Counter(event.name for event in profile.events()))
-    ours, stock = counts
-    if max_grad_norm == 0.0 and not stock["aten::_foreach_norm"]:
-        pytest.skip(f"Trainer {transformers.__version__} takes no norm without clipping")
-    parameters = len(list(language_model().parameters()))
-    removed = {
-        "aten::_foreach_norm": steps,
-        "aten::linalg_vector_norm": steps * (parameters + 1),
-        "aten::_foreach_mul_": steps,
-        "aten::_fused_adamw_": steps * 2,  # groups
-        "aten::add_": steps * 3 * parameters,  # autograd's sums
-    }
-    for name, least in removed.items():
-        assert stock[name] - ours[name] >= least, name
-    assert not any(ours[name] for name in list(removed)[:4])
-    assert ours["aten::item"] < stock["aten::item"]  # where a GPU would be waited for
+def clips_to_a_half(params: Any) -> af.AdamW:
+    return af.AdamW(params, max_grad_norm=0.5)
 
 
-def test_importing_accumfused_imports_neither_transformers_nor_accelerate() -> None:
-    code = "import sys, accumfused, accumfused.integrations; print({'transformers', 'accelerate'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
+def some_of(params: Any) -> af.AdamW:
+    return af.AdamW([*params][-1:])
+
+
+class Replaces(Trainer):
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        self.optimizer = self.accelerator.prepare(torch.optim.SGD(self.model.parameters(), lr=0.1))
+        return super().create_scheduler(*args, **kwargs)
+
+
+class ClipsAnotherNorm(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0, norm_type=1)
+        return super().training_step(*args, **kwargs)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "no Trainer": (lambda _: language_model(), TypeError, "takes a transformers.Trainer, got LlamaForCausalLM"),
+    "fused already": (lambda at: fuse_trainer(make(at)), RuntimeError, "was called on this trainer before"),
+    "has trained": (
+        lambda at: trained(make(at, max_steps=1)), RuntimeError, r"not fused; call fuse_trainer\(\) before train\(\)",
+    ),
+    "fp64": (lambda at: make(at, language_model().double), TypeError, r"a parameter is torch\.float64; supported are"),
+    "LOMO": (lambda at: make(at, optim="lomo"), ValueError, "updates the parameters inside backward"),
+    "layerwise": (lambda at: make(at, optim="galore_adamw_layerwise"), ValueError, "the parameters inside backward"),
+    "LBFGS": (lambda at: make(at, optimizer_of=torch.optim.LBFGS), TypeError, "evaluates a closure within its step"),
+    "lacks parameters": (
+        lambda at: make(at, optimizer_of=some_of), ValueError, r"not in the optimizer, 'model\.embed_tokens\.weight'"
+    ),
+    "another clip": (lambda at: make(at, optimizer_of=clips_to_a_half), ValueError, "norm is 0.5, Trainer's is 0.3"),
+    "no clip": (
+        lambda at: make(at, optimizer_of=clips_to_a_half, max_grad_norm=0.0), ValueError, "norm is 0.5, Trainer's is 0"
+    ),
+}  # fmt: skip
+
+
+def refuses(trainer: Any, error: type[Exception], message: str) -> None:
+    def seen() -> Any:
+        handler = getattr(trainer, "callback_handler", None)
+        return dict(vars(trainer)), type(getattr(trainer, "optimizer", None)), handler and list(handler.callbacks)
+
+    before = seen()
+    with pytest.raises(error, match=message):
+        fuse_trainer(trainer)
+    assert seen() == before
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_refuses_and_leaves_the_trainer_as_it_was(tmp_path: Path, name: str) -> None:
+    make_trainer, error, message = REFUSED[name]
+    refuses(make_trainer(tmp_path), error, message)
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"])
+def test_other_engines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    trainer = make(tmp_path)
+    kinds = type(trainer.accelerator.distributed_type)
+    monkeypatch.setattr(trainer.accelerator.state, "distributed_type", kinds[kind])
+    refuses(trainer, ValueError, f"distributed type {kind}.*use one process or DDP")
+
+
+def test_an_old_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = huggingface.transformers  # a lazy module, which may have been replaced by another since
+    monkeypatch.setattr(seen, "__version__", "4.57.6")
+    refuses(make(tmp_path), ImportError, r"needs transformers 5\.0 or newer, and 4\.57\.6 is installed")
+    monkeypatch.setattr(seen, "__version__", "5.0.0.dev0")
+    fuse_trainer(make(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (Replaces, RuntimeError, "override that method to make your own"),
+        (ClipsAnotherNorm, ValueError, "accumfused clips the 2-norm, got norm_type=1"),
+    ],
+)
+def test_what_shows_in_the_training_only_is_refused_then(tmp_path: Path, kind: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        fuse_trainer(make(tmp_path, kind=kind)).train()
+
+
+def test_frozen_parameters_and_an_equal_clip_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    trainer = make(tmp_path, optimizer_of=some_of)
+    trainer.model.model.requires_grad_(False)
+    fuse_trainer(trainer)
+    fuse_trainer(make(tmp_path, optimizer_of=clips_to_a_half, max_grad_norm=0.5))

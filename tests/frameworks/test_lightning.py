@@ -1,133 +1,164 @@
-"""An accumfused optimizer in Lightning's own loop, where `configure_optimizers` is the one line that changes."""
+"""Lightning's automatic optimization: one changed line, or FusedAccumulation with its exact windows."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-import accumfused as af
-
-pytest.importorskip("lightning", minversion="2.4")
-from compare import assert_same_bits, everything
-from lightning_loops import (
-    LIGHTNING_WARNINGS,
+from lightning_loops import PRECISIONS, Stock, Weighted, Windowed, fit, lightning, precision
+from peers import assert_same
+from regression import (
     MAX_NORM,
     OPTIONS,
     ROUNDING,
     Batch,
     K,
-    Stock,
+    MakeOptimizer,
     assert_trained,
     batches,
+    clipping,
     cut,
     difference,
-    fit,
+    fused,
+    loss_of,
+    mean_gradients,
     network,
     ours,
-    ours_clipping,
-    parameters,
-    precision,
     stock,
+    stock_fused,
     truth,
+    with_an_infinity,
 )
+from torch import Tensor, nn
 
-pytestmark = [pytest.mark.filterwarnings(text) for text in LIGHTNING_WARNINGS]
+import accumfused as af
+from accumfused.integrations.lightning import FusedAccumulation
 
-every_precision = pytest.mark.parametrize("name", ["32-true", "bf16-mixed", "16-mixed"])
-
-
-def fused(params: Any) -> torch.optim.Optimizer:
-    return af.fuse(stock(params))
-
-
-@every_precision
-@pytest.mark.parametrize("k", [1, K])
-@pytest.mark.parametrize("make", [ours, fused])
-@pytest.mark.parametrize("clip", [None, MAX_NORM])
-def test_the_run_is_the_stock_one(name: str, k: int, make: Any, clip: float | None) -> None:
-    runs = []
-    for optimizer in (stock, make):
-        model = Stock(optimizer)
-        # Two epochs of 8: an epoch's last window is shorter. The loss scale doubles until float16 overflows.
-        trainer = fit(model, max_epochs=2, accumulate_grad_batches=k, gradient_clip_val=clip, **precision(name))
-        runs.append((model.net, trainer.global_step))
-    (expected, updates), (net, our_updates) = runs
-    assert_trained(net, expected)
-    assert our_updates == updates == (16 if k == 1 else 6)
-    assert difference(net, network()) > 0.1
+callbacks: Any = lightning.pytorch.callbacks
+CLIPS: dict[str, dict[str, Any]] = {
+    "never": {}, "norm": {"gradient_clip_val": MAX_NORM},
+    "in the step": {"gradient_clip_val": 0.0},  # which leaves the optimizer's own
+    "value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+}  # fmt: skip
+WINDOWS: dict[str, Any] = {"accumulate_grad_batches": K}
 
 
-@pytest.mark.parametrize("make", [ours, fused])
-@pytest.mark.parametrize("clip", [None, MAX_NORM])
-def test_16_bit_parameters_train_closer_to_float64_than_the_stock_run(make: Any, clip: float | None) -> None:
-    """Lightning's bf16-true: the masters keep what the parameters round away."""
-    exact = truth(cut(batches(), 1), clip)
-    errors = []
-    for optimizer in (stock, make):
-        model = Stock(optimizer)
-        fit(model, gradient_clip_val=clip, **precision("bf16-true"))
-        found = parameters(model.net)
-        assert {param.dtype for param in found} == {torch.bfloat16}
-        errors.append(max(float((p.double() - q).abs().max()) for p, q in zip(found, exact, strict=True)))
-    assert errors[1] < ROUNDING["bf16-true"]
-    assert errors[1] < errors[0] / 2
+# ---- numbers -------------------------------------------------------------------------------------------------------
 
 
-@every_precision
-def test_max_grad_norm_is_the_trainers_clip(name: str) -> None:
-    expected, model = Stock(stock), Stock(ours_clipping)
-    fit(expected, gradient_clip_val=MAX_NORM, accumulate_grad_batches=K, **precision(name))
-    fit(model, accumulate_grad_batches=K, **precision(name))
-    assert_trained(model.net, expected.net)
+@functools.cache
+def stock_run(name: str, k: int, clip: str) -> tuple[nn.Module, int]:
+    """Two epochs of 8: an epoch's last window is shorter. The loss scale doubles until float16 overflows."""
+    model = Stock(stock)
+    settings = CLIPS["norm" if clip == "in the step" else clip]
+    trainer = fit(model, max_epochs=2, accumulate_grad_batches=k, **settings, **precision(name))
+    assert difference(model.net, network()) > 0.1
+    return model.net, trainer.global_step
+
+
+@pytest.mark.pairwise(kind=(Stock, Windowed), make=(ours, fused), name=PRECISIONS, k=(1, K), clip=tuple(CLIPS))
+def test_without_weights_the_run_is_the_stock_one(kind: Any, make: MakeOptimizer, name: str, k: int, clip: str) -> None:
+    expected, updates = stock_run(name, k, clip)
+    model = kind(clipping if clip == "in the step" else make)
+    trainer = fit(model, max_epochs=2, accumulate_grad_batches=k, **CLIPS[clip], **precision(name))
+    assert_trained(model.net, expected)
+    assert trainer.global_step == updates == (16 if k == 1 else 6)
+    assert clip == "never" or difference(expected, stock_run(name, k, "never")[0]) > 0.01
 
 
 @pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed"])
-def test_where_a_stock_fused_optimizer_cannot_be_clipped(name: str) -> None:
-    def stock_fused(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(params, fused=True, **OPTIONS)
-
+def test_what_lightning_refuses_to_clip_it_clips_once_fused(name: str) -> None:
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        fit(Stock(stock_fused), gradient_clip_val=MAX_NORM, **precision(name))
-    expected = Stock(stock)
-    fit(expected, gradient_clip_val=MAX_NORM, **precision(name))
-    for optimizer in (ours, lambda params: af.fuse(stock_fused(params))):
-        model = Stock(optimizer)
-        fit(model, gradient_clip_val=MAX_NORM, **precision(name))
-        assert_trained(model.net, expected.net)
+        fit(Stock(stock_fused), **CLIPS["norm"], **precision(name))
+    model = Stock(fused)
+    fit(model, max_epochs=2, **CLIPS["norm"], **precision(name))
+    assert_trained(model.net, stock_run(name, 1, "norm")[0])
 
 
-@pytest.mark.parametrize("make", [ours, ours_clipping])
-def test_an_overflow_leaves_everything_as_it_was_and_the_scale_backs_off(make: Any) -> None:
-    data = batches()
-    data[1][1].fill_(torch.inf)
-    before, after = Stock(make), Stock(make)
-    fit(before, data[:1], **precision("16-mixed"))
-    settings = precision("16-mixed")
-    trainer = fit(after, data[:2], **settings)
-    states, kept = everything(trainer.optimizers[0]), parameters(before.net)
-    assert float(states["step 0"]) == 1
-    for param, expected in zip(parameters(after.net), kept, strict=True):
-        assert_same_bits(param, expected)
-    assert settings["plugins"].scaler.get_scale() == 2.0**9
-    model = Stock(make)
-    fit(model, data, gradient_clip_val=None if make is ours_clipping else MAX_NORM, **precision("16-mixed", 2.0**8))
-    del data[1]
-    assert_trained(model.net, truth(cut(data, 1), MAX_NORM), ROUNDING["16-mixed"])
+@pytest.mark.pairwise(
+    kind=(Stock, Weighted), make=(ours, fused), k=(1, K), name=tuple(ROUNDING), clip=("never", "in the step", "norm")
+)
+def test_with_weights_a_window_is_the_mean_over_its_samples(
+    kind: Any, make: MakeOptimizer, k: int, name: str, clip: str
+) -> None:
+    k = 1 if kind is Stock else k  # where the stock mean is exact: the masters of bf16-true keep what it rounds away
+    model = kind(clipping if clip == "in the step" else make)
+    trainer = fit(model, accumulate_grad_batches=k, **CLIPS[clip], **precision(name, 2.0**6))
+    assert_trained(model.net, truth(cut(batches(), k), clip != "never"), name)
+    assert trainer.global_step == len(cut(batches(), k))
+    assert (model.net[0].weight.dtype == torch.bfloat16) == (name == "bf16-true")
 
 
-# ---- schedulers ----------------------------------------------------------------------------------------------------
+class LeavesOut(Weighted):
+    """Some batches count for nothing: the step returns no loss, or a weight of 0 and the loss of nothing, NaN."""
+
+    def __init__(self, left_out: list[int], returns_none: bool) -> None:
+        super().__init__()
+        self.left_out, self.returns_none = left_out, returns_none
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx not in self.left_out:
+            return loss
+        self.micro_batch_weight = torch.zeros(())
+        return None if self.returns_none else loss * torch.nan
+
+
+@pytest.mark.parametrize(
+    ("left_out", "returns_none"), [([4], True), ([5], True), ([4, 5], True), ([4], False), ([5], False)]
+)
+def test_a_training_step_may_leave_a_batch_out(left_out: list[int], returns_none: bool) -> None:
+    model = LeavesOut(left_out, returns_none)
+    fit(model, gradient_clip_val=MAX_NORM, **WINDOWS)
+    windows = cut(batches())
+    windows[1] = [batch for index, batch in enumerate(windows[1], start=K) if index not in left_out]
+    assert_trained(model.net, truth(windows))
+
+
+def test_the_number_of_micro_batches_may_change_between_epochs() -> None:
+    model = Weighted(clipping)
+    fit(model, max_epochs=2, callbacks=[callbacks.GradientAccumulationScheduler({0: 2, 1: 3})])
+    assert_trained(model.net, truth(cut(batches(), 2) + cut(batches(), 3)))
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_hooks_before_the_step_see_the_windows_mean_and_its_norm_is_told(name: str) -> None:
+    class Looks(callbacks.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            seen.extend(param.grad.clone() for param in pl_module.net.parameters())
+
+    seen, model = list[Tensor](), Weighted()
+    fit(model, batches()[:K], gradient_clip_val=MAX_NORM, callbacks=[Looks()], **WINDOWS, **precision(name))
+    gradients = mean_gradients(network().double(), batches()[:K])
+    norm = nn.utils.get_total_norm(gradients)
+    assert nn.utils.get_total_norm([g - s for g, s in zip(gradients, seen, strict=True)]) <= ROUNDING[name] * norm
+    assert float(model.optimizers(use_pl_optimizer=False).grad_norm) == pytest.approx(float(norm), rel=ROUNDING[name])
+    assert norm > 2 * MAX_NORM
+
+
+@pytest.mark.parametrize(("kind", "k", "scale"), [(Stock, 1, 2.0**8), (Weighted, K, 2.0**6)])
+@pytest.mark.parametrize("clips", [{}, {"gradient_clip_val": MAX_NORM}])
+def test_an_overflow_drops_its_window_and_the_scale_backs_off(kind: Any, k: int, scale: float, clips: Any) -> None:
+    windows = cut(with_an_infinity(), k)
+    del windows[1 // k]
+    model, settings = kind(ours if clips else clipping), precision("16-mixed", 2.0**6)
+    trainer = fit(model, with_an_infinity(), accumulate_grad_batches=k, **clips, **settings)
+    assert_trained(model.net, truth(windows), "16-mixed")
+    assert settings["plugins"].scaler.get_scale() == scale  # halved, and doubled after two good steps, and two
+    assert {float(state["step"]) for state in trainer.optimizers[0].state.values()} == {len(windows)}
+
+
+# ---- schedulers and checkpoints --------------------------------------------------------------------------------------
 
 
 class Scheduled(Stock):
     """Notes the learning rate that each micro-batch sees."""
 
-    def __init__(self, make_optimizer: Any, interval: str) -> None:
+    def __init__(self, make_optimizer: MakeOptimizer, interval: str = "step") -> None:
         super().__init__(make_optimizer)
         self.interval = interval
         self.rates: list[float] = []
@@ -142,50 +173,112 @@ class Scheduled(Stock):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("make", [stock, ours, fused])
+class ScheduledAndWeighted(Weighted, Scheduled):
+    """Both."""
+
+
+@pytest.mark.parametrize("make", [ours, fused])
 @pytest.mark.parametrize(
     ("interval", "halvings"),
     [("step", [0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5]), ("epoch", [0] * 8 + [1] * 8)],
 )
 def test_a_scheduler_steps_with_the_updates_or_the_epochs(make: Any, interval: str, halvings: list[int]) -> None:
-    model = Scheduled(make, interval)
-    fit(model, accumulate_grad_batches=K, max_epochs=2)
-    assert model.rates == [OPTIONS["lr"] * 0.5**n for n in halvings]
-    expected = Scheduled(stock, interval)
-    fit(expected, accumulate_grad_batches=K, max_epochs=2)
+    expected, model = Scheduled(stock, interval), Scheduled(make, interval)
+    for each in (expected, model):
+        fit(each, max_epochs=2, **WINDOWS)
+    assert model.rates == expected.rates == [OPTIONS["lr"] * 0.5**n for n in halvings]
     assert_trained(model.net, expected.net)
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-@every_precision
-@pytest.mark.parametrize("make", [ours, ours_clipping, fused])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, name: str, make: Any) -> None:
-    whole, first, second = (Scheduled(make, "step") for _ in range(3))
-    settings: dict[str, Any] = {"accumulate_grad_batches": K}
-    expected = fit(whole, max_epochs=2, **settings, **precision(name))
-    fit(first, max_epochs=1, **settings, **precision(name)).save_checkpoint(tmp_path / "epoch.ckpt")
-    resumed = fit(second, max_epochs=2, ckpt_path=tmp_path / "epoch.ckpt", **settings, **precision(name))
+@pytest.mark.pairwise(kind=(Scheduled, ScheduledAndWeighted), make=(ours, clipping, fused), name=PRECISIONS)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    tmp_path: Path, kind: Any, make: MakeOptimizer, name: str
+) -> None:
+    whole, first, second = (kind(make) for _ in range(3))
+    expected = fit(whole, max_epochs=2, **WINDOWS, **precision(name))
+    fit(first, max_epochs=1, **WINDOWS, **precision(name)).save_checkpoint(tmp_path / "epoch.ckpt")
+    resumed = fit(second, max_epochs=2, ckpt_path=tmp_path / "epoch.ckpt", **WINDOWS, **precision(name))
     assert first.rates + second.rates == whole.rates
     assert resumed.global_step == expected.global_step == 6
-    states = everything(resumed.optimizers[0])
-    for key, value in everything(expected.optimizers[0]).items():
-        assert_same_bits(states[key], value, key)
+    assert_same(resumed.optimizers[0], expected.optimizers[0])
 
 
-@pytest.mark.parametrize(("saves", "loads"), [(stock, ours), (ours, stock)])
-def test_a_checkpoint_of_the_stock_optimizer_and_the_other_way_round(tmp_path: Path, saves: Any, loads: Any) -> None:
-    expected, model = Stock(saves), Stock(loads)
-    fit(expected, max_epochs=2)
-    fit(Stock(saves)).save_checkpoint(tmp_path / "epoch.ckpt")
-    fit(model, max_epochs=2, ckpt_path=tmp_path / "epoch.ckpt")
-    assert_trained(model.net, expected.net)
+def test_a_checkpoint_within_a_window_has_its_sums(tmp_path: Path) -> None:
+    class Saves(callbacks.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    fit(Weighted(), callbacks=[Saves()], **WINDOWS)
+    net = network()
+    optimizer: Any = clipping(net.parameters())
+    optimizer.load_state_dict(torch.load(tmp_path / "within.ckpt", weights_only=True)["optimizer_states"][0])
+    for batch in batches()[2:K]:
+        loss_of(net, batch).backward()
+        optimizer.accumulate(len(batch[1]))
+    optimizer.step()
+    assert_trained(net, truth(cut(batches())[:1]))
 
 
-def test_nothing_of_lightning_is_imported_with_the_package() -> None:
-    code = (
-        "import sys, accumfused, accumfused.integrations.lightning as integration; "
-        "assert not {'lightning', 'pytorch_lightning'} & set(sys.modules); integration.FusedAccumulation"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+# ---- what is refused, and another package ----------------------------------------------------------------------------
+
+
+class Forgets(Windowed):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        if batch_idx != 1:
+            self.micro_batch_weight = 1.0
+        return super().training_step(batch, batch_idx)
+
+
+def of_two_processes() -> Any:
+    strategy: Any = lightning.pytorch.strategies.SingleDeviceStrategy("cpu")
+    strategy.world_size = 2  # what it says is what is asked
+    return strategy
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "error", "message"),
+    [
+        (Forgets, dict, ValueError, "weights for some micro-batches of a window only"),
+        (lambda: Weighted(stock), dict, TypeError, r"needs a fused optimizer, got AdamW; return accumfused\.AdamW"),
+        (Weighted, lambda: {"strategy": of_two_processes()}, RuntimeError, "works in one process, got 2"),
+    ],
+)
+def test_a_training_that_the_mixin_refuses(model: Any, settings: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        fit(model(), **WINDOWS, **settings())
+
+
+@pytest.mark.parametrize("name", ["lightning", "pytorch_lightning"])
+def test_a_class_that_the_mixin_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = pytest.importorskip(name)
+    with pytest.raises(TypeError, match=r"write class Wrong\(FusedAccumulation, LightningModule\)"):
+        type("Wrong", (package.LightningModule, FusedAccumulation), {})
+    monkeypatch.setattr(package, "__version__", "1.9.5")
+    with pytest.raises(ImportError, match=rf"needs {name} 2\.0 or newer, got 1\.9\.5"):
+        type("Old", (FusedAccumulation, package.LightningModule), {})
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_batch_norm_is_warned_of_once_where_windows_have_several_micro_batches(k: int) -> None:
+    model = Weighted()
+    model.add_module("norm", nn.BatchNorm1d(4))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(model, max_epochs=2, accumulate_grad_batches=k)
+    found = [str(each.message) for each in seen if each.category is af.BatchNormWarning]
+    assert ["norm (BatchNorm1d)" in text for text in found] == [True] * (k > 1)
+
+
+def test_the_package_pytorch_lightning_will_do_too() -> None:
+    package = pytest.importorskip("pytorch_lightning", minversion="2.4")
+
+    class Model(FusedAccumulation, package.LightningModule):
+        make_optimizer = staticmethod(ours)
+        configure_optimizers = Stock.configure_optimizers
+        training_step = Weighted.training_step
+
+    model = Model()
+    model.net = network()
+    fit(model, package=package, gradient_clip_val=MAX_NORM, **WINDOWS)
+    assert_trained(model.net, truth(cut(batches())))

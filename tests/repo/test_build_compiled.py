@@ -1,4 +1,4 @@
-"""The build with a compiler, on a copy of the source: incremental, and for each instruction set what belongs there."""
+"""The build with compilers, on a copy of the source: incremental, and for each machine what belongs there."""
 
 from __future__ import annotations
 
@@ -7,108 +7,102 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from building import MODULE, OBJECTS, REASON, build_in_place, copy_of_the_source, needs_source, setup_py, written
+from building import MODULE, OBJECTS, REASON, build_in_place, built, needs_source, says, setup_py, written
 
 pytestmark = [needs_source, pytest.mark.full]
 x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
 
 
+CUDA_REASON = "accumfused/_cuda_error.txt"
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source folder in which the native module was built once."""
-    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
-        pytest.skip("no C++ compiler")
-    source = copy_of_the_source(tmp_path_factory.mktemp("with spaces and $"))
-    done = build_in_place(source, ACCUMFUSED_NATIVE="1")
-    assert done.returncode == 0, done.stderr
-    return source
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("with spaces and $"))
 
 
-def test_the_module_loads(built: Path) -> None:
-    program = "import accumfused, accumfused.compiled as n; print(n.module.__file__)"
-    loaded = subprocess.run([sys.executable, "-c", program], cwd=built, check=True, capture_output=True, text=True)
-    assert loaded.stdout.strip() == str(built / MODULE)
-    assert not (built / REASON).exists()
+def test_the_module_loads(source: Path) -> None:
+    assert says(source, "-c", "import accumfused.compiled as n; print(n.module.__file__)") == f"{source / MODULE}\n"
+    assert not (source / REASON).exists()
 
 
-def test_a_second_build_does_nothing(built: Path) -> None:
-    before = written(built)
-    said = build_in_place(built).stdout
+def test_a_second_build_does_nothing(source: Path) -> None:
+    before = written(source)
+    said = build_in_place(source).stdout
     assert "no work to do" in said
     assert "compiling" not in said
-    assert written(built) == before
+    assert written(source) == before
 
 
-def test_a_change_rebuilds_what_depends_on_it(built: Path) -> None:
-    before = written(built)
-    with (built / "csrc" / "cpu" / "baseline.cpp").open("a") as file:
+def test_a_change_rebuilds_what_depends_on_it(source: Path) -> None:
+    before = written(source)
+    with (source / "csrc" / "cpu" / "baseline.cpp").open("a") as file:
         file.write("// changed\n")
-    done = build_in_place(built)
+    done = build_in_place(source)
     assert done.returncode == 0
     assert re.search(r"accumfused: compiling 1 file\n(.*\n)*\[1/2\] .*cpu/baseline.cpp", done.stdout)
-    after = written(built)
+    after = written(source)
     assert {name for name in after if after[name] != before[name]} == {"cpu_baseline.cpp.o", "_C.so"}
 
 
-def test_the_terminal_is_told_what_pip_keeps_to_itself(built: Path) -> None:
+def test_the_terminal_is_told_what_pip_keeps_to_itself(source: Path) -> None:
     ours, terminal = os.openpty()
     os.set_blocking(ours, False)
-    (built / OBJECTS / "cpu_dispatch.cpp.o").unlink()
-    build_in_place(built, terminal=os.ttyname(terminal), PIP_BUILD_TRACKER="pip's")
+    (source / OBJECTS / "cpu_dispatch.cpp.o").unlink()
+    build_in_place(source, terminal=os.ttyname(terminal), PIP_BUILD_TRACKER="pip's")
     assert b"accumfused: compiling 1 file\r\n" in os.read(ours, 1000)
-    (built / OBJECTS / "cpu_dispatch.cpp.o").unlink()
-    build_in_place(built, terminal=os.ttyname(terminal))
+    (source / OBJECTS / "cpu_dispatch.cpp.o").unlink()
+    build_in_place(source, terminal=os.ttyname(terminal))
     with pytest.raises(BlockingIOError):
         os.read(ours, 1000)
     os.close(ours)
     os.close(terminal)
 
 
-def test_a_changed_header_is_noticed(built: Path) -> None:
-    header = built / "csrc" / "cpu" / "stream.h"
+def test_a_changed_header_is_noticed(source: Path) -> None:
+    header = source / "csrc" / "cpu" / "stream.h"
     good = header.read_text()
     header.write_text(f"#error broken on purpose\n{good}")
     try:
-        failed = build_in_place(built, ACCUMFUSED_NATIVE="1")
+        failed = build_in_place(source, ACCUMFUSED_NATIVE="1")
         assert failed.returncode != 0
         assert "error: #error broken on purpose" in failed.stderr
-        assert not (built / MODULE).exists(), "a stale module would be imported in silence"
-        assert build_in_place(built).returncode == 0
-        assert "error: #error broken on purpose" in (built / REASON).read_text()
-        assert "FAILED" not in (built / REASON).read_text()
+        assert not (source / MODULE).exists(), "a stale module would be imported in silence"
+        assert build_in_place(source).returncode == 0
+        assert "error: #error broken on purpose" in (source / REASON).read_text()
+        assert "FAILED" not in (source / REASON).read_text()
     finally:
         header.write_text(good)
-        assert build_in_place(built, ACCUMFUSED_NATIVE="1").returncode == 0
-    assert (built / MODULE).exists()
-    assert not (built / REASON).exists()
+        assert build_in_place(source, ACCUMFUSED_NATIVE="1").returncode == 0
+    assert (source / MODULE).exists()
+    assert not (source / REASON).exists()
 
 
 @x86_64
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs binutils")
 @pytest.mark.parametrize("unit", ["cpu_baseline", "cpu_dispatch", "binding", "table"])
-def test_the_baseline_has_no_avx(built: Path, unit: str) -> None:
-    assert "xmm" in assembly(built, "cpu_baseline")
-    assert re.findall(r"%[yz]mm\d+|\tv[a-z0-9]+ .*%xmm", assembly(built, unit)) == []
+def test_the_baseline_has_no_avx(source: Path, unit: str) -> None:
+    assert "xmm" in assembly(source, "cpu_baseline")
+    assert re.findall(r"%[yz]mm\d+|\tv[a-z0-9]+ .*%xmm", assembly(source, unit)) == []
 
 
 @x86_64
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs binutils")
-def test_each_instruction_set_is_used(built: Path) -> None:
-    assert "%ymm" in assembly(built, "cpu_x86_64_v3")
-    assert "%zmm" not in assembly(built, "cpu_x86_64_v3")
-    assert "%zmm" in assembly(built, "cpu_x86_64_v4")
+def test_each_instruction_set_is_used(source: Path) -> None:
+    assert "%ymm" in assembly(source, "cpu_x86_64_v3")
+    assert "%zmm" not in assembly(source, "cpu_x86_64_v3")
+    assert "%zmm" in assembly(source, "cpu_x86_64_v4")
 
 
 @x86_64
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")
 @pytest.mark.parametrize("target", ["x86_64_v3", "x86_64_v4"])
-def test_nothing_shared_is_compiled_for_an_instruction_set(built: Path, target: str) -> None:
+def test_nothing_shared_is_compiled_for_an_instruction_set(source: Path, target: str) -> None:
     """Of a weak symbol the linker keeps one copy for all: it must not be the one with AVX."""
-    command = ["nm", "-C", "--defined-only", str(built / OBJECTS / f"cpu_{target}.cpp.o")]
+    command = ["nm", "-C", "--defined-only", str(source / OBJECTS / f"cpu_{target}.cpp.o")]
     symbols = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     shared = [line for line in symbols if line.split(maxsplit=2)[1] == "W"]
     assert [line for line in shared if f"accumfused::{target}::" not in line] == []
@@ -119,11 +113,81 @@ def assembly(source: Path, unit: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def test_a_wheel_after_a_failed_build_carries_the_reason_and_no_stale_module(built: Path) -> None:
+def test_a_wheel_after_a_failed_build_carries_the_reason_and_no_stale_module(source: Path) -> None:
     for compiler in (None, "false"):
         environment = {} if compiler is None else {"CXX": compiler}
-        done = setup_py(built, "build", "--build-temp", "build/temp", "--build-lib", "build/lib", **environment)
+        done = setup_py(source, "build", "--build-temp", "build/temp", "--build-lib", "build/lib", **environment)
         assert done.returncode == 0, done.stderr
-        assert (built / "build" / "lib" / MODULE).exists() == (compiler is None)
-        assert (built / "build" / "lib" / REASON).exists() == (compiler is not None)
-    assert (built / MODULE).exists(), "a build elsewhere leaves the source folder alone"
+        assert (source / "build" / "lib" / MODULE).exists() == (compiler is None)
+        assert (source / "build" / "lib" / REASON).exists() == (compiler is not None)
+    assert (source / MODULE).exists(), "a build elsewhere leaves the source folder alone"
+
+
+# ---- nvcc ----------------------------------------------------------------------------------------------------------
+
+
+def reported(source: Path) -> str:
+    """What `python -m accumfused` says of the cuda backend."""
+    return says(source, "-m", "accumfused").partition("\n  cuda")[2].partition("\n  triton")[0]
+
+
+@pytest.mark.parametrize(
+    ("nvcc_says", "asked", "reason"),
+    [
+        (None, "0", "built without CUDA: ACCUMFUSED_CUDA=0"),
+        (None, "auto", "no nvcc was found"),
+        ("Cuda compilation tools, release 12.3, V12.3.107", "auto", "is 12.3; install CUDA 12.4 or newer"),
+        ("hello", "auto", "is no nvcc: hello"),
+    ],
+)
+def test_without_an_nvcc_that_will_do_there_are_the_kernels_of_cpus_and_a_reason(
+    source: Path, tmp_path: Path, nvcc_says: str | None, asked: str, reason: str
+) -> None:
+    nvcc = tmp_path / "nvcc"
+    if nvcc_says is not None:
+        nvcc.write_text(f"#!/bin/sh\necho '{nvcc_says}'\n")
+        nvcc.chmod(0o755)
+    assert build_in_place(source, ACCUMFUSED_CUDA=asked, CUDACXX=str(nvcc)).returncode == 0
+    assert (source / MODULE).exists()
+    assert says(source, "-c", "import accumfused.compiled as n; print(hasattr(n.module, 'cuda'))") == "False\n"
+    assert reason in reported(source)
+    done = build_in_place(source, ACCUMFUSED_CUDA="1", CUDACXX=str(nvcc), ACCUMFUSED_NATIVE="1")
+    assert done.returncode != 0
+    assert "ACCUMFUSED_CUDA=1, but the kernels for GPUs do not build" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+class TestWithNvcc:
+    def test_a_wrong_architecture_is_refused(self, source: Path) -> None:
+        assert build_in_place(source, ACCUMFUSED_CUDA="auto", ACCUMFUSED_CUDA_ARCHS="hopper").returncode == 0
+        assert 'use compute capabilities like "80 90"' in (source / CUDA_REASON).read_text()
+
+    def test_the_architectures_asked_for_are_built(self, source: Path) -> None:
+        done = build_in_place(source, ACCUMFUSED_CUDA="1", ACCUMFUSED_CUDA_ARCHS="80;90", ACCUMFUSED_NATIVE="1")
+        assert done.returncode == 0, done.stderr
+        assert "kernels for GPUs of compute capability 80 90" in done.stdout
+        assert not (source / CUDA_REASON).exists()
+        assert says(source, "-c", "import accumfused.compiled as n; print(n.module.cuda.ARCHS)") == "80 90\n"
+
+    def test_a_second_build_does_nothing_and_a_changed_kernel_rebuilds_its_own(self, source: Path) -> None:
+        options = {"ACCUMFUSED_CUDA": "1", "ACCUMFUSED_CUDA_ARCHS": "90"}
+        assert build_in_place(source, **options).returncode == 0
+        before = written(source)
+        assert "no work to do" in build_in_place(source, **options).stdout
+        with (source / "csrc" / "cuda" / "kernels.cuh").open("a") as file:
+            file.write("// changed\n")
+        assert build_in_place(source, **options).returncode == 0
+        after = written(source)
+        assert {name for name in after if after[name] != before[name]} == {"cuda_launch.cu.o", "_C.so"}
+
+    def test_a_kernel_that_does_not_compile_leaves_the_cpu(self, source: Path) -> None:
+        kernels = source / "csrc" / "cuda" / "kernels.cuh"
+        good = kernels.read_text()
+        kernels.write_text(f"#error broken on purpose\n{good}")
+        try:
+            done = build_in_place(source, ACCUMFUSED_CUDA="auto", ACCUMFUSED_CUDA_ARCHS="90")
+            assert done.returncode == 0
+            assert (source / MODULE).exists()
+            assert "broken on purpose" in reported(source)
+        finally:
+            kernels.write_text(good)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -33,38 +34,30 @@ def test_each_mutant_stands_once_in_the_source() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def fails() -> None:
-    assert 1 == 2
-
-
 def does_not_raise() -> None:
     with pytest.raises(KeyError):
         pass
 
 
-def refused() -> None:
-    af.AdamW([], max_grad_norm=-1.0)
+def fails(text: str = "1 == 2") -> None:
+    raise AssertionError(text)
 
 
-def looks_up() -> None:
-    {}["exp_avg"]
+ELSEWHERE = f'worker 0:\nTraceback (most recent call last):\n  File "{__file__}", line 1, in <module>\nKeyError: 1\n'
 
 
-def hears_of_another_process() -> None:
-    raise AssertionError(
-        f'worker 0:\nTraceback (most recent call last):\n  File "{__file__}", line 1, in <module>\nKeyError: 1\n'
-    )
-
-
-@pytest.mark.parametrize("call", [fails, does_not_raise, refused])
-def test_assertions_and_what_the_package_raises_kill(call: Callable[[], None], plugin: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("call", "kills"),
+    [
+        (fails, True),
+        (does_not_raise, True),
+        (lambda: af.AdamW([], max_grad_norm=-1.0), True),
+        (lambda: {}["exp_avg"], False),
+        (lambda: fails(ELSEWHERE), False),
+    ],
+    ids=["fails", "does not raise", "the package raises", "the test breaks", "it breaks in another process"],
+)
+def test_assertions_and_what_the_package_raises_kill(call: Callable[[], Any], kills: bool, plugin: ModuleType) -> None:
     with pytest.raises(BaseException) as caught:  # noqa: PT011  # pytest's own failures are no Exceptions
         call()
-    assert plugin.why_killed(caught.value) is not None
-
-
-@pytest.mark.parametrize("call", [looks_up, hears_of_another_process])
-def test_what_breaks_in_the_test_itself_does_not(call: Callable[[], None], plugin: ModuleType) -> None:
-    with pytest.raises((KeyError, AssertionError)) as caught:
-        call()
-    assert plugin.why_killed(caught.value) is None
+    assert (plugin.why_killed(caught.value) is not None) == kills

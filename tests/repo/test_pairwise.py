@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pairwise import pairwise
@@ -20,8 +19,3 @@ def test_every_pair_of_values_is_in_a_row(sizes: list[int]) -> None:
 
 def test_they_are_few() -> None:
     assert len(pairwise({name: range(5) for name in "abcdef"})) <= 45 < 5**6
-
-
-@pytest.mark.pairwise(one=(1, 2), other=("a", "b"))
-def test_the_mark_parametrizes(one: int, other: str) -> None:
-    assert (one, other) in itertools.product((1, 2), ("a", "b"))

@@ -95,6 +95,12 @@ def test_an_integration_without_its_framework_names_the_extra(monkeypatch: pytes
     assert raised.value.name == "transformers"
 
 
+def test_no_framework_is_imported_with_the_package() -> None:
+    frameworks = {"transformers", "accelerate", "lightning", "pytorch_lightning"}
+    code = f"import sys, accumfused, accumfused.integrations.lightning; print({frameworks} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
+
+
 BEFORE = {
     "amp": """
 import torch

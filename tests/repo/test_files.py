@@ -1,4 +1,4 @@
-"""The pages name files that are there."""
+"""The pages name files that are there, and a test imports no other test."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ GONE = {"CHANGELOG.md"}  # which tells of what was
 def test_every_path_on_a_page_exists(page: Path) -> None:
     named = set(re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./*-]*[\w/*]", page.read_text().replace("NAME", "*")))
     assert [name for name in sorted(named) if not any(ROOT.glob(name.rstrip("/")))] == []
+
+
+def test_no_test_imports_another() -> None:
+    """What tests share lies beside them, or in tests/ itself, and begins with no test_."""
+    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("bench/tests/**/*.py")]
+    assert len(files) > 40
+    line = re.compile(r"^\s*(?:from|import) +test_\w+", re.MULTILINE)
+    found = [(path.name, line.findall(path.read_text())) for path in files]
+    assert [(name, lines) for name, lines in found if lines] == []
