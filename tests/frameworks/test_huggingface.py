@@ -109,8 +109,11 @@ def test_a_given_optimizer_and_its_scheduler_stay_the_same_objects(tmp_path: Pat
 def test_batch_norm_is_warned_of_once_where_windows_have_several_micro_batches(
     tmp_path: Path, micro_batches: int
 ) -> None:
-    model = MeanOfEachMicroBatch()
-    model.add_module("norm", torch.nn.BatchNorm1d(4))
+    def model() -> torch.nn.Module:
+        made = language_model()
+        made.add_module("norm", torch.nn.BatchNorm1d(4))
+        return made
+
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         fuse_trainer(make(tmp_path, model, gradient_accumulation_steps=micro_batches)).train()
