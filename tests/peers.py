@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from compare import assert_close, assert_same_bits, everything
@@ -10,7 +11,7 @@ from table import random_grads, set_grads
 from torch import Tensor
 
 
-def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 

@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 import torch
-from compare import assert_same_bits, everything
+from peers import params_of
 from table import STATES, WEIGHTS
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterList
@@ -38,10 +38,6 @@ def build(weights: str, states: str, backend: str, cls: Any = af.AdamW, **option
     model = Model(dtype)
     options = {"lr": 0.1, "max_grad_norm": 5.0, "rounding_seed": 17, "state_dtype_min_numel": 2, **settings, **options}
     return model, cls(model.parameters(), backend=backend, state_dtype=STATES[states], **options)
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def grads_of(optimizer: torch.optim.Optimizer, seed: int, dtype: torch.dtype | None = None) -> None:
@@ -80,14 +76,6 @@ def through_a_file(saved: Any) -> Any:
     torch.save(saved, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-def assert_same(one: Any, other: Any) -> None:
-    """All parameters and states, bit for bit."""
-    expected, actual = everything(one), everything(other)
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert_same_bits(actual[name], value, name)
 
 
 def whole(optimizer: Any) -> list[Tensor]:

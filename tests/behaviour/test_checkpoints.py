@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_close, assert_same_bits, everything
-from snapshot import snapshot, writes_nothing
-from stored import Model, assert_same, build, grads_of, params_of, through_a_file, train, trained
+from peers import assert_same, params_of
+from snapshot import refused, snapshot, writes_nothing
+from stored import Model, build, grads_of, through_a_file, train, trained
 from table import CASES, STATES, WEIGHTS, Case, kept
 from torch.distributed.checkpoint import state_dict as dcp
 
@@ -76,6 +77,8 @@ def test_whoever_resumes_goes_on_bit_for_bit(
     after = 0 if route == "flat names" else after  # torch takes what the optimizer has already, which is no window
     grads = None if "names" in route else grads  # torch gives zeros in the parameter's dtype, to make what is missing
     stepped = 2 if route == "names" and after == 1 else stepped  # see below
+    # A checkpoint without masters leaves those that the load before it has brought, for weights that come later.
+    new_is = "fresh" if new_is == "trained" and not stepped else new_is
     states, options = kept(states, case.options), {"cls": case.of.ours, **case.options}
     model, optimizer = build(weights, states, backend, **options)
     train(optimizer, stepped)
@@ -91,6 +94,7 @@ def test_whoever_resumes_goes_on_bit_for_bit(
     before = model.matrix.detach().clone()
     _, twin = ROUTES[route]((model, optimizer), new)
     assert re.findall("window: .*", repr(twin)) == re.findall("window: .*", repr(optimizer))
+    assert repr(twin) == repr(optimizer) or route not in ("deepcopy", "pickle")
     for each in (optimizer, twin):
         micro_batches(each, WINDOWS[window][after:], after, grads)
         each.step()
@@ -101,17 +105,22 @@ def test_whoever_resumes_goes_on_bit_for_bit(
     assert not torch.equal(before, model.matrix)
 
 
-def test_a_window_without_a_sum_is_saved_by_names_before_the_first_step(backend: str) -> None:
-    model, optimizer = build("fp32", "fp32", backend)
+def test_a_window_of_empty_micro_batches_alone_is_in_the_checkpoint(backend: str) -> None:
+    (model, optimizer), (_, twin) = (build("fp32", "fp32", backend) for _ in range(2))
     micro_batches(optimizer, [0])
-    dcp.get_optimizer_state_dict(model, optimizer)
+    dcp.get_optimizer_state_dict(model, optimizer)  # before the first step
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with refused(twin, ValueError, "the weights of this window are all zero"):
+        twin.step()
+    grads_of(twin, 0)
+    with refused(twin, ValueError, "weights for some micro-batches of a window only"):
+        twin.accumulate()
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_a_copy_has_the_settings_and_a_window_of_its_own(backend: str, copied: Callable[[Any], Any]) -> None:
+def test_a_shallow_copy_has_the_settings_and_a_window_of_its_own(backend: str) -> None:
     _, optimizer = trained("split16", "bf16", backend, nonfinite="raise")
     micro_batches(optimizer, [0.1, 3.0])
-    twin = copied(optimizer)
+    twin = copy.copy(optimizer)
     assert repr(twin) == repr(optimizer)  # which tells every setting that was chosen
     sums = {name: value for name, value in snapshot(optimizer).items() if name[:5] in ("accum", "weigh")}
     micro_batches(twin, [0.7], seed=2)
@@ -119,20 +128,14 @@ def test_a_copy_has_the_settings_and_a_window_of_its_own(backend: str, copied: C
     assert sums.items() <= snapshot(optimizer).items()
 
 
-SHARED = [case for case in CASES if case.of.torch_class is not None]
-
-
 def stock(case: Case, model: torch.nn.Module) -> Any:
     return case.of.torch_class(model.parameters(), **case.options)  # type: ignore[misc]
 
 
-def assert_alike(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
-    found = everything(actual)
-    for name, value in everything(expected).items():
-        assert_close(found[name], value, "torch.optim", name)
-
-
-@pytest.mark.pairwise(case=SHARED, stepped=[2, 0], implementation=[{}, {"foreach": True}, {"fused": True}])
+@pytest.mark.pairwise(
+    case=[case for case in CASES if case.of.torch_class is not None], stepped=[2, 0],
+    implementation=[{}, {"foreach": True}, {"fused": True}],
+)  # fmt: skip
 def test_training_goes_on_in_torchs_optimizer_and_comes_back_with_a_window(
     backend: str, case: Case, stepped: int, implementation: dict[str, bool]
 ) -> None:
@@ -141,8 +144,10 @@ def test_training_goes_on_in_torchs_optimizer_and_comes_back_with_a_window(
     for there, back, seed in ((theirs, ours, 0), (ours, theirs, 2), (theirs, ours, 4)):
         for each in (ours, theirs, peer):
             train(each, stepped, seed)
-        assert_alike(ours, peer)
-        assert_alike(theirs, peer)
+        for each in (ours, theirs):
+            found = everything(each)
+            for name, value in everything(peer).items():
+                assert_close(found[name], value, "torch.optim", name)
         back.load_state_dict(copy.deepcopy(there.state_dict()))
     # A window does not disturb torch's optimizer, and comes through it.
     plain, windowed = (stock(case, copy.deepcopy(model)) for _ in range(2))
@@ -159,40 +164,6 @@ def test_training_goes_on_in_torchs_optimizer_and_comes_back_with_a_window(
         micro_batches(each, [17.0], seed=3)
         each.step()
     assert_same(ours, twin)
-
-
-@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
-def test_state_dicts_have_torchs_keys_shapes_and_dtypes(backend: str, case: Case) -> None:
-    saved = []
-    for optimizer in (case.make(Model(torch.float32).parameters(), backend), stock(case, Model(torch.float32))):
-        train(optimizer, 1)
-        saved.append(optimizer.state_dict())
-        forms = {(i, name): v for i, state in saved[-1]["state"].items() for name, v in state.items() if v is not None}
-        saved[-1]["state"] = {
-            (i, name): (value.dtype, value.shape)
-            for (i, name), value in forms.items()
-            if name != "step" or "sgd" not in case.name  # ours counts steps with momentum
-        }
-    assert saved[0] == saved[1]
-
-
-LATER = ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "amsgrad")
-
-
-@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float64)])
-def test_a_checkpoint_of_an_older_torch_or_another_dtype_is_read(backend: str, step: Any) -> None:
-    ours, theirs = (cls(Model(torch.float32).parameters(), lr=0.1) for cls in (af.Adam, torch.optim.Adam))
-    for each in (ours, theirs):
-        train(each, 3)
-    older = copy.deepcopy(theirs.state_dict())
-    for state in older["state"].values():
-        state |= {"step": copy.deepcopy(step), "exp_avg": state["exp_avg"].double()}
-    for key in LATER:
-        del older["param_groups"][0][key]
-    ours.load_state_dict(older)
-    for each in (ours, theirs):
-        train(each, 1, seed=5)
-    assert_alike(ours, theirs)
 
 
 @pytest.mark.parametrize("weights", ["split16", "split8", "bf16_master"])
@@ -212,21 +183,22 @@ def test_a_master_that_torch_has_cast_is_derived_again_with_a_warning(backend: s
     assert {int(entries.get("rounding_seed", 3)) for entries in twin.state.values()} == {3}  # 17 was cast, too
 
 
-def test_saving_changes_nothing_and_hooks_see_the_window(backend: str) -> None:
+def test_saving_changes_nothing_and_hooks_see_the_open_window_in_order(backend: str) -> None:
     _, optimizer = build("fp32", "fp32", backend)
-    seen: list[Any] = []
-    optimizer.register_state_dict_pre_hook(lambda opt: opt.state[params_of(opt)[0]].update(note=torch.ones(1)))
-    optimizer.register_state_dict_post_hook(lambda opt, saved: seen.append(sorted(saved["state"][0])))
+    calls, first = list[Any](), params_of(optimizer)[0]
+    optimizer.register_state_dict_post_hook(lambda opt, saved: {**saved, "calls": [*calls]})
+    optimizer.register_state_dict_post_hook(lambda opt, saved: calls.append(sorted(saved["state"][0])), prepend=True)
+    optimizer.register_state_dict_pre_hook(lambda opt: opt.state[first].update(note=torch.ones(1)))
+    optimizer.register_state_dict_pre_hook(lambda opt: calls.append([*opt.state[first]]), prepend=True)
     micro_batches(optimizer, [0.1, 0.9])
-    optimizer.state_dict()
+    window = ["exp_avg", "exp_avg_sq", "grad_accumulator", "grad_accumulator_weights", "note", "step"]
+    assert optimizer.state_dict()["calls"] == [[], window]
     with writes_nothing(optimizer):
         optimizer.state_dict()
     assert [sorted(entries) for entries in optimizer.state.values()] == [["note"]]
     grads_of(optimizer, 0)
     optimizer.accumulate(0.5, last=True)  # p.grad is the window now, and is not saved
-    optimizer.state_dict()
-    window = ["exp_avg", "exp_avg_sq", "grad_accumulator", "grad_accumulator_weights", "note", "step"]
-    assert seen == [window, window, ["note"]]
+    assert optimizer.state_dict()["calls"] == [[], window, ["note"], window, ["note"], ["note"]]
 
 
 def test_loading_releases_a_closed_window(backend: str) -> None:
@@ -241,16 +213,19 @@ def test_loading_releases_a_closed_window(backend: str) -> None:
     assert_same(other, optimizer)
 
 
-def test_a_hook_may_change_what_is_loaded_and_what_else_a_state_holds_is_kept(backend: str) -> None:
+def test_hooks_may_change_what_is_loaded_and_see_it_in_order_and_what_else_a_state_holds_is_kept(backend: str) -> None:
     (_, optimizer), (_, twin) = trained("fp32", "fp32", backend), build("fp32", "fp32", backend)
+    (first, second, *_), calls = params_of(twin), list[Any]()
     micro_batches(optimizer, [1.0])
-    first = {"ema": torch.ones(3), **optimizer.state[params_of(optimizer)[0]]}
-    edited = {0: first, "note": "of the whole"}
-    twin.register_load_state_dict_pre_hook(lambda opt, saved: {**saved, "state": edited})
+    edited = {0: {"ema": torch.ones(3), **optimizer.state[params_of(optimizer)[0]]}, "note": "of the whole"}
+    twin.register_load_state_dict_pre_hook(lambda opt, saved: calls.append([*saved["state"]]))
+    twin.register_load_state_dict_pre_hook(lambda opt, saved: {**saved, "state": edited}, prepend=True)
+    twin.register_load_state_dict_post_hook(lambda opt: calls.append("last"))
+    twin.register_load_state_dict_post_hook(lambda opt: calls.append(sorted(opt.state[first])), prepend=True)
     twin.load_state_dict(optimizer.state_dict())
-    assert twin.state["note"] == "of the whole"
-    assert twin.state[params_of(twin)[0]]["ema"].tolist() == [1.0] * 3
-    assert params_of(twin)[1] not in twin.state
+    assert calls == [[0, "note"], ["ema", "exp_avg", "exp_avg_sq", "step"], "last"]
+    assert (twin.state["note"], twin.state[first]["ema"].tolist()) == ("of the whole", [1.0] * 3)
+    assert second not in twin.state
     micro_batches(twin, [None])  # a window with weights would refuse it
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from compare import assert_close
 from table import random_params
-from torch import Tensor
+from torch import Tensor, _dynamo
 from torch._dynamo.utils import counters
 
 import accumfused as af
@@ -55,10 +55,8 @@ def test_a_compiled_function_or_model(backend: str, function: Any) -> None:
     torch.compiler.reset()
     counters.clear()
     results = []
-    for compiled in (
-        lambda each: each,
-        functools.partial(torch.compile, backend="aot_eager" if function else "inductor"),
-    ):
+    compile_it = functools.partial(torch.compile, backend="aot_eager" if function else "inductor")
+    for compiled in (lambda each: each, compile_it):
         torch.manual_seed(0)
         model: Any = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
         model, train = (model, compiled(function)) if function else (compiled(model), window)
@@ -78,3 +76,21 @@ def test_a_compiled_function_or_model(backend: str, function: Any) -> None:
     assert "FusedOptimizer" in breaks or function in (step_alone, None)
     assert counters["stats"]["unique_graphs"] == 0 or function is not step_alone
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("autograd", [False, True], ids=["forward", "backward too"])
+def test_a_compiled_loop_of_released_gradients(autograd: bool) -> None:
+    def train(param: Tensor, optimizer: Any) -> None:
+        for slope in (1.0, 2.0, 3.0):
+            ((param + 1) * slope).sum().backward()
+            optimizer.accumulate()
+        optimizer.step()
+
+    param = torch.nn.Parameter(torch.zeros(4))
+    optimizer = af.SGD([param], lr=1.0)
+    torch.compiler.reset()
+    with af.release_gradients(optimizer, 1), _dynamo.config.patch(compiled_autograd=autograd):
+        for _ in range(2):
+            torch.compile(train, backend="aot_eager")(param, optimizer)
+    torch.compiler.reset()
+    assert param.tolist() == [-12.0] * 4

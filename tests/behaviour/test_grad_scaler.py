@@ -1,16 +1,16 @@
-"""Loss scaling, by our scaler, torch's and by hand: what is refused, skipped and divided. Loops: test_loops.py."""
+"""Loss scaling, by our scaler, torch's and by hand: what is divided, and what skips a step. Loops: test_loops.py."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable
+from math import inf, nan
 from typing import Any
 
 import pytest
+import stored
 import torch
-from snapshot import differences, refused, snapshot
-from torch import Tensor
+from snapshot import differences, snapshot, trained
+from table import STATES, WEIGHTS
 from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,37 +27,6 @@ def scaled(kind: str, backend: str, **settings: Any) -> tuple[Parameter, af.SGD,
     return param, optimizer, SCALERS[kind]("cpu", init_scale=2.0**10, growth_interval=100)
 
 
-Call = Callable[[Any, Any], Any]
-OPEN = r"close it with accumulate\(\.\.\., last=True\) before scaler\.unscale_\(\) or scaler\.step\(\)"
-CLOSURE = r"call backward\(\) before scaler\.step\(\)"
-AGAIN = r"call optimizer\.step\(\) or optimizer\.zero_grad\(\) after a window"
-REFUSED: list[tuple[str, str, Call, str]] = [
-    ("ours", "scale step", lambda s, o: s.step(o), "already been called since the last update"),
-    ("ours", "scale unscale_", lambda s, o: s.unscale_(o), "already been called on this optimizer"),
-    ("ours", "scale accumulate", lambda s, o: s.unscale_(o), OPEN),
-    ("ours", "scale", lambda s, o: s.step(o, lambda: 0.0), CLOSURE),
-    ("ours", "scale", lambda s, o: s.step(o, closure=lambda: 0.0), CLOSURE),
-    ("stock", "scale accumulate", lambda s, o: s.step(o), OPEN),
-    ("stock", "scale accumulate scale unscale_", lambda s, o: s.step(o), OPEN),
-    ("stock", "scale overflow close step update scale", lambda s, o: o.accumulate(), AGAIN),
-]
-
-
-@pytest.mark.parametrize(("kind", "before", "call", "text"), REFUSED)
-def test_what_cannot_be_is_refused(backend: str, kind: str, before: str, call: Call, text: str) -> None:
-    param, optimizer, scaler = scaled(kind, backend)
-    for verb in before.split():
-        {
-            "scale": lambda: scaler.scale((param * 2).sum()).backward(),
-            "overflow": lambda: param.grad.fill_(math.inf),
-            "accumulate": optimizer.accumulate, "close": lambda: optimizer.accumulate(last=True),
-            "unscale_": lambda: scaler.unscale_(optimizer), "step": lambda: scaler.step(optimizer),
-            "update": scaler.update,
-        }[verb]()  # fmt: skip
-    with refused(optimizer, RuntimeError, text):
-        call(scaler, optimizer)
-
-
 @every_scaler
 @pytest.mark.parametrize("nonfinite", [None, "skip", "propagate", "raise"])
 def test_an_overflow_is_skipped_whatever_nonfinite_says(backend: str, nonfinite: Any, kind: str) -> None:
@@ -66,21 +35,25 @@ def test_an_overflow_is_skipped_whatever_nonfinite_says(backend: str, nonfinite:
     other = Parameter(torch.full((4,), 8.0))
     param.grad_dtype = torch.float16 if kind == "ours" else torch.bfloat16
     optimizer.add_param_group({"params": [other], "momentum": 0.0})
-    for slope in (math.inf, 2.0):
+    for slope in (inf, 2.0):
         scaler.scale((param * slope + other * 2).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
     assert (param.tolist(), other.tolist()) == ([7.0] * 4, [7.0] * 4)
     assert (scaler.get_scale(), int(optimizer.skipped_steps)) == (2.0**9, int(kind == "ours"))
+
+
+def test_a_scaler_goes_on_in_torchs_and_without_gradients(backend: str) -> None:
+    param, optimizer, scaler = scaled("ours", backend)
+    scaler.scale(param.sum())
+    scaler.step(optimizer)  # no gradients: nothing to do, and no reason to stop
+    scaler.update(2.0**9)
     theirs = torch.amp.GradScaler("cpu")
     theirs.load_state_dict(scaler.state_dict())
     assert theirs.state_dict() == scaler.state_dict()
     assert copy.deepcopy(scaler).get_scale() == 2.0**9
-    if kind == "ours":
-        scaler.step(optimizer)  # no gradients: nothing to do, and no reason to stop
-        scaler.update()
-    assert param.tolist() == [7.0] * 4
+    assert param.tolist() == [8.0] * 4
 
 
 @every_scaler
@@ -93,7 +66,7 @@ def test_several_optimizers_on_one_scaler_skip_each_for_itself(backend: str, kin
     optimizers.append(torch.optim.SGD(params[2:], lr=0.5))
     scaler = SCALERS[kind]("cpu", init_scale=2.0**10)
     for index, param in enumerate(params):
-        scaler.scale((param * (math.nan if index == bad else 2.0)).sum()).backward()
+        scaler.scale((param * (nan if index == bad else 2.0)).sum()).backward()
     if mended:  # too late: unscale_() has seen it
         scaler.unscale_(optimizers[bad])
         params[bad].grad.zero_()
@@ -128,13 +101,18 @@ def test_float16_gradients_can_be_unscaled_once_their_window_is_closed(backend: 
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert param.tolist() == [8.0 - 0.5 * (2.0 + 2.0**-9) / 2] * 4
-    off = SCALERS[kind]("cpu", enabled=False)  # as if it were not there
+
+
+@every_scaler
+def test_a_scaler_that_is_off_is_as_if_it_were_not_there(backend: str, kind: str) -> None:
+    param, optimizer, _ = scaled(kind, backend)
+    off = SCALERS[kind]("cpu", enabled=False)
     off.scale(param.sum()).backward()
     optimizer.accumulate()
     off.unscale_(optimizer)
     off.step(optimizer, lambda: None)
     off.update()
-    assert param.tolist() == [8.0 - 0.75 * (2.0 + 2.0**-9) / 2 - 0.5] * 4
+    assert param.tolist() == [7.5] * 4
 
 
 # ---- grad_scale and found_inf, by hand ------------------------------------------------------------------------------
@@ -158,13 +136,10 @@ def test_grad_scale_scaler_and_normalizer_divide_once_each(
     if window:
         optimizer.accumulate(3)
     optimizer.grad_scale, optimizer.found_inf = scale(4.0), torch.zeros(())
-    # (torch multiplies the scales)
     (scaler.step if by == "scaler" else type(optimizer).step)(optimizer, normalizer=divisor(2.0))
     assert param.tolist() == [8.0 - 0.5 * 6.0] * 4
     assert float(optimizer.grad_norm) == 12.0  # of the gradients as they are applied
-    assert (
-        getattr(optimizer, "grad_scale", None) == 4.0
-    )  # what the user has set stays, and what the scaler has does not
+    assert optimizer.grad_scale == 4.0  # what the user has set stays, and what the scaler has does not
     optimizer.grad_scale = optimizer.found_inf = None
     param.grad = torch.full((4,), 6.0)
     optimizer.step()
@@ -177,28 +152,70 @@ def test_found_inf_skips_whatever_is_not_0(backend: str, found_inf: Any, nonfini
     param, optimizer, _ = scaled("ours", backend, nonfinite=nonfinite)
     param.grad = torch.ones(4)
     optimizer.step()
-    before = snapshot(optimizer)
+    before, count = snapshot(optimizer), optimizer.skipped_steps
     optimizer.found_inf = found_inf  # a sum over devices
     optimizer.step()
     assert differences(before, snapshot(optimizer)) == ["skipped steps"]
     optimizer.found_inf = None  # as if it were not there
     optimizer.step()
-    assert differences(before, snapshot(optimizer)) == [
-        "param 0",
-        "skipped steps",
-        "state 0 momentum_buffer",
-        "state 0 step",
-    ]
+    assert param.tolist() == [8.0 - 0.5 - 0.75] * 4
+    assert int(count) == 0  # as it was then
 
 
-def test_a_bad_grad_scale_is_refused_on_the_host_and_skipped_on_a_device(backend: str) -> None:
-    param, optimizer, _ = scaled("ours", backend)
-    param.grad = torch.ones(4)
-    optimizer.grad_scale = 0.0
-    with refused(optimizer, ValueError, r"grad_scale must be finite and > 0, got 0\.0"):
-        optimizer.step()
-    bad: list[tuple[Tensor, Tensor]] = [(torch.tensor(-1.0), torch.tensor(-2.0)), (torch.tensor(2.0), torch.zeros(()))]
-    for optimizer.grad_scale, normalizer in bad:  # of two below 0 the product would be a good number
-        optimizer.step(normalizer=normalizer)
-    assert param.tolist() == [8.0] * 4
-    assert int(optimizer.skipped_steps) == 2
+# ---- skipped without a scaler ----------------------------------------------------------------------------------------
+
+PLACES = ("normalizer", "grad_scale", "weight", "weight, closed", "weight, resumed", "second weight", "both")
+
+
+def written(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """What a step writes."""
+    return {name: bits for name, bits in snapshot(optimizer).items() if name.startswith(("param", "state"))}
+
+
+@pytest.mark.pairwise(place=PLACES, bad=(0.0, -2.0, nan, inf, -inf), nonfinite=(None, "skip"))
+def test_a_bad_number_on_the_device_skips_the_step_and_is_counted(
+    backend: str, place: str, bad: float, nonfinite: str | None
+) -> None:
+    param = Parameter(torch.randn(4))
+    optimizer: Any = trained([param], backend, nonfinite=nonfinite)
+    param.grad, value = torch.randn(4), torch.tensor(bad)
+    if place == "second weight":
+        optimizer.accumulate(2)
+        param.grad = torch.randn(4)
+    if "weight" in place:
+        optimizer.accumulate(value, last="closed" in place)
+    if "resumed" in place:
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.zero_grad()
+        optimizer.load_state_dict(saved)
+    # (of two below 0 the product would be a good number)
+    optimizer.grad_scale = {"grad_scale": value, "both": torch.tensor(-1.0)}.get(place)
+    is_skipped = (place, bad) != ("second weight", 0.0)  # which leaves its micro-batch out, as it should
+    for skipped in (is_skipped, False):  # and training goes on
+        before = written(optimizer)
+        optimizer.step(normalizer=value if skipped and place in ("normalizer", "both") else None)
+        assert (differences(before, written(optimizer)) == []) is skipped
+        assert bool(optimizer.step_was_skipped) is skipped
+        assert int(optimizer.skipped_steps) == is_skipped
+        optimizer.grad_scale, param.grad = None, torch.randn(4)
+
+
+@pytest.mark.pairwise(weights=[*WEIGHTS], states=[*STATES])
+def test_a_skipped_step_writes_no_format(backend: str, weights: str, states: str) -> None:
+    _, optimizer = stored.trained(weights, states, backend)
+    before = written(optimizer)
+    stored.skip_a_step(optimizer)
+    assert differences(before, written(optimizer)) == []
+
+
+def test_what_overflows_propagates_as_in_torch(backend: str) -> None:
+    params = [Parameter(torch.tensor([0.5, 1.0])) for _ in range(2)]
+    stock, fused = (torch.optim.RMSprop([param], lr=0.3) for param in params)
+    af.fuse(fused, max_grad_norm=0.5, nonfinite="propagate", backend=backend)
+    for param in params:
+        param.grad = torch.tensor([inf, 1.0])
+    torch.nn.utils.clip_grad_norm_(params[:1], 0.5)
+    stock.step()
+    fused.step()
+    torch.testing.assert_close(params[1], params[0], equal_nan=True)
+    assert params[1].isnan().tolist() == [True, False]

