@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,13 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
         f"{what}: {int(differ.sum())} of {differ.numel()} differ, first "
         f"{actual[differ].flatten()[0].item()!r} against {expected[differ].flatten()[0].item()!r}"
     )
+
+
+def assert_all_same_bits(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same names, and tensors of the same bits under them."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same_bits(actual[name], value, name)
 
 
 def everything(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +16,6 @@ import pytest
 import torch
 import triton_interpreter  # noqa: F401  # before all that imports Triton
 from hypothesis import HealthCheck, settings
-from made_early import reaches_tensors
 from pairwise import pairwise
 
 from accumfused import backends, compiled
@@ -27,6 +26,7 @@ from accumfused.backends.reference import ReferenceBackend
 BROKEN = ("kernels", "coefficient")
 GPU = torch.cuda.is_available()
 ALL = ["torch", "cpu", "emulated", *(["cuda", "triton"] if GPU else [])]
+OLDER_THAN_TESTS: list[torch.Size] = []  # tensors that there are once all tests are collected
 ONE = ["torch" if compiled.unavailable else "cpu", *(["cuda"] if GPU else [])]
 
 
@@ -65,12 +65,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     if any("backend" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize")):
         return
-    everywhere = full or "conformance" in metafunc.definition.path.parts
+    everywhere = full or metafunc.definition.path.parent.name == "conformance"
     metafunc.parametrize("backend", ALL if everywhere else ONE, indirect=True)
 
 
 def _name(value: Any) -> str:
     return str(getattr(value, "name", getattr(value, "__name__", value))).removeprefix("torch.")
+
+
+def pytest_collection_finish() -> None:
+    OLDER_THAN_TESTS.extend(tensors_alive())
+
+
+def tensors_alive() -> list[torch.Size]:
+    """The shapes of all tensors but numbers and pairs of them, which torch takes from the CPU beside other devices."""
+    gc.collect()
+    alive = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return [tensor.shape for tensor in alive if tensor.numel() > 2]
 
 
 def pytest_sessionfinish() -> None:
@@ -93,17 +104,26 @@ def deterministic() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --broken: the kernels of steps and windows write nothing, or steps multiply gradients by 1.001 too much."""
+    """With --broken: the kernels of steps and windows write nothing, or multiply gradients by 1.001 too much."""
     how = request.config.getoption("--broken")
     for backend in (CpuBackend, ReferenceBackend) if how else ():
         if how == "coefficient":
-            monkeypatch.setattr(backend, "step", _too_large(backend.step))
+            monkeypatch.setattr(backend, "step", _steps_too_far(backend.step))
+            monkeypatch.setattr(backend, "accumulate", _adds_too_much(backend.accumulate))
         else:
             monkeypatch.setattr(backend, "step", lambda *args: None)
             monkeypatch.setattr(backend, "accumulate", lambda *args: None)
 
 
-def _too_large(step: Callable[..., None]) -> Callable[..., None]:
+def _adds_too_much(accumulate: Callable[..., None]) -> Callable[..., None]:
+    def wrong(self: Any, plan: Any, fold: Any, partials: Any) -> None:
+        fold.scale = fold.scale * 1.001
+        accumulate(self, plan, fold, partials)
+
+    return wrong
+
+
+def _steps_too_far(step: Callable[..., None]) -> Callable[..., None]:
     def wrong(self: Any, plan: Any, grads: Any, hypers: Any, outcome: Any) -> None:
         outcome.values[0] *= 1.001
         step(self, plan, grads, hypers, outcome)
@@ -117,9 +137,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
     "emulated" is the CUDA backend on the CPU, over the emulation of its kernels' machine.
     """
-    assert not _reaches_tensors(request.function), (
-        "its tensors are older than the test, and on the CPU: make them in it"
-    )
+    assert not OLDER_THAN_TESTS, "tensors that modules make at import lie on the CPU: make them in the test"
     name = request.param
     if name == "cpu":
         need_native()
@@ -155,9 +173,6 @@ def emulate_cuda(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def native() -> None:
     """Skips the test where there is no native module."""
     need_native()
-
-
-_reaches_tensors = functools.cache(reaches_tensors)
 
 
 def need_native() -> None:

@@ -129,5 +129,5 @@ def test_what_slows_down_the_others_runs_alone() -> None:
 
 def test_the_files_are_those_with_tests_for_gpus() -> None:
     names = {path.name for path in gpu_tests.files()}
-    assert {"test_gpu.py", "test_gpu_loops.py", "test_bits.py", "test_rules.py"} <= names
+    assert {"test_gpu.py", "test_gpu_graphs.py", "test_bits.py", "test_rules.py"} <= names
     assert "test_build.py" not in names

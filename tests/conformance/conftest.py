@@ -54,6 +54,15 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
         yield Place(backends.select(name, [torch.device("cuda", 0)]), "cuda")
 
 
+@pytest.fixture(params=["cuda", "triton"])
+def gpu(request: pytest.FixtureRequest) -> str:
+    """The name of each backend for GPUs that runs here."""
+    reason = backends.why_not(request.param, torch.device("cuda", 0))
+    if reason is not None:
+        pytest.skip(reason)
+    return str(request.param)
+
+
 @pytest.fixture
 def tensors_there(place: Place) -> Iterator[None]:
     """New tensors lie on the place's device."""
@@ -111,15 +120,20 @@ def checked_cuda(checked: Any) -> CudaBackend:
 
 
 @pytest.fixture
-def two_devices(cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> SeveralDevices:
-    """Every third parameter is "on another device", whose sums are a copy, as they are there."""
+def devices_apart(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.device, torch.device]:
+    """Two, of which the first has every third parameter, and copies of sums, as if it were another than the CPU."""
 
     def rows(part: Any) -> list[bool]:
-        return [(index % 3 == 1) == (part.device == OTHER) for index in range(len(part.tensors))]
+        return [(index % 3 == 1) == (part.device == OTHER) for index in range(len(part.rows))]
 
     def elsewhere(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.clone() if device == OTHER else tensor
 
     monkeypatch.setattr(several, "_rows", rows)
     monkeypatch.setattr(several, "_to", elsewhere)
-    return SeveralDevices({OTHER: cuda, CPU: CpuBackend()})
+    return OTHER, CPU
+
+
+@pytest.fixture
+def two_devices(cuda: CudaBackend, devices_apart: tuple[torch.device, torch.device]) -> SeveralDevices:
+    return SeveralDevices(dict(zip(devices_apart, (cuda, CpuBackend()), strict=True)))

@@ -13,12 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import inside
-import numpy as np
 import pytest
 import torch
-from compare import assert_same_bits, everything
+from compare import assert_all_same_bits, everything
 from emulated_memory import DeviceMemory
-from table import ADAMW_CASE, random_params, set_grads
+from table import ADAMW_CASE, random_params
 from torch import Tensor
 
 import accumfused.backends.cuda
@@ -28,41 +27,60 @@ from accumfused.backends.cuda import CudaBackend
 SIDE = 77  # a stream
 
 
-def stepped(memory: DeviceMemory, backend: CudaBackend) -> Any:
-    with memory:
-        params = random_params([(20,), (30,)])
-        optimizer = ADAMW_CASE.make(params, backend)
-        set_grads(params, [torch.ones_like(p) for p in params])
-        optimizer.step()
-    return optimizer
+def new_optimizer(backend: Any) -> Any:
+    return ADAMW_CASE.make(random_params([(5000,), (30,)]), backend, max_grad_norm=1.0)
 
+
+def gradients(optimizer: Any, value: float) -> list[Tensor]:
+    return [torch.full_like(p, value) for p in optimizer.param_groups[0]["params"]]
+
+
+def step(optimizer: Any, grads: list[Tensor], lr: float = 0.1) -> None:
+    """One that leaves no gradient behind."""
+    optimizer.param_groups[0]["lr"] = lr
+    for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
+        param.grad = grad
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ---- accesses -------------------------------------------------------------------------------------------------------
 
 OUTSIDE = r"CUDA, (norm|step): it reads \d+ bytes at 0x\w+, outside of the device's memory"
+OFF = r"CUDA, table: it takes 0x\w+, line \d+, for a multiple of 16"
 
 
-def test_memory_of_the_host_is_refused(checked_cuda: CudaBackend, memory: DeviceMemory) -> None:
-    optimizer = stepped(memory, checked_cuda)
-    optimizer.param_groups[0]["params"][0].grad = torch.from_numpy(np.ones(20, np.float32))
-    with pytest.raises(RuntimeError, match=OUTSIDE), memory:
-        optimizer.step()
+def memory_of_the_host(optimizer: Any, memory: DeviceMemory, checked: Any) -> None:
+    optimizer.param_groups[0]["params"][1].grad = torch.ones(30)
 
 
-def test_what_lies_behind_a_tensor_is_refused(checked_cuda: CudaBackend, memory: DeviceMemory, checked: Any) -> None:
-    optimizer = stepped(memory, checked_cuda)
+def what_lies_behind_a_tensor(optimizer: Any, memory: DeviceMemory, checked: Any) -> None:
     for param in optimizer.param_groups[0]["params"]:
         checked.allow(param.grad.data_ptr(), param.grad.nbytes - 1)
-    with pytest.raises(RuntimeError, match=OUTSIDE), memory:
-        optimizer.step()
 
 
-def test_an_access_off_its_boundary_is_refused(checked_cuda: CudaBackend, memory: DeviceMemory, checked: Any) -> None:
-    optimizer = stepped(memory, checked_cuda)
+def an_address_off_its_boundary(optimizer: Any, memory: DeviceMemory, checked: Any) -> None:
     tables = inside.device_tables(optimizer)
-    (kept, _, stream) = tables[0]
+    kept, _, stream = tables[0]
     with memory:
         shifted = torch.empty(len(kept) + 16, dtype=torch.uint8)
     tables[0] = shifted, checked.DeviceTable(0, shifted.data_ptr() + 4, 1, 7), stream
-    with pytest.raises(RuntimeError, match=r"CUDA, table: it takes 0x\w+, line \d+, for a multiple of 16"):
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [(memory_of_the_host, OUTSIDE), (what_lies_behind_a_tensor, OUTSIDE), (an_address_off_its_boundary, OFF)],
+)
+def test_a_kernel_is_refused(
+    spoil: Any, text: str, checked_cuda: CudaBackend, memory: DeviceMemory, checked: Any
+) -> None:
+    with memory:
+        optimizer = new_optimizer(checked_cuda)
+        for param, grad in zip(optimizer.param_groups[0]["params"], gradients(optimizer, 1.0), strict=True):
+            param.grad = grad
+        optimizer.step()
+    spoil(optimizer, memory, checked)
+    with pytest.raises(RuntimeError, match=text), memory:
         optimizer.step()
 
 
@@ -87,26 +105,9 @@ class Gpu(DeviceMemory):
 
 
 @pytest.fixture
-def gpu(checked: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+def later(checked: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     with Gpu(checked, monkeypatch) as found:
         yield found
-
-
-def new_optimizer(backend: Any) -> Any:
-    return ADAMW_CASE.make(random_params([(5000,), (30,)]), backend, max_grad_norm=1.0)
-
-
-def gradients(optimizer: Any, value: float) -> list[Tensor]:
-    return [torch.full_like(p, value) for p in optimizer.param_groups[0]["params"]]
-
-
-def step(optimizer: Any, grads: list[Tensor], lr: float = 0.1) -> None:
-    """One that leaves no gradient behind."""
-    optimizer.param_groups[0]["lr"] = lr
-    for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
-        param.grad = grad
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def assert_made(optimizer: Any, *steps: tuple[float, float]) -> None:
@@ -114,35 +115,33 @@ def assert_made(optimizer: Any, *steps: tuple[float, float]) -> None:
     other = new_optimizer(CpuBackend())
     for value, lr in steps:
         step(other, gradients(other, value), lr)
-    found = everything(optimizer)
-    for name, value in everything(other).items():
-        assert_same_bits(found[name], value, name)
+    assert_all_same_bits(everything(optimizer), everything(other))
 
 
-def test_a_stream_uses_its_memory_in_order(gpu: Gpu, checked: Any) -> None:
-    optimizer = new_optimizer(gpu.backend)
+def test_a_stream_uses_its_memory_in_order(later: Gpu, checked: Any) -> None:
+    optimizer = new_optimizer(later.backend)
     for value in (1.0, -2.0, 3.0):
         step(optimizer, gradients(optimizer, value))
     assert not everything(optimizer)["exp_avg 0"].any(), "nothing has run"
-    gpu.give_away()
+    later.give_away()
     checked.synchronize()
     assert_made(optimizer, (1.0, 0.1), (-2.0, 0.1), (3.0, 0.1))
 
 
 @pytest.mark.parametrize("records", [True, False])
 def test_a_side_stream_keeps_what_it_reads(
-    records: bool, gpu: Gpu, checked: Any, monkeypatch: pytest.MonkeyPatch
+    records: bool, later: Gpu, checked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not records:  # then the test has to fail
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, to: None)
-    optimizer = new_optimizer(gpu.backend)
+    optimizer = new_optimizer(later.backend)
     step(optimizer, gradients(optimizer, 1.0))
     checked.synchronize()
     grads = gradients(optimizer, -2.0)
-    gpu.stream = SIDE
+    later.stream = SIDE
     step(optimizer, grads)
     grads.clear()
-    gpu.give_away()
+    later.give_away()
     checked.synchronize()
     if records:
         assert_made(optimizer, (1.0, 0.1), (-2.0, 0.1))
@@ -151,27 +150,27 @@ def test_a_side_stream_keeps_what_it_reads(
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_graph_reads_what_it_was_captured_with(keeps: bool, gpu: Gpu, checked: Any) -> None:
-    optimizer = new_optimizer(gpu.backend)
+def test_a_graph_reads_what_it_was_captured_with(keeps: bool, later: Gpu, checked: Any) -> None:
+    optimizer = new_optimizer(later.backend)
     step(optimizer, gradients(optimizer, 1.0))
     checked.synchronize()
     static = gradients(optimizer, -2.0)  # the graph's, as long as the test keeps them
-    gpu.stream = SIDE
+    later.stream = SIDE
     checked.capture(7)
     step(optimizer, static)
     checked.capture(0)
-    gpu.stream = 0
+    later.stream = 0
     if not keeps:
         static.clear()
     step(optimizer, gradients(optimizer, 3.0), lr=0.05)
     checked.synchronize()
-    gpu.stream = SIDE
-    gpu.give_away()
+    later.stream = SIDE
+    later.give_away()
     for _ in range(2):
         checked.replay()
-    gpu.stream = 0
+    later.stream = 0
     step(optimizer, gradients(optimizer, 4.0))
-    gpu.give_away()
+    later.give_away()
     checked.synchronize()
     if keeps:
         assert_made(optimizer, (1.0, 0.1), (3.0, 0.05), (-2.0, 0.1), (-2.0, 0.1), (4.0, 0.1))

@@ -21,14 +21,12 @@ pytest.importorskip("triton")
 TOOLS = Path(__file__).parents[2] / "tools"
 NVIDIA = ("80", "90", "100")
 STATES = {rule.name: len(rule.states) for rule in RULES}
-STEPS = {rule.name: (rule, Format()) for rule in RULES}
 ADAM = next(rule for rule in RULES if rule.name == "adam")
 LEAN = {
     "adam_split16": (ADAM, Format(Weights.BFLOAT16_SPLIT16)),
     "adam_split8_int8": (ADAM, Format(Weights.BFLOAT16_SPLIT8, States.INT8)),
 }
-KERNELS = ("norm", "accumulate", *STATES)
-ALL_KERNELS = (*KERNELS, *LEAN)
+ALL_KERNELS = ("norm", "accumulate", *STATES, *LEAN)
 POINTERS = {"table": "*i64", "weights": "*fp64", "partials": "*fp32", "hypers": "*i64", "outcome": "*fp32"}
 
 
@@ -38,15 +36,13 @@ def compile_kernels(target: str, folder: Path) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from accumfused.backends import triton, triton_blocks, triton_kernels, triton_step
+    from accumfused.backends import triton, triton_kernels, triton_step
 
-    names = [p.name for p in triton_kernels.accumulate_kernel.params if p.is_constexpr]
-    accumulator = dict.fromkeys(names, triton_blocks.tl.float32)
     kernels: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "norm": (triton_kernels.norm_kernel, {}, triton.OPTIONS),
-        "accumulate": (triton_kernels.accumulate_kernel, accumulator, triton.OPTIONS),
+        "accumulate": (triton_kernels.accumulate_kernel, {}, triton.OPTIONS),
     }
-    for name, (rule, form) in (STEPS | LEAN).items():
+    for name, (rule, form) in ({rule.name: (rule, Format()) for rule in RULES} | LEAN).items():
         kernel = triton_step.step_kernel
         names = [p.name for p in kernel.params if p.is_constexpr]
         options = triton.NOISY_OPTIONS if form.needs_noise else triton.OPTIONS
@@ -102,10 +98,6 @@ each_target = pytest.mark.parametrize(
 each_kernel = pytest.mark.parametrize("kernel", ALL_KERNELS)
 
 
-def accesses(code: str, kind: str) -> int:
-    return len(re.findall(rf"\b{re.escape(kind)}\b", code))
-
-
 @each_target
 @each_kernel
 def test_the_machine_code_splits_no_store(target: str, kernel: str, folder: Any) -> None:
@@ -119,47 +111,35 @@ def test_the_machine_code_splits_no_store(target: str, kernel: str, folder: Any)
     assert found.split_stores() == []
 
 
-@each_target
-def test_whole_rows_are_read_and_written_16_bytes_at_a_time(target: str, compiled: Any) -> None:
-    """Each thread of 256 has 4 of 1024 elements: 16 bytes of fp32, 8 of a 16-bit gradient."""
-    found = {}
-    for kernel in KERNELS:
-        code = compiled(target, kernel)
-        found[kernel] = tuple(
-            accesses(code, kind) for kind in ("ld.global.v4.b32", "ld.global.v2.b32", "st.global.v4.b32")
-        )
-    expected = {
-        "norm": (4, 4 * 2, 0),  # four rows at a time, for three dtypes
-        # Two rows at a time: folds of three dtypes, copies of three dtypes, rescaling.
-        "accumulate": ((2 + 1 + 1 + 1 + 1) * 2, (2 + 2) * 2, (3 + 3 + 1) * 2),
-    }
-    for rule, states in STATES.items():  # parameter and states for three dtypes, and the gradient
-        expected[rule] = ((1 + states) * 3 * 2 + 2, 2 * 2, (1 + states) * 3 * 2)
-    assert found == expected
-
-
-@each_target
-def test_fewer_bits_are_read_and_written_4_elements_at_a_time(target: str, compiled: Any) -> None:
-    """As 8 bytes of 16 bits and 4 of 8 bits, beside 16 of fp32: a thread has the same elements of every stream."""
-    found = {}
-    for kernel in LEAN:
-        code = compiled(target, kernel)
-        found[kernel] = tuple(
-            accesses(code, f"{way}.global.{kind}") for kind in ("v4.b32", "v2.b32") for way in ("ld", "st")
-        )
-    assert found == {
-        # For three dtypes the states; parameter and remainder; and the gradient.
-        "adam_split16": (2 * 3 * 2 + 2, 2 * 3 * 2, (2 * 3 + 2) * 2, 2 * 3 * 2),
-        "adam_split8_int8": (2, 0, (3 + 2) * 2, 3 * 2),
-    }
+LOAD, STORE, LOAD_HALF, STORE_HALF = (f"{way}.global.{kind}" for kind in ("v4.b32", "v2.b32") for way in ("ld", "st"))
+# Each thread of 256 has 4 of 1024 elements: 16 bytes of fp32, 8 of 16 bits, 4 of 8 bits. Of three dtypes of gradients:
+COUNTS: dict[str, dict[str, int]] = {
+    "norm": {LOAD: 4, LOAD_HALF: 4 * 2, STORE: 0, "sqrt.rn.f32": 1, "div.rn.f64": 2},  # four rows at a time
+    # Two rows at a time: folds, copies, rescaling.
+    "accumulate": {LOAD: (2 + 1 + 1 + 1 + 1) * 2, LOAD_HALF: (2 + 2) * 2, STORE: (3 + 3 + 1) * 2},
+    # Parameter and states for each of them, and the gradient. The ticket alone goes through shared memory.
+    **{
+        rule: {LOAD: (1 + n) * 3 * 2 + 2, LOAD_HALF: 2 * 2, STORE: (1 + n) * 3 * 2, "ld.shared": 1}
+        for rule, n in STATES.items()
+    },
+    # The states; parameter and remainder; and the gradient.
+    "adam_split16": {
+        LOAD: 2 * 3 * 2 + 2, STORE: 2 * 3 * 2, LOAD_HALF: (2 * 3 + 2) * 2, STORE_HALF: 2 * 3 * 2, "ld.shared": 1,
+    },
     # Remainder and codes. Besides: four step counts a thread, which the last program advances.
-    assert accesses(compiled(target, "adam_split8_int8"), "st.global.b32") == 3 * 3 * 2 + 4
+    "adam_split8_int8": {LOAD: 2, STORE: 0, LOAD_HALF: (3 + 2) * 2, STORE_HALF: 3 * 2, "st.global.b32": 3 * 3 * 2 + 4},
+}  # fmt: skip
+for name in ("adam", "adam_amsgrad", *LEAN):  # 8 elements a thread and piece, 4 off the boundaries; scalars' roots
+    COUNTS[name] |= {"div.rn.f32": (8 + 4) * 3, "sqrt.rn.f32": (8 + 4) * 3 + 2}
 
 
 @each_target
-@pytest.mark.parametrize("kernel", [*STATES, "adam_split16"])
-def test_no_value_travels_through_shared_memory(target: str, kernel: str, compiled: Any) -> None:
-    assert len(re.findall(r"\bld\.shared", compiled(target, kernel))) == 1  # the ticket
+@each_kernel
+def test_accesses_are_wide_and_roots_and_quotients_those_of_ieee(target: str, kernel: str, compiled: Any) -> None:
+    code = compiled(target, kernel)
+    assert {kind: len(re.findall(rf"\b{re.escape(kind)}\b", code)) for kind in COUNTS[kernel]} == COUNTS[kernel]
+    assert kernel != "norm" or "0d3EB0C6F7A0B5ED8D" in code  # 1e-6, not rounded to fp32
+    assert not kernel.startswith("adam") or "div.rn.f64" in code
 
 
 @each_target
@@ -171,24 +151,6 @@ def test_nothing_is_contracted_approximated_or_flushed(target: str, kernel: str,
     # Without .rn, ptxas may contract.
     assert {op for op in operations if not re.match(r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)", op)} == set()
     assert not re.search(r"\.ftz|\.approx|\.full|\bfma\b", code)
-
-
-@each_target
-@pytest.mark.parametrize("kernel", ["adam", "adam_amsgrad", *LEAN])
-def test_adam_takes_ieee_roots_and_quotients(target: str, kernel: str, compiled: Any) -> None:
-    code = compiled(target, kernel)
-    # 8 elements a thread and piece, 4 off the boundaries, for three dtypes; a root more where scalars are made.
-    assert accesses(code, "div.rn.f32") == (8 + 4) * 3
-    assert accesses(code, "sqrt.rn.f32") == (8 + 4) * 3 + 2
-    assert accesses(code, "div.rn.f64") > 0
-
-
-@each_target
-def test_the_norm_ends_in_double(target: str, compiled: Any) -> None:
-    code = compiled(target, "norm")
-    assert "0d3EB0C6F7A0B5ED8D" in code  # 1e-6, not rounded to fp32
-    assert accesses(code, "sqrt.rn.f32") == 1
-    assert accesses(code, "div.rn.f64") == 2
 
 
 @each_target

@@ -11,25 +11,31 @@ import pytest
 from harness import BROKEN
 
 HERE = Path(__file__).parent
-NO_NUMBERS = {  # what says something else than what parameters, states or sums are
+# What is asked of no kernel: how a loader is cut, what follows from a batch's size, bytes; and the codecs' own studies.
+NO_KERNEL = {"test_bites", "test_memory_report", "test_schedule", "test_windows"}
+NO_NUMBER = {
     "test_every_optimizer_of_the_package_and_every_rule_is_in_the_table",
-    "test_a_coefficient_beyond_fp32_skips_the_step",
-    "test_a_step_without_a_window_leaves_the_gradients_as_they_are",
-    "test_every_step_has_its_own_norm",
-    "test_two_open_windows_dropped_in_a_row_warn_once_and_no_more",
-    "test_steps_that_keep_being_skipped_warn",
+    "test_stochastic_rounding_is_right_on_average",
+    "test_no_rounding_knows_of_another",
 }
-STEPS, SUMS = ["test_rules.py"], ["test_accumulation.py", "test_accumulation_numbers.py"]  # sums have no coefficient
+BLIND = {
+    "kernels": {"test_masters_are_the_weights_of_fp32_training_bit_for_bit"},  # compares two that are broken alike
+    "coefficient": {
+        "test_no_norm_is_taken_where_none_is_wanted",  # infinities
+        "test_a_loss_in_16_bits_does_not_round_its_weight",  # to 8 bits, as such a loss is
+    },
+}
+COARSE = {"kernels": set[str](), "coefficient": {"test_precision"}}  # bounds of means over noise are wider than 1e-3
 
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_every_number_shows_what_is_broken(how: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    files = [str(HERE / name) for name in (STEPS if how == "coefficient" else STEPS + SUMS)]
+    files = [path for path in HERE.glob("test_*.py") if path.stem not in NO_KERNEL | COARSE[how]]
     report = tmp_path / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", f"--broken={how}"]
     command += ["--full"] * request.config.getoption("--full")
     subprocess.run([*command, f"--junitxml={report}", *files], stdout=subprocess.DEVNULL, check=False)
     cases = [*ElementTree.parse(report).iter("testcase")]
-    assert len(cases) > 10
     passed = {case.get("name", "").split("[")[0] for case in cases if len(case) == 0}
-    assert passed <= NO_NUMBERS
+    assert {case.get("classname", "").split(".")[-1] for case in cases} == {path.stem for path in files}
+    assert passed <= NO_NUMBER | BLIND[how]

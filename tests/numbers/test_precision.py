@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import need_native
 from torch import Tensor
 
 import accumfused as af
-from bench.numerics import codec_study, contenders, equal, moments, rounding, text, tiny_steps
+from bench.numerics import codec_study, contenders, equal, moments, rounding, tiny_steps
 from bench.numerics.contenders import BF16, FP16
 
 STOCHASTIC: dict[str, Any] = {"master_weights": None}
@@ -25,12 +24,7 @@ TINY: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=["cpu", "torch"])
-def either(request: pytest.FixtureRequest) -> str:
-    """The name of the native CPU backend, and of the reference."""
-    if request.param == "cpu":
-        need_native()
-    return request.param
+pytestmark = pytest.mark.usefixtures("native")
 
 
 # ---- tiny steps ----------------------------------------------------------------------------------------------------
@@ -39,7 +33,6 @@ def either(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("name", TINY)
 def test_steps_far_below_a_weights_resolution_arrive_in_the_mean(name: str) -> None:
     """1000 steps of about 1e-7; bf16 numbers of that size are 1.2e-4 apart."""
-    need_native()
     dtype, settings = TINY[name]
     (row,) = tiny_steps.follow(contenders.ours(name, dtype, 2, **settings), [(0.02, 1e-7, 1 << 18)], 1000)
     assert row["bias_error"] < 0.003  # or the next line could not fail
@@ -48,7 +41,6 @@ def test_steps_far_below_a_weights_resolution_arrive_in_the_mean(name: str) -> N
 
 @pytest.mark.parametrize("name", ["fp32", "bf16 + fp32 master", "bf16 + split16", "bf16 + split8", "bf16 stochastic"])
 def test_weight_decay_alone_shrinks_weights_as_it_should(name: str) -> None:
-    need_native()
     row = tiny_steps.decay(name, quick=False)
     assert row["exact"] == pytest.approx(0.8187, abs=1e-4)
     assert abs(row["difference"]) < 1e-3
@@ -60,7 +52,6 @@ def test_weight_decay_alone_shrinks_weights_as_it_should(name: str) -> None:
 @pytest.mark.parametrize("rule", equal.RULES)
 def test_masters_are_the_weights_of_fp32_training_bit_for_bit(rule: str) -> None:
     """After each of 100 steps; the parameter itself is the number nearest to its master."""
-    need_native()
     for row in equal.against_fp32(rule, elements=1 << 11, count=100):
         assert (row["differing"], row["not_nearest"]) == (0, 0), row
 
@@ -73,7 +64,6 @@ STATES: dict[str, dict[str, Any]] = {"bf16": {"state_dtype": BF16}, "int8": {"st
 @pytest.mark.parametrize("states", STATES)
 def test_no_update_is_much_larger_than_exact_moments_would_make_it(states: str) -> None:
     """Whatever the gradients: of many scales in one block, heavy-tailed, mostly zero."""
-    need_native()
     rows = moments.largest_updates(f"{states} states", elements=1 << 12, count=150)
     assert [row["gradients"] for row in rows] == list(codec_study.KINDS)
     for row in rows:
@@ -86,7 +76,6 @@ def test_no_update_is_much_larger_than_exact_moments_would_make_it(states: str) 
 @pytest.mark.parametrize("states", ["fp32", *STATES])
 def test_without_gradients_nothing_moves_and_second_moments_fade(states: str) -> None:
     """To 0.999^1000 of what they were; rounded to nearest, a bf16 number could not lose a thousandth of itself."""
-    need_native()
     row = moments.zeros(f"{states} states", (1000,))
     assert row["from_start"] == 0
     assert row["after 1000"] == pytest.approx(1, rel=0.05)
@@ -95,7 +84,6 @@ def test_without_gradients_nothing_moves_and_second_moments_fade(states: str) ->
 @pytest.mark.parametrize("states", STATES)
 def test_a_second_moment_grows_past_a_power_of_two(states: str) -> None:
     """The last code of a block must not hold it: from gradients of 1 it goes to 1, wherever its scale begins."""
-    need_native()
     param = torch.nn.Parameter(torch.zeros(1 << 12))
     optimizer = af.AdamW([param], lr=1e-3, betas=(0.9, 0.99), rounding_seed=0, **STATES[states])
     for _ in range(1000):
@@ -122,10 +110,11 @@ def test_no_rounding_knows_of_another() -> None:
         assert abs(row["sigmas"]) < 3, row
 
 
-def test_an_optimizers_rounding_is_right_on_average(either: str) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_an_optimizers_rounding_is_right_on_average(backend: str) -> None:
     """A step of a quarter of the distance to the next weight moves a quarter of them, other ones each time."""
     param, numel = torch.nn.Parameter(torch.ones(100_000, dtype=BF16)), 100_000
-    optimizer = af.SGD([param], lr=2.0**-9, rounding_seed=0, backend=either, **STOCHASTIC)
+    optimizer = af.SGD([param], lr=2.0**-9, rounding_seed=0, backend=backend, **STOCHASTIC)
     moved = [_moved(optimizer, param) for _ in range(2)]
     for each in moved:
         assert abs(each.double().mean().item() - 0.25) < 3 * math.sqrt(0.25 * 0.75 / numel)
@@ -139,16 +128,3 @@ def _moved(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
     param.grad = torch.full_like(param, -1)  # up, where bf16 numbers are 2^-7 apart
     optimizer.step()
     return param.detach() != 1
-
-
-# ---- training ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["split8, int8 states", "stochastic, int8 states"])
-def test_the_smallest_formats_learn_as_fp32_does(name: str) -> None:
-    """A tiny GPT on real text, 30 updates: nothing like a benchmark, but a wrong sign or scale would show."""
-    size = {"updates": 30, "every": 100, "width": 64, "depth": 1}
-    exact, found = (text.train(each, 0, **size) for each in ("fp32", name))
-    assert exact["losses"][0] > exact["final"] + 1.5
-    assert abs(found["final"] - exact["final"]) < 0.1

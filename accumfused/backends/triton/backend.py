@@ -105,11 +105,13 @@ class TritonBackend:
         reads = grads is not None and partials is not None
         chunks_to_read = plan.chunks if reads else 0
         limit = scaling.max_grad_norm
+        # A tensor without elements has no address, and where there is none the kernel takes no norm.
+        sums = partials if partials is None or partials.numel() else outcome.values
         with _on(plan.device):
             table = self._send(plan, "rows", self._kept[plan].table(grads if reads else None))
             _launch(
                 kernels.norm_kernel, plan, chunks_to_read,
-                table, len(plan.rows), plan.chunks, chunks_to_read, address(partials), _bits(scaling.normalization),
+                table, len(plan.rows), plan.chunks, chunks_to_read, address(sums), _bits(scaling.normalization),
                 address(scaling.device_normalization), address(scaling.found_inf), int(limit is not None),
                 _bits(limit or 0.0), int(scaling.skips_nonfinite), outcome.values, address(scaling.skips),
             )  # fmt: skip

@@ -1,0 +1,183 @@
+"""The CUDA backend's launches over the emulation: what they send to the device, launches that fail, and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import inside
+import pytest
+import torch
+from compare import assert_all_same_bits, everything
+from layouts import edges
+from problems import LOOPS, Problem, assert_conforms
+from snapshot import refused
+from table import ADAMW_CASE, STATES, WEIGHTS, random_grads, random_params, set_grads
+from torch import Tensor
+
+import accumfused.backends.cuda
+import accumfused.core.graphs
+from accumfused.backends.cpu import CpuBackend
+from accumfused.backends.cuda import CudaBackend
+from accumfused.formats.numeric import CHUNK
+
+SIDE = 77  # a stream
+
+
+def make(backend: Any, **options: Any) -> tuple[Any, list[Tensor]]:
+    """An optimizer and its two parameters, which have gradients."""
+    params = random_params([(CHUNK + 20,), (30,)])
+    optimizer = ADAMW_CASE.make(params, backend, **options)
+    set_grads(params, [torch.ones_like(p) for p in params])
+    return optimizer, params
+
+
+def launches(machine: Any, call: Callable[[], Any]) -> int:
+    before = machine.launches()
+    call()
+    return int(machine.launches() - before)
+
+
+def test_only_what_has_changed_is_sent(cuda: CudaBackend, machine: Any) -> None:
+    optimizer, params = make(cuda, max_grad_norm=1.0)
+    optimizer.step()
+    assert launches(machine, optimizer.step) == 2, "norm and step"
+    optimizer.param_groups[0]["lr"] = 0.01
+    assert launches(machine, optimizer.step) == 3, "and the new lr"
+    params[0].grad = params[0].grad.clone()
+    assert launches(machine, optimizer.step) == 3, "and the new address"
+
+
+def test_any_mix_of_rules_and_formats_goes_in_one_launch_per_verb(cuda: CudaBackend, machine: Any) -> None:
+    optimizer, _ = make(cuda, state_dtype=torch.bfloat16, state_dtype_min_numel=100, rounding_seed=1)
+    extra = random_params([(3000,), (60,)], seed=1)
+    extra[1] = extra[1].detach().bfloat16().requires_grad_()
+    optimizer.add_param_group({"params": extra, "amsgrad": True})
+    set_grads(extra, random_grads(extra, 0))
+    for _ in range(2):
+        optimizer.step()
+    assert launches(machine, optimizer.step) == 2, "one for the coefficient, one for the step"
+
+
+def test_a_table_larger_than_a_launch_can_carry(cuda: CudaBackend) -> None:
+    sizes = edges(*[1 + i % 7 for i in range(1300)])
+    assert_conforms(Problem("adamw", torch.bfloat16, loop=LOOPS["both kinds"], edges=sizes), cuda)
+
+
+@pytest.mark.parametrize("count", range(6))
+def test_a_launch_that_fails_leaves_the_optimizer_usable(count: int, cuda: CudaBackend, machine: Any) -> None:
+    (ours, _), (theirs, _) = make(cuda, max_grad_norm=1.0), make(CpuBackend(), max_grad_norm=1.0)
+    for _ in range(2):
+        machine.fail_after(count)
+        try:
+            ours.step()
+        except RuntimeError as error:
+            assert "CUDA, " in str(error)  # noqa: PT017
+            assert "too many resources requested for launch" in str(error)  # noqa: PT017
+            ours.step()
+        machine.fail_after(-1)
+        theirs.step()
+    assert_all_same_bits(everything(ours), everything(theirs))
+
+
+# ---- graphs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def captures(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """What is launched from now on goes into this graph, from a stream of its own; 0: into none."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+
+    def begin(graph: int) -> None:
+        monkeypatch.setattr(accumfused.backends.cuda, "current_stream", lambda device: (0, SIDE if graph else 0))
+        machine.capture(graph)
+
+    return begin
+
+
+def test_a_capture_has_a_table_of_its_own(cuda: CudaBackend, machine: Any, captures: Callable[[int], None]) -> None:
+    optimizer, params = make(cuda)
+    optimizer.step()
+    tables = inside.device_tables(optimizer)
+    eager = tables[0][0]
+    before = eager.clone()
+    captures(7)
+    set_grads(params, [torch.full_like(p, 2.0) for p in params])  # other addresses
+    assert launches(machine, optimizer.step) == 6, "rows, operands, numbers; norm, hyper-parameters, step"
+    assert launches(machine, optimizer.step) == 2
+    assert sorted(tables) == [0, 7]
+    assert torch.equal(eager, before), "a replay at any later time leaves eager calls alone"
+    captures(8)
+    optimizer.step()
+    assert sorted(tables) == [0, 8]
+
+
+class Window:
+    """Two micro-batches and a step, over and over; their gradients stay where they are, as a graph's do."""
+
+    def __init__(self, cuda: CudaBackend, weights: str, states: str) -> None:
+        dtype, options = WEIGHTS[weights]
+        self.params = [p.detach().to(dtype).requires_grad_() for p in random_params([(5000,), (70,)])]
+        known = {"state_dtype": STATES[states], "state_dtype_min_numel": 2, "rounding_seed": 17}
+        self.optimizer = ADAMW_CASE.make(self.params, cuda, **known, **options)
+        self.values = [random_grads(self.params, micro, torch.bfloat16) for micro in range(2)]
+        self.grads = [[value.clone() for value in values] for values in self.values]
+
+    def write_grads(self) -> None:
+        """As backward would: a window's first gradients may have become its accumulators."""
+        for grads, values in zip(self.grads, self.values, strict=True):
+            for grad, value in zip(grads, values, strict=True):
+                grad.copy_(value)
+
+    def run(self) -> None:
+        for grads in self.grads:
+            for param, grad in zip(self.params, grads, strict=True):
+                param.grad = grad
+            self.optimizer.accumulate()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("weights", "states"), [("split8", "int8"), ("split16", "bf16"), ("bf16_stochastic", "int8")])
+def test_a_replay_rounds_with_new_noise(
+    weights: str, states: str, cuda: CudaBackend, machine: Any, captures: Callable[[int], None]
+) -> None:
+    """A captured window that is replayed twice gives the bits of three eager ones."""
+    found = []
+    for captured in (True, False):
+        window = Window(cuda, weights, states)
+        for number in range(4):
+            window.write_grads()
+            if captured and number == 1:
+                captures(7)
+            machine.replay() if captured and number > 1 else window.run()
+        captures(0)
+        found.append(everything(window.optimizer))
+    assert_all_same_bits(found[0], found[1])
+    assert int(found[0]["step 0"]) == 4
+
+
+def moved(optimizer: Any) -> None:
+    param = optimizer.param_groups[0]["params"][0]
+    param.data = param.data.clone()
+
+
+def without_state(optimizer: Any) -> None:
+    optimizer.state.pop(optimizer.param_groups[0]["params"][1])
+
+
+@pytest.mark.parametrize(
+    ("change", "verb"),
+    [(None, "step"), (None, "accumulate"), (moved, "step"), (moved, "accumulate"), (without_state, "step")],
+)
+def test_a_capture_that_would_build_a_plan_or_states_is_refused(
+    change: Any, verb: str, cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, _ = make(cuda)
+    if change is not None:
+        optimizer.step()
+        change(optimizer)
+    monkeypatch.setattr(accumfused.core.graphs, "is_capturing", lambda device: True)
+    with refused(optimizer, RuntimeError, "make one whole step"):
+        getattr(optimizer, verb)()

@@ -1,0 +1,138 @@
+"""What a step takes, and what it says: numbers that a reader can check by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import inside
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accumfused as af
+
+LR = 0.5
+
+
+def one_parameter(backend: str, **options: float) -> tuple[nn.Parameter, af.SGD]:
+    param = nn.Parameter(torch.full((4,), 8.0))
+    return param, af.SGD([param], lr=LR, backend=backend, **options)
+
+
+# ---- between closing a window and the step ---------------------------------------------------------------------------
+
+
+def clip(param: Any) -> None:
+    assert float(nn.utils.clip_grad_norm_([param], 4.0)) == 16.0
+
+
+def write_without_a_new_version(param: Any) -> None:
+    version = inside.version(param.grad)
+    torch._amp_foreach_non_finite_check_and_unscale_([param.grad], torch.zeros(1), torch.tensor(0.25))
+    assert inside.version(param.grad) == version
+
+
+def replace(param: Any) -> None:
+    param.grad = param.grad / 4
+
+
+@pytest.mark.parametrize("change", [clip, write_without_a_new_version, replace])
+def test_what_becomes_of_a_closed_window_is_what_the_step_takes(change: Callable[[Any], None], backend: str) -> None:
+    param, optimizer = one_parameter(backend, max_grad_norm=2.0)
+    for last in (False, True):
+        param.grad = torch.full((4,), 4.0)
+        optimizer.accumulate(last=last)
+    change(param)  # divides it by 4
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, torch.tensor(4.0), rtol=1e-6, atol=0)  # torch's clip has an eps
+    torch.testing.assert_close(param.detach(), torch.full((4,), 8 - LR * 1.0), rtol=1e-6, atol=0)
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_step_has_its_own_norm_and_leaves_gradients_outside_of_windows_as_they_are(backend: str) -> None:
+    param, optimizer = one_parameter(backend, max_grad_norm=1.0)
+    assert optimizer.grad_norm is None
+    norms: list[Any] = []
+    for slope in (3.0, 4.0):
+        grad = param.grad = torch.full((4,), slope)
+        optimizer.step(normalizer=2)
+        norms.append(optimizer.grad_norm)
+        assert param.grad is grad
+        assert grad.tolist() == [slope] * 4
+    assert [(norm.item(), norm.shape, norm.dtype) for norm in norms] == [
+        (value, (), torch.float32)
+        for value in (3.0, 4.0)  # after normalization, before clipping
+    ]
+    torch.testing.assert_close(param.detach(), torch.full((4,), 8 - LR * (0.5 + 0.5)), rtol=1e-6, atol=0)
+
+
+def test_no_norm_is_taken_where_none_is_wanted(backend: str) -> None:
+    param, optimizer = one_parameter(backend)
+    param.grad = torch.full((4,), torch.inf)
+    optimizer.step()
+    assert optimizer.grad_norm is None
+    assert not optimizer.step_was_skipped
+    assert param.tolist() == [-torch.inf] * 4  # as in torch
+
+
+def test_a_closure_may_fold_whole_windows(backend: str) -> None:
+    param, optimizer = one_parameter(backend)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        for weight, slope in ((1, 2.0), (3, 6.0)):
+            loss = (param * slope).sum()
+            loss.backward()
+            optimizer.accumulate(weight)
+        return loss.detach()
+
+    assert float(optimizer.step(closure)) == 4 * 8.0 * 6.0
+    assert param.tolist() == [8 - LR * 5.0] * 4
+    assert param.grad is None
+
+
+# ---- windows that are dropped ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_two_open_windows_dropped_in_a_row_warn_once(backend: str, closed: bool) -> None:
+    """A GradScaler that skips drops closed ones, and is right."""
+    param, optimizer = one_parameter(backend)
+
+    def drop() -> None:
+        param.grad = torch.ones(4)
+        optimizer.accumulate(last=closed)
+        optimizer.zero_grad()
+
+    drop()
+    if closed:
+        drop()  # warnings are errors
+    else:
+        with pytest.warns(UserWarning, match=r"after optimizer\.step\(\), not between the micro-batches"):
+            drop()
+    drop()
+    param.grad = torch.ones(4)
+    optimizer.step()
+    assert param.tolist() == [8.0 - LR] * 4
+
+
+def test_windows_that_are_dropped_before_each_of_the_last_steps_warn_once(backend: str) -> None:
+    param, optimizer = one_parameter(backend)
+
+    def update(*, drops: bool) -> None:
+        for _ in range(2):
+            if drops:  # misplaced: half of each window of two is lost
+                optimizer.zero_grad()
+            param.grad = torch.ones(4)
+            optimizer.accumulate()
+        optimizer.step()
+
+    for drops in (True, True, False, True, True):  # two in a row may be lawful
+        update(drops=drops)
+    with pytest.warns(UserWarning, match="dropped before each of the last steps; zero_grad"):
+        update(drops=True)
+    update(drops=True)
+    assert param.tolist() == [8.0 - LR * (6 * 1 + 1 * 2)] * 4
