@@ -15,44 +15,32 @@
 namespace accumfused {
 namespace {
 
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 const cpu::Kernels& kernels(const std::string& instruction_set) {
-  const cpu::Kernels* available[4];
-  const int count = cpu::supported(available, 4);
-  for (int i = 0; i < count; ++i) {
-    if (instruction_set == available[i]->name) return *available[i];
+  for (const cpu::Kernels* available : cpu::supported()) {
+    if (instruction_set == available->name) return *available;
   }
   throw py::value_error("instruction set " + instruction_set + " cannot run on this machine; see instruction_sets()");
 }
 
 std::vector<std::string> instruction_sets() {
-  const cpu::Kernels* available[4];
-  const int count = cpu::supported(available, 4);
   std::vector<std::string> names;
-  for (int i = 0; i < count; ++i) names.emplace_back(available[i]->name);
+  for (const cpu::Kernels* available : cpu::supported()) names.emplace_back(available->name);
   return names;
 }
 
 py::list rules() {
-  cpu::RuleInfo info[16];
-  const int count = cpu::rules(info, 16);
   py::list out;
-  for (int i = 0; i < count; ++i) {
+  for (const cpu::RuleInfo& rule : cpu::rules()) {
     py::list states, hypers;
-    for (int k = 0; k < info[i].states; ++k) states.append(info[i].state_names[k]);
-    for (int k = 0; k < info[i].hypers; ++k) hypers.append(info[i].hyper_names[k]);
-    out.append(py::make_tuple(info[i].name, py::tuple(states), info[i].counts_steps, py::tuple(hypers)));
+    for (int k = 0; k < rule.states; ++k) states.append(rule.state_names[k]);
+    for (int k = 0; k < rule.hypers; ++k) hypers.append(rule.hyper_names[k]);
+    out.append(py::make_tuple(rule.name, py::tuple(states), rule.counts_steps, py::tuple(hypers)));
   }
   return out;
 }
 
 cpu::Work work_on(const Table& table, int threads) {
-  // Waking a thread takes longer than a few hundred kilobytes do (measured: 64,000 elements, 46 us alone, 50 to 150 in
-  // two).
+  // Waking a thread takes longer than a few hundred kilobytes do: 64,000 elements took 46 us alone, 50 to 150 in two.
   constexpr int64_t kSerialElements = 1 << 17;
   if (threads < 1 || table.numel() < kSerialElements) threads = 1;
   return {table.rows(), threads};
@@ -113,7 +101,7 @@ PYBIND11_MODULE(_C, m) {
 #endif
   m.attr("CHUNK") = kChunk;
   m.attr("LANES") = kLanes;
-  m.attr("BLOCK") = kBlock;
+  m.attr("BLOCK") = kQuantBlock;
   m.attr("MIN_SECOND_MOMENT") = kMinSecondMoment;
   m.attr("SMALLEST_SCALE") = kSmallestScale;
   m.def("instruction_sets", instruction_sets, "What this machine can run, best first.");

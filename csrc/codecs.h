@@ -1,7 +1,5 @@
 // How numbers are stored in fewer bits, and the noise that rounds them; CPU and CUDA include this file. The
 // counterpart, with the reasons, is accumfused/formats/codecs.py.
-//
-// F and U are float and uint32_t, or vectors of them (cpu/vector.h).
 #pragma once
 #include "numeric.h"
 #include "rows.h"
@@ -13,16 +11,14 @@ constexpr int kCodeShift = 19;  // of the 23 bits of a mantissa, codes keep 4
 constexpr uint32_t kSignedBase = 120u << 23, kUnsignedBase = 112u << 23;
 constexpr uint32_t kHeadroom = 2u << kCodeShift;
 
-AF_INLINE float magnitude(float value) { return fabsf(value); }
 AF_INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
-AF_INLINE uint32_t select(uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); }
-AF_INLINE uint32_t exclusive_or(uint32_t a, uint32_t b, uint32_t c) { return a ^ b ^ c; }
+AF_INLINE uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-// The bits, of every NaN those of one: adding to those of some makes other numbers.
-template <class F>
-AF_INLINE auto bits_or_nan(F value) {
-  return value != value ? bits_of(value) * 0 + kNan : bits_of(value);
-}
+// The bits of `a` where the mask has ones, those of `b` elsewhere.
+AF_INLINE uint32_t select(uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); }
+
+// The bits; every NaN has those of one NaN, because adding to the bits of some makes other numbers.
+AF_INLINE uint32_t bits_or_nan(float value) { return value != value ? kNan : bits_of(value); }
 
 // ---- noise ----------------------------------------------------------------------------------------------------------
 
@@ -34,9 +30,9 @@ AF_INLINE uint64_t mix(uint64_t value) {
   return value ^ (value >> 31);
 }
 
-// 32 bits for each element of a chunk: a hash of (seed, step, row) and the element's index in the whole tensor,
-// of which a row may be a part. Each 2^32 elements have another key; a chunk of a part that lies across such a boundary
-// keeps the one of its first element, so only beyond 4G elements may a few get other bits than in the whole.
+// 32 bits for each element of a chunk: a hash of (seed, step, row) and the element's index in the whole tensor; a row
+// may be a part of that. Each 2^32 elements have another key. A part's chunk across such a boundary keeps the key of
+// its first element, so beyond 4G elements a few may get other bits than in the whole.
 struct Noise {
   static constexpr uint32_t kStride = 0x9e3779b1u;  // between the positions of neighbours
   uint32_t first, second;
@@ -49,32 +45,20 @@ struct Noise {
     first = uint32_t(keys) + uint32_t(start) * kStride, second = uint32_t(keys >> 32);
   }
 
-  template <class U>
-  AF_METHOD U position(U element) const {
-    return element * kStride + first;
-  }
-  template <class U>
-  AF_METHOD U at(U position) const {
-    U x = (position ^ (position >> 16)) * 0x21f0aaadu;
-    x = exclusive_or(x, x >> 15, x * 0 + second) * 0x735a2d97u;
+  AF_METHOD uint32_t position(uint32_t element) const { return element * kStride + first; }
+  AF_METHOD uint32_t at(uint32_t position) const {
+    uint32_t x = (position ^ (position >> 16)) * 0x21f0aaadu;
+    x = (x ^ (x >> 15) ^ second) * 0x735a2d97u;
     return x ^ (x >> 15);
   }
-  AF_METHOD uint32_t operator()(uint32_t element) const { return at(position(element)); }
 };
 
-template <int kNumber, class U>
-AF_INLINE U stream(U noise) {
+// An element's noise for one of its numbers: the same bits, turned.
+template <int kNumber>
+AF_INLINE uint32_t stream(uint32_t noise) {
   constexpr int kTurn = 11 * kNumber;
   if constexpr (kTurn == 0) return noise;
   else return (noise << kTurn) | (noise >> (32 - kTurn));
-}
-
-// Its first bits.
-template <int kNumber, int kBits, class U>
-AF_INLINE U leading(U noise) {
-  constexpr int kBelow = 32 - kBits - 11 * kNumber;
-  if constexpr (kBelow < 0 || kNumber == 0) return stream<kNumber>(noise) >> (32 - kBits);
-  else return (noise >> kBelow) & ((1u << kBits) - 1);
 }
 
 constexpr int kWeightStream = 2;  // a state's is its number, the third's that of the second
@@ -86,22 +70,17 @@ AF_INLINE Bfloat16 to_bfloat16(float value) {
   return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-template <class F, class U>
-AF_INLINE U bfloat16_bits(F value, U noise) {
-  return (bits_or_nan(value) + (noise >> 16)) >> 16;
+AF_INLINE Bfloat16 to_bfloat16(float value, uint32_t noise) {
+  return {uint16_t((bits_or_nan(value) + (noise >> 16)) >> 16)};
 }
 
-AF_INLINE Bfloat16 to_bfloat16(float value, uint32_t noise) { return {uint16_t(bfloat16_bits(value, noise))}; }
-
-AF_INLINE uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
-
-// Below 2^-14 the distance between neighbours stays 2^-24, so more bits of the mantissa are dropped there: at most 30,
-// of which `up(dropped, mantissa)` says what is added to them.
+// Below 2^-14 the distance between neighbours stays 2^-24, so more bits of the mantissa are dropped there, at most 30.
+// `up(dropped, mantissa)` is added to them first.
 template <class Up>
 AF_INLINE Float16 round_to_float16(float value, const Up& up) {
   const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu, exponent = magnitude >> 23;
   const uint32_t below = exponent < 113 ? 113 - exponent : 0;
-  const uint32_t beyond = below > 17 ? smaller(below - 17, 31) : 0;  // what 30 bits cannot decide about
+  const uint32_t beyond = below > 17 ? smaller(below - 17, 31) : 0;  // bits that cannot decide any more
   const uint32_t dropped = smaller(13 + below, 30);
   const uint32_t mantissa = ((magnitude & 0x7fffffu) | 0x800000u) >> beyond;
   const uint32_t half = ((exponent > 113 ? exponent - 113 : 0) << 10) + ((mantissa + up(dropped, mantissa)) >> dropped);
@@ -127,7 +106,7 @@ AF_INLINE Float16 to_float16(float value) {
 }
 
 // ---- weights --------------------------------------------------------------------------------------------------------
-// Each form has two streams: the parameter's own type and that of what it lacks of its fp32 value (none: void).
+// Each form has two streams: the parameter, and the rest of its fp32 value (none: void).
 
 struct Float32Weights {
   using Param = float;
@@ -136,28 +115,30 @@ struct Float32Weights {
   AF_METHOD static float store(float value, uint32_t) { return value; }
 };
 
-template <bool kStochastic>
-struct Bfloat16Weights {
-  using Param = Bfloat16;
+template <class Half>
+AF_INLINE Half rounded(float value) {
+  if constexpr (__is_same(Half, Bfloat16)) return to_bfloat16(value);
+  else return to_float16(value);
+}
+
+template <class Half>
+AF_INLINE Half rounded(float value, uint32_t noise) {
+  if constexpr (__is_same(Half, Bfloat16)) return to_bfloat16(value, noise);
+  else return to_float16(value, noise);
+}
+
+template <class Half, bool kStochastic>
+struct HalfWeights {
+  using Param = Half;
   using Master = void;
-  AF_METHOD static float join(Bfloat16 param) { return to_float(param); }
-  AF_METHOD static Bfloat16 store(float value, uint32_t noise) {
-    return kStochastic ? to_bfloat16(value, noise) : to_bfloat16(value);
+  AF_METHOD static float join(Half param) { return to_float(param); }
+  AF_METHOD static Half store(float value, uint32_t noise) {
+    return kStochastic ? rounded<Half>(value, noise) : rounded<Half>(value);
   }
 };
 
-template <bool kStochastic>
-struct Float16Weights {
-  using Param = Float16;
-  using Master = void;
-  AF_METHOD static float join(Float16 param) { return to_float(param); }
-  AF_METHOD static Float16 store(float value, uint32_t noise) {
-    return kStochastic ? to_float16(value, noise) : to_float16(value);
-  }
-};
-
-// Of a parameter and what it lacks. No number that was split gives a NaN unless its half is one too, so where they make
-// one the parameter was written from outside (a zero beside the old, negative remainder, say): it counts as it is.
+// The fp32 value of a parameter and its remainder. A number that was split gives a NaN only if its half is one. Any
+// other NaN says that somebody has written the parameter (a zero beside a negative remainder, say): it counts as it is.
 AF_INLINE float joined(Bfloat16 param, int32_t remainder) {
   const float value = float_from_bits((uint32_t(param.bits) << 16) + uint32_t(remainder));
   return value != value ? to_float(param) : value;
@@ -166,34 +147,20 @@ AF_INLINE float joined(Bfloat16 param, int32_t remainder) {
 struct Split16Weights {
   using Param = Bfloat16;
   using Master = int16_t;
-  template <class F, class U>
-  AF_METHOD static void to_bits(F value, U, U& param, U& remainder) {
-    const U bits = bits_or_nan(value);
-    param = (bits + 0x8000u) >> 16, remainder = bits;
-  }
-
   AF_METHOD static float join(Bfloat16 param, int16_t remainder) { return joined(param, remainder); }
-  AF_METHOD static void store(float value, uint32_t noise, Bfloat16& param, int16_t& remainder) {
-    uint32_t high, low;
-    to_bits(value, noise, high, low);
-    param.bits = uint16_t(high), remainder = int16_t(low);
+  AF_METHOD static void store(float value, uint32_t, Bfloat16& param, int16_t& remainder) {
+    const uint32_t bits = bits_or_nan(value);
+    param.bits = uint16_t((bits + 0x8000u) >> 16), remainder = int16_t(bits);
   }
 };
 
 struct Split8Weights {
   using Param = Bfloat16;
   using Master = int8_t;
-  template <class F, class U>
-  AF_METHOD static void to_bits(F value, U noise, U& param, U& remainder) {
-    const U bits = bits_or_nan(value) + (noise >> 24);
-    param = (bits + 0x8000u) >> 16, remainder = bits >> 8;
-  }
-
   AF_METHOD static float join(Bfloat16 param, int8_t remainder) { return joined(param, int32_t(remainder) * 256); }
   AF_METHOD static void store(float value, uint32_t noise, Bfloat16& param, int8_t& remainder) {
-    uint32_t high, low;
-    to_bits(value, noise, high, low);
-    param.bits = uint16_t(high), remainder = int8_t(low);
+    const uint32_t bits = bits_or_nan(value) + (noise >> 24);
+    param.bits = uint16_t((bits + 0x8000u) >> 16), remainder = int8_t(bits >> 8);
   }
 };
 
@@ -202,30 +169,26 @@ template <class Half>
 struct MasterWeights {
   using Param = Half;
   using Master = float;
-  AF_METHOD static Half rounded(float value) {
-    if constexpr (__is_same(Half, Bfloat16)) return to_bfloat16(value);
-    else return to_float16(value);
-  }
   AF_METHOD static float join(Half param, float master) {
-    return rounded(master).bits == param.bits ? master : to_float(param);
+    return rounded<Half>(master).bits == param.bits ? master : to_float(param);
   }
   AF_METHOD static void store(float value, uint32_t, Half& param, float& master) {
-    param = rounded(value), master = value;
+    param = rounded<Half>(value), master = value;
   }
 };
 
 // In the order of enum Weights.
-#define AF_WEIGHTS(X)       \
-  X(Float32Weights)         \
-  X(Bfloat16Weights<false>) \
-  X(Bfloat16Weights<true>)  \
-  X(Float16Weights<false>)  \
-  X(Float16Weights<true>)   \
+#define AF_WEIGHTS(X)             \
+  X(Float32Weights)               \
+  X(HalfWeights<Bfloat16, false>) \
+  X(HalfWeights<Bfloat16, true>)  \
+  X(HalfWeights<Float16, false>)  \
+  X(HalfWeights<Float16, true>)   \
   X(Split16Weights) X(Split8Weights) X(MasterWeights<Bfloat16>) X(MasterWeights<Float16>)
 
-// ---- blocks of 8 bits -----------------------------------------------------------------------------------------------
+// ---- quantisation blocks of 8 bits ----------------------------------------------------------------------------------
 
-// The biased exponent of a block's scale from the bits of its largest magnitude.
+// The biased exponent of a quantisation block's scale, from the bits of its largest magnitude.
 AF_INLINE uint32_t scale_of_exponent(uint32_t exponent) {
   return exponent >= 254 ? 255 : exponent < uint32_t(kSmallestScale) ? 0 : exponent;
 }
@@ -238,27 +201,24 @@ AF_INLINE float inverse_scale(uint32_t exponent) {
   return float_from_bits(exponent == 255 ? 0 : (254 - exponent) << 23);
 }
 
-// The code in the lowest 8 bits; those above are of no meaning.
-template <bool kSecondMoment, class F, class U>
-AF_INLINE U encode(F value, float inverse, U noise) {
+// The code in the lowest 8 bits; the bits above mean nothing.
+template <bool kSecondMoment>
+AF_INLINE uint32_t encode(float value, float inverse, uint32_t noise) {
   constexpr uint32_t kBase = kSecondMoment ? kUnsignedBase : kSignedBase;
-  const U bits = bits_of(magnitude(value) * inverse + float_from_bits(kBase)) + (noise >> (32 - kCodeShift));
-  if constexpr (kSecondMoment) {
-    return larger((bits - kBase) >> kCodeShift, bits * 0 + uint32_t(kMinSecondMoment));
-  } else {
-    return select(bits * 0 + 0x7fu, bits >> kCodeShift, bits_of(value) >> 24);
-  }
+  const uint32_t bits = bits_of(fabsf(value) * inverse + float_from_bits(kBase)) + (noise >> (32 - kCodeShift));
+  if constexpr (kSecondMoment) return larger((bits - kBase) >> kCodeShift, kMinSecondMoment);
+  else return select(0x7f, bits >> kCodeShift, bits_of(value) >> 24);
 }
 
-// Of a code with nothing above its 8 bits.
-template <bool kSecondMoment, class U>
-AF_INLINE auto decode(U code, float factor) {
+// The value of a code with nothing above its 8 bits.
+template <bool kSecondMoment>
+AF_INLINE float decode(uint32_t code, float factor) {
   constexpr uint32_t kBase = kSecondMoment ? kUnsignedBase : kSignedBase;
-  constexpr uint32_t kMask = kSecondMoment ? 0xffu : 0x7fu;
-  const U bits = select(code * 0 + (kMask << kCodeShift), code << kCodeShift, code * 0 + kBase);
-  const auto value = (float_from_bits(bits) - float_from_bits(kBase)) * factor;
+  constexpr uint32_t kMask = kSecondMoment ? 0xff : 0x7f;
+  const uint32_t bits = select(kMask << kCodeShift, code << kCodeShift, kBase);
+  const float value = (float_from_bits(bits) - float_from_bits(kBase)) * factor;
   if constexpr (kSecondMoment) return value;
-  else return float_from_bits(select(code * 0 + 0x80000000u, code << 24, bits_of(value)));
+  else return float_from_bits(select(0x80000000, code << 24, bits_of(value)));
 }
 
 }  // namespace accumfused::AF_TARGET

@@ -21,12 +21,12 @@ inline double sum_partials(const float* partials, int64_t chunks) {
   return lanes[0];
 }
 
-// Squares of gradients below 2^-63 lose bits, and below 2^-75 they are 0. Where the gradients are divided by so little
-// that their norm could be large all the same, it is not known: NaN.
+// Squares of gradients below 2^-63 lose bits, and below 2^-75 they are 0. A small divisor could
+// make a large norm of them all the same: the norm is not known then, and becomes NaN.
 constexpr double kLeastSum = 0x1p-100, kLeastDivisor = 0x1p-50;
 
 struct Scaling {
-  double normalization;                // what the gradients are divided by
+  double normalization;                // the gradients' divisor
   const double* device_normalization;  // nullable; multiplies it
   const float* found_inf;              // nullable; not 0: the step is skipped
   bool takes_norm;
@@ -35,12 +35,11 @@ struct Scaling {
   bool skips_nonfinite;
 };
 
-// Of addresses, as they come from Python.
 inline Scaling make_scaling(double normalization, uintptr_t device_normalization, uintptr_t found_inf, bool takes_norm,
                             std::optional<double> max_grad_norm, bool skips_nonfinite) {
   return {normalization,
-          reinterpret_cast<const double*>(device_normalization),
-          reinterpret_cast<const float*>(found_inf),
+          pointer<const double>(device_normalization),
+          pointer<const float>(found_inf),
           takes_norm,
           max_grad_norm.has_value(),
           max_grad_norm.value_or(0.0),

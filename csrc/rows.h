@@ -1,5 +1,5 @@
-// What the kernels work on: one row per parameter, in the optimizer's order, and what one call brings to it. No Python,
-// no torch.
+// The kernels work on rows, one per parameter in the optimizer's order, and on the operands of one call. No Python, no
+// torch.
 #pragma once
 #include <cstdint>
 
@@ -13,15 +13,15 @@ constexpr int64_t kChunk = 32768;
 constexpr int64_t kLanes = 1024;
 constexpr int kMaxStates = 3;
 
-// States in 8 bits: so many elements share a scale (a warp's 32 threads hold four each), the smallest code of a second
-// moment, and the smallest biased exponent of a scale that is not 0.
-constexpr int64_t kBlock = 128;
+// States in 8 bits: the elements of a quantisation block, which share a scale (a warp's 32 threads hold four each), the
+// smallest code of a second moment, and the smallest biased exponent of a scale that is not 0.
+constexpr int64_t kQuantBlock = 128;
 constexpr int kMinSecondMoment = 4;
 constexpr int kSmallestScale = 33;
 
 enum class Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
 
-// How a parameter is kept, and how its states are: see accumfused/formats/kinds.py.
+// The formats of a parameter and of its states: see accumfused/formats/kinds.py.
 enum class Weights : int32_t {
   kFloat32 = 0,
   kBfloat16,
@@ -37,18 +37,18 @@ enum class States : int32_t { kFloat32 = 0, kBfloat16, kInt8 };
 
 constexpr int32_t kOverwrite = -1;  // in place of a weight's index: the accumulator holds nothing yet
 
-// The parameter, its states and its place in the order of chunks: what lasts from call to call.
+// The part that lasts from call to call: the parameter, its states and its place in the order of chunks.
 struct Row {
   void* param = nullptr;
   float* step = nullptr;          // null: none is counted
   const int64_t* seed = nullptr;  // null: nothing is rounded stochastically
-  void* master = nullptr;         // what the parameter lacks of its fp32 value
+  void* master = nullptr;         // the rest of the parameter's fp32 value
   void* state[kMaxStates] = {};
-  uint8_t* scale[kMaxStates] = {};  // biased exponents, one per block of a state
+  uint8_t* scale[kMaxStates] = {};  // biased exponents, one per quantisation block of a state
   int64_t numel = 0;
   int64_t first_chunk = 0;
   int64_t group = 0;
-  int64_t origin = 0;  // where in the whole tensor the first element lies, where this is a part of one
+  int64_t origin = 0;  // the first element's place in the whole tensor
   Weights weights = Weights::kFloat32;
   States states = States::kFloat32;
   int64_t unused = 0;
@@ -56,11 +56,11 @@ struct Row {
   AF_METHOD bool is_plain() const { return weights == Weights::kFloat32 && states == States::kFloat32; }
 };
 
-// What changes with every call.
+// The part that changes with every call.
 struct Operands {
   const void* grad = nullptr;    // null: no gradient in this call
   float* accumulator = nullptr;  // null: not folded in this call
-  int32_t weight = kOverwrite;   // of what the accumulator holds: an index into the window's weights
+  int32_t weight = kOverwrite;   // the accumulator's: an index into the window's weights
   Dtype grad_dtype = Dtype::kFloat32;
   int64_t unused = 0;
 };
@@ -74,6 +74,25 @@ struct Rows {
   int64_t chunks;  // over all rows
   bool plain;      // so is every row
 };
+
+// accumulator <- (w[operands.weight] * scale) * accumulator + (w[weight] * scale) * grad, in fp32; a weight of 0 leaves
+// its term out, whatever it holds. An accumulator that holds nothing (kOverwrite) takes the gradient as it is. Where a
+// gradient was added, or the accumulator rescaled, `partials[chunk]` becomes the sum of squares of the result.
+struct Fold {
+  const double* weights;
+  int64_t weight;
+  double scale;
+  const double* device_scale;  // nullable; multiplies `scale`
+  float* partials;
+
+  AF_METHOD double whole_scale() const { return device_scale ? scale * *device_scale : scale; }
+};
+
+// Memory comes from Python as an address.
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
 
 AF_INLINE int64_t chunk_count(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 

@@ -1,10 +1,9 @@
 // The optimizers' elementwise arithmetic: one functor per rule, and the list of rules. CPU and CUDA include this file.
 //
 // A functor is built once per tensor from its group's hyper-parameters, the number of this step (1 for the first) and
-// the coefficient; the call takes one element: its parameter, its gradient as it was read, its (up to three) states, of
-// which those from kFirstSecondMoment on are second moments.
-// Scalars are computed in double and rounded to fp32 once. The same arithmetic in PyTorch stands in accumfused/optimizers/,
-// under the same names.
+// the coefficient. The call takes one element: parameter, gradient as it was read, and up to three states; second
+// moments begin at kFirstSecondMoment. Scalars are computed in double and rounded to fp32 once. accumfused/optimizers/
+// has the same arithmetic in PyTorch, under the same names.
 #pragma once
 #include "numeric.h"
 
@@ -32,8 +31,8 @@ struct Sgd {
   }
 };
 
-// b <- momentum * b + (1 - dampening) * g;  p <- p - lr * (nesterov ? g + momentum * b : b).  The first step sets b =
-// g.
+// b <- momentum * b + (1 - dampening) * g;  p <- p - lr * (nesterov ? g + momentum * b : b)
+// The first step sets b = g.
 struct SgdMomentum {
   static constexpr const char* kName = "sgd_momentum";
   static constexpr int kStates = 1;
@@ -88,30 +87,28 @@ struct AdamFamily {
         step_size(float(hyper[0] / (1.0 - power(hyper[1], step)))),
         inverse_root(float(1.0 / double(square_root(float(1.0 - power(hyper[2], step)))))) {}
 
-  // Of one element, or of a vector of them (cpu/vector.h).
-  template <class F>
-  AF_METHOD void operator()(F& p, F grad, F& exp_avg, F& exp_avg_sq, F& max_exp_avg_sq) const {
+  AF_METHOD void operator()(float& p, float grad, float& exp_avg, float& exp_avg_sq, float& max_exp_avg_sq) const {
     moments(p, grad, exp_avg, exp_avg_sq);
-    F second = exp_avg_sq;
+    float second = exp_avg_sq;
     if constexpr (kAmsgrad) {
       second = exp_avg_sq > max_exp_avg_sq ? exp_avg_sq : max_exp_avg_sq;
       second = exp_avg_sq != exp_avg_sq ? exp_avg_sq : second;  // a NaN propagates, as in torch.maximum
       max_exp_avg_sq = second;
     }
-    move(p, exp_avg, square_root(second), [](F a, F b) { return a / b; });
+    move(p, exp_avg, square_root(second), [](float a, float b) { return a / b; });
   }
 
-  template <bool kDecays = true, class F>
-  AF_METHOD void moments(F p, F grad, F& exp_avg, F& exp_avg_sq) const {
-    F g = grad * coefficient;
+  template <bool kDecays = true>
+  AF_METHOD void moments(float p, float grad, float& exp_avg, float& exp_avg_sq) const {
+    float g = grad * coefficient;
     if constexpr (kDecays) g = weight_decay != 0 ? g + p * weight_decay : g;
     exp_avg = exp_avg * beta1 + g * one_minus_beta1;
     exp_avg_sq = exp_avg_sq * beta2 + (g * g) * one_minus_beta2;
   }
 
-  template <class F, class Divide>
-  AF_METHOD void move(F& p, F exp_avg, F root, const Divide& divide) const {
-    const F denominator = root * inverse_root + eps;
+  template <class Divide>
+  AF_METHOD void move(float& p, float exp_avg, float root, const Divide& divide) const {
+    const float denominator = root * inverse_root + eps;
     p = p * decay - divide(exp_avg * step_size, denominator);
   }
 };

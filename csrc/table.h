@@ -20,8 +20,8 @@ namespace py = pybind11;
 class Table {
  public:
   // rows: accumfused/core/plan.py's. Each keeps its tensors alive, and its storage gives them in the order of our Row
-  // from `step` on. device: DLPack's type and index of the memory that the kernels work on. A tensor that lies elsewhere
-  // has a row, and its place in the order of chunks, but no address: a gradient for it is refused.
+  // from `step` on. device: DLPack's type and index of the memory that the kernels work on. A tensor that lies
+  // elsewhere has a row, and its place in the order of chunks, but no address: a gradient for it is refused.
   Table(const py::capsule& exchange_api, const py::tuple& device, const py::list& rows);
 
   // Remembers which objects param_groups and the optimizer's state hold...

@@ -1,6 +1,5 @@
-// One source, several builds: AF_TARGET names the namespace of the build (an instruction set, or `gpu`), so that the
-// same functor compiled for several of them is not one weak symbol, of which the linker might keep the AVX-512 copy for
-// all.
+// One source, several builds: AF_TARGET names the namespace of the build (an instruction set, or `gpu`). With one name
+// for all, a functor would be one weak symbol, and the linker might keep the AVX-512 copy for everybody.
 #pragma once
 
 #if defined(__CUDACC__)

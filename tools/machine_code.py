@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-THREADS = 256  # of a block: csrc/cuda/block.cuh
+THREADS = 256  # of a block: csrc/cuda/policy.h
 REGISTERS = 65536  # of a multiprocessor
 MOST_THREADS = {75: 1024, 80: 2048, 90: 2048, 100: 2048, 120: 1536}
 

@@ -1,22 +1,13 @@
 // The three verbs on the CPU, once per instruction set. Each takes plain memory; the caller keeps the tensors alive.
 #pragma once
+#include <vector>
+
 #include "../rows.h"
 
 namespace accumfused::cpu {
 
 struct Work : Rows {
   int threads;
-};
-
-// accumulator <- (w[operands.weight] * scale) * accumulator + (w[weight] * scale) * grad, in fp32; a weight of 0 leaves
-// its term out, whatever it holds. An accumulator that holds nothing (kOverwrite) takes the gradient as it is. Where a
-// gradient was added, or the accumulator rescaled, `partials[chunk]` becomes the sum of squares of the result.
-struct Fold {
-  const double* weights;
-  int64_t weight;
-  double scale;
-  const double* device_scale;  // nullable; multiplies `scale`
-  float* partials;
 };
 
 struct Step {
@@ -49,7 +40,7 @@ extern const Kernels kX86V4;
 #endif
 
 // dispatch.cpp
-int supported(const Kernels** out, int capacity);  // what this machine can run, best first
-int rules(RuleInfo* out, int capacity);
+std::vector<const Kernels*> supported();  // those that this machine can run, best first
+std::vector<RuleInfo> rules();
 
 }  // namespace accumfused::cpu

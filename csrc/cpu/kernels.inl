@@ -1,7 +1,5 @@
-// The CPU kernels. Compiled once per instruction set, with AF_TARGET naming the namespace; nothing here names one: the
-// compiler vectorises the loops, and every instruction set computes the same bits.
-#include "vector.h"  // first: the templates of codecs and rules find its overloads by name
-//
+// The CPU kernels, compiled once per instruction set into AF_TARGET's namespace. Nothing here names an instruction set:
+// the compiler vectorises the loops, and all compute the same bits.
 #include "../codecs.h"
 #include "../rules.h"
 #include "float_mode.h"
@@ -11,7 +9,6 @@
 namespace accumfused::AF_TARGET {
 namespace {
 
-using cpu::Fold;
 using cpu::Step;
 using cpu::Work;
 
@@ -114,16 +111,16 @@ float sum_of_squares(const G* __restrict grad, int64_t n) {
   int64_t i = kLanes;
   // Several rows at a time, so that the lanes come from the L1 cache less often, and the rows after next fetched ahead:
   // the hardware prefetcher alone leaves a third of the memory's rate unused here.
-  constexpr int64_t kRows = 8, kBlock = 64 / sizeof(G), kAhead = kRows * kLanes;
+  constexpr int64_t kRows = 8, kLine = 64 / sizeof(G), kAhead = kRows * kLanes;
   for (; i + kRows * kLanes <= n; i += kRows * kLanes) {
-    for (int64_t l = 0; l < kLanes; l += kBlock) {
-      const G* __restrict block = grad + i + l;
+    for (int64_t l = 0; l < kLanes; l += kLine) {
+      const G* __restrict line = grad + i + l;
       float* __restrict lane = lanes + l;
-      for (int64_t r = 0; r < kRows; ++r) __builtin_prefetch(block + r * kLanes + kAhead, 0, 2);
-      for (int64_t k = 0; k < kBlock; ++k) {
+      for (int64_t r = 0; r < kRows; ++r) __builtin_prefetch(line + r * kLanes + kAhead, 0, 2);
+      for (int64_t k = 0; k < kLine; ++k) {
         float sum = lane[k];
         for (int64_t r = 0; r < kRows; ++r) {
-          const float g = to_float(block[r * kLanes + k]);
+          const float g = to_float(line[r * kLanes + k]);
           sum += g * g;
         }
         lane[k] = sum;
@@ -182,7 +179,7 @@ float fold_chunk(float* __restrict accumulator, const G* __restrict grad, float 
 }
 
 void accumulate(const Work& work, const Fold& fold) {
-  const double scale = fold.device_scale ? fold.scale * *fold.device_scale : fold.scale;
+  const double scale = fold.whole_scale();
   const float add = float(fold.weights[fold.weight] * scale);
   int64_t written_bytes = 0;
   for (int64_t i = 0; i < work.count; ++i)
@@ -212,13 +209,16 @@ void accumulate(const Work& work, const Fold& fold) {
 
 // ---- step -----------------------------------------------------------------------------------------------------------
 
-template <class Rule, bool kFlush, class G>
-void update(const Rule& rule, float* __restrict param, const G* __restrict grad, float* const* state, int64_t n) {
+// Calls also(i) for each element, too: roots and divisions hide that work.
+template <class Rule, bool kFlush, class G, class Also>
+AF_INLINE void update(const Rule& rule, float* __restrict param, const G* __restrict grad, float* const* state, int n,
+                      Also also) {
   const auto flushed = [](float value) { return kFlush ? flush_subnormal(value) : value; };
   float* __restrict s0 = state[0];
   float* __restrict s1 = state[1];
   float* __restrict s2 = state[2];
-  for (int64_t i = 0; i < n; ++i) {
+  for (int i = 0; i < n; ++i) {
+    also(i);
     float p = param[i], a = 0, b = 0, c = 0;
     if constexpr (Rule::kStates > 0) a = s0[i];
     if constexpr (Rule::kStates > 1) b = s1[i];
@@ -265,7 +265,7 @@ void run_rule(const Row& row, int64_t index, const Operands& in, const Step& ste
   float* state[kMaxStates];
   for (int k = 0; k < kMaxStates; ++k) state[k] = row.state[k] ? static_cast<float*>(row.state[k]) + offset : nullptr;
   float* const param = static_cast<float*>(row.param) + offset;
-  with_grad(in, offset, [&](auto grad) { update<Rule, true>(rule, param, grad, state, n); });
+  with_grad(in, offset, [&](auto grad) { update<Rule, true>(rule, param, grad, state, int(n), [](int) {}); });
 }
 
 using RunRule = void (*)(const Row&, int64_t, const Operands&, const Step&, Prepared&, int64_t, int64_t);

@@ -17,11 +17,11 @@ void overwrite(float* __restrict accumulator, const G* __restrict grad, int64_t 
   int64_t i = 0;
 #if defined(__SSE2__)
   if (beyond_cache && reinterpret_cast<uintptr_t>(accumulator) % 16 == 0) {
-    constexpr int64_t kBlock = 256;  // converted in the L1 cache by vectorised code, then streamed out
-    alignas(64) float block[kBlock];
-    for (; i + kBlock <= n; i += kBlock) {
-      for (int64_t k = 0; k < kBlock; ++k) block[k] = to_float(grad[i + k]);
-      for (int64_t k = 0; k < kBlock; k += 4) _mm_stream_ps(accumulator + i + k, _mm_load_ps(block + k));
+    constexpr int64_t kPiece = 256;  // converted in the L1 cache by vectorised code, then streamed out
+    alignas(64) float piece[kPiece];
+    for (; i + kPiece <= n; i += kPiece) {
+      for (int64_t k = 0; k < kPiece; ++k) piece[k] = to_float(grad[i + k]);
+      for (int64_t k = 0; k < kPiece; k += 4) _mm_stream_ps(accumulator + i + k, _mm_load_ps(piece + k));
     }
     _mm_sfence();
   }

@@ -1,21 +1,15 @@
-// Parameters and states in every format: a row of 1024 elements at a time, with a switch at each access, so that
-// formats and rules add up in the code and do not multiply. packed_adam.cuh has loops for what is common.
+// Parameters and states in every format, with a switch at each access: formats and rules add up in the code, and do not
+// multiply. step_packed.cuh has loops for the common ones.
 #pragma once
 #include "../codecs.h"
-#include "block.cuh"
+#include "work.cuh"
 
 namespace accumfused::AF_TARGET {
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
-// A stream of a chunk, from its first element on.
-template <class T, class Void>
-__device__ T* stream_at(Void* base, const Chunk& at) {
-  return global(static_cast<T*>(base) + at.offset);
-}
-
-// The same four elements before anything is known of them but their size, of at most kBytes each: all streams are asked
-// for before the first one is waited for.
+// Four elements of which only the size is known yet, at most kBytes each: all streams are asked for before the first
+// one is waited for.
 template <int kBytes>
 struct Raw {
   Four<uint32_t> words = {};
@@ -49,7 +43,7 @@ struct Raw {
 
 // ---- weights --------------------------------------------------------------------------------------------------------
 
-// A parameter's two streams: that of 16-bit numbers, if it has one, and what lies beside it, or is its fp32 number.
+// A parameter's two streams: its 16-bit numbers, if it has some, and the master beside them, or the fp32 numbers.
 struct RawWeights {
   Raw<2> half;
   Raw<4> rest;
@@ -106,7 +100,7 @@ __device__ void store_weights(const Chunk& at, int i, const float (&p)[kWidth], 
   store_four<false>(stream_at<typename W::Param>(at.row.param, at), i, at.n, param);
 }
 
-// The weights of rows whose states are fp32, in the loops of kernels.cuh.
+// The weights of rows whose states are fp32, in the loops of step.cuh.
 template <class W>
 struct WeightStreams {
   typename W::Param* const param;
@@ -164,10 +158,6 @@ struct WeightStreams<Float32Weights> {
 
 // ---- states ---------------------------------------------------------------------------------------------------------
 
-__device__ inline int state_bytes(States states) {
-  return states == States::kFloat32 ? 4 : states == States::kBfloat16 ? 2 : 1;
-}
-
 // The largest number of a warp, for each of its threads.
 __device__ inline uint32_t warp_max(uint32_t value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -189,7 +179,7 @@ __device__ void decode_state(States states, const Raw<4>& raw, uint32_t exponent
   for (int k = 0; k < kWidth; ++k) s[k] = decode<kSecondMoment>(uint32_t(codes.each[k]), factor);
 }
 
-// A block of 8-bit states is what a warp holds: all its threads come here.
+// A warp holds a quantisation block of 8-bit states: all its threads come here.
 template <bool kSecondMoment, int kStream>
 __device__ void store_state(const Chunk& at, int state, int i, const float (&s)[kWidth],
                             const uint32_t (&noise)[kWidth]) {
@@ -215,54 +205,7 @@ __device__ void store_state(const Chunk& at, int state, int i, const float (&s)[
     for (int k = 0; k < kWidth; ++k)
       codes.each[k] = uint8_t(encode<kSecondMoment>(s[k], inverse, stream<kStream>(noise[k])));
     store_four<false>(stream_at<uint8_t>(to, at), i, at.n, codes);
-    if (i % kBlock == 0) global(at.row.scale[state])[(at.offset + i) / kBlock] = uint8_t(exponent);
-  }
-}
-
-// ---- step -----------------------------------------------------------------------------------------------------------
-
-// In a loop: scalars are read from memory in every pass, and not kept in registers, which are dearer there.
-__device__ inline void read_anew() { asm volatile("" ::: "memory"); }
-
-// A chunk from its element `first` on, which begins a block.
-template <class Rule>
-__device__ void step_formatted(const Rule& rule, const Chunk& at, int count, int first) {
-  constexpr int kStates = Rule::kStates;
-  const Row& row = at.row;
-  const Noise noise(row, at.index, count, at.offset);
-  const uint32_t begin = noise.position(0u);
-  // A warp goes on while one of its threads has elements: it takes all of them to find a block's largest.
-#pragma unroll 1
-  for (int block = first + int(threadIdx.x) / kWarp * int(kBlock); block < at.n; block += int(kLanes)) {
-    const int i = block + int(threadIdx.x) % kWarp * kWidth;
-    read_anew();
-    const Raw<4> grad(at, at.in.grad, at.in.grad_dtype == Dtype::kFloat32 ? 4 : 2, i);
-    const RawWeights weights(at, i);
-    const auto state = [&](int k) { return Raw<4>(at, row.state[k], k < kStates ? state_bytes(row.states) : 0, i); };
-    const Raw<4> raw[kMaxStates] = {state(0), state(1), state(2)};
-    uint32_t exponent[kMaxStates] = {}, bits[kWidth];
-#pragma unroll
-    for (int k = 0; k < kStates; ++k) {
-      if (row.states == States::kInt8) exponent[k] = global(row.scale[k])[(at.offset + block) / kBlock];
-    }
-
-    read_anew();
-    float g[kWidth], p[kWidth], s[kMaxStates][kWidth];
-    if (at.in.grad_dtype == Dtype::kFloat32) grad.to_floats<float>(g);
-    else if (at.in.grad_dtype == Dtype::kFloat16) grad.to_floats<Float16>(g);
-    else grad.to_floats<Bfloat16>(g);
-    with_weights(row.weights, [&](auto form) { weights.join<decltype(form)>(p); });
-    if constexpr (kStates > 0) decode_state<Rule::kFirstSecondMoment == 0>(row.states, raw[0], exponent[0], s[0]);
-    if constexpr (kStates > 1) decode_state<Rule::kFirstSecondMoment <= 1>(row.states, raw[1], exponent[1], s[1]);
-    if constexpr (kStates > 2) decode_state<Rule::kFirstSecondMoment <= 2>(row.states, raw[2], exponent[2], s[2]);
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) rule(p[k], g[k], s[0][k], s[1][k], s[2][k]);
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) bits[k] = noise.at(begin + uint32_t(i + k) * Noise::kStride);
-    with_weights(row.weights, [&](auto form) { store_weights<decltype(form)>(at, i, p, bits); });
-    if constexpr (kStates > 0) store_state<Rule::kFirstSecondMoment == 0, 0>(at, 0, i, s[0], bits);
-    if constexpr (kStates > 1) store_state<Rule::kFirstSecondMoment <= 1, 1>(at, 1, i, s[1], bits);
-    if constexpr (kStates > 2) store_state<Rule::kFirstSecondMoment <= 2, 1>(at, 2, i, s[2], bits);
+    if (i % kQuantBlock == 0) global(at.row.scale[state])[(at.offset + i) / kQuantBlock] = uint8_t(exponent);
   }
 }
 

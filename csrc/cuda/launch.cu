@@ -7,24 +7,26 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "kernels.cuh"
+#include "accumulate.cuh"
 #include "launch.h"
+#include "norm.cuh"
+#include "packet.cuh"
+#include "step.cuh"
 
 namespace accumfused::cuda {
 namespace {
 
 using gpu::Kind;
 using gpu::Packet;
-
-constexpr int kSmallPacket = 1024, kLargePacket = 32512;  // a launch carries at most 32764 bytes of arguments
+using gpu::Policy;
 
 #define AF_KERNEL(Rule) gpu::step_kernel<Kind::kPlain, gpu::Rule>,
 using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*);
 constexpr StepKernel kStep[] = {AF_RULES(AF_KERNEL)};
 #undef AF_KERNEL
 
-// The kernel for groups that differ in their rule, and those for rows that are not all kept in fp32: Adam's has loops
-// for the formats that it mostly goes with.
+// One kernel is for groups that differ in their rule, two for rows that are not all in fp32: Adam's has loops for its
+// usual formats.
 #define AF_TYPE(Rule) , gpu::Rule
 constexpr StepKernel kAnyStep = gpu::step_kernel<Kind::kPlain AF_RULES(AF_TYPE)>;
 constexpr StepKernel kAnyFormattedStep = gpu::step_kernel<Kind::kAny AF_RULES(AF_TYPE)>;
@@ -52,9 +54,8 @@ class Device {
  public:
   explicit Device(int device) {
     check(cudaGetDevice(&before_), "current device");
-    changed_ =
-        device != before_;  // setting it would make a context on a device that nobody uses, this one's neighbour say
-    if (changed_) check(cudaSetDevice(device), "setting the device");
+    changed_ = device != before_;
+    if (changed_) check(cudaSetDevice(device), "setting the device");  // makes a context there, if there is none
   }
   ~Device() {
     if (changed_) cudaSetDevice(before_);
@@ -67,7 +68,7 @@ class Device {
   bool changed_ = false;
 };
 
-// How many blocks of a kernel the current device runs at once.
+// How many thread blocks of a kernel the current device runs at once.
 template <class... Parameters>
 int resident_blocks(void (*kernel)(Parameters...)) {
   static std::mutex mutex;
@@ -78,7 +79,7 @@ int resident_blocks(void (*kernel)(Parameters...)) {
   int& found = known[{device, reinterpret_cast<const void*>(kernel)}];
   if (found == 0) {
     check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, gpu::kThreads, 0), "occupancy");
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, Policy::kThreads, 0), "occupancy");
     found = std::max(1, multiprocessors * blocks);
   }
   return found;
@@ -89,7 +90,7 @@ void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, uin
             const Arguments&... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(std::clamp<int64_t>(blocks, 1, resident_blocks(kernel))));
-  config.blockDim = dim3(gpu::kThreads);
+  config.blockDim = dim3(Policy::kThreads);
   config.stream = reinterpret_cast<cudaStream_t>(stream);
   check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
 }
@@ -99,30 +100,31 @@ void send_packet(const unsigned char* from, size_t size, uintptr_t to, uintptr_t
   Packet<kBytes> packet;
   memcpy(packet.bytes, from, size);
   const int count = int(size / sizeof(uint4));
-  launch("table", gpu::write_kernel<kBytes>, (count + gpu::kThreads - 1) / gpu::kThreads, stream, packet,
+  launch("table", gpu::write_kernel<kBytes>, (count + Policy::kThreads - 1) / Policy::kThreads, stream, packet,
          reinterpret_cast<uint4*>(to), count);
 }
 
 // As many launches as it takes.
 void send_bytes(const unsigned char* from, size_t size, uintptr_t to, uintptr_t stream) {
   while (size > 0) {
-    const size_t part = std::min(size, size_t(kLargePacket));
-    (part <= kSmallPacket ? send_packet<kSmallPacket> : send_packet<kLargePacket>)(from, part, to, stream);
+    const size_t part = std::min(size, size_t(Policy::kLargePacket));
+    (part <= Policy::kSmallPacket ? send_packet<Policy::kSmallPacket> : send_packet<Policy::kLargePacket>)(from, part,
+                                                                                                           to, stream);
     from += part, to += part, size -= part;
   }
 }
 
-// Sends what differs from what was sent last, from the first to the last difference. `sent` is empty where that is not
-// known, so also if a launch fails.
+// Sends the bytes from the first difference to the last. `sent` holds the bytes that were sent last; it is empty where
+// they are not known, so after a failed launch too.
 void send_changes(std::vector<unsigned char>& sent, const void* now, size_t size, uintptr_t to, uintptr_t stream) {
   const auto* const bytes = static_cast<const unsigned char*>(now);
   size_t begin = 0, end = size;
   if (!sent.empty()) {
-    constexpr size_t kBlock = 256;
+    constexpr size_t kGrain = 256;  // bytes
     const auto is_same = [&](size_t from, size_t to) { return memcmp(bytes + from, &sent[from], to - from) == 0; };
-    while (begin < end && is_same(begin, std::min(begin + kBlock, end))) begin = std::min(begin + kBlock, end);
-    while (end > begin && is_same(std::max(begin, (end - 1) / kBlock * kBlock), end)) {
-      end = std::max(begin, (end - 1) / kBlock * kBlock);
+    while (begin < end && is_same(begin, std::min(begin + kGrain, end))) begin = std::min(begin + kGrain, end);
+    while (end > begin && is_same(std::max(begin, (end - 1) / kGrain * kGrain), end)) {
+      end = std::max(begin, (end - 1) / kGrain * kGrain);
     }
   }
   if (begin == end) return;
@@ -136,16 +138,11 @@ void send_changes(std::vector<unsigned char>& sent, const void* now, size_t size
 
 size_t rounded(size_t bytes) { return (bytes + sizeof(uint4) - 1) / sizeof(uint4) * sizeof(uint4); }
 
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 }  // namespace
 
 static_assert(sizeof(HyperParameter) == sizeof(gpu::Hyper), "sent as it is");
 
-// Where in the memory what lies; each part begins at a multiple of 16 bytes. Folds have operands of their own: in a
+// The places of the tables in memory; each begins at a multiple of 16 bytes. Folds have operands of their own: in a
 // loop whose tensors keep their addresses, neither they nor the step's change.
 struct DeviceTable::Layout {
   size_t rows, operands, hypers, rules, ticket, end;
@@ -195,8 +192,8 @@ void DeviceTable::accumulate(const Rows& table, uintptr_t stream, uintptr_t weig
                              uintptr_t device_scale, uintptr_t partials) {
   const Device device(device_);
   const Layout layout = send(table, stream, true);
-  const gpu::Fold fold{pointer<const double>(weights), weight, scale, pointer<const double>(device_scale),
-                       pointer<float>(partials)};
+  const Fold fold{pointer<const double>(weights), weight, scale, pointer<const double>(device_scale),
+                  pointer<float>(partials)};
   launch("accumulate", gpu::accumulate_kernel, table.chunks, stream, layout.work, fold);
 }
 
@@ -233,8 +230,8 @@ std::string why_not(int device) {
     };
     load("accumulate", gpu::accumulate_kernel);
     load("norm", gpu::norm_kernel);
-    load("table", gpu::write_kernel<kSmallPacket>);
-    load("table", gpu::write_kernel<kLargePacket>);
+    load("table", gpu::write_kernel<Policy::kSmallPacket>);
+    load("table", gpu::write_kernel<Policy::kLargePacket>);
     for (const StepKernel kernel : kStep) load("step", kernel);
     for (const StepKernel kernel : {kAnyStep, kAdamStep, kAnyFormattedStep}) load("step", kernel);
   } catch (const std::runtime_error& error) {

@@ -15,15 +15,15 @@ struct HyperParameter {
   uintptr_t device_double;  // or an fp64 one
 };
 
-// A table's copy on a device, and the verbs that work on it. Every launch brings what has changed since the last one
-// with it, so nothing waits and no staging memory is shared; a copy that was made while a graph is captured belongs to
-// that graph, since its replays write it. One stream at a time.
+// A table's copy on a device, and the verbs that work on it. Every launch brings the changes since the last one with
+// it, so nothing waits and no staging memory is shared. A copy that is made while a graph is captured belongs to that
+// graph, since its replays write it. One stream at a time.
 //
 // `stream` is a cudaStream_t of the device, addresses are of its memory. Verbs raise std::runtime_error with the
 // kernel's name and CUDA's reason; the next call sends the whole table again.
 class DeviceTable {
  public:
-  // What `memory` has to hold, aligned to 16 bytes; hypers are padded to `stride` for each group.
+  // The size of `memory`, which is aligned to 16 bytes; hypers are padded to `stride` for each group.
   static int64_t bytes(const Rows& table, int64_t groups, int64_t stride);
 
   DeviceTable(int device, uintptr_t memory, int64_t groups, int64_t stride);
@@ -46,7 +46,7 @@ class DeviceTable {
   int64_t groups_, stride_;
   std::vector<HyperParameter> hypers_;
   std::vector<int32_t> rules_;
-  bool has_rows_ = false;                             // what the device holds
+  bool has_rows_ = false;                             // on the device
   std::vector<unsigned char> operands_[2], numbers_;  // of steps and of folds; empty: not known
 };
 

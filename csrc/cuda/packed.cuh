@@ -1,13 +1,12 @@
-// The formats of large models, several numbers at a time: bf16 parameters with what they lack, and blocks of 8 bits.
-// The same bits as one by one in codecs.h.
+// The formats of large models, several numbers at a time: bf16 parameters with their remainders, and quantisation
+// blocks. The same bits as one by one in codecs.h.
 #pragma once
 #include "../codecs.h"
-#include "block.cuh"
+#include "policy.h"
 
 namespace accumfused::AF_TARGET {
 
-constexpr int kEight = 2 * kWidth;  // of a thread
-constexpr int kBlockLanes = int(kBlock) / kEight;
+constexpr int kQuantBlockThreads = int(kQuantBlock) / kEight;  // for one quantisation block
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
@@ -38,7 +37,7 @@ template <class W>
 struct PackedWeights;
 
 template <>
-struct PackedWeights<Bfloat16Weights<true>> {
+struct PackedWeights<HalfWeights<Bfloat16, true>> {
   static constexpr int kMasterWords = 0;
   __device__ static void join(const uint32_t* param, const uint32_t*, float* p) {
     p[0] = float_from_bits(param[0] << 16), p[1] = float_from_bits(param[0] & 0xffff0000u);
@@ -97,15 +96,9 @@ struct PackedWeights<Split8Weights> {
 
 // Products here are exact, because one factor is a power of two (or so small beside the sum that they change no bit of
 // it): one rounding gives what two do.
-__device__ inline float exact_fma(float a, float b, float c) {
-#if defined(__CUDA_ARCH__)
-  return __fmaf_rn(a, b, c);
-#else
-  return fmaf(a, b, c);
-#endif
-}
+__device__ inline float exact_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
-// The same for pairs of bf16 numbers; what they are used for has no more than the 8 bits that bf16 keeps.
+// The same for pairs of bf16 numbers: the results here have no more than bf16's 8 bits.
 __device__ inline uint32_t exact_fma_pair(uint32_t a, uint32_t b, uint32_t c) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t result;
@@ -183,9 +176,10 @@ __device__ inline uint32_t encode_second(const float* v, float inverse, const ui
   return pack_codes(even, odd);
 }
 
-// ---- a block's scales -----------------------------------------------------------------------------------------------
+// ---- scales ---------------------------------------------------------------------------------------------------------
 
-// Of both moments at once: the upper halves of their largest magnitudes are compared as 16-bit numbers.
+// A quantisation block's, of both moments at once: the upper halves of their largest magnitudes are compared as 16-bit
+// numbers.
 struct Scales {
   uint32_t first, second;
   float first_inverse, second_inverse;
@@ -194,7 +188,7 @@ struct Scales {
     constexpr uint32_t kBoth = 0x10001u, kBelow = (kSmallestScale << 7) * kBoth, kAbove = ((254 << 7) - 1) * kBoth;
     uint32_t largest = __byte_perm(largest_first, largest_second, 0x7632) + (kHeadroom >> 16) * kBoth;
 #pragma unroll
-    for (int lanes = kBlockLanes / 2; lanes > 0; lanes /= 2) {
+    for (int lanes = kQuantBlockThreads / 2; lanes > 0; lanes /= 2) {
       largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
     }
     first = largest << 16 >> 23, second = largest >> 23;

@@ -37,7 +37,7 @@ FEW |= {
     "weights": [*WEIGHTS], "tail": [TAILS[name] for name in ("scaled", "inf", "propagate")],
     "loop": [LOOPS[name] for name in ("mean", "empty on the device", "steps")],
 }  # fmt: skip
-# Adam with 8-bit states, for which there are loops of their own.
+# Adam with 8-bit states, for which GPUs have loops of their own.
 ODD = ({"lr": 0.0}, {"lr": 1e-20}, {"eps": 1e30}, {"eps": 0.0}, {"betas": (0.9, 0.9999999)}, {"weight_decay": 20.0})
 PACKED: dict[str, Any] = {
     "case": [case.name for case in CASES if case.rule == "adam"],
@@ -61,10 +61,6 @@ CORNERS = {
     "far below the smallest fp16": Problem("sgd", weights="fp16_stochastic", values="tiny", special=((5, 2.0**-30),)),
 }
 
-# Where a backend has other bits.
-CUT = "the loops for 8-bit states cut codes to 8 bits before they take the least one"
-KNOWN = {(place, "codes of 0"): CUT for place in INSTRUCTION_SETS}
-
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "problem" not in metafunc.fixturenames or "place" not in metafunc.fixturenames:
@@ -72,13 +68,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     full = metafunc.config.getoption("--full")
     rows = [*(_corners() if "corner" in metafunc.function.__name__ else _rows(full))]
     ids = [f"{place}-{name}" for place, name, _ in rows]
-    params = [pytest.param(place, problem, marks=_marks(place, name)) for place, name, problem in rows]
+    params = [(place, problem) for place, _, problem in rows]
     metafunc.parametrize(("place", "problem"), params, indirect=["place"], ids=ids)
-
-
-def _marks(place: str, name: str) -> list[pytest.MarkDecorator]:
-    reason = KNOWN.get((place, name))
-    return [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
 
 
 def _rows(full: bool) -> Iterator[tuple[str, str, Problem]]:

@@ -134,7 +134,7 @@ def test_a_missing_barrier_of_the_final_sum_is_seen(index: int, machine: Any, cu
 
 # ---- root and quotient of the loops for packed formats --------------------------------------------------------------
 
-# From all approximations that NVIDIA documents for the hardware, csrc/cuda/packed_adam.cuh computes those of IEEE but
+# From all approximations that NVIDIA documents for the hardware, csrc/cuda/step_packed.cuh computes those of IEEE but
 # for these, up to powers of four, or two: no GPU gives them, or sqrtf and the division that the compiler makes of the
 # same instructions would not be those of IEEE there. test_machine_code.py compares the instructions.
 RESTS_ON_THE_HARDWARE = {

@@ -170,7 +170,7 @@ def is_quotient(operations: list[list[str]]) -> bool:
 
 
 def test_packed_roots_and_quotients_are_those_of_the_compiler(kernels: dict[int, list[machine_code.Kernel]]) -> None:
-    """csrc/cuda/packed_adam.cuh writes down what the compiler makes of sqrtf and of a division on their usual way.
+    """csrc/cuda/step_packed.cuh writes down what the compiler makes of sqrtf and of a division on their usual way.
 
     The compiler mixes some of them with other operations, not all.
     """

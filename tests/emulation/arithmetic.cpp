@@ -1,4 +1,4 @@
-// Root and quotient of csrc/cuda/packed_adam.cuh, from every approximation that the hardware may give: a program that
+// Root and quotient of csrc/cuda/step_packed.cuh, from every approximation that the hardware may give: a program that
 // prints where the results are not those of IEEE. Its argument: how much worse the approximations are than NVIDIA's
 // documents say (1: as they say).
 //
@@ -11,7 +11,7 @@
 #include <cstdlib>
 #include <set>
 
-#include "../../csrc/cuda/kernels.cuh"
+#include "../../csrc/cuda/step_packed.cuh"
 
 namespace {
 

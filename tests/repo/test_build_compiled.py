@@ -174,14 +174,14 @@ class TestWithNvcc:
         assert build_in_place(source, **options).returncode == 0
         before = written(source)
         assert "no work to do" in build_in_place(source, **options).stdout
-        with (source / "csrc" / "cuda" / "kernels.cuh").open("a") as file:
+        with (source / "csrc" / "cuda" / "step.cuh").open("a") as file:
             file.write("// changed\n")
         assert build_in_place(source, **options).returncode == 0
         after = written(source)
         assert {name for name in after if after[name] != before[name]} == {"cuda_launch.cu.o", "_C.so"}
 
     def test_a_kernel_that_does_not_compile_leaves_the_cpu(self, source: Path) -> None:
-        kernels = source / "csrc" / "cuda" / "kernels.cuh"
+        kernels = source / "csrc" / "cuda" / "step.cuh"
         good = kernels.read_text()
         kernels.write_text(f"#error broken on purpose\n{good}")
         try:

@@ -1,6 +1,6 @@
 """What a program of the Triton kernels does: finds its tensors, reads and writes pieces, learns that it is the last.
 
-The counterpart of csrc/cuda/block.cuh, and the words of the table that triton.py makes.
+The counterpart of csrc/cuda/memory.cuh and block.cuh, and the words of the table that triton.py makes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Step in Triton: the kernel of csrc/cuda/kernels.cuh, for one rule and one format of weights and states.
+"""Step in Triton: the kernel of csrc/cuda/step.cuh, for one rule and one format of weights and states.
 
 The grid is that of triton_kernels.py.
 """

@@ -1,19 +1,19 @@
-// AdamW on blocks of 8 bits beside bf16 parameters, in half of the instructions that formats.cuh takes: a thread has 8
-// neighbouring elements, 16 threads a block, so that what they do alike is shared by twice as many elements; packed.cuh
-// packs several numbers at a time; and no root or quotient is tested by itself for what is unusual.
+// AdamW on 8-bit states beside bf16 parameters, in half of step_formatted.cuh's instructions. A thread has 8
+// neighbouring elements, 16 threads have a quantisation block: twice as many elements share the work that is common to
+// them. packed.cuh packs several numbers at a time, and one test for unusual numbers is for all roots and quotients of
+// a thread.
 #pragma once
 #include "../rules.h"
-#include "formats.cuh"
 #include "packed.cuh"
+#include "step_formatted.cuh"
 
 namespace accumfused::AF_TARGET {
 
 // ---- root and quotient ----------------------------------------------------------------------------------------------
 
-// What the compiler makes of square_root() and of a division on their usual way, instruction by instruction, without
-// the test of each number for the unusual one: subnormals, zeros, and what becomes one of them. `y` is what the
-// hardware takes for 1 / sqrt(value), or 1 / b; tests/conformance/test_emulation.py tries all that its documented error
-// allows.
+// The compiler's own instructions for square_root() and a division, one by one, without its test of each number for
+// subnormals, zeros, and numbers that become one of them. `y` is the hardware's approximation of 1 / sqrt(value), or of
+// 1 / b; tests/conformance/test_emulation.py tries all approximations within the documented error.
 __device__ inline float refined_root(float value, float y) {
   const float root = value * y;
   return __fmaf_rn(__fmaf_rn(-root, root, value), y * 0.5f, root);
@@ -77,9 +77,9 @@ struct Extent {
   }
 };
 
-// Adam, and where root and quotient take their usual way: second moments from 2^-101 to 2^60 make denominators from
-// 2^-51 to 2^40, and with numerators from 2^-80 to 2^60 all that is computed on the way, remainders too, is a normal
-// number. No parameter becomes NaN there that is none.
+// Adam, and the bounds within which root and quotient take their usual way. Second moments from 2^-101 to 2^60 make
+// denominators from 2^-51 to 2^40. With numerators from 2^-80 to 2^60 every number on the way, remainders too, is
+// normal then, and no parameter becomes NaN.
 struct PackedAdam : Adam {
   float least_first, most_first;
 
@@ -103,11 +103,10 @@ struct PackedAdam : Adam {
 
 // ---- step -----------------------------------------------------------------------------------------------------------
 
-// The streams of a chunk, eight elements a thread; in step_packed() all of them lie on boundaries of eight, or of 16
-// bytes.
+// The streams of a chunk, eight elements a thread. They lie on boundaries of eight elements, or of 16 bytes.
 template <class W, class G>
 struct Streams {
-  static constexpr int kRow = kThreads * kEight, kMasterBytes = PackedWeights<W>::kMasterWords;
+  static constexpr int kRow = Policy::kThreads * kEight, kMasterBytes = PackedWeights<W>::kMasterWords;
   const G* grad;
   Bfloat16* param;
   uint8_t *master, *codes[2], *scale[2];
@@ -119,14 +118,14 @@ struct Streams {
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
       codes[s] = stream_at<uint8_t>(at.row.state[s], at) + lane;
-      scale[s] = global(at.row.scale[s]) + (at.offset + lane) / kBlock;
+      scale[s] = global(at.row.scale[s]) + (at.offset + lane) / kQuantBlock;
     }
   }
 
   __device__ void advance() {
     grad += kRow, param += kRow, master += kRow * kMasterBytes;
 #pragma unroll
-    for (int s = 0; s < 2; ++s) codes[s] += kRow, scale[s] += kRow / kBlock;
+    for (int s = 0; s < 2; ++s) codes[s] += kRow, scale[s] += kRow / kQuantBlock;
   }
 };
 
@@ -174,7 +173,7 @@ __device__ int step_blocks(const PackedAdam& rule, const Chunk& at, int count, c
     } else {
 #pragma unroll
       for (int k = 0; k < kEight; ++k) {
-        // As joined() does: what is NaN here was written from outside, or is NaN by itself.
+        // As joined() does: a NaN was written from outside, or is one by itself.
         if (p[k] != p[k]) p[k] = float_from_bits(k % 2 ? param[k / 2] & 0xffff0000u : param[k / 2] << 16);
         rule.move(p[k], m[k], square_root(v[k]), [](float a, float b) { return a / b; });
         p[k] = p[k] != p[k] ? float_from_bits(kNan) : p[k];
@@ -195,8 +194,8 @@ __device__ int step_blocks(const PackedAdam& rule, const Chunk& at, int count, c
     if constexpr (kMaster > 0) store_words(streams.master - kRow * kMaster, master);
     store_words(streams.codes[0] - kRow, codes[0]);
     store_words(streams.codes[1] - kRow, codes[1]);
-    streams.scale[0][-kRow / kBlock] = uint8_t(scales.first);  // by all threads of the block: one access
-    streams.scale[1][-kRow / kBlock] = uint8_t(scales.second);
+    streams.scale[0][-kRow / kQuantBlock] = uint8_t(scales.first);  // by all its threads: one access
+    streams.scale[1][-kRow / kQuantBlock] = uint8_t(scales.second);
   }
   return at.n / kRow * kRow;
 }
@@ -215,7 +214,7 @@ __device__ inline int step_packed(const PackedAdam& rule, const Chunk& at, int c
   if (row.states != States::kInt8 || at.in.grad_dtype == Dtype::kFloat16 || rule.weight_decay != 0) return 0;
   if (!lie_on(16, at.in.grad, row.param) || !lie_on(8, row.master, row.state[0], row.state[1])) return 0;
   if (row.weights == Weights::kBfloat16Split8) return step_packed_as<Split8Weights>(rule, at, count);
-  if (row.weights == Weights::kBfloat16Stochastic) return step_packed_as<Bfloat16Weights<true>>(rule, at, count);
+  if (row.weights == Weights::kBfloat16Stochastic) return step_packed_as<HalfWeights<Bfloat16, true>>(rule, at, count);
   if (row.weights != Weights::kBfloat16Split16 || !lie_on(16, row.master)) return 0;
   return step_packed_as<Split16Weights>(rule, at, count);
 }

@@ -1,0 +1,35 @@
+// Norm: each chunk's sum of squares; the last thread block makes the coefficient of them.
+#pragma once
+#include "../norm.h"
+#include "block.cuh"
+#include "work.cuh"
+
+namespace accumfused::AF_TARGET {
+
+// `reads`: there are gradients whose sums of squares are missing from partials.
+__global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
+    norm_kernel(const Work work, const bool reads, float* partials, const Scaling scaling, float* outcome,
+                int64_t* skips) {
+  for (int chunk = int(blockIdx.x); reads && chunk < work.chunks; chunk += int(gridDim.x)) {
+    const Chunk at = chunk_of(work, chunk);
+    if (at.in.grad == nullptr) continue;
+    float lanes[kWidth] = {};
+    with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
+      for_each_row<Policy::kNormRows>(at.n, aligned, [&](auto access, int i) {
+        float g[access.kCount][kWidth];
+        access.load(grad, i, at.n, g);
+#pragma unroll
+        for (int r = 0; r < access.kCount; ++r) {
+#pragma unroll
+          for (int k = 0; k < kWidth; ++k) lanes[k] += g[r][k] * g[r][k];
+        }
+      });
+    });
+    store_sum(lanes, partials + chunk);
+  }
+  if (!is_last_block(work.ticket)) return;
+  const double sum = scaling.takes_norm ? sum_partials_in_block(partials, work.chunks) : 0.0;
+  if (threadIdx.x == 0) finish_norm(scaling, sum, outcome, skips);
+}
+
+}  // namespace accumfused::AF_TARGET

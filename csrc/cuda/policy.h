@@ -1,0 +1,32 @@
+// How the kernels cut their work. The numbers decide about speed; the bits are the same for all.
+#pragma once
+#include "../rows.h"
+
+namespace accumfused::AF_TARGET {
+
+constexpr int kWarp = 32;
+constexpr int kWidth = 4;           // neighbouring elements of a thread: an access of 16 bytes, if they have four each
+constexpr int kEight = 2 * kWidth;  // the same in loops for packed formats
+
+struct Policy {
+  static constexpr int kThreads = int(kLanes) / kWidth;  // of a thread block: each owns four lanes of the norm
+
+  // Thread blocks that a multiprocessor has room for: the compiler limits registers to that. 7.5 has no room for more.
+  static constexpr int kNormBlocks = 4, kStepBlocks = 4;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  static constexpr int kFoldBlocks = 4;
+#else
+  static constexpr int kFoldBlocks = 5;
+#endif
+
+  // Rows of 1024 elements that a thread block asks for before it computes. A step with more states has enough in flight
+  // with one row.
+  static constexpr int kNormRows = 4, kFoldRows = 2;
+  template <int kStates>
+  static constexpr int kStepRows = kStates < 2 ? 2 : 1;
+
+  // Bytes of the table that one launch carries; a GPU takes at most 32764 bytes of arguments.
+  static constexpr int kSmallPacket = 1024, kLargePacket = 32512;
+};
+
+}  // namespace accumfused::AF_TARGET

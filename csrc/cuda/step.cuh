@@ -1,0 +1,155 @@
+// Step: one pass over gradients, parameters and states. The arithmetic is in rules.h.
+#pragma once
+#include <type_traits>
+
+#include "../rules.h"
+#include "block.cuh"
+#include "step_formatted.cuh"
+#include "step_packed.cuh"
+
+namespace accumfused::AF_TARGET {
+
+// A hyper-parameter: a number of the launch, or one that the device holds and a graph's replay reads anew.
+struct Hyper {
+  double number;
+  const float* device_float;
+  const double* device_double;
+
+  __device__ double value() const {
+    return device_float ? double(*device_float) : device_double ? *device_double : number;
+  }
+};
+
+struct Hypers {
+  const Hyper* values;   // [groups][stride]
+  const int32_t* rules;  // [groups], indices into AF_RULES
+  int stride;
+};
+
+constexpr int kMaxHypers = 8;
+
+// A rule's scalars cost two powers in double, so one thread computes them for the block, and chunks share them.
+struct Prepared {
+  int group;
+  int count;
+  double hyper[kMaxHypers];
+  alignas(16) unsigned char rule[64];
+};
+
+// W: weights that need no noise. kWhole: whole rows alone. How many elements were updated.
+template <class W, bool kWhole, class Rule, class G>
+__device__ int step_chunk(const Rule& rule, const Chunk& at, const G* grad, bool aligned) {
+  const WeightStreams<W> weights(at);
+  float* state[kMaxStates];
+  aligned = aligned && weights.lie_on_boundaries();
+#pragma unroll
+  for (int s = 0; s < Rule::kStates; ++s) {
+    state[s] = global(static_cast<float*>(at.row.state[s]) + at.offset);
+    aligned = aligned && is_aligned(state[s], 4);
+  }
+  constexpr int kRows = Policy::kStepRows<Rule::kStates>;
+  const int n = at.n;
+  const auto update = [&](auto access, int i) {
+    constexpr int kCount = decltype(access)::kCount;
+    if constexpr (Rule::kStates > 2) read_anew();  // or some would be spilled
+    float p[kCount][kWidth], g[kCount][kWidth], s[kMaxStates][kCount][kWidth];
+    access.load(grad, i, n, g);
+    weights.load(access, i, n, p);
+#pragma unroll
+    for (int k = 0; k < Rule::kStates; ++k) access.load(state[k], i, n, s[k]);
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        rule(p[r][k], g[r][k], s[0][r][k], s[1][r][k], s[2][r][k]);
+#pragma unroll
+        for (int j = 0; j < Rule::kStates; ++j) s[j][r][k] = flush_subnormal(s[j][r][k]);
+      }
+    }
+    weights.store(access, i, n, p);
+#pragma unroll
+    for (int k = 0; k < Rule::kStates; ++k) access.store(state[k], i, n, s[k]);
+  };
+  if constexpr (kWhole) return for_each_whole_row<kRows>(n, aligned, update);
+  for_each_row<kRows, (Rule::kStates > 2)>(n, aligned, update);
+  return n;
+}
+
+// What a kernel is for: rows in fp32; rows in any format; the same, with loops for the formats that go with Adam.
+enum class Kind { kPlain, kAny, kPacked };
+
+template <Kind kKind, class Rule>
+__device__ void step_any(const Rule& rule, const Work& work, int chunk, const Chunk& at, int count) {
+  [[maybe_unused]] int done = 0;
+  [[maybe_unused]] const auto step_floats = [&](auto weights) {
+    with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
+      done = step_chunk<decltype(weights), kKind != Kind::kPlain>(rule, at, grad, aligned);
+    });
+  };
+  if constexpr (kKind == Kind::kPlain) {
+    step_floats(Float32Weights());
+  } else if constexpr (kKind == Kind::kAny) {
+    step_formatted(rule, at, count, 0);
+  } else {
+    if (at.row.is_plain()) {
+      step_floats(Float32Weights());
+    } else if (at.row.states == States::kFloat32 && at.row.weights == Weights::kBfloat16Split16) {
+      step_floats(Split16Weights());
+    } else {
+      done = step_packed(rule, at, count);
+    }
+    if (done == at.n) return;
+    const Chunk rest = chunk_of(work, chunk);  // looked up again: nothing of it takes registers in the loops above
+    step_formatted(rule, rest, count, done);
+  }
+}
+
+// Calls body with a pointer of the type of that index among Types.
+template <class Type, class... Others, class Body>
+__device__ void with_type(int index, const Body& body) {
+  if constexpr (sizeof...(Others) == 0) {
+    body(static_cast<const Type*>(nullptr));
+  } else {
+    if (index == 0) body(static_cast<const Type*>(nullptr));
+    else with_type<Others...>(index - 1, body);
+  }
+}
+
+// For one rule; or for groups that differ in theirs, for all of them.
+template <Kind kKind, class... Rules>
+__global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks)
+    step_kernel(const Work work, const Hypers hypers, const float* outcome) {
+  if (outcome[2] != 0.0f) return;  // skipped: nothing is written
+  __shared__ Prepared prepared;
+  if (threadIdx.x == 0) prepared.group = -1;
+  __syncthreads();
+  for (int chunk = int(blockIdx.x); chunk < work.chunks; chunk += int(gridDim.x)) {
+    const Chunk at = chunk_of(work, chunk);
+    if (at.in.grad == nullptr) continue;
+    const int group = int(at.row.group), count = at.row.step ? int(whole_steps(*at.row.step)) + 1 : 0;
+    const bool is_new = group != prepared.group || count != prepared.count;
+    with_type<Rules...>(hypers.rules[group], [&](auto* type) {
+      using Rule = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
+      static_assert(sizeof(Rule) <= sizeof prepared.rule && Rule::kHypers <= kMaxHypers, "Prepared is too small");
+      if (is_new) {
+        __syncthreads();  // some threads may still be taking the one before
+        if (threadIdx.x == 0) {
+          for (int k = 0; k < Rule::kHypers; ++k) {
+            prepared.hyper[k] = hypers.values[group * hypers.stride + k].value();
+          }
+          new (prepared.rule) Rule(prepared.hyper, count, outcome[0]);
+          prepared.group = group, prepared.count = count;
+        }
+        __syncthreads();
+      }
+      const Rule& rule = *reinterpret_cast<const Rule*>(prepared.rule);
+      step_any<kKind>(rule, work, chunk, at, count);
+    });
+  }
+  if (!is_last_block(work.ticket)) return;
+  for (int64_t i = threadIdx.x; i < work.count; i += Policy::kThreads) {
+    if (work.operands[i].grad && work.rows[i].step) *work.rows[i].step += 1.0f;
+  }
+}
+
+}  // namespace accumfused::AF_TARGET
