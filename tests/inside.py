@@ -122,3 +122,8 @@ def wrapper(kind: Any, inner: torch.Tensor) -> Any:
 def device_tables(optimizer: af.FusedOptimizer) -> Any:
     """The copies of its plan's table on the GPU, by the graph's id (0: none); the CUDA backend has them."""
     return backend(optimizer)._copies[plan(optimizer)]
+
+
+def window_memory(optimizer: af.FusedOptimizer) -> list[Tensor]:
+    """What kernels read of an open window beside its sums."""
+    return [optimizer.engine.window.weights.factors, optimizer.engine.window.sums.partials]

@@ -21,8 +21,9 @@ _EXPONENT = 0x7FF << 52  # those bits of an fp64 number
 class Weights:
     """The weights of one window. Device tensors are not read: a bad one makes the norm non-finite."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.factors = torch.ones(4, dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Args: device: of the kernels; None: no window is open."""
+        self.factors = torch.ones(0 if device is None else 4, dtype=torch.float64, device=device or "cpu")
         self.is_weighted: bool | None = None  # None: no micro-batch yet
         self.total: Number = 0.0
         self.unit: Number = 1.0  # the power of two that weights are divided by, or squares leave fp32's range

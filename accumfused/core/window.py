@@ -45,7 +45,7 @@ class Window:
     def __init__(self) -> None:
         self.phase = Phase.IDLE
         self.params: list[Tensor] = []
-        self.weights = Weights(_NOTHING.device)
+        self.weights = Weights()
         self.sums = Sums(_NOTHING, Arena(0))
         self.entered = False  # a micro-batch is in progress: it counts already, and more of its gradients may come
         self.habits = Habits()
@@ -216,7 +216,7 @@ class Window:
                 self.params[index].grad_dtype = dtype
                 del self._grad_dtypes[index]
         self.phase, self.entered, self._plan = Phase.IDLE, False, None
-        self.weights, self.sums = Weights(_NOTHING.device), Sums(_NOTHING, self.sums.arena)
+        self.weights, self.sums = Weights(), Sums(_NOTHING, self.sums.arena)
 
     @contextlib.contextmanager
     def undone_by_an_error(self) -> Iterator[None]:

@@ -135,6 +135,7 @@ class Window:
             for param, grad in zip(self.params, grads, strict=True):
                 param.grad = grad
             self.optimizer.accumulate()
+        self.kept = inside.window_memory(self.optimizer)  # which a graph's own pool would keep for its replays
         self.optimizer.step()
         self.optimizer.zero_grad()
 

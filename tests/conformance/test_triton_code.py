@@ -36,17 +36,18 @@ def compile_kernels(target: str, folder: Path) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from accumfused.backends import triton, triton_kernels, triton_step
+    from accumfused.backends.triton import backend, step
+    from accumfused.backends.triton import kernels as verbs
 
     kernels: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-        "norm": (triton_kernels.norm_kernel, {}, triton.OPTIONS),
-        "accumulate": (triton_kernels.accumulate_kernel, {}, triton.OPTIONS),
+        "norm": (verbs.norm_kernel, {}, backend.OPTIONS),
+        "accumulate": (verbs.accumulate_kernel, {}, backend.OPTIONS),
     }
     for name, (rule, form) in ({rule.name: (rule, Format()) for rule in RULES} | LEAN).items():
-        kernel = triton_step.step_kernel
+        kernel = step.step_kernel
         names = [p.name for p in kernel.params if p.is_constexpr]
-        options = triton.NOISY_OPTIONS if form.needs_noise else triton.OPTIONS
-        kernels[name] = kernel, dict(zip(names, triton.constants(rule, form), strict=True)), options
+        options = backend.NOISY_OPTIONS if form.needs_noise else backend.OPTIONS
+        kernels[name] = kernel, dict(zip(names, backend.constants(rule, form), strict=True)), options
     nvidia = target in NVIDIA
     gpu = GPUTarget("cuda", int(target), 32) if nvidia else GPUTarget("hip", target, 64)
     for name, (kernel, constants, options) in kernels.items():

@@ -132,7 +132,7 @@ class Side(Windows):
         want.value[grad.value.isnan()] = math.nan  # also where the sign of NaN is none
         self.written[row] = False
         if param.dtype != FP32 and self.masters is None:
-            want.error += UNIT[param.dtype] * want.value.abs() + SMALLEST.get(param.dtype, 1e-38)
+            want.error += 2 * UNIT[param.dtype] * want.value.abs() + SMALLEST.get(param.dtype, 1e-38)
         if self.masters == "split8":
             want.error += 2.0**-14 * want.value.abs()
         is_finite = bool(want.value.isfinite().all())

@@ -1,4 +1,4 @@
-"""Weights and states as a step decodes and encodes them: triton_codecs.py over memory.
+"""Weights and states as a step decodes and encodes them: codecs.py over memory.
 
 The counterpart of csrc/cpu/formats.inl. A format is known when Triton compiles, so a kernel knows one of each.
 """

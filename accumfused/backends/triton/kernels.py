@@ -1,4 +1,4 @@
-"""Norm and accumulate in Triton: the kernels of csrc/cuda, under the same names. triton_step.py has the third.
+"""Norm and accumulate in Triton: the kernels of csrc/cuda, under the same names. step.py has the third.
 
 A persistent grid: program b takes the chunks b, b + programs, ... of all tensors, found by their addresses in the
 table. fp64 numbers come as their bits, because Triton would round them to fp32.

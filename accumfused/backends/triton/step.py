@@ -1,6 +1,6 @@
 """Step in Triton: the kernel of csrc/cuda/step.cuh, for one rule and one format of weights and states.
 
-The grid is that of triton_kernels.py.
+The grid is that of kernels.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from accumfused.backends.triton.memory import (
 )
 from accumfused.backends.triton.numeric import LANES
 
-NUMBERS = ("count", "chunks", "kind")  # whose value must not make another kernel: see triton_kernels.py
+NUMBERS = ("count", "chunks", "kind")  # whose value must not make another kernel: see kernels.py
 
 
 @triton.jit
