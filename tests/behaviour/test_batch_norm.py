@@ -75,14 +75,17 @@ def fold(optimizer: Any, model: nn.Module, weight: float | None = None, size: in
 
 
 @pytest.mark.parametrize(("norms", "size", "found"), [
-    ([nn.BatchNorm2d(4)], 2, True), ([nn.BatchNorm2d(4), nn.ReLU(), Mine(4).eval()], 2, True),
-    ([nn.BatchNorm2d(4)], 1, True), ([nn.BatchNorm2d(4).eval()], 2, False),
-    ([nn.BatchNorm2d(4, track_running_stats=False).eval()], 2, True),  # which has no other statistics
-    ([nn.InstanceNorm2d(4, affine=True)], 2, False), ([nn.GroupNorm(2, 4)], 2, False),
-    ([nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4).requires_grad_(False)], 2, False),  # check_model() sees these
+    (lambda: [nn.BatchNorm2d(4)], 2, True), (lambda: [nn.BatchNorm2d(4), nn.ReLU(), Mine(4).eval()], 2, True),
+    (lambda: [nn.BatchNorm2d(4)], 1, True), (lambda: [nn.BatchNorm2d(4).eval()], 2, False),
+    (lambda: [nn.BatchNorm2d(4, track_running_stats=False).eval()], 2, True),  # which has no other statistics
+    (lambda: [nn.InstanceNorm2d(4, affine=True)], 2, False), (lambda: [nn.GroupNorm(2, 4)], 2, False),
+    # check_model() sees these:
+    (lambda: [nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4).requires_grad_(False)], 2, False),
 ])  # fmt: skip
-def test_the_graph_tells_layers_whose_weights_are_trained(norms: list[nn.Module], size: int, found: bool) -> None:
-    model = images(*norms)
+def test_the_graph_tells_layers_whose_weights_are_trained(
+    norms: Callable[[], list[nn.Module]], size: int, found: bool
+) -> None:
+    model = images(*norms())
     optimizer = af.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
     fold(optimizer, model, size=size)
     assert warned(lambda: fold(optimizer, model, size=size)) == [SEEN] * found

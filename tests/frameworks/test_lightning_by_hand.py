@@ -27,7 +27,11 @@ from regression import (
 )
 from torch import nn
 
-WINDOWS = cut(batches())
+
+def windows() -> list[Any]:
+    return cut(batches())
+
+
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -62,7 +66,7 @@ def test_weighted_windows_are_exact_through_the_wrapper_and_beside_it(
     closes |= name == "16-mixed" or clips == "by the framework"
 
     def body(loop: Loop) -> None:
-        for window in WINDOWS:
+        for window in windows():
             loop.window(window, by=folds, closes=closes)
             if clips == "by the framework":
                 loop.clip()
@@ -70,13 +74,13 @@ def test_weighted_windows_are_exact_through_the_wrapper_and_beside_it(
             loop.wrapper.zero_grad()
 
     loop = by_hand(kind, body, clipping if clips == "in the step" else ours, name)
-    assert_trained(loop.net, truth(WINDOWS, clips != "never"), name)
+    assert_trained(loop.net, truth(windows(), clips != "never"), name)
 
 
 @every_kind
 def test_a_normalizer_divides_sums(kind: str) -> None:
     def body(loop: Loop) -> None:
-        for window in WINDOWS:
+        for window in windows():
             for batch in window:
                 loop.backward(batch, len(batch[0]))
                 loop.wrapper.accumulate()
@@ -84,7 +88,7 @@ def test_a_normalizer_divides_sums(kind: str) -> None:
             # Fabric's wrapper takes no arguments.
             (loop.optimizer if kind == "fabric" else loop.wrapper).step(normalizer=samples)
 
-    assert_trained(by_hand(kind, body, clipping).net, truth(WINDOWS))
+    assert_trained(by_hand(kind, body, clipping).net, truth(windows()))
 
 
 # ---- a scaler ------------------------------------------------------------------------------------------------------
@@ -93,7 +97,7 @@ def test_a_normalizer_divides_sums(kind: str) -> None:
 @every_kind
 def test_an_open_window_is_refused_where_there_is_a_scaler(kind: str) -> None:
     def body(loop: Loop) -> None:
-        loop.window(WINDOWS[0], closes=False)
+        loop.window(windows()[0], closes=False)
         for call in (loop.wrapper.step, *([loop.clip] if kind == "fabric" else [])):
             with pytest.raises(RuntimeError, match=r"close it with accumulate\(\.\.\., last=True\)"):
                 call()
@@ -104,7 +108,7 @@ def test_an_open_window_is_refused_where_there_is_a_scaler(kind: str) -> None:
 @every_kind
 def test_an_overflow_drops_the_window_and_nothing_else(kind: str) -> None:
     loop = by_hand(kind, lambda loop: loop.train(cut(with_an_infinity())), clipping, "16-mixed")
-    assert_trained(loop.net, truth(WINDOWS[1:]), "16-mixed")
+    assert_trained(loop.net, truth(windows()[1:]), "16-mixed")
     assert loop.scaler.get_scale() == 2.0**6  # halved, and doubled after two good steps
     assert {float(state["step"]) for state in loop.optimizer.state.values()} == {2}
 
@@ -120,12 +124,12 @@ def test_calls_through_the_wrapper_are_the_optimizers_and_leave_nothing_on_it(ki
         before = dict(vars(loop.wrapper))
         loop.wrapper.max_grad_norm = MAX_NORM
         assert loop.optimizer.max_grad_norm == MAX_NORM
-        loop.window(WINDOWS[1], closes=False)
+        loop.window(windows()[1], closes=False)
         loop.wrapper.zero_grad()  # drops it
-        loop.train(WINDOWS)
-        assert_trained(loop.net, truth(WINDOWS))
+        loop.train(windows())
+        assert_trained(loop.net, truth(windows()))
         assert not loop.wrapper.step_was_skipped
-        norm = nn.utils.get_total_norm(mean_gradients(truth(WINDOWS[:-1]), WINDOWS[-1]))
+        norm = nn.utils.get_total_norm(mean_gradients(truth(windows()[:-1]), windows()[-1]))
         assert_close(loop.wrapper.grad_norm, norm, "model")
         loop.train([with_an_infinity()[1:2]])
         assert loop.wrapper.step_was_skipped
@@ -145,7 +149,7 @@ def test_a_scheduler_sees_the_steps(kind: str, over: str) -> None:
 
     def body(loop: Loop) -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(getattr(loop, over), step_size=1, gamma=0.5)
-        loop.train(WINDOWS[:1])
+        loop.train(windows()[:1])
         scheduler.step()
         assert loop.optimizer.param_groups[0]["lr"] == OPTIONS["lr"] * 0.5
 
