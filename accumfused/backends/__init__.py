@@ -1,4 +1,4 @@
-"""Who runs the three verbs: the only place where backends are chosen."""
+"""Chooses the backends, which run the three verbs; no other file chooses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accumfused.warn import say_once
 
 NAMES = get_args(BackendName)
 
-COSTS = {  # beside the backend that "auto" prefers; docs/arithmetic.md has the measurements
+COSTS = {  # compared with the backend that "auto" prefers; docs/arithmetic.md has the measurements
     "triton": "slower",
     "foreach": "torch's own kernels and bits; for fp32 AdamW native ones take 0.6 to 0.9 of its time",
     "torch": "the reference, some 20 times slower than stock",
@@ -30,7 +30,7 @@ COSTS = {  # beside the backend that "auto" prefers; docs/arithmetic.md has the 
 
 
 def why_not(name: str, device: torch.device | None = None) -> str | None:
-    """Why the backend cannot run (for tensors on that device, or at all), or None."""
+    """The reason why the backend cannot run (for tensors on that device, or at all), or None."""
     reasons = {"cuda": _why_not_cuda, "triton": _why_not_triton, "cpu": _why_not_cpu, "foreach": _why_not_foreach}
     return reasons[name](device) if name in reasons else None
 
@@ -39,7 +39,7 @@ def check(name: str, device: torch.device | None = None) -> None:
     """Refuses a backend asked for by name that cannot run.
 
     Raises:
-        RuntimeError: with the reason.
+        RuntimeError: the backend cannot run; the text has the reason.
     """
     reason = None if name == "auto" else why_not(name, device)
     if reason is not None:
@@ -47,10 +47,10 @@ def check(name: str, device: torch.device | None = None) -> None:
 
 
 def select(name: str, devices: Iterable[torch.device]) -> Backend:
-    """The backend of that name, or for "auto" the fastest that can run; with several devices, one for each.
+    """The backend of that name, or for "auto" the fastest that can run; several devices get one each.
 
     Raises:
-        RuntimeError: one asked for by name cannot run.
+        RuntimeError: a backend asked for by name cannot run.
     """
     chosen = {device: _select(name, device) for device in devices if device.type != "meta"}
     if len(chosen) > 1:
@@ -112,7 +112,7 @@ def _why_not_triton(device: torch.device | None) -> str | None:
         importlib.import_module("triton")
     except ImportError as error:
         return f"Triton does not load: {error}; pip install triton"
-    # The interpreter runs its kernels in Python, on any tensors.
+    # Triton's interpreter runs the kernels in Python, on any device's tensors.
     return None if os.environ.get("TRITON_INTERPRET") == "1" else _why_no_gpu(device)
 
 
@@ -130,7 +130,7 @@ def _why_no_gpu(device: torch.device | None) -> str | None:
 
 @functools.cache
 def _loads_on(index: int) -> str | None:
-    """Why the CUDA kernels do not load on a GPU, or None."""
+    """The reason why the CUDA kernels do not load on a GPU, or None."""
     kernels = compiled.module.cuda
     reason = kernels.why_not(index)
     if not reason:

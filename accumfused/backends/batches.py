@@ -1,4 +1,4 @@
-"""Batches: pieces of a plan's tensors that torch's own kernels work on together."""
+"""Batches: torch's own kernels work on several pieces of a plan's tensors together."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from accumfused.core.rows import Grads
 from accumfused.formats.kinds import Format
 from accumfused.formats.numeric import CHUNK, LANES, memory_order
 
-WHOLE = 0  # in place of a number of elements: nothing is cut
+WHOLE = 0  # in place of a number of elements: tensors stay whole
 
 Tensors = list[Tensor]
 
 
 @dataclass
 class Stored:
-    """What a batch updates: lists with one piece a row."""
+    """The tensors that a step of the batch updates: lists with one piece per row."""
 
     params: Tensors
     masters: Grads
     states: list[Tensors]  # per state of the rule
     scales: list[Grads]
-    steps: Tensors  # step counts; none where there are none
+    steps: Tensors  # step counts; empty if the format and the rule count none
     seeds: Tensors
 
 
 @dataclass
 class Batch:
-    """Pieces that are worked on together, of tensors of one group and format: small ones whole, or one large one's."""
+    """Whole small tensors of one group and format, or one piece of a large tensor."""
 
     group: int
     form: Format
     rows: list[int]
-    begin: int = 0  # of the piece, in memory order; a multiple of CHUNK
+    begin: int = 0  # the piece's first element, in memory order; a multiple of CHUNK
     end: int | None = None  # None: the tensors are whole
     stored: Stored | None = None  # made with the first step
 
     def of(self, tensors: Sequence[Tensor | None]) -> Tensors:
-        """Its pieces of such of all rows' tensors as there are."""
+        """The batch's pieces, from the tensors of all rows of the plan."""
         return self.cut([tensors[row] for row in self.rows])
 
     def cut(self, tensors: Sequence[Tensor | None]) -> Tensors:
-        """The same of its own rows'; what every row lacks is left out."""
+        """The batch's pieces, from the tensors of its own rows; leaves out None."""
         found = [tensor for tensor in tensors if tensor is not None]
         if self.end is None and self.form == Format():
             return found
         return [memory_order(tensor)[self.begin : self.end] for tensor in found]
 
     def apart(self, kinds: Sequence[Any]) -> Iterator[Batch]:
-        """The rows of each kind by themselves; none of those whose kind is false."""
+        """Splits the batch by the kind of its rows; leaves out rows whose kind is false."""
         own = [kinds[row] for row in self.rows]
         for kind in dict.fromkeys(own):
             if kind:
@@ -62,7 +62,7 @@ class Batch:
                 yield self if len(rows) == len(self.rows) else replace(self, rows=rows, stored=None)
 
     def scaled(self, grads: Tensors, coefficient: float | Tensor, scratch: Tensor) -> Tensors:
-        """Gradients times the coefficient, in fp32: other tensors."""
+        """Gradients times the coefficient, as new fp32 tensors."""
         if self.end is None:
             return list(torch._foreach_mul([grad.float() for grad in grads], coefficient))
         (grad,) = grads
@@ -72,7 +72,7 @@ class Batch:
         return [made.copy_(grad).mul_(coefficient)]
 
     def measure(self, plan: Plan, values: Tensors, partials: Tensor) -> None:
-        """Writes the sum of squares of each chunk: torch's fp32 norm of 8M elements at once is off by 2e-4 (CPU)."""
+        """Writes each chunk's sum of squares: torch's fp32 norm of 8M elements at once is off by 2e-4 (CPU)."""
         values = [value.float() for value in values]
         if self.end is None:
             sums = [norm * norm for norm in torch._foreach_norm(values)]
@@ -93,7 +93,7 @@ def cut(plan: Plan, size: int) -> Iterator[Batch]:
     for index, row in enumerate(plan.rows):
         group, form, numel = row.group, row.form, row.tensor.numel()
         if size != WHOLE and numel > CHUNK:
-            length = size if form == Format() else size // 4  # decoded, there is more of it
+            length = size if form == Format() else size // 4  # decoding takes more memory
             for begin in range(0, numel, length):
                 yield Batch(group, form, [index], begin, min(begin + length, numel))
         elif numel:

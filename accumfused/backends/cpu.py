@@ -20,7 +20,7 @@ from accumfused.core.rows import Grads
 
 
 class CpuBackend:
-    """Args: instruction_set: one of `_C.instruction_sets()`; None: the best that this machine runs."""
+    """Runs on `instruction_set`, one of `_C.instruction_sets()`; None chooses the best that this machine runs."""
 
     name = "cpu"
     measures_folds = True
@@ -65,7 +65,7 @@ class CpuBackend:
 
 
 def rule_indices(plan: Plan) -> list[int]:
-    """The rule of each group, by its place among the native module's."""
+    """Each group's rule as an index into the native module's rules."""
     known = _rules()
     return [known.get(rule.name, 0) for rule in plan.rules]
 
@@ -80,5 +80,5 @@ def address(tensor: Tensor | None) -> int:
 
 
 def as_number_and_address(value: float | Tensor) -> tuple[float, int]:
-    """What a kernel multiplies by: a number, and an fp64 number on the device."""
+    """A kernel's two factors: a number of the host, and the address of an fp64 number on the device."""
     return (1.0, value.data_ptr()) if isinstance(value, Tensor) else (value, 0)

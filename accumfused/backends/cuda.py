@@ -24,7 +24,7 @@ from accumfused.core.rows import Grads
 
 
 class CudaBackend:
-    """Args: module: what has the kernels, `_C.cuda` or an emulation of it; table: the class of that module's tables."""
+    """Runs the kernels of `module`, `_C.cuda` or an emulation of it; `table` is the class of that module's tables."""
 
     name = "cuda"
     measures_folds = True
@@ -32,7 +32,7 @@ class CudaBackend:
     def __init__(self, module: Any = None, table: Any = None) -> None:
         self._c = module or compiled.module.cuda
         self._table = table or compiled.module.Table
-        # Of a plan's table, copies on the GPU: 0, or the id of the graph that is captured; the stream it was made on.
+        # GPU copies of a plan's table, by the id of the capturing graph (0: eager), with the stream that made each.
         self._copies: WeakKeyDictionary[Plan, dict[int, tuple[Tensor, Any, int]]] = WeakKeyDictionary()
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
@@ -69,9 +69,9 @@ class CudaBackend:
         copy.step(plan.table, stream, flat, rule_indices(plan), outcome.values.data_ptr())
 
     def _on_device(self, plan: Plan, used: Sequence[Tensor | None]) -> tuple[Any, int]:
-        """The table's copy that this call may use, and the stream; `used`: what may have been made on another stream.
+        """The table's copy for this call, and the stream; another stream may have made the tensors in `used`.
 
-        One copy serves all eager calls. A captured graph has its own: its replays write it, at any later time.
+        One copy serves all eager calls. A captured graph has its own copy, because its replays write it at any time.
         """
         index, stream = current_stream(plan.device)
         capture = self._c.capture_id(index, stream) if stream else 0  # the default stream cannot be captured
@@ -86,7 +86,7 @@ class CudaBackend:
             known[capture] = (memory, self._c.DeviceTable(index, memory.data_ptr(), groups, stride), stream)
         memory, copy, made_on = known[capture]
         if stream != made_on and capture == 0:
-            # Otherwise torch would give memory that is freed soon to the stream that it was made on.
+            # Otherwise torch would reuse freed memory on the stream that made it, before this call has ended.
             for tensor in (memory, *(tensor for tensor in used if tensor is not None)):
                 tensor.record_stream(torch.cuda.current_stream(plan.device))
         return copy, stream

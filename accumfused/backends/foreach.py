@@ -1,9 +1,9 @@
-"""torch's own kernels, for where none of ours run: fused ones where torch has them, foreach operations elsewhere.
+"""torch's own kernels, where none of ours run: fused ones where torch has them, foreach operations elsewhere.
 
-Formats and noise are the reference's, the bits of the arithmetic are torch's. Nothing waits for a GPU; what lies on a
-CPU is read at no cost. Tensors are cut into pieces, which stay in a core's caches while they are scaled, decoded,
-updated and encoded. So `p.grad` stays as it is: torch's fused kernels would write the scaled gradient back, and may do
-so to a window's accumulators only.
+Formats and noise are the reference's; the bits of the arithmetic are torch's. The host never waits for a GPU, and reads
+a CPU's values at no cost. The step cuts tensors into pieces that stay in a core's caches while torch scales, decodes,
+updates and encodes them. So `p.grad` stays as it is: torch's fused kernels write the scaled gradient back, which they
+may do to a window's accumulators only.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from accumfused.core.rows import Grads
 from accumfused.formats.kinds import Format
 from accumfused.formats.numeric import CHUNK, ieee, sum_partials
 
-_CACHED = 32 * CHUNK  # elements of a piece: 4 MiB of fp32; a call for each costs little then
-_LARGE = 512 * CHUNK  # where caches do not matter; it bounds the memory of what is made in between
+_CACHED = 32 * CHUNK  # elements of a piece: 4 MiB of fp32, so that its call costs little
+_LARGE = 512 * CHUNK  # where caches do not matter; it bounds the memory of intermediate tensors
 
 
 class ForeachBackend:
     name = "foreach"
-    measures_folds = False  # it would be a pass of its own, for each of a window's folds but the last in vain
+    measures_folds = False  # measuring is a pass of its own, and only a window's last fold needs it
 
     def __init__(self) -> None:
         self._batches_of: WeakKeyDictionary[Plan, dict[int, list[Batch]]] = WeakKeyDictionary()  # by their size
@@ -80,7 +80,7 @@ class ForeachBackend:
         size = _cached(plan) if absorbed is None else WHOLE
         scratch = torch.empty(
             size, dtype=torch.float32, device=plan.device
-        )  # once: new memory for each piece would be mapped anew
+        )  # once, because the system would map new memory for each piece
         for batch in self._batches(plan, size, [grad is not None for grad in grads]):
             given = batch.of(grads)
             if absorbed is None:
@@ -90,7 +90,7 @@ class ForeachBackend:
             foreach_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped)
 
     def _batches(self, plan: Plan, size: int, kinds: Sequence[Any]) -> Iterator[Batch]:
-        """All elements of rows whose kind is not false, in batches of about that many of one kind."""
+        """Batches of about `size` elements of one kind, from all rows whose kind is not false."""
         known = self._batches_of[plan]
         if size not in known:
             known[size] = list(cut(plan, size))
@@ -99,7 +99,7 @@ class ForeachBackend:
 
 
 def _can_read(plan: Plan) -> bool:
-    """Whether values come at no cost; a GPU's are not read."""
+    """Whether the host can read the plan's values without a wait for a GPU."""
     return plan.device.type == "cpu"
 
 
@@ -108,7 +108,7 @@ def _cached(plan: Plan) -> int:
 
 
 def _are_plain(plan: Plan, grads: Grads) -> bool:
-    """Whether everything is in fp32."""
+    """Whether parameters, states and gradients are all fp32."""
     every = all(row.form == Format() for row in plan.rows)
     return every and all(grad is None or grad.dtype == torch.float32 for grad in grads)
 
@@ -123,7 +123,7 @@ def _add_numbers(values: Tensors, grads: Tensors, keep: float, add: float) -> No
 
 
 def _add_on_device(values: Tensors, grads: Tensors, keep: Tensor, add: Tensor) -> None:
-    """The same without reading the factors: an infinite term would stay, times 0."""
+    """Adds up without reading the factors: `where` is needed because infinity times 0 is NaN."""
     for index, value in enumerate(values):
         value.copy_(torch.where(keep != 0, value * keep, 0.0))
         if grads:

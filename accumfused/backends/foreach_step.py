@@ -1,7 +1,7 @@
-"""The step of backends/foreach.py: what is stored of a batch is decoded to fp32, updated by torch, encoded again.
+"""The step of backends/foreach.py: it decodes a batch to fp32, torch updates it, and the step encodes it again.
 
-In: a batch, its gradients in fp32 and scaled. Out: parameters, masters and states, written. What is stored in fp32 is
-updated where it lies.
+In: a batch, and its scaled gradients in fp32. Out: written parameters, masters and states. torch updates fp32 tensors
+in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from accumfused.formats.kinds import Format, States, Storage, Weights
 from accumfused.formats.numeric import SMALLEST_NORMAL, whole_steps
 from accumfused.rule import Rule
 
-# Updates in place: (weights, gradients, states, step counts, hyper-parameters, found_inf)
+# A kernel updates in place: (weights, gradients, states, step counts, hyper-parameters, found_inf)
 Kernel = Callable[[Tensors, Tensors, list[Tensors], Tensors, dict[str, Any], Tensor | None], None]
 
 _BY_CODEC = (
@@ -30,7 +30,7 @@ _BY_CODEC = (
 
 
 def stored(plan: Plan, batch: Batch) -> Stored:
-    """Of a batch whose parameters all have their state."""
+    """The stored tensors of a batch whose parameters all have their state."""
 
     kept = [storage for row in batch.rows if (storage := plan.rows[row].storage) is not None]
     count = len(plan.rules[batch.group].states)
@@ -50,7 +50,7 @@ def stored(plan: Plan, batch: Batch) -> Stored:
 
 
 def advance(plan: Plan, grads: Grads, skipped: Tensor | None) -> None:
-    """Step counts, also of tensors without elements; `skipped`: None where it is known that the step is made."""
+    """Advances step counts, of empty tensors too; `skipped` is None if the host knows that the step happens."""
     pairs = [(row.storage, grad) for row, grad in zip(plan.rows, grads, strict=True)]
     steps = [s.step for s, grad in pairs if grad is not None and s is not None and s.step is not None]
     if steps and skipped is None:
@@ -62,11 +62,11 @@ def advance(plan: Plan, grads: Grads, skipped: Tensor | None) -> None:
 def absorbed(
     rules: list[type[Rule]], hypers: list[dict[str, Any]], coefficient: float, spends_grads: bool
 ) -> list[dict[str, Any]] | None:
-    """Each group's hyper-parameters with which torch's fused kernels take gradients as they are, if all can.
+    """Each group's hyper-parameters that let torch's fused kernels take unscaled gradients; None if a group has none.
 
-    All of them multiply gradients that they may write into. Those of SGD need not: nothing but the gradient's place in
-    the buffer, or in the update, is linear in it. (`1 - dampening` is exact enough for coefficients that are not tiny;
-    Nesterov's step takes the gradient twice.)
+    The kernels scale gradients that they may overwrite. For SGD other hyper-parameters can carry the coefficient, which
+    multiplies only the gradient's term in the buffer, or in the update. (`1 - dampening` is exact enough unless the
+    coefficient is tiny; Nesterov's step takes the gradient twice.)
     """
     if any(rule.name not in FUSED for rule in rules):
         return None
@@ -87,13 +87,13 @@ def absorbed(
 
 
 def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skipped: Tensor | None) -> None:
-    """One batch; `skipped`: None, or a flag on a GPU that is not to be read."""
+    """Updates one batch; `skipped` is None, or a flag on a GPU that the host must not read."""
     rule = plan.rules[batch.group]
     kept, form = batch.stored, batch.form
     assert kept is not None
     kernel = FUSED.get(rule.name)
     if skipped is not None and kernel is _sgd and float(hyper["dampening"]) != 0:
-        kernel = None  # whether it is a tensor's first step is not known here
+        kernel = None  # the host does not know whether this is a tensor's first step
     known = {name: value if kernel and _stays(name, value) else float(value) for name, value in hyper.items()}
     found_inf = None if skipped is None else skipped.float()
     run = kernel or (_lion if rule.name == "lion" else _composed(rule))
@@ -106,7 +106,7 @@ def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skip
         [load_state(*pair, kind) for pair in zip(values, scales, strict=True)]
         for values, scales, kind in zip(kept.states, kept.scales, kinds, strict=True)
     ]
-    if skipped is not None and kernel is None:  # only torch's fused kernels ask the flag before they write
+    if skipped is not None and kernel is None:  # only torch's fused kernels read the flag before they write
         weights, states = [w.clone() for w in weights], [[s.clone() for s in values] for values in states]
     run(weights, grads, states, kept.steps, known, found_inf)
     for j, row in enumerate(batch.rows):
@@ -123,12 +123,12 @@ def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skip
 
 
 def _stays(name: str, value: Any) -> bool:
-    """What torch's fused kernels take as a tensor: a divisor of the gradients, and a GPU's learning rate."""
+    """Whether torch's fused kernels take the value as a tensor: a divisor of the gradients, a GPU's learning rate."""
     return name == "grad_scale" or (name == "lr" and isinstance(value, Tensor) and value.device.type != "cpu")
 
 
 def _stored_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The parameter and its master; to nearest, copying is enough."""
+    """The parameter and its master; a copy already rounds to nearest."""
     if form.weights in _BY_CODEC:
         return store_weights(form, weights, codecs.stream(noise, 2) if form.needs_noise else noise)
     return weights, None if form.master is None else weights
@@ -177,7 +177,7 @@ def _lion(
 ) -> None:
     grads = list(torch._foreach_neg(grads)) if h["maximize"] else grads
     directions = torch._foreach_lerp(states[0], grads, 1.0 - h["beta1"])
-    # The sign; torch's own is 0 for NaN.
+    # These three lines take the sign; torch's own sign of NaN is 0.
     torch._foreach_clamp_max_(directions, SMALLEST_NORMAL)
     torch._foreach_clamp_min_(directions, -SMALLEST_NORMAL)
     torch._foreach_mul_(directions, 1.0 / SMALLEST_NORMAL)
@@ -187,7 +187,7 @@ def _lion(
 
 
 def _composed(rule: type[Rule]) -> Kernel:
-    """The rule's own arithmetic."""
+    """A kernel of the rule's own arithmetic."""
 
     def kernel(
         weights: Tensors, grads: Tensors, states: list[Tensors], steps: Tensors, h: dict[str, Any], _: Tensor | None

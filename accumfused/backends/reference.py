@@ -1,4 +1,4 @@
-"""The reference, in pure PyTorch: readable first. Runs on any device."""
+"""The reference backend, in pure PyTorch: readable first. It runs on any device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReferenceBackend:
     measures_folds = True
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
-        """Nothing: it works on tensors, and reads everything at each step."""
+        """Prepares nothing: the reference reads all tensors at each step."""
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
@@ -88,10 +88,10 @@ def _steps_made(plan: Plan, row: int) -> Tensor:
 
 
 def finish_norm(sum_of_squares: Tensor | None, scaling: Scaling) -> Outcome:
-    """The second half of `Backend.norm`. The caller keeps subnormals: see `ieee`.
+    """Computes the outcome from the sum of squares, as `Backend.norm` does. The caller keeps subnormals: see `ieee`.
 
     Args:
-        sum_of_squares: of all gradients, fp64, shape []; None: no norm is taken.
+        sum_of_squares: the sum over all gradients, fp64, shape []; None: the outcome has no norm.
     """
     device = scaling.device
     outcome = new_outcome(device, normed=sum_of_squares is not None)
@@ -120,7 +120,7 @@ def finish_norm(sum_of_squares: Tensor | None, scaling: Scaling) -> Outcome:
 
 
 def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor, step: Tensor, skipped: Tensor) -> None:
-    """One parameter: everything decoded to fp32, in memory order, updated, and encoded again."""
+    """Updates one parameter in memory order: decodes it and its states to fp32, updates, and encodes again."""
     row = plan.rows[index]
     rule, form, storage, param = row.rule, row.form, row.storage, memory_order(row.tensor)
     assert storage is not None

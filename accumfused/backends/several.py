@@ -1,7 +1,7 @@
-"""Several devices in one optimizer: a backend for each, and one norm over all.
+"""Several devices in one optimizer: each has a backend, and all share one norm.
 
-The plan's first device leads. Sums of squares of all chunks meet there, in the one order that the norm has on a single
-device, so the numbers are the same; the coefficient goes back to the others.
+The plan's first device leads. It collects the sums of squares of all chunks and adds them in a single device's order,
+so the numbers are the same. The coefficient goes back to the other devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class SeveralDevices:
-    """Args: backends: the backend of each device."""
+    """Runs each verb on the backend of every device."""
 
     def __init__(self, backends: dict[torch.device, Backend]) -> None:
         self.backends = backends
@@ -30,7 +30,7 @@ class SeveralDevices:
         self.name = " + ".join(f"{backend.name} ({device})" for device, backend in backends.items())
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
-        """One plan for each device, of the same rows; the leading one first."""
+        """Makes one plan per device, with the same rows; the leading device's comes first."""
         for device, backend in sorted(self.backends.items(), key=lambda item: item[0] != plan.device):
             part = replace(plan, device=device, parts=[])
             backend.prepare(part, param_groups, state)
@@ -77,12 +77,12 @@ def _only(rows: list[bool], values: Sequence[T | None]) -> list[T | None]:
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same tensor where it is there already. Towards a GPU nothing waits; what comes to the CPU must be there."""
+    """Copies a tensor of another device: without a wait towards a GPU; the CPU waits, because it reads the values."""
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def _merge(part: Plan, sums: Tensor, partials: Tensor) -> None:
-    """Takes over the sums of a device's own chunks."""
+    """Copies the sums of a device's own chunks."""
     if sums is partials:
         return
     counts = torch.tensor([chunk_count(row.tensor.numel()) for row in part.rows], device="cpu")

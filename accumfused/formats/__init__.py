@@ -1,1 +1,1 @@
-"""How parameters and states are kept: as numbers of which kind, converted how, and as parts on which process."""
+"""How memory holds parameters and states: number formats, conversions between them, and shards on processes."""

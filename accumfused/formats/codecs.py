@@ -1,7 +1,7 @@
-"""How numbers are stored in fewer bits, and the noise that rounds them, in PyTorch: the counterpart of csrc/codecs.h.
+"""Codecs store numbers in fewer bits, and noise rounds them, in PyTorch: the counterpart of csrc/codecs.h.
 
-All of it works on the bits of fp32 numbers, so every backend stores the same bits. A codec's `encode` takes fp32 values
-in memory order and 32 bits of noise for each; `decode` gives fp32 back. docs/arithmetic.md has the formulas.
+All functions work on the bits of fp32 numbers, so every backend stores the same bits. `encode` takes fp32 values in
+memory order, with 32 bits of noise for each; `decode` returns fp32. docs/arithmetic.md has the formulas.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from accumfused.formats.numeric import CHUNK, chunk_count
 
-# Part of the arithmetic, like csrc/rows.h, against which a test holds them.
-BLOCK = 128  # elements that share a scale: what a warp of 32 threads holds, four each
+# These numbers belong to the arithmetic; a test compares them with csrc/rows.h.
+BLOCK = 128  # elements of a quantisation block, which share a scale: a warp of 32 threads holds four each
 MIN_SECOND_MOMENT = 4  # the smallest code of a second moment
 SMALLEST_SCALE = 33  # biased exponent
 
@@ -27,7 +27,7 @@ _HEADROOM = 2 << _SHIFT  # see `scale_of`
 
 
 def mix(value: Tensor) -> Tensor:
-    """64 bits from 64, as int64: the output function of SplitMix64 (Steele, Lea & Flood 2014)."""
+    """Mixes 64 bits, as int64: the output function of SplitMix64 (Steele, Lea & Flood 2014)."""
     value = value + -7046029254386353131  # 0x9E3779B97F4A7C15
     value = (value ^ _shift_right(value, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     value = (value ^ _shift_right(value, 27)) * -7723592293110705685  # 0x94D049BB133111EB
@@ -35,7 +35,7 @@ def mix(value: Tensor) -> Tensor:
 
 
 def key(seed: Tensor, step: Tensor, row: int) -> Tensor:
-    """What the noise of one tensor in one step depends on: int64, shape [].
+    """The key of one tensor's noise in one step: int64, shape [].
 
     Args:
         seed: int64, shape [].
@@ -48,14 +48,14 @@ def key(seed: Tensor, step: Tensor, row: int) -> Tensor:
 def noise(tensor_key: Tensor, numel: int, origin: int = 0) -> Tensor:
     """32 random bits for each element of a tensor, int32 [numel]: a hash of the key and the element's index alone.
 
-    So it depends neither on how the work is divided, nor on what other elements there are. Two rounds of xor-shift and
-    multiply over a Weyl sequence, the second key between them, or two keys that are close would give shifted copies of
-    one sequence. (Multipliers: Wellons, "Prospecting for Hash Functions".)
+    The bits depend neither on the division of the work nor on other elements. The hash is two rounds of xor-shift and
+    multiply over a Weyl sequence. The second key stands between the rounds: without it, close keys would give shifted
+    copies of one sequence. (Multipliers: Wellons, "Prospecting for Hash Functions".)
 
     Args:
-        origin: the index of the first element, where these are a part of a tensor: they get the bits that they have in
-            the whole one. (Each 2^32 elements have another key. A chunk of a part that lies across such a boundary
-            keeps the one of its first element, so only beyond 4G elements may a few get other bits.)
+        origin: the first element's index in the whole tensor, so that a shard gets the whole tensor's bits. (Each 2^32
+            elements have their own key. A shard's chunk across such a boundary keeps its first element's key, so a few
+            elements beyond 4G may get different bits.)
     """
     begin = origin + CHUNK * torch.arange(chunk_count(numel), dtype=torch.int64, device=tensor_key.device)
     keys = mix(tensor_key ^ (begin >> 32))
@@ -68,7 +68,7 @@ def noise(tensor_key: Tensor, numel: int, origin: int = 0) -> Tensor:
 
 
 def stream(bits: Tensor, number: int) -> Tensor:
-    """One of three streams of an element's noise, whose leading bits are other ones: rotated by 11 bits each."""
+    """One of three streams of an element's noise, whose leading bits differ: each is rotated by 11 more bits."""
     turn = 11 * number
     return bits if turn == 0 else (bits << turn) | _logical(bits, 32 - turn)
 
@@ -77,13 +77,13 @@ def stream(bits: Tensor, number: int) -> Tensor:
 
 
 def to_bfloat16(values: Tensor) -> Tensor:
-    """To nearest, ties to even; bits as int32."""
+    """Rounds to nearest, ties to even; bits as int32."""
     bits = _bits(values)
     return _kept(values, _logical(bits + 0x7FFF + (_logical(bits, 16) & 1), 16))
 
 
 def to_bfloat16_stochastic(values: Tensor, noise: Tensor) -> Tensor:
-    """To one of the two neighbours, in proportion to how near they are; bits as int32."""
+    """Rounds to one of the two neighbours, the nearer one more often in proportion; bits as int32."""
     return _kept(values, _logical(_bits(values) + _logical(noise, 16), 16))
 
 
@@ -92,15 +92,15 @@ def from_bfloat16(bits: Tensor) -> Tensor:
 
 
 def to_float16_stochastic(values: Tensor, noise: Tensor) -> Tensor:
-    """The same for fp16; what is too large becomes infinite. Bits as int32.
+    """Rounds to fp16 in the same way; too large a value becomes infinite. Bits as int32.
 
-    Below 2^-14 the distance between neighbours stays 2^-24, so more bits of the mantissa are dropped there.
+    Below 2^-14 neighbours stay 2^-24 apart, so rounding drops more bits of the mantissa there.
     """
     bits = _bits(values)
     magnitude = bits & 0x7FFFFFFF
     exponent = magnitude >> 23
     dropped = 13 + (113 - exponent).clamp(min=0)
-    beyond = (dropped - 30).clamp(0, 31)  # what noise of 30 bits cannot decide about
+    beyond = (dropped - 30).clamp(0, 31)  # bits that noise of 30 bits cannot decide
     mantissa = ((magnitude & 0x7FFFFF) | 0x800000) >> beyond
     dropped = dropped.clamp(max=30)
     half = ((exponent - 113).clamp(min=0) << 10) + ((mantissa + _logical(noise, 32 - dropped)) >> dropped)
@@ -108,13 +108,13 @@ def to_float16_stochastic(values: Tensor, noise: Tensor) -> Tensor:
     return half | (_logical(bits, 16) & 0x8000)
 
 
-# ---- bfloat16 with a remainder: the fp32 master weight in two parts -------------------------------------------------
+# ---- bfloat16 with a remainder: the fp32 master weight in two halves ------------------------------------------------
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of the nearest bfloat16 (ties away from zero), and what they lack: int32, within int16.
+    """The bits of the nearest bfloat16 (ties away from zero), and their remainder: int32, within int16.
 
-    `join` gives the same bits back; every NaN becomes one NaN, which also the bfloat16 part shows.
+    `join` returns the same bits; every NaN becomes one NaN, which the bfloat16 half shows too.
     """
     bits = torch.where(values.isnan(), _NAN, _bits(values))
     high = _logical(bits + 0x8000, 16)
@@ -122,10 +122,10 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 numbers that were split.
+    """The fp32 numbers before the split.
 
-    None of those is NaN unless its half is, so where the two make a NaN somebody has written the parameter since (a
-    zero beside the old, negative remainder, say), which then counts as it is.
+    A split number is NaN only if its bfloat16 half is. If only the joined number is NaN, user code has written the
+    parameter since (a zero beside the old, negative remainder, say). Then the parameter counts as it is.
     """
     param = high << 16
     joined = (param + remainder).view(torch.float32)
@@ -133,7 +133,7 @@ def join(high: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split_short(values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with a remainder of 8 bits: the fp32 number is first rounded, stochastically, to 16 bits of mantissa."""
+    """Splits with a remainder of 8 bits, after it has rounded the mantissa stochastically to 16 bits."""
     bits = torch.where(values.isnan(), _NAN, _bits(values)) + _logical(noise, 24)
     return _logical(bits + 0x8000, 16), (bits << 16) >> 24
 
@@ -143,20 +143,19 @@ def join_short(high: Tensor, remainder: Tensor) -> Tensor:
 
 
 # ---- blocks of 8 bits -----------------------------------------------------------------------------------------------
-# A code is a float of 4 bits of mantissa and 3 or 4 of exponent: with F(c) the code's number, from 2^-7 or 2^-15 on and
-# below 2, it stands for (F(c) - F(0)) times the block's scale. So 0 is a code, and rounding is unbiased down to
-# it.
+# A code is a float with 4 bits of mantissa and 3 or 4 of exponent. The code c has a number F(c), at least 2^-7 or 2^-15
+# and below 2, and stands for (F(c) - F(0)) times the block's scale. So 0 is a code, and rounding is unbiased down to 0.
 
 
 def scale_of(values: Tensor) -> Tensor:
     """The biased exponent of each block's scale, a power of two: uint8 [blocks].
 
-    The largest value is below 1.875 times the scale, so no code is beyond the last one: a second moment that could be
-    cut off would never grow past a power of two. 255: a value is infinite, NaN or above 1.5e38, and with it the block.
-    0: all are below 2^-94, and stored as 0, so that what a block stands for is never subnormal.
+    The largest value is below 1.875 times the scale, so no value exceeds the last code. If the codec cut a second
+    moment off, it would never grow past a power of two. 255: a value is infinite, NaN or above 1.5e38, and the whole
+    block decodes to NaN. 0: all values are below 2^-94 and become 0, so a block never decodes to subnormals.
     """
     largest = (_bits(_blocks(values)) & 0x7FFFFFFF).amax(1)
-    exponent = _logical(largest + _HEADROOM, 23)  # of some NaNs the sum is beyond int32
+    exponent = _logical(largest + _HEADROOM, 23)  # the sum of some NaNs is beyond int32
     exponent = torch.where(exponent < SMALLEST_SCALE, 0, exponent)
     return torch.where(exponent >= 254, 255, exponent).to(torch.uint8)
 
@@ -164,8 +163,8 @@ def scale_of(values: Tensor) -> Tensor:
 def encode(values: Tensor, scale: Tensor, noise: Tensor, *, second_moment: bool) -> Tensor:
     """Codes of fp32 values under their blocks' scales: uint8, the shape of the values.
 
-    A first moment's code has its sign on top. A second moment's is not below MIN_SECOND_MOMENT: a 0 under a moment that
-    is not would make the update thousands of times too large.
+    A first moment's code has its sign in the top bit. A second moment's code is at least MIN_SECOND_MOMENT. A second
+    moment of 0 under a first moment that is not 0 would make the update thousands of times too large.
     """
     exponent = _spread(scale, values).to(torch.int32)
     inverse = torch.where(exponent == 255, 0, (254 - exponent) << 23).view(torch.float32)
@@ -195,14 +194,14 @@ def block_count(numel: int) -> int:
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """[blocks, BLOCK], with zeros behind the end."""
+    """The values as [blocks, BLOCK], with zeros behind the end."""
     padded = values.new_zeros(block_count(values.numel()) * BLOCK)
     padded[: values.numel()] = values
     return padded.view(-1, BLOCK)
 
 
 def _spread(scale: Tensor, values: Tensor) -> Tensor:
-    """Each block's scale for each of its elements."""
+    """Repeats each block's scale for its elements."""
     return scale.repeat_interleave(BLOCK)[: values.numel()]
 
 
@@ -214,19 +213,19 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _kept(values: Tensor, bits: Tensor) -> Tensor:
-    """The bfloat16 bits, or a NaN's: adding to those of some NaNs makes other numbers."""
+    """The bfloat16 bits, or a NaN's: rounding turns the bits of some NaNs into other numbers."""
     return torch.where(values.isnan(), _NAN >> 16, bits)
 
 
 def _logical(bits: Tensor, count: int | Tensor) -> Tensor:
-    """int32 >> count without the sign; 0 < count <= 32."""
+    """Shifts int32 right without the sign; 0 < count <= 32."""
     if isinstance(count, int) and count < 32:
         return (bits >> count) & (0xFFFFFFFF >> count)
     return ((bits.to(torch.int64) & 0xFFFFFFFF) >> count).to(torch.int32)
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """The same for int64."""
+    """Shifts int64 right without the sign."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 

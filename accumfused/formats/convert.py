@@ -1,4 +1,4 @@
-"""Making an optimizer's state of a parameter, and converting one that a checkpoint brought in another format."""
+"""Makes an optimizer's state of a parameter, and converts a checkpoint's state from another format."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from accumfused.formats.numeric import ieee, layout, memory_order
 from accumfused.rule import Rule
 from accumfused.warn import warn
 
-_NEAREST = -(1 << 31)  # as noise, half of what is dropped: rounds to nearest
+_NEAREST = -(1 << 31)  # this noise is half of the dropped range, so it rounds to nearest
 
 
 def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str, Any], seed: int) -> None:
     """Completes the state of a (dense) parameter in place: torch's names and shapes, on its device, in its format.
 
-    A state in another format, dtype or layout (a checkpoint's, say) is converted, to nearest. What is not of this
-    format is taken out.
+    It converts a state of another format, dtype or layout (a checkpoint's, say) to nearest, and removes the entries
+    that this format does not have.
     """
     if storage_of(rule, form, tensor, entries) is not None:
         return
@@ -44,8 +44,8 @@ def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str
     with contextlib.nullcontext() if fresh and form.master is None else ieee():  # zeros need no arithmetic
         values = {name: _full_state(rule, name, tensor, entries) for name in rule.states}
         if counts_steps(rule, form):
-            # torch's SGD counts no steps: where it left a buffer, the first step is over. Without one it is to come,
-            # though steps may have been counted for their noise.
+            # torch's SGD counts no steps. A buffer shows that the first step is over; without one it is still to come,
+            # even where a format has counted steps for their noise.
             step = 0.0 if fresh and rule.states else entries.get("step", 0.0 if fresh else 1.0)
             if isinstance(step, Tensor):
                 entries["step"] = step.to(tensor.device, torch.float32).reshape(())
@@ -57,7 +57,7 @@ def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str
             entries[SEED] = torch.full((), number, dtype=torch.int64, device=tensor.device)
         if form.master is not None:
             half, entries[form.master[0]] = _halves(form, tensor, full_precision(tensor, entries))
-            # (One that was derived from the parameter has it as its half; comparing would wait for a GPU.)
+            # (A master that comes from the parameter has it as its half; a comparison would wait for a GPU.)
             if has_master and not torch.equal(half.view(torch.int16), tensor.detach().view(torch.int16)):
                 tensor.detach().copy_(half)
         if tensor.dtype == torch.float32 and REMAINDER in entries:
@@ -71,9 +71,9 @@ def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str
 
 
 def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
-    """The fp32 value of a parameter: with what the state holds of it, if that is there and of its shape.
+    """The fp32 value of a parameter, from the state's master or remainder if it has the parameter's shape.
 
-    A remainder that a checkpoint has brought to a parameter of another dtype counts if that holds bfloat16 numbers.
+    A checkpoint may load a remainder for a parameter of another dtype: it counts if the values are bfloat16 numbers.
     """
     tensor, remainder, master = tensor.detach(), entries.get(REMAINDER), entries.get(MASTER)
     with ieee():
@@ -85,7 +85,7 @@ def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
             low = low << 8 if remainder.dtype == torch.int8 else low
             if tensor.dtype == torch.bfloat16 or not bool((bits & 0xFFFF).any()):
                 return codecs.join(bits >> 16, low)
-            if not torch.equal(codecs.split(values)[1], low):  # otherwise it holds what the remainder says
+            if not torch.equal(codecs.split(values)[1], low):  # otherwise the parameter holds the remainder already
                 warn(
                     f"the checkpoint's {REMAINDER!r} of a {tensor.dtype} parameter of shape {list(tensor.shape)} is "
                     "dropped: it belongs to bfloat16 numbers, and the parameter has others. Load the model's own "
@@ -95,14 +95,14 @@ def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
 
 
 def still_halved(master: Tensor, tensor: Tensor) -> Tensor:
-    """The elements of an fp32 master whose 16-bit halves are still those of the parameter; where not, the parameter."""
+    """The fp32 master, except elements that no longer round to the parameter: those come from the parameter."""
     master, tensor = _laid_out(master, tensor), tensor.detach()
     is_same = master.to(tensor.dtype).view(torch.int16) == tensor.view(torch.int16)
     return torch.where(is_same, master, tensor.float())
 
 
 def store_full_precision(form: Format, tensor: Tensor, entries: Mapping[str, Any], weights: Tensor) -> None:
-    """Sets a (dense) parameter and its master, which is there, from fp32 values: to nearest where bits are too few."""
+    """Sets a (dense) parameter and its existing master from fp32 values, to nearest where the format has fewer bits."""
     assert form.master is not None
     with ieee():
         half, master = _halves(form, tensor, weights)
@@ -111,7 +111,7 @@ def store_full_precision(form: Format, tensor: Tensor, entries: Mapping[str, Any
 
 
 def _halves(form: Format, tensor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 weights as the parameter takes them, and its master."""
+    """Splits fp32 weights into a parameter's values and its master."""
     assert form.master is not None
     weights = _laid_out(weights, tensor)
     if form.weights in (Weights.BFLOAT16_MASTER, Weights.FLOAT16_MASTER):
@@ -124,12 +124,12 @@ def _halves(form: Format, tensor: Tensor, weights: Tensor) -> tuple[Tensor, Tens
 
 
 def _laid_out(values: Tensor, tensor: Tensor) -> Tensor:
-    """A copy in fp32, on the parameter's device and in its layout."""
+    """An fp32 copy on the parameter's device and in its layout."""
     return torch.empty_like(tensor, dtype=torch.float32, requires_grad=False).copy_(values)
 
 
 def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, Any]) -> Tensor | None:
-    """A state's values in fp32, laid out as the parameter; None where there is none yet."""
+    """A state's values in fp32, in the parameter's layout; None without a state."""
     value = entries.get(name)
     if value is None:
         return None
@@ -140,11 +140,11 @@ def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, 
         )
     if value.dtype != torch.uint8:
         return _laid_out(value, tensor)
-    # The blocks are those of the layout that the codes have now.
+    # The blocks follow the layout that the codes have now.
     value = value if layout(value) == "dense" else value.contiguous()
     full = torch.empty_like(value, dtype=torch.float32)
     scale = entries[scale_name(name)].to(value.device).reshape(-1)
-    if scale.numel() != codecs.block_count(value.numel()):  # a part of the codes, and all scales
+    if scale.numel() != codecs.block_count(value.numel()):  # a shard of the codes, and all scales
         raise RuntimeError(
             f"state {name!r} is in 8 bits, in blocks that lie across the parts of which this process has one; save it "
             "with state_dtype=torch.float32 or torch.bfloat16 to load it here"
@@ -156,7 +156,7 @@ def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, 
 def _put_state(
     rule: type[Rule], form: Format, name: str, tensor: Tensor, value: Tensor | None, entries: dict[str, Any]
 ) -> None:
-    """Stores a state's fp32 values, or zeros, in the format."""
+    """Stores a state's fp32 values in the format, or zeros without values."""
     stored = torch.zeros_like(tensor, dtype=STATE_DTYPES[form.states], requires_grad=False)
     entries[name] = stored
     if form.states is States.INT8:

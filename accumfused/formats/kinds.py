@@ -1,7 +1,7 @@
-"""In what form a parameter and its optimizer states lie in memory; chosen for each parameter from the settings.
+"""The format of a parameter and its optimizer states in memory; the settings choose it for each parameter.
 
-The arithmetic is fp32 in every format: a step decodes, updates and encodes in one pass (codecs.py). `Storage` is what
-the optimizer's state holds of a parameter, in the order in which kernels take it.
+The arithmetic is fp32 in every format: a step decodes, updates and encodes in one pass (codecs.py). `Storage` holds a
+parameter's tensors in the optimizer's state, in the kernels' order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARAM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Weights(IntEnum):
-    """How a parameter is kept; the numbers are those of csrc/rows.h."""
+    """The format of a parameter; csrc/rows.h has the same numbers."""
 
     FLOAT32 = 0
     BFLOAT16 = 1  # rounded to nearest
@@ -32,16 +32,16 @@ class Weights(IntEnum):
     FLOAT16_STOCHASTIC = 4
     BFLOAT16_SPLIT16 = 5  # with an int16 remainder
     BFLOAT16_SPLIT8 = 6  # with an int8 remainder
-    BFLOAT16_MASTER = 7  # beside an fp32 one
+    BFLOAT16_MASTER = 7  # with an fp32 master
     FLOAT16_MASTER = 8
 
 
 class States(IntEnum):
-    """How the states of a rule are kept."""
+    """The format of a rule's states."""
 
     FLOAT32 = 0
     BFLOAT16 = 1  # rounded stochastically
-    INT8 = 2  # codes and scales of blocks
+    INT8 = 2  # codes, and a scale for each quantisation block
 
 
 STATE_DTYPES = {States.FLOAT32: torch.float32, States.BFLOAT16: torch.bfloat16, States.INT8: torch.uint8}
@@ -79,34 +79,34 @@ _STATE_NAMES = {States.FLOAT32: "fp32 states", States.BFLOAT16: "bf16 states", S
 
 @dataclass(frozen=True)
 class Format:
-    """How one parameter and its states are kept."""
+    """The format of one parameter and its states."""
 
     weights: Weights = Weights.FLOAT32
     states: States = States.FLOAT32
 
     @property
     def needs_noise(self) -> bool:
-        """Whether a step's results depend on noise, which must be the same in all processes that make it."""
+        """Whether a step's results depend on noise, which all processes with the parameter must share."""
         return self.weights in _NOISY_WEIGHTS or self.states is not States.FLOAT32
 
     @property
     def master(self) -> tuple[str, torch.dtype] | None:
-        """The name in the state, and the dtype, of what the parameter lacks of its fp32 value."""
+        """The name in the state, and the dtype, of the master or remainder; None if the format has none."""
         return _MASTERS.get(self.weights)
 
 
 @dataclass
 class Storage:
-    """A parameter's tensors in the optimizer's state; what a format has not is None or missing."""
+    """A parameter's tensors in the optimizer's state; None or missing where the format has none."""
 
     step: Tensor | None  # fp32, shape []
     seed: Tensor | None  # int64, shape []
     master: Tensor | None
-    values: list[Tensor]  # of the rule's states
+    values: list[Tensor]  # the rule's states
     scales: list[Tensor]  # uint8 [blocks], of INT8 states
 
     def slots(self) -> list[Tensor | None]:
-        """In the order of csrc/rows.h."""
+        """The tensors in the order of csrc/rows.h."""
         padded = [*self.values, *[None] * (3 - len(self.values))], [*self.scales, *[None] * (3 - len(self.scales))]
         return [self.step, self.seed, self.master, *padded[0], *padded[1]]
 
@@ -115,10 +115,10 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
     """The format of a parameter under these settings.
 
     Raises:
-        ValueError: master_weights that its dtype cannot be kept with.
+        ValueError: the parameter's dtype does not allow these master_weights.
     """
     if rule.is_foreign:
-        return Format()  # which no kernel reads
+        return Format()  # no kernel reads it
     weights = Weights.FLOAT32
     if param.dtype != torch.float32:
         check_master_weights(param.dtype, settings.master_weights)
@@ -143,7 +143,7 @@ def check_states(rule: type[Rule], settings: Settings) -> None:
     """Refuses 8-bit states that would drift.
 
     Raises:
-        ValueError: one of them is a maximum, which keeps the largest noise of all steps.
+        ValueError: a state is a maximum, which would keep the largest noise of all steps.
     """
     if rule.keeps_maximum and _STATES[settings.state_dtype] is States.INT8:
         raise ValueError(
@@ -153,7 +153,7 @@ def check_states(rule: type[Rule], settings: Settings) -> None:
 
 
 def described(rule: type[Rule], form: Format, param: Tensor) -> str:
-    """For people: "bf16 + split16, fp32 states"."""
+    """A description for people: "bf16 + split16, fp32 states"."""
     dtype = _DTYPE_NAMES.get(param.dtype, str(param.dtype).removeprefix("torch."))
     if rule.is_foreign:
         return f"{dtype}, its own states"
@@ -176,10 +176,10 @@ def scale_name(state: str) -> str:
 
 
 def scale_shape(param: Tensor) -> tuple[int, ...]:
-    """A scale for each block: as a matrix where rows are whole blocks, which processes can share row by row.
+    """The shape of the scales, one per block: a matrix if whole blocks make up each row of the parameter.
 
-    Blocks are runs of memory. Codes of another layout go with scales of three dimensions: who copies both by index into
-    a state of this layout (torch.distributed.checkpoint) finds another shape.
+    Processes can shard such a matrix by rows. Blocks are runs of memory, so codes of another layout have scales of
+    three dimensions: torch.distributed.checkpoint, which copies by index, then finds a shape that does not match.
     """
     if not param.is_contiguous():
         return 1, 1, codecs.block_count(param.numel())
@@ -189,17 +189,17 @@ def scale_shape(param: Tensor) -> tuple[int, ...]:
 
 
 def counts_steps(rule: type[Rule], form: Format) -> bool:
-    """Noise is another one in every step."""
+    """Whether the state counts steps: a rule may need the count, and the rounding noise depends on it."""
     return rule.counts_steps or form.needs_noise
 
 
 def storage_of(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[str, Any] | None) -> Storage | None:
-    """What the state of a (dense) parameter holds, or None where it is not complete and as the format says."""
+    """The storage of a (dense) parameter's state, or None unless the state is complete and in this format."""
     entries, wanted = entries or {}, names(rule, form)
     if not all(_fits(name, entries.get(name), rule, form, param) for name in wanted):
         return None
     if not rule.is_foreign and any(name in entries and name not in wanted for name in (SEED, REMAINDER, MASTER)):
-        return None  # what another format has left is not to outlive a step
+        return None  # entries of another format must not outlive a step
     return Storage(
         entries["step"] if counts_steps(rule, form) else None,
         entries[SEED] if form.needs_noise else None,
@@ -221,6 +221,6 @@ def _fits(name: str, value: Any, rule: type[Rule], form: Format, param: Tensor) 
 
 
 def _same_strides(value: Tensor, param: Tensor) -> bool:
-    """Where they say something: those of dimensions of one element, and of empty tensors, torch changes freely."""
+    """Compares the strides that matter: torch freely changes those of one-element dimensions and of empty tensors."""
     dims = zip(param.shape, value.stride(), param.stride(), strict=True)
     return not param.numel() or all(one == other for size, one, other in dims if size > 1)

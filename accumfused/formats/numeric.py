@@ -1,7 +1,7 @@
 """The arithmetic that every backend shares, in PyTorch: the counterpart of csrc/numeric.h and csrc/norm.h.
 
-Only operations that equal separate IEEE operations are used: `mul`, `add`, `sub`, `div` by a tensor, comparisons. Not
-`add(alpha=)`, `lerp`, `addcmul`, which may contract, nor `sqrt`, which torch does not round correctly on a CPU.
+The functions use only operations that equal separate IEEE operations: `mul`, `add`, `sub`, `div` by a tensor,
+comparisons. `add(alpha=)`, `lerp` and `addcmul` may contract, and torch's `sqrt` is not correctly rounded on a CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Part of the arithmetic, like csrc/rows.h, against which a test holds them.
+# These numbers belong to the arithmetic; a test compares them with csrc/rows.h.
 CHUNK = 32768  # elements: the unit of work, and of the norm's summation order
 LANES = 1024
 
@@ -43,12 +43,12 @@ def power(base: float, exponent: Tensor) -> Tensor:
 
 
 def whole_steps(count: Tensor) -> Tensor:
-    """A step count as int64, within what fp32 counts exactly."""
+    """A step count as int64, clamped to the range that fp32 counts exactly."""
     return torch.where(count > 0, count.clamp(max=2.0**24), 0.0).to(torch.int64)
 
 
 def memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements as they lie in memory, shape [numel]; a view."""
+    """A view of a dense tensor's elements in memory order, shape [numel]."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -81,8 +81,8 @@ def sum_partials(partials: Tensor) -> Tensor:
 
 def _lane_sums(rows: Tensor) -> Tensor:
     """Each column's sum, added up from 0 in sequence."""
-    # One kernel in place of one per row, each thread of which adds up a column in sequence: so does cumsum along every
-    # dimension but the last. torch counts cumsum as nondeterministic on GPUs, for the last one's sake.
+    # cumsum is one kernel in place of one per row. Along every dimension but the last, each of its threads adds up a
+    # column in sequence. torch calls cumsum nondeterministic on GPUs because of the last dimension.
     if rows.is_cuda and len(rows) > 1 and not torch.are_deterministic_algorithms_enabled():
         return rows.cumsum(0)[-1]
     lanes = rows.new_zeros(rows.shape[1])
@@ -100,7 +100,7 @@ def _tree(lanes: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def ieee() -> Iterator[None]:
-    """Keeps subnormals for the duration, whatever `torch.set_flush_denormal` says of the calling thread."""
+    """Keeps subnormals inside the block, even if `torch.set_flush_denormal` is on in the calling thread."""
     flushes = bool(torch.tensor(SMALLEST_NORMAL, dtype=torch.float32, device="cpu").mul(0.5).eq(0))
     if not flushes:
         yield
@@ -119,7 +119,7 @@ def layout(tensor: Tensor) -> str:
     """ "dense" (no holes, no overlap), "strided" (holes) or "overlapping"."""
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return "dense"
-    reach = 1  # elements from the first to behind the last, over the dimensions so far
+    reach = 1  # elements that the dimensions so far span
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride < reach:
             return "overlapping"

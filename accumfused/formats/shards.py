@@ -1,6 +1,6 @@
-"""Parameters of which a process holds a part: DTensors (`fully_shard`, tensor parallelism).
+"""Sharded parameters: DTensors (`fully_shard`, tensor parallelism); each process holds one shard.
 
-Kernels work on the part, a plain tensor; the optimizer's state has DTensors that lie as the parameter does.
+Kernels work on the shard, a plain tensor; the optimizer's state has DTensors with the parameter's placement.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from accumfused.formats.codecs import BLOCK
 
 
 def is_dtensor(value: Any) -> bool:
-    """Without importing DTensor: who has one has done so."""
+    """Whether `value` is a DTensor. The check imports nothing: a process with a DTensor has imported the class."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local(tensor: Any) -> Any:
-    """This process's part of a DTensor, always the same object; what else is given as it is."""
+    """This process's shard of a DTensor, always the same object; any other value unchanged."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 @dataclass(frozen=True)
 class Shard:
-    """How a process's part lies in a whole parameter."""
+    """The place of a process's shard in the whole parameter."""
 
     mesh: Any  # torch.distributed.device_mesh.DeviceMesh
-    placements: tuple[Any, ...]  # one for each of its dimensions
+    placements: tuple[Any, ...]  # one for each dimension of the mesh
     shape: torch.Size  # of the whole
     stride: tuple[int, ...]
     part_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # of the part's first element, in each dimension
-    origin: int  # of the part's first element in memory order, for the noise that rounds
-    groups: tuple[Any, ...]  # process groups between which the parameter is cut
+    offset: tuple[int, ...]  # index of the shard's first element, in each dimension
+    origin: int  # index of the shard's first element in memory order, for the rounding noise
+    groups: tuple[Any, ...]  # process groups whose members hold different shards
 
     def whole(self, part: Tensor) -> Tensor:
-        """A DTensor of the parameter's placement over a part of its shape (or of its rows, with other columns)."""
+        """A DTensor with the parameter's placement, from a shard of the same shape (or rows, with other columns)."""
         from torch.distributed.tensor import DTensor
 
         if part.dim() == 0:
@@ -57,10 +57,10 @@ class Shard:
         return whole
 
     def part(self, name: str, value: Tensor) -> Tensor:
-        """This process's part of a state, which is a DTensor, or the whole of it.
+        """This process's shard of a state, which comes as a DTensor or as a whole tensor.
 
         Raises:
-            RuntimeError: a DTensor of another placement.
+            RuntimeError: the DTensor has another placement than the parameter.
         """
         if not is_dtensor(value):
             if value.dim() == 0 or value.shape == self.part_shape or value.shape[:1] != self.shape[:1]:
@@ -77,11 +77,11 @@ class Shard:
         return local(value)  # type: ignore[no-any-return]
 
     def parts(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a parameter, as `make_state` and kernels take it."""
+        """The state of a parameter as shards, for `make_state` and the kernels."""
         return {name: self.part(name, value) if isinstance(value, Tensor) else value for name, value in entries.items()}
 
     def put(self, parts: Mapping[str, Any], entries: dict[str, Any], wanted: Sequence[str]) -> None:
-        """The way back: `entries` becomes the state of which these are the parts; `wanted`: the names of our own."""
+        """Puts shards back: `entries` becomes the state with these shards; `wanted` holds the names of our own."""
         for name in [name for name in entries if name not in parts]:
             del entries[name]
         for name, part in parts.items():
@@ -90,7 +90,7 @@ class Shard:
                 entries[name] = self.whole(part) if isinstance(part, Tensor) else part
 
     def has_placed(self, entries: Mapping[str, Any], wanted: Sequence[str]) -> bool:
-        """Whether all of the state lies as its parameter; a checkpoint of one process may have brought it whole."""
+        """Whether the whole state has the parameter's placement; a checkpoint of one process loads plain tensors."""
         return not any(_lacks_place(entries.get(name)) for name in wanted)
 
 
@@ -99,16 +99,16 @@ def _lacks_place(value: Any) -> bool:
 
 
 def replicated(value: Tensor) -> Tensor:
-    """A DTensor of one number as a plain tensor: what it stands for on all processes."""
+    """A DTensor's full value, the same on all processes, as a plain tensor; it holds one number."""
     whole: Any = value
     return whole.full_tensor() if is_dtensor(value) else value
 
 
 def shard_of(param: Tensor) -> Shard | None:
-    """How this process's part lies in a parameter; None: the whole is here, and a plain tensor.
+    """The place of this process's shard in a parameter; None if the parameter is a plain tensor.
 
     Raises:
-        RuntimeError: a DTensor whose placement is a pending sum, or on a mesh without process groups.
+        RuntimeError: the DTensor's placement is a pending sum, or its mesh has no process groups.
     """
     if not is_dtensor(param):
         return None
@@ -117,12 +117,12 @@ def shard_of(param: Tensor) -> Shard | None:
 
 
 def owned(param: Tensor, shard: Shard | None) -> Tensor:
-    """The memory of this process's part of a parameter."""
+    """The tensor of this process's shard of a parameter."""
     return param if shard is None else local(param).detach()
 
 
 def keeps_blocks(param: Tensor) -> bool:
-    """Whether blocks of states in 8 bits are those of the whole tensor, however it is cut: at whole rows of blocks."""
+    """Whether sharding keeps the blocks of 8-bit states: it cuts only between rows that whole blocks make up."""
     if not is_dtensor(param):
         return True
     spec: Any = param
@@ -131,7 +131,7 @@ def keeps_blocks(param: Tensor) -> bool:
 
 
 def has_block_rows(param: Tensor) -> bool:
-    """Whether each index of the first dimension is a run of memory of whole blocks."""
+    """Whether each index of the first dimension is a run of whole blocks in memory."""
     row = math.prod(param.shape[1:])
     return param.dim() > 0 and row % BLOCK == 0 and row > 0 and param.is_contiguous()
 
@@ -156,7 +156,7 @@ def _shard(param: Tensor, mesh: Any, placements: tuple[Any, ...]) -> Shard:
             param.stride(0) == row
         ):
             origin = offset[0] * row
-        else:  # no run of memory: noise of its own for each process
+        else:  # the shard is no run of memory: each process has its own noise
             place = 0
             for dim in cut:
                 place = place * mesh.size(dim) + mesh.get_local_rank(dim)

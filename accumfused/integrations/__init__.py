@@ -1,4 +1,4 @@
 """Optional extras for training frameworks.
 
-Each module imports its framework, and nothing here is imported with the package.
+The package imports none of these modules: each needs its framework.
 """

@@ -1,9 +1,9 @@
-"""accumfused under Hugging Face's Trainer: `fuse_trainer(Trainer(...))`, and all else as it was.
+"""accumfused under Hugging Face's Trainer: call `fuse_trainer(Trainer(...))` and change nothing else.
 
 Trainer makes its optimizer when training begins, sums the micro-batches in `p.grad`, and clips by two more passes over
-it. Here the optimizer is fused as soon as it is there, every micro-batch is folded right after its backward (the last
-one too, for which Trainer has no callback), and `step()` clips. Trainer divides the losses itself, by the tokens or by
-the micro-batches of the window, so the window is a plain sum.
+it. This module fuses the optimizer once it exists, and folds every micro-batch right after its backward. (Trainer has
+no callback there for the last one.) `step()` clips. Trainer itself divides the losses by the tokens or by the
+micro-batches of the window, so the window is a plain sum.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ _ONE_COPY_OF_THE_MODEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # Accelerate's names:
 def fuse_trainer(trainer: AnyTrainer) -> AnyTrainer:
     """Makes a Trainer accumulate, clip and step with accumfused; call it before `train()`.
 
-    The optimizer is the one that was given to Trainer, or that Trainer will make: one of torch's is fused in place, one
-    of accumfused's keeps its settings. `args.max_grad_norm` is what `step()` clips to; the norm before clipping is
-    logged as `grad_norm`, also with `max_grad_norm=0`. Losses, steps, learning rates and checkpoints are Trainer's.
+    The optimizer is Trainer's argument, or Trainer makes it later. A torch optimizer is fused in place; one of
+    accumfused keeps its settings. `step()` clips to `args.max_grad_norm`. Trainer logs the norm before clipping as
+    `grad_norm`, also with `max_grad_norm=0`. Losses, steps, learning rates and checkpoints stay Trainer's.
 
-    BatchNorm in training mode draws a warning where a window has several micro-batches (`accumfused.check_model`).
+    BatchNorm in training mode causes a warning if a window has several micro-batches (`accumfused.check_model`).
 
-    In the callbacks `on_pre_optimizer_step` and `on_substep_end`, `p.grad` is None: the sums are in the optimizer. With
-    several processes (DDP) the micro-batches are summed in `p.grad` as ever, and only clip and step are fused.
+    In the callbacks `on_pre_optimizer_step` and `on_substep_end`, `p.grad` is None: the optimizer holds the sums. With
+    several processes (DDP), `p.grad` sums the micro-batches as before, and only clip and step are fused.
 
     Args:
-        trainer: changed: `create_optimizer`, and when training begins `accelerator.backward` and
-            `accelerator.clip_grad_norm_`, are replaced on this object; a callback is added.
+        trainer: the trainer. This call replaces its `create_optimizer` and adds a callback, which replaces
+            `accelerator.backward` and `accelerator.clip_grad_norm_` when training begins.
 
     Returns:
         The trainer.
 
     Raises:
         ImportError: transformers is too old.
-        TypeError: not a Trainer; parameters that are not fp32, fp16 or bf16; an optimizer that cannot be fused.
-        ValueError: DeepSpeed, FSDP or other sharding; an optimizer that steps inside backward, that lacks trainable
-            parameters, or whose own max_grad_norm is not the Trainer's.
-        RuntimeError: this trainer is fused already, or has trained with an optimizer that is not.
+        TypeError: `trainer` is no Trainer; a parameter is not fp32, fp16 or bf16; the optimizer cannot be fused.
+        ValueError: DeepSpeed, FSDP or other sharding; the optimizer steps inside backward, lacks trainable parameters,
+            or has another max_grad_norm than the Trainer.
+        RuntimeError: the trainer is fused already, or has trained with an optimizer that is not fused.
     """
     if Version(transformers.__version__).release < Version(OLDEST_TRANSFORMERS).release:
         raise ImportError(
@@ -84,10 +84,10 @@ def fuse_trainer(trainer: AnyTrainer) -> AnyTrainer:
 
     @functools.wraps(create)
     def create_optimizer(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Trainer calls it whenever training begins, and makes a new optimizer only where there is none."""
+        """Trainer calls this whenever training begins, and makes a new optimizer only if it has none."""
         optimizer: torch.optim.Optimizer = create(*args, **kwargs)
         tail.adopt()
-        # A training that was interrupted within a window has left it open, and model.zero_grad() does not see it.
+        # A training that ended inside a window has left it open, and model.zero_grad() does not see it.
         tail.optimizer.zero_grad()
         return optimizer
 
@@ -97,16 +97,16 @@ def fuse_trainer(trainer: AnyTrainer) -> AnyTrainer:
 
 
 class _FusedTail(TrainerCallback):
-    """What stands in for the parts of Trainer and of its Accelerator between the loss and the step."""
+    """Replaces the methods of Trainer and of its Accelerator between the loss and the step."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.optimizer: Any = None  # a FusedOptimizer, as soon as the trainer has made or been given one
-        self._norm: Tensor | None = None  # what Trainer holds as the norm of the step to come
+        self.optimizer: Any = None  # a FusedOptimizer, once the trainer has one
+        self._norm: Tensor | None = None  # Trainer holds it as the norm of the step to come
         self._checked_model = False
 
     def adopt(self) -> None:
-        """Fuses the trainer's optimizer, if it is not known yet."""
+        """Fuses the trainer's optimizer, if it is a new one."""
         optimizer = _unwrapped(self._trainer.optimizer)
         if optimizer is self.optimizer:
             return
@@ -114,25 +114,25 @@ class _FusedTail(TrainerCallback):
         self.optimizer = optimizer if isinstance(optimizer, FusedOptimizer) else fuse(optimizer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The accelerator is final now (a hyperparameter search makes one per trial), and the optimizer prepared."""
+        """Hooks the accelerator: only now it is final (a search makes one per trial) and has prepared the optimizer."""
         prepared, accelerator = self._trainer.optimizer, self._trainer.accelerator
         if _unwrapped(prepared) is not self.optimizer:
             raise RuntimeError(
                 "the trainer's optimizer was replaced without create_optimizer(); override that method to make your own"
             )
-        # A checkpoint is of the last step, and a run that resumes from it does the whole window again: saving within
-        # a window, as Trainer does when it is told to end, loses nothing.
+        # A checkpoint holds the last step, and a resumed run repeats the whole window. So nothing is lost when Trainer
+        # saves inside a window because it must end.
         prepared.state_dict = functools.partial(torch.optim.Optimizer.state_dict, self.optimizer)
         if accelerator.clip_grad_norm_ != self.clip_grad_norm_:
             accelerator.clip_grad_norm_ = self.clip_grad_norm_
             accelerator.backward = functools.partial(self.backward, accelerator.backward)
 
     def backward(self, backward: Any, loss: Tensor, **kwargs: Any) -> None:
-        """The accelerator's backward, and the fold."""
+        """Runs the accelerator's backward, then folds."""
         backward(loss, **kwargs)
         accelerator = self._trainer.accelerator
         if accelerator.num_processes > 1:
-            return  # DDP averages what is in p.grad
+            return  # DDP averages p.grad
         # A stock scaler looks for infinities in p.grad before it calls step(): it needs a closed window.
         closes = accelerator.scaler is not None and not isinstance(accelerator.scaler, GradScaler)
         self.optimizer.accumulate(last=closes and accelerator.sync_gradients)
@@ -141,10 +141,10 @@ class _FusedTail(TrainerCallback):
             check_model(self._trainer.model)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Leaves the clipping to the step. Returns the norm, which has its value after that: Trainer logs it then.
+        """Leaves the clipping to the step; returns the norm's tensor, which the step fills before Trainer logs it.
 
         Args:
-            max_norm: inf where Trainer wants no clipping (`max_grad_norm=0`), but a norm.
+            max_norm: the limit; inf if Trainer wants only the norm (`max_grad_norm=0`).
         """
         if norm_type != 2:
             raise ValueError(f"accumfused clips the 2-norm, got norm_type={norm_type}")
@@ -154,13 +154,13 @@ class _FusedTail(TrainerCallback):
         return self._norm
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Fills in the norm; without a wait for the device."""
+        """Fills in the norm, without a wait for the device."""
         # After an overflow a scaler does not call step(), and inf is right.
         if self._norm is None or self._trainer.accelerator.optimizer_step_was_skipped:
             return
         norm = self.optimizer.grad_norm
         if norm is None:
-            self._norm.zero_()  # there was no gradient at all
+            self._norm.zero_()  # no parameter had a gradient
         else:
             self._norm.copy_(norm)
 
@@ -198,7 +198,7 @@ def _check_optimizer(trainer: Trainer, optimizer: Any) -> None:
             "which would replace it: leave the optimizer's out, or make them equal"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return  # fuse() says what is wrong
+        return  # fuse() names the error
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     missing = [name for name, p in trainer.model.named_parameters() if p.requires_grad and id(p) not in held]
     if missing:

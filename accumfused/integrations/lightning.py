@@ -1,6 +1,6 @@
 """Windows in Lightning's automatic optimization: exact means of unequal micro-batches, the Trainer's clip in the step.
 
-A mixin over three public hooks. It imports neither `lightning` nor `pytorch_lightning`, so it goes with both.
+A mixin overrides three public hooks. It imports neither `lightning` nor `pytorch_lightning`, so it works with both.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from torch import Tensor
 from accumfused.batch_norm import check_model
 from accumfused.optimizer import FusedOptimizer
 
-OLDEST = 2  # major version; before, optimizer_step() and backward() had other arguments
+OLDEST = 2  # major version; older optimizer_step() and backward() take other arguments
 
 
 class FusedAccumulation:
-    """A base to stand before `LightningModule`, where `configure_optimizers` returns a fused optimizer.
+    """A base before `LightningModule` in a class whose `configure_optimizers` returns a fused optimizer.
 
-    - The micro-batches of `Trainer(accumulate_grad_batches=)` are summed by `optimizer.accumulate()`. With weights the
-      update is the exact mean, also in an epoch's last window, which may be shorter. Without, it is Lightning's own:
-      every micro-batch is divided by `accumulate_grad_batches`, whatever the window's length.
-    - `Trainer(gradient_clip_val=)` becomes `optimizer.max_grad_norm`: no pass over the gradients of its own.
-    - The window is closed with the last backward, so a scaler, clipping by value and the hooks before the step find its
-      sum in `p.grad`. Between micro-batches `p.grad` is None; a checkpoint has the window's sums.
-    - BatchNorm in training mode draws a warning, where windows have several micro-batches (`accumfused.check_model`).
+    - `optimizer.accumulate()` sums the micro-batches of `Trainer(accumulate_grad_batches=)`. With weights the update is
+      the exact mean, also in an epoch's shorter last window. Without weights it is Lightning's own, which divides every
+      micro-batch by `accumulate_grad_batches`, whatever the window's length.
+    - `Trainer(gradient_clip_val=)` becomes `optimizer.max_grad_norm`, and needs no pass over the gradients of its own.
+    - The last backward closes the window, so a scaler, clipping by value and the hooks before the step find its sum in
+      `p.grad`. Between micro-batches `p.grad` is None; a checkpoint has the window's sums.
+    - BatchNorm in training mode causes a warning if windows have several micro-batches (`accumfused.check_model`).
 
-    Manual optimization is left alone: there the optimizer is called by hand.
+    Manual optimization stays as it is: your code calls the optimizer.
 
     Attributes:
-        micro_batch_weight: a number or a one-element tensor, for instance of how many tokens the loss is the mean. Set
-            it in every `training_step`: the backward pass that follows takes it. None: a plain sum.
+        micro_batch_weight: a number or a one-element tensor, for instance the number of tokens in the loss's mean. Set
+            it in every `training_step`: the next backward pass takes it. None: a plain sum.
 
     Raises:
         TypeError: the bases stand in the wrong order, or the optimizer is not a fused one.
-        ImportError: a Lightning older than 2.0.
+        ImportError: Lightning is older than 2.0.
         RuntimeError: several processes.
-        ValueError: weights for some micro-batches of a window only.
+        ValueError: only some micro-batches of a window have weights.
 
     Example:
         class Model(FusedAccumulation, lightning.LightningModule):
@@ -54,7 +54,7 @@ class FusedAccumulation:
     _ends_window = False  # the backward pass to come is the window's last
     _checked_model = False
 
-    # Lightning's own.
+    # Lightning's attributes.
     trainer: Any
     automatic_optimization: bool
     optimizers: Any
@@ -64,7 +64,7 @@ class FusedAccumulation:
         _check_bases(cls)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Lightning calls this for the last micro-batch of a window only; the closure runs its backward pass."""
+        """Notes that the window ends: Lightning calls this for its last micro-batch; the closure runs the backward."""
         self._ends_window = True
         try:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)  # type: ignore[misc]
@@ -72,7 +72,7 @@ class FusedAccumulation:
             self._ends_window = False
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Runs backward and accumulates. Args: loss: already divided by `accumulate_grad_batches`, and scaled."""
+        """Runs backward and accumulates; the loss comes scaled, and divided by `accumulate_grad_batches`."""
         if not self.automatic_optimization:
             super().backward(loss, *args, **kwargs)  # type: ignore[misc]
             return
@@ -84,7 +84,7 @@ class FusedAccumulation:
         optimizer.accumulate(weight, last=self._ends_window)
         if not self._ends_window and not self._checked_model:
             self._checked_model = True
-            check_model(self)  # type: ignore[arg-type]  # whose other base is a module
+            check_model(self)  # type: ignore[arg-type]  # its other base is a module
 
     def configure_gradient_clipping(
         self,
@@ -92,7 +92,7 @@ class FusedAccumulation:
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Leaves clipping by norm to the step; by value is done here, by Lightning."""
+        """Leaves clipping by norm to the step; Lightning clips by value here."""
         if gradient_clip_algorithm == "value":
             super().configure_gradient_clipping(  # type: ignore[misc]
                 optimizer, gradient_clip_val, gradient_clip_algorithm
@@ -116,7 +116,7 @@ class FusedAccumulation:
 
 
 def _check_bases(cls: type) -> None:
-    """Refuses hooks that would never be called, or be called with other arguments."""
+    """Refuses bases under which Lightning would never call these hooks, or with other arguments."""
     for position, base in enumerate(cls.__mro__):
         package = base.__module__.partition(".")[0]
         if base.__name__ != "LightningModule" or package not in ("lightning", "pytorch_lightning"):

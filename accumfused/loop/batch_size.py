@@ -1,4 +1,4 @@
-"""What follows from a window's size: the learning rate, the number of updates, the number of micro-batches."""
+"""Arithmetic of batch sizes: the learning rate, the number of updates, the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ Rule = Literal["linear", "sqrt"]
 
 
 def scale_lr(base_lr: float, base_batch: int, effective_batch: int, rule: Rule = "linear") -> float:
-    """The learning rate for a larger (or smaller) batch, from one that works.
+    """Scales a learning rate that works with one batch size to another batch size.
 
-    With k = effective_batch / base_batch, "linear" is base_lr * k: one update does what k did, as long as the weights
-    move little meanwhile; it is meant for SGD and wants a warm-up (Goyal et al. 2017, arXiv:1706.02677). "sqrt" is
-    base_lr * sqrt(k): it keeps the noise of an update (Krizhevsky 2014, arXiv:1404.5997), and is the rule for Adam and
-    other adaptive methods (Malladi et al. 2022, arXiv:2205.10287, who scale the betas and eps too). Both hold up to
-    some batch size, which depends on the task.
+    With k = effective_batch / base_batch, "linear" is base_lr * k: one update replaces k, as long as the weights move
+    little meanwhile. It suits SGD and needs a warm-up (Goyal et al. 2017, arXiv:1706.02677). "sqrt" is base_lr *
+    sqrt(k): it keeps the noise of an update (Krizhevsky 2014, arXiv:1404.5997). It suits Adam and other adaptive
+    methods; Malladi et al. 2022 (arXiv:2205.10287) scale the betas and eps too. Both hold up to some batch size, which
+    depends on the task.
 
     Args:
         base_lr: the learning rate that works with `base_batch`.
         base_batch: samples (or tokens) in an update at `base_lr`.
-        effective_batch: in an update now: micro-batch x gradient_accumulation_steps x processes, in the same unit.
+        effective_batch: the same unit in an update now: micro-batch x gradient_accumulation_steps x processes.
         rule: "linear" or "sqrt".
 
     Returns:
         The learning rate for `effective_batch`.
 
     Raises:
-        ValueError: a learning rate that is not finite and > 0, a batch that is not a whole number >= 1, another rule.
+        ValueError: the learning rate is not finite and > 0; a batch is not a whole number >= 1; an unknown rule.
 
     Example:
         >>> scale_lr(0.1, base_batch=256, effective_batch=1024)
@@ -45,16 +45,16 @@ def scale_lr(base_lr: float, base_batch: int, effective_batch: int, rule: Rule =
 
 
 def updates_per_epoch(micro_batches: int, gradient_accumulation_steps: int) -> int:
-    """How many updates an epoch over `windows(loader, gradient_accumulation_steps)` makes, the remainder's included.
+    """Counts the updates of an epoch over `windows(loader, gradient_accumulation_steps)`, a short last window included.
 
-    This is a scheduler's `steps_per_epoch`; times the epochs, its `total_steps` or `T_max`.
+    A scheduler takes this number as `steps_per_epoch`, or times the epochs as `total_steps` or `T_max`.
 
     Args:
-        micro_batches: in an epoch: `len(loader)`.
+        micro_batches: micro-batches in an epoch: `len(loader)`.
         gradient_accumulation_steps: micro-batches in a window.
 
     Raises:
-        ValueError: one of them is not a whole number >= 1.
+        ValueError: an argument is not a whole number >= 1.
 
     Example:
         >>> updates_per_epoch(10, 4)
@@ -66,7 +66,7 @@ def updates_per_epoch(micro_batches: int, gradient_accumulation_steps: int) -> i
 
 
 def gradient_accumulation_steps(effective_batch: int, per_device: int, world_size: int = 1) -> int:
-    """How many micro-batches of `per_device` samples on each of `world_size` processes make the effective batch.
+    """Counts the micro-batches of `per_device` samples that `world_size` processes need each for the effective batch.
 
     Args:
         effective_batch: samples in an update, over all processes.
@@ -74,8 +74,8 @@ def gradient_accumulation_steps(effective_batch: int, per_device: int, world_siz
         world_size: processes that share a window.
 
     Raises:
-        ValueError: it does not divide (the text names the nearest effective batches that do), or a number is not a
-            whole one >= 1.
+        ValueError: `effective_batch` is no multiple of the others (the text names the nearest ones that are), or an
+            argument is not a whole number >= 1.
 
     Example:
         >>> gradient_accumulation_steps(256, per_device=8, world_size=4)

@@ -1,4 +1,4 @@
-"""Cutting an epoch into windows, the remainder included."""
+"""Cuts an epoch into windows; the last one may be shorter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class Windows(Generic[Item]):
-    """What `windows` returns: iterates over (item, last); as long as the iterable."""
+    """Iterates over (item, last), with the iterable's length; `windows` returns it."""
 
     def __init__(self, iterable: Iterable[Item], steps: int | Callable[[int], int], start: int) -> None:
         if not callable(steps):
@@ -30,7 +30,7 @@ class Windows(Generic[Item]):
 
     def __iter__(self) -> Iterator[tuple[Item, bool]]:
         try:
-            length: int | None = len(self)  # a DataLoader over an iterable dataset has __len__, and raises there
+            length: int | None = len(self)  # a DataLoader over an iterable dataset has a __len__ that raises
         except TypeError:
             length = None
         if length is None:
@@ -52,16 +52,16 @@ def windows(
 ) -> Windows[Item]:
     """Cuts an iterable of micro-batches into windows: yields (item, last), `last` at the end of each.
 
-    The last window of the iterable is closed even when it is shorter. With a `len()`, items are passed on as they
-    come; without one, one item is looked ahead.
+    The iterable's end closes the last window, even a shorter one. An iterable with `len()` passes its items on as they
+    come; one without is read one item ahead.
 
     Args:
         iterable: micro-batches, a DataLoader for instance.
-        gradient_accumulation_steps: micro-batches in a window, or a function of the update's index that says so.
-        start: the first update's index, for a function when training is resumed; every iteration begins with it.
+        gradient_accumulation_steps: micro-batches in a window, or a function that returns them for an update's index.
+        start: the index of the first update in every iteration; a resumed run gives it for such a function.
 
     Returns:
-        An iterable of (item, last) with the iterable's len(), where it has one.
+        An iterable of (item, last), with the iterable's len() if it has one.
 
     Raises:
         ValueError: a number of steps below 1, or `start` below 0.

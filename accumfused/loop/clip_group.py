@@ -16,21 +16,21 @@ from accumfused.settings import check_max_grad_norm
 
 
 class ClipGroup:
-    """Optimizers whose gradients are clipped by the norm over all of them, as one `clip_grad_norm_` would.
+    """Clips the gradients of several optimizers by one norm over all of them, as one `clip_grad_norm_` would.
 
-    The group steps in their place: it measures all members, and each applies the one coefficient. A non-finite gradient
-    of one makes all of them skip; `grad_norm` of each is the common norm. Everything else stays with the members:
+    The group steps in place of its members: it measures all of them, and each applies the common coefficient. All
+    members skip if one has a non-finite gradient; `grad_norm` of each is the common norm. Members keep everything else:
     `accumulate()`, `backward()`, checkpoints, hooks, schedulers. A GradScaler takes the group as it takes an optimizer.
 
     Args:
-        optimizers: two or more of this package (`accumfused.fuse` makes them of others), each without a `max_grad_norm`
-            of its own; changed: they refuse to step alone.
-        max_grad_norm: > 0; inf takes the norm, and does not clip. May be set between steps.
+        optimizers: two or more of this package, without a `max_grad_norm` of their own (`accumfused.fuse` converts
+            others). The group changes them: they refuse to step alone.
+        max_grad_norm: > 0; inf measures the norm and does not clip. It may be set between steps.
 
     Raises:
-        TypeError: an optimizer of another package; a `max_grad_norm` that is no number.
-        ValueError: one that is not > 0; fewer than two optimizers; one listed twice, with a `max_grad_norm` of its own,
-            or in a group already; a parameter in two of them.
+        TypeError: an optimizer is of another package; `max_grad_norm` is no number.
+        ValueError: `max_grad_norm` is not > 0; fewer than two optimizers; two optimizers share a parameter; an
+            optimizer is listed twice, has its own `max_grad_norm`, or is in a group already.
 
     Example:
         >>> muon, adamw = af.fuse(torch.optim.Muon(matrices)), af.AdamW(others)
@@ -81,11 +81,11 @@ class ClipGroup:
         check_max_grad_norm(value, "inf is off")
         self._max_grad_norm = value
 
-    # ---- what a training loop, and a GradScaler, does with an optimizer ----------------------------------------------
+    # ---- an optimizer's face, for training loops and GradScalers -----------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of all members."""
+        """The groups of all members."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
@@ -96,7 +96,7 @@ class ClipGroup:
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a stock GradScaler leaves unscaling and skipping to the step: it would unscale one by one."""
+        """Whether a stock GradScaler leaves unscaling and skipping to the step, which does both for all members."""
         for optimizer in self.optimizers:
             optimizer.engine.refuse_foreign_scaler()
         return True
@@ -116,15 +116,15 @@ class ClipGroup:
         """Steps all members with gradients that are clipped by the norm over all of them.
 
         Args:
-            closure, normalizer, loss_scale: as in `FusedOptimizer.step`; one for all.
+            closure, normalizer, loss_scale: as in `FusedOptimizer.step`, shared by all members.
 
         Returns:
-            What the closure returned.
+            The closure's result.
 
         Raises:
-            RuntimeError: as `FusedOptimizer.step` of any member; nothing is written then, but a member that steps by
-                itself (`accumfused.fuse`) may raise in its own step.
-            ValueError: a normalizer that is not > 0; a parameter that was added to two members.
+            RuntimeError: as `FusedOptimizer.step` of any member. No member has written anything then, unless a member
+                that keeps its own step (`accumfused.fuse`) raised inside it.
+            ValueError: the normalizer is not > 0; two members share a parameter.
         """
         loss = None
         if closure is not None:
@@ -142,7 +142,7 @@ class ClipGroup:
         return loss
 
     def _measure(self, divisors: Divisors) -> list[Measured | None]:
-        """The gradients of each member, with the coefficient that all of them share."""
+        """Measures each member's gradients; the results hold the common coefficient."""
         engines = [optimizer.engine for optimizer in self.optimizers]
         for engine in engines:  # before any of them converts its states
             if engine.release is not None:
@@ -160,7 +160,7 @@ class ClipGroup:
         if found:
             propagates = all(engine.settings.nonfinite == "propagate" for engine in engines)
             self._share(found, skips=divisors.for_scaler or not propagates)
-        for engine, part in zip(engines, parts, strict=True):  # before any of them steps, or counts a skip
+        for engine, part in zip(engines, parts, strict=True):  # before any member steps or counts a skip
             if part is not None:
                 engine.refuse_nonfinite(part, divisors)
         for engine, part in zip(engines, parts, strict=True):
@@ -169,7 +169,7 @@ class ClipGroup:
         return parts
 
     def _share(self, found: list[Measured], *, skips: bool) -> None:
-        """Puts the common norm, and one skip for all, into each outcome. Args: skips: also where the norm overflows."""
+        """Writes the common norm and the common skip into each outcome; `skips`: an overflow of the norm skips too."""
         device = found[0].prepared.plan.device
         coefficients, norms, skipped = torch.stack([_to(part.outcome.values, device) for part in found]).unbind(1)
         squares = (norms.double() * norms.double()).sum()
@@ -184,11 +184,11 @@ class ClipGroup:
 
 @with_hooks
 def _step(optimizer: FusedOptimizer, measured: Measured | None) -> None:
-    """A member's step, with its hooks: what is left once the group has measured."""
-    optimizer._opt_called = True  # what LR schedulers look for
+    """Finishes a member's step, with its hooks, after the group has measured."""
+    optimizer._opt_called = True  # LR schedulers look for it
     optimizer.engine.finish(measured)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Towards a GPU nothing waits; what comes to the CPU must be there."""
+    """Copies without a wait towards a GPU; the CPU waits, because it reads the values."""
     return tensor.to(device, non_blocking=device.type != "cpu")

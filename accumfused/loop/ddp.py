@@ -1,4 +1,4 @@
-"""DistributedDataParallel whose gradients the optimizer reduces: once for a window, in its accumulators' dtype."""
+"""Lets the optimizer reduce DistributedDataParallel's gradients: once per window, in the accumulators' dtype."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from accumfused.optimizer import FusedOptimizer
 def attach_ddp(
     ddp: DistributedDataParallel, *optimizers: FusedOptimizer, reduce_dtype: torch.dtype | None = None
 ) -> None:
-    """Takes DDP's own reduction out, for good: optimizers add gradients up over the processes, once for each window.
+    """Disables DDP's own reduction for good: the optimizers sum gradients over the processes, once per window.
 
     Every backward() then leaves a process's own gradients, under any `no_sync()` pattern. `accumulate(weight,
-    last=last)` folds them, and the last one (or `step()`) adds up the accumulators of all processes. Without weights
-    the result is the mean over processes, as DDP's; with weights it is divided by their sum over all processes and
+    last=last)` folds them, and the last one (or `step()`) sums the accumulators of all processes. Without weights the
+    result is the mean over processes, as in DDP. With weights it is divided by their sum over all processes and
     micro-batches.
 
-    DDP goes on talking in forward and backward passes outside `no_sync()` (buffers, `find_unused_parameters`, its
-    buckets), so processes with other numbers of micro-batches need `no_sync()` around all of them.
+    DDP still communicates in passes outside `no_sync()` (buffers, `find_unused_parameters`, its buckets). Processes
+    whose numbers of micro-batches differ therefore need `no_sync()` around all of them.
 
     Args:
-        ddp: changed: its communication hook does nothing. It cannot be taken back.
-        optimizers: of this package, which together have all its trainable parameters; those without `process_group`
-            get DDP's.
-        reduce_dtype: see `accumfused.Adam`; None: as the optimizers have it.
+        ddp: the module. It keeps a communication hook that does nothing; this cannot be undone.
+        optimizers: optimizers of this package that together hold all trainable parameters of the module; one without
+            a `process_group` gets DDP's.
+        reduce_dtype: see `accumfused.Adam`; None keeps each optimizer's own.
 
     Raises:
-        TypeError: another kind of module or optimizer, or none.
-        ValueError: another process group than DDP's; parameters of DDP that no optimizer has.
+        TypeError: the module or an optimizer has another type, or there is no optimizer.
+        ValueError: an optimizer has another process group than DDP; no optimizer holds a parameter of DDP.
         RuntimeError: a window is open; DDP has a communication hook already.
 
     Example:

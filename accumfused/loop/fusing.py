@@ -1,4 +1,4 @@
-"""Converting an optimizer that is already there, in place."""
+"""Converts an existing optimizer in place."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
 
 @takes_settings
 def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments]) -> FusedOptimizer:
-    """Makes a torch optimizer a fused one, in place: the same object, so groups, state, hooks and schedulers stay.
+    """Turns a torch optimizer into a fused one, in place: the object keeps its groups, state, hooks and schedulers.
 
     `torch.optim.SGD`, `Adam` and `AdamW` become `accumfused.SGD`, `Adam` and `AdamW`. Any other optimizer keeps its own
-    step, and everything up to it is fused: accumulation, normalization, unscaling, norm and clipping. Such a step needs
-    the coefficient on the host (one synchronization), and sees the clipped gradients in `p.grad`.
+    step, and accumfused does the work before it: accumulation, normalization, unscaling, norm and clipping. Such a step
+    needs the coefficient on the host (one synchronization), and sees the clipped gradients in `p.grad`.
 
-    16-bit parameters get master weights and fp32 states, which take more memory than torch's. A warning in the log of
-    "accumfused" says how much, and which settings do not; it stays away where `master_weights` is given.
+    16-bit parameters get master weights and fp32 states, which take more memory than torch's. The logger "accumfused"
+    warns how much, and names settings that take less, unless `master_weights` is given.
 
     Args:
-        optimizer: changed: its class becomes a subclass of what it was, and of `accumfused.FusedOptimizer`.
+        optimizer: the optimizer. Its class becomes a subclass of its old class and of `accumfused.FusedOptimizer`.
         **settings: those of `accumfused.settings.Settings`.
 
     Returns:
         The optimizer.
 
     Raises:
-        TypeError: not an optimizer; fused already; one whose step needs a closure (LBFGS), or sparse gradients
-            (SparseAdam); parameters that are not fp32, fp16 or bf16; an unknown setting.
-        ValueError: wrong settings; masters, or formats of states or accumulators, for an optimizer that keeps its own
+        TypeError: `optimizer` is none, or is fused already; its step needs a closure (LBFGS) or sparse gradients
+            (SparseAdam); a parameter is not fp32, fp16 or bf16; an unknown setting.
+        ValueError: a wrong setting; masters, or formats of states or accumulators, for an optimizer that keeps its own
             step.
-        RuntimeError: the backend cannot run; `optimizer.step` was replaced, and not by a scheduler's wrapper.
+        RuntimeError: the backend cannot run; something other than a scheduler has replaced `optimizer.step`.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"fuse() takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -77,7 +77,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     if issubclass(fused, ForeignStep):
         _refuse_formats(type(optimizer).__name__, own)
 
-    # An LR scheduler has bound the old class's step to the object, where it would go on running in silence.
+    # An LR scheduler binds the old class's step to the object: that step would silently go on running.
     bound = vars(optimizer).get("step")
     if bound is not None and not hasattr(bound, "_wrapped_by_lr_sched"):
         raise RuntimeError("optimizer.step was replaced; call fuse() before whatever wraps it")
@@ -94,7 +94,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
 
 
 class NoRule(Rule):
-    """No state, no arithmetic: the optimizer has its own."""
+    """Has no state and no arithmetic: the optimizer keeps its own."""
 
     name = ""
     is_foreign = True
@@ -104,7 +104,7 @@ class NoRule(Rule):
 
 
 def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
-    """The step of a class without a rule, with the gradients clipped in p.grad; the host waits for the coefficient."""
+    """Runs torch's own step on gradients clipped in p.grad; the host waits for the coefficient."""
     outcome, window = measured.outcome, engine.window
     coefficient, _, skipped = outcome.values.tolist()
     if skipped:
@@ -127,7 +127,7 @@ def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
 
 
 def _cast_gradients(window: Window) -> None:
-    """p.grad of a closed window in the dtype of its parameter: some steps of torch's refuse another."""
+    """Casts p.grad of a closed window to its parameter's dtype: some of torch's steps refuse another dtype."""
     for index, (param, accumulator) in enumerate(zip(window.params, window.sums.accumulators, strict=True)):
         grad, dtype = param.grad, getattr(param, "grad_dtype", None)
         if grad is None or grad.dtype == param.dtype or dtype not in (None, param.dtype):
@@ -138,7 +138,7 @@ def _cast_gradients(window: Window) -> None:
 
 
 class ForeignStep(FusedOptimizer):
-    """Everything up to the clip, then the optimizer's own step."""
+    """Fuses everything up to the clip, then runs the optimizer's own step."""
 
     rules = (NoRule,)
     torch_class: ClassVar[type[torch.optim.Optimizer]]
@@ -153,7 +153,7 @@ class ForeignStep(FusedOptimizer):
 
 
 def _refuse_formats(name: str, chosen: Settings) -> None:
-    """Refuses what only kernels do: the parameters are what they are, and so are the states, which have no seed."""
+    """Refuses formats that only our kernels write: a foreign step knows neither masters nor rounding seeds."""
     plain = Settings(master_weights=None)
     for setting in ("master_weights", "state_dtype"):
         value = getattr(chosen, setting)

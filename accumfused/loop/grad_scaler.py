@@ -1,8 +1,8 @@
-"""Loss scaling whose checks cost no pass over memory and no wait for the device.
+"""Loss scaling without an extra pass over memory or a wait for the device.
 
-torch's GradScaler reads and writes every gradient to unscale it and to look for inf and NaN, then reads the result on
-the host to decide whether to step. Here the step does both: it divides by the scale in registers, and its norm is
-finite or it writes nothing. Only the flag comes back, on the device, where `update()` lets the scale grow or back off.
+torch's GradScaler reads and writes every gradient to unscale it and to look for inf and NaN. The host then reads the
+result to decide whether to step. Here the step does both: it divides by the scale in registers, and writes nothing if
+its norm is not finite. Only the flag comes back, on the device, where `update()` lets the scale grow or back off.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from accumfused.optimizer import FusedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, same arguments, loop and checkpoints; optimizers of torch are handled as torch does.
+    """Replaces `torch.amp.GradScaler`: same arguments, loop and checkpoints; torch's optimizers step as in torch.
 
-    For optimizers with kernels `step()` always steps, and never waits: after an overflow the optimizer writes nothing,
-    and counts it in `skipped_steps`. Open windows are stepped too. `unscale_()` is for an external clip: it
-    costs the pass that `max_grad_norm` does not need, and wants `accumulate(..., last=True)` before it.
+    `step()` always calls the fused optimizer's step and never waits: after an overflow the optimizer writes nothing and
+    counts the skip in `skipped_steps`. `step()` takes open windows too. `unscale_()` serves an external clip: it costs
+    the pass that `max_grad_norm` saves, and needs `accumulate(..., last=True)` before it.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """As torch's.
+        """Unscales `p.grad`, as torch's does.
 
         Raises:
-            RuntimeError: a window is open; otherwise as torch.
+            RuntimeError: a window is open; torch's own reasons.
         """
         if self._enabled:
             for member in _members(optimizer):
@@ -40,8 +40,8 @@ class GradScaler(torch.amp.GradScaler):
         """Steps the optimizer with unscaled gradients, unless they are inf or NaN.
 
         Args:
-            optimizer: or `ClipGroup`: its `p.grad` or window, scaled by this scaler, or unscaled by `unscale_()`.
-            args, kwargs: for `optimizer.step()`; no closure.
+            optimizer: an optimizer or a `ClipGroup`; its gradients are scaled by this scaler, or went through unscale_.
+            args, kwargs: arguments of `optimizer.step()`, without a closure.
 
         Raises:
             RuntimeError: a second step before `update()`; a closure.
@@ -69,7 +69,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _members(optimizer: Any) -> list[FusedOptimizer]:
-    """The optimizers of this package that step; those of torch have none."""
+    """The optimizers of this package that step; empty for an optimizer of torch."""
     if isinstance(optimizer, ClipGroup):
         return optimizer.optimizers
     return [optimizer] if isinstance(optimizer, FusedOptimizer) else []

@@ -1,8 +1,8 @@
-"""Gradient release: gradients are folded into the window during backward, and never all exist at once.
+"""Gradient release: backward folds gradients into the window, so they never all exist at once.
 
-autograd calls a hook for each parameter whose `p.grad` is complete. Hooks put gradients in a bucket; a full bucket is
-folded and released, the rest when the micro-batch ends. Only the training loop ends one, by accumulate(), backward() or
-step(): a hook may come twice in a backward (nested checkpoints), or not at all (unused parameters).
+autograd calls a hook when a parameter's `p.grad` is complete. The hook puts the gradient in a bucket, and folds and
+releases a full bucket. The end of the micro-batch folds the rest: accumulate(), the optimizer's backward(), or step().
+autograd may call a hook twice in a backward (nested checkpoints), or never (unused parameters).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ BUCKET_BYTES = 32 * 2**20
 def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTES) -> GradientRelease:
     """Folds gradients into the optimizer's window during backward, bucket by bucket, and frees them there.
 
-    Windows and steps stay what they are: the same sums, norm, clipping and skips. A weight belongs into the loss, by
-    `optimizer.backward(loss, weight)` in place of `accumulate(weight)`. A loop without windows keeps working; its step
-    is that of a window, so it checks the norm, and leaves None in `p.grad`.
+    Sums, norm, clipping and skips stay the same. The weight of a micro-batch must be in its loss: call
+    `optimizer.backward(loss, weight)` in place of `accumulate(weight)`. A loop without windows keeps working: its step
+    closes a window of one micro-batch, so it checks the norm, and leaves None in `p.grad`.
 
     Args:
-        optimizer: one of this package (`accumfused.fuse` makes one of others). Copies of it do not release.
-        bucket_bytes: gradients are folded when so many bytes of them have come; at least 1, which folds each by itself.
+        optimizer: an optimizer of this package (`accumfused.fuse` converts others). Copies of it do not release.
+        bucket_bytes: bytes of gradients in a full bucket, which is folded; 1 folds each gradient by itself.
 
     Returns:
-        A handle: `remove()` ends it, and so does a `with` block.
+        A handle; `remove()` or the end of a `with` block ends the release.
 
     Raises:
-        TypeError: an optimizer of another package; `bucket_bytes` that is no whole number.
-        ValueError: `bucket_bytes` below 1.
-        RuntimeError: a window is open; gradients of the optimizer, or of one of its parameters, are released already;
-            parameters of FSDP, or several processes and no `process_group` (`accumfused.attach_ddp` gives one): what
-            reduces gradients would miss those that are gone. From backward(): outside `no_sync()` of an attached DDP.
+        TypeError: the optimizer is of another package; `bucket_bytes` is no whole number.
+        ValueError: `bucket_bytes` is below 1.
+        RuntimeError: a window is open; the optimizer, or another with the same parameter, releases already; parameters
+            are FSDP's; several processes and no `process_group` (`accumfused.attach_ddp` gives one), since another
+            reduction misses released gradients. backward() raises it outside `no_sync()` of an attached DDP.
 
     Example:
         >>> with af.release_gradients(optimizer):
@@ -76,7 +76,7 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
 
 
 class GradientRelease:
-    """What `release_gradients` returns."""
+    """The handle that `release_gradients` returns."""
 
     def __init__(self, optimizer: FusedOptimizer, bucket_bytes: int) -> None:
         self._optimizer = optimizer
@@ -85,13 +85,13 @@ class GradientRelease:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._members: set[int] = set()  # ids of the parameters in the window, during a micro-batch
-        self._buckets: dict[torch.device, _Bucket] = {}  # one for each: what a thread folds, no other writes
-        self._streams: set[torch.cuda.Stream] = set()  # that wrote gradients or sums in this micro-batch
-        self._running: set[int] = set()  # backward passes that have not ended, or never will
-        self._expected: tuple[float | Tensor | None, bool] = (None, False)  # by backward(): weight, last
+        self._buckets: dict[torch.device, _Bucket] = {}  # each has one thread of autograd's
+        self._streams: set[torch.cuda.Stream] = set()  # they wrote gradients or sums in this micro-batch
+        self._running: set[int] = set()  # backward passes that have not ended, or have raised
+        self._expected: tuple[float | Tensor | None, bool] = (None, False)  # weight and last of optimizer.backward()
 
     def remove(self) -> None:
-        """Ends the release: gradients stay in `p.grad` again. A second time does nothing.
+        """Ends the release: gradients stay in `p.grad` again. A second call does nothing.
 
         Raises:
             RuntimeError: a window is open.
@@ -104,7 +104,7 @@ class GradientRelease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """As `remove()`; after an exception in any case, and a micro-batch that it left unfinished drops the window."""
+        """Calls `remove()`. An exception ends the release even in an open window, and drops a half-folded window."""
         if kind is None:
             self.remove()
         elif self._optimizer.engine.release is self:
@@ -118,15 +118,15 @@ class GradientRelease:
         self._handles.clear()
         self._optimizer.engine.release = None
 
-    # ---- what the optimizer calls -----------------------------------------------------------------------------------
+    # ---- the optimizer calls these ----------------------------------------------------------------------------------
 
     def follow(self, params: Iterable[Any] | None = None) -> list[Tensor]:
-        """Hooks parameters (None: the optimizer's) that are new, or have come to require a gradient.
+        """Hooks parameters (None: the optimizer's) that are new, or newly require a gradient.
 
-        Before it is hooked, a parameter's gradient stays in `p.grad` until the micro-batch ends.
+        The gradient of a parameter without a hook stays in `p.grad` until the micro-batch ends.
 
         Returns:
-            The parameters that were hooked.
+            The newly hooked parameters.
         """
         given = self._optimizer.engine.plans.params if params is None else params
         leaves = [param for param in given if isinstance(param, Tensor) and param.requires_grad and param.is_leaf]
@@ -143,7 +143,7 @@ class GradientRelease:
 
     @contextlib.contextmanager
     def expecting(self, weight: float | Tensor | None, last: bool) -> Iterator[None]:
-        """While the optimizer's own backward() runs, which knows both beforehand."""
+        """Holds the weight and `last` while the optimizer's own backward() runs, which knows both beforehand."""
         self._expected = weight, last
         try:
             yield
@@ -151,7 +151,7 @@ class GradientRelease:
             self._expected = None, False
 
     def end(self, weight: float | Tensor | None, *, in_loss: bool) -> None:
-        """Before a micro-batch ends: refuses what cannot be right for gradients that are folded already."""
+        """Prepares the end of a micro-batch: refuses a weight that comes after its gradients were folded."""
         self._refuse_unfinished()
         if self._optimizer.engine.window.entered and weight is not None and not in_loss:
             raise RuntimeError(
@@ -163,13 +163,13 @@ class GradientRelease:
         self._join_streams()
 
     def end_before_step(self) -> None:
-        """A loop that calls no accumulate(): what its backward passes brought is a window of one micro-batch."""
+        """Makes a window of one micro-batch from the gradients of a loop that calls no accumulate()."""
         window = self._optimizer.engine.window
         self._refuse_unfinished()
         if not window.entered:
             new = self.follow()
             if window.phase is not Phase.IDLE or all(param.grad is None for param in new):
-                return  # otherwise there are gradients of what was frozen, which no hook has seen
+                return  # otherwise a parameter that was frozen has a gradient, which no hook has seen
         elif not window.is_first_entered:
             raise RuntimeError(
                 "a window is open and there is a gradient that was not accumulated; "
@@ -185,20 +185,20 @@ class GradientRelease:
             )
 
     def forget(self) -> None:
-        """The micro-batch is over."""
+        """Forgets the micro-batch, which is over."""
         self._buckets.clear()
         self._running.clear()
         self._streams.clear()
 
-    # ---- what autograd calls ----------------------------------------------------------------------------------------
+    # ---- autograd calls these ---------------------------------------------------------------------------------------
 
     def take(self, param: Tensor) -> None:
-        """A gradient came, or a part of one: folds the bucket if it is full. In a thread and on a stream of autograd's.
+        """Takes a complete or partial gradient, on autograd's thread and stream; folds the bucket if it is full.
 
         Raises:
-            RuntimeError, TypeError, ValueError: as `accumulate()`; from backward() then.
+            RuntimeError, TypeError, ValueError: as `accumulate()`; backward() passes them on.
         """
-        with self._lock:  # nothing costly here: models have thousands of parameters
+        with self._lock:  # keep this cheap: models have thousands of parameters
             window, grad = self._optimizer.engine.window, param.grad
             if grad is None:
                 return
@@ -206,7 +206,7 @@ class GradientRelease:
                 try:
                     self._enter(param)
                 except BaseException:
-                    param.grad = None  # the first of its backward: the window goes on as if that had not been
+                    param.grad = None  # the first of its backward: the window is as before it
                     raise
             if not window.entered or id(param) not in self._members:
                 return
@@ -225,7 +225,7 @@ class GradientRelease:
 
     @torch.no_grad()
     def _enter(self, param: Tensor) -> None:
-        """Begins a micro-batch, unless this is for accumulate() to refuse: p.grad is a closed window's accumulator."""
+        """Begins a micro-batch, unless p.grad is a closed window's accumulator, which accumulate() will refuse."""
         optimizer, weight = self._optimizer, self._expected[0]
         window = optimizer.engine.window
         try:
@@ -245,7 +245,7 @@ class GradientRelease:
             optimizer.engine.plans.let_go()
 
     def _watch_backward(self) -> None:
-        """Remembers the backward pass until it ends: one that raises does not, and its gradients are not complete."""
+        """Remembers the backward pass until it ends; one that raises never ends, and its gradients are incomplete."""
         task = torch._C._current_graph_task_id()
         if task in self._running:
             return
@@ -270,10 +270,10 @@ class GradientRelease:
         bucket.bytes = 0
 
     def _join_streams(self) -> None:
-        """The current streams wait for those that wrote gradients or sums in this micro-batch.
+        """Makes the current streams wait for those that wrote gradients or sums in this micro-batch.
 
-        autograd runs each hook on the stream of its parameter's gradient; they may differ. What comes after backward()
-        waits for all of them, and they for what came before.
+        autograd runs each hook on the stream of its parameter's gradient; these may differ. Work after backward() waits
+        for all of them, and they wait for the work before.
         """
         for other in list(self._streams):
             current = torch.cuda.current_stream(other.device)
@@ -284,7 +284,7 @@ class GradientRelease:
             bucket = self._buckets.get(other.device)
             for param in [] if bucket is None else bucket.params.values():
                 if param.grad is not None:
-                    param.grad.record_stream(current)  # or its memory would be given away too early
+                    param.grad.record_stream(current)  # otherwise torch would reuse its memory too early
 
 
 @dataclass
@@ -294,7 +294,7 @@ class _Bucket:
 
 
 class _Hook:
-    """What autograd holds, which Python's collector does not see into: a strong reference would never be freed."""
+    """A hook with a weak reference: autograd holds it, where Python's collector would never free a strong one."""
 
     def __init__(self, release: GradientRelease) -> None:
         self.release = weakref.ref(release)

@@ -1,4 +1,4 @@
-"""What an optimizer's tensors take, by part and by format."""
+"""The memory of an optimizer's tensors, by use and by format."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
 
 @dataclass
 class Memory:
-    """What the parameters of one format take: bytes of each of PARTS."""
+    """The memory of one format's parameters: bytes for each of PARTS."""
 
     tensors: int = 0
     elements: int = 0
     parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
-    not_made: int = 0  # of these bytes, those of masters, states and scales that the first step will make
+    not_made: int = 0  # the bytes of masters, states and scales that the first step will make
 
     @property
     def total(self) -> int:
@@ -72,13 +72,13 @@ class Memory:
 
 @dataclass
 class MemoryReport:
-    """What `memory_report` returns; `str()` makes a table of it."""
+    """The result of `memory_report`; `str()` makes a table of it."""
 
     formats: dict[str, Memory]  # by weights and states: "bf16 + split16, fp32 states"
 
     @property
     def total(self) -> Memory:
-        """Over all formats."""
+        """The sum over all formats."""
         total = Memory()
         for memory in self.formats.values():
             total.add(memory)
@@ -99,13 +99,13 @@ class MemoryReport:
         return "\n".join(lines)
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draws bytes per parameter element as a bar for each format, and for all of them, stacked by part.
+        """Draws bytes per parameter element: a bar for each format and for the total, stacked by PARTS.
 
         Args:
-            path: of the picture; its ending chooses the kind (.png, .svg, .pdf).
+            path: path of the picture; its suffix chooses the file type (.png, .svg, .pdf).
 
         Raises:
-            ImportError: there is no matplotlib.
+            ImportError: matplotlib does not load.
         """
         try:
             figure: Any = importlib.import_module("matplotlib.figure").Figure
@@ -137,16 +137,16 @@ class MemoryReport:
 
 
 def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
-    """What the optimizer's tensors take: parameters, masters, states, scales, accumulators and gradients.
+    """Reports the memory of the optimizer's parameters, masters, states, scales, accumulators and gradients.
 
-    States that the first step will make count as what they will be; accumulators and gradients are those of now, so
-    the peak of a window shows while it is open. `p.grad` of a closed window counts as the accumulator that it is.
+    States that the first step will make count with their future size. Accumulators and gradients count as they are now,
+    so an open window shows its peak. `p.grad` of a closed window counts as an accumulator.
 
     Args:
-        optimizer: of this package; of one that keeps its own step (`fuse` of RMSprop, say) the states of now count.
+        optimizer: of this package. If it keeps its own step (`fuse` of RMSprop, say), only existing states count.
 
     Raises:
-        TypeError: another optimizer.
+        TypeError: the optimizer is of another package.
     """
     if not isinstance(optimizer, FusedOptimizer):
         raise TypeError(f"memory_report takes an optimizer of this package, got {type(optimizer).__name__}; fuse() it")
@@ -165,16 +165,16 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
     return MemoryReport(formats)
 
 
-_LEANER: tuple[SettingArguments, ...] = (  # in which 16-bit parameters take no more than torch's optimizers keep
+_LEANER: tuple[SettingArguments, ...] = (  # with these, 16-bit parameters take no more memory than with torch
     {"master_weights": "split8", "state_dtype": "int8"},
     {"master_weights": None, "state_dtype": "int8"},  # the least
 )
 
 
 def growth_of(optimizer: FusedOptimizer) -> str | None:
-    """How much more will be kept of 16-bit parameters than torch's optimizer keeps, and what keeps less.
+    """A text on how much more 16-bit parameters take than with torch's optimizer, and on settings that take less.
 
-    None where it is not more, or where `master_weights` was chosen.
+    None if they take no more, or if the user has set `master_weights`.
     """
     settings = optimizer.engine.settings
     held = [
@@ -196,12 +196,12 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
     if settings.master_weights != "auto" or ours <= stock:
         return None
     has_float16 = any(param.dtype == torch.float16 for _, param in held)
-    leaner = _LEANER[1:] if has_float16 else _LEANER  # whose numbers have no lower half
+    leaner = _LEANER[1:] if has_float16 else _LEANER  # an fp16 number is no upper half of an fp32 one
     if any(rule.keeps_maximum for rule, _ in held):
         leaner = tuple({**arguments, "state_dtype": torch.bfloat16} for arguments in leaner)
     least = next((arguments for arguments in leaner if kept(arguments) <= stock), leaner[-1])
     if kept(least) >= ours:
-        return None  # they are small
+        return None  # the parameters are small
     elements = sum(param.numel() for _, param in held)
     arguments = ", ".join(f"{name}={value!r}" for name, value in least.items())
     return (
@@ -263,7 +263,7 @@ def _row(name: str, memory: Memory) -> list[str]:
 
 
 def _size(size: int) -> str:
-    """In bytes below 10 KiB, then with one decimal."""
+    """A size in bytes below 10 KiB, then in larger units with one decimal."""
     if size < 10 * 2**10:
         return f"{size:,} B" if size else "-"
     unit = min((size.bit_length() - 1) // 10, 3)

@@ -1,4 +1,4 @@
-"""The optimizers, one file each: class, then rule. To add one, see CONTRIBUTING.md."""
+"""The optimizers, one file each: rule, then class. CONTRIBUTING.md says how to add one."""
 
 import torch
 
@@ -10,7 +10,7 @@ from accumfused.optimizers.sgd import SGD
 __all__ = ["ALL", "PEERS", "RULES", "SGD", "Adam", "AdamW", "Lion"]
 
 ALL = (SGD, Adam, AdamW, Lion)
-PEERS: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {  # of torch's classes, whose checkpoints are ours
+PEERS: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {  # torch's classes with the same checkpoints
     torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW,
 }  # fmt: skip
 RULES = tuple(rule for optimizer in (SGD, Adam, Lion) for rule in optimizer.rules)

@@ -22,7 +22,7 @@ from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
-if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
+if TYPE_CHECKING:  # the package does not import Triton; its backend puts these names here when it needs them
     import triton.language as tl
 
     from accumfused.backends.triton import numeric as triton_numeric
@@ -127,18 +127,18 @@ class AmsgradRule(AdamRule):
 class Adam(FusedOptimizer, torch.optim.Adam):
     """Adam, with accumulation, unscaling and clipping in the same pass.
 
-    Takes the place of `torch.optim.Adam`: same arguments, group keys, state names and checkpoints.
+    It replaces `torch.optim.Adam`: same arguments, group keys, state names and checkpoints.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may be another of these.
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; weight_decay is L2.
         **settings: those of `accumfused.settings.Settings`.
-        foreach, fused, capturable: kept in the groups for torch's sake; they choose between torch's implementations.
+        foreach, fused, capturable: unused; the groups keep them, because torch's own optimizer reads them.
         differentiable: not supported.
         decoupled_weight_decay: as in torch: True makes it AdamW.
 
     Raises:
-        ValueError, TypeError: on hyper-parameters, with torch's texts; on settings; on parameters of other dtypes; on
+        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes;
             amsgrad with 8-bit states.
         RuntimeError: a backend asked for by name cannot run; fused with foreach, as in torch.
     """
@@ -178,13 +178,13 @@ class Adam(FusedOptimizer, torch.optim.Adam):
 class AdamW(Adam, torch.optim.AdamW):
     """AdamW: `Adam` with decoupled weight decay.
 
-    Takes the place of `torch.optim.AdamW`: same arguments, group keys, state names and checkpoints.
+    It replaces `torch.optim.AdamW`: same arguments, group keys, state names and checkpoints.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may be another of these.
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; parameters decay by 1 - lr * weight_decay.
         **settings: those of `accumfused.settings.Settings`.
-        foreach, fused, capturable: kept in the groups for torch's sake; they choose between torch's implementations.
+        foreach, fused, capturable: unused; the groups keep them, because torch's own optimizer reads them.
         differentiable: not supported.
 
     Raises:

@@ -19,7 +19,7 @@ from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
-if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
+if TYPE_CHECKING:  # the package does not import Triton; its backend puts these names here when it needs them
     import triton.language as tl
 
 
@@ -85,15 +85,15 @@ class Lion(FusedOptimizer):
     """Lion, with accumulation, unscaling and clipping in the same pass.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may be another of these.
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
         lr: the size of every element's update; three to ten times smaller than AdamW's.
-        betas: interpolation of the update, decay of the momentum.
+        betas: the update's interpolation factor and the momentum's decay.
         weight_decay: decoupled, multiplied by lr; three to ten times larger than AdamW's.
-        maximize: ascend.
+        maximize: True ascends in place of descending.
         **settings: those of `accumfused.settings.Settings`.
 
     Raises:
-        ValueError, TypeError: on hyper-parameters, on settings, and on parameters of other dtypes.
+        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
         RuntimeError: a backend asked for by name cannot run.
     """
 

@@ -20,7 +20,7 @@ from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import Rule, fp32
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
-if TYPE_CHECKING:  # Triton is not imported with the package; the backend puts these names here when it needs them
+if TYPE_CHECKING:  # the package does not import Triton; its backend puts these names here when it needs them
     import triton.language as tl
 
 
@@ -33,7 +33,7 @@ class SgdRule(Rule):
     @staticmethod
     def scalars(hyper: Mapping[str, float], step: Tensor, coefficient: Tensor) -> dict[str, Tensor]:
         numbers = {name: hyper[name] for name in ("lr", "momentum", "weight_decay")}
-        # As a tensor: a number in where() would have torch's default dtype.
+        # A number in where() would get torch's default dtype, so this is a tensor.
         later = torch.full_like(step, 1.0 - hyper["dampening"], dtype=torch.float32)
         incoming = torch.where(step == 1, torch.ones_like(later), later)
         return fp32(numbers, step.device) | {
@@ -94,18 +94,18 @@ class MomentumRule(SgdRule):
 class SGD(FusedOptimizer, torch.optim.SGD):
     """SGD, with accumulation, unscaling and clipping in the same pass.
 
-    Takes the place of `torch.optim.SGD`: same arguments, group keys, state names and checkpoints (with momentum, the
-    state also counts steps).
+    It replaces `torch.optim.SGD`: same arguments, group keys, state names and checkpoints (with momentum, the state
+    also counts steps).
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may be another of these.
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
         **settings: those of `accumfused.settings.Settings`.
-        foreach, fused: kept in the groups for torch's sake; they choose between torch's implementations.
+        foreach, fused: unused; the groups keep them, because torch's own optimizer reads them.
         differentiable: not supported.
 
     Raises:
-        ValueError, TypeError: on hyper-parameters, with torch's texts; on settings; on parameters of other dtypes.
+        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes.
         RuntimeError: a backend asked for by name cannot run; fused with foreach, as in torch.
     """
 

@@ -1,7 +1,7 @@
-"""The Triton kernels, on torch's current stream; under TRITON_INTERPRET=1 also on a CPU, slowly.
+"""Launches the Triton kernels on torch's current stream; with TRITON_INTERPRET=1 they run on a CPU too, slowly.
 
-They read a plan as a table of 64-bit words: a ticket, then a row per parameter (see triton_memory.py). Needs no native
-module.
+The kernels read a plan as a table of 64-bit words: a ticket, then a row per parameter (see memory.py). They need no
+native module.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _NO_SLOTS = Storage(None, None, None, [], []).slots()
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # of 256 threads, as in csrc/cuda
 _INTERPRETED_PROGRAMS = 3
 
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # of every kernel; no contraction into FMA
-# Of a step that rounds stochastically. Adam's would take 190 registers a thread for INT8 states, and be alone on its
-# multiprocessor; with 128 there are two, and next to nothing is spilled. (AMD's compiler does not know the option.)
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # for every kernel; no contraction into FMA
+# For a step that rounds stochastically. Adam's would take 190 registers a thread for INT8 states, so one program would
+# fill a multiprocessor. With 128 registers two fit, and hardly any spill. (AMD's compiler does not know the option.)
 NOISY_OPTIONS = OPTIONS if torch.version.hip else {**OPTIONS, "maxnreg": 128}
 
 
 @dataclass
 class _Sent:
-    """Words as they stand on the device, for calls on one stream."""
+    """A copy of words on the device, for calls on one stream."""
 
     words: list[int]
     stream: int
@@ -59,10 +59,10 @@ class _Sent:
 
 @dataclass
 class _Kept:
-    """What lasts as long as a plan."""
+    """The backend's data of one plan, which lasts as long as the plan."""
 
-    kinds: list[tuple[type[Rule], Format]]  # that there are among the rows
-    rows: list[tuple[int, ...]]  # the words of each, up to ORIGIN
+    kinds: list[tuple[type[Rule], Format]]  # all kinds of the rows
+    rows: list[tuple[int, ...]]  # each row's words, up to ORIGIN
     sent: dict[str, _Sent] = field(default_factory=dict)  # the "rows" and "hypers" of the last call
 
     def table(self, grads: Grads | None, accumulators: Grads | None = None, held: list[int] | None = None) -> list[int]:
@@ -81,11 +81,11 @@ class TritonBackend:
     measures_folds = True
 
     def __init__(self) -> None:
-        self._captured: list[tuple[Tensor, Tensor]] = []  # what a graph's replay reads again: on the host, its copy
+        self._captured: list[tuple[Tensor, Tensor]] = []  # words on the host, their copy: a graph's replay reads both
         self._kept: WeakKeyDictionary[Plan, _Kept] = WeakKeyDictionary()
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
-        """The native module's table, where there is one, tells that a plan still holds; the kernels do not read it."""
+        """Adds the native module's table if it loads: the table tells whether a plan still holds, kernels ignore it."""
         if compiled.unavailable is None:
             plan.add_table(compiled.module.Table, param_groups, state)
 
@@ -104,7 +104,7 @@ class TritonBackend:
         reads = grads is not None and partials is not None
         chunks_to_read = plan.chunks if reads else 0
         limit = scaling.max_grad_norm
-        # A tensor without elements has no address, and where there is none the kernel takes no norm.
+        # A tensor without elements has no address, and without an address the kernel takes no norm.
         sums = partials if partials is None or partials.numel() else outcome.values
         with _on(plan.device):
             table = self._send(plan, "rows", self._of(plan).table(grads if reads else None))
@@ -117,7 +117,7 @@ class TritonBackend:
         return outcome
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
-        """One launch per kind of row: nearly always one, two where small states stay fp32."""
+        """Launches once per kind of row: nearly always once, twice if small states stay fp32."""
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         words = [word for values in kept for word in _hyper_words(values)]
         with _on(plan.device):
@@ -136,10 +136,10 @@ class TritonBackend:
         return self._kept[plan]
 
     def _send(self, plan: Plan, key: str, words: list[int]) -> Tensor:
-        """The words on the plan's device; those of the call before where they are the same.
+        """A copy of the words on the plan's device; unchanged words reuse the last call's copy.
 
-        Never written again while a kernel may read them: changed words go into fresh memory. A graph that is being
-        captured gets its own, which its replay sends again.
+        A kernel may still read the old copy, so changed words go into fresh memory. A capturing graph gets its own
+        copy, which its replay sends again.
         """
         if plan.device.type != "cuda":
             return torch.tensor(words, dtype=torch.int64, device=plan.device)
@@ -158,7 +158,7 @@ class TritonBackend:
 
 
 def constants(rule: type[Rule], form: Format) -> tuple[Any, ...]:
-    """What the step's kernel is compiled for, in the order of its arguments."""
+    """The constants that Triton compiles into the step's kernel, in the order of its arguments."""
     first_moments = sum(name not in rule.second_moments for name in rule.states)
     numbers = len(rule.states), first_moments, int(form.weights), int(form.states), form.needs_noise
     return *arithmetic(rule), *numbers  # type: ignore[arg-type]  # mypy: a class has no hash
@@ -168,11 +168,11 @@ def constants(rule: type[Rule], form: Format) -> tuple[Any, ...]:
 def arithmetic(rule: type[Rule]) -> tuple[Any, Any]:
     """A rule's `triton_scalars` and `triton_update`, for Triton.
 
-    scalars(hyper, step, coefficient) -> tuple of fp32: from the hyper-parameters (a tuple of fp64, in the order of
+    scalars(hyper, step, coefficient) -> tuple of fp32: takes the hyper-parameters (a tuple of fp64, in the order of
     `rule.hypers`), the number of this step and the coefficient.
-    update(scalars, p, grad, state0, state1, state2, states) -> (p, state0, state1, state2): blocks of elements; only
-    the first `states` states are the rule's.
-    The module of a rule does not import Triton: the names that these functions use are put there.
+    update(scalars, p, grad, state0, state1, state2, states) -> (p, state0, state1, state2): takes tensors of elements;
+    the rule has only the first `states` states.
+    A rule's module does not import Triton: this function puts the names there that the rule uses.
     """
     functions = rule.triton_scalars, rule.triton_update
     for function in functions:
@@ -182,7 +182,7 @@ def arithmetic(rule: type[Rule]) -> tuple[Any, Any]:
 
 
 def _launch(kernel: Any, plan: Plan, chunks: int, *args: Any, options: dict[str, Any] = OPTIONS) -> None:
-    """One program at least: the last one finishes."""
+    """Launches at least one program, because the last one finishes the work."""
     on_gpu = plan.device.type == "cuda"
     limit = _resident_programs(plan.device) if on_gpu else _INTERPRETED_PROGRAMS
     kernel[(max(1, min(chunks, limit)),)](*args, **options)
@@ -194,7 +194,7 @@ def _resident_programs(device: torch.device) -> int:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device; its interpreter computes in this thread's float mode."""
+    """Sets the current device, on which Triton launches, or the float mode, which its interpreter takes over."""
     return torch.cuda.device(device) if device.type == "cuda" else ieee()
 
 
@@ -210,7 +210,7 @@ def _kept(plan: Plan) -> _Kept:
 
 
 def _hyper_words(values: list[float | Tensor]) -> list[int]:
-    """A group's hyper-parameters: each as the bits of a number, the address of an fp32 one, of an fp64 one."""
+    """A group's hyper-parameters, three words each: a number's bits, an fp32 number's address, an fp64 number's."""
     words = [0] * (memory.MAX_HYPERS.value * memory.HYPER_WORDS.value)
     for index, value in enumerate(values):
         kind = 0 if not isinstance(value, Tensor) else 1 if value.dtype == torch.float32 else 2
@@ -219,5 +219,5 @@ def _hyper_words(values: list[float | Tensor]) -> list[int]:
 
 
 def _bits(number: float) -> int:
-    """fp64 as a signed 64-bit number."""
+    """The bits of an fp64 number, as a signed 64-bit integer."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])

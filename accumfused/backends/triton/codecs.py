@@ -1,7 +1,7 @@
-"""How numbers are stored in fewer bits, and the noise that rounds them, in Triton: the counterpart of codecs.py.
+"""Codecs store numbers in fewer bits, and noise rounds them, in Triton: the counterpart of formats/codecs.py.
 
-Values are fp32; their bits, and noise, uint32. Triton's interpreter takes an overflow for an error unless told that one
-is meant, so sums and products that may wrap say so.
+Values are fp32; their bits, and noise, are uint32. Triton's interpreter reports an overflow as an error, so sums and
+products that may wrap say so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from accumfused.formats import codecs
 
-SCALED = tl.constexpr(codecs.BLOCK)  # elements that share a scale
+SCALED = tl.constexpr(codecs.BLOCK)  # elements of a quantisation block, which share a scale
 MIN_SECOND_MOMENT = tl.constexpr(codecs.MIN_SECOND_MOMENT)
 SMALLEST_SCALE = tl.constexpr(codecs.SMALLEST_SCALE)
 
@@ -45,7 +45,7 @@ def mix(value):
 
 @triton.jit
 def noise_keys(seed, step, row, start):
-    """What the noise of a chunk depends on, two numbers of 32 bits. Args: start: where in the whole it begins."""
+    """The keys of a chunk's noise, two numbers of 32 bits; `start`: index of its first element in the whole tensor."""
     key = mix(mix(seed.to(tl.uint64)) ^ tl.cast(step, tl.uint64))
     keys = mix(mix(key ^ tl.cast(row, tl.uint64)) ^ (start.to(tl.uint64) >> 32))
     position = tl.mul(start.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
@@ -54,7 +54,7 @@ def noise_keys(seed, step, row, start):
 
 @triton.jit
 def noise(keys, element):
-    """32 bits for each element. Args: element: its index in the chunk."""
+    """32 bits of noise for each element; `element` holds the indices in the chunk."""
     first, second = keys
     x = tl.mul(element.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
     x = tl.add(x, first, sanitize_overflow=False)
@@ -65,7 +65,7 @@ def noise(keys, element):
 
 @triton.jit
 def stream(bits, number: tl.constexpr):
-    """One of three streams of an element's noise: rotated by 11 bits each."""
+    """One of three streams of an element's noise: each is rotated by 11 more bits."""
     turned = bits
     if number > 0:
         turned = (bits << 11 * number) | (bits >> 32 - 11 * number)
@@ -77,7 +77,7 @@ def stream(bits, number: tl.constexpr):
 
 @triton.jit
 def one_nan(values):
-    """The values' bits, those of every NaN the same: adding to some would make other numbers."""
+    """The values' bits, the same for every NaN: rounding turns the bits of some NaNs into other numbers."""
     return tl.where(values != values, NAN, bits_of(values))
 
 
@@ -116,21 +116,21 @@ def to_float16_stochastic(values, noise):
 
 @triton.jit
 def split(values):
-    """bfloat16 and an int16 remainder."""
+    """Splits fp32 into bfloat16 and an int16 remainder."""
     bits = one_nan(values)
     return ((bits + 0x8000) >> 16).to(tl.uint16), bits.to(tl.int16)
 
 
 @triton.jit
 def split_short(values, noise):
-    """bfloat16 and an int8 remainder."""
+    """Splits fp32 into bfloat16 and an int8 remainder."""
     bits = one_nan(values) + (noise >> 24)
     return ((bits + 0x8000) >> 16).to(tl.uint16), (bits >> 8).to(tl.int8)
 
 
 @triton.jit
 def join(high, remainder):
-    """The parameter as it is where the two make a NaN: see codecs.py."""
+    """Joins both halves; where they make a NaN, the parameter counts as it is: see formats/codecs.py."""
     param = high.to(tl.uint32) << 16
     joined = from_bits(tl.add(param, remainder.to(tl.uint32), sanitize_overflow=False))
     return tl.where(joined != joined, from_bits(param), joined)
@@ -164,13 +164,13 @@ def inverse_scale(exponent):
 
 @triton.jit
 def spread(scales, size: tl.constexpr):
-    """Each block's number for each of its elements."""
+    """Repeats each block's number for its elements."""
     return tl.reshape(tl.broadcast_to(tl.expand_dims(scales, 1), (size // SCALED, SCALED)), (size,))
 
 
 @triton.jit
 def encode(values, inverse, noise, second_moment: tl.constexpr):
-    """Args: inverse: of each element's scale."""
+    """Encodes values; `inverse` holds each element's inverse scale."""
     base = UNSIGNED_BASE if second_moment else SIGNED_BASE
     offset = 2.0**-15 if second_moment else 2.0**-7
     bits = bits_of(tl.abs(values) * inverse + offset).to(tl.int32) - base + (noise >> 32 - SHIFT).to(tl.int32)
@@ -183,7 +183,7 @@ def encode(values, inverse, noise, second_moment: tl.constexpr):
 
 @triton.jit
 def decode(codes, factor, second_moment: tl.constexpr):
-    """Args: factor: of each element's scale."""
+    """Decodes codes; `factor` holds each element's scale."""
     codes = codes.to(tl.uint32)
     if second_moment:
         values = (from_bits((codes << SHIFT) | UNSIGNED_BASE) - 2.0**-15) * factor

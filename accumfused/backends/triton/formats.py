@@ -1,6 +1,6 @@
-"""Weights and states as a step decodes and encodes them: codecs.py over memory.
+"""A step decodes and encodes weights and states in memory with these functions, over codecs.py.
 
-The counterpart of csrc/cpu/formats.inl. A format is known when Triton compiles, so a kernel knows one of each.
+The counterpart of csrc/cpu/formats.inl. A kernel is compiled for one format of weights and one of states.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ STATE_TYPES = tl.constexpr((tl.float32, BFLOAT16_BITS.value, tl.uint8))
 
 @triton.jit
 def weights_at(row, offset, weights: tl.constexpr):
-    """Where a chunk of a parameter and of its master lie; without a master, the parameter again."""
+    """Pointers to a chunk of a parameter and of its master; without a master, the parameter again."""
     param = pointer(row, PARAM, PARAM_TYPES[weights], offset)
     master = param
     if weights >= SPLIT16:
@@ -73,7 +73,7 @@ def weights_at(row, offset, weights: tl.constexpr):
 
 @triton.jit
 def load_weights(place, first, n, size: tl.constexpr, weights: tl.constexpr, whole: tl.constexpr):
-    """fp32. An fp32 master that is not rounded to its parameter is out of date: the parameter counts."""
+    """Loads fp32 weights. An fp32 master that does not round to its parameter is out of date: the parameter counts."""
     param, master = place
     if weights >= BFLOAT16_MASTER:
         values = load(master, first, n, size, whole)
@@ -119,7 +119,7 @@ def store_weights(place, values, noise, first, n, size: tl.constexpr, weights: t
 
 @triton.jit
 def state_at(row, offset, number: tl.constexpr, form: tl.constexpr):
-    """Where a chunk of a state and of its scales lie; without scales, the state again."""
+    """Pointers to a chunk of a state and of its scales; without scales, the state again."""
     state = pointer(row, STATE + number, STATE_TYPES[form], offset)
     scale = state
     if form == INT8_STATES:

@@ -1,7 +1,7 @@
 """Norm and accumulate in Triton: the kernels of csrc/cuda, under the same names. step.py has the third.
 
-A persistent grid: program b takes the chunks b, b + programs, ... of all tensors, found by their addresses in the
-table. fp64 numbers come as their bits, because Triton would round them to fp32.
+A persistent grid: program b takes the chunks b, b + programs, ... of all tensors, whose addresses are in the table.
+The host passes fp64 numbers as bits, because Triton would round them to fp32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from accumfused.backends.triton.memory import (
 )
 from accumfused.backends.triton.numeric import LANES, LEAST_DIVISOR, LEAST_SUM, is_finite, sum_partials, tree
 
-# Arguments whose value must not make another kernel: Triton compiles anew for a 1 and for multiples of 16.
+# Values of these arguments must not make another kernel: Triton compiles anew for a 1 and for multiples of 16.
 NUMBERS = (
     "count", "chunks", "chunks_to_read", "partials", "normalization", "device_normalization", "found_inf", "clips",
     "max_grad_norm", "skips_nonfinite", "skips", "weight", "scale", "device_scale",
@@ -63,8 +63,8 @@ def norm_kernel(
     table,
     count: tl.int32,
     chunks: tl.int32,
-    chunks_to_read: tl.int32,  # 0: no sums of squares are missing from partials
-    partials: tl.int64,  # 0: no norm is taken
+    chunks_to_read: tl.int32,  # 0: partials holds all sums of squares
+    partials: tl.int64,  # 0: take no norm
     normalization: tl.int64,
     device_normalization: tl.int64,
     found_inf: tl.int64,
@@ -119,7 +119,7 @@ def norm_kernel(
 
 @triton.jit
 def folded(kept, g, keep, add, has_grad: tl.constexpr):
-    """A factor of 0 leaves its term out, whatever it holds."""
+    """Adds both terms; a factor of 0 leaves its term out, even NaN."""
     value = tl.where(keep != 0, kept * keep, 0.0)
     if has_grad:
         added = g * add

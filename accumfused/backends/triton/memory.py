@@ -1,6 +1,6 @@
-"""What a program of the Triton kernels does: finds its tensors, reads and writes pieces, learns that it is the last.
+"""A program of the Triton kernels finds its tensors, reads and writes pieces, and learns whether it is the last.
 
-The counterpart of csrc/cuda/memory.cuh and block.cuh, and the words of the table that triton.py makes.
+The counterpart of csrc/cuda/memory.cuh and block.cuh, with the words of the table that backend.py makes.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import triton.language as tl
 from accumfused.backends.triton.codecs import from_bfloat16
 from accumfused.backends.triton.numeric import CHUNK, whole_steps
 
-# The table: the ticket, which is 0 between launches, and per parameter a row of these words.
+# The table: the ticket, which is 0 between launches, then a row of these words per parameter.
 ROWS = tl.constexpr(1)
 WORDS = tl.constexpr(19)
 PARAM = tl.constexpr(0)
-STEP = tl.constexpr(1)  # from here on as in formats.Storage
+STEP = tl.constexpr(1)  # from here on the order of formats.kinds.Storage
 SEED = tl.constexpr(2)
 MASTER = tl.constexpr(3)
 STATE = tl.constexpr(4)  # three of them
-SCALE = tl.constexpr(7)  # theirs
+SCALE = tl.constexpr(7)  # the three states' scales
 NUMEL = tl.constexpr(10)
 FIRST_CHUNK = tl.constexpr(11)
 GROUP = tl.constexpr(12)
@@ -30,25 +30,25 @@ ACCUMULATOR = tl.constexpr(16)
 WEIGHT = tl.constexpr(17)
 DTYPE = tl.constexpr(18)
 
-NO_GRAD, FLOAT32, FLOAT16 = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)  # what DTYPE says; bfloat16 is the last
-BFLOAT16_BITS = tl.constexpr(tl.uint16)  # how bfloat16 is read: Triton's interpreter gets its subnormals wrong
+NO_GRAD, FLOAT32, FLOAT16 = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)  # values of DTYPE; bfloat16 is the last
+BFLOAT16_BITS = tl.constexpr(tl.uint16)  # kernels read bfloat16 as this: Triton's interpreter gets its subnormals wrong
 OVERWRITE = tl.constexpr(-1)
 
-HYPER_WORDS = tl.constexpr(3)  # the bits of a number, the address of an fp32 one, of an fp64 one
+HYPER_WORDS = tl.constexpr(3)  # a number's bits, an fp32 number's address, an fp64 number's
 MAX_HYPERS = tl.constexpr(8)
 
-BLOCK = tl.constexpr(2048)  # elements of a tensor at a time: two accesses of up to 16 bytes a thread
-REST = tl.constexpr(1024)  # where each is an access of its own, whose addresses take registers
+BLOCK = tl.constexpr(2048)  # elements of an aligned piece: two accesses of up to 16 bytes a thread
+REST = tl.constexpr(1024)  # elements of any other piece: each is an access, whose address takes registers
 
 
-# ---- where things are -----------------------------------------------------------------------------------------------
+# ---- addresses ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def row_of(rows, count, chunk):
-    """The row that a chunk belongs to, and its index: the last one whose first chunk is not behind it.
+    """The row of a chunk, and the row's index: the last row whose first chunk is not behind this one.
 
-    Empty tensors have none.
+    Empty tensors have no chunk.
     """
     low = 0
     high = count
@@ -73,7 +73,7 @@ def pointer_to(address, dtype: tl.constexpr):
 
 @triton.jit
 def extent(row, chunk):
-    """Where in its tensor a chunk begins, and of how many elements it is."""
+    """A chunk's offset in its tensor, and its number of elements."""
     offset = (chunk - tl.load(row + FIRST_CHUNK)) * CHUNK
     return offset, tl.minimum(tl.load(row + NUMEL) - offset, CHUNK).to(tl.int32)
 
@@ -90,7 +90,7 @@ def is_aligned(row, word: tl.constexpr):
 
 @triton.jit
 def step_number(row):
-    """Of this step: 1 for the first; 0 where none are counted."""
+    """The number of this step: 1 for the first; 0 if the row counts none."""
     address = tl.load(row + STEP)
     number = 0
     if address != 0:
@@ -100,7 +100,7 @@ def step_number(row):
 
 @triton.jit
 def is_last_program(table):
-    """Whether all other programs have done their work, which this one then sees. Leaves the ticket at 0."""
+    """Whether all other programs have finished; the last one sees their work, and resets the ticket to 0."""
     tl.debug_barrier()  # all threads of this program have written
     is_last = tl.atomic_add(table, 1) == tl.num_programs(0) - 1
     if is_last:
@@ -110,11 +110,11 @@ def is_last_program(table):
 
 @triton.jit
 def load_stored(ptr, first, n, size: tl.constexpr, whole: tl.constexpr):
-    """Elements first .. first + size. `whole`: they exist, on a boundary of 4; otherwise those from n on are 0.
+    """Elements first .. first + size. `whole`: all exist, on a boundary of 4; otherwise those from n on are 0.
 
-    The boundary makes 4 neighbours one access. It must be declared on the pointer (on an offset it means nothing), in
-    the function that computes it (on an argument it is lost), and for 16 bits as 8 bytes, for 8 as 4: a thread then
-    holds the same elements of every tensor, and nothing travels through shared memory.
+    The boundary makes 4 neighbours one access. Triton ignores it on an offset and loses it on an argument, so the
+    function that computes the pointer declares it there. It is 8 bytes for 16-bit elements, and 4 for 8-bit ones. A
+    thread then holds the same elements of every tensor, and nothing travels through shared memory.
     """
     start = ptr + first
     i = tl.arange(0, size)
@@ -127,7 +127,7 @@ def load_stored(ptr, first, n, size: tl.constexpr, whole: tl.constexpr):
 
 @triton.jit
 def load(ptr, first, n, size: tl.constexpr, whole: tl.constexpr):
-    """The same of fp32, fp16 or bfloat16, as fp32."""
+    """Loads elements of fp32, fp16 or bfloat16 as fp32."""
     values = load_stored(ptr, first, n, size, whole)
     if ptr.dtype.element_ty == BFLOAT16_BITS:
         values = from_bfloat16(values)
@@ -136,7 +136,7 @@ def load(ptr, first, n, size: tl.constexpr, whole: tl.constexpr):
 
 @triton.jit
 def store(ptr, values, first, n, size: tl.constexpr, whole: tl.constexpr):
-    """To where `load_stored` reads, what it reads."""
+    """Stores the elements that `load_stored` reads."""
     start = ptr + first
     i = tl.arange(0, size)
     if whole:
@@ -147,5 +147,5 @@ def store(ptr, values, first, n, size: tl.constexpr, whole: tl.constexpr):
 
 @triton.jit
 def whole_elements(n, size: tl.constexpr, aligned):
-    """How many of n elements go in whole pieces of this size; none where they are not aligned."""
+    """How many of n elements whole pieces of this size hold; 0 unless the elements are aligned."""
     return tl.where(aligned, n // size * size, 0)

@@ -1,8 +1,8 @@
 """The arithmetic that every backend shares, in Triton: see csrc/numeric.h and accumfused/formats/numeric.py.
 
-Imports Triton, so the package imports this file only where the Triton kernels run. Triton's own `sqrt` and `/` of fp32
-are approximate: `sqrt_rn` and `div_rn` are IEEE. In Triton 3.6 `-x` is `0 - x`, which loses the sign of a zero: write
-`x * -1.0`.
+This file imports Triton, so the package imports it only where the Triton kernels run. Triton's own `sqrt` and `/` of
+fp32 are approximate: `sqrt_rn` and `div_rn` are IEEE. In Triton 3.6 `-x` is `0 - x`, which loses the sign of a zero:
+write `x * -1.0`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_finite(value):
 
 @triton.jit
 def whole_steps(count):
-    """A step count as a whole number, within what fp32 counts exactly."""
+    """A step count as a whole number, clamped to the range that fp32 counts exactly."""
     return tl.where(count > 0, tl.where(count < 16777216.0, count, 16777216.0), 0.0).to(tl.int32)
 
 
@@ -49,7 +49,7 @@ def power(base, exponent):
 
 @triton.jit
 def tree(lanes):
-    """The sum of 1024 lanes by halving, 1024 -> 512 -> ... -> 1: always of two numbers, so Triton has no choice."""
+    """The sum of 1024 lanes by halving, 1024 -> 512 -> ... -> 1: it adds pairs, so Triton cannot reorder the sum."""
     for level in tl.static_range(1, 10):
         lanes = tl.sum(tl.reshape(lanes, (2, LANES >> level)), axis=0)
     return tl.sum(lanes, axis=0)
@@ -57,11 +57,11 @@ def tree(lanes):
 
 @triton.jit
 def sum_partials(partials, chunks):
-    """csrc/norm.h's: the sum of all chunks' sums, in fp64."""
+    """The sum of all chunks' sums in fp64, as in csrc/norm.h."""
     lane = tl.arange(0, LANES)
     lanes = tl.zeros([LANES], tl.float64)
     for first in range(0, chunks, LANES):
-        # past the first cache, which does not see what other programs have written
+        # .cg bypasses the first cache, which does not see the writes of other programs
         lanes += tl.load(partials + first + lane, mask=first + lane < chunks, other=0.0, cache_modifier=".cg").to(
             tl.float64
         )

@@ -52,12 +52,12 @@ from accumfused.backends.triton.memory import (
 )
 from accumfused.backends.triton.numeric import LANES
 
-NUMBERS = ("count", "chunks", "kind")  # whose value must not make another kernel: see kernels.py
+NUMBERS = ("count", "chunks", "kind")  # their values must not make another kernel: see kernels.py
 
 
 @triton.jit
 def hyper(words):
-    """A hyper-parameter: a number of the launch, or one that the device holds and a graph's replay reads anew."""
+    """A hyper-parameter: a number of the launch, or a number on the device, which a graph's replay reads anew."""
     value = float64_from(tl.load(words))
     single, double = tl.load(words + 1), tl.load(words + 2)
     if single != 0:
@@ -127,7 +127,7 @@ def step_chunk(
 
 @triton.jit
 def advance_steps(rows, count, kind):
-    """Counts the step of every parameter of this kind that has a gradient, an empty one too."""
+    """Counts the step of every parameter of this kind that has a gradient, even an empty one."""
     for first in range(0, count, LANES):
         i = first + tl.arange(0, LANES)
         exists = i < count
@@ -149,15 +149,15 @@ def step_kernel(
 
     Args:
         scalars, update: the rule's arithmetic.
-        states: how many states it has; moments: how many of them are no second moments, and come first.
-        weights, form: how parameters and states are kept, as numbers of formats.py; noisy: whether either is rounded
-            stochastically.
+        states: the rule's number of states; moments: how many of them come first and are no second moments.
+        weights, form: the formats of parameters and states, as numbers of formats/kinds.py; noisy: whether either
+            rounds stochastically.
     """
     if tl.load(outcome + 2) != 0:
         return  # skipped: nothing is written
     rows = table + ROWS
     coefficient = tl.load(outcome)
-    # Scalars cost two powers in double, so chunks of one group and step number share them.
+    # Scalars cost two powers in fp64, so chunks of one group and step number share them.
     row, _ = row_of(rows, count, tl.program_id(0))
     group, number = tl.load(row + GROUP), step_number(row)
     prepared = scalars(group_hypers(hypers, group), number, coefficient)
