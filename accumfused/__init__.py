@@ -1,6 +1,6 @@
-"""What happens between loss.backward() and updated weights, in the fewest passes over memory.
+"""The work between loss.backward() and updated weights, in the fewest passes over memory.
 
-A window of micro-batches of unequal sizes, whose update is the one of all of them in one batch, clipped:
+This window of unequal micro-batches gives the clipped update of one batch that holds them all:
 
 >>> import torch
 >>> import accumfused as af
@@ -15,8 +15,8 @@ A window of micro-batches of unequal sizes, whose update is the one of all of th
 >>> bool(optimizer.step_was_skipped)
 False
 
-An optimizer that is already there is converted in place: ``af.fuse(optimizer, max_grad_norm=1.0)``. `help(af.AdamW)`
-describes the settings, and `python -m accumfused` says what runs on this machine.
+``af.fuse(optimizer, max_grad_norm=1.0)`` converts an existing optimizer in place. `help(af.AdamW)` describes the
+settings, and `python -m accumfused` lists the backends that run on this machine.
 """
 
 from accumfused.batch_norm import BatchNormWarning, check_model

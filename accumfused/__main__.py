@@ -1,4 +1,4 @@
-"""`python -m accumfused`: what runs on this machine, what does not, and why. Put its output into a bug report."""
+"""`python -m accumfused` lists the backends that run here, and why others do not. Put its output into a bug report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BESIDE = ("numpy", "triton", "transformers", "accelerate", "lightning", "pytorch
 
 
 def report() -> dict[str, Any]:
-    """Everything as plain data; `--json` prints this."""
+    """Returns the report as plain data; `--json` prints it."""
     return {
         "versions": {
             "accumfused": accumfused.__version__,
@@ -46,7 +46,7 @@ def report() -> dict[str, Any]:
 
 
 def installed(package: str) -> str | None:
-    """Its version; it is not imported."""
+    """The version of a package, found without importing it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -54,7 +54,7 @@ def installed(package: str) -> str | None:
 
 
 def cuda_kernels() -> str | None:
-    """Who built the CUDA kernels, and for what."""
+    """The compiler of the CUDA kernels, and the compute capabilities that they serve."""
     kernels = getattr(compiled.module, "cuda", None)
     return None if kernels is None else f"CUDA {kernels.COMPILER} for compute capabilities {kernels.ARCHS}"
 

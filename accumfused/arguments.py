@@ -1,4 +1,4 @@
-"""Numbers that a training loop gives: checked where they are on the host, and taken as they are on a device."""
+"""Checks of a training loop's numbers: those on the host are checked, those on a device are never read."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False) -> float | Tensor:
-    """A host number that is finite and > 0 (or >= 0), or a one-element tensor as it is: the device is not asked.
+    """Returns a finite host number > 0 (or >= 0), or a one-element tensor whose value nobody reads.
 
     Raises:
-        ValueError: another number, or a tensor of several elements.
+        ValueError: any other number; a tensor that is complex or has not one element.
         TypeError: neither a number nor a tensor.
     """
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""A warning for what no accumulation can repair: BatchNorm sees micro-batches, not the window."""
+"""A warning about BatchNorm, which no accumulation can repair: it sees micro-batches, not the window."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from accumfused.warn import AccumulationWarning, warn
 
 _NAMED = 5  # layers that the warning lists
-# Nodes of a graph that are looked at, once for each optimizer: 20 ms (a core of an AMD EPYC, torch 2.13, 2026-11-22).
-# torch frees those that Python has seen by recursion, 200 bytes of stack deep for each: 40,000 in a row overflow it.
+# The most graph nodes that one optimizer visits, once: 20 ms (a core of an AMD EPYC, torch 2.13, 2026-11-22).
+# torch frees nodes that Python has seen recursively, at 200 bytes of stack each: 40,000 in a row overflow the stack.
 _MOST_NODES = 2048
 
 
@@ -23,13 +23,13 @@ class BatchNormWarning(AccumulationWarning):
 
 
 def check_model(model: Module) -> None:
-    """Draws one `BatchNormWarning` if layers of a model, as it is now, normalize each micro-batch by itself.
+    """Warns once (`BatchNormWarning`) if layers of the model normalize each micro-batch by itself.
 
-    Those are BatchNorm layers in training mode, SyncBatchNorm apart. To be called before a training with accumulation;
+    Those are BatchNorm layers in training mode, except SyncBatchNorm. Call it before a training with accumulation;
     the integrations do. (An optimizer knows no layers: only `backward(loss)` sees the BatchNorm that it trains.)
 
     Args:
-        model: in the mode in which it is trained.
+        model: the model, in the mode in which it will be trained.
 
     Raises:
         TypeError: not a module.
@@ -50,10 +50,10 @@ def check_model(model: Module) -> None:
 
 
 def check_graph(loss: Tensor, params: Iterable[Tensor]) -> None:
-    """Draws the same warning if BatchNorm in training mode, with one of these parameters, has made this loss.
+    """Gives the same warning if BatchNorm in training mode used one of these parameters for this loss.
 
-    Seen are the nodes next to the loss, which outlive the backward pass; not what torch.compile or a reentrant
-    checkpoint makes one node, nor BatchNorm that has no weight to train.
+    It sees the nodes next to the loss, which outlive the backward pass. It misses layers that torch.compile or a
+    reentrant checkpoint hides in one node, and BatchNorm without a trainable weight.
     """
     owned, seen, waiting = set(map(id, params)), set[Any](), deque([loss.grad_fn])
     while waiting and len(seen) < _MOST_NODES:

@@ -1,4 +1,4 @@
-"""The native module, or the reason why it is not there.
+"""The native module, or the reason why it is missing.
 
 torch comes first: `_C` is not linked to an OpenMP runtime and binds to the one that torch has loaded.
 """
@@ -15,14 +15,14 @@ import torch
 
 module: Any = None
 unavailable: str | None = None  # why there is no native module
-cuda_unavailable: str | None = None  # why that has no kernels for GPUs
+cuda_unavailable: str | None = None  # why the native module has no kernels for GPUs
 
 # torch's table of C functions that read a tensor's address, shape and strides (torch 2.10 and newer).
 exchange_api: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 def left_by_the_build(name: str) -> str:
-    """What setup.py has written into a file beside this one, or ""."""
+    """The text that setup.py has left in a file beside this one, or ""."""
     with contextlib.suppress(OSError):
         return (Path(__file__).parent / name).read_text().strip()
     return ""

@@ -1,6 +1,6 @@
-"""FusedOptimizer: what all optimizers of this package share. Rules add arithmetic, torch's classes their arguments.
+"""FusedOptimizer, the base of this package's optimizers. Rules add arithmetic, torch's classes their arguments.
 
-The calls of a training loop, and torch.optim's protocol; tail.py does the work.
+It has the calls of a training loop and torch.optim's protocol; core/engine.py does the work.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _SURROUNDINGS = Surroundings(_select, groups.default_seed)
 
 
 def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch wraps `step` in: it runs the hooks, and labels the step for a profiler.
+    """Wraps `step` as torch does, to run the hooks and to label the step for a profiler.
 
-    The label costs 25 us beside the 250 of a step of 1000 small tensors, so where there is neither a hook nor
-    torch.profiler torch's wrapper is passed by. (Bare observers, ExecutionTraceObserver for one, miss the label.)
+    The label adds 25 us to the 250 us of a step of 1000 small tensors. So a step without hooks and torch.profiler
+    bypasses torch's wrapper. (Bare observers, ExecutionTraceObserver for one, miss the label.)
     """
     watched = torch.optim.Optimizer.profile_hook_step(func)
 
@@ -69,7 +69,7 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
 class FusedOptimizer(torch.optim.Optimizer):
     """An optimizer whose step also normalizes, unscales and clips, in one pass over the gradients.
 
-    Subclasses set `rules` and `rule_of`. See docs/state-machine.md for what may follow what.
+    Subclasses set `rules` and `rule_of`. docs/state-machine.md shows the allowed order of calls.
     """
 
     rules: ClassVar[tuple[type[Rule], ...]] = ()
@@ -80,7 +80,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def engine(self) -> Engine:
-        """What works on its gradients; for the package's own use, and for benchmarks."""
+        """The engine that works on its gradients; for the package's own use, and for benchmarks."""
         return self._engine
 
     @classmethod
@@ -89,10 +89,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def configure(self, settings: Settings) -> None:
-        """Gives the optimizer, whose groups are there, these settings and an engine.
+        """Gives the optimizer, which has its groups already, these settings and an engine.
 
         Raises:
-            ValueError, TypeError, RuntimeError: settings that do not serve its parameters, its group, or this machine.
+            ValueError, TypeError, RuntimeError: settings that do not fit its parameters, group, or machine.
         """
         refuse_differentiable(self.defaults)
         check_settings(settings)
@@ -102,21 +102,21 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # ---- the calls of a training loop -------------------------------------------------------------------------------
 
-    @_disable_dynamo  # a compiled function calls it as it is
+    @_disable_dynamo  # a compiled function calls it uncompiled
     @torch.no_grad()
     def accumulate(self, weight: float | Tensor | None = None, *, last: bool = False) -> None:
         """Adds every fresh `p.grad` to the open window, in fp32, and releases it (`p.grad = None`).
 
         Args:
-            weight: of this micro-batch. Its gradients are multiplied by it and the window's sum is divided by the sum
-                of weights: means over n tokens become, with weight=n, the mean over all tokens of the window. A number
-                (checked), or a one-element tensor (not read: a bad one makes the step be skipped). 0 leaves the
-                micro-batch out, whatever its gradients are. None: a plain sum, as autograd's.
-            last: closes the window: divides by the sum of weights, and `p.grad` becomes the accumulator.
+            weight: multiplies the gradients of this micro-batch; the sum of weights divides the window's sum. So with
+                weight=n, means over n tokens become the mean over all tokens of the window. A number (checked), or a
+                one-element tensor (not read: a bad one skips the step). 0 leaves the micro-batch out,
+                even if its gradients are NaN. None: a plain sum, as autograd's.
+            last: closes the window: the sum of weights divides the sum, and `p.grad` becomes the accumulator.
 
         Raises:
             RuntimeError: no new gradient; `p.grad` is still the previous window's accumulator; parameters changed
-                within the window; gradients that cannot be used; a weight after `release_gradients` has folded them.
+                within the window; unusable gradients; a weight after `release_gradients` has folded them.
             ValueError: a negative or non-finite weight; weights that are all zero; weights for some micro-batches only.
             TypeError: a weight, parameter or gradient of a wrong type.
         """
@@ -129,12 +129,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False) -> None:
         """Multiplies the loss by the weight, runs backward, and accumulates.
 
-        The same window as with `loss.backward(); accumulate(weight, last=last)`, with the weight in the loss; of a loss
-        in 16 bits, which would round it, the gradients are multiplied instead, where they are still there.
+        The window is that of `loss.backward(); accumulate(weight, last=last)`, but the weight enters through the loss.
+        A 16-bit loss would round some weights: then the weight multiplies the gradients, where these still exist.
 
         Raises:
-            RuntimeError: there is a gradient that was not accumulated; a loss in 16 bits and a weight that these cannot
-                hold, where gradients are folded during backward or are means over processes; otherwise as `accumulate`.
+            RuntimeError: a gradient was not accumulated; a 16-bit loss would round the weight, and gradients are
+                folded during backward or are means over processes; otherwise as `accumulate`.
         """
         weight, engine = checked_weight(weight), self.engine
         prepared, _, present = engine.begin(weight, in_loss=True)
@@ -167,24 +167,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         normalizer: float | Tensor | None = None,
         loss_scale: LossScale | None = None,
     ) -> Any:
-        """Updates the parameters from the window, or where there is none from `p.grad`.
+        """Updates the parameters from the window, or from `p.grad` if there is no window.
 
-        Gradients are divided by `normalizer` and `self.grad_scale`, clipped to `max_grad_norm` and applied in one
-        pass. Nothing is written if the norm is non-finite (see `nonfinite`) or `self.found_inf` is not 0. A window is
-        consumed and its accumulators are released; other gradients stay in `p.grad`, unchanged.
+        One pass divides gradients by `normalizer` and `self.grad_scale`, clips them to `max_grad_norm` and applies
+        them. The step writes nothing if the norm is non-finite (see `nonfinite`) or `self.found_inf` is not 0. It
+        consumes a window and releases its accumulators; other gradients stay in `p.grad`, unchanged.
 
         Args:
             closure: re-evaluates the model and returns the loss.
-            normalizer: divides the gradients too: a number (checked), or a one-element tensor (not read: a bad one
-                makes the step be skipped).
-            loss_scale: by a loss scaler, in place of `self.grad_scale` and `self.found_inf`.
+            normalizer: also divides the gradients: a number (checked), or a one-element tensor (not read: a bad one
+                skips the step).
+            loss_scale: the scale and flag of a loss scaler, in place of `self.grad_scale` and `self.found_inf`.
 
         Returns:
-            What the closure returned.
+            The closure's loss.
 
         Raises:
-            RuntimeError: a window is open and there is a fresh gradient; a gradient that cannot be used; a non-finite
-                norm with nonfinite="raise".
+            RuntimeError: a fresh gradient while a window is open; an unusable gradient; a non-finite norm with
+                nonfinite="raise".
             ValueError: a normalizer that is not > 0; a window whose weights are all zero.
         """
         self._opt_called = True  # what LR schedulers look for
@@ -207,39 +207,39 @@ class FusedOptimizer(torch.optim.Optimizer):
             engine.plans.let_go()
         return loss
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it tells schedulers itself, and need not be wrapped
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # step tells schedulers itself, without a wrapper
 
     profile_hook_step = staticmethod(with_hooks)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients of all parameters, as torch does, and drops the window if there is one."""
+        """Resets the gradients of all parameters, as torch does, and drops any window."""
         engine = self.engine
         engine.window.watch_drops()
-        super().zero_grad(set_to_none or engine.release is not None)  # those that were folded cannot be zeros either
+        super().zero_grad(set_to_none or engine.release is not None)  # folded gradients cannot become zeros
         engine.window.drop()
         if engine.release is not None:
             engine.release.forget()
 
     @property
     def max_grad_norm(self) -> float | None:
-        """What the global norm is clipped to, None for no clipping; may be set between steps. Not in `state_dict()`."""
+        """The limit of the global norm; None: no clipping. May be set between steps; `state_dict()` omits it."""
         return self.engine.settings.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
         if value is not None and not self.engine.clips_alone:
             raise ValueError("the optimizer is in a ClipGroup; set max_grad_norm on that")
-        # In place: Lightning's wrappers run this as their own, and nobody else sees what is assigned to them.
+        # In place: Lightning's wrappers run this setter on themselves, and the optimizer never sees their attributes.
         settings = self.engine.settings
         settings.max_grad_norm = replace(settings, max_grad_norm=value).max_grad_norm
 
-    # ---- what is known after a step ---------------------------------------------------------------------------------
+    # ---- the results of a step --------------------------------------------------------------------------------------
 
     @property
     def grad_norm(self) -> Tensor | None:
         """The last step's global norm, after normalization and before clipping: fp32, shape [], on the device.
 
-        None where none was taken.
+        None if the step took no norm.
         """
         outcome = self.engine.outcome
         return outcome.norm if outcome is not None and outcome.normed else None
@@ -260,17 +260,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a stock GradScaler leaves unscaling and skipping to the step: no.
 
-        It reads this before it decides: the one moment to refuse gradients that it cannot see.
+        The scaler reads this first: the only moment to refuse gradients that it cannot see.
         """
         self.engine.refuse_foreign_scaler()
         return False
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
-        """torch's constructors set it where fused=True; what a GradScaler is told stays the same."""
+        """torch's constructors set it for fused=True; a GradScaler gets the same answer as before."""
 
     def __repr__(self) -> str:
-        """torch's text, then what runs: class, settings that are not default, backend, formats, the window of now."""
+        """torch's text, then the class, settings other than defaults, the backend, the formats and the window."""
         if not hasattr(self, "engine"):  # within torch's constructors
             return super().__repr__()
         settings, prepared, window = self.engine.settings, self.engine.plans.last, self.engine.window
@@ -299,9 +299,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: a parameter that requires a gradient and is not fp32, fp16 or bf16.
-            RuntimeError: one that cannot be updated: complex, or overlapping itself.
+            RuntimeError: a complex parameter, or one that overlaps itself.
             ValueError: a parameter that is listed twice, or whose dtype `master_weights` does not serve; amsgrad with
-                8-bit states; a setting (`max_grad_norm`...) of the group's own.
+                8-bit states; a setting (`max_grad_norm`...) for one group alone.
         """
         if isinstance(param_group, dict):
             for name in {setting.name for setting in fields(Settings)} & param_group.keys():
@@ -312,7 +312,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
             params = [p[1] if isinstance(p, tuple) else p for p in given]
             check_parameters(params)
-            engine = getattr(self, "engine", None)  # torch's constructor calls this, before there is one
+            engine = getattr(self, "engine", None)  # None: torch's constructor calls this too
             if engine is not None:
                 check_formats(self.rule_of(self.defaults | param_group), params, engine.settings)
                 if engine.release is not None:
@@ -320,13 +320,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a checkpoint of this optimizer, or of torch's of the same name; an open window in it goes on.
+        """Loads a checkpoint of this optimizer, or of torch's of the same name, and resumes its open window.
 
-        A closed window of this optimizer is released. A master weight that is not in the checkpoint stays what it is.
+        It releases this optimizer's closed window. Master weights that the checkpoint lacks stay as they are.
 
         Raises:
             ValueError: a checkpoint that does not fit; this optimizer stays as it was.
-            RuntimeError: while a window is open: its gradients are not those of the loaded state.
+            RuntimeError: a window is open here: its gradients do not belong to the loaded state.
         """
         engine = self.engine
         engine.refuse_open("load_state_dict()", ", and its gradients are not those of the checkpoint")
@@ -345,8 +345,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param, entries in kept.items():
                 self.state[param].update(entries)
 
-        last = self.register_load_state_dict_pre_hook(check)  # after those of the user, which may change what is loaded
-        first = self.register_load_state_dict_post_hook(complete, prepend=True)  # before those, which may look at it
+        last = self.register_load_state_dict_pre_hook(check)  # after the user's hooks, which may edit the checkpoint
+        first = self.register_load_state_dict_post_hook(complete, prepend=True)  # before the user's
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -359,9 +359,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             engine.window = window
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state_dict; an open window is in `state`, under keys that torch's optimizers leave alone.
+        """torch's state_dict; `state` holds an open window, under keys that torch's optimizers ignore.
 
-        While a window of DTensors is open, every process calls this: they agree on its weights.
+        While a window of DTensors is open, every process must call this: the processes agree on its weights.
         """
         self.engine.plans.masters.settle()
         if not self.engine.window.is_open:
@@ -374,13 +374,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             first.remove()
 
     def full_precision_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """`model.state_dict()` with every 16-bit parameter in fp32: out of its master if it has one, else upcast.
+        """`model.state_dict()` with every 16-bit parameter in fp32: from its master if it has one, else upcast.
 
         Args:
-            model: whose parameters are this optimizer's; others are upcast, buffers are as they are.
+            model: the model of this optimizer's parameters; it upcasts other parameters, and leaves buffers alone.
 
         Raises:
-            TypeError, ValueError: not a model; one of which this optimizer has no parameter.
+            TypeError, ValueError: not a model, or a model without a parameter of this optimizer.
         """
         return full_precision.state_dict(self, model)
 
@@ -389,19 +389,19 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> Any:
         """Loads fp32 weights into the model and into the masters of its parameters.
 
-        What `full_precision_state_dict` has given is restored bit for bit ("split8" keeps 16 bits of a mantissa: to
-        nearest). Makes the (zero) states of parameters with masters that have none yet. To resume, call it after
-        `load_state_dict`, whose masters it replaces.
+        It restores the weights of `full_precision_state_dict` bit for bit ("split8" rounds them to nearest, with 16
+        bits of mantissa). It makes the (zero) states of parameters with masters that have none yet. To resume, call it
+        after `load_state_dict`, whose masters it replaces.
 
         Args:
             model, state_dict, strict: as in `model.load_state_dict(state_dict, strict)`.
 
         Returns:
-            What `model.load_state_dict` returns.
+            The result of `model.load_state_dict`.
 
         Raises:
-            TypeError, ValueError: as `full_precision_state_dict`; names or shapes that do not fit; nothing has changed.
-            RuntimeError: while a window is open.
+            TypeError, ValueError: as `full_precision_state_dict`; names or shapes do not fit. Nothing changes then.
+            RuntimeError: a window is open.
         """
         return full_precision.load_state_dict(self, model, state_dict, strict)
 
@@ -416,7 +416,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return carried
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        is_copy = not hasattr(self, "engine")  # a wrapper may have it, and not in its own __dict__
+        is_copy = not hasattr(self, "engine")  # a wrapper may have it outside its __dict__
         settings, window = state.pop("settings", None), state.pop("window", None)
         super().__setstate__(state)
         if is_copy:
@@ -425,7 +425,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def _holds(dtype: torch.dtype, weight: float | Tensor) -> bool:
-    """Whether a loss of this dtype can be multiplied by a weight without rounding it."""
+    """Whether a loss of this dtype holds the weight without rounding it."""
     if dtype not in (torch.float16, torch.bfloat16):
         return True
     return (
@@ -440,7 +440,7 @@ def refuse_differentiable(options: Mapping[str, Any]) -> None:
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuses settings that this machine, or this process, cannot serve."""
+    """Refuses settings that this machine or this process cannot serve."""
     backends.check(settings.backend)
     if settings.process_group is not None:
         groups.check_group(settings.process_group)
@@ -455,7 +455,7 @@ def check_formats(rule: type[Rule], params: list[Tensor], settings: Settings) ->
 
 
 def check_parameters(params: list[Tensor]) -> None:
-    """Refuses parameters that require a gradient and cannot be updated, and one that is listed twice."""
+    """Refuses parameters that require a gradient and cannot be updated, and duplicates."""
     for param in params:
         if isinstance(param, Tensor) and param.requires_grad and param.device.type != "meta":
             check_parameter(shards.local(param))

@@ -1,4 +1,4 @@
-"""What an optimizer's arithmetic is to the rest of the package."""
+"""Rule: the face that an optimizer's arithmetic shows to the rest of the package."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class Rule:
 
     name: ClassVar[str]
     states: ClassVar[tuple[str, ...]]  # per element, torch's names
-    second_moments: ClassVar[tuple[str, ...]] = ()  # of the states, the last ones
-    torch_states: ClassVar[tuple[str, ...]] = ()  # all that torch's optimizer of the same name keeps, and expects
-    keeps_maximum: ClassVar[bool] = False  # in a state, where noise does not average out
+    second_moments: ClassVar[tuple[str, ...]] = ()  # must be the last entries of `states`
+    torch_states: ClassVar[tuple[str, ...]] = ()  # all that torch's optimizer of this name keeps and expects
+    keeps_maximum: ClassVar[bool] = False  # one state is a maximum, where noise does not average out
     counts_steps: ClassVar[bool]  # keeps state["step"], an fp32 scalar per tensor
     is_foreign: ClassVar[bool] = False  # its own step writes parameters and states, in its own formats
     hypers: ClassVar[tuple[str, ...]]  # keys of a parameter group; beta1 and beta2 are group["betas"]
 
     @staticmethod
     def scalars(hyper: Mapping[str, float], step: Tensor, coefficient: Tensor) -> dict[str, Tensor]:
-        """What does not depend on the element, computed in fp64 and rounded to fp32 once.
+        """The numbers that all elements share, computed in fp64 and rounded to fp32 once.
 
         Args:
             hyper: the group's hyper-parameters.
             step: [tensors], this step's number (1 for the first), fp32.
-            coefficient: [], what the gradients are multiplied by, fp32.
+            coefficient: [], the gradients' factor, fp32.
 
         Returns:
             Tensors of shape [tensors] or [].
@@ -43,13 +43,13 @@ class Rule:
         """The new parameter and states, out of place; `s` holds one tensor's scalars, each of shape []."""
         raise NotImplementedError
 
-    # The same in Triton: see backends/triton.py's `arithmetic`, which compiles them.
+    # The same in Triton; `arithmetic` in backends/triton/backend.py compiles them.
     triton_scalars: ClassVar[Callable[..., Any]]
     triton_update: ClassVar[Callable[..., Any]]
 
 
 def known_states() -> set[str]:
-    """The names of the states of all rules, those that a user has defined included."""
+    """The names of the states of all rules, including rules that a user has defined."""
     below, names = [Rule], set[str]()
     while below:
         rule = below.pop()

@@ -1,4 +1,4 @@
-"""What the user chose for an optimizer, beyond torch's arguments."""
+"""Settings: every option of an optimizer beyond torch's arguments, with its default and its check."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Nonfinite = Literal["skip", "propagate", "raise"]
 MasterWeights = Literal["auto", "fp32", "split16", "split8"]
 BackendName = Literal["auto", "cuda", "triton", "cpu", "foreach", "torch"]
 
-_PLACE = "    **settings: those of `accumfused.settings.Settings`.\n"  # of their descriptions in docstrings
+_PLACE = "    **settings: those of `accumfused.settings.Settings`.\n"  # docstrings get the descriptions here
 
 
 class SettingArguments(TypedDict, total=False):
-    """The keyword arguments of `Settings`, for what passes them on."""
+    """The keyword arguments of `Settings`, for functions that pass them on."""
 
     max_grad_norm: float | None
     nonfinite: Nonfinite | None
@@ -37,31 +37,31 @@ class SettingArguments(TypedDict, total=False):
 class Settings:
     """The settings that every optimizer here takes beyond torch's arguments, with their defaults.
 
-    Carried by deepcopy and pickle, not by state_dict: a checkpoint of torch's has none to give.
+    deepcopy and pickle carry them; state_dict does not, because a checkpoint of torch's has none.
 
     Args:
         max_grad_norm: > 0; clip the global norm of all gradients, as `clip_grad_norm_` does. None: no clipping.
-        nonfinite: what a step does on a non-finite norm: "skip" writes nothing, "propagate" behaves as stock torch,
-            "raise" checks on the host and raises before anything is written; None: "skip" whenever a norm is taken.
+        nonfinite: the step's answer to a non-finite norm. "skip" writes nothing; "propagate" behaves as stock torch;
+            "raise" checks on the host and raises before it writes. None: "skip" whenever the step takes a norm.
         backend: "cpu", "cuda" (native kernels), "triton", "foreach" (torch's own kernels and bits), "torch" (the
-            reference), or "auto": the fastest that runs.
-        master_weights: what 16-bit parameters keep beside them of their fp32 values, which a step works on. "fp32": all
-            of it. "split16", of bf16: the 16 bits that they lack, which is exact; "split8": 8 of them, rounded
-            stochastically. None: nothing, and each step rounds stochastically. "auto": "split16" for bf16, "fp32" for
-            fp16.
-        state_dtype: torch.float32, torch.bfloat16 (rounded stochastically), or "int8": 8-bit floats with a scale for
-            each block of 128 elements. An element whose state overflows takes its block with it, where no norm is
-            taken and nonfinite is not "skip" or "raise". Not "int8" with amsgrad: the maximum ratchets up.
-        state_dtype_min_numel: smaller parameters have fp32 states.
-        rounding_seed: of all stochastic rounding, for states that are new; None: that of torch's generator, of which
-            nothing is drawn, and 0 where there are several processes, which must round alike. The same seed gives the
-            same bits on every backend.
-        process_group: of processes (torch.distributed) with a batch each, whose gradients the optimizer adds up itself,
-            once for a window: see `accumfused.attach_ddp` and docs/distributed.md. Not carried by copies and pickles.
-        grads_are_reduced: says that each micro-batch's gradients are reduced already, where there is more than one
-            process and no process_group is given; without that `accumulate()` is refused.
-        reduce_dtype: in which gradients travel between those processes: torch.float32, torch.bfloat16 (added up in
-            bf16 then), or None: as they were accumulated.
+            reference), or "auto": the fastest backend that runs.
+        master_weights: the form in which a 16-bit parameter keeps its fp32 value, on which a step works. "fp32": a
+            whole copy. "split16" (bf16 only): the 16 bits that the parameter lacks, exact. "split8" (bf16 only): 8 of
+            them, rounded stochastically. None: no fp32 value, and each step rounds the parameter stochastically.
+            "auto": "split16" for bf16, "fp32" for fp16.
+        state_dtype: torch.float32, torch.bfloat16 (rounded stochastically), or "int8": 8-bit floats with one scale for
+            each quantisation block of 128 elements. An element whose state overflows spoils its block, unless a norm
+            is taken or nonfinite is "skip" or "raise". amsgrad refuses "int8": rounding would only raise its maximum.
+        state_dtype_min_numel: parameters with fewer elements have fp32 states.
+        rounding_seed: the seed of all stochastic rounding; each new state takes it over. None: torch's initial seed
+            (no random number is consumed), or 0 with several processes, because these must round alike. The same
+            seed gives the same bits on every backend.
+        process_group: a torch.distributed group of processes with a batch each. The optimizer adds up their gradients,
+            once per window: see `accumfused.attach_ddp` and docs/distributed.md. Copies and pickles leave it out.
+        grads_are_reduced: True states that each micro-batch's gradients are reduced already. With several processes and
+            no process_group, `accumulate()` raises without it.
+        reduce_dtype: the dtype in which gradients travel in process_group: torch.float32, torch.bfloat16 (which also
+            adds them up in bf16), or None: the dtype of the accumulators.
     """
 
     max_grad_norm: float | None = None
@@ -114,7 +114,7 @@ class Settings:
 
 
 def check_max_grad_norm(value: Any, off: str) -> None:
-    """Refuses what is not a positive number; `off` says what is written for no clipping."""
+    """Refuses anything but a positive number; `off` tells the user how to switch clipping off."""
     if not isinstance(value, (int, float)):
         raise TypeError(f"max_grad_norm must be a number, got {value!r}; {off}")
     if not value > 0:
@@ -122,10 +122,10 @@ def check_max_grad_norm(value: Any, off: str) -> None:
 
 
 def chosen(caller: str, others: Iterable[str] = (), /, **settings: Unpack[SettingArguments]) -> Settings:
-    """The settings among the keyword arguments of `caller`, whose own arguments are `others`.
+    """Builds the settings from the keyword arguments of `caller`, whose own arguments are `others`.
 
     Raises:
-        TypeError: an argument that nobody takes, with the name that is nearest to it.
+        TypeError: an unknown argument; the message names the nearest known one.
         ValueError, RuntimeError: wrong settings.
     """
     for name in settings:
@@ -142,9 +142,9 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 
 
 def takes_settings(target: Target) -> Target:
-    """Writes the settings into the signature and the docstring of a function, or of a class, that takes `**settings`.
+    """Writes the settings into the signature and the docstring of a function or class that takes `**settings`.
 
-    Static tools see `Unpack[SettingArguments]`; inspect, help() and notebooks see what this leaves.
+    Static tools see `Unpack[SettingArguments]`; inspect, help() and notebooks see the signature written here.
     """
     function: Any = vars(target)["__init__"] if isinstance(target, type) else target
     own = inspect.signature(function, eval_str=True)
@@ -155,7 +155,7 @@ def takes_settings(target: Target) -> Target:
             *(setting.replace(kind=setting.KEYWORD_ONLY) for setting in settings),
         ]
     )
-    if target.__doc__ and Settings.__doc__:  # python -OO leaves none
+    if target.__doc__ and Settings.__doc__:  # python -OO removes docstrings
         described = inspect.cleandoc(Settings.__doc__).partition("Args:\n")[2]
         target.__doc__ = inspect.cleandoc(target.__doc__).replace(_PLACE, described + "\n")
     return target

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, through however many frames they come, and lines in the log."""
+"""Warnings that point at the user's line, however many frames lie between, and lines in the log."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _INSIDE = tuple(str(Path(module).parent) + os.sep for module in (__file__, torch
 
 
 class AccumulationWarning(UserWarning):
-    """What this package warns of. See `strict`."""
+    """The category of this package's warnings. See `strict`."""
 
 
 def strict() -> None:
     """Makes this package's warnings errors, as `warnings.simplefilter("error", accumfused.AccumulationWarning)` does.
 
-    Those about windows come before anything is written: a parameter that was written while a window was open, windows
-    that are dropped before each step. Each call that would have warned raises, not only the first.
+    Those about windows (dropped before each step, or with a parameter written within) come before anything is written.
+    Each call that would have warned raises, not only the first.
     """
     warnings.simplefilter("error", AccumulationWarning)
 
 
 def warn(message: str, category: type[AccumulationWarning] = AccumulationWarning) -> None:
-    """Warns at the first frame outside accumfused and torch, by which Python's filters tell one place from another."""
+    """Warns at the first frame outside accumfused and torch: Python's filters tell warnings apart by their frame."""
     depth = 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
@@ -38,5 +38,5 @@ def warn(message: str, category: type[AccumulationWarning] = AccumulationWarning
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Logs what is right, and may be unexpected."""
+    """Logs, once, a correct choice that may be unexpected."""
     logging.getLogger("accumfused").warning(message)

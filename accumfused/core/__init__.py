@@ -1,1 +1,1 @@
-"""What happens to gradients; knows neither torch.optim nor torch.distributed."""
+"""The way from gradients to updated weights; it knows neither torch.optim nor torch.distributed."""

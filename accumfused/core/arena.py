@@ -12,22 +12,22 @@ _PADDING = 32  # elements: accumulators start at multiples of 64 bytes
 
 
 class Arena:
-    """A place for each row, where one was needed."""
+    """One place per row, allocated on demand."""
 
     def __init__(self, rows: int) -> None:
         self.places: Grads = [None] * rows
-        self._bundles: list[Tensor] = []  # flat, of rows that travel together
+        self._bundles: list[Tensor] = []  # flat; the rows in each travel together
 
     def add_rows(self, rows: int) -> None:
         self.places += [None] * rows
 
     def apart(self, grads: Grads) -> Grads:
-        """These gradients; one that lies in a place (exchanged `p.grad`s of an earlier window, say) as a copy."""
+        """These gradients, with a copy of each that lies in a place (an earlier window's `p.grad`, exchanged, say)."""
         addresses = {place.data_ptr() for place in self.places if place is not None}
         return [g.clone() if g is not None and g.data_ptr() in addresses else g for g in grads]
 
     def extend(self, plan: Plan, grads: Grads) -> None:
-        """Room for these gradients, where there is none that fits."""
+        """Makes places for these gradients, unless they have places that fit."""
         grads = [row.tensor if _travels(row) else grad for row, grad in zip(plan.rows, grads, strict=True)]
         missing: dict[tuple[torch.device, bool], list[int]] = {}
         for index, grad in enumerate(grads):
@@ -51,9 +51,9 @@ class Arena:
         self._bundles = [bundle for bundle in self._bundles if bundle.data_ptr() in used]
 
     def bundle(self, plan: Plan, accumulators: Grads) -> Grads:
-        """These accumulators, small ones in places for exactly the parameters that require a gradient.
+        """Moves small accumulators to places; exactly the parameters that require a gradient have one.
 
-        So what they lie in is alike in all processes.
+        So this memory is alike in all processes.
         """
         both = list(zip(plan.rows, self.places, strict=True))
         alike = all((place is not None) is _travels(row) for row, place in both if row.is_bundled)
@@ -69,7 +69,7 @@ class Arena:
         return placed
 
     def memory_of(self, plan: Plan, accumulators: Grads) -> list[Tensor]:
-        """What these accumulators lie in, after `bundle`, as flat tensors: one of all small ones, and each other."""
+        """The memory of these accumulators after `bundle`, flat: one tensor for all small ones, one for each other."""
         flats = list(self._bundles)
         for row, accumulator, place in zip(plan.rows, accumulators, self.places, strict=True):
             if accumulator is not None and not row.is_bundled:
@@ -80,19 +80,19 @@ class Arena:
 
 
 def _travels(row: Row) -> bool:
-    """Whether its accumulator travels together with others: small ones of all parameters that require a gradient."""
+    """Whether its accumulator travels with others: small ones do if their parameters require a gradient."""
     return row.is_bundled and row.param.requires_grad
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor, as it lies."""
+    """A dense tensor's memory, in its own order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def adoptable(grad: Tensor) -> bool:
-    """fp32 memory that nobody else can write: whole, torch's own (not an array's), and of no other tensor.
+    """Whether this is fp32 memory that nobody else can write: one tensor's whole storage, owned by torch (no array).
 
-    A part may belong to a bucket, a detached tensor shares its storage, and a gradient with a graph is still needed.
+    A slice may belong to a bucket, a detached tensor shares its storage, and a gradient with a graph is still needed.
     """
     if grad.dtype is not torch.float32 or grad.requires_grad:
         return False
@@ -108,4 +108,4 @@ def _own_uses() -> int:
 
 
 _uses = torch._C._storage_Use_Count
-_OWN_USES = _own_uses()  # of a storage that one tensor has, counted as `adoptable` does
+_OWN_USES = _own_uses()  # of a storage with one tensor, as `adoptable` counts

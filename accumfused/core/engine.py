@@ -1,7 +1,7 @@
 """The engine: from gradients, in p.grad or in a window, to updated weights.
 
-One step is two verbs of a backend with nothing in between that waits for the host. `measure` ends in `norm`: it makes
-the sums that window.py has left (or takes them from p.grad) one coefficient. `apply` ends in `step`, which applies it.
+One step is two verbs of a backend; nothing between them waits for the host. `measure` ends in `norm`, which reduces
+the window's sums (or p.grad) to one coefficient. `finish` ends in `step`, which applies it.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class Prepared:
     plan: Plan
     backend: Backend
     exchange: Exchange
-    devices: set[torch.device]  # that the backend was selected for
-    partials: Tensor | None = None  # of the norm of gradients that came in p.grad
-    is_valid: bool = True  # False: the optimizer's state is another one
+    devices: set[torch.device]  # for which the backend was selected
+    partials: Tensor | None = None  # sums of squares of gradients from p.grad
+    is_valid: bool = True  # False: the optimizer's state was replaced
 
     def norm(self, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        """`Backend.norm`, over all parts of the parameters."""
+        """`Backend.norm`, over all shards of the parameters."""
         if self.exchange.is_alone and not self.plan.is_spread:
             return self.backend.norm(self.plan, grads, partials, scaling)
         return self.exchange.norm(self.backend, self.plan, grads, partials, scaling)
 
     def cleared_partials(self, complete: bool) -> Tensor:
-        """Room for the sums of squares; zero where there is no gradient."""
+        """Memory for the sums of squares; zero for rows without a gradient."""
         if self.partials is None:
             self.partials = torch.zeros(self.plan.chunks, dtype=torch.float32, device=self.plan.device)
         elif not complete:
@@ -68,11 +68,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the core asks of the machine, and of other processes.
+    """The choices that the core leaves to others.
 
     Args:
-        select: a new plan's backend and exchange; those of the plan before may serve again.
-        default_seed: of stochastic rounding, where the settings have none.
+        select: chooses a new plan's backend and exchange, perhaps those of the last plan again.
+        default_seed: gives the seed of stochastic rounding if the settings have none.
     """
 
     select: Callable[[Settings, Plan, set[torch.device], Prepared | None], tuple[Backend, Exchange]]
@@ -81,22 +81,22 @@ class Surroundings:
 
 @dataclass
 class Measured:
-    """The gradients of one step with their coefficient: what is left is to apply them."""
+    """The gradients of one step with their coefficient, ready to be applied."""
 
     prepared: Prepared
-    grads: Grads  # as the step found them: p.grad, or an open window's accumulators
+    grads: Grads  # as the step finds them: p.grad, or an open window's accumulators
     matched: Grads  # as the kernels read them
-    complete: bool  # there is one for every parameter
+    complete: bool  # every parameter has a gradient
     outcome: Outcome
 
 
 def divisors_of(
     owner: Any, normalizer: Number | None, loss_scale: LossScale | None, *, is_shared: bool = False
 ) -> Divisors:
-    """Reads `grad_scale` and `found_inf`, by which torch's scalers talk to an optimizer, where no scale is given.
+    """Collects a step's divisors. Without `loss_scale` it reads the `grad_scale` and `found_inf` of torch's scalers.
 
     Raises:
-        ValueError, TypeError: a normalizer or scale that is not > 0, or no number.
+        ValueError, TypeError: a normalizer or scale that is not a number > 0.
     """
     if normalizer is not None:
         normalizer = checked_positive(normalizer, "normalizer")
@@ -107,10 +107,10 @@ def divisors_of(
 
 
 class Plans:
-    """How the plan of an optimizer comes to be, and its states.
+    """Makes the plans and the states of an optimizer.
 
     Args:
-        owner: the optimizer; referred to weakly, as it has this.
+        owner: the optimizer; a weak reference, because the optimizer holds this object.
     """
 
     def __init__(self, owner: Owner, settings: Settings, surroundings: Surroundings) -> None:
@@ -118,7 +118,7 @@ class Plans:
         self.settings = settings
         self.masters = Masters()
         self.last: Prepared | None = None
-        self.backend: Backend | None = None  # to be used whatever would be selected: a benchmark's
+        self.backend: Backend | None = None  # a benchmark sets it; it overrides the selection
         self._surroundings = surroundings
 
     @property
@@ -128,12 +128,12 @@ class Plans:
 
     @property
     def seed(self) -> int:
-        """Of the noise of states that are new."""
+        """The seed of the noise of new states."""
         given = self.settings.rounding_seed
         return self._surroundings.default_seed() if given is None else given
 
     def current(self) -> Prepared:
-        """The plan for the parameters and states of now, with backend and exchange."""
+        """The plan for the current parameters and states, with backend and exchange."""
         groups, state = self.owner.param_groups, self.owner.state
         rules = [self.owner.rule_of(group) for group in groups]
         known = self.last
@@ -151,18 +151,18 @@ class Plans:
         return self.last
 
     def forget(self) -> None:
-        """The optimizer's state, or its settings, are others: the next call makes a new plan."""
+        """The optimizer's state or settings were replaced: the next call makes a new plan."""
         if self.last is not None:
             self.last.is_valid = False
 
     def let_go(self) -> None:
-        """Forgets the gradients, which would live on otherwise."""
+        """Drops the references to gradients, so that these can be freed."""
         if self.last is not None:
             self.last.plan.let_go()
 
     def with_states(self, plan: Plan, grads: Grads) -> Prepared:
-        """The same once every parameter that has a gradient has its state, in its format."""
-        graphs.refuse_new_tensors({plan.device})  # the zeros would be a graph's, and never be there
+        """Makes the state of every parameter with a gradient, in its format, and a plan with these states."""
+        graphs.refuse_new_tensors({plan.device})  # a graph would keep the zeros' addresses without filling them
         self.masters.settle()
         for row, grad in zip(plan.rows, grads, strict=True):
             if grad is None:
@@ -176,17 +176,17 @@ class Plans:
                 shard.put(own, entries, names(row.rule, row.form))
             if row.is_copy:
                 row.owned.copy_(row.tensor)
-        self.masters.written()  # what was copied back is not somebody else's
-        self.masters.see(self.owner.state)  # a state that was converted lies elsewhere
+        self.masters.written()  # the copies back are our own writes
+        self.masters.see(self.owner.state)  # a converted state has other memory
         return self.current()
 
 
 class Engine:
-    """What happens to the gradients of one optimizer: the only door for clipping, scalers, release and checkpoints.
+    """Takes one optimizer's gradients to weights: the only door for clipping, scalers, release and checkpoints.
 
     Args:
         owner: the optimizer.
-        window: an open one, in a copy of an optimizer.
+        window: an open window, if the owner is a copy of an optimizer.
     """
 
     def __init__(
@@ -198,23 +198,23 @@ class Engine:
         self.skips: Skips | None = None
         self.outcome: Outcome | None = None  # of the last step
         self.release: Release | None = None  # while gradients are folded during backward
-        self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # DistributedDataParallel, by attach_ddp
-        self.clips_alone = True  # it is in no ClipGroup
+        self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of DistributedDataParallel, from attach_ddp
+        self.clips_alone = True  # False: it is in a ClipGroup
 
     # ---- into the window -------------------------------------------------------------------------------------------
 
     def begin(
         self, weight: Number | None, *, in_loss: bool, rows: Container[int] | None = None
     ) -> tuple[Prepared, Grads, int]:
-        """Refuses a micro-batch that cannot be right, before anything is written.
+        """Refuses a wrong micro-batch before anything is written.
 
         Args:
             weight: None: a plain sum.
-            in_loss: the loss was multiplied by the weight, so the gradients are already.
+            in_loss: the weight multiplied the loss, so it is in the gradients already.
             rows: ids of the parameters whose gradients are folded; None: all, and the micro-batch ends.
 
         Returns:
-            What is prepared, the fresh gradients, and how many there are.
+            The prepared plan, the fresh gradients, and their number.
         """
         prepared = self.plans.current()
         plan = prepared.plan
@@ -230,16 +230,16 @@ class Engine:
         return prepared, grads, present
 
     def check_total(self, weight: Number | None) -> None:
-        """Before the last micro-batch: refuses weights that are all zero, where no other process may have some."""
+        """Before the last micro-batch: refuses weights that are all zero, unless other processes may have some."""
         if self.plans.current().exchange.is_alone:
             self.window.weights.check(weight)
 
     def fold(self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None) -> None:
-        """Adds fresh gradients to the window; see `begin`. Args: last: the micro-batch closes the window."""
+        """Adds fresh gradients to the window; see `begin`. With `last` the micro-batch closes the window."""
         prepared, grads, present = self.begin(weight, in_loss=in_loss, rows=rows)
         window, plan, exchange, ends = self.window, prepared.plan, prepared.exchange, rows is None
         empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
-        # (fully_shard without its synchronization leaves them with the module, and brings their sum later.)
+        # (Without synchronization, fully_shard keeps gradients in the module, and delivers their sum later.)
         if not present and not empty and not window.entered and not (in_loss and plan.is_spread):
             raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
         if last:
@@ -260,14 +260,14 @@ class Engine:
             self._add_up(prepared)
             window.expose()
         if not self.plans.owner.state and window.is_open:
-            # torch.distributed.checkpoint makes the state of an optimizer that has none by a step of its own, with
-            # zeros in p.grad: an open window refuses that, and a learning rate of 0 would be left behind.
+            # torch.distributed.checkpoint makes a missing optimizer state by a step of its own, with zeros in p.grad.
+            # An open window refuses that step, and the learning rate of 0 that it sets would stay.
             held = zip(window.params, window.sums.accumulators, strict=True)
             marked = next((param for param, accumulator in held if accumulator is not None), window.params[0])
             self.plans.owner.state[marked] = {}
 
     def _agree(self, prepared: Prepared, grads: Grads, *, last: bool) -> None:
-        """Before a window closes: processes tell each other their weights, and who has gradients of which parameter."""
+        """Before a window closes: processes exchange their weights, and a flag for each parameter with a gradient."""
         window = self.window
         agreed = prepared.exchange.agree(
             prepared.plan,
@@ -295,7 +295,7 @@ class Engine:
     # ---- out of it -------------------------------------------------------------------------------------------------
 
     def measure(self, divisors: Divisors) -> Measured | None:
-        """The coefficient of the gradients that a step takes now; None where there is no gradient."""
+        """Computes the coefficient for the gradients that a step takes now; None if there is no gradient."""
         if self.release is not None:
             self.release.end_before_step()
         window, prepared = self.window, self.plans.current()
@@ -303,7 +303,7 @@ class Engine:
             prepared = self._take_own(prepared.plan)
         grads, present = prepared.plan.gradients()
         if window.phase is Phase.CLOSED and not present:
-            window.drop()  # model.zero_grad() has released it
+            window.drop()  # model.zero_grad() has released its sums
         is_open = window.phase in OPEN_PHASES
         if is_open:
             grads, present = self._sums(prepared, present)
@@ -316,7 +316,7 @@ class Engine:
         matched = prepared.plan.match(grads)
         if prepared.plan.lacks_state(matched):
             prepared = self.plans.with_states(prepared.plan, matched)
-            window.habits.see(window.params)  # a master that a checkpoint has brought was written into its parameter
+            window.habits.see(window.params)  # make_state wrote a loaded master into its parameter
         plan, complete = prepared.plan, present == len(grads)
         scaling = self._scaling(plan, divisors, normalization)
         stale: Grads | None = matched
@@ -330,7 +330,7 @@ class Engine:
         return Measured(prepared, grads, matched, complete, outcome)
 
     def refuse_live(self, present: int) -> None:
-        """Refuses a step of an open window beside gradients that it has not got."""
+        """Refuses a step of an open window if there are gradients that it does not hold."""
         if present and self.window.is_open:
             raise RuntimeError(
                 "a window is open and there is a gradient that was not accumulated; "
@@ -338,20 +338,20 @@ class Engine:
             )
 
     def _take_own(self, plan: Plan) -> Prepared:
-        """Where processes add up gradients, those in p.grad are this one's: a window of one micro-batch."""
+        """Makes p.grad a window of one micro-batch, because the processes add up windows."""
         if plan.gradients()[1]:
             self.fold(None, in_loss=False, last=False)
         else:
-            self.window.open(plan)  # others may have some
+            self.window.open(plan)  # other processes may have gradients
         return self.plans.current()
 
     def _sums(self, prepared: Prepared, fresh: int) -> tuple[Grads, int]:
-        """The open window's sums, and how many there are, once it is complete. Args: fresh: gradients in p.grad."""
+        """Completes the open window and returns its sums and their number; `fresh`: how many gradients p.grad has."""
         window, plan = self.window, prepared.plan
         self.refuse_live(fresh)
         window.follow(plan)
         window.habits.watch_writes(window.params)
-        if window.phase is not Phase.SEALED:  # by a step that was refused
+        if window.phase is not Phase.SEALED:  # a refused step may have sealed it
             self._agree(prepared, [None] * len(plan.params), last=False)
         window.weights.check(0.0)
         return window.sums.accumulators, window.sums.count
@@ -359,7 +359,7 @@ class Engine:
     def _scaling(self, plan: Plan, divisors: Divisors, normalization: Number | None) -> Scaling:
         settings, found_inf = self.settings, divisors.found_inf
         is_unchecked = divisors.for_scaler and found_inf is None
-        # Whoever uses a window is promised that bad weights skip the step.
+        # The contract of windows: bad weights skip the step.
         takes_norm = divisors.is_shared or is_unchecked or self.window.phase is not Phase.IDLE
         takes_norm = takes_norm or settings.max_grad_norm is not None or settings.nonfinite in ("skip", "raise")
         scaling = Scaling(plan.device, takes_norm=takes_norm, max_grad_norm=settings.max_grad_norm)
@@ -378,16 +378,16 @@ class Engine:
         return scaling
 
     def counts_skips(self, divisors: Divisors) -> bool:
-        """Whether a step that is skipped counts; others raise."""
+        """Whether a skipped step is counted; otherwise it raises."""
         return self.settings.nonfinite != "raise" or divisors.for_scaler
 
     # ---- the step --------------------------------------------------------------------------------------------------
 
     def refuse_nonfinite(self, measured: Measured, divisors: Divisors) -> None:
-        """With nonfinite="raise", which waits for the device.
+        """Refuses a skipped step if nonfinite="raise", which waits for the device.
 
         Raises:
-            RuntimeError: the norm is not finite, or a scaler has found as much.
+            RuntimeError: the norm is not finite, or a scaler found a non-finite gradient.
         """
         self.outcome = measured.outcome
         if not self.counts_skips(divisors) and bool(measured.outcome.skipped):
@@ -397,7 +397,7 @@ class Engine:
             )
 
     def finish(self, measured: Measured | None) -> None:
-        """The step itself, where there is a gradient; the window is over then."""
+        """Makes the step, if there is a gradient, and ends the window."""
         if measured is not None:
             self._apply(measured)
         self.end_window()
@@ -432,12 +432,12 @@ class Engine:
             self.plans.masters.watch()
 
     def end_window(self) -> None:
-        """After a step, made or skipped: its gradients are spent."""
+        """After a step, made or skipped: releases its gradients."""
         if self.window.phase is not Phase.IDLE:
             self.window.consume(self.plans.params)
 
     def refuse_foreign_scaler(self) -> None:
-        """Refuses gradients that a stock GradScaler cannot unscale and look at."""
+        """Refuses gradients that a stock GradScaler cannot unscale and check."""
         is_idle = self.window.phase is Phase.IDLE
         if self.window.is_open or (self.settings.process_group is not None and is_idle):
             what = "a GradScaler cannot see into an open window"
@@ -449,6 +449,6 @@ class Engine:
             )
 
     def refuse_open(self, call: str, why: str = "") -> None:
-        """Refuses a call in the midst of a window."""
+        """Refuses a call while a window is open."""
         if self.window.is_open:
             raise RuntimeError(f"a window is open{why}; call optimizer.step() or zero_grad() before {call}")

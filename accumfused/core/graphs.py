@@ -1,4 +1,4 @@
-"""CUDA graphs: what an optimizer must not do while one is captured."""
+"""CUDA graphs: things that an optimizer must not do while one is captured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of a device is being captured in a graph."""
+    """Whether a graph captures the current stream of a device."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):
@@ -16,10 +16,10 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def refuse_new_tensors(devices: set[torch.device]) -> None:
-    """A graph would keep addresses that nobody has used yet, or that no longer hold; what it fills would stay empty.
+    """Refuses new tensors in a capture: the graph would keep addresses that are unused or outdated, and fill nothing.
 
     Raises:
-        RuntimeError: one of the devices is being captured.
+        RuntimeError: a graph captures one of the devices.
     """
     if any(map(is_capturing, devices)):
         raise RuntimeError(
@@ -30,7 +30,7 @@ def refuse_new_tensors(devices: set[torch.device]) -> None:
 
 
 def has_static_memory(device: torch.device) -> bool:
-    """Whether torch.compile keeps CUDA graphs on a device, each run of which writes the same gradients' memory."""
+    """Whether torch.compile keeps CUDA graphs on a device: each of their runs writes the same gradients' memory."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if device.type != "cuda" or trees is None:
         return False

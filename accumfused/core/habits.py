@@ -1,4 +1,4 @@
-"""What a training loop should not make a habit of: dropping windows, and writing parameters within them."""
+"""Bad habits of a training loop: it drops windows, or writes parameters within them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accumfused.warn import warn
 
 
 class Habits:
-    """Warns, once each."""
+    """Warns of each habit once."""
 
     def __init__(self) -> None:
         self._versions: list[int] = []  # of the parameters, when the window began
@@ -19,15 +19,15 @@ class Habits:
         self._warned_of_drops = self._warned_of_writes = False
 
     def see(self, params: Sequence[Tensor]) -> None:
-        """The parameters are what our own writes have made of them."""
+        """Notes the versions of the parameters: all writes so far are our own."""
         self._versions = [param._version for param in params]
 
     def see_new(self, params: Sequence[Tensor]) -> None:
-        """As `see`, of those that have come since."""
+        """As `see`, for parameters added since."""
         self._versions += [param._version for param in params[len(self._versions) :]]
 
     def watch_writes(self, params: Sequence[Tensor]) -> None:
-        """Before a window closes: its micro-batches were to have the same weights. Writes through `.data` pass."""
+        """Before a window closes: its micro-batches must see the same parameters. Writes through `.data` go unseen."""
         if self._warned_of_writes or self._versions == [param._version for param in params]:
             return
         warn(
@@ -58,6 +58,6 @@ class Habits:
         self._drops += 1
 
     def stepped(self) -> None:
-        """A window is over with a step, or with one that was skipped."""
+        """A window is over with a step, made or skipped."""
         self._steps_after_drops = self._steps_after_drops + 1 if self._drops else 0
         self._drops = 0

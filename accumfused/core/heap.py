@@ -1,8 +1,8 @@
 """Freed gradients stay with the process: a few bytes above them keep glibc from giving them back to the kernel.
 
-glibc trims its heap from the top whenever enough of it is free there, and the kernel clears each page before it comes
-again. Gradients that all exist at once are such a top: 70,000 page faults in each window of 4 micro-batches, for a
-model of 25M parameters. What lies below a block in use is not trimmed, and serves autograd's next gradients.
+glibc trims its heap's top whenever enough of it is free, and the kernel clears each page before it returns. Gradients
+that all exist at once are such a top: 70,000 page faults in each window of 4 micro-batches, for a model of 25M
+parameters. glibc does not trim memory below a used block, so it serves autograd's next gradients.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import sys
 
 from accumfused.core.rows import Grads
 
-_GROWTH = 2**20  # bytes: a heap that has grown by less has nothing new to be trimmed
-_PROBE = 16 * 2**20  # bytes: more than most holes below, less than what glibc always puts outside the heap
+_GROWTH = 2**20  # bytes: a heap that has grown by less has nothing new to trim
+_PROBE = 16 * 2**20  # bytes: above most holes' size, below the blocks that glibc always puts outside the heap
 _PROBES = 64
-_KEPT = 4096  # bytes; glibc does not coalesce freed blocks of up to 1032 (tcache), and would trim nothing below one
+_KEPT = 4096  # bytes: glibc does not coalesce freed blocks of up to 1032 (tcache), and would trim nothing below them
 
 
 def _libc() -> ctypes.CDLL | None:
@@ -35,14 +35,14 @@ _LIBC = _libc()
 
 
 class Pin:
-    """A block above gradients, as long as this object lives; none where they are not in glibc's own heap.
+    """A block above gradients, as long as this object lives; no block if they lie outside glibc's own heap.
 
-    A copy, or what is unpickled, has no block yet.
+    A copied or unpickled pin has no block yet.
     """
 
     def __init__(self) -> None:
         self._block = 0  # its address
-        self._end = 0  # of the heap, when the block was last looked for
+        self._end = 0  # of the heap, at the last search for a block
 
     def __del__(self) -> None:
         if self._block and _LIBC is not None:
@@ -52,7 +52,7 @@ class Pin:
         return Pin, ()
 
     def hold(self, grads: Grads) -> None:
-        """Lies above these gradients from now on; to be called before they are freed."""
+        """Lies above these gradients from now on; call it before they are freed."""
         if _LIBC is None or _LIBC.sbrk(0) - self._end < _GROWTH:
             return
         end = _LIBC.sbrk(0)
@@ -68,10 +68,10 @@ class Pin:
 
 
 def _block_above(libc: ctypes.CDLL, address: int) -> int:
-    """A few bytes of the heap above this address; 0 if there are none to be had.
+    """Allocates a few bytes of the heap above this address; 0 if there are none.
 
-    A large block is no page of memory until it is written to, and fits into few holes: it comes from the heap's top.
-    There it is shrunk, which glibc does in place. Blocks in holes are held until then, so that none comes twice.
+    A large block takes no page of memory until somebody writes it. It fits into few holes, so it comes from the heap's
+    top, where glibc shrinks it in place. Blocks in holes are held until then, so that none comes twice.
     """
     blocks: list[int] = []
     outside = found = 0
@@ -79,7 +79,7 @@ def _block_above(libc: ctypes.CDLL, address: int) -> int:
         block = libc.malloc(_PROBE)
         if block is None:
             break
-        if block > libc.sbrk(0):  # freed at once, which raises the size from which glibc goes outside
+        if block > libc.sbrk(0):  # freeing it at once raises the size from which glibc goes outside
             libc.free(block)
             outside += 1
         elif block > address:

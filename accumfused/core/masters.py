@@ -1,9 +1,9 @@
-"""Notices parameters that were overwritten from outside, whose remainders are then not theirs any more.
+"""Notices parameters that others have overwritten, because their remainders no longer belong to them.
 
 `model.load_state_dict`, an exponential moving average that is swapped in, `p.copy_()`: each raises the parameter's
-version counter, as our own steps do. The counter does not tell which elements were written, and a remainder cannot be
-compared with its parameter, so all of it is dropped. A write through `p.data` does not raise the counter: the old
-remainder is then at most half a unit of bfloat16. (An fp32 master is compared element by element, by each step.)
+version counter, as our own steps do. The counter does not name the written elements, and a remainder cannot be
+compared with its parameter, so the whole remainder is dropped. A write through `p.data` does not raise the counter: the
+old remainder then errs by at most half a unit of bfloat16. (Each step compares an fp32 master element by element.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MANY = 4  # steps in a row
 class Masters:
     """The versions of all parameters with a remainder, as they were after the last step.
 
-    A new one takes remainders for what they should be: those of a checkpoint, say, whose parameters may come later.
+    A new tracker trusts the remainders that it finds, because a checkpoint may load parameters after them.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class Masters:
         self._params: list[Tensor] = []
         self._versions: list[int] = []
         self._remainders: list[Tensor] = []
-        self._drops: dict[int, int] = {}  # by the parameter's id: refreshes in a row that dropped its remainder
+        self._drops: dict[int, int] = {}  # per parameter's id: refreshes in a row that dropped its remainder
         self._has_warned = False
 
     def refresh(self, plan: Plan) -> None:
-        """Drops the remainder of every parameter that was written since."""
+        """Drops the remainder of every parameter that others have written since our last step."""
         if plan is not self._plan:
             self._follow(plan)
         drops = dict[int, int]()
@@ -50,11 +50,11 @@ class Masters:
         self.written()
 
     def written(self) -> None:
-        """The parameters are those of our own step."""
+        """Notes that our own step has written the parameters."""
         self._versions = [param._version for param in self._params]
 
     def watch(self) -> None:
-        """After a step: warns, once, where a remainder is dropped before every step."""
+        """After a step: warns, once, if a remainder is dropped before every step."""
         if self._has_warned or max(self._drops.values(), default=0) < _MANY:
             return
         warn(
@@ -66,22 +66,22 @@ class Masters:
         self._has_warned = True
 
     def settle(self) -> None:
-        """Drops the remainders of overwritten parameters now, for who saves, copies or converts the state."""
+        """Drops the remainders of overwritten parameters now, before the state is saved, copied or converted."""
         for index in self._written_since():
             self._remainders[index].zero_()
             self._versions[index] = self._params[index]._version
 
     def out_of_date(self) -> set[int]:
-        """Ids of overwritten parameters, whose remainders are not theirs any more."""
+        """Ids of overwritten parameters: their remainders no longer belong to them."""
         return {id(self._params[index]) for index in self._written_since()}
 
     def see(self, state: State, but: Container[Tensor] = ()) -> None:
-        """The remainders that an optimizer's state holds now: of a copy, after a checkpoint, of states that are new.
+        """Takes the remainders from an optimizer's state: of a copy, after a checkpoint, or of new states.
 
-        Each belongs to what its parameter was when it was last seen, or is now.
+        Each remainder belongs to the version of its parameter that was noted last, or to the current one.
 
         Args:
-            but: a checkpoint has brought theirs, and their parameters may come later.
+            but: parameters to leave out, because a checkpoint has brought their remainders before them.
         """
         known = {id(param): version for param, version in zip(self._params, self._versions, strict=True)}
         own = [(param, entries) for param, entries in state.items() if isinstance(param, Tensor) and param not in but]
@@ -108,7 +108,7 @@ class Masters:
             self._versions.append(version)
             self._remainders.append(storage.master)
         own = {id(param) for param in plan.params}
-        for param, version, remainder in known.values():  # whose state is to be converted first
+        for param, version, remainder in known.values():  # their states must be converted first
             if id(param) in own:
                 self._params.append(param)
                 self._versions.append(version)

@@ -1,4 +1,4 @@
-"""What kernels write is there, may be written, and belongs to one parameter: they get addresses, and cannot ask."""
+"""Checks that memory exists, is writable and belongs to one parameter: kernels get addresses, and cannot ask."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def check(params: Sequence[Tensor]) -> None:
     """Refuses parameters (with elements) whose memory cannot be updated.
 
     Raises:
-        RuntimeError: a storage that was resized to less than its tensor needs; memory that is mapped read-only; two
-            parameters that share elements.
+        RuntimeError: a storage is smaller than its tensor needs; memory is mapped read-only; two parameters share
+            elements.
     """
     foreign = []
     for param in params:
@@ -27,7 +27,7 @@ def check(params: Sequence[Tensor]) -> None:
 
 
 def check_size(tensor: Tensor, what: str) -> None:
-    """Refuses a tensor whose storage was resized to less than it needs."""
+    """Refuses a tensor whose storage is too small (it was resized)."""
     storage = tensor.untyped_storage()
     if tensor.numel() and _end(tensor) > storage.data_ptr() + storage.nbytes():
         raise RuntimeError(
@@ -37,7 +37,7 @@ def check_size(tensor: Tensor, what: str) -> None:
 
 
 def _check_writable(params: Sequence[Tensor]) -> None:
-    """Refuses memory that is mapped read-only, where the system tells (Linux)."""
+    """Refuses memory that is mapped read-only, if the system tells (Linux)."""
     read_only = []
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
@@ -75,7 +75,7 @@ def _end(param: Tensor) -> int:
 
 
 def _overlap(param: Tensor, later: Tensor) -> bool:
-    """Whether two tensors whose spans meet have an element in common: columns of one matrix may not."""
+    """Whether two tensors with overlapping spans share an element: columns of one matrix may not."""
     apart = later.data_ptr() - param.data_ptr()
     if param.element_size() != later.element_size() or apart % param.element_size():
         return True

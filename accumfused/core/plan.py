@@ -1,7 +1,7 @@
 """The plan: an optimizer's tensors, validated, in the form that the backends work on.
 
 In: param_groups and state. Out: one row per parameter, in the groups' order. Every parameter has its own range of
-chunks whether or not it has a gradient, so the norm's summation order depends on the optimizer alone.
+chunks, with a gradient or without, so the norm's summation order depends on the optimizer alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from accumfused.settings import Settings
 
 @dataclass(eq=False)
 class Plan:
-    """A row for each parameter; built by `build`, dropped when something moves."""
+    """One row per parameter. `build` makes it; a tensor that moves outdates it."""
 
     rows: list[Row]
     rules: list[type[Rule]]  # per group
@@ -36,7 +36,7 @@ class Plan:
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
     parts: list[Plan] = field(default_factory=list)  # with several devices: the plan of each
     _pointed_at: Grads | None = None
-    _checked: set[int] = field(default_factory=set)  # parameters, where there is no table that does
+    _checked: set[int] = field(default_factory=set)  # parameters, if no table checks them
 
     def __post_init__(self) -> None:
         self.reader = TensorReader(self.rows)
@@ -58,17 +58,17 @@ class Plan:
 
     @cached_property
     def has_remainders(self) -> bool:
-        """Whether there are masters of which the parameter is a half."""
+        """Whether some masters are split between parameter and remainder."""
         masters = [row.form.master for row in self.rows]
         return any(master is not None and master[0] == REMAINDER for master in masters)
 
     @cached_property
     def is_spread(self) -> bool:
-        """Whether some rows are parts of their parameters."""
+        """Whether some rows are shards of their parameters."""
         return any(row.shard is not None for row in self.rows)
 
     def add_table(self, table: Any, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
-        """Makes the table of the addresses on this device; `table`: the class, of a native module."""
+        """Makes the table of the addresses on this device; `table` is the class of a native module."""
         self.table = table(compiled.exchange_api, torch.empty(0, device=self.device).__dlpack_device__(), self.rows)
         if not self.is_spread:
             self.table.remember(param_groups, state)
@@ -76,7 +76,7 @@ class Plan:
         assert self.table.chunks == self.chunks
 
     def remember(self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
-        """Notes what `unchanged` compares, where there is no table."""
+        """Notes the tensors that `unchanged` compares, if there is no table."""
         assert isinstance(self.reader, TensorReader)
         self.reader.remember(param_groups, state)
 
@@ -86,14 +86,14 @@ class Plan:
         return all(reader.unchanged(param_groups, state) for reader in readers)
 
     def gradients(self) -> tuple[Grads, int]:
-        """Every p.grad, and how many there are."""
+        """Every p.grad, and their number."""
         grads, present, is_pointed_at = self.reader.read()
         if self.table is not None:
             self._pointed_at = grads if is_pointed_at else []
         return grads, present
 
     def hypers(self, param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[float | Tensor, ...]]:
-        """The groups' numbers in the order of their rules' `hypers`, as they stand there: a tensor is not read."""
+        """The groups' numbers in the order of their rules' `hypers`; a tensor is not read."""
         return [
             tuple(
                 group["betas"][name == "beta2"] if name in ("beta1", "beta2") else group[name] for name in rule.hypers
@@ -107,13 +107,13 @@ class Plan:
         )
 
     def match(self, grads: Grads) -> Grads:
-        """The gradients as the kernels can read them: dense, laid out as their parameters.
+        """Returns the gradients as kernels read them: dense, laid out as their parameters.
 
         A gradient of another layout is copied (slower).
 
         Raises:
-            RuntimeError: sparse or complex gradients; another device or shape than the parameter's.
-            TypeError: a parameter or gradient that is not fp32, fp16 or bf16.
+            RuntimeError: a gradient is sparse or complex, or its device or shape is not the parameter's.
+            TypeError: a parameter or gradient is not fp32, fp16 or bf16.
         """
         if self.table is not None and (self._pointed_at is grads or self.table.set_grads(grads) < 0):
             self._pointed_at = grads
@@ -135,7 +135,7 @@ class Plan:
                 raise RuntimeError(f"the accumulator of parameter {refused} no longer fits it; call zero_grad()")
 
     def let_go(self) -> None:
-        """Forgets the gradients, which would live on otherwise."""
+        """Drops the references to gradients, so that these can be freed."""
         for part in self.parts:
             part.let_go()
         if self._pointed_at is not None:
@@ -160,12 +160,12 @@ def build(
     rules: list[type[Rule]],
     settings: Settings,
 ) -> Plan:
-    """Builds the plan; the backend then adds what it keeps with it.
+    """Builds the plan; the backend then adds its own tables.
 
     Raises:
-        ValueError: a group whose states cannot be kept in 8 bits.
-        RuntimeError: two parameters share memory; one's memory is too small or read-only; a DTensor of which this
-            process has no part to update.
+        ValueError: a group's states cannot be kept in 8 bits.
+        RuntimeError: two parameters share memory; a parameter's memory is too small or read-only; this process has no
+            shard of a DTensor to update.
     """
     for rule in rules:
         check_states(rule, settings)
@@ -184,7 +184,7 @@ def build(
 
 
 def overwritten(row: int) -> RuntimeError:
-    """The memory that a window has adopted was written again: what it holds is no sum."""
+    """The error of a gradient in memory that the window has adopted: its accumulator holds no sum any more."""
     return RuntimeError(
         f"the gradient of parameter {row} lies where the window's sum does, so one has overwritten the other; call "
         "zero_grad(), and give every micro-batch a gradient in memory of its own (p.grad = buffer.clone())"

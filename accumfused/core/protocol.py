@@ -1,4 +1,4 @@
-"""What the engine asks of others: of a backend, which runs the three verbs, and of an exchange with other processes.
+"""The engine's partners: a backend, which runs the three verbs, and an exchange with other processes.
 
 All backends but foreach.py compute the same bits.
 """
@@ -22,26 +22,26 @@ Hypers = list[tuple[float | Tensor, ...]]  # per group, in the order of its rule
 Number = float | Tensor  # a tensor has one element, which nobody reads
 T = TypeVar("T")
 
-OVERWRITE = -1  # what an accumulator that holds nothing yet has in place of its weight's index
+OVERWRITE = -1  # stands for the weight's index of an accumulator that is still empty
 
 
 @dataclass
 class Fold:
-    """One micro-batch's arrival in the accumulators.
+    """One micro-batch's fold into the accumulators.
 
     accumulator <- (weights[held] * scale) * accumulator + (weights[weight] * scale) * grad, each factor rounded to fp32
-    once; a weight of 0 leaves its term out, whatever it holds. OVERWRITE: accumulator <- grad.
+    once; a weight of 0 leaves its term out, even a NaN. OVERWRITE: accumulator <- grad.
     """
 
     grads: Grads  # None: the accumulator is only rescaled
     accumulators: Grads  # fp32; None: left alone
-    held: list[int]  # per row: the index of the weight under which the accumulator holds what it holds, or OVERWRITE
+    held: list[int]  # per row: the index of the weight that the accumulator waits for, or OVERWRITE
     weights: Tensor  # [micro-batches + 1], fp64; index 0 holds 1: "already weighted"
     weight: int  # this micro-batch's index
     scale: float | Tensor  # a number, or fp64 of shape []
 
     def refuse_overwritten(self) -> None:
-        """For backends without a table, which does it: refuses gradients that lie where their accumulators do."""
+        """Refuses gradients in the memory of their accumulators, for backends without a table (a table checks that)."""
         for row, (grad, accumulator, held) in enumerate(zip(self.grads, self.accumulators, self.held, strict=True)):
             if grad is None or accumulator is None or held == OVERWRITE or not grad.numel():
                 continue
@@ -51,7 +51,7 @@ class Fold:
 
 @dataclass
 class Scaling:
-    """What becomes of the norm: see `Backend.norm`."""
+    """The inputs of the coefficient, beside the norm: see `Backend.norm`."""
 
     device: torch.device
     normalization: float = 1.0
@@ -67,7 +67,7 @@ class Scaling:
         if isinstance(divisor, Tensor):
             divisor = on_device(divisor, self.device, torch.float64)
             known = self.device_normalization
-            # Of two that are below 0 the product would be a good number.
+            # The product of two negative divisors would look valid.
             self.device_normalization = (
                 divisor if known is None else torch.where(divisor > 0, known * divisor, math.nan)
             )
@@ -81,7 +81,7 @@ class Outcome:
 
     values: Tensor
     normed: bool = True
-    spends_grads: bool = False  # nobody sees the gradients after the step: it may write into them
+    spends_grads: bool = False  # nobody reads the gradients after the step, so it may overwrite them
 
     @property
     def coefficient(self) -> Tensor:
@@ -107,41 +107,41 @@ class Backend(Protocol):
     measures_folds: bool  # else `norm` is given the accumulators
 
     def prepare(self, plan: Plan, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
-        """Adds to a new plan what this backend keeps with it."""
+        """Adds this backend's tables to a new plan."""
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
-        """Folds; if it measures them, writes their sums of squares into partials [plan.chunks], fp32."""
+        """Folds; if it measures folds, writes the sums of squares into partials [plan.chunks], fp32."""
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        """Ends in one coefficient on the device.
+        """Reduces the sums of squares to one coefficient on the device.
 
         norm = sqrt(sum(partials)) / normalization
         coefficient = min(1, max_grad_norm / (norm + 1e-6)) / normalization
 
         Args:
-            grads: those whose sums of squares are missing from partials, if any; None leaves a row's partials alone.
-            partials: None: no norm is taken, and only the normalization enters.
+            grads: gradients whose sums of squares partials lack, if any; None leaves a row's partials alone.
+            partials: None: it takes no norm, and only the normalization enters.
         """
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
-        """Updates parameters and states, and advances their step counts; writes nothing if the outcome is a skip."""
+        """Updates parameters, states and step counts; writes nothing if the outcome is a skip."""
 
 
 class Exchange(Protocol):
     """How this process's gradients, weights and norms meet those of others: see distributed/exchange.py."""
 
-    adds_up: bool  # the accumulators of all processes are to be added up: p.grad is this one's own
+    adds_up: bool  # it adds up all processes' accumulators: p.grad is this process's own
     has_means: bool  # gradients are means over processes before they are folded
-    is_alone: bool  # neither: what is here is all
+    is_alone: bool  # neither: this process has all gradients
     bundled_bytes: int  # accumulators below this travel together
 
     def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
-        """Before a window begins: refuses gradients that are not what it would take them for."""
+        """Before a window begins: refuses gradients that it would misread (as means, say)."""
 
     def agree(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
     ) -> tuple[Tensor, list[bool]] | None:
-        """What a window is to be divided by, and which parameters have a gradient elsewhere only; None: as it is."""
+        """The window's divisor, and a flag per parameter with gradients elsewhere only; None: no change."""
 
     def add_up(self, flats: Iterable[Tensor]) -> None:
         """Replaces flat tensors by their sums over all processes."""
@@ -152,11 +152,11 @@ class Exchange(Protocol):
     def norm(
         self, backend: Backend, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling
     ) -> Outcome:
-        """`Backend.norm`, over all parts of the parameters."""
+        """`Backend.norm`, over all shards of the parameters."""
 
 
 class Owner(Protocol):
-    """The optimizer that an engine works for: torch.optim's face of it."""
+    """The optimizer that an engine works for, as torch.optim shows it."""
 
     param_groups: list[dict[str, Any]]
     state: Any
@@ -178,7 +178,7 @@ class OwnStep(Protocol):
 
 
 class Release(Protocol):
-    """What folds gradients during backward: see loop/release.py."""
+    """Folds gradients during backward: see loop/release.py."""
 
     def follow(self, params: Any = None) -> Any: ...
     def expecting(self, weight: Number | None, last: bool) -> AbstractContextManager[None]: ...
@@ -189,11 +189,11 @@ class Release(Protocol):
 
 @dataclass(frozen=True)
 class LossScale:
-    """What a loss scaler says of the gradients that a step takes.
+    """A loss scaler's statement about the gradients that a step takes.
 
     Args:
-        scale: they are divided by it; a number, or a one-element tensor.
-        found_inf: not 0 where one of them is not finite; None: nobody has looked, and the step finds out.
+        scale: the divisor of the gradients; a number, or a one-element tensor.
+        found_inf: not 0 if a gradient is not finite; None: nobody has checked, so the step does.
     """
 
     scale: Number | None
@@ -202,42 +202,42 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Divisors:
-    """What one step divides by, besides its window's weights, and who says that it is to be skipped."""
+    """The divisors of one step beside its window's weights, and the flag by which a scaler skips it."""
 
     normalizer: Number | None = None
     grad_scale: Number | None = None
     found_inf: Number | None = None
-    for_scaler: bool = False  # to which an overflow is nothing to raise for
+    for_scaler: bool = False  # an overflow then raises no error
     is_shared: bool = False  # the norm will be one over several optimizers
 
 
 def rescale(grads: Grads, factor: Tensor) -> None:
-    """Multiplies gradients in place by an fp32 number on a device, shape []: one pass that reads and writes."""
+    """Multiplies gradients in place by an fp32 tensor of shape [], in one pass that reads and writes."""
     for grad in grads:
         if grad is None:
             continue
         own = factor.to(grad.device)
         if grad.dtype == torch.float32:
             grad.mul_(own)
-        else:  # in fp32: multiplying 16 bits, torch may round the factor to them (and copying, lose a lazy sign)
+        else:  # in fp32: torch may round a factor of 16-bit tensors to their dtype (and copying, lose a lazy sign)
             grad.copy_((grad.float() * own).to(grad.dtype))
 
 
 def numbers(hypers: Hypers) -> list[tuple[float, ...]]:
-    """Hyper-parameters on the host; waits for those that are on a GPU."""
+    """Hyper-parameters on the host; waits for a GPU that has some."""
     return [tuple(float(value) for value in values) for values in hypers]
 
 
 def padded(rows: list[tuple[T, ...]], padding: T) -> list[T]:
-    """One list of all rows, each as long as the longest."""
+    """One list of all rows, each padded to the longest."""
     width = max((len(row) for row in rows), default=0)
     return [value for row in rows for value in (*row, *[padding] * (width - len(row)))]
 
 
 def on_device(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor of one element, there, with shape []. Nothing waits for a GPU.
+    """Moves a one-element tensor to the device, with shape []. Nothing waits for a GPU.
 
-    From the CPU it goes as a number: a graph that is being captured would copy from memory that is soon another's.
+    From the CPU it goes as a number: a captured graph would copy from memory that soon holds something else.
     """
     if value.device.type == "cpu" and device.type != "cpu":
         return torch.full((), value.item(), dtype=dtype, device=device)
@@ -245,7 +245,7 @@ def on_device(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor
 
 
 def at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
-    """A number, or fp32 or fp64 on this device: a kernel reads it there, so a graph's replay follows its changes."""
+    """A number, or an fp32 or fp64 tensor here that a kernel reads, so that a graph's replay follows its changes."""
     if not isinstance(value, Tensor) or value.device != device:
         return float(value)
     return value if value.dtype in (torch.float32, torch.float64) else value.double()

@@ -1,7 +1,7 @@
-"""Readers: whether a plan's tensors are still the same, and what lies in p.grad.
+"""Readers: they tell whether a plan's tensors are still the same, and read p.grad.
 
-The native module's table does both at 0.1 us a parameter. Python does it where there is no table, and for parameters of
-which a process has a part.
+The native module's table does both at 0.1 us a parameter. Python does it without a table, and for parameters that are
+sharded over processes.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ def _own_references() -> int:
     return sys.getrefcount(param.grad)
 
 
-_OWN_REFERENCES = _own_references()  # of `param.grad` that was just read, where nobody else holds the gradient
+_OWN_REFERENCES = _own_references()  # to `param.grad` as it is read, if nobody else holds the gradient
 
 
 class Reader(Protocol):
     """See `TableReader`, `TensorReader`."""
 
     def unchanged(self, groups: Groups, state: State) -> bool:
-        """Whether groups, states and the memory behind them are still those of the plan."""
+        """Whether groups, states and their memory are still those of the plan."""
 
     def read(self) -> tuple[Grads, int, bool]:
-        """Every p.grad, how many there are, and whether the table's rows point at all of them."""
+        """Every p.grad, their number, and whether the table's rows point at all of them."""
 
     def held(self) -> list[bool]:
-        """Of the gradients that were read last: which somebody else has, too, and may write again."""
+        """Flags the last read gradients that somebody else also holds, and may write again."""
 
     def release(self) -> None:
-        """p.grad = None for every parameter."""
+        """Sets p.grad = None for every parameter."""
 
 
 class TableReader:
-    """Args: table: _C.Table of the plan's rows, which remembers groups and state."""
+    """Reads through `table`, the _C.Table of the plan's rows, which remembers groups and state."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -68,15 +68,15 @@ class TableReader:
 
 
 class TensorReader:
-    """Reads tensors one by one. Before `remember` nothing is known to be unchanged: everything is read at each step."""
+    """Reads tensors one by one. Without a call of `remember` the plan never counts as unchanged."""
 
     def __init__(self, rows: list[Row]) -> None:
         self._rows = rows
-        self._held = [True] * len(rows)  # until they are read
+        self._held = [True] * len(rows)  # until the first read
         self._seen: tuple[list[Any], list[Any], list[Any]] | None = None  # objects, their arrangement, their places
 
     def remember(self, groups: Groups, state: State) -> None:
-        """Notes what `unchanged` compares."""
+        """Notes the tensors that `unchanged` compares."""
         objects, arranged = _objects(groups, state)
         self._seen = objects, arranged, [_place(shards.local(value)) for value in objects]
 
@@ -107,7 +107,7 @@ class TensorReader:
 
 
 def _objects(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> tuple[list[Any], list[Any]]:
-    """Parameters and what the state holds of them, and how they are arranged: groups' sizes, and names."""
+    """Parameters with the entries of their state, and their arrangement: groups' sizes, and names."""
     params = [param for group in param_groups for param in group["params"]]
     entries = [state.get(param) or {} for param in params]
     arranged = [[len(group["params"]) for group in param_groups], *map(list, entries)]
@@ -115,14 +115,14 @@ def _objects(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, A
 
 
 def _place(value: Any) -> tuple[Any, ...] | None:
-    """Where a tensor lies, as `_lies` compares it."""
+    """A tensor's place in memory, for `_lies`."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
     return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def _lies(value: Tensor, place: tuple[Any, ...] | None) -> bool:
-    """One by one: thousands of new tuples at each step would be the garbage collector's."""
+    """Compares field by field: thousands of new tuples per step would burden the garbage collector."""
     if place is None:
         return True
     address, dtype, shape, stride = place
@@ -130,9 +130,9 @@ def _lies(value: Tensor, place: tuple[Any, ...] | None) -> bool:
 
 
 def _part(param: Tensor, grad: Tensor | None) -> Tensor | None:
-    """This process's part of a gradient.
+    """Returns this process's shard of a gradient.
 
-    One that is placed otherwise than its parameter (a sum that is pending, with tensor parallelism) is redistributed.
+    It redistributes a gradient with other placements than its parameter (a pending sum, with tensor parallelism).
     """
     if grad is None:
         return None

@@ -1,4 +1,4 @@
-"""Rows: one parameter each, validated, in the form that the backends work on."""
+"""Rows: each holds one parameter, validated, in the form that the backends work on."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Row:
     """One parameter, in the form that the backends work on."""
 
     param: Tensor  # as the user has it
-    owned: Tensor  # this process's part of it: the parameter itself, where it is not spread over processes
-    tensor: Tensor  # what the kernels write: the same, or a dense copy where that memory is not dense
+    owned: Tensor  # this process's shard; the parameter itself, if it is not sharded
+    tensor: Tensor  # the kernels write it: `owned`, or a dense copy if that memory is not dense
     group: int
     rule: type[Rule]
     form: Format
-    storage: Storage | None  # None: not made yet
+    storage: Storage | None  # None: nobody has made it yet
     first_chunk: int
-    shard: Shard | None  # how the part lies in the parameter; None: it is the whole
-    # Where the part begins in the whole tensor, in elements and in memory order: it is rounded by the noise that its
-    # elements have in the whole. With states in int8 a multiple of a block.
+    shard: Shard | None  # how `owned` lies in the parameter; None: it is the parameter
+    # The shard's first element in the whole tensor, in memory order: elements keep the rounding noise that they have in
+    # the whole. With states in int8 it is a multiple of a quantisation block.
     origin: int
-    is_bundled: bool = False  # its accumulator is small, and reduced together with others
+    is_bundled: bool = False  # its accumulator is small, and travels together with others
 
     @property
     def is_copy(self) -> bool:
@@ -48,7 +48,7 @@ class Row:
 def row_of(
     param: Tensor, group: int, rule: type[Rule], entries: Mapping[str, Any] | None, settings: Settings, chunk: int
 ) -> Row:
-    """Args: entries: the optimizer's state of the parameter; chunk: its first one."""
+    """Makes a row. `entries` is the optimizer's state of the parameter, `chunk` the row's first chunk."""
     shard = shards.shard_of(param)
     tensor = owned = shards.owned(param, shard)
     if layout(owned) == "strided":
@@ -65,12 +65,12 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether its storage was resized to nothing: what is frozen may be away, until somebody brings it back."""
+    """Whether its storage was resized to nothing, as frozen parameters' may be for a while."""
     return tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
 
 
 def check_parameter(param: Tensor) -> None:
-    """Refuses what no backend can update."""
+    """Refuses a parameter that no backend can update."""
     if param.is_complex():
         raise RuntimeError("complex parameters are not supported; optimize torch.view_as_real(parameter) instead")
     if param.dtype not in PARAM_DTYPES:
@@ -90,7 +90,7 @@ def check_parameter(param: Tensor) -> None:
 
 
 def check_gradient(param: Tensor, grad: Tensor) -> None:
-    """Refuses what no backend can read."""
+    """Refuses a gradient that no backend can read."""
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"sparse gradients are not supported (a gradient has layout {grad.layout}); "

@@ -1,4 +1,4 @@
-"""The count of skipped steps, on the device, and a warning when most steps are."""
+"""The count of skipped steps, on the device, and a warning if most steps are skipped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accumfused.warn import warn
 
 
 class Skips:
-    """Nothing here waits for the device: each look reads a copy that was begun some steps before."""
+    """Counts skipped steps. It never waits for the device: each look reads a copy begun some steps before."""
 
     WATCH_EVERY = 32  # steps between two looks
 
@@ -18,15 +18,15 @@ class Skips:
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.steps = 0
         self._copy: Tensor | None = None  # of `count`, on the host
-        self._arrived: torch.cuda.Event | None = None  # when it is there
+        self._arrived: torch.cuda.Event | None = None  # recorded behind the copy
         self._known = 0
 
     def look(self) -> None:
-        """To be called every WATCH_EVERY steps; warns when most of the last ones were skipped."""
+        """Warns if most of the last steps were skipped; call it every WATCH_EVERY steps."""
         if is_capturing(self.count.device):
             return
         if self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
-            return  # the device is that far behind
+            return  # the device has not made the last copy yet
         known = 0 if self._copy is None else int(self._copy)
         skipped, self._known = known - self._known, known
         self._copy = torch.empty_like(self.count, device="cpu", pin_memory=self.count.is_cuda)

@@ -1,7 +1,7 @@
-"""The sums of a window: one accumulator for each parameter, and what is known of it.
+"""The sums of a window: one accumulator for each parameter, with its factor and its norm's state.
 
-In: matched gradients of a micro-batch and the place of its factor (weights.py). The window's first fp32 gradient of a
-parameter is adopted as its accumulator where nobody else has it; others are copied into the arena.
+In: matched gradients of a micro-batch and the place of its factor (weights.py). A window adopts a parameter's first
+fp32 gradient as its accumulator if nobody else holds it; it copies other first gradients into the arena.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from accumfused.core.weights import CLOSED, CURRENT, FIRST, READY, Weights
 
 
 class Sums:
-    """Lists over the plan's rows, as kernels take them: 1000 objects would cost the host more than a launch."""
+    """Lists over the plan's rows, as kernels take them: 1000 objects would cost more host time than a launch."""
 
     def __init__(self, plan: Plan, arena: Arena) -> None:
         rows = len(plan.rows)
         self.accumulators: Grads = [None] * rows
-        self.places = [OVERWRITE] * rows  # of the factors that accumulators wait for: see Fold.held
-        self.is_measured = [False] * rows  # the row's partials are those of its accumulator
+        self.places = [OVERWRITE] * rows  # of the factors that accumulators wait for, as in Fold.held
+        self.is_measured = [False] * rows  # the row's partials belong to its accumulator
         self.partials = torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)  # sums of squares, per chunk
         self.arena = arena  # for gradients that cannot be adopted; kept between windows
         self.launches = 0
 
     @property
     def count(self) -> int:
-        """How many accumulators there are."""
+        """The number of accumulators."""
         return len(self.accumulators) - sum(accumulator is None for accumulator in self.accumulators)
 
     def wait_for_first(self) -> bool:
-        """Whether some wait for the first micro-batch's weight."""
+        """Whether some accumulators wait for the first micro-batch's weight."""
         return FIRST in self.places
 
     def are_of_one(self, weights: Weights) -> bool:
-        """Whether one micro-batch was all, and its weight is still to be applied: its mean is itself."""
+        """Whether the window has one micro-batch whose weight is still to be applied: it is its own mean."""
         pending = set(self.places) - {OVERWRITE}
         return weights.divisor is None and weights.count == 1 and pending == {FIRST}
 
@@ -69,9 +69,9 @@ class Sums:
         """Adds the gradients of a micro-batch.
 
         Args:
-            complete: there is one for every parameter.
-            place: of its factor.
-            scale: of the folds that close the window; None: this does not.
+            complete: every parameter has a gradient.
+            place: the place of the micro-batch's factor.
+            scale: the factor of closing folds; None: this fold does not close the window.
             ends: no more of its gradients will come.
         """
         added, rows = grads, self.accumulators
@@ -81,7 +81,7 @@ class Sums:
             self._take_first(plan, backend, weights, first, place)
             rows = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
         closes = isinstance(scale, Tensor) or (scale is not None and self._waits_for_closing(weights, scale))
-        if closes:  # it rescales them all, each once
+        if closes:  # it rescales all of them, each once
             both = zip(self.accumulators, grads, self.places, strict=True)
             rows = [a if g is not None or (ends and p != CLOSED) else None for a, g, p in both]
         self._launch(plan, backend, weights, added, rows, place, 1.0 if scale is None else scale)
@@ -90,7 +90,7 @@ class Sums:
             self.places = [p if g is None else CLOSED for g, p in zip(grads, self.places, strict=True)]
 
     def settle(self, plan: Plan, backend: Backend, weights: Weights) -> Number:
-        """Brings every accumulator under one common factor, for the step to divide by, and returns it."""
+        """Brings all accumulators to one common factor and returns it: the step divides by it."""
         if not weights.is_weighted and weights.divisor is None:
             return 1.0
         if self.are_of_one(weights):
@@ -100,7 +100,7 @@ class Sums:
         return weights.total if weights.divisor is None else weights.divisor
 
     def bundle(self, plan: Plan, missing: list[bool]) -> None:
-        """Before processes add them up: small ones move to where they lie together; `missing` ones become zeros."""
+        """Before processes add accumulators up: puts small ones side by side, and makes `missing` ones zeros."""
         self.accumulators = self.arena.bundle(plan, self.accumulators)
         if True in missing:
             self.arena.extend(plan, [row.tensor if m else None for row, m in zip(plan.rows, missing, strict=True)])
@@ -110,13 +110,13 @@ class Sums:
                 self.places[index] = READY
 
     def stale(self, grads: Grads) -> Grads | None:
-        """Those accumulators (as the kernels read them) whose sums of squares are not in `partials`, if any."""
+        """The accumulators (as kernels read them) without sums of squares in `partials`; None: all have them."""
         if False not in self.is_measured:
             return None
         return [None if known else grad for grad, known in zip(grads, self.is_measured, strict=True)]
 
     def copied(self) -> Sums:
-        """The same in memory of their own, without what is known of it."""
+        """Copies the sums into memory of their own, without their sums of squares."""
         twin = object.__new__(Sums)
         twin.accumulators = [None if a is None else a.clone() for a in self.accumulators]
         twin.places, twin.is_measured = list(self.places), [False] * len(self.places)
@@ -124,13 +124,13 @@ class Sums:
         return twin
 
     def _waits_for_closing(self, weights: Weights, scale: float) -> bool:
-        """Whether accumulators that this fold adds nothing to must change too: by the scale, or by their own weight."""
+        """Whether accumulators without a gradient in this fold change too: by the scale, or by their weight."""
         return not self.are_of_one(weights) and (scale != 1.0 or self.wait_for_first())
 
     def _launch(
         self, plan: Plan, backend: Backend, weights: Weights, grads: Grads, rows: Grads, place: int, scale: Number
     ) -> None:
-        """Args: rows: accumulators, None: left alone; they are READY then."""
+        """Folds into the accumulators `rows`, which become READY; a None leaves its row alone."""
         folded = [accumulator for accumulator in rows if accumulator is not None]
         if not folded:
             return
@@ -145,7 +145,7 @@ class Sums:
         torch.autograd.graph.increment_version(folded)
 
     def _take_first(self, plan: Plan, backend: Backend, weights: Weights, grads: Grads, place: int) -> None:
-        """The window's first gradients of some parameters: adopted where nobody else has them, else copied."""
+        """Adopts first gradients of some parameters as accumulators if nobody else holds them, else copies them."""
         if all(grad is None for grad in grads):
             return
         adopts = not graphs.has_static_memory(plan.device)

@@ -1,8 +1,8 @@
 """The weights of a window's micro-batches: their sum, and the factors that the kernels multiply by.
 
-A fold is `accumulator <- factor of the accumulator * accumulator + factor of the micro-batch * grad`. The first
-micro-batch's gradients are adopted as they came: their accumulators wait for its weight (FIRST) until the next fold.
-All that comes later is weighted as it comes.
+A fold is `accumulator <- factor of the accumulator * accumulator + factor of the micro-batch * grad`. The window adopts
+the first micro-batch's gradients as they are: their accumulators wait for its weight (FIRST) until the next fold. Later
+gradients get their weight at once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from accumfused.core.protocol import Exchange, Number, on_device
 
-READY, FIRST, CURRENT, CLOSED = range(4)  # places of factors: 1, the first weight, this one's, what undoes the division
-_EXPONENT = 0x7FF << 52  # those bits of an fp64 number
+READY, FIRST, CURRENT, CLOSED = range(4)  # places of factors: 1, the first weight, this one's, 1 / closing scale
+_EXPONENT = 0x7FF << 52  # the exponent's bits of an fp64 number
 
 
 class Weights:
@@ -26,12 +26,12 @@ class Weights:
         self.factors = torch.ones(0 if device is None else 4, dtype=torch.float64, device=device or "cpu")
         self.is_weighted: bool | None = None  # None: no micro-batch yet
         self.total: Number = 0.0
-        self.unit: Number = 1.0  # the power of two that weights are divided by, or squares leave fp32's range
-        self.count = 0  # micro-batches that were folded
-        self.divisor: Number | None = None  # what processes have agreed on; else the total
+        self.unit: Number = 1.0  # a power of two that divides the weights, so that squares stay in fp32's range
+        self.count = 0  # folded micro-batches
+        self.divisor: Number | None = None  # agreed by all processes; None: the total
 
     def add(self, weight: Number | None, exchange: Exchange, *, in_loss: bool) -> int | None:
-        """Counts a micro-batch, whose gradients have its weight in them already if it was `in_loss`.
+        """Counts a micro-batch; its gradients have its weight in them already if that was `in_loss`.
 
         Returns:
             The place of its factor; None: it is left out.
@@ -46,7 +46,7 @@ class Weights:
         is_first = not isinstance(self.total, Tensor) and self.total == 0
         if is_first and not in_loss and exchange.is_alone:
             self.unit = _power_of_two(weight)
-        is_own = not (in_loss and exchange.has_means)  # others' weights may be others
+        is_own = not (in_loss and exchange.has_means)  # other processes' weights may differ
         is_empty = not isinstance(weight, Tensor) and weight == 0
         if not is_empty:
             weight = weight / self.unit
@@ -66,7 +66,7 @@ class Weights:
         """Refuses to close a window whose weights, this one included, are all zero.
 
         Raises:
-            ValueError: they are, and no other process has told of its own.
+            ValueError: all are zero, and no other process has told its own.
         """
         if self.is_weighted is False or weight is None or self.divisor is not None:
             return
@@ -77,20 +77,20 @@ class Weights:
 
     @property
     def closing_scale(self) -> Number:
-        """What the sums are multiplied by where a window is closed."""
+        """The factor of the sums when the window closes."""
         if self.divisor is not None:
             return 1.0 / self.divisor
         return 1.0 / self.total if self.is_weighted else 1.0
 
     def close_in_parts(self) -> None:
-        """Sums that are divided already stay what they are when the others are: CLOSED is 1 over the scale."""
+        """Protects divided sums from the division of the others: the factor CLOSED is 1 over the scale."""
         self._fill(CLOSED, self.total)
 
     def saved(self, places: list[int], total: Number) -> list[Tensor]:
-        """What `restored` needs of each accumulator: fp64 [4], see saving/checkpoint.py.
+        """The numbers of each accumulator for `restored`: fp64 [4], see saving/checkpoint.py.
 
         Args:
-            places: of their factors.
+            places: the places of their factors.
             total: the sum of the weights.
         """
         unit = (-self.unit if isinstance(self.total, Tensor) else self.unit) if self.is_weighted else 0.0
@@ -100,11 +100,11 @@ class Weights:
 
     @classmethod
     def restored(cls, saved: list[float], first: float) -> Weights:
-        """Args: saved: the numbers of one accumulator, on the host; first: the factor that the first ones wait for."""
+        """Restores weights: `saved` holds one accumulator's numbers, `first` the factor that others wait for."""
         _, total, count, unit = saved
         weights = cls(torch.device("cpu"))
         weights.factors[FIRST] = first
-        is_read = unit >= 0 and math.isfinite(total)  # else it is for the step to skip, and not for us to raise
+        is_read = unit >= 0 and math.isfinite(total)  # else the step skips it, and we do not raise
         weights.total = total if is_read else torch.tensor(total, dtype=torch.float64, device="cpu")
         weights.count, weights.is_weighted, weights.unit = int(count), unit != 0, abs(unit) or 1.0
         return weights
@@ -122,7 +122,7 @@ class Weights:
 
 
 def _power_of_two(weight: Number) -> Number:
-    """The one at or below a weight (1 for 0, inf and NaN): dividing by it changes no bit of a mantissa."""
+    """The power of two at or below a weight (1 for 0, inf and NaN): to divide by it keeps the mantissa."""
     if not isinstance(weight, Tensor):
         return math.ldexp(1.0, math.frexp(weight)[1] - 1) if weight > 0 else 1.0
     is_usual = (weight >= torch.finfo(weight.dtype).smallest_normal) & weight.isfinite()

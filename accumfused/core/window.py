@@ -1,7 +1,7 @@
 """The window: the micro-batches between two updates, summed in fp32.
 
-In: fresh `p.grad`s and their weights. Out: one accumulator per parameter, exposed as `p.grad` when the window is closed
-with `last=True`, or handed to the step. docs/state-machine.md draws the states and what is refused in each.
+In: fresh `p.grad`s and their weights. Out: one accumulator per parameter, exposed as `p.grad` when `last=True` closes
+the window, or handed to the step. docs/state-machine.md draws the states and the calls that each refuses.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _NOTHING = Plan([], [], 0, torch.device("cpu"))
 class Phase(Enum):
     IDLE = "idle"  # no window; step() works on p.grad
     OPEN = "open"  # the sums are here, p.grad is None between micro-batches
-    SEALED = "sealed"  # open, and its sums are those of all processes: it waits for its step
+    SEALED = "sealed"  # open, with the sums of all processes: it waits for its step
     CLOSED = "closed"  # p.grad is the accumulator
 
 
-OPEN_PHASES = (Phase.OPEN, Phase.SEALED)  # the sums are here, and not in p.grad
+OPEN_PHASES = (Phase.OPEN, Phase.SEALED)  # the window holds the sums, p.grad does not
 
 
 class Window:
@@ -47,16 +47,16 @@ class Window:
         self.params: list[Tensor] = []
         self.weights = Weights()
         self.sums = Sums(_NOTHING, Arena(0))
-        self.entered = False  # a micro-batch is in progress: it counts already, and more of its gradients may come
+        self.entered = False  # a micro-batch is in progress: it is counted, and more of its gradients may come
         self.habits = Habits()
-        self._place: int | None = None  # of its factor; None: it is left out
+        self._place: int | None = None  # of the micro-batch's factor; None: it is left out
         self._plan: Plan | None = None
         self._pin = Pin()
-        self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another one
+        self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another dtype
 
     @property
     def is_open(self) -> bool:
-        """Whether the sums are here, and not in p.grad."""
+        """Whether the window holds the sums, and p.grad does not."""
         return self.phase in OPEN_PHASES
 
     @property
@@ -65,7 +65,7 @@ class Window:
         return self.entered and self.weights.count <= 1
 
     def begin(self, plan: Plan, grads: Grads, weight: Number | None) -> None:
-        """Refuses a micro-batch that cannot be right, before anything is written."""
+        """Refuses a wrong micro-batch before anything is written."""
         if self.phase is Phase.CLOSED:
             if self.is_exposed(grads):
                 raise RuntimeError(
@@ -92,7 +92,7 @@ class Window:
         return any(id(grad) in exposed for grad in grads if grad is not None)
 
     def open(self, plan: Plan) -> None:
-        """Begins a window, with no micro-batch yet."""
+        """Begins a window without micro-batches."""
         arena = self.sums.arena
         if len(self.params) != len(plan.params) or not all(map(operator.is_, self.params, plan.params)):
             self.params, arena = list(plan.params), Arena(len(plan.params))
@@ -102,7 +102,7 @@ class Window:
         self.habits.see(self.params)
 
     def follow(self, plan: Plan) -> None:
-        """Goes on with a newer plan: added parameters come in as new rows, others must be what they were."""
+        """Goes on with a newer plan: added parameters become new rows, others must be unchanged."""
         if plan is self._plan:
             return
         known = len(self.params)
@@ -112,17 +112,17 @@ class Window:
             )
         for row, accumulator in zip(plan.rows, self.sums.accumulators, strict=False):
             _refuse_moved(row, accumulator)
-        self.weights.factors = self.weights.factors.to(plan.device)  # where it was resumed
+        self.weights.factors = self.weights.factors.to(plan.device)  # a resumed window has them on the host
         self.sums.follow(self._plan, plan)
         self._plan, self.params = plan, list(plan.params)
         self.habits.see_new(self.params)
 
     def enter(self, plan: Plan, weight: Number | None, exchange: Exchange, *, in_loss: bool) -> None:
-        """Begins a micro-batch: it and its weight count once, however many folds bring its gradients.
+        """Begins a micro-batch: it and its weight count once, even if several folds bring its gradients.
 
         Args:
             weight: None: a plain sum.
-            in_loss: the loss was multiplied by the weight, so the gradients are already.
+            in_loss: the weight multiplied the loss, so it is in the gradients already.
         """
         if self.phase is Phase.IDLE:
             self.open(plan)
@@ -130,15 +130,15 @@ class Window:
         self._place = self.weights.add(weight, exchange, in_loss=in_loss)
 
     def fold(self, plan: Plan, backend: Backend, grads: Grads, complete: bool, *, last: bool, ends: bool) -> None:
-        """Adds matched gradients of the micro-batch that was entered.
+        """Adds matched gradients of the entered micro-batch.
 
         Args:
-            complete: there is a gradient for every parameter.
-            last: the micro-batch closes the window; to be said with each of its folds.
+            complete: every parameter has a gradient.
+            last: the micro-batch closes the window; each of its folds says so.
             ends: no more of its gradients will come: `p.grad` is released.
         """
         place, scale = self._place, self.weights.closing_scale if last else None
-        if place is None:  # it is left out
+        if place is None:  # the micro-batch is left out
             grads, place, complete = [None] * len(grads), READY, False
         self.sums.fold(plan, backend, self.weights, grads, complete, place, scale, ends)
         if plan.device.type == "cpu":
@@ -148,27 +148,27 @@ class Window:
             plan.reader.release()
 
     def present(self, grads: Grads) -> list[bool]:
-        """Which parameters have a sum, or get one by these gradients."""
+        """Flags parameters that have a sum, or get one by these gradients."""
         grads = [None] * len(grads) if self._place is None else grads
         return [a is not None or g is not None for a, g in zip(self.sums.accumulators, grads, strict=True)]
 
     def agree(self, plan: Plan, divisor: Tensor, missing: list[bool]) -> None:
-        """What processes have told each other before they close the window: see `Exchange.agree`.
+        """Takes over the processes' agreement before they close the window: see `Exchange.agree`.
 
         Args:
-            divisor: of the sums of all processes, fp64, shape [].
-            missing: which parameters have a gradient elsewhere only: they get an accumulator of zeros.
+            divisor: divides the sums of all processes, fp64, shape [].
+            missing: flags parameters with a gradient elsewhere only: they get an accumulator of zeros.
         """
         self.weights.divisor = divisor
         self.sums.bundle(plan, missing)
 
     def seal(self) -> None:
-        """The accumulators are sums over processes now, and their sums of squares are not known."""
+        """Notes that the accumulators are sums over processes now; their sums of squares are unknown."""
         self.phase, self.sums.is_measured = Phase.SEALED, [False] * len(self.params)
         torch.autograd.graph.increment_version([a for a in self.sums.accumulators if a is not None])
 
     def expose(self) -> None:
-        """Closes the window: p.grad becomes the accumulator, also where autograd's gradient has another dtype."""
+        """Closes the window: p.grad becomes the accumulator, even if autograd's gradient has another dtype."""
         assert self._plan is not None
         self.phase = Phase.CLOSED
         for index, (row, accumulator) in enumerate(zip(self._plan.rows, self.sums.accumulators, strict=True)):
@@ -182,10 +182,10 @@ class Window:
                 param.grad = accumulator
             else:
                 param.grad = row.shard.whole(accumulator)
-                self.sums.accumulators[index] = shards.local(param.grad)  # by which it is known again
+                self.sums.accumulators[index] = shards.local(param.grad)  # `is_exposed` looks for this object
 
     def consume(self, params: Iterable[Tensor]) -> None:
-        """A step was made, or skipped: the window is over, and what it took of these parameters is released."""
+        """Ends the window after a step, made or skipped, and releases its accumulators."""
         if self.phase is Phase.CLOSED:
             for param in params:
                 param.grad = None
@@ -193,7 +193,7 @@ class Window:
         self._end()
 
     def drop(self) -> None:
-        """The window is over without a step."""
+        """Ends the window without a step."""
         self.watch_drops()
         if self._holds_micro_batches:
             self.habits.dropped()
@@ -201,13 +201,13 @@ class Window:
             self._end()
 
     def watch_drops(self) -> None:
-        """Before a window is dropped: warns, once, where that happens again and again."""
+        """Before a window is dropped: warns, once, if that is a habit."""
         if self._holds_micro_batches:
             self.habits.watch_drops()
 
     @property
     def _holds_micro_batches(self) -> bool:
-        """A closed window a GradScaler may have skipped; and a plain zero_grad() is lawful as often as one likes."""
+        """Whether a drop loses micro-batches. A GradScaler may skip a closed window; plain loops may drop freely."""
         return self.is_open and not self.is_first_entered
 
     def _end(self) -> None:
@@ -220,9 +220,9 @@ class Window:
 
     @contextlib.contextmanager
     def undone_by_an_error(self) -> Iterator[None]:
-        """A micro-batch that comes to nothing (out of memory, say) does not count: what it brought stays in p.grad.
+        """Undoes a micro-batch that fails (out of memory, say) before its first launch: its gradients stay in p.grad.
 
-        It counts from its first launch on. One that goes on with a micro-batch that was begun before is not undone.
+        A failing fold does not undo a micro-batch that an earlier fold began.
         """
         launches = self.sums.launches if self.is_open else 0
         before = [(part, dict(vars(part))) for part in (self, self.weights, self.sums)]
@@ -238,7 +238,7 @@ class Window:
             raise
 
     def copied(self) -> Window:
-        """The same sums in memory of their own, for a copy of the optimizer."""
+        """Copies the window, with sums in memory of their own, for a copy of the optimizer."""
         twin = copy.copy(self)
         twin.params, twin.sums, twin.weights = list(self.params), self.sums.copied(), copy.copy(self.weights)
         twin.weights.factors = self.weights.factors.clone()
@@ -247,7 +247,7 @@ class Window:
 
 
 def _refuse_moved(row: Row, accumulator: Tensor | None) -> None:
-    """Refuses a parameter that is no longer what its accumulator was made for."""
+    """Refuses a parameter that no longer fits its accumulator."""
     param = row.owned
     if accumulator is not None and (
         (param.device, param.shape) != (accumulator.device, accumulator.shape) or param.dtype not in PARAM_DTYPES

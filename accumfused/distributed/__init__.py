@@ -1,1 +1,1 @@
-"""Several processes: their groups, and what they tell each other about a window."""
+"""Several processes: their groups, and the exchange of their windows."""

@@ -1,10 +1,10 @@
-"""Exchanges: what processes tell each other before a window closes, the sums over all of them, and the norm.
+"""Exchanges: the agreement of processes before a window closes, the sums over all of them, and the norm.
 
-`select` gives the one of an optimizer: none (`Alone`), sums over a process group (`Summed`), or gradients that are
+`select` chooses an optimizer's exchange: none (`Alone`), sums over a process group (`Summed`), or gradients that are
 means over processes already (`Means`), as those of DTensors are.
 
-Nothing here waits for a GPU, but a process in which parameters had no gradient asks whether others had one: it then
-steps them, too, which the host decides. Frozen parameters ask for nothing.
+Only a process with parameters that had no gradient waits for a GPU. It asks whether others had one, because its host
+must then step these parameters too. Frozen parameters ask for nothing.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from accumfused.distributed.groups import has_processes, refuse_reducing
 from accumfused.formats.numeric import chunk_count, ieee, sum_partials
 from accumfused.settings import Settings
 
-BUNDLED_BYTES = 2 * 2**20  # accumulators below this travel together; others are worth a collective of their own
-_PIECE_BYTES = 32 * 2**20  # of what travels in one collective
-_UNDER_WAY = 4  # collectives
+BUNDLED_BYTES = 2 * 2**20  # accumulators below this travel together; larger ones have collectives of their own
+_PIECE_BYTES = 32 * 2**20  # the most that one collective sends
+_UNDER_WAY = 4  # collectives at a time
 
-Kinds = list[tuple[tuple[Any, ...], Tensor | None]]  # process groups between which parameters are cut; their chunks
+Kinds = list[tuple[tuple[Any, ...], Tensor | None]]  # process groups that shard parameters; a mask of their chunks
 
 
 def select(settings: Settings, plan: Plan, known: Exchange | None) -> Exchange:
-    """The exchange for a plan's gradients; `known`: the one of the plan before."""
+    """Chooses the exchange for a plan's gradients; `known` is that of the plan before."""
     group = settings.process_group
     if group is not None:
         if isinstance(known, Summed) and known.serves(group, settings.reduce_dtype):
-            return known  # which remembers the parameters that all processes have agreed on
+            return known  # it remembers the parameters on which all processes agreed
         return Summed(group, settings.reduce_dtype)
     if plan.is_spread or settings.grads_are_reduced:
         return Means(settings)
@@ -46,7 +46,7 @@ def select(settings: Settings, plan: Plan, known: Exchange | None) -> Exchange:
 
 
 class Alone:
-    """No exchange: the gradients that are here are all."""
+    """No exchange: this process has all gradients."""
 
     adds_up = has_means = False
     is_alone = True
@@ -103,13 +103,13 @@ class Means(Alone):
         return mean_of_totals(plan, total, is_weighted), [False] * len(present)
 
     def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
-        """The mean over processes, which is what the sums of such gradients are divided by."""
+        """The mean over processes, the divisor for sums of such gradients."""
         return mean_of_totals(plan, total, is_weighted) if self.has_means and is_weighted else total
 
     def norm(
         self, backend: Backend, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling
     ) -> Outcome:
-        """Over the parts of all processes."""
+        """The norm over the shards of all processes."""
         if not plan.is_spread or partials is None:
             return backend.norm(plan, grads, partials, scaling)
         backend.norm(plan, grads, partials, Scaling(plan.device, takes_norm=True))
@@ -135,7 +135,7 @@ class Summed(Alone):
 
     Args:
         group: torch.distributed.ProcessGroup.
-        wire_dtype: in which gradients travel; None: as they are.
+        wire_dtype: the dtype in which gradients travel; None: the accumulators' own.
     """
 
     adds_up = True
@@ -146,7 +146,7 @@ class Summed(Alone):
         self.group = group
         self.size: int = dist.get_world_size(group)
         self._wire_dtype = wire_dtype
-        self._agreed: list[tuple[Tensor, bool]] = []  # on these parameters, and whether each requires a gradient
+        self._agreed: list[tuple[Tensor, bool]] = []  # parameters, and whether each requires a gradient
 
     def serves(self, group: Any, wire_dtype: torch.dtype | None) -> bool:
         """Whether this is the exchange for these settings."""
@@ -164,7 +164,7 @@ class Summed(Alone):
         """See `exchange`.
 
         Raises:
-            ValueError: on every process, parameters that are not those of the others.
+            ValueError: on every process, if the parameters of some differ.
             RuntimeError: a frozen parameter has a gradient.
         """
         self._compare_parameters(plan, seed)
@@ -176,13 +176,13 @@ class Summed(Alone):
         return self.exchange(plan, total, is_weighted, present, last=last)
 
     def _compare_parameters(self, plan: Plan, seed: int) -> None:
-        """Refuses parameters that are not those of the other processes; asks once for each list of them.
+        """Refuses parameters that differ from those of other processes; asks once for each list of them.
 
         Args:
-            seed: of states that are not made yet.
+            seed: the seed of states still to be made.
 
         Raises:
-            ValueError: on every process.
+            ValueError: on every process, if the parameters of some differ.
         """
         params, known = plan.params, self._agreed
         if len(params) == len(known) and all(
@@ -216,29 +216,29 @@ class Summed(Alone):
     def exchange(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, last: bool
     ) -> tuple[Tensor, list[bool]]:
-        """What a window is divided by once its sums are added up, and which parameters have a gradient somewhere.
+        """Agrees on the window's divisor, once its sums are added up, and on the parameters with a gradient.
 
         Args:
-            total: of this process's weights.
+            total: the sum of this process's weights.
             is_weighted: None: this process had no micro-batch.
-            present: which parameters have a gradient here.
+            present: flags parameters with a gradient here.
             last: this process divides its sums before they are added up, not after that.
 
         Returns:
             The sum of all weights, or without weights the number of processes (a mean over them, as DDP takes): fp64,
-            shape []; NaN if some have weights or close with last=True, and some do not; 1 for a process without
-            micro-batches whose others have divided. And which parameters have a gradient elsewhere only.
+            shape []. It is NaN if some processes have weights, or close with last=True, and some do not. It is 1 for a
+            process without micro-batches if others have divided. And flags of parameters with gradients elsewhere only.
         """
         message = torch.zeros(4 + len(present), dtype=torch.float64, device=plan.device)
         weights, weighted, unweighted, closed = message[:4].unbind()
-        weights += total  # filled, not assigned: assigning a number waits for a GPU
+        weights += total  # not assigned: to assign a number would wait for a GPU
         weighted.fill_(is_weighted is True)
         unweighted.fill_(is_weighted is False)
         closed.fill_(last)
         message[4:].fill_(1.0)
         missing = [flag for flag, here in zip(message[4:].unbind(), present, strict=True) if not here]
         if missing:
-            torch._foreach_zero_(missing)  # a copy of flags of the host would wait for a GPU
+            torch._foreach_zero_(missing)  # to copy flags from the host would wait for a GPU
         dist.all_reduce(message, group=self.group)
         number = torch.full_like(weights, float(self.size))
         divisor = torch.where(unweighted == 0, weights, torch.where(weighted == 0, number, torch.nan))
@@ -253,7 +253,7 @@ class Summed(Alone):
         return divisor, [there and ask for there, ask in zip(elsewhere, asked, strict=True)]
 
     def add_up(self, flats: Iterable[Tensor]) -> None:
-        """Replaces these (flat) tensors by their sums over all processes, piece by piece as they lie."""
+        """Replaces these flat tensors by their sums over all processes, piece by piece in memory order."""
         begun = deque[tuple[Any, Tensor, Tensor]]()
 
         def finish_first() -> None:
@@ -275,9 +275,9 @@ class Summed(Alone):
 
 
 def sum_of_squares(kinds: Kinds, partials: Tensor) -> Tensor:
-    """Over all parameters, added up over the processes between which each is cut: fp64, shape [], the same in all.
+    """Adds up all parameters' squares over the processes that shard each: fp64, shape [], the same in all.
 
-    One all-reduce of a few numbers for each dimension of a mesh. A NaN or inf anywhere makes it one.
+    One all-reduce of a few numbers for each dimension of a mesh. One NaN or inf anywhere makes the sum non-finite.
     """
     total = torch.stack([sum_partials(partials if m is None else torch.where(m, partials, 0.0)) for _, m in kinds])
     for group in dict.fromkeys(group for groups, _ in kinds for group in groups):
@@ -307,10 +307,10 @@ def _kinds(plan: Plan) -> Kinds:
 
 
 def mean_of_totals(plan: Plan, total: float | Tensor, is_weighted: bool | None) -> Tensor:
-    """The mean of windows' weights over all processes of the parameters' (largest) mesh, or over all: fp64, shape [].
+    """The mean of windows' weights over the processes of the parameters' (largest) mesh, or over all: fp64, shape [].
 
-    Where gradients are means over processes, this is what their sum is divided by. 1 without weights, and NaN where
-    some have weights and some have not.
+    It divides sums of gradients that are means over processes. It is 1 without weights, and NaN if some processes have
+    weights and some have not.
     """
     meshes = [row.shard.mesh for row in plan.rows if row.shard is not None]
     mesh = max(meshes, key=lambda mesh: mesh.size()) if meshes else None

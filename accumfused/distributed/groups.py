@@ -1,4 +1,4 @@
-"""torch.distributed as it is found here: groups, and who reduces gradients between processes."""
+"""Queries to torch.distributed: process groups, and other owners of the reduction of gradients."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def has_processes() -> bool:
-    """Whether there is more than one."""
+    """Whether there is more than one process."""
     available = torch.distributed.is_available() and torch.distributed.is_initialized()
     return available and torch.distributed.get_world_size() > 1
 
 
 def default_seed() -> int:
-    """That of torch's generator, of which nothing is drawn; of several processes, one that all have."""
+    """torch's initial seed (no random number is consumed), or 0 with several processes, which must round alike."""
     return 0 if has_processes() else torch.initial_seed() % 2**63
 
 
 def check_group(group: Any) -> None:
-    """Refuses what is no process group of this process.
+    """Refuses a group unless it is a process group that contains this process.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not.
     """
     if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):
         what = "a group that this process is not in" if isinstance(group, int) else type(group).__name__
@@ -36,13 +36,13 @@ def check_group(group: Any) -> None:
 
 
 def refuse_released(param: Tensor, group: Any) -> None:
-    """Refuses to release a parameter's gradients where something else reduces them: it would reduce zeros.
+    """Refuses to release gradients that something else reduces later: it would reduce zeros.
 
     Args:
         group: the optimizer's process_group. (Beside one, a DistributedDataParallel that is not attached goes unseen.)
 
     Raises:
-        RuntimeError: the parameter is spread over processes, or there are several and no group.
+        RuntimeError: the parameter is sharded, or there are several processes and no group.
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and isinstance(param, module.DTensor):
@@ -61,7 +61,7 @@ def refuse_released(param: Tensor, group: Any) -> None:
 
 
 def refuse_synchronizing(ddp: DistributedDataParallel) -> None:
-    """Refuses to release gradients of a backward pass after which an attached module looks at them.
+    """Refuses to release gradients that an attached module reads after the backward pass.
 
     Raises:
         RuntimeError: the last forward pass, or this backward pass, is outside `no_sync()`.
@@ -78,7 +78,7 @@ def refuse_reducing(params: Iterable[Tensor]) -> None:
     """Refuses parameters whose gradients FullyShardedDataParallel reduces too.
 
     Raises:
-        RuntimeError: it does.
+        RuntimeError: FullyShardedDataParallel reduces some.
     """
     if any(map(_is_sharded, params)):
         raise RuntimeError(
@@ -88,5 +88,5 @@ def refuse_reducing(params: Iterable[Tensor]) -> None:
 
 
 def _is_sharded(param: Tensor) -> bool:
-    """By FullyShardedDataParallel, which marks its parameters."""
+    """Whether FullyShardedDataParallel shards the parameter: it marks its own."""
     return bool(getattr(param, "_fsdp_flattened", False))

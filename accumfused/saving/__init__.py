@@ -1,1 +1,1 @@
-"""What outlives a step: checkpoints, and weights in full precision."""
+"""Data that outlive a step: checkpoints, and weights in full precision."""

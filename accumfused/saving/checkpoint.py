@@ -1,10 +1,10 @@
-"""What a checkpoint holds: the states, checked before they are loaded, and an open window.
+"""Checkpoints: the states, checked before they are loaded, and an open window.
 
-A window is saved with each parameter, because torch.distributed.checkpoint keeps nothing else:
-`state[p]["grad_accumulator"]`, fp32, is the sum so far, and `state[p]["grad_accumulator_weights"]`, fp64 [4],
-holds the factor that the next fold applies to it, the sum of the window's weights, the number of its micro-batches, and
-the power of two that its weights were divided by (negative: they are a device's; 0: a plain sum). A window in which no
-parameter has a sum yet has its weights alone, with the first parameter.
+The state of each parameter holds its window, because torch.distributed.checkpoint keeps nothing else.
+`state[p]["grad_accumulator"]`, fp32, is the sum so far. `state[p]["grad_accumulator_weights"]`, fp64 [4], holds the
+factor that the next fold applies to it, the sum of the window's weights, and the number of its micro-batches. Its last
+number is the power of two that divided the weights (negative: weights on a device; 0: a plain sum). A window without
+sums has its weights alone, in the state of the first parameter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WEIGHTS = "grad_accumulator_weights"
 
 
 def refuse_part(engine: Engine) -> None:
-    """Refuses to save or copy a window that holds a part of a micro-batch, or of the sums of all processes.
+    """Refuses to save or copy a window with an incomplete micro-batch, or with the sums of one process among several.
 
     Raises:
         RuntimeError: gradients are released during backward, and the micro-batch has not ended; or there is a process
@@ -62,11 +62,10 @@ def refuse_part(engine: Engine) -> None:
 
 
 def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint with the (fused) optimizer's open window.
+    """Returns the checkpoint with the (fused) optimizer's open window.
 
-    Parameters that have not been stepped get the zeros that torch's optimizer begins with: it takes a state that holds
-    anything for a complete one. With DTensors all processes call this: weights are saved as their mean over processes,
-    which is what the sums of such gradients are divided by.
+    Parameters without a step get the zeros of torch's optimizer, which takes any entry for a complete state. With
+    DTensors all processes must call this: it saves the mean of their weights, the divisor for sums of such gradients.
     """
     window, state = optimizer.engine.window, dict(state_dict["state"])
     keys = {id(param): key for key, param in _params(optimizer, state_dict).items()}
@@ -89,7 +88,7 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_window(optimizer: Owner, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Window | None]:
-    """The checkpoint without its open window, and that window, on the devices of the parameters."""
+    """Returns the checkpoint without its open window, and that window on the parameters' devices."""
     params = _params(optimizer, state_dict)
     found, state = {}, {}
     for key, entries in state_dict["state"].items():
@@ -114,7 +113,7 @@ def without_window(optimizer: Owner, state_dict: Mapping[str, Any]) -> tuple[dic
 
 
 def _resumed(rows: list[tuple[Tensor, Tensor | None, list[float] | None]]) -> Window:
-    """An open window from parameters, their accumulators, and the saved weights of each, on the host."""
+    """Makes an open window from parameters, their accumulators, and the saved weights of each, on the host."""
     saved = [weights for *_, weights in rows if weights is not None]
     factors = [math.nan if math.isnan(weights[0]) else weights[0] for weights in saved]  # one NaN equals itself
     first = next((factor for factor in factors if factor != 1.0), 1.0)
@@ -136,14 +135,14 @@ def _resumed(rows: list[tuple[Tensor, Tensor | None, list[float] | None]]) -> Wi
 def without_formats(
     optimizer: Owner, state_dict: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]], set[Tensor]]:
-    """The checkpoint without what torch would cast to its parameter's dtype; that; and whose master it has brought.
+    """Returns the checkpoint without entries that torch would cast, those entries, and parameters with a loaded master.
 
-    The next step converts it, when also the parameters are loaded. What another optimizer has cast is left out. A
-    master that only the optimizer has stays with its parameter, whose value this does not change.
+    The next step converts the entries, once the parameters are loaded too. Entries that another optimizer has cast are
+    left out. A parameter keeps its master if the checkpoint has none.
     """
     params, rules, state = _params(optimizer, state_dict), _rules(optimizer, state_dict), dict(state_dict["state"])
     kept, brought = dict[Tensor, dict[str, Tensor]](), set[Tensor]()
-    # Not settled: what is loaded may lie in the same memory, where torch.distributed.checkpoint has put it.
+    # Not settled: torch.distributed.checkpoint may have put the loaded tensors into the same memory.
     out_of_date = optimizer.engine.plans.masters.out_of_date()
     for key, param in params.items():
         rule, entries = rules[key], state.get(key)
@@ -174,7 +173,7 @@ def without_formats(
 
 
 def _complete(optimizer: Owner, rule: type[Rule], param: Tensor, entries: dict[str, Any]) -> None:
-    """Makes what a parameter's state lacks, in place."""
+    """Makes the missing entries of a parameter's state, in place."""
     engine, shard = optimizer.engine, shard_of(param)
     own = entries if shard is None else shard.parts(entries)
     form, tensor = format_of(rule, param, engine.settings), owned(param, shard)
@@ -190,24 +189,23 @@ def _states(optimizer: Owner) -> set[str]:
 
 
 def _formatted(optimizer: Owner) -> set[str]:
-    """The keys of what has a format of ours, in any format and under any options."""
+    """The keys of entries in our own formats, in any format and under any options."""
     states = _states(optimizer)
     return {*states, *map(scale_name, states), REMAINDER, MASTER, SEED}
 
 
 def _is_whole(name: str, value: Tensor | None) -> bool:
-    """Whether it is there, and not cast to a dtype in which its bits are lost."""
+    """Whether the entry exists, and no cast has lost its bits."""
     dtypes = {REMAINDER: (torch.int16, torch.int8), MASTER: (torch.float32,), SEED: (torch.int64,)}
     return value is not None and (name not in dtypes or value.dtype in dtypes[name])
 
 
 def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint that does not fit, before anything is changed. The number of parameters is left to torch.
+    """Refuses a checkpoint that does not fit, before anything is changed. torch checks the number of parameters.
 
     Raises:
         ValueError: not an optimizer's checkpoint; that of another optimizer, or with options that the settings do not
-            serve; a state that is incomplete, has another shape than its parameter, cannot be decoded, or belongs to
-            none.
+            serve; a state that is incomplete, cannot be decoded, or fits no parameter.
     """
     if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ValueError(
@@ -218,7 +216,7 @@ def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
     for group in state_dict["param_groups"]:
         if not isinstance(group, Mapping) or "params" not in group:
             raise ValueError("a group of the checkpoint has no 'params'; it is damaged")
-        # Switches and what defaults to None came to torch with time, and older checkpoints lack them.
+        # torch added switches, and options that default to None, with time: older checkpoints lack them.
         needed = [key for key, value in optimizer.defaults.items() if not isinstance(value, (bool, type(None)))]
         lacks = [key for key in needed if key not in group]
         if lacks:
@@ -247,7 +245,7 @@ def _check_state(key: Any, param: Tensor, entries: Mapping[str, Any], rule: type
     if not isinstance(entries, Mapping):
         raise ValueError(f"the checkpoint's state of parameter {key} is a {type(entries).__name__}, not a dictionary")
     expected = rule.torch_states
-    # What a rule without states leaves, where momentum is switched on later, is no incomplete state.
+    # A rule without states leaves these, and momentum may be switched on later: the state is not incomplete.
     others = {ACCUMULATOR, WEIGHTS, MASTER, REMAINDER, SEED, *({"step"} - {*expected})}
     own = {k: v for k, v in entries.items() if v is not None and k not in others}
     placed = [k for k, v in entries.items() if is_dtensor(v)]
@@ -268,7 +266,7 @@ def _check_state(key: Any, param: Tensor, entries: Mapping[str, Any], rule: type
 
 
 def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_sums: bool) -> None:
-    """Args: has_sums: the window has the sum of some parameter; else its weights may come alone."""
+    """Refuses incomplete windows; `has_sums`: some parameter has a sum, else weights may come alone."""
     if isinstance(entries.get(ACCUMULATOR), Tensor):
         _check_shape(key, param, ACCUMULATOR, entries[ACCUMULATOR])
     needed = (WEIGHTS, ACCUMULATOR) if has_sums else (WEIGHTS,)
@@ -281,7 +279,7 @@ def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_su
 
 
 def _check_formats(key: Any, param: Tensor, entries: Mapping[str, Any], optimizer: Owner) -> None:
-    """Refuses what `state.make_state` could not read."""
+    """Refuses entries that `convert.make_state` could not read."""
     states, formatted = _states(optimizer), _formatted(optimizer)
     own = {name: entries[name] for name in sorted(formatted & entries.keys()) if entries[name] is not None}
     for name, value in own.items():
@@ -305,7 +303,7 @@ def _check_shape(key: Any, param: Tensor, name: str, value: Tensor) -> None:
 
 
 def _check_scale(key: Any, name: str, value: Tensor, scale: Tensor | None) -> None:
-    """Codes need their scales; and numbers that have scales were codes, before another optimizer has cast them."""
+    """Refuses codes without scales, and numbers with scales: these were codes, until another optimizer cast them."""
     what = f"state {name!r} of parameter {key}"
     if value.is_floating_point() and scale is None:
         return
@@ -334,7 +332,7 @@ def _check_scale(key: Any, name: str, value: Tensor, scale: Tensor | None) -> No
 
 
 def _rules(optimizer: Owner, state_dict: Mapping[str, Any]) -> dict[Any, type[Rule]]:
-    """The rule of each of the checkpoint's ids, by the options in the checkpoint."""
+    """The rule for each of the checkpoint's ids, by the checkpoint's options."""
     return {
         key: optimizer.rule_of({**optimizer.defaults, **group})
         for group in state_dict["param_groups"]
@@ -343,7 +341,7 @@ def _rules(optimizer: Owner, state_dict: Mapping[str, Any]) -> dict[Any, type[Ru
 
 
 def _params(optimizer: Owner, state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:
-    """The parameter of each of the checkpoint's ids; they are paired in order, as torch does."""
+    """The parameter for each of the checkpoint's ids, paired in order as torch does."""
     ids = [key for group in state_dict["param_groups"] for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return dict(zip(ids, params, strict=False))

@@ -1,4 +1,4 @@
-"""A model's weights in fp32, whatever the optimizer keeps them in: to save, to evaluate, to change formats."""
+"""A model's weights in fp32, from any format of the optimizer: to save, to evaluate, to change formats."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, An
     values = {id(own[name]): value for name, value in state_dict.items() if isinstance(own.get(name), Parameter)}
 
     current, masters = engine.plans.current().plan, engine.plans.masters
-    masters.refresh(current)  # what was written before belongs to what is there now
+    masters.refresh(current)  # drops remainders of earlier writes, before this one
     members = {id(param) for group in optimizer.param_groups for param in group["params"]}
     others = {
         name for name, value in state_dict.items() if id(own.get(name)) not in members and _has(own.get(name), value)
@@ -59,7 +59,7 @@ def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, An
     result.missing_keys[:] = [name for name in result.missing_keys if name not in others]
     for row in current.rows:
         if id(row.param) in values and (row.form.master is None or row.form.master[0] != REMAINDER):
-            optimizer.state.get(row.param, {}).pop(REMAINDER, None)  # another format's; these weights take its place
+            optimizer.state.get(row.param, {}).pop(REMAINDER, None)  # of another format; these weights replace it
     wanted = [row.form.master is not None and id(row.param) in values for row in current.rows]
     current = engine.plans.with_states(
         current, [p if w else None for p, w in zip(current.params, wanted, strict=True)]
@@ -72,7 +72,7 @@ def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, An
         if row.is_copy:  # its memory has holes
             row.owned.copy_(row.tensor)
     masters.written()
-    masters.refresh(current)  # which may have more of them now
+    masters.refresh(current)  # the plan may have more masters now
     return result
 
 
@@ -85,14 +85,14 @@ def _full_precision(optimizer: Owner, param: Tensor) -> Tensor:
 
 @ieee()
 def _has(param: Any, values: Tensor) -> bool:
-    """Whether a parameter has these values, rounded to its dtype; writing them costs another optimizer its master."""
+    """Whether a parameter has these (rounded) values already: to write them would cost another optimizer its master."""
     if not isinstance(param, Parameter) or param.dtype not in PARAM_DTYPES:
         return False
     shard = shard_of(param)
     tensor = owned(param, shard).detach()
     values = (values if shard is None else shard.part("weights", values)).to(tensor.device, torch.float32)
     halves = [values.to(tensor.dtype)]
-    if tensor.dtype == torch.bfloat16:  # as a split master rounds
+    if tensor.dtype == torch.bfloat16:  # a split master rounds so
         halves.append(codecs.split(values)[0].to(torch.int16).view(torch.bfloat16))
     same = [(half == tensor) | (half.isnan() & tensor.isnan()) for half in halves]
     return bool(torch.stack(same).any(0).all())
@@ -107,7 +107,7 @@ def _check_model(optimizer: Owner, model: Module) -> None:
 
 
 def _check_names(own: Mapping[str, Any], given: Any, strict: bool) -> None:
-    """Refuses what torch would find out when half of it is loaded."""
+    """Refuses names and shapes that torch would refuse after it has loaded some."""
     if not isinstance(given, Mapping):
         raise TypeError(f"a state_dict is a dictionary of names and tensors, got {type(given).__name__}")
     missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
