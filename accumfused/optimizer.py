@@ -17,11 +17,11 @@ from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
 from accumfused import backends
-from accumfused.arguments import checked_weight
+from accumfused.arguments import checked_positive, checked_weight
 from accumfused.batch_norm import check_graph
 from accumfused.core.engine import Engine, Prepared, Surroundings, divisors_of
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Exchange, LossScale, OwnStep
+from accumfused.core.protocol import Backend, Exchange, OwnStep
 from accumfused.core.rows import check_parameter
 from accumfused.core.window import Phase, Window
 from accumfused.distributed import exchange, groups
@@ -142,7 +142,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if present or engine.window.entered:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
         if last:
-            engine.check_total(weight)
+            engine.check_total(prepared, weight)
         in_loss = weight is None or _holds(loss.dtype, weight)
         if not in_loss and (engine.release is not None or prepared.exchange.has_means):
             raise RuntimeError(
@@ -160,13 +160,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             check_graph(loss, engine.plans.params)
 
     @_disable_dynamo
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        normalizer: float | Tensor | None = None,
-        loss_scale: LossScale | None = None,
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, normalizer: float | Tensor | None = None) -> Any:
         """Updates the parameters from the window, or from `p.grad` if there is no window.
 
         One pass divides gradients by `normalizer` and `self.grad_scale`, clips them to `max_grad_norm` and applies
@@ -177,7 +171,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             closure: re-evaluates the model and returns the loss.
             normalizer: also divides the gradients: a number (checked), or a one-element tensor (not read: a bad one
                 skips the step).
-            loss_scale: the scale and flag of a loss scaler, in place of `self.grad_scale` and `self.found_inf`.
 
         Returns:
             The closure's loss.
@@ -189,14 +182,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         self._opt_called = True  # what LR schedulers look for
         engine = self.engine
-        if not engine.clips_alone:
+        if engine.group is not None and not _makes_states(self):
             raise RuntimeError("the optimizer is in a ClipGroup, which clips by one norm; call the group's step()")
+        if normalizer is not None:
+            normalizer = checked_positive(normalizer, "normalizer")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         engine.outcome = None
-        divisors = divisors_of(self, normalizer, loss_scale)
+        divisors = divisors_of(self, normalizer, engine.loss_scale)
         try:
             with torch.no_grad():
                 measured = engine.measure(divisors)
@@ -227,7 +222,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        if value is not None and not self.engine.clips_alone:
+        if value is not None and self.engine.group is not None:
             raise ValueError("the optimizer is in a ClipGroup; set max_grad_norm on that")
         # In place: Lightning's wrappers run this setter on themselves, and the optimizer never sees their attributes.
         settings = self.engine.settings
@@ -253,7 +248,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> Tensor:
         """How many steps wrote nothing: int64, shape [], on the device."""
-        skips = self.engine.skips
+        skips = self.engine.plans.skips
         return torch.zeros((), dtype=torch.int64) if skips is None else skips.count.clone()
 
     @property
@@ -409,7 +404,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         engine = self.engine
         engine.plans.masters.settle()
         settings = replace(engine.settings, process_group=None, reduce_dtype=None)
-        carried = {**super().__getstate__(), "settings": settings}
+        carried = {**super().__getstate__(), "settings": settings, "is_grouped": engine.group is not None}
         if engine.window.is_open:
             checkpoint.refuse_part(engine)
             carried["window"] = engine.window.copied()
@@ -417,11 +412,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_copy = not hasattr(self, "engine")  # a wrapper may have it outside its __dict__
-        settings, window = state.pop("settings", None), state.pop("window", None)
+        settings, window, is_grouped = (state.pop(name, None) for name in ("settings", "window", "is_grouped"))
         super().__setstate__(state)
         if is_copy:
             self._engine = Engine(self, settings, _SURROUNDINGS, window)
             self._engine.plans.masters.see(self.state)
+            self._engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up
+
+
+def _makes_states(optimizer: FusedOptimizer) -> bool:
+    """Whether torch.distributed.checkpoint steps to make states: there are none, and all learning rates are 0."""
+    return not optimizer.state and all(float(group["lr"]) == 0 for group in optimizer.param_groups)
 
 
 def _holds(dtype: torch.dtype, weight: float | Tensor) -> bool:

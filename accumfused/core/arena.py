@@ -56,7 +56,14 @@ class Arena:
         So this memory is alike in all processes.
         """
         both = list(zip(plan.rows, self.places, strict=True))
-        alike = all((place is not None) is _travels(row) for row, place in both if row.is_bundled)
+        memory = {
+            bundle.data_ptr() for bundle in self._bundles
+        }  # places from before there were processes lie elsewhere
+        alike = all(
+            (place is not None and place.untyped_storage().data_ptr() in memory) is _travels(row)
+            for row, place in both
+            if row.is_bundled
+        )
         if not alike or len(self._bundles) > len({row.tensor.device for row in plan.rows}):
             self._bundles = []
             self.places = [None if row.is_bundled else place for row, place in both]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from accumfused.arguments import checked_positive
 from accumfused.core import graphs
 from accumfused.core.masters import Masters
-from accumfused.core.plan import Plan, build
+from accumfused.core.plan import EMPTY, Plan, build
 from accumfused.core.protocol import (
     Backend,
     Divisors,
@@ -96,10 +96,8 @@ def divisors_of(
     """Collects a step's divisors. Without `loss_scale` it reads the `grad_scale` and `found_inf` of torch's scalers.
 
     Raises:
-        ValueError, TypeError: a normalizer or scale that is not a number > 0.
+        ValueError, TypeError: a scale that is not a number > 0.
     """
-    if normalizer is not None:
-        normalizer = checked_positive(normalizer, "normalizer")
     given = loss_scale or LossScale(getattr(owner, "grad_scale", None), getattr(owner, "found_inf", None))
     scale = None if given.scale is None else checked_positive(given.scale, "grad_scale")
     for_scaler = loss_scale is not None or given.found_inf is not None
@@ -114,12 +112,21 @@ class Plans:
     """
 
     def __init__(self, owner: Owner, settings: Settings, surroundings: Surroundings) -> None:
-        self.owner: Owner = weakref.proxy(owner)
+        self._owner = weakref.ref(owner)
         self.settings = settings
         self.masters = Masters()
+        self.skips: Skips | None = None
         self.last: Prepared | None = None
         self.backend: Backend | None = None  # a benchmark sets it; it overrides the selection
         self._surroundings = surroundings
+
+    @property
+    def owner(self) -> Owner:
+        """The optimizer."""
+        owner = self._owner()
+        if owner is None:
+            raise ReferenceError("the optimizer was deleted; keep it as long as what was made of it")
+        return owner
 
     @property
     def params(self) -> list[Tensor]:
@@ -147,13 +154,15 @@ class Plans:
             row.is_bundled = 4 * row.param.numel() < exchange.bundled_bytes
         backend = self.backend or backend
         backend.prepare(plan, groups, state)
+        if self.skips is None or self.skips.count.device != plan.device:
+            self.skips = Skips(plan.device)
         self.last = Prepared(plan, backend, exchange, devices)
         return self.last
 
     def forget(self) -> None:
-        """The optimizer's state or settings were replaced: the next call makes a new plan."""
+        """The optimizer's state or settings were replaced: the next call makes a new plan. The old one is freed."""
         if self.last is not None:
-            self.last.is_valid = False
+            self.last = replace(self.last, plan=EMPTY, partials=None, is_valid=False)
 
     def let_go(self) -> None:
         """Drops the references to gradients, so that these can be freed."""
@@ -195,11 +204,11 @@ class Engine:
         self.plans = Plans(owner, settings, surroundings)
         self.settings = settings
         self.window = window or Window()
-        self.skips: Skips | None = None
         self.outcome: Outcome | None = None  # of the last step
         self.release: Release | None = None  # while gradients are folded during backward
         self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of DistributedDataParallel, from attach_ddp
-        self.clips_alone = True  # False: it is in a ClipGroup
+        self.group: Callable[[], Any] | None = None  # gives the ClipGroup it is in; None: it clips alone
+        self.loss_scale: LossScale | None = None  # while a GradScaler of ours steps
 
     # ---- into the window -------------------------------------------------------------------------------------------
 
@@ -229,9 +238,9 @@ class Engine:
         self.window.begin(plan, grads, weight)
         return prepared, grads, present
 
-    def check_total(self, weight: Number | None) -> None:
+    def check_total(self, prepared: Prepared, weight: Number | None) -> None:
         """Before the last micro-batch: refuses weights that are all zero, unless other processes may have some."""
-        if self.plans.current().exchange.is_alone:
+        if prepared.exchange.is_alone:
             self.window.weights.check(weight)
 
     def fold(self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None) -> None:
@@ -243,7 +252,7 @@ class Engine:
         if not present and not empty and not window.entered and not (in_loss and plan.is_spread):
             raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
         if last:
-            self.check_total(weight)
+            self.check_total(prepared, weight)
         if last and ends and window.is_open:
             window.habits.watch_writes(window.params)
         matched = plan.match(grads)
@@ -363,10 +372,9 @@ class Engine:
         takes_norm = divisors.is_shared or is_unchecked or self.window.phase is not Phase.IDLE
         takes_norm = takes_norm or settings.max_grad_norm is not None or settings.nonfinite in ("skip", "raise")
         scaling = Scaling(plan.device, takes_norm=takes_norm, max_grad_norm=settings.max_grad_norm)
-        if self.skips is None or self.skips.count.device != plan.device:
-            self.skips = Skips(plan.device)
         if not divisors.is_shared and self.counts_skips(divisors):
-            scaling.skips = self.skips.count
+            assert self.plans.skips is not None
+            scaling.skips = self.plans.skips.count
         if found_inf is not None:
             found_inf = replicated(torch.as_tensor(found_inf, dtype=torch.float32))
             scaling.found_inf = on_device(found_inf, plan.device, torch.float32)
@@ -403,14 +411,15 @@ class Engine:
         self.end_window()
 
     def _apply(self, measured: Measured) -> None:
-        if self.plans.owner.own_step is not None:
-            self.plans.owner.own_step(self.plans.owner, self, measured)
+        owner, skips = self.plans.owner, self.plans.skips
+        if owner.own_step is not None:
+            owner.own_step(owner, self, measured)
         else:
             self._update(measured)
-        assert self.skips is not None
-        self.skips.steps += 1
-        if not self.skips.steps % self.skips.WATCH_EVERY:
-            self.skips.look()
+        assert skips is not None
+        skips.steps += 1
+        if not skips.steps % skips.WATCH_EVERY:
+            skips.look()
 
     def _update(self, measured: Measured) -> None:
         plan, grads = measured.prepared.plan, measured.matched

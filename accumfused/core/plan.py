@@ -154,6 +154,9 @@ class Plan:
         return torch.empty_like(tensor, dtype=grad.dtype, requires_grad=False).copy_(grad.detach())
 
 
+EMPTY = Plan([], [], 0, torch.device("cpu"))
+
+
 def build(
     param_groups: Sequence[Mapping[str, Any]],
     state: Mapping[Tensor, Any],

@@ -95,8 +95,9 @@ class Sums:
             return 1.0
         if self.are_of_one(weights):
             return weights.total / weights.factors[FIRST] if isinstance(weights.total, Tensor) else 1.0
-        pending: Grads = [a if p > READY else None for a, p in zip(self.accumulators, self.places, strict=True)]
-        self._launch(plan, backend, weights, [None] * len(pending), pending, READY, 1.0)
+        if max(self.places, default=OVERWRITE) > READY:
+            pending: Grads = [a if p > READY else None for a, p in zip(self.accumulators, self.places, strict=True)]
+            self._launch(plan, backend, weights, [None] * len(pending), pending, READY, 1.0)
         return weights.total if weights.divisor is None else weights.divisor
 
     def bundle(self, plan: Plan, missing: list[bool]) -> None:

@@ -18,15 +18,13 @@ from torch import Tensor
 from accumfused.core.arena import Arena
 from accumfused.core.habits import Habits
 from accumfused.core.heap import Pin
-from accumfused.core.plan import Plan
+from accumfused.core.plan import EMPTY, Plan
 from accumfused.core.protocol import Backend, Exchange, Number
 from accumfused.core.rows import Grads, Row
 from accumfused.core.sums import Sums
 from accumfused.core.weights import READY, Weights
 from accumfused.formats import shards
 from accumfused.formats.kinds import PARAM_DTYPES
-
-_NOTHING = Plan([], [], 0, torch.device("cpu"))
 
 
 class Phase(Enum):
@@ -46,7 +44,7 @@ class Window:
         self.phase = Phase.IDLE
         self.params: list[Tensor] = []
         self.weights = Weights()
-        self.sums = Sums(_NOTHING, Arena(0))
+        self.sums = Sums(EMPTY, Arena(0))
         self.entered = False  # a micro-batch is in progress: it is counted, and more of its gradients may come
         self.habits = Habits()
         self._place: int | None = None  # of the micro-batch's factor; None: it is left out
@@ -216,7 +214,7 @@ class Window:
                 self.params[index].grad_dtype = dtype
                 del self._grad_dtypes[index]
         self.phase, self.entered, self._plan = Phase.IDLE, False, None
-        self.weights, self.sums = Weights(), Sums(_NOTHING, self.sums.arena)
+        self.weights, self.sums = Weights(), Sums(EMPTY, self.sums.arena)
 
     @contextlib.contextmanager
     def undone_by_an_error(self) -> Iterator[None]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 
+from accumfused.arguments import checked_positive
 from accumfused.backends.reference import finish_norm
 from accumfused.core.engine import Measured, divisors_of
-from accumfused.core.protocol import Divisors, LossScale, Outcome, Scaling
-from accumfused.optimizer import FusedOptimizer, with_hooks
+from accumfused.core.protocol import Divisors, Outcome, Scaling
+from accumfused.optimizer import FusedOptimizer
 from accumfused.settings import check_max_grad_norm
 
 
@@ -51,7 +54,7 @@ class ClipGroup:
                 )
             if optimizer.max_grad_norm is not None:
                 raise ValueError("one of the optimizers has a max_grad_norm of its own; give it to the group alone")
-            if not optimizer.engine.clips_alone:
+            if optimizer.engine.group is not None and optimizer.engine.group() is not None:
                 raise ValueError("one of the optimizers is in a group already")
         if len(set(self.optimizers)) != len(self.optimizers) or len(self.optimizers) < 2:
             raise ValueError(f"ClipGroup takes two or more different optimizers, got {len(self.optimizers)}")
@@ -64,7 +67,7 @@ class ClipGroup:
 
     def _bind(self) -> None:
         for optimizer in self.optimizers:
-            optimizer.engine.clips_alone = False
+            optimizer.engine.group = weakref.ref(self)
 
     def _refuse_shared(self) -> None:
         params = [id(param) for group in self.param_groups for param in group["params"]]
@@ -106,17 +109,11 @@ class ClipGroup:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        normalizer: float | Tensor | None = None,
-        loss_scale: LossScale | None = None,
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, normalizer: float | Tensor | None = None) -> Any:
         """Steps all members with gradients that are clipped by the norm over all of them.
 
         Args:
-            closure, normalizer, loss_scale: as in `FusedOptimizer.step`, shared by all members.
+            closure, normalizer: as in `FusedOptimizer.step`, shared by all members.
 
         Returns:
             The closure's result.
@@ -126,12 +123,17 @@ class ClipGroup:
                 that keeps its own step (`accumfused.fuse`) raised inside it.
             ValueError: the normalizer is not > 0; two members share a parameter.
         """
+        if normalizer is not None:
+            normalizer = checked_positive(normalizer, "normalizer")
+        for optimizer in self.optimizers:  # a hook may write gradients, so all run before the norm
+            for hook in (*torch_optimizer._global_optimizer_pre_hooks.values(), *_pre_hooks(optimizer)):
+                hook(optimizer, (optimizer,), {})
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._refuse_shared()
-        divisors = divisors_of(self, normalizer, loss_scale, is_shared=True)
+        divisors = divisors_of(self, normalizer, self.optimizers[0].engine.loss_scale, is_shared=True)
         try:
             with torch.no_grad():
                 for optimizer, measured in zip(self.optimizers, self._measure(divisors), strict=True):
@@ -160,12 +162,14 @@ class ClipGroup:
         if found:
             propagates = all(engine.settings.nonfinite == "propagate" for engine in engines)
             self._share(found, skips=divisors.for_scaler or not propagates)
-        for engine, part in zip(engines, parts, strict=True):  # before any member steps or counts a skip
-            if part is not None:
-                engine.refuse_nonfinite(part, divisors)
-        for engine, part in zip(engines, parts, strict=True):
-            if part is not None and engine.skips is not None and engine.counts_skips(divisors):
-                engine.skips.count.add_(part.outcome.skipped)
+        both = [(engine, part) for engine, part in zip(engines, parts, strict=True) if part is not None]
+        for engine, part in both:
+            engine.outcome = part.outcome
+        for engine, part in both:  # before any member steps or counts a skip
+            engine.refuse_nonfinite(part, divisors)
+        for engine, part in both:
+            if engine.plans.skips is not None and engine.counts_skips(divisors):
+                engine.plans.skips.count.add_(part.outcome.skipped)
         return parts
 
     def _share(self, found: list[Measured], *, skips: bool) -> None:
@@ -182,11 +186,18 @@ class ClipGroup:
             part.outcome = Outcome(_to(values, part.prepared.plan.device), spends_grads=part.outcome.spends_grads)
 
 
-@with_hooks
-def _step(optimizer: FusedOptimizer, measured: Measured | None) -> None:
-    """Finishes a member's step, with its hooks, after the group has measured."""
+def _pre_hooks(optimizer: Any) -> list[Any]:
+    return list(optimizer._optimizer_step_pre_hooks.values())
+
+
+def _step(optimizer: Any, measured: Measured | None) -> None:
+    """Finishes a member's step after the group has measured, with torch's label for profilers and the last hooks."""
     optimizer._opt_called = True  # LR schedulers look for it
-    optimizer.engine.finish(measured)
+    with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+        optimizer.engine.finish(measured)
+        hooks = (*optimizer._optimizer_step_post_hooks.values(), *torch_optimizer._global_optimizer_post_hooks.values())
+        for hook in hooks:
+            hook(optimizer, (optimizer,), {})
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

@@ -69,6 +69,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
         raise TypeError(f"the optimizer is fused already ({type(optimizer).__name__})")
     own = chosen("fuse", **settings)
     check_settings(own)
+    refuse_differentiable(optimizer.defaults)
     fused: Any = PEERS.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
     for group in optimizer.param_groups:
         check_parameters(group["params"])

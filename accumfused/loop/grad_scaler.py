@@ -61,7 +61,14 @@ class GradScaler(torch.amp.GradScaler):
         else:
             loss_scale = LossScale(scale if own is None else scale * own, None)
         taker: Any = optimizer
-        result = taker.step(*args, **kwargs, loss_scale=loss_scale)
+        members = [member.engine for member in _members(optimizer)]
+        for engine in members:
+            engine.loss_scale = loss_scale
+        try:
+            result = taker.step(*args, **kwargs)
+        finally:
+            for engine in members:
+                engine.loss_scale = None
         skipped = on_device(taker.step_was_skipped, scale.device, torch.float32)  # a new one: update() adds to it
         state["found_inf_per_device"] = {skipped.device: skipped}
         state["stage"] = OptState.STEPPED

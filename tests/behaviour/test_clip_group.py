@@ -14,6 +14,7 @@ from compare import assert_close
 from snapshot import refused
 from table import set_grads
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import accumfused as af
 
@@ -71,7 +72,7 @@ def test_closures_hooks_and_schedulers_of_members_run(backend: str) -> None:
         return torch.ones(())
 
     assert float(group.step(closure, normalizer=2.0)) == 1.0
-    assert calls == [True, "pre", "post"]
+    assert calls == ["pre", True, "post"]
     for scheduler in schedulers:
         scheduler.step()  # does not warn that no optimizer has stepped
     assert [param.tolist() for param in params] == [[-0.25] * 4] * 2
@@ -108,6 +109,7 @@ def test_where_a_member_raises_for_a_norm_none_steps(backend: str) -> None:
     set_grads(params[:1], [torch.full((4,), math.inf)])
     with refused(first, RuntimeError, "the global norm of the gradients is inf, nothing was updated"):
         group.step()
+    assert first.step_was_skipped
     assert second.step_was_skipped
     set_grads(params, [torch.ones(4)] * 2)
     group.step()
@@ -135,6 +137,31 @@ def test_a_norm_that_is_not_finite_skips_all(backend: str, scaler: Any, row: Any
     assert [bool(each.step_was_skipped) for each in (group, *optimizers)] == [is_skipped] * 3
     assert [int(optimizer.skipped_steps) for optimizer in optimizers] == [is_skipped] * 2
     assert (params[1].tolist() == [0.0] * 4) is is_skipped or not skips
+
+
+def test_a_hook_before_the_step_counts_in_the_norm(backend: str) -> None:
+    params, optimizers, group = pair(backend, limit=1.0)
+    optimizers[0].register_step_pre_hook(lambda *_: params[0].grad.mul_(100))  # type: ignore[union-attr]
+    group.step()
+    assert_close(torch.stack(params).norm(), torch.tensor(1.0), "norm")
+
+
+def test_a_checkpoint_by_torch_distributed_makes_a_members_states(backend: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    optimizers = [af.SGD(part.parameters(), lr=0.1, momentum=0.9, backend=backend) for part in model]
+    af.ClipGroup(optimizers, 1.0)
+    saved = get_optimizer_state_dict(model, optimizers)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.1, 0.1]
+    set_optimizer_state_dict(model, optimizers, saved)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_member_that_is_copied_without_its_group_waits_for_another_one(backend: str) -> None:
+    _, optimizers, _ = pair(backend)
+    twins = [copy.copy(optimizers[0]), copy.deepcopy(optimizers[1])]
+    with refused(twins[0], RuntimeError, r"in a ClipGroup"):
+        twins[0].step()
+    af.ClipGroup(twins, 1.0).step()
 
 
 def sgd(**settings: Any) -> af.SGD:

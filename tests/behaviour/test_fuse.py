@@ -188,6 +188,21 @@ def test_hooks_run_once_a_step_and_copies_go_on_alike_and_apart(
     assert torch.equal(twin.grad_norm, optimizer.grad_norm)
 
 
+def test_a_step_of_its_own_is_called_with_the_optimizer_itself(backend: str) -> None:
+    class Mine(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(self)
+            return super().step(closure)
+
+    seen: list[Any] = []
+    param = torch.ones(3).requires_grad_()
+    optimizer = af.fuse(Mine([param], lr=0.1), backend=backend)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert type(seen[0]) is type(optimizer)
+    assert seen[0] is optimizer
+
+
 def test_hooks_of_a_class_that_was_never_made_before_run(backend: str) -> None:
     calls: list[str] = []
     own: Any = af.fuse(type("Own", (torch.optim.SGD,), {})(parameters(), lr=0.1), backend=backend)

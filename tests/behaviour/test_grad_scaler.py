@@ -103,6 +103,18 @@ def test_float16_gradients_can_be_unscaled_once_their_window_is_closed(backend: 
     assert param.tolist() == [8.0 - 0.5 * (2.0 + 2.0**-9) / 2] * 4
 
 
+def test_a_subclass_need_not_know_of_scalers(backend: str) -> None:
+    class Mine(af.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    param = torch.ones(3).requires_grad_()
+    scaler, optimizer = af.GradScaler("cpu", init_scale=8.0), Mine([param], lr=1.0, backend=backend)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert param.tolist() == [0.0] * 3
+
+
 @every_scaler
 def test_a_scaler_that_is_off_is_as_if_it_were_not_there(backend: str, kind: str) -> None:
     param, optimizer, _ = scaled(kind, backend)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -89,6 +91,21 @@ def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned(
         loss = optimizer.step(*[] if by_hook else [closure])
         assert torch.is_grad_enabled() == (mode is torch.enable_grad)
     assert (loss.detach().item(), param.tolist(), calls) == (8.0, [0.0] * 4, [True])
+
+
+def test_a_bad_normalizer_is_refused_before_the_closure_runs(backend: str) -> None:
+    calls: list[int] = []
+    with pytest.raises(ValueError, match="normalizer must be finite and > 0"):
+        adamw(backend).step(lambda: calls.append(1), normalizer=0)
+    assert calls == []
+
+
+def test_states_that_a_checkpoint_replaces_are_freed_at_once(backend: str) -> None:
+    optimizer = adamw(backend)
+    train(optimizer, steps=1)
+    old = [weakref.ref(value) for entries in optimizer.state.values() for value in entries.values()]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(value() is None for value in old)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -24,6 +24,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import accumfused as af
 from accumfused.formats.shards import local
 
+
+def after_a_window_of_its_own() -> list[float]:
+    """In a worker: a closed window's gradients, of 16-bit parameters that were trained before there were processes."""
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = af.SGD(model.parameters(), lr=1.0)
+    with mock.patch("accumfused.distributed.exchange.has_processes", return_value=False):
+        set_grads(params_of(optimizer), [torch.zeros_like(p) for p in params_of(optimizer)])
+        optimizer.accumulate()
+        optimizer.step()
+    af.attach_ddp(DistributedDataParallel(model), optimizer)
+    set_grads(params_of(optimizer), [torch.full_like(p, dist.get_rank() + 1.0) for p in params_of(optimizer)])
+    optimizer.accumulate(last=True)
+    return [value for param in model.parameters() for value in param.grad.flatten().tolist()]  # type: ignore[union-attr]
+
+
+def test_a_window_from_before_the_processes_leaves_nothing_behind() -> None:
+    assert set(processes.agreed(2, after_a_window_of_its_own)) == {1.5}
+
+
 # ---- one decision --------------------------------------------------------------------------------------------------
 
 WAYS = [  # scaler, how a window ends: "unscaled" is closed, and unscale_() and torch's clip precede the step
