@@ -161,7 +161,8 @@ def step_together(sides: list[Side], group: Any, normalizer: float | None) -> bo
         functools.partial(group.step, normalizer=normalizer),
         *[lambda: None] * len(sides),
     ]
-    parts = [(side, *side.found()) for side in sides]
+    # The call is made for the first of them: one that has gradients, for which it may be refused.
+    parts = sorted(((side, *side.found()) for side in sides), key=lambda part: not part[1])
     refusals = [ValueError] if normalizer is not None and not 0 < normalizer < math.inf else []
     for refusal in [refusal for *_, refusal in parts if refusal is not None]:
         refusals += refusal if isinstance(refusal, tuple) else [refusal]
