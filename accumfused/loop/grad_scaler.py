@@ -44,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
             args, kwargs: arguments of `optimizer.step()`, without a closure.
 
         Raises:
-            RuntimeError: a second step before `update()`; a closure.
+            RuntimeError: a second step before `update()`; a closure; a member of a group that was unscaled by itself.
         """
         if not self._enabled or not _members(optimizer):
             return super().step(optimizer, *args, **kwargs)
@@ -54,6 +54,11 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        alone = [member for member in _members(optimizer) if member is not optimizer]
+        if any(self._per_optimizer_states[id(member)]["stage"] is OptState.UNSCALED for member in alone):
+            raise RuntimeError(
+                "a member of the group was unscaled by itself; call scaler.unscale_() on the group instead"
+            )
         own = getattr(optimizer, "grad_scale", None)
         if state["stage"] is OptState.UNSCALED:
             flags = [on_device(flag, scale.device, torch.float32) for flag in state["found_inf_per_device"].values()]

@@ -156,6 +156,15 @@ def test_a_checkpoint_by_torch_distributed_makes_a_members_states(backend: str) 
     assert all(param.grad is None for param in model.parameters())
 
 
+def test_members_that_were_unscaled_one_by_one_are_not_divided_again(backend: str) -> None:
+    _, optimizers, group = pair(backend)
+    scaler = af.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizers[0])
+    with refused(optimizers[0], RuntimeError, r"call scaler\.unscale_\(\) on the group"):
+        scaler.step(group)
+
+
 def test_a_member_that_is_copied_without_its_group_waits_for_another_one(backend: str) -> None:
     _, optimizers, _ = pair(backend)
     twins = [copy.copy(optimizers[0]), copy.deepcopy(optimizers[1])]
