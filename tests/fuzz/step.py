@@ -135,7 +135,7 @@ class Side(Windows):
             want.error += 2 * UNIT[param.dtype] * want.value.abs() + SMALLEST.get(param.dtype, 1e-38)
         if self.masters == "split8":
             want.error += 2.0**-14 * want.value.abs()
-        is_finite = bool(want.value.isfinite().all())
+        is_finite = all(bool(each.value.isfinite().all()) for each in (want, *states.values()))
         actual, now = self.actual(row), self.state_of(row)
         want.check(actual, f"parameter {row} after step()")
         half = Bounded.exact(actual).rounded(UNIT[param.dtype] * 1.01)
