@@ -189,11 +189,10 @@ struct MasterWeights {
 // ---- quantisation blocks of 8 bits ----------------------------------------------------------------------------------
 
 // The biased exponent of a quantisation block's scale, from the bits of its largest magnitude.
-AF_INLINE uint32_t scale_of_exponent(uint32_t exponent) {
+AF_INLINE uint32_t scale_of(uint32_t largest) {
+  const uint32_t exponent = (largest + kHeadroom) >> 23;
   return exponent >= 254 ? 255 : exponent < uint32_t(kSmallestScale) ? 0 : exponent;
 }
-
-AF_INLINE uint32_t scale_of(uint32_t largest) { return scale_of_exponent((largest + kHeadroom) >> 23); }
 
 AF_INLINE float scale_factor(uint32_t exponent) { return float_from_bits(exponent == 255 ? kNan : exponent << 23); }
 

@@ -185,18 +185,20 @@ struct Scales {
   float first_inverse, second_inverse;
 
   __device__ Scales(uint32_t largest_first, uint32_t largest_second) {
-    constexpr uint32_t kBoth = 0x10001u, kBelow = (kSmallestScale << 7) * kBoth, kAbove = ((254 << 7) - 1) * kBoth;
-    uint32_t largest = __byte_perm(largest_first, largest_second, 0x7632) + (kHeadroom >> 16) * kBoth;
+    constexpr uint32_t kBoth = 0x10001u, kRaise = kHeadroom >> 16;
+    constexpr uint32_t kBelow = ((kSmallestScale << 7) - kRaise) * kBoth, kAbove = ((254 << 7) - 1 - kRaise) * kBoth;
+    uint32_t largest = __byte_perm(largest_first, largest_second, 0x7632);
 #pragma unroll
     for (int lanes = kQuantBlockThreads / 2; lanes > 0; lanes /= 2) {
       largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
     }
-    first = largest << 16 >> 23, second = largest >> 23;
     if (__vminu2(__vmaxu2(largest, kBelow), kAbove) == largest) {
+      largest += kRaise * kBoth;
+      first = largest << 16 >> 23, second = largest >> 23;
       first_inverse = float_from_bits((254u << 23) - (largest << 16 & 0xff800000u));
       second_inverse = float_from_bits((254u << 23) - (largest & 0xff800000u));
-    } else {
-      first = scale_of_exponent(first), second = scale_of_exponent(second);
+    } else {  // a second moment that is NaN may have a sign
+      first = scale_of(largest << 16), second = scale_of(largest & 0x7fff0000u);
       first_inverse = inverse_scale(first), second_inverse = inverse_scale(second);
     }
   }
