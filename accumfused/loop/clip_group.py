@@ -23,7 +23,8 @@ class ClipGroup:
 
     The group steps in place of its members: it measures all of them, and each applies the common coefficient. All
     members skip if one has a non-finite gradient; `grad_norm` of each is the common norm. Members keep everything else:
-    `accumulate()`, `backward()`, checkpoints, hooks, schedulers. A GradScaler takes the group as it takes an optimizer.
+    `accumulate()`, `backward()`, checkpoints, hooks, schedulers. A GradScaler takes the group as it takes an optimizer;
+    it must not unscale a member.
 
     Args:
         optimizers: two or more of this package, without a `max_grad_norm` of their own (`accumfused.fuse` converts
