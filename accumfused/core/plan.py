@@ -149,6 +149,8 @@ class Plan:
             self._checked.add(index)
         check_gradient(tensor, grad)
         in_memory = type(grad) is Tensor and not grad.is_neg() and not grad._is_zerotensor()
+        if in_memory and is_freed(grad):  # torch's kernels read at address 0
+            memory.check_size(grad, "gradient")
         if in_memory and grad.stride() == tensor.stride():
             return grad
         return torch.empty_like(tensor, dtype=grad.dtype, requires_grad=False).copy_(grad.detach())

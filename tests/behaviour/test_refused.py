@@ -203,6 +203,19 @@ def test_a_storage_that_has_become_too_small_is_refused(backend: str, kind: str,
         getattr(optimizer, verb)()
 
 
+@pytest.mark.parametrize(("verb", "micro_batches"), [("step", 0), ("accumulate", 0), ("accumulate", 1)])
+def test_a_gradient_without_memory_is_refused(backend: str, verb: str, micro_batches: int) -> None:
+    param: Any = Parameter(torch.ones(4, 3))
+    optimizer = af.SGD([param], lr=0.5, backend=backend)
+    for _ in range(micro_batches):
+        param.grad = torch.ones(4, 3)
+        optimizer.accumulate()
+    param.grad = torch.ones(4, 3)
+    param.grad.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"a gradient of shape \[4, 3\] lies in a storage of 0 bytes"):
+        getattr(optimizer, verb)()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped read-only")
 def test_memory_that_is_mapped_read_only_is_refused_and_a_private_mapping_works(backend: str, tmp_path: Path) -> None:
     if torch.get_default_device().type != "cpu":
