@@ -127,14 +127,12 @@ AF_INLINE Half rounded(float value, uint32_t noise) {
   else return to_float16(value, noise);
 }
 
-template <class Half, bool kStochastic>
-struct HalfWeights {
+template <class Half>
+struct StochasticWeights {
   using Param = Half;
   using Master = void;
   AF_METHOD static float join(Half param) { return to_float(param); }
-  AF_METHOD static Half store(float value, uint32_t noise) {
-    return kStochastic ? rounded<Half>(value, noise) : rounded<Half>(value);
-  }
+  AF_METHOD static Half store(float value, uint32_t noise) { return rounded<Half>(value, noise); }
 };
 
 // The fp32 value of a parameter and its remainder. A number that was split gives a NaN only if its half is one. Any
@@ -178,12 +176,10 @@ struct MasterWeights {
 };
 
 // In the order of enum Weights.
-#define AF_WEIGHTS(X)             \
-  X(Float32Weights)               \
-  X(HalfWeights<Bfloat16, false>) \
-  X(HalfWeights<Bfloat16, true>)  \
-  X(HalfWeights<Float16, false>)  \
-  X(HalfWeights<Float16, true>)   \
+#define AF_WEIGHTS(X)            \
+  X(Float32Weights)              \
+  X(StochasticWeights<Bfloat16>) \
+  X(StochasticWeights<Float16>)  \
   X(Split16Weights) X(Split8Weights) X(MasterWeights<Bfloat16>) X(MasterWeights<Float16>)
 
 // ---- quantisation blocks of 8 bits ----------------------------------------------------------------------------------

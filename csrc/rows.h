@@ -24,9 +24,7 @@ enum class Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
 // The formats of a parameter and of its states: see accumfused/formats/kinds.py.
 enum class Weights : int32_t {
   kFloat32 = 0,
-  kBfloat16,
   kBfloat16Stochastic,
-  kFloat16,
   kFloat16Stochastic,
   kBfloat16Split16,
   kBfloat16Split8,

@@ -163,8 +163,6 @@ def store_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor,
         return weights, None
     if form.weights is Weights.FLOAT16_MASTER:
         return weights.half(), weights
-    if form.weights is Weights.FLOAT16:
-        return weights.half(), None
     if form.weights is Weights.FLOAT16_STOCHASTIC:
         return codecs.to_float16_stochastic(weights, noise).to(torch.int16).view(torch.float16), None
     if form.weights is Weights.BFLOAT16_SPLIT16:
@@ -175,7 +173,7 @@ def store_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor,
         return _bfloat16(high), master.to(torch.int8)
     if form.weights is Weights.BFLOAT16_STOCHASTIC:
         return _bfloat16(codecs.to_bfloat16_stochastic(weights, noise)), None
-    return _bfloat16(codecs.to_bfloat16(weights)), weights if form.master is not None else None
+    return _bfloat16(codecs.to_bfloat16(weights)), weights
 
 
 def _bfloat16(bits: Tensor) -> Tensor:

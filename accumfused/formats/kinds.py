@@ -26,14 +26,12 @@ class Weights(IntEnum):
     """The format of a parameter; csrc/rows.h has the same numbers."""
 
     FLOAT32 = 0
-    BFLOAT16 = 1  # rounded to nearest
-    BFLOAT16_STOCHASTIC = 2
-    FLOAT16 = 3
-    FLOAT16_STOCHASTIC = 4
-    BFLOAT16_SPLIT16 = 5  # with an int16 remainder
-    BFLOAT16_SPLIT8 = 6  # with an int8 remainder
-    BFLOAT16_MASTER = 7  # with an fp32 master
-    FLOAT16_MASTER = 8
+    BFLOAT16_STOCHASTIC = 1
+    FLOAT16_STOCHASTIC = 2
+    BFLOAT16_SPLIT16 = 3  # with an int16 remainder
+    BFLOAT16_SPLIT8 = 4  # with an int8 remainder
+    BFLOAT16_MASTER = 5  # with an fp32 master
+    FLOAT16_MASTER = 6
 
 
 class States(IntEnum):

@@ -53,11 +53,11 @@ INT8_STATES = tl.constexpr(int(States.INT8))
 # In the formats' order.
 PARAM_TYPES = tl.constexpr(
     (
-        tl.float32, BFLOAT16_BITS.value, BFLOAT16_BITS.value, tl.float16, tl.float16, BFLOAT16_BITS.value,
-        BFLOAT16_BITS.value, BFLOAT16_BITS.value, tl.float16,
+        tl.float32, BFLOAT16_BITS.value, tl.float16, BFLOAT16_BITS.value, BFLOAT16_BITS.value, BFLOAT16_BITS.value,
+        tl.float16,
     )
 )  # fmt: skip
-MASTER_TYPES = tl.constexpr((None, None, None, None, None, tl.int16, tl.int8, tl.float32, tl.float32))
+MASTER_TYPES = tl.constexpr((None, None, None, tl.int16, tl.int8, tl.float32, tl.float32))
 STATE_TYPES = tl.constexpr((tl.float32, BFLOAT16_BITS.value, tl.uint8))
 
 
@@ -104,12 +104,12 @@ def store_weights(place, values, noise, first, n, size: tl.constexpr, weights: t
         stored, lacking = split(values)
     elif weights == SPLIT8:
         stored, lacking = split_short(values, noise)
+    elif weights == BFLOAT16_STOCHASTIC:
+        stored = to_bfloat16_stochastic(values, noise)
     elif weights == FLOAT16_STOCHASTIC:
         stored = to_float16_stochastic(values, noise)
     elif param.dtype.element_ty == tl.float16:
         stored = values.to(tl.float16)
-    elif weights == BFLOAT16_STOCHASTIC:
-        stored = to_bfloat16_stochastic(values, noise)
     else:
         stored = to_bfloat16(values)
     store(param, stored, first, n, size, whole)
