@@ -12,15 +12,10 @@ from torch import Tensor
 from accumfused import compiled
 from accumfused.backends.cpu import address, as_number_and_address, rule_indices
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import (
-    Fold,
-    Hypers,
-    Outcome,
-    Scaling,
-    at_hand,
-    padded,
-)
+from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand, new_outcome
 from accumfused.core.rows import Grads
+
+_NONE = (0.0, 0, 0)  # in the place of a hyper-parameter that only other groups' rules have
 
 
 class CudaBackend:
@@ -48,8 +43,7 @@ class CudaBackend:
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        values = torch.empty(3, dtype=torch.float32, device=plan.device)
-        outcome = Outcome(values, normed=partials is not None)
+        outcome = new_outcome(plan.device, normed=partials is not None)
         reads = partials is not None and grads is not None
         if reads:
             plan.point_at(grads)  # type: ignore[arg-type]
@@ -64,8 +58,9 @@ class CudaBackend:
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         plan.point_at(grads)
         copy, stream = self._on_device(plan, grads)
-        kept = [tuple(at_hand(value, plan.device) for value in values) for values in hypers]
-        flat = padded([tuple(_hyper(value) for value in values) for values in kept], (0.0, 0, 0))
+        kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
+        stride = max(map(len, kept), default=0)
+        flat = [hyper for values in kept for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
         copy.step(plan.table, stream, flat, rule_indices(plan), outcome.values.data_ptr())
 
     def _on_device(self, plan: Plan, used: Sequence[Tensor | None]) -> tuple[Any, int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, new_outcome, numbers
+from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, new_outcome
 from accumfused.core.rows import Grads
 from accumfused.formats import codecs
 from accumfused.formats.convert import still_halved
@@ -68,13 +68,14 @@ class ReferenceBackend:
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         with ieee():
-            for group, (rule, values) in enumerate(zip(plan.rules, numbers(hypers), strict=True)):
+            for group, (rule, values) in enumerate(zip(plan.rules, hypers, strict=True)):
                 rows = [i for i, row in enumerate(plan.rows) if row.group == group and grads[i] is not None]
                 if not rows:
                     continue
                 counts = [_steps_made(plan, row) for row in rows]
                 steps = whole_steps(torch.stack(counts)) + 1
-                scalars = rule.scalars(dict(zip(rule.hypers, values, strict=True)), steps, outcome.coefficient)
+                hyper = dict(zip(rule.hypers, map(float, values), strict=True))  # waits for a GPU that has some
+                scalars = rule.scalars(hyper, steps, outcome.coefficient)
                 for j, row in enumerate(rows):
                     own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
                     _update(plan, row, own, grads[row], steps[j], outcome.skipped)  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ class SeveralDevices:
             own = _only(_rows(part), grads or [None] * len(plan.params))
             if partials is not None and any(grad is not None for grad in own):
                 sums = _to(partials, part.device)
-                self.backends[part.device].norm(part, own, sums, Scaling(part.device, takes_norm=True))
+                self.backends[part.device].norm(part, own, sums, Scaling(part.device))
                 _merge(part, sums, partials)
         leading = plan.parts[0]
         return self.backends[leading.device].norm(leading, None, partials, scaling)
@@ -65,7 +65,7 @@ class SeveralDevices:
             own = _only(_rows(part), grads)
             if any(grad is not None for grad in own):
                 values = _to(outcome.values, part.device)
-                self.backends[part.device].step(part, own, hypers, Outcome(values, outcome.normed))
+                self.backends[part.device].step(part, own, hypers, Outcome(values))
 
 
 def _rows(part: Plan) -> list[bool]:

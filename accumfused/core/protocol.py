@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from accumfused.rule import Rule
 
 Hypers = list[tuple[float | Tensor, ...]]  # per group, in the order of its rule's `hypers`; a tensor has one element
 Number = float | Tensor  # a tensor has one element, which nobody reads
-T = TypeVar("T")
 
 OVERWRITE = -1  # stands for the weight's index of an accumulator that is still empty
 
@@ -56,7 +55,6 @@ class Scaling:
     device: torch.device
     normalization: float = 1.0
     device_normalization: Tensor | None = None  # fp64, shape []; multiplies it
-    takes_norm: bool = False
     max_grad_norm: float | None = None
     skips_nonfinite: bool = False
     found_inf: Tensor | None = None  # fp32, shape []
@@ -209,29 +207,6 @@ class Divisors:
     found_inf: Number | None = None
     for_scaler: bool = False  # an overflow then raises no error
     is_shared: bool = False  # the norm will be one over several optimizers
-
-
-def rescale(grads: Grads, factor: Tensor) -> None:
-    """Multiplies gradients in place by an fp32 tensor of shape [], in one pass that reads and writes."""
-    for grad in grads:
-        if grad is None:
-            continue
-        own = factor.to(grad.device)
-        if grad.dtype == torch.float32:
-            grad.mul_(own)
-        else:  # in fp32: torch may round a factor of 16-bit tensors to their dtype (and copying, lose a lazy sign)
-            grad.copy_((grad.float() * own).to(grad.dtype))
-
-
-def numbers(hypers: Hypers) -> list[tuple[float, ...]]:
-    """Hyper-parameters on the host; waits for a GPU that has some."""
-    return [tuple(float(value) for value in values) for values in hypers]
-
-
-def padded(rows: list[tuple[T, ...]], padding: T) -> list[T]:
-    """One list of all rows, each padded to the longest."""
-    width = max((len(row) for row in rows), default=0)
-    return [value for row in rows for value in (*row, *[padding] * (width - len(row)))]
 
 
 def on_device(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

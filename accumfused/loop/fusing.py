@@ -8,20 +8,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, overload
 
 import torch
+from torch import Tensor
 from typing_extensions import Unpack
 
 from accumfused.core.engine import Engine, Measured
-from accumfused.core.protocol import OwnStep, rescale
+from accumfused.core.protocol import OwnStep
+from accumfused.core.rows import Grads
 from accumfused.core.window import Phase, Window
 from accumfused.formats.shards import local
 from accumfused.loop.report import growth_of
-from accumfused.optimizer import (
-    FusedOptimizer,
-    check_formats,
-    check_parameters,
-    check_settings,
-    refuse_differentiable,
-)
+from accumfused.optimizer import FusedOptimizer, check_formats, check_parameters, check_settings, refuse_differentiable
 from accumfused.optimizers import PEERS, SGD, Adam, AdamW
 from accumfused.rule import Rule
 from accumfused.settings import SettingArguments, Settings, chosen, takes_settings
@@ -111,7 +107,7 @@ def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
     if skipped:
         return
     if coefficient != 1.0:
-        rescale(measured.grads, outcome.coefficient)
+        _rescale(measured.grads, outcome.coefficient)
     if window.is_open:
         window.expose()
     if window.phase is Phase.CLOSED:
@@ -125,6 +121,18 @@ def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
         step(optimizer)
     finally:
         vars(optimizer).update(hidden)
+
+
+def _rescale(grads: Grads, factor: Tensor) -> None:
+    """Multiplies gradients in place by an fp32 tensor of shape [], in one pass that reads and writes."""
+    for grad in grads:
+        if grad is None:
+            continue
+        own = factor.to(grad.device)
+        if grad.dtype == torch.float32:
+            grad.mul_(own)
+        else:  # in fp32: torch may round a factor of 16-bit tensors to their dtype (and copying, lose a lazy sign)
+            grad.copy_((grad.float() * own).to(grad.dtype))
 
 
 def _cast_gradients(window: Window) -> None:

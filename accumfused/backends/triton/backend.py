@@ -24,14 +24,7 @@ from accumfused.backends.triton import kernels, memory
 from accumfused.backends.triton import numeric as triton_numeric
 from accumfused.backends.triton.step import step_kernel
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import (
-    Fold,
-    Hypers,
-    Outcome,
-    Scaling,
-    at_hand,
-    new_outcome,
-)
+from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand, new_outcome
 from accumfused.core.rows import GRAD_DTYPES, Grads, has_memory
 from accumfused.formats.kinds import Format, Storage
 from accumfused.formats.numeric import ieee
@@ -88,12 +81,13 @@ class TritonBackend:
         """Adds the native module's table if it loads: the table tells whether a plan still holds, kernels ignore it."""
         if compiled.unavailable is None:
             plan.add_table(compiled.module.Table, param_groups, state)
+        self._kept[plan] = _kept(plan)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
         number, at = as_number_and_address(fold.scale)
         with _on(plan.device):
-            table = self._send(plan, "rows", self._of(plan).table(fold.grads, fold.accumulators, fold.held))
+            table = self._send(plan, "rows", self._kept[plan].table(fold.grads, fold.accumulators, fold.held))
             _launch(
                 kernels.accumulate_kernel, plan, plan.chunks,
                 table, len(plan.rows), plan.chunks, fold.weights, fold.weight, _bits(number), at, partials,
@@ -107,7 +101,7 @@ class TritonBackend:
         # A tensor without elements has no address, and without an address the kernel takes no norm.
         sums = partials if partials is None or partials.numel() else outcome.values
         with _on(plan.device):
-            table = self._send(plan, "rows", self._of(plan).table(grads if reads else None))
+            table = self._send(plan, "rows", self._kept[plan].table(grads if reads else None))
             _launch(
                 kernels.norm_kernel, plan, chunks_to_read,
                 table, len(plan.rows), plan.chunks, chunks_to_read, address(sums), _bits(scaling.normalization),
@@ -121,19 +115,14 @@ class TritonBackend:
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         words = [word for values in kept for word in _hyper_words(values)]
         with _on(plan.device):
-            table = self._send(plan, "rows", self._of(plan).table(grads))
+            table = self._send(plan, "rows", self._kept[plan].table(grads))
             hyper_table = self._send(plan, "hypers", words)
-            for index, kind in enumerate(self._of(plan).kinds):
+            for index, kind in enumerate(self._kept[plan].kinds):
                 _launch(
                     step_kernel, plan, plan.chunks,
                     table, len(plan.rows), plan.chunks, hyper_table, index, outcome.values, *constants(*kind),
                     options=NOISY_OPTIONS if kind[1].needs_noise else OPTIONS,
                 )  # fmt: skip
-
-    def _of(self, plan: Plan) -> _Kept:
-        if plan not in self._kept:
-            self._kept[plan] = _kept(plan)
-        return self._kept[plan]
 
     def _send(self, plan: Plan, key: str, words: list[int]) -> Tensor:
         """A copy of the words on the plan's device; unchanged words reuse the last call's copy.
@@ -145,7 +134,7 @@ class TritonBackend:
             return torch.tensor(words, dtype=torch.int64, device=plan.device)
         captures = torch.cuda.is_current_stream_capturing()
         stream = torch.cuda.current_stream(plan.device).cuda_stream
-        sent = self._of(plan).sent.get(key)
+        sent = self._kept[plan].sent.get(key)
         if not captures and sent is not None and sent.stream == stream and sent.words == words:
             return sent.copy
         host = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -153,7 +142,7 @@ class TritonBackend:
         if captures:
             self._captured.append((host, copy))
         else:
-            self._of(plan).sent[key] = _Sent(words, stream, copy)
+            self._kept[plan].sent[key] = _Sent(words, stream, copy)
         return copy
 
 
