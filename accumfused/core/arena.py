@@ -7,6 +7,7 @@ from torch import Tensor
 
 from accumfused.core.plan import Plan
 from accumfused.core.rows import Grads, Row
+from accumfused.formats.numeric import memory_order
 
 _PADDING = 32  # elements: accumulators start at multiples of 64 bytes
 
@@ -56,9 +57,7 @@ class Arena:
         So this memory is alike in all processes.
         """
         both = list(zip(plan.rows, self.places, strict=True))
-        memory = {
-            bundle.data_ptr() for bundle in self._bundles
-        }  # places from before there were processes lie elsewhere
+        memory = {bundle.data_ptr() for bundle in self._bundles}  # before there were processes, places lay elsewhere
         alike = all(
             (place is not None and place.untyped_storage().data_ptr() in memory) is _travels(row)
             for row, place in both
@@ -80,7 +79,7 @@ class Arena:
         flats = list(self._bundles)
         for row, accumulator, place in zip(plan.rows, accumulators, self.places, strict=True):
             if accumulator is not None and not row.is_bundled:
-                flats.append(flat(accumulator))
+                flats.append(memory_order(accumulator))
             elif accumulator is None and row.is_bundled and place is not None:
                 place.zero_()  # the last window's sums
         return flats
@@ -89,11 +88,6 @@ class Arena:
 def _travels(row: Row) -> bool:
     """Whether its accumulator travels with others: small ones do if their parameters require a gradient."""
     return row.is_bundled and row.param.requires_grad
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """A dense tensor's memory, in its own order."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def adoptable(grad: Tensor) -> bool:

@@ -23,6 +23,7 @@ from accumfused.core.protocol import (
     Divisors,
     Exchange,
     LossScale,
+    Number,
     Outcome,
     Owner,
     Release,
@@ -31,13 +32,11 @@ from accumfused.core.protocol import (
 )
 from accumfused.core.rows import Grads, has_memory
 from accumfused.core.skips import Skips
-from accumfused.core.window import OPEN_PHASES, Phase, Window
+from accumfused.core.window import Phase, Window
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import names
 from accumfused.formats.shards import replicated
 from accumfused.settings import Settings
-
-Number = float | Tensor  # a tensor has one element, which nobody reads
 
 
 @dataclass
@@ -50,12 +49,6 @@ class Prepared:
     devices: set[torch.device]  # for which the backend was selected
     partials: Tensor | None = None  # sums of squares of gradients from p.grad
     is_valid: bool = True  # False: the optimizer's state was replaced
-
-    def norm(self, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        """`Backend.norm`, over all shards of the parameters."""
-        if self.exchange.is_alone and not self.plan.is_spread:
-            return self.backend.norm(self.plan, grads, partials, scaling)
-        return self.exchange.norm(self.backend, self.plan, grads, partials, scaling)
 
     def cleared_partials(self, complete: bool) -> Tensor:
         """Memory for the sums of squares; zero for rows without a gradient."""
@@ -313,7 +306,7 @@ class Engine:
         grads, present = prepared.plan.gradients()
         if window.phase is Phase.CLOSED and not present:
             window.drop()  # model.zero_grad() has released its sums
-        is_open = window.phase in OPEN_PHASES
+        is_open = window.is_open
         if is_open:
             grads, present = self._sums(prepared, present)
         if not present:
@@ -327,14 +320,14 @@ class Engine:
             prepared = self.plans.with_states(prepared.plan, matched)
             window.habits.see(window.params)  # make_state wrote a loaded master into its parameter
         plan, complete = prepared.plan, present == len(grads)
-        scaling = self._scaling(plan, divisors, normalization)
+        scaling, takes_norm = self._scaling(plan, divisors, normalization)
         stale: Grads | None = matched
         partials: Tensor | None = None
         if is_open:
             stale, partials = window.sums.stale(matched), window.sums.partials
-        elif scaling.takes_norm:
+        elif takes_norm:
             partials = prepared.cleared_partials(complete)
-        outcome = prepared.norm(stale, partials, scaling)
+        outcome = prepared.exchange.norm(prepared.backend, plan, stale, partials, scaling)
         outcome.spends_grads = is_open
         return Measured(prepared, grads, matched, complete, outcome)
 
@@ -365,13 +358,14 @@ class Engine:
         window.weights.check(0.0)
         return window.sums.accumulators, window.sums.count
 
-    def _scaling(self, plan: Plan, divisors: Divisors, normalization: Number | None) -> Scaling:
+    def _scaling(self, plan: Plan, divisors: Divisors, normalization: Number | None) -> tuple[Scaling, bool]:
+        """The inputs of the coefficient, and whether the step takes a norm."""
         settings, found_inf = self.settings, divisors.found_inf
         is_unchecked = divisors.for_scaler and found_inf is None
         # The contract of windows: bad weights skip the step.
         takes_norm = divisors.is_shared or is_unchecked or self.window.phase is not Phase.IDLE
         takes_norm = takes_norm or settings.max_grad_norm is not None or settings.nonfinite in ("skip", "raise")
-        scaling = Scaling(plan.device, takes_norm=takes_norm, max_grad_norm=settings.max_grad_norm)
+        scaling = Scaling(plan.device, max_grad_norm=settings.max_grad_norm)
         if not divisors.is_shared and self.counts_skips(divisors):
             assert self.plans.skips is not None
             scaling.skips = self.plans.skips.count
@@ -383,7 +377,7 @@ class Engine:
                 scaling.normalize(divisor)
         checked = takes_norm or scaling.device_normalization is not None
         scaling.skips_nonfinite = checked and (settings.nonfinite != "propagate" or is_unchecked)
-        return scaling
+        return scaling, takes_norm
 
     def counts_skips(self, divisors: Divisors) -> bool:
         """Whether a skipped step is counted; otherwise it raises."""

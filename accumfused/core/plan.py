@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accumfused import compiled
 from accumfused.core import memory
-from accumfused.core.reader import Reader, TableReader, TensorReader
+from accumfused.core.reader import TableReader, TensorReader
 from accumfused.core.rows import Grads, Row, check_gradient, check_parameter, has_memory, is_freed, row_of
 from accumfused.formats.kinds import REMAINDER, check_states
 from accumfused.formats.numeric import chunk_count
@@ -32,7 +32,7 @@ class Plan:
     rules: list[type[Rule]]  # per group
     chunks: int
     device: torch.device  # where its kernels run
-    reader: Reader = field(init=False)
+    reader: TableReader | TensorReader = field(init=False)
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
     parts: list[Plan] = field(default_factory=list)  # with several devices: the plan of each
     _pointed_at: Grads | None = None

@@ -10,7 +10,7 @@ import operator
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,22 +31,6 @@ def _own_references() -> int:
 _OWN_REFERENCES = _own_references()  # to `param.grad` as it is read, if nobody else holds the gradient
 
 
-class Reader(Protocol):
-    """See `TableReader`, `TensorReader`."""
-
-    def unchanged(self, groups: Groups, state: State) -> bool:
-        """Whether groups, states and their memory are still those of the plan."""
-
-    def read(self) -> tuple[Grads, int, bool]:
-        """Every p.grad, their number, and whether the table's rows point at all of them."""
-
-    def held(self) -> list[bool]:
-        """Flags the last read gradients that somebody else also holds, and may write again."""
-
-    def release(self) -> None:
-        """Sets p.grad = None for every parameter."""
-
-
 class TableReader:
     """Reads through `table`, the _C.Table of the plan's rows, which remembers groups and state."""
 
@@ -54,21 +38,25 @@ class TableReader:
         self._table = table
 
     def unchanged(self, groups: Groups, state: State) -> bool:
+        """Whether groups, states and their memory are still those of the plan."""
         return bool(self._table.unchanged(groups, state))
 
     def read(self) -> tuple[Grads, int, bool]:
+        """Every p.grad, their number, and whether the table's rows point at all of them."""
         grads, present, refused = self._table.read_grads(_OWN_REFERENCES)
         return grads, present, refused < 0
 
     def held(self) -> list[bool]:
+        """Flags the last read gradients that somebody else also holds, and may write again."""
         return self._table.held()  # type: ignore[no-any-return]
 
     def release(self) -> None:
+        """Sets p.grad = None for every parameter."""
         self._table.release_grads()
 
 
 class TensorReader:
-    """Reads tensors one by one. Without a call of `remember` the plan never counts as unchanged."""
+    """The same without a table, tensor by tensor. Without a call of `remember` the plan never counts as unchanged."""
 
     def __init__(self, rows: list[Row]) -> None:
         self._rows = rows

@@ -34,10 +34,6 @@ class Sums:
         """The number of accumulators."""
         return len(self.accumulators) - sum(accumulator is None for accumulator in self.accumulators)
 
-    def wait_for_first(self) -> bool:
-        """Whether some accumulators wait for the first micro-batch's weight."""
-        return FIRST in self.places
-
     def are_of_one(self, weights: Weights) -> bool:
         """Whether the window has one micro-batch whose weight is still to be applied: it is its own mean."""
         pending = set(self.places) - {OVERWRITE}
@@ -126,7 +122,7 @@ class Sums:
 
     def _waits_for_closing(self, weights: Weights, scale: float) -> bool:
         """Whether accumulators without a gradient in this fold change too: by the scale, or by their weight."""
-        return not self.are_of_one(weights) and (scale != 1.0 or self.wait_for_first())
+        return not self.are_of_one(weights) and (scale != 1.0 or FIRST in self.places)
 
     def _launch(
         self, plan: Plan, backend: Backend, weights: Weights, grads: Grads, rows: Grads, place: int, scale: Number

@@ -34,9 +34,6 @@ class Phase(Enum):
     CLOSED = "closed"  # p.grad is the accumulator
 
 
-OPEN_PHASES = (Phase.OPEN, Phase.SEALED)  # the window holds the sums, p.grad does not
-
-
 class Window:
     """The state machine of one optimizer's gradients, from the first micro-batch to the step."""
 
@@ -55,7 +52,7 @@ class Window:
     @property
     def is_open(self) -> bool:
         """Whether the window holds the sums, and p.grad does not."""
-        return self.phase in OPEN_PHASES
+        return self.phase in (Phase.OPEN, Phase.SEALED)
 
     @property
     def is_first_entered(self) -> bool:
@@ -192,7 +189,6 @@ class Window:
 
     def drop(self) -> None:
         """Ends the window without a step."""
-        self.watch_drops()
         if self._holds_micro_batches:
             self.habits.dropped()
         if self.phase is not Phase.IDLE:

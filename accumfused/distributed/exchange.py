@@ -112,7 +112,7 @@ class Means(Alone):
         """The norm over the shards of all processes."""
         if not plan.is_spread or partials is None:
             return backend.norm(plan, grads, partials, scaling)
-        backend.norm(plan, grads, partials, Scaling(plan.device, takes_norm=True))
+        backend.norm(plan, grads, partials, Scaling(plan.device))
         if plan not in self._kinds:
             self._kinds[plan] = _kinds(plan)
         squares = sum_of_squares(self._kinds[plan], partials)

@@ -178,9 +178,7 @@ class ClipGroup:
         device = found[0].prepared.plan.device
         coefficients, norms, skipped = torch.stack([_to(part.outcome.values, device) for part in found]).unbind(1)
         squares = (norms.double() * norms.double()).sum()
-        scaling = Scaling(
-            device, takes_norm=True, max_grad_norm=self._max_grad_norm, skips_nonfinite=skips, found_inf=skipped.amax()
-        )
+        scaling = Scaling(device, max_grad_norm=self._max_grad_norm, skips_nonfinite=skips, found_inf=skipped.amax())
         common = finish_norm(squares, scaling)
         for part, own in zip(found, coefficients, strict=True):
             values = torch.stack([own * common.coefficient, common.norm, common.values[2]])

@@ -87,7 +87,7 @@ class Verbs:
 
     @torch.no_grad()
     def norm(self, grads: Sequence[Tensor]) -> Outcome:
-        scaling = Scaling(self.plan.device, takes_norm=True, max_grad_norm=_MAX_GRAD_NORM, skips_nonfinite=True)
+        scaling = Scaling(self.plan.device, max_grad_norm=_MAX_GRAD_NORM, skips_nonfinite=True)
         outcome: Outcome = self.backend.norm(self.plan, [*grads], self.partials, scaling)
         return outcome
 

@@ -54,7 +54,7 @@ def _verbs(
     rows = len(work.shapes)
     partials = torch.zeros(plan.chunks, device=work.device)
     weights = torch.ones(8, dtype=torch.float64, device=work.device)
-    scaling = Scaling(plan.device, takes_norm=True, max_grad_norm=MAX_GRAD_NORM)
+    scaling = Scaling(plan.device, max_grad_norm=MAX_GRAD_NORM)
     hypers = plan.hypers(optimizer.param_groups)
     grads_fp32: Grads = [*work.grads]
     outcome = backend.norm(plan, grads_fp32, partials, scaling)

@@ -104,7 +104,7 @@ def norms(backend: Any, sizes: list[int], partials: Tensor, *reads: float | Tens
     params = [torch.zeros(size) for size in sizes]
     plan = build([{"params": params}], {}, [NoRule], Settings())
     backend.prepare(plan, [{"params": params}], {})
-    scaling, found = Scaling(plan.device, takes_norm=True), {}
+    scaling, found = Scaling(plan.device), {}
     for number, read in enumerate(reads):
         grads = None if isinstance(read, Tensor) else [torch.full_like(p, read) for p in params]
         sums = read if isinstance(read, Tensor) else partials
