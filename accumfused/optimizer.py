@@ -75,13 +75,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     rules: ClassVar[tuple[type[Rule], ...]] = ()
     own_step: ClassVar[OwnStep | None] = None  # in place of the kernels' step
 
-    _engine: Engine
+    engine: Engine  # works on its gradients; for the package's own use, and for benchmarks
     _checked_graph = False  # for BatchNorm, by backward(loss)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that works on its gradients; for the package's own use, and for benchmarks."""
-        return self._engine
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
@@ -98,7 +93,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         check_settings(settings)
         for group in self.param_groups:
             check_formats(self.rule_of(group), group["params"], settings)
-        self._engine = Engine(self, settings, _SURROUNDINGS)
+        self.engine = Engine(self, settings, _SURROUNDINGS)
 
     # ---- the calls of a training loop -------------------------------------------------------------------------------
 
@@ -415,9 +410,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         settings, window, is_grouped = (state.pop(name, None) for name in ("settings", "window", "is_grouped"))
         super().__setstate__(state)
         if is_copy:
-            self._engine = Engine(self, settings, _SURROUNDINGS, window)
-            self._engine.plans.masters.see(self.state)
-            self._engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up
+            self.engine = Engine(self, settings, _SURROUNDINGS, window)
+            self.engine.plans.masters.see(self.state)
+            self.engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up
 
 
 def _makes_states(optimizer: FusedOptimizer) -> bool:

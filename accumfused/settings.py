@@ -93,10 +93,8 @@ class Settings:
         if self.state_dtype not in (torch.float32, torch.bfloat16, "int8"):
             allowed = "torch.float32, torch.bfloat16, 'int8'"
             raise ValueError(f"state_dtype must be one of {allowed}, got {self.state_dtype!r}")
-        for name, value in (
-            ("state_dtype_min_numel", self.state_dtype_min_numel),
-            ("rounding_seed", self.rounding_seed),
-        ):
+        for name in ("state_dtype_min_numel", "rounding_seed"):
+            value = getattr(self, name)
             if value is None and name == "rounding_seed":
                 continue
             if not isinstance(value, int) or isinstance(value, bool):

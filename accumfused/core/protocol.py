@@ -161,9 +161,7 @@ class Owner(Protocol):
     defaults: dict[str, Any]
     rules: ClassVar[tuple[type[Rule], ...]]
     own_step: ClassVar[OwnStep | None]
-
-    @property
-    def engine(self) -> Any: ...
+    engine: Any
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]: ...

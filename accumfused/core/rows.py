@@ -53,7 +53,7 @@ def row_of(
     tensor = owned = shards.owned(param, shard)
     if layout(owned) == "strided":
         tensor = torch.empty_like(owned, requires_grad=False)
-    form = format_of(rule, param, settings) if param.dtype in PARAM_DTYPES else Format()
+    form = format_of(rule, param, settings)
     if shard is not None and entries is not None:
         entries = shard.parts(entries) if shard.has_placed(entries, names(rule, form)) else None
     storage, origin = storage_of(rule, form, tensor, entries), 0 if shard is None else shard.origin

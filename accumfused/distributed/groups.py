@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from accumfused.formats.shards import is_dtensor
 
 
 def has_processes() -> bool:
@@ -44,8 +45,7 @@ def refuse_released(param: Tensor, group: Any) -> None:
     Raises:
         RuntimeError: the parameter is sharded, or there are several processes and no group.
     """
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and isinstance(param, module.DTensor):
+    if is_dtensor(param):
         what = "a parameter belongs to several processes (DTensor: fully_shard, or tensor parallelism), which"
     elif _is_sharded(param):
         what = "a parameter belongs to FullyShardedDataParallel, which"

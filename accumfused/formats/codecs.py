@@ -230,11 +230,8 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 
 
 def _low(bits: Tensor) -> Tensor:
-    return _signed(bits & 0xFFFFFFFF).to(torch.int32)
-
-
-def _signed(bits: Tensor) -> Tensor:
-    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
+    bits = bits & 0xFFFFFFFF
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)
 
 
 def _int32(number: int) -> int:

@@ -115,7 +115,7 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
     Raises:
         ValueError: the parameter's dtype does not allow these master_weights.
     """
-    if rule.is_foreign:
+    if rule.is_foreign or param.dtype not in PARAM_DTYPES:
         return Format()  # no kernel reads it
     weights = Weights.FLOAT32
     if param.dtype != torch.float32:

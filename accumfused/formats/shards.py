@@ -112,33 +112,10 @@ def shard_of(param: Tensor) -> Shard | None:
     """
     if not is_dtensor(param):
         return None
-    spec: Any = param
-    return _shard(param, spec.device_mesh, tuple(spec.placements))
-
-
-def owned(param: Tensor, shard: Shard | None) -> Tensor:
-    """The tensor of this process's shard of a parameter."""
-    return param if shard is None else local(param).detach()
-
-
-def keeps_blocks(param: Tensor) -> bool:
-    """Whether sharding keeps the blocks of 8-bit states: it cuts only between rows that whole blocks make up."""
-    if not is_dtensor(param):
-        return True
-    spec: Any = param
-    cuts = [placement for placement in spec.placements if not placement.is_replicate()]
-    return not cuts or (all(getattr(cut, "dim", None) == 0 for cut in cuts) and has_block_rows(param))
-
-
-def has_block_rows(param: Tensor) -> bool:
-    """Whether each index of the first dimension is a run of whole blocks in memory."""
-    row = math.prod(param.shape[1:])
-    return param.dim() > 0 and row % BLOCK == 0 and row > 0 and param.is_contiguous()
-
-
-def _shard(param: Tensor, mesh: Any, placements: tuple[Any, ...]) -> Shard:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    spec: Any = param
+    mesh, placements = spec.device_mesh, tuple(spec.placements)
     if any(placement.is_partial() for placement in placements):
         raise RuntimeError(f"a parameter is placed as {placements}: a sum that is pending; redistribute() it first")
     cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
@@ -162,3 +139,23 @@ def _shard(param: Tensor, mesh: Any, placements: tuple[Any, ...]) -> Shard:
                 place = place * mesh.size(dim) + mesh.get_local_rank(dim)
             origin = place * param.numel()
     return Shard(mesh, placements, param.shape, tuple(param.stride()), tuple(shape), tuple(offset), origin, groups)
+
+
+def owned(param: Tensor, shard: Shard | None) -> Tensor:
+    """The tensor of this process's shard of a parameter."""
+    return param if shard is None else local(param).detach()
+
+
+def keeps_blocks(param: Tensor) -> bool:
+    """Whether sharding keeps the blocks of 8-bit states: it cuts only between rows that whole blocks make up."""
+    if not is_dtensor(param):
+        return True
+    spec: Any = param
+    cuts = [placement for placement in spec.placements if not placement.is_replicate()]
+    return not cuts or (all(getattr(cut, "dim", None) == 0 for cut in cuts) and has_block_rows(param))
+
+
+def has_block_rows(param: Tensor) -> bool:
+    """Whether each index of the first dimension is a run of whole blocks in memory."""
+    row = math.prod(param.shape[1:])
+    return param.dim() > 0 and row % BLOCK == 0 and row > 0 and param.is_contiguous()

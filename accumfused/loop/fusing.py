@@ -163,10 +163,9 @@ class ForeignStep(FusedOptimizer):
 
 def _refuse_formats(name: str, chosen: Settings) -> None:
     """Refuses formats that only our kernels write: a foreign step knows neither masters nor rounding seeds."""
-    plain = Settings(master_weights=None)
-    for setting in ("master_weights", "state_dtype"):
+    for setting, plain in (("master_weights", (None, "auto")), ("state_dtype", (torch.float32,))):
         value = getattr(chosen, setting)
-        if value is not getattr(plain, setting) and value not in (getattr(plain, setting), "auto"):
+        if value not in plain:
             raise ValueError(
                 f"{name} keeps its own step, parameters and states, so {setting}={value!r} is not for it; "
                 "leave it out, or take an optimizer of accumfused"

@@ -171,10 +171,7 @@ class GradientRelease:
             if window.phase is not Phase.IDLE or all(param.grad is None for param in new):
                 return  # otherwise a parameter that was frozen has a gradient, which no hook has seen
         elif not window.is_first_entered:
-            raise RuntimeError(
-                "a window is open and there is a gradient that was not accumulated; "
-                "call accumulate() after the last backward(), before step()"
-            )
+            self._optimizer.engine.refuse_live(1)
         self._optimizer.engine.fold(None, in_loss=False, last=False)
 
     def _refuse_unfinished(self) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from accumfused.formats.codecs import block_count
 from accumfused.formats.kinds import (
     MASTER,
-    PARAM_DTYPES,
     REMAINDER,
     STATE_DTYPES,
     Format,
@@ -158,7 +157,7 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
     for group in optimizer.param_groups:
         rule = optimizer.rule_of(group)
         for param in group["params"]:
-            form = format_of(rule, param, optimizer.engine.settings) if param.dtype in PARAM_DTYPES else Format()
+            form = format_of(rule, param, optimizer.engine.settings)
             shard, entries = shard_of(param), optimizer.state.get(param, {})
             own = _memory_of(rule, form, param, shard, entries, accumulators.get(id(param), []))
             formats.setdefault(described(rule, form, param), Memory()).add(own)

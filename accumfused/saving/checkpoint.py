@@ -143,7 +143,7 @@ def without_formats(
     params, rules, state = _params(optimizer, state_dict), _rules(optimizer, state_dict), dict(state_dict["state"])
     kept, brought = dict[Tensor, dict[str, Tensor]](), set[Tensor]()
     # Not settled: torch.distributed.checkpoint may have put the loaded tensors into the same memory.
-    out_of_date = optimizer.engine.plans.masters.out_of_date()
+    out_of_date, formatted = optimizer.engine.plans.masters.out_of_date(), _formatted(optimizer)
     for key, param in params.items():
         rule, entries = rules[key], state.get(key)
         if rule.is_foreign or param.dtype not in PARAM_DTYPES:
@@ -155,7 +155,6 @@ def without_formats(
                 _complete(optimizer, rule, param, masters)
                 kept[param] = masters
             continue
-        formatted = _formatted(optimizer)
         usable = {name for name in formatted if _is_whole(name, entries.get(name))}
         lost = [name for name in (REMAINDER, MASTER) if entries.get(name) is not None and name not in usable]
         if lost and format_of(rule, param, optimizer.engine.settings).master:
