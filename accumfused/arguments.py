@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from operator import index
+from typing import Any, SupportsIndex
 
 from torch import Tensor
 
@@ -31,3 +33,17 @@ def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False)
 
 def checked_weight(weight: float | Tensor | None) -> float | Tensor | None:
     return None if weight is None else checked_positive(weight, "weight", or_zero=True)
+
+
+def checked_whole(value: Any, name: str, least: int = 1) -> int:
+    """Returns a whole number of at least `least`.
+
+    Raises:
+        ValueError: anything else.
+    """
+    text = f"{name} must be a whole number >= {least}, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ValueError(f"{text}: round it to an int")
+    if index(value) < least:
+        raise ValueError(f"{text}: count it again")
+    return index(value)

@@ -6,7 +6,6 @@
 
 namespace accumfused::AF_TARGET {
 
-constexpr uint32_t kNan = 0x7fc00000;
 constexpr int kCodeShift = 19;  // of the 23 bits of a mantissa, codes keep 4
 constexpr uint32_t kSignedBase = 120u << 23, kUnsignedBase = 112u << 23;
 constexpr uint32_t kHeadroom = 2u << kCodeShift;

@@ -8,7 +8,6 @@ namespace accumfused::dlpack {
 constexpr uint32_t kMajorVersion = 1;
 constexpr const char* kCapsuleName = "dlpack_exchange_api";
 
-enum DeviceType : int32_t { kCpu = 1 };
 enum TypeCode : uint8_t { kFloat = 2, kBfloat = 4 };
 
 struct Device {

@@ -53,9 +53,9 @@ inline Scaling make_scaling(double normalization, uintptr_t device_normalization
 AF_INLINE void finish_norm(const Scaling& scaling, double sum_of_squares, float* outcome, int64_t* skips) {
   const double divisor =
       scaling.device_normalization ? scaling.normalization * *scaling.device_normalization : scaling.normalization;
-  const double inverse = divisor > 0 && is_finite(divisor) ? 1.0 / divisor : double(float_from_bits(0x7fc00000));
+  const double inverse = divisor > 0 && is_finite(divisor) ? 1.0 / divisor : double(float_from_bits(kNan));
   const bool is_lost = sum_of_squares < kLeastSum && divisor < kLeastDivisor;
-  const double root = is_lost ? double(float_from_bits(0x7fc00000)) : double(square_root(float(sum_of_squares)));
+  const double root = is_lost ? double(float_from_bits(kNan)) : double(square_root(float(sum_of_squares)));
   const double norm = scaling.takes_norm ? root * inverse : 0.0;
   double clip = 1.0;
   if (scaling.clips) {

@@ -9,6 +9,8 @@
 
 namespace accumfused::AF_TARGET {
 
+constexpr uint32_t kNan = 0x7fc00000;
+
 struct Float16 {
   uint16_t bits;
 };

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from accumfused.backends.batches import Batch, Stored, Tensors
-from accumfused.backends.reference import load_state, load_weights, store_state, store_weights
 from accumfused.core.plan import Plan
 from accumfused.core.rows import Grads
 from accumfused.formats import codecs
+from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
 from accumfused.formats.kinds import Format, States, Storage, Weights
 from accumfused.formats.numeric import SMALLEST_NORMAL, whole_steps
 from accumfused.rule import Rule
@@ -31,7 +31,6 @@ _BY_CODEC = (
 
 def stored(plan: Plan, batch: Batch) -> Stored:
     """The stored tensors of a batch whose parameters all have their state."""
-
     kept = [storage for row in batch.rows if (storage := plan.rows[row].storage) is not None]
     count = len(plan.rules[batch.group].states)
 

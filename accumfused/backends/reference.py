@@ -12,13 +12,11 @@ from accumfused.core.plan import Plan
 from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, new_outcome
 from accumfused.core.rows import Grads
 from accumfused.formats import codecs
-from accumfused.formats.convert import still_halved
-from accumfused.formats.kinds import Format, States, Weights
+from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
 from accumfused.formats.numeric import (
     LEAST_DIVISOR,
     LEAST_SUM,
     chunk_count,
-    flush_subnormal,
     ieee,
     memory_order,
     square_root,
@@ -146,54 +144,6 @@ def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor,
     for old, new_value in stored:
         if old is not None and new_value is not None:
             old.copy_(torch.where(skipped, old, new_value))
-
-
-def load_weights(form: Format, param: Tensor, master: Tensor | None) -> Tensor:
-    if form.weights in (Weights.BFLOAT16_MASTER, Weights.FLOAT16_MASTER):
-        assert master is not None
-        return still_halved(master, param)
-    if master is None:
-        return param.float()
-    join = codecs.join if form.weights is Weights.BFLOAT16_SPLIT16 else codecs.join_short
-    return join(param.view(torch.int16).to(torch.int32), master.to(torch.int32))
-
-
-def store_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The parameter and its master, in their dtypes."""
-    if form.weights is Weights.FLOAT32:
-        return weights, None
-    if form.weights is Weights.FLOAT16_MASTER:
-        return weights.half(), weights
-    if form.weights is Weights.FLOAT16_STOCHASTIC:
-        return codecs.to_float16_stochastic(weights, noise).to(torch.int16).view(torch.float16), None
-    if form.weights is Weights.BFLOAT16_SPLIT16:
-        high, master = codecs.split(weights)
-        return _bfloat16(high), master.to(torch.int16)
-    if form.weights is Weights.BFLOAT16_SPLIT8:
-        high, master = codecs.split_short(weights, noise)
-        return _bfloat16(high), master.to(torch.int8)
-    if form.weights is Weights.BFLOAT16_STOCHASTIC:
-        return _bfloat16(codecs.to_bfloat16_stochastic(weights, noise)), None
-    return _bfloat16(codecs.to_bfloat16(weights)), weights
-
-
-def _bfloat16(bits: Tensor) -> Tensor:
-    return bits.to(torch.int16).view(torch.bfloat16)
-
-
-def load_state(value: Tensor, scale: Tensor | None, second_moment: bool) -> Tensor:
-    return value.float() if scale is None else codecs.decode(value, scale, second_moment=second_moment)
-
-
-def store_state(form: Format, state: Tensor, noise: Tensor, second_moment: bool) -> tuple[Tensor, Tensor | None]:
-    """The state and its scales, in their dtypes."""
-    if form.states is States.INT8:
-        scale = codecs.scale_of(state)
-        return codecs.encode(state, scale, noise, second_moment=second_moment), scale
-    state = flush_subnormal(state)
-    if form.states is States.FLOAT32:
-        return state, None
-    return _bfloat16(codecs.to_bfloat16_stochastic(state, noise)), None
 
 
 def _write_partials(partials: Tensor, first_chunk: int, values: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Fold, Hypers, Outcome, Scaling
+from accumfused.core.protocol import Backend, Fold, Hypers, Outcome, Scaling, moved
 from accumfused.core.rows import Grads
 from accumfused.formats.numeric import chunk_count
 
@@ -41,12 +41,12 @@ class SeveralDevices:
             rows = _rows(part)
             if not any(own and a is not None for own, a in zip(rows, fold.accumulators, strict=True)):
                 continue
-            scale = _to(fold.scale, part.device) if isinstance(fold.scale, Tensor) else fold.scale
+            scale = moved(fold.scale, part.device) if isinstance(fold.scale, Tensor) else fold.scale
             own_fold = replace(
                 fold, grads=_only(rows, fold.grads), accumulators=_only(rows, fold.accumulators),
-                weights=_to(fold.weights, part.device), scale=scale,
+                weights=moved(fold.weights, part.device), scale=scale,
             )  # fmt: skip
-            sums = _to(partials, part.device)
+            sums = moved(partials, part.device)
             self.backends[part.device].accumulate(part, own_fold, sums)
             _merge(part, sums, partials)
 
@@ -54,7 +54,7 @@ class SeveralDevices:
         for part in plan.parts:
             own = _only(_rows(part), grads or [None] * len(plan.params))
             if partials is not None and any(grad is not None for grad in own):
-                sums = _to(partials, part.device)
+                sums = moved(partials, part.device)
                 self.backends[part.device].norm(part, own, sums, Scaling(part.device))
                 _merge(part, sums, partials)
         leading = plan.parts[0]
@@ -64,7 +64,7 @@ class SeveralDevices:
         for part in plan.parts:
             own = _only(_rows(part), grads)
             if any(grad is not None for grad in own):
-                values = _to(outcome.values, part.device)
+                values = moved(outcome.values, part.device)
                 self.backends[part.device].step(part, own, hypers, Outcome(values))
 
 
@@ -76,15 +76,10 @@ def _only(rows: list[bool], values: Sequence[T | None]) -> list[T | None]:
     return [value if own else None for own, value in zip(rows, values, strict=True)]
 
 
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor of another device: without a wait towards a GPU; the CPU waits, because it reads the values."""
-    return tensor.to(device, non_blocking=device.type == "cuda")
-
-
 def _merge(part: Plan, sums: Tensor, partials: Tensor) -> None:
     """Copies the sums of a device's own chunks."""
     if sums is partials:
         return
     counts = torch.tensor([chunk_count(row.tensor.numel()) for row in part.rows], device="cpu")
     own = torch.repeat_interleave(torch.tensor(_rows(part), device="cpu"), counts)
-    partials.copy_(torch.where(_to(own, partials.device), _to(sums, partials.device), partials))
+    partials.copy_(torch.where(moved(own, partials.device), moved(sums, partials.device), partials))

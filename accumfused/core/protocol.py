@@ -217,6 +217,11 @@ def on_device(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor
     return value.to(device=device, dtype=dtype, non_blocking=device.type != "cpu").reshape(())
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of another device: without a wait towards a GPU; the CPU waits, because it reads the values."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
     """A number, or an fp32 or fp64 tensor here that a kernel reads, so that a graph's replay follows its changes."""
     if not isinstance(value, Tensor) or value.device != device:

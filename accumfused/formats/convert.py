@@ -1,4 +1,4 @@
-"""Makes an optimizer's state of a parameter, and converts a checkpoint's state from another format."""
+"""Converts weights and states to fp32 and back: in a step, for new states, and from a checkpoint's format."""
 
 from __future__ import annotations
 
@@ -24,11 +24,62 @@ from accumfused.formats.kinds import (
     scale_shape,
     storage_of,
 )
-from accumfused.formats.numeric import ieee, layout, memory_order
+from accumfused.formats.numeric import flush_subnormal, ieee, layout, memory_order
 from accumfused.rule import Rule
 from accumfused.warn import warn
 
-_NEAREST = -(1 << 31)  # this noise is half of the dropped range, so it rounds to nearest
+# ---- in a step ------------------------------------------------------------------------------------------------------
+
+
+def load_weights(form: Format, param: Tensor, master: Tensor | None) -> Tensor:
+    if form.weights in (Weights.BFLOAT16_MASTER, Weights.FLOAT16_MASTER):
+        assert master is not None
+        return still_halved(master, param)
+    if master is None:
+        return param.float()
+    join = codecs.join if form.weights is Weights.BFLOAT16_SPLIT16 else codecs.join_short
+    return join(param.view(torch.int16).to(torch.int32), master.to(torch.int32))
+
+
+def store_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The parameter and its master, in their dtypes."""
+    if form.weights is Weights.FLOAT32:
+        return weights, None
+    if form.weights is Weights.FLOAT16_MASTER:
+        return weights.half(), weights
+    if form.weights is Weights.FLOAT16_STOCHASTIC:
+        return codecs.to_float16_stochastic(weights, noise).to(torch.int16).view(torch.float16), None
+    if form.weights is Weights.BFLOAT16_SPLIT16:
+        high, master = codecs.split(weights)
+        return _bfloat16(high), master.to(torch.int16)
+    if form.weights is Weights.BFLOAT16_SPLIT8:
+        high, master = codecs.split_short(weights, noise)
+        return _bfloat16(high), master.to(torch.int8)
+    if form.weights is Weights.BFLOAT16_STOCHASTIC:
+        return _bfloat16(codecs.to_bfloat16_stochastic(weights, noise)), None
+    return _bfloat16(codecs.to_bfloat16(weights)), weights
+
+
+def _bfloat16(bits: Tensor) -> Tensor:
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def load_state(value: Tensor, scale: Tensor | None, second_moment: bool) -> Tensor:
+    return value.float() if scale is None else codecs.decode(value, scale, second_moment=second_moment)
+
+
+def store_state(form: Format, state: Tensor, noise: Tensor, second_moment: bool) -> tuple[Tensor, Tensor | None]:
+    """The state and its scales, in their dtypes."""
+    if form.states is States.INT8:
+        scale = codecs.scale_of(state)
+        return codecs.encode(state, scale, noise, second_moment=second_moment), scale
+    state = flush_subnormal(state)
+    if form.states is States.FLOAT32:
+        return state, None
+    return _bfloat16(codecs.to_bfloat16_stochastic(state, noise)), None
+
+
+# ---- in an optimizer's state ----------------------------------------------------------------------------------------
 
 
 def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str, Any], seed: int) -> None:
@@ -110,17 +161,14 @@ def store_full_precision(form: Format, tensor: Tensor, entries: Mapping[str, Any
         entries[form.master[0]].copy_(master)
 
 
-def _halves(form: Format, tensor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits fp32 weights into a parameter's values and its master."""
-    assert form.master is not None
-    weights = _laid_out(weights, tensor)
-    if form.weights in (Weights.BFLOAT16_MASTER, Weights.FLOAT16_MASTER):
-        return weights.to(tensor.dtype), weights
-    if form.weights is Weights.BFLOAT16_SPLIT16:
-        high, remainder = codecs.split(weights)
-    else:
-        high, remainder = codecs.split_short(weights, torch.full_like(weights, _NEAREST, dtype=torch.int32))
-    return high.to(torch.int16).view(torch.bfloat16), remainder.to(form.master[1])
+def _halves(form: Format, tensor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Splits fp32 weights into a parameter's values and its master, to nearest."""
+    return store_weights(form, _laid_out(weights, tensor), _nearest(tensor))
+
+
+def _nearest(tensor: Tensor) -> Tensor:
+    """Noise for rounding to nearest: half of the dropped range."""
+    return torch.full((), -(1 << 31), dtype=torch.int32, device=tensor.device)
 
 
 def _laid_out(values: Tensor, tensor: Tensor) -> Tensor:
@@ -149,7 +197,7 @@ def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, 
             f"state {name!r} is in 8 bits, in blocks that lie across the parts of which this process has one; save it "
             "with state_dtype=torch.float32 or torch.bfloat16 to load it here"
         )
-    memory_order(full).copy_(codecs.decode(memory_order(value), scale, second_moment=name in rule.second_moments))
+    memory_order(full).copy_(load_state(memory_order(value), scale, name in rule.second_moments))
     return _laid_out(full, tensor)
 
 
@@ -166,9 +214,6 @@ def _put_state(
     if form.states is not States.INT8:
         stored.copy_(value)
         return
-    flat = memory_order(value)
-    scale = codecs.scale_of(flat)
-    noise = torch.full_like(flat, _NEAREST, dtype=torch.int32)
-    second = name in rule.second_moments
-    memory_order(stored).copy_(codecs.encode(flat, scale, noise, second_moment=second))
+    codes, scale = store_state(form, memory_order(value), _nearest(value), name in rule.second_moments)
+    memory_order(stored).copy_(codes)
     entries[scale_name(name)].view(-1).copy_(scale)

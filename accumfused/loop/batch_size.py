@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from operator import index
-from typing import Literal, SupportsFloat, SupportsIndex, get_args
+from typing import Literal, SupportsFloat, get_args
+
+from accumfused.arguments import checked_whole
 
 Rule = Literal["linear", "sqrt"]
 
@@ -38,7 +39,7 @@ def scale_lr(base_lr: float, base_batch: int, effective_batch: int, rule: Rule =
     """
     if isinstance(base_lr, bool) or not isinstance(base_lr, SupportsFloat) or not 0 < float(base_lr) < math.inf:
         raise ValueError(f"base_lr must be a finite number > 0, got {base_lr!r}: give the one that works at base_batch")
-    factor = _whole(effective_batch, "effective_batch") / _whole(base_batch, "base_batch")
+    factor = checked_whole(effective_batch, "effective_batch") / checked_whole(base_batch, "base_batch")
     if rule not in get_args(Rule):
         raise ValueError(f'rule must be "linear" (SGD) or "sqrt" (Adam and other adaptive methods), got {rule!r}')
     return float(base_lr) * (factor if rule == "linear" else math.sqrt(factor))
@@ -60,9 +61,8 @@ def updates_per_epoch(micro_batches: int, gradient_accumulation_steps: int) -> i
         >>> updates_per_epoch(10, 4)
         3
     """
-    return -(
-        -_whole(micro_batches, "micro_batches") // _whole(gradient_accumulation_steps, "gradient_accumulation_steps")
-    )
+    count = checked_whole(micro_batches, "micro_batches")
+    return -(-count // checked_whole(gradient_accumulation_steps, "gradient_accumulation_steps"))
 
 
 def gradient_accumulation_steps(effective_batch: int, per_device: int, world_size: int = 1) -> int:
@@ -81,8 +81,8 @@ def gradient_accumulation_steps(effective_batch: int, per_device: int, world_siz
         >>> gradient_accumulation_steps(256, per_device=8, world_size=4)
         8
     """
-    wanted = _whole(effective_batch, "effective_batch")
-    at_once = _whole(per_device, "per_device") * _whole(world_size, "world_size")
+    wanted = checked_whole(effective_batch, "effective_batch")
+    at_once = checked_whole(per_device, "per_device") * checked_whole(world_size, "world_size")
     steps, over = divmod(wanted, at_once)
     if over:
         nearest = " or ".join(str(count * at_once) for count in (steps, steps + 1) if count)
@@ -91,11 +91,3 @@ def gradient_accumulation_steps(effective_batch: int, per_device: int, world_siz
             f"got {wanted}: take {nearest}, or another per_device"
         )
     return steps
-
-
-def _whole(value: int, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}: round it to an int")
-    if index(value) < 1:
-        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}: count it again")
-    return index(value)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from operator import index
-from typing import Generic, SupportsIndex, TypeVar
+from typing import Generic, TypeVar
 
+from accumfused.arguments import checked_whole
 from accumfused.warn import warn
 
 Item = TypeVar("Item")
@@ -17,11 +17,9 @@ class Windows(Generic[Item]):
     def __init__(self, iterable: Iterable[Item], steps: int | Callable[[int], int], start: int) -> None:
         if not callable(steps):
             _checked(steps)
-        if isinstance(start, bool) or not isinstance(start, SupportsIndex) or index(start) < 0:
-            raise ValueError(f"start must be a whole number >= 0, got {start!r}")
         self._iterable = iterable
         self._steps: Callable[[int], int] = steps if callable(steps) else lambda _: steps
-        self._start = index(start)
+        self._start = checked_whole(start, "start", 0)
 
     def __len__(self) -> int:
         if not isinstance(self._iterable, Sized):
@@ -74,9 +72,7 @@ def windows(
 
 
 def _checked(steps: int) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, SupportsIndex) or index(steps) < 1:
-        raise ValueError(f"gradient_accumulation_steps must be a whole number >= 1, got {steps!r}")
-    return index(steps)
+    return checked_whole(steps, "gradient_accumulation_steps")
 
 
 def _with_length(iterable: Iterable[Item], length: int) -> Iterator[tuple[Item, bool]]:

@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 from accumfused.arguments import checked_positive
 from accumfused.backends.reference import finish_norm
 from accumfused.core.engine import Measured, divisors_of
-from accumfused.core.protocol import Divisors, Outcome, Scaling
+from accumfused.core.protocol import Divisors, Outcome, Scaling, moved
 from accumfused.optimizer import FusedOptimizer
 from accumfused.settings import check_max_grad_norm
 
@@ -176,13 +176,13 @@ class ClipGroup:
     def _share(self, found: list[Measured], *, skips: bool) -> None:
         """Writes the common norm and the common skip into each outcome; `skips`: an overflow of the norm skips too."""
         device = found[0].prepared.plan.device
-        coefficients, norms, skipped = torch.stack([_to(part.outcome.values, device) for part in found]).unbind(1)
+        coefficients, norms, skipped = torch.stack([moved(part.outcome.values, device) for part in found]).unbind(1)
         squares = (norms.double() * norms.double()).sum()
         scaling = Scaling(device, max_grad_norm=self._max_grad_norm, skips_nonfinite=skips, found_inf=skipped.amax())
         common = finish_norm(squares, scaling)
         for part, own in zip(found, coefficients, strict=True):
             values = torch.stack([own * common.coefficient, common.norm, common.values[2]])
-            part.outcome = Outcome(_to(values, part.prepared.plan.device), spends_grads=part.outcome.spends_grads)
+            part.outcome = Outcome(moved(values, part.prepared.plan.device), spends_grads=part.outcome.spends_grads)
 
 
 def _pre_hooks(optimizer: Any) -> list[Any]:
@@ -197,8 +197,3 @@ def _step(optimizer: Any, measured: Measured | None) -> None:
         hooks = (*optimizer._optimizer_step_post_hooks.values(), *torch_optimizer._global_optimizer_post_hooks.values())
         for hook in hooks:
             hook(optimizer, (optimizer,), {})
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies without a wait towards a GPU; the CPU waits, because it reads the values."""
-    return tensor.to(device, non_blocking=device.type != "cpu")
