@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accumfused import compiled
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, new_outcome
+from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads
 
 
@@ -39,7 +39,7 @@ class CpuBackend:
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        outcome = new_outcome(plan.device, normed=partials is not None)
+        outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
         if partials is not None and grads is not None:
             plan.point_at(grads)
             self._c.norm(self.instruction_set, plan.table, torch.get_num_threads(), partials.data_ptr())

@@ -12,7 +12,7 @@ from torch import Tensor
 from accumfused import compiled
 from accumfused.backends.cpu import address, as_number_and_address, rule_indices
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand, new_outcome
+from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import Grads
 
 _NONE = (0.0, 0, 0)  # in the place of a hyper-parameter that only other groups' rules have
@@ -43,7 +43,7 @@ class CudaBackend:
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        outcome = new_outcome(plan.device, normed=partials is not None)
+        outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
         reads = partials is not None and grads is not None
         if reads:
             plan.point_at(grads)  # type: ignore[arg-type]

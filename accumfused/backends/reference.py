@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, new_outcome
+from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads
 from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
@@ -93,7 +93,7 @@ def finish_norm(sum_of_squares: Tensor | None, scaling: Scaling) -> Outcome:
         sum_of_squares: the sum over all gradients, fp64, shape []; None: the outcome has no norm.
     """
     device = scaling.device
-    outcome = new_outcome(device, normed=sum_of_squares is not None)
+    outcome = Outcome(torch.empty(3, dtype=torch.float32, device=device), normed=sum_of_squares is not None)
     divisor = torch.full((), scaling.normalization, dtype=torch.float64, device=device)
     if scaling.device_normalization is not None:
         divisor = divisor * scaling.device_normalization

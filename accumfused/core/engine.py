@@ -32,7 +32,7 @@ from accumfused.core.protocol import (
 )
 from accumfused.core.rows import Grads, has_memory
 from accumfused.core.skips import Skips
-from accumfused.core.window import Phase, Window
+from accumfused.core.window import OPEN_PHASES, Phase, Window
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import names
 from accumfused.formats.shards import replicated
@@ -49,6 +49,12 @@ class Prepared:
     devices: set[torch.device]  # for which the backend was selected
     partials: Tensor | None = None  # sums of squares of gradients from p.grad
     is_valid: bool = True  # False: the optimizer's state was replaced
+
+    def norm(self, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
+        """`Backend.norm`, over all shards of the parameters."""
+        if self.exchange.is_alone and not self.plan.is_spread:
+            return self.backend.norm(self.plan, grads, partials, scaling)
+        return self.exchange.norm(self.backend, self.plan, grads, partials, scaling)
 
     def cleared_partials(self, complete: bool) -> Tensor:
         """Memory for the sums of squares; zero for rows without a gradient."""
@@ -306,7 +312,7 @@ class Engine:
         grads, present = prepared.plan.gradients()
         if window.phase is Phase.CLOSED and not present:
             window.drop()  # model.zero_grad() has released its sums
-        is_open = window.is_open
+        is_open = window.phase in OPEN_PHASES
         if is_open:
             grads, present = self._sums(prepared, present)
         if not present:
@@ -327,7 +333,7 @@ class Engine:
             stale, partials = window.sums.stale(matched), window.sums.partials
         elif takes_norm:
             partials = prepared.cleared_partials(complete)
-        outcome = prepared.exchange.norm(prepared.backend, plan, stale, partials, scaling)
+        outcome = prepared.norm(stale, partials, scaling)
         outcome.spends_grads = is_open
         return Measured(prepared, grads, matched, complete, outcome)
 

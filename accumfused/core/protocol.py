@@ -94,10 +94,6 @@ class Outcome:
         return self.values[2] != 0
 
 
-def new_outcome(device: torch.device, normed: bool) -> Outcome:
-    return Outcome(torch.empty(3, dtype=torch.float32, device=device), normed)
-
-
 class Backend(Protocol):
     """The three verbs."""
 

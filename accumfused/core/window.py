@@ -34,6 +34,9 @@ class Phase(Enum):
     CLOSED = "closed"  # p.grad is the accumulator
 
 
+OPEN_PHASES = (Phase.OPEN, Phase.SEALED)  # the window holds the sums, p.grad does not
+
+
 class Window:
     """The state machine of one optimizer's gradients, from the first micro-batch to the step."""
 
@@ -52,7 +55,7 @@ class Window:
     @property
     def is_open(self) -> bool:
         """Whether the window holds the sums, and p.grad does not."""
-        return self.phase in (Phase.OPEN, Phase.SEALED)
+        return self.phase in OPEN_PHASES
 
     @property
     def is_first_entered(self) -> bool:

@@ -24,7 +24,7 @@ from accumfused.backends.triton import kernels, memory
 from accumfused.backends.triton import numeric as triton_numeric
 from accumfused.backends.triton.step import step_kernel
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand, new_outcome
+from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import GRAD_DTYPES, Grads, has_memory
 from accumfused.formats.kinds import Format, Storage
 from accumfused.formats.numeric import ieee
@@ -94,7 +94,7 @@ class TritonBackend:
             )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        outcome = new_outcome(plan.device, normed=partials is not None)
+        outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
         reads = grads is not None and partials is not None
         chunks_to_read = plan.chunks if reads else 0
         limit = scaling.max_grad_norm
