@@ -121,13 +121,16 @@ class Backend(Protocol):
         """Updates parameters, states and step counts; writes nothing if the outcome is a skip."""
 
 
-class Exchange(Protocol):
-    """How this process's gradients, weights and norms meet those of others: see distributed/exchange.py."""
+class Exchange:
+    """How this process's gradients, weights and norms meet those of others; here it has all gradients itself.
 
-    adds_up: bool  # it adds up all processes' accumulators: p.grad is this process's own
-    has_means: bool  # gradients are means over processes before they are folded
-    is_alone: bool  # neither: this process has all gradients
-    bundled_bytes: int  # accumulators below this travel together
+    distributed/exchange.py has those with others.
+    """
+
+    adds_up = False  # it adds up all processes' accumulators: p.grad is this process's own
+    has_means = False  # gradients are means over processes before they are folded
+    is_alone = True  # neither
+    bundled_bytes = 0  # accumulators below this travel together
 
     def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
         """Before a window begins: refuses gradients that it would misread (as means, say)."""
@@ -136,17 +139,20 @@ class Exchange(Protocol):
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
     ) -> tuple[Tensor, list[bool]] | None:
         """The window's divisor, and a flag per parameter with gradients elsewhere only; None: no change."""
+        return None
 
     def add_up(self, flats: Iterable[Tensor]) -> None:
         """Replaces flat tensors by their sums over all processes."""
 
     def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
         """The sum of weights that a checkpoint of an open window holds."""
+        return total
 
     def norm(
         self, backend: Backend, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling
     ) -> Outcome:
         """`Backend.norm`, over all shards of the parameters."""
+        return backend.norm(plan, grads, partials, scaling)
 
 
 class Owner(Protocol):

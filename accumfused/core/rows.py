@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from accumfused.formats import shards
-from accumfused.formats.kinds import PARAM_DTYPES, Format, Storage, format_of, names, storage_of
+from accumfused.formats.kinds import DTYPES, Format, Storage, format_of, names, storage_of
 from accumfused.formats.numeric import layout
 from accumfused.formats.shards import Shard
 from accumfused.rule import Rule
 from accumfused.settings import Settings
-
-GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Grads = list[Tensor | None]  # one for each row
 
@@ -73,8 +71,8 @@ def check_parameter(param: Tensor) -> None:
     """Refuses a parameter that no backend can update."""
     if param.is_complex():
         raise RuntimeError("complex parameters are not supported; optimize torch.view_as_real(parameter) instead")
-    if param.dtype not in PARAM_DTYPES:
-        dtypes = ", ".join(str(dtype) for dtype in PARAM_DTYPES)
+    if param.dtype not in DTYPES:
+        dtypes = ", ".join(str(dtype) for dtype in DTYPES)
         raise TypeError(f"a parameter is {param.dtype}; supported are {dtypes}")
     if param.is_neg():
         raise RuntimeError("a parameter is lazily negated, so its memory holds other values; use param.resolve_neg()")
@@ -96,8 +94,8 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
             f"sparse gradients are not supported (a gradient has layout {grad.layout}); "
             "use Embedding(sparse=False), or keep these parameters in an optimizer of torch's own"
         )
-    if grad.dtype not in GRAD_DTYPES:
-        dtypes = ", ".join(str(dtype) for dtype in GRAD_DTYPES)
+    if grad.dtype not in DTYPES:
+        dtypes = ", ".join(str(dtype) for dtype in DTYPES)
         kind = RuntimeError if grad.is_complex() else TypeError
         raise kind(f"a gradient is {grad.dtype}; supported are {dtypes}")
     if grad.device != param.device:

@@ -24,7 +24,7 @@ from accumfused.core.rows import Grads, Row
 from accumfused.core.sums import Sums
 from accumfused.core.weights import READY, Weights
 from accumfused.formats import shards
-from accumfused.formats.kinds import PARAM_DTYPES
+from accumfused.formats.kinds import DTYPES
 
 
 class Phase(Enum):
@@ -247,7 +247,7 @@ def _refuse_moved(row: Row, accumulator: Tensor | None) -> None:
     """Refuses a parameter that no longer fits its accumulator."""
     param = row.owned
     if accumulator is not None and (
-        (param.device, param.shape) != (accumulator.device, accumulator.shape) or param.dtype not in PARAM_DTYPES
+        (param.device, param.shape) != (accumulator.device, accumulator.shape) or param.dtype not in DTYPES
     ):
         raise RuntimeError(
             f"a parameter became {param.dtype} of shape {list(param.shape)} on {param.device} while a window "

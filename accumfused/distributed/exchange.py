@@ -45,37 +45,15 @@ def select(settings: Settings, plan: Plan, known: Exchange | None) -> Exchange:
     return Alone()
 
 
-class Alone:
+class Alone(Exchange):
     """No exchange: this process has all gradients."""
 
-    adds_up = has_means = False
-    is_alone = True
-    bundled_bytes = 0
-
     def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
-        """See `Exchange.check`."""
         if has_processes():
             _refuse_unreduced(plan)
 
-    def agree(self, *_: Any, **__: Any) -> tuple[Tensor, list[bool]] | None:
-        """See `Exchange.agree`."""
-        return None
 
-    def add_up(self, flats: Iterable[Tensor]) -> None:
-        """See `Exchange.add_up`."""
-
-    def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
-        """See `Exchange.total`."""
-        return total
-
-    def norm(
-        self, backend: Backend, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling
-    ) -> Outcome:
-        """See `Exchange.norm`."""
-        return backend.norm(plan, grads, partials, scaling)
-
-
-class Means(Alone):
+class Means(Exchange):
     """Gradients are means over processes before they are folded: DTensors', or with grads_are_reduced=True."""
 
     def __init__(self, settings: Settings) -> None:
@@ -130,7 +108,7 @@ def _refuse_unreduced(plan: Plan) -> None:
         )
 
 
-class Summed(Alone):
+class Summed(Exchange):
     """The accumulators of all processes are added up.
 
     Args:
@@ -161,7 +139,18 @@ class Summed(Alone):
     def agree(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
     ) -> tuple[Tensor, list[bool]] | None:
-        """See `exchange`.
+        """Agrees on the window's divisor, once its sums are added up, and on the parameters with a gradient.
+
+        Args:
+            total: the sum of this process's weights.
+            is_weighted: None: this process had no micro-batch.
+            present: flags parameters with a gradient here.
+            last: this process divides its sums before they are added up, not after that.
+
+        Returns:
+            The sum of all weights, or without weights the number of processes (a mean over them, as DDP takes): fp64,
+            shape []. It is NaN if some processes have weights, or close with last=True, and some do not. It is 1 for a
+            process without micro-batches if others have divided. And flags of parameters with gradients elsewhere only.
 
         Raises:
             ValueError: on every process, if the parameters of some differ.
@@ -173,7 +162,28 @@ class Summed(Alone):
                 "a parameter that requires no gradient has one, and other processes may have none; freeze "
                 "parameters between windows, and set their p.grad to None"
             )
-        return self.exchange(plan, total, is_weighted, present, last=last)
+        message = torch.zeros(4 + len(present), dtype=torch.float64, device=plan.device)
+        weights, weighted, unweighted, closed = message[:4].unbind()
+        weights += total  # not assigned: to assign a number would wait for a GPU
+        weighted.fill_(is_weighted is True)
+        unweighted.fill_(is_weighted is False)
+        closed.fill_(last)
+        message[4:].fill_(1.0)
+        missing = [flag for flag, here in zip(message[4:].unbind(), present, strict=True) if not here]
+        if missing:
+            torch._foreach_zero_(missing)  # to copy flags from the host would wait for a GPU
+        dist.all_reduce(message, group=self.group)
+        number = torch.full_like(weights, float(self.size))
+        divisor = torch.where(unweighted == 0, weights, torch.where(weighted == 0, number, torch.nan))
+        if is_weighted is None:
+            divisor = torch.where(closed > 0, 1.0, divisor)
+        else:
+            divisor = torch.where((closed == 0) | (closed == weighted + unweighted), divisor, torch.nan)
+        asked = [p.requires_grad and not here for p, here in zip(plan.params, present, strict=True)]
+        if True not in asked:
+            return divisor, asked
+        elsewhere = (message[4:] > 0).tolist()
+        return divisor, [there and ask for there, ask in zip(elsewhere, asked, strict=True)]
 
     def _compare_parameters(self, plan: Plan, seed: int) -> None:
         """Refuses parameters that differ from those of other processes; asks once for each list of them.
@@ -212,45 +222,6 @@ class Summed(Alone):
                         "the same parameters in the same order, and the same rounding_seed"
                     )
         self._agreed = [(param, param.requires_grad) for param in params]
-
-    def exchange(
-        self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, last: bool
-    ) -> tuple[Tensor, list[bool]]:
-        """Agrees on the window's divisor, once its sums are added up, and on the parameters with a gradient.
-
-        Args:
-            total: the sum of this process's weights.
-            is_weighted: None: this process had no micro-batch.
-            present: flags parameters with a gradient here.
-            last: this process divides its sums before they are added up, not after that.
-
-        Returns:
-            The sum of all weights, or without weights the number of processes (a mean over them, as DDP takes): fp64,
-            shape []. It is NaN if some processes have weights, or close with last=True, and some do not. It is 1 for a
-            process without micro-batches if others have divided. And flags of parameters with gradients elsewhere only.
-        """
-        message = torch.zeros(4 + len(present), dtype=torch.float64, device=plan.device)
-        weights, weighted, unweighted, closed = message[:4].unbind()
-        weights += total  # not assigned: to assign a number would wait for a GPU
-        weighted.fill_(is_weighted is True)
-        unweighted.fill_(is_weighted is False)
-        closed.fill_(last)
-        message[4:].fill_(1.0)
-        missing = [flag for flag, here in zip(message[4:].unbind(), present, strict=True) if not here]
-        if missing:
-            torch._foreach_zero_(missing)  # to copy flags from the host would wait for a GPU
-        dist.all_reduce(message, group=self.group)
-        number = torch.full_like(weights, float(self.size))
-        divisor = torch.where(unweighted == 0, weights, torch.where(weighted == 0, number, torch.nan))
-        if is_weighted is None:
-            divisor = torch.where(closed > 0, 1.0, divisor)
-        else:
-            divisor = torch.where((closed == 0) | (closed == weighted + unweighted), divisor, torch.nan)
-        asked = [p.requires_grad and not here for p, here in zip(plan.params, present, strict=True)]
-        if True not in asked:
-            return divisor, asked
-        elsewhere = (message[4:] > 0).tolist()
-        return divisor, [there and ask for there, ask in zip(elsewhere, asked, strict=True)]
 
     def add_up(self, flats: Iterable[Tensor]) -> None:
         """Replaces these flat tensors by their sums over all processes, piece by piece in memory order."""

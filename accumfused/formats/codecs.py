@@ -87,10 +87,6 @@ def to_bfloat16_stochastic(values: Tensor, noise: Tensor) -> Tensor:
     return _kept(values, _logical(_bits(values) + _logical(noise, 16), 16))
 
 
-def from_bfloat16(bits: Tensor) -> Tensor:
-    return (bits << 16).view(torch.float32)
-
-
 def to_float16_stochastic(values: Tensor, noise: Tensor) -> Tensor:
     """Rounds to fp16 in the same way; too large a value becomes infinite. Bits as int32.
 

@@ -19,7 +19,7 @@ from accumfused.formats import codecs, shards
 from accumfused.rule import Rule
 from accumfused.settings import Settings
 
-PARAM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of parameters and gradients, in the order of csrc/rows.h
 
 
 class Weights(IntEnum):
@@ -115,7 +115,7 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
     Raises:
         ValueError: the parameter's dtype does not allow these master_weights.
     """
-    if rule.is_foreign or param.dtype not in PARAM_DTYPES:
+    if rule.is_foreign or param.dtype not in DTYPES:
         return Format()  # no kernel reads it
     weights = Weights.FLOAT32
     if param.dtype != torch.float32:
@@ -155,7 +155,7 @@ def described(rule: type[Rule], form: Format, param: Tensor) -> str:
     dtype = _DTYPE_NAMES.get(param.dtype, str(param.dtype).removeprefix("torch."))
     if rule.is_foreign:
         return f"{dtype}, its own states"
-    weights = _WEIGHT_NAMES[form.weights] if param.dtype in PARAM_DTYPES else dtype
+    weights = _WEIGHT_NAMES[form.weights] if param.dtype in DTYPES else dtype
     return f"{weights}, {_STATE_NAMES[form.states] if rule.states else 'no states'}"
 
 

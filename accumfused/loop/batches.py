@@ -28,12 +28,10 @@ class Windows(Generic[Item]):
 
     def __iter__(self) -> Iterator[tuple[Item, bool]]:
         try:
-            length: int | None = len(self)  # a DataLoader over an iterable dataset has a __len__ that raises
-        except TypeError:
-            length = None
-        if length is None:
-            return self._cut(_with_end(self._iterable))
-        return self._cut(_with_length(self._iterable, length))
+            items = _with_length(self._iterable, len(self))
+        except TypeError:  # a DataLoader over an iterable dataset has a __len__ that raises
+            items = _with_end(self._iterable)
+        return self._cut(items)
 
     def _cut(self, items: Iterable[tuple[Item, bool]]) -> Iterator[tuple[Item, bool]]:
         update, left = self._start, 0

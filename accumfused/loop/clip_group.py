@@ -127,7 +127,10 @@ class ClipGroup:
         if normalizer is not None:
             normalizer = checked_positive(normalizer, "normalizer")
         for optimizer in self.optimizers:  # a hook may write gradients, so all run before the norm
-            for hook in (*torch_optimizer._global_optimizer_pre_hooks.values(), *_pre_hooks(optimizer)):
+            for hook in (
+                *torch_optimizer._global_optimizer_pre_hooks.values(),
+                *optimizer._optimizer_step_pre_hooks.values(),
+            ):
                 hook(optimizer, (optimizer,), {})
         loss = None
         if closure is not None:
@@ -183,10 +186,6 @@ class ClipGroup:
         for part, own in zip(found, coefficients, strict=True):
             values = torch.stack([own * common.coefficient, common.norm, common.values[2]])
             part.outcome = Outcome(moved(values, part.prepared.plan.device), spends_grads=part.outcome.spends_grads)
-
-
-def _pre_hooks(optimizer: Any) -> list[Any]:
-    return list(optimizer._optimizer_step_pre_hooks.values())
 
 
 def _step(optimizer: Any, measured: Measured | None) -> None:

@@ -23,8 +23,8 @@ from accumfused.core.window import Phase, Window
 from accumfused.formats.codecs import BLOCK
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import (
+    DTYPES,
     MASTER,
-    PARAM_DTYPES,
     REMAINDER,
     SEED,
     check_states,
@@ -146,7 +146,7 @@ def without_formats(
     out_of_date, formatted = optimizer.engine.plans.masters.out_of_date(), _formatted(optimizer)
     for key, param in params.items():
         rule, entries = rules[key], state.get(key)
-        if rule.is_foreign or param.dtype not in PARAM_DTYPES:
+        if rule.is_foreign or param.dtype not in DTYPES:
             continue
         known = {} if id(param) in out_of_date else optimizer.state.get(param, {})
         masters = {name: known[name] for name in (REMAINDER, MASTER) if name in known}

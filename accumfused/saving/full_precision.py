@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from accumfused.core.protocol import Owner
 from accumfused.formats import codecs
 from accumfused.formats.convert import full_precision, store_full_precision
-from accumfused.formats.kinds import PARAM_DTYPES, REMAINDER
+from accumfused.formats.kinds import DTYPES, REMAINDER
 from accumfused.formats.numeric import ieee
 from accumfused.formats.shards import owned, shard_of
 
@@ -86,7 +86,7 @@ def _full_precision(optimizer: Owner, param: Tensor) -> Tensor:
 @ieee()
 def _has(param: Any, values: Tensor) -> bool:
     """Whether a parameter has these (rounded) values already: to write them would cost another optimizer its master."""
-    if not isinstance(param, Parameter) or param.dtype not in PARAM_DTYPES:
+    if not isinstance(param, Parameter) or param.dtype not in DTYPES:
         return False
     shard = shard_of(param)
     tensor = owned(param, shard).detach()

@@ -17,7 +17,7 @@ Rounded = Callable[[Tensor, Tensor], Tensor]  # (fp32 values, noise) -> what is 
 
 
 def bfloat16(values: Tensor, noise: Tensor) -> Tensor:
-    return codecs.from_bfloat16(codecs.to_bfloat16_stochastic(values, noise)).double()
+    return (codecs.to_bfloat16_stochastic(values, noise) << 16).view(torch.float32).double()
 
 
 def float16(values: Tensor, noise: Tensor) -> Tensor:

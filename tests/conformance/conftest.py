@@ -130,7 +130,7 @@ def devices_apart(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.device, torch.
         return tensor.clone() if device == OTHER else tensor
 
     monkeypatch.setattr(several, "_rows", rows)
-    monkeypatch.setattr(several, "_to", elsewhere)
+    monkeypatch.setattr(several, "moved", elsewhere)
     return OTHER, CPU
 
 

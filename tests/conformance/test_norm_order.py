@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,7 +83,9 @@ def test_tritons_sum_over_more_chunks_than_lanes(place: Place) -> None:
         if getattr(backend, "name", "") == "cuda":
             pytest.skip("its table counts chunks itself")
         groups = [{"params": [torch.zeros(1, device=device)]}]
-        built = replace(plan.build(groups, {}, [RULES[0]], Settings()), chunks=len(partials))
+        built = plan.build(groups, {}, [RULES[0]], Settings())
+        backend.prepare(built, groups, {})
+        built.chunks = len(partials)
         scaling = Scaling(built.device, normalization=0.3, max_grad_norm=0.7)
         found.append(backend.norm(built, None, partials.to(device), scaling).values.cpu())
     assert_same_bits(found[1], found[0])

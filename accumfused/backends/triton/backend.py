@@ -25,8 +25,8 @@ from accumfused.backends.triton import numeric as triton_numeric
 from accumfused.backends.triton.step import step_kernel
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
-from accumfused.core.rows import GRAD_DTYPES, Grads, has_memory
-from accumfused.formats.kinds import Format, Storage
+from accumfused.core.rows import Grads, has_memory
+from accumfused.formats.kinds import DTYPES, Format, Storage
 from accumfused.formats.numeric import ieee
 from accumfused.rule import Rule
 
@@ -64,7 +64,7 @@ class _Kept:
         nothing: Grads = [None] * len(self.rows)
         rows = zip(self.rows, grads or nothing, accumulators or nothing, held or [0] * len(nothing), strict=True)
         for fixed, grad, accumulator, weight in rows:
-            dtype = memory.NO_GRAD.value if grad is None else GRAD_DTYPES.index(grad.dtype)
+            dtype = memory.NO_GRAD.value if grad is None else DTYPES.index(grad.dtype)
             words += (*fixed, address(grad), address(accumulator), weight, dtype)
         return words
 
