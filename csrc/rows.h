@@ -86,6 +86,17 @@ struct Fold {
   AF_METHOD double whole_scale() const { return device_scale ? scale * *device_scale : scale; }
 };
 
+// A hyper-parameter of a GPU's launch: a number, or one that the device holds and a graph's replay reads anew.
+struct HyperParameter {
+  double number;
+  const float* device_float;  // nullable, as the next
+  const double* device_double;
+
+  AF_METHOD double value() const {
+    return device_float ? double(*device_float) : device_double ? *device_double : number;
+  }
+};
+
 // Memory comes from Python as an address.
 template <class T>
 T* pointer(uintptr_t address) {

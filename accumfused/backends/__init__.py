@@ -36,11 +36,7 @@ def why_not(name: str, device: torch.device | None = None) -> str | None:
 
 
 def check(name: str, device: torch.device | None = None) -> None:
-    """Refuses a backend asked for by name that cannot run.
-
-    Raises:
-        RuntimeError: the backend cannot run; the text has the reason.
-    """
+    """Refuses a backend asked for by name that cannot run; the text has the reason."""
     reason = None if name == "auto" else why_not(name, device)
     if reason is not None:
         raise RuntimeError(f"backend={name!r} cannot run: {reason}; use backend='auto' or 'torch'")

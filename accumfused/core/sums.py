@@ -62,13 +62,11 @@ class Sums:
         self, plan: Plan, backend: Backend, weights: Weights, grads: Grads, complete: bool, place: int,
         scale: Number | None, ends: bool,
     ) -> None:  # fmt: skip
-        """Adds the gradients of a micro-batch.
+        """Adds the gradients of a micro-batch: see `Window.fold`.
 
         Args:
-            complete: every parameter has a gradient.
             place: the place of the micro-batch's factor.
             scale: the factor of closing folds; None: this fold does not close the window.
-            ends: no more of its gradients will come.
         """
         added, rows = grads, self.accumulators
         if OVERWRITE in self.places or not complete:

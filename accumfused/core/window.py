@@ -116,12 +116,7 @@ class Window:
         self.habits.see_new(self.params)
 
     def enter(self, plan: Plan, weight: Number | None, exchange: Exchange, *, in_loss: bool) -> None:
-        """Begins a micro-batch: it and its weight count once, even if several folds bring its gradients.
-
-        Args:
-            weight: None: a plain sum.
-            in_loss: the weight multiplied the loss, so it is in the gradients already.
-        """
+        """Begins a micro-batch: it and its weight count once, even if several folds bring its gradients."""
         if self.phase is Phase.IDLE:
             self.open(plan)
         self.entered = True

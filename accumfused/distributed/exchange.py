@@ -186,14 +186,7 @@ class Summed(Exchange):
         return divisor, [there and ask for there, ask in zip(elsewhere, asked, strict=True)]
 
     def _compare_parameters(self, plan: Plan, seed: int) -> None:
-        """Refuses parameters that differ from those of other processes; asks once for each list of them.
-
-        Args:
-            seed: the seed of states still to be made.
-
-        Raises:
-            ValueError: on every process, if the parameters of some differ.
-        """
+        """Refuses parameters, and seeds, that differ from those of other processes; asks once for each list of them."""
         params, known = plan.params, self._agreed
         if len(params) == len(known) and all(
             p is own and p.requires_grad is wants for p, (own, wants) in zip(params, known, strict=True)

@@ -24,11 +24,7 @@ def default_seed() -> int:
 
 
 def check_group(group: Any) -> None:
-    """Refuses a group unless it is a process group that contains this process.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Refuses a group unless it is a process group that contains this process."""
     if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):
         what = "a group that this process is not in" if isinstance(group, int) else type(group).__name__
         raise TypeError(
@@ -75,11 +71,7 @@ def refuse_synchronizing(ddp: DistributedDataParallel) -> None:
 
 
 def refuse_reducing(params: Iterable[Tensor]) -> None:
-    """Refuses parameters whose gradients FullyShardedDataParallel reduces too.
-
-    Raises:
-        RuntimeError: FullyShardedDataParallel reduces some.
-    """
+    """Refuses parameters whose gradients FullyShardedDataParallel reduces too."""
     if any(map(_is_sharded, params)):
         raise RuntimeError(
             "the optimizer has a process group, and its parameters belong to a FullyShardedDataParallel that reduces "

@@ -43,12 +43,7 @@ WEIGHTS = "grad_accumulator_weights"
 
 
 def refuse_part(engine: Engine) -> None:
-    """Refuses to save or copy a window with an incomplete micro-batch, or with the sums of one process among several.
-
-    Raises:
-        RuntimeError: gradients are released during backward, and the micro-batch has not ended; or there is a process
-            group, and the sums are not added up.
-    """
+    """Refuses to save or copy a window in mid micro-batch, or with the sums of one process among several."""
     if engine.settings.process_group is not None:
         raise RuntimeError(
             "a window is open, and holds this process's own part of the sums: no checkpoint or copy of one process "

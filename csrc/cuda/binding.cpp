@@ -21,7 +21,6 @@ auto on_rows(void (cuda::DeviceTable::*verb)(const Rows&, Arguments...)) {
 
 void bind_cuda(py::module_& m) {
   using cuda::DeviceTable;
-  using cuda::HyperParameter;
   const auto release = py::call_guard<py::gil_scoped_release>();
   m.def("why_not", cuda::why_not, py::arg("device"), "Why the kernels cannot run on that device, or ''.");
   m.def("capture_id", cuda::capture_id, py::arg("device"), py::arg("stream"));
@@ -45,7 +44,7 @@ void bind_cuda(py::module_& m) {
              uintptr_t outcome) {
             std::vector<HyperParameter> values;
             for (const auto& [number, device_float, device_double] : hypers) {
-              values.push_back({number, device_float, device_double});
+              values.push_back({number, pointer<const float>(device_float), pointer<const double>(device_double)});
             }
             self.step(table.rows(), stream, values, rules, outcome);
           },

@@ -140,8 +140,6 @@ size_t rounded(size_t bytes) { return (bytes + sizeof(uint4) - 1) / sizeof(uint4
 
 }  // namespace
 
-static_assert(sizeof(HyperParameter) == sizeof(gpu::Hyper), "sent as it is");
-
 // The places of the tables in memory; each begins at a multiple of 16 bytes. Folds have operands of their own: in a
 // loop whose tensors keep their addresses, neither they nor the step's change.
 struct DeviceTable::Layout {
@@ -158,7 +156,7 @@ struct DeviceTable::Layout {
         end(ticket + sizeof(uint4)),
         work{pointer<const Row>(memory + rows), pointer<const Operands>(memory + operands), table.count,
              int(table.chunks), pointer<uint32_t>(memory + ticket)},
-        step{pointer<const gpu::Hyper>(memory + hypers), pointer<const int32_t>(memory + rules), int(stride)} {}
+        step{pointer<const HyperParameter>(memory + hypers), pointer<const int32_t>(memory + rules), int(stride)} {}
 };
 
 int64_t DeviceTable::bytes(const Rows& table, int64_t groups, int64_t stride) {

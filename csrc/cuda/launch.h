@@ -9,12 +9,6 @@
 
 namespace accumfused::cuda {
 
-struct HyperParameter {
-  double number;
-  uintptr_t device_float;   // not 0: an fp32 number on the device, in its place
-  uintptr_t device_double;  // or an fp64 one
-};
-
 // A table's copy on a device, and the verbs that work on it. Every launch brings the changes since the last one with
 // it, so nothing waits and no staging memory is shared. A copy that is made while a graph is captured belongs to that
 // graph, since its replays write it. One stream at a time.

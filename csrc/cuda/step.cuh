@@ -9,20 +9,9 @@
 
 namespace accumfused::AF_TARGET {
 
-// A hyper-parameter: a number of the launch, or one that the device holds and a graph's replay reads anew.
-struct Hyper {
-  double number;
-  const float* device_float;
-  const double* device_double;
-
-  __device__ double value() const {
-    return device_float ? double(*device_float) : device_double ? *device_double : number;
-  }
-};
-
 struct Hypers {
-  const Hyper* values;   // [groups][stride]
-  const int32_t* rules;  // [groups], indices into AF_RULES
+  const HyperParameter* values;  // [groups][stride]
+  const int32_t* rules;          // [groups], indices into AF_RULES
   int stride;
 };
 
