@@ -47,6 +47,7 @@ def configurations(draw: st.DrawFn, mate_of: dict[str, Any] | None = None) -> di
         "rule": rule, "options": {"lr": pick(0.3, 0.05), **options}, "settings": settings,
         "params": [(pick(*SHAPES), pick(*layouts), pick(*dtypes), draw(SEEDS)) for _ in range(pick(1, 2, 3, 4, 5))],
         "cut": pick(0, 0, 1, 2), "fuse": rule in ("SGD", "AdamW", "Adam") and pick(False, False, False, True),
+        "trained": pick(0, 0, 1, 2),
     }  # fmt: skip
     if mate_of is None:
         config["default_dtype"] = pick(*["fp32"] * 8, "bf16", "fp16", "fp64")
@@ -62,11 +63,11 @@ def _of_tensor(numbers: list[float], seed: int) -> list[Any]:
     return [(n, rng.choice(["fp32", "fp32", "fp64", "bf16"]), rng.choice([(), (1,), (1, 1)])) for n in numbers]
 
 
-_numbers, _bad = [1.0, 2.0, 3.0, 0.3, 7, 129, 0.0] * 4, [-1.0, math.nan, math.inf]
+_numbers, _bad = [1.0, 2.0, 3.0, 0.3, 7, 1003, 0.0] * 4, [-1.0, math.nan, math.inf]
 WEIGHTS = {  # those of one machine are mostly of one style
     "sum": [None] * 20 + [2.0],
     "numbers": [*_numbers, -1.0, math.nan],
-    "tensors": _of_tensor([*_numbers, *_bad], 1),
+    "tensors": _of_tensor([*_numbers, *_bad, -1.0, -1.0], 1),
     "mixed": [None] * 20 + _numbers[:7] + _of_tensor(_numbers[:7], 2),
     "tiny": [n * 1e-20 for n in _numbers],  # (by the first weight that is not a device's 0 all others are measured)
     "huge": _of_tensor([n * 1e20 for n in _numbers if n], 3),
@@ -78,8 +79,10 @@ grad_scales = st.sampled_from([None] * 240 + _divisors)
 found_infs = st.sampled_from([None] * 40 + _of_tensor([0.0, 1.0, 2.0], 5))
 poisons = st.sampled_from([None] * 40 + [math.inf, -math.inf, math.nan])
 SIDES = st.integers(0, 1)  # of two optimizers that are clipped together; where there is one, it is meant
+BACKENDS = st.sampled_from([None] * 3 + ["cpu", "torch", "foreach"])  # of a fresh optimizer, or the same one goes on
 SEEDS, ROW, flags = st.integers(0, 2**16), st.integers(0, 6), st.booleans()
 lasts = st.sampled_from([False] * 3 + [True])
+losses = st.sampled_from([torch.float32] * 2 + [torch.bfloat16, torch.float16])
 _samples = [sorted(Random(k).sample(range(7), k)) for k in (2, 3, 4, 5, 6)]
 rows = st.sampled_from([[0], [1, 0], list(range(7)), *_samples])
 
@@ -127,6 +130,7 @@ GRADS = {  # what a gradient may be that somebody sets by hand
     "graph": lambda v: v.requires_grad_() * 2.0,
     "negative": lambda v: torch.complex(v, -v).conj().imag if v.dtype == torch.float32 else v,  # is read so
     "other": lambda v: v.to(torch.bfloat16 if v.dtype == torch.float32 else torch.float32),
+    "half": lambda v: v.half(),
     "fp64": lambda v: v.double(),
     "sparse": lambda v: v.to_sparse() if v.numel() and v.dim() else v,
     "nan": lambda v: torch.full_like(v, math.nan),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
 import accumfused as af
@@ -39,17 +40,13 @@ class Machine(RuleBasedStateMachine):
         torch.set_default_dtype(draws.DTYPES[config["default_dtype"]])
         self.sides = list[Side]()
         self.sides += [Side(each, self.sides) for each in (config, config["mate"]) if each]
-        if config["mate"]:
-            self.group = af.ClipGroup([side.optimizer for side in self.sides], config["together"])
+        self.group = config["mate"] and af.ClipGroup([side.optimizer for side in self.sides], config["together"])
 
     def teardown(self) -> None:
         torch.set_default_dtype(torch.float32)
 
     def side(self, index: int) -> Side:
         return self.sides[index % len(self.sides)]
-
-    def is_alone(self) -> bool:
-        return len(self.sides) == 1
 
     @invariant()
     def nothing_else_was_written(self) -> None:
@@ -71,18 +68,20 @@ class Machine(RuleBasedStateMachine):
         self.side(side).accumulate(weight, last)
 
     @rule(side=draws.SIDES, rows=draws.rows, seed=draws.SEEDS, weight=draws.weights, last=draws.lasts,
-          poison=draws.poisons)  # fmt: skip
+          poison=draws.poisons, dtype=draws.losses)  # fmt: skip
     def own_backward(self, side: int, **arguments: Any) -> None:
         if self.config["style"] not in ("tiny", "huge"):  # in the loss they would leave the range of fp32
             self.side(side).own_backward(**arguments)
 
     @rule(side=draws.SIDES, rows=draws.rows, seed=draws.SEEDS, weight=draws.weights, count=st.integers(1, 3),
-          last=draws.flags, step=draws.flags)  # fmt: skip
+          last=draws.flags, step=draws.flags, resumed=draws.BACKENDS)  # fmt: skip
     def micro_batches(
-        self, side: int, rows: list[int], seed: int, weight: Any, count: int, last: bool, step: bool
+        self, side: int, rows: list[int], seed: int, weight: Any, count: int, last: bool, step: bool, resumed: Any
     ) -> None:
-        """A window, or the beginning of one, as a loop has it."""
+        """A window, or the beginning of one, as a loop has it. Args: resumed: by this backend, after one of them."""
         for index in range(count):
+            if resumed is not None and index == 1:
+                self.load(side, "now", resumed)
             self.side(side).backward(rows, seed + index)
             self.side(side).accumulate(weight, last and index == count - 1)
         if step:
@@ -91,9 +90,13 @@ class Machine(RuleBasedStateMachine):
     @rule(side=draws.SIDES, normalizer=draws.normalizers, scale=draws.grad_scales, found=draws.found_infs)
     def step(self, side: int, normalizer: Any = None, scale: Any = None, found: Any = None) -> None:
         number = None if isinstance(normalizer, tuple) else normalizer
-        if self.is_alone():
+        if self.group is None:
             self.sides[0].step(normalizer, scale, found)
-        elif not step_together(self.sides, self.group, number):
+            return
+        if found is not None:
+            self.side(side).attempt(self.side(side).optimizer.step, RuntimeError)
+        call = functools.partial(self.group.step, normalizer=number)
+        if not step_together(self.sides, call, number, self.group.max_grad_norm):
             self.sides[0].zero_grad()
             self.sides[1].zero_grad()
 
@@ -110,8 +113,8 @@ class Machine(RuleBasedStateMachine):
         if "lr" in change or not own.foreign:  # (torch's RMSprop makes its buffer at first only)
             known = {"lr", *own.config["options"]}
             groups[-1].update({name: value for name, value in change.items() if name in known})
-        if clip != "same" and self.is_alone():
-            own.optimizer.max_grad_norm = clip
+        if clip != "same" and (self.group is None or clip is not None):
+            (own.optimizer if self.group is None else self.group).max_grad_norm = clip
         if epoch:
             half = torch.optim.lr_scheduler.MultiplicativeLR
             if own.scheduler and len(own.scheduler.base_lrs) != len(groups):
@@ -135,14 +138,14 @@ class Machine(RuleBasedStateMachine):
 
     # ---- loss scaling ----------------------------------------------------------------------------------------------
 
-    @precondition(is_alone)
     @rule(ours=draws.flags, unscale=draws.lasts, zero=draws.flags)
     def scaled_step(self, ours: bool, unscale: bool, zero: bool) -> None:
         """unscale_() perhaps, step() and update(), over gradients of any scale, by af.GradScaler or torch's."""
+        ours, unscale = ours or self.group is not None, unscale and self.group is None
         side, cls = self.sides[0], af.GradScaler if ours else torch.amp.GradScaler
         dtypes = {side.params[row].grad.dtype for row in side.live()}
         refuses = side.phase == "open" and (unscale or not ours)
-        if not all(map(side.is_plain, side.live())):
+        if self.group is None and not all(map(side.is_plain, side.live())):
             return
         if (unscale or not ours) and not refuses and (not dtypes or torch.float16 in dtypes):
             return  # torch refuses these
@@ -151,9 +154,12 @@ class Machine(RuleBasedStateMachine):
             self.scalers[ours].scale(torch.ones((), dtype=torch.float32))
         scaler, made = self.scalers[ours], False
         scale, grows = scaler.get_scale(), scaler.state_dict()["_growth_tracker"] + 1 == GROWTH_INTERVAL
-        infinite = any(not bool(side.params[row].grad.isfinite().all()) for row in side.live())
-        skips, call = side.skips, lambda: scaler.step(side.optimizer)
-        if refuses:  # (torch's unscale_() asks nobody; what it has not seen its step() refuses.)
+        infinite = self.group is None and any(not bool(side.params[row].grad.isfinite().all()) for row in side.live())
+        skips, call = [side.skips for side in self.sides], lambda: scaler.step(self.group or side.optimizer)
+        if self.group is not None:
+            divisor = torch.tensor(scale, dtype=torch.float32)
+            made = step_together(self.sides, call, divisor, self.group.max_grad_norm, for_scaler=True)
+        elif refuses:  # (torch's unscale_() asks nobody; what it has not seen its step() refuses.)
             side.attempt((lambda: scaler.unscale_(side.optimizer)) if ours else call, RuntimeError)
         elif not ours and infinite:  # torch's scaler never calls step()
             made = side.attempt(call)
@@ -169,29 +175,40 @@ class Machine(RuleBasedStateMachine):
             made = side.expected_step(
                 call, [None, divisor], found=found, for_scaler=ours, is_unchecked=ours and not unscale
             )
-        if not made:
+        if made:
+            side.attempt(scaler.update)
+            overflow = skips != [side.skips for side in self.sides] if ours else infinite
+            assert scaler.get_scale() == scale * (0.5 if overflow else 2.0 if grows else 1.0)
+        else:
             del self.scalers[ours]
-            return
-        side.attempt(scaler.update)
-        overflow = side.skips > skips if ours else infinite
-        assert scaler.get_scale() == scale * (0.5 if overflow else 2.0 if grows else 1.0)
-        if zero:
-            side.zero_grad()
+        for each in self.sides if zero or (self.group and not made) else ():
+            each.zero_grad()
 
     # ---- by hand ---------------------------------------------------------------------------------------------------
 
-    @rule(side=draws.SIDES, row=draws.ROW, seed=draws.SEEDS, kind=st.sampled_from([*draws.GRADS]))
+    @rule(
+        side=draws.SIDES, row=draws.ROW, seed=draws.SEEDS, kind=st.sampled_from([*draws.GRADS, *["shared", "kept"] * 2])
+    )
     def set_grad(self, side: int, row: int, seed: int, kind: str) -> None:
+        """shared: with another parameter's. kept: by somebody who will write it."""
         own = self.side(side)
         row %= len(own.params)
         param = own.params[row]
-        if own.entered or (own.foreign and kind in ("expanded", "negative")):  # it is clipped in place
+        if own.entered or (own.foreign and kind in ("expanded", "negative", "shared")):  # it is clipped in place
             return
-        grad, param.grad = draws.GRADS[kind](draws.random(param.shape, seed, 2.0).to(param.dtype)), None
-        if grad.dtype != (param.grad_dtype or grad.dtype):
-            param.grad_dtype = grad.dtype
-            own.narrow |= {row} if grad.dtype == torch.bfloat16 else set()
-        param.grad = grad
+        grads = {row: draws.GRADS.get(kind, lambda v: v)(draws.random(param.shape, seed, 2.0).to(param.dtype))}
+        if kind == "shared":
+            flat = draws.random([max(p.numel() for p in own.params)], seed, 2.0).to(param.dtype)
+            views = {p.shape: flat[: p.numel()].view(p.shape) for p in own.params}
+            grads = {each: views[own.params[each].shape] for each in (row, seed % len(own.params))}
+        elif kind == "kept":
+            own.kept = grads[row][...] if seed % 2 else grads[row]
+        for each, grad in grads.items():
+            param, own.params[each].grad = own.params[each], None
+            if grad.dtype != (param.grad_dtype or grad.dtype):
+                param.grad_dtype = grad.dtype
+                own.narrow |= {each} if grad.element_size() == 2 else set()
+            param.grad = grad
 
     @rule(side=draws.SIDES, rows=draws.rows, how=st.sampled_from(["clear", "clear", "fill", "clip", "clip"]))
     def touch_grads(self, side: int, rows: list[int], how: str) -> None:
@@ -230,73 +247,100 @@ class Machine(RuleBasedStateMachine):
 
     def write_param(self, own: Side, row: int, seed: int, kind: str) -> None:
         param = own.params[row]
-        has_master = param.dtype != torch.float32 and own.masters is not None
-        if own.trusted and has_master and "written after load" in KNOWN:
+        if own.trusted and own.may_have_master(row) and "written after load" in KNOWN:
             return
         with torch.no_grad():
             WRITES[kind](param, seed)
-        now, master = param.detach(), own.optimizer.state.get(param, {}).get("master_weight")
-        if master is not None:  # its elements serve where they are rounded to the parameter's, and serve again
-            own.full[row] = torch.where(master.to(param.dtype) == now, master, now.float()).double()
-        elif kind == "data" and not own.written[row]:  # the old remainder counts
-            own.full[row] = own.actual(row).clone()
-        else:
-            own.full[row] = now.double()
-        own.written[row] |= has_master and kind != "data"
+        own.wrote(row, is_seen=kind != "data")
 
     # ---- copies and checkpoints ------------------------------------------------------------------------------------
 
-    @precondition(is_alone)
-    @rule(way=st.sampled_from(["shared", "saved", "reloaded", "deepcopied", "pickled"]),
-          backend=st.sampled_from(["cpu", "torch", "foreach"]))  # fmt: skip
-    def carry_over(self, way: str, backend: str) -> None:
-        """A checkpoint into a fresh optimizer of the same parameters, or into the same one; or a copy of both."""
-        if way in ("deepcopied", "pickled"):
-            self.copy(pickled=way == "pickled")
+    @rule(side=draws.SIDES)
+    def save(self, side: int) -> None:
+        """A checkpoint for later, with the weights."""
+        own, saved, file = self.side(side), list[Any](), io.BytesIO()
+        model = torch.nn.ParameterList(own.params)
+        if not own.attempt(lambda: saved.append(own.optimizer.state_dict()), RuntimeError if own.entered else None):
             return
-        own = self.sides[0]
-        if own.entered:
-            own.attempt(own.optimizer.state_dict, RuntimeError)
-            return
-        state, file = own.optimizer.state_dict(), io.BytesIO()
-        if way == "reloaded":
-            refusal = RuntimeError if own.phase == "open" else None
-            if not own.attempt(lambda: own.optimizer.load_state_dict(state), refusal):
-                return
-            assert own.phase != "closed" or not own.live(), "load_state_dict() left the closed window's p.grad"
-        elif own.handle is not None:
-            return
-        else:
-            if way == "saved":
-                torch.save(state, file)
-                file.seek(0)
-                state = torch.load(file, weights_only=True)
-            own.settings |= {"backend": backend}
-            fresh = own.build([{"params": list(g["params"]), "lr": 9.0} for g in own.optimizer.param_groups])
-            fresh.max_grad_norm = own.optimizer.max_grad_norm
-            own.attempt(lambda: fresh.load_state_dict(state))
-            own.optimizer, own.skips, own.scheduler = fresh, 0, None
-        own.trusted = True
-        if own.phase == "closed":
-            own.end_window()
+        full = own.optimizer.full_precision_state_dict(model)
+        for row, weights in enumerate(full.values()):
+            assert torch.equal(weights.double().nan_to_num(7e7), own.full[row].nan_to_num(7e7)), f"full precision {row}"
+        torch.save((*saved, full, model.state_dict()), file)
+        file.seek(0)
+        own.saved = (*torch.load(file, weights_only=True), own.known())
 
-    def copy(self, pickled: bool) -> None:
-        """A copy of optimizer and parameters goes on; the original goes another way."""
-        own = self.sides[0]
-        old, copied = (own.params, own.optimizer), list[Any]()
-        call = lambda: copied.append(pickle.loads(pickle.dumps(old)) if pickled else copy.deepcopy(old))  # noqa: E731
-        if not own.attempt(call, RuntimeError if own.entered else None):
+    @rule(side=draws.SIDES, way=st.sampled_from(["shared", "now", "before", "after", "full"]),
+          backend=draws.BACKENDS)  # fmt: skip
+    def load(self, side: int, way: str, backend: str | None) -> None:
+        """A checkpoint into a fresh optimizer of the same parameters, with this backend, or into the same one.
+
+        Args:
+            way: shared: of now, in memory. now: through a file. Otherwise an earlier one with its weights, which are
+                loaded before or after it, or after it in full precision.
+        """
+        own, model = self.side(side), torch.nn.ParameterList(self.side(side).params)
+        if way == "now":
+            self.save(side)
+        if own.saved is None or own.entered or (backend is not None and own.handle is not None):
             return
-        own.params, own.optimizer = copied[0]
-        own.handle, own.scheduler, own.skips, own.trusted = None, None, 0, False
-        if own.phase == "closed":
-            own.end_window()
-        states = [v for entries in old[1].state.values() for v in entries.values() if isinstance(v, Tensor)]
-        with torch.no_grad():
-            for value in [*old[0], *states]:
-                value.fill_(77)
-        if own.phase == "open" and old[1].state:  # its sums are its own, too
-            for param in old[0]:
-                param.grad = param.grad_dtype = None
-                param.grad = torch.ones_like(param, requires_grad=False)
-            own.attempt(lambda: old[1].accumulate(None if not own.weighted else 1.0))
+        state, full, weights, known = copy.deepcopy(own.saved)  # torch shares what it loads
+        if way == "shared":
+            state, known = own.optimizer.state_dict(), own.known()
+        of_master = {"master_weight", "master_remainder"}
+        rows = [row for row in range(len(own.params)) if own.may_have_master(row)]
+        bare = [row for row in rows if not of_master & state["state"].get(row, {}).keys()]
+        if own.trusted and bare and backend is None and "written after load" in KNOWN:
+            return
+        fits = len(state["param_groups"]) == len(own.optimizer.param_groups)
+        backend = backend if fits else None
+        refusal = [RuntimeError] * (backend is None and own.phase == "open") + [ValueError] * (not fits)
+        target, earlier = own.optimizer, way not in ("shared", "now") and not refusal
+        if backend is not None:
+            own.settings |= {"backend": backend}
+            target = own.build([{"params": list(g["params"]), "lr": 9.0} for g in own.optimizer.param_groups])
+            target.max_grad_norm = own.optimizer.max_grad_norm
+        if earlier and way == "before":
+            model.load_state_dict(weights)
+        if not own.attempt(lambda: target.load_state_dict(state), tuple(refusal) or None):
+            return
+        if backend is not None:
+            own.optimizer, own.skips, own.scheduler = target, 0, None
+            self.group, limit = None, self.group and self.group.max_grad_norm
+            self.group = limit and af.ClipGroup([side.optimizer for side in self.sides], limit)
+        elif own.phase == "closed":
+            assert not own.live(), "load_state_dict() left the closed window's p.grad"
+        own.end_window()
+        vars(own).update(known)
+        own.trusted = True
+        if earlier and way == "full":
+            call = functools.partial(target.load_full_precision_state_dict, model, full)
+            if own.attempt(call, RuntimeError if own.phase == "open" else None):
+                own.trusted, own.written = False, [False] * len(own.params)
+                return
+        if earlier and way != "before":
+            model.load_state_dict(weights)
+        for row in bare if earlier else ():
+            own.wrote(row)
+
+    @rule(pickled=draws.flags)
+    def copy(self, pickled: bool) -> None:
+        """A copy of optimizers and parameters goes on; the originals go another way."""
+        old, copied = ([(own.params, own.optimizer) for own in self.sides], self.group), list[Any]()
+        call = lambda: copied.append(pickle.loads(pickle.dumps(old)) if pickled else copy.deepcopy(old))  # noqa: E731
+        if not self.sides[0].attempt(call, RuntimeError if any(own.entered for own in self.sides) else None):
+            return
+        for own, (params, optimizer), new in zip(self.sides, old[0], copied[0][0], strict=True):
+            own.params, own.optimizer = new
+            own.handle, own.scheduler, own.skips, own.trusted = None, None, 0, False
+            if own.phase == "closed":
+                own.end_window()
+            states = [v for entries in optimizer.state.values() for v in entries.values() if isinstance(v, Tensor)]
+            with torch.no_grad():
+                for value in [*params, *states]:
+                    value.fill_(77)
+            if own.phase == "open" and optimizer.state:  # its sums are its own, too
+                for param in params:
+                    param.grad = param.grad_dtype = None
+                    param.grad = torch.ones_like(param, requires_grad=False)
+                optimizer.accumulate(None if not own.weighted else 1.0)
+        self.group = copied[0][1]

@@ -15,7 +15,7 @@ from fuzz.draws import number_of
 from fuzz.subject import KNOWN, Refusal
 from fuzz.window import Windows
 
-Common = tuple[float, float, bool]  # of optimizers in a ClipGroup: the norm, its error, whether all skip
+Common = tuple[float, float, bool, float]  # of a ClipGroup: the norm, its error, whether all skip, max_grad_norm
 
 
 class Side(Windows):
@@ -90,7 +90,7 @@ class Side(Windows):
         if grads:
             self._check_outcome(norm, error, takes_norm, skip)
         if grads and not skip:
-            self._check_step(grads, norm, error, self.config["together"] if common is not None else clip)
+            self._check_step(grads, norm, error, clip if common is None else common[3])
         count = int(self.optimizer.skipped_steps)
         assert count == self.skips, f"skipped_steps is {count}, not {self.skips}"
         if phase != "idle" and (grads or phase == "open"):
@@ -155,22 +155,21 @@ class Side(Windows):
         self.full[row] = actual.clone()
 
 
-def step_together(sides: list[Side], group: Any, normalizer: float | None) -> bool:
-    """Steps a ClipGroup of these optimizers."""
-    calls: list[Callable[[], Any]] = [
-        functools.partial(group.step, normalizer=normalizer),
-        *[lambda: None] * len(sides),
-    ]
+def step_together(
+    sides: list[Side], call: Callable[[], Any], divisor: Any, limit: float, *, for_scaler: bool = False
+) -> bool:
+    """A call that steps the ClipGroup of these optimizers, with this max_grad_norm."""
+    calls = [call, *[lambda: None] * len(sides)]
     # The call is made for the first of them: one that has gradients, for which it may be refused.
     parts = sorted(((side, *side.found()) for side in sides), key=lambda part: not part[1])
-    refusals = [ValueError] if normalizer is not None and not 0 < normalizer < math.inf else []
+    refusals = [ValueError] if isinstance(divisor, float | int) and not 0 < divisor < math.inf else []
     for refusal in [refusal for *_, refusal in parts if refusal is not None]:
         refusals += refusal if isinstance(refusal, tuple) else [refusal]
     entered = [side for side in sides if side.entered]
     if refusals:  # (A window may have got its pending weight: the same sums.)
         is_known = entered and "refused after release" in KNOWN
-        return not is_known and sides[0].attempt(calls[0], tuple(refusals), ("param", "state", "grad", "skipped"))
-    factor = 1.0 if normalizer is None else 1.0 / normalizer
+        return not is_known and sides[0].attempt(call, tuple(refusals), ("param", "state", "grad", "skipped"))
+    factor = 1.0 if divisor is None else 1.0 / float(divisor)
     norm, error = norm_of(g.times(factor).rounded(8 * UNIT[FP32]) for _, found, _ in parts for g in found.values())
     for side, found, _ in parts:
         if side.phase == "closed" and not found:
@@ -178,6 +177,8 @@ def step_together(sides: list[Side], group: Any, normalizer: float | None) -> bo
         norm = math.nan if found and side.is_bad_mean() else norm
         if side.entered:  # its micro-batch ends here
             side.sums, side.count, side.entered, side.part = dict(found), 1, False, {}
-    common = norm, error, sides[0].settings["nonfinite"] != "propagate" and not norm < math.inf
+    skips = for_scaler or sides[0].settings["nonfinite"] != "propagate"
+    common = norm, error, skips and not norm < math.inf, limit
+    options = {"common": common, "for_scaler": for_scaler}
     steps = zip(calls, parts, strict=False)
-    return all(side.expected_step(call, [normalizer], common=common, given=found) for call, (side, found, _) in steps)
+    return all(side.expected_step(call, [divisor], given=found, **options) for call, (side, found, _) in steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 import weakref
@@ -43,12 +44,14 @@ class Subject:
         self.masters = self.settings.get("master_weights", "auto")
         cut = config["cut"] % len(self.params)
         groups = [{"params": self.params[:cut], "lr": 0.07}, {"params": self.params[cut:]}]
-        self.optimizer = self.build(groups if cut else groups[1:])
-        self.full = [p.detach().double() for p in self.params]  # the weights in full precision
         self.states: list[dict[str, Any]] = [{} for _ in self.params]
+        self.optimizer = self.build(groups if cut else groups[1:], self.train)
+        self.full = [p.detach().double() for p in self.params]  # the weights in full precision
         self.written = [False] * len(self.params)  # from outside since the last step: its master is out of date
         self.trusted = False  # masters came with a checkpoint, and no step has seen them yet
         self.narrow: set[int] = set()  # rows whose p.grad has been in 16 bits
+        self.kept: Tensor | None = None  # a gradient that somebody else holds
+        self.saved: Any = None  # a checkpoint, and the model at that time
         self.handle: Any = None  # of release_gradients
         self.scheduler: Any = None
         self.skips = 0
@@ -60,13 +63,25 @@ class Subject:
         self.exposed: list[weakref.ref[Tensor]] = []
         self.entered, self.part = False, dict[int, Bounded]()  # a micro-batch that is folded during backward
 
-    def build(self, groups: list[dict[str, Any]]) -> Any:
+    def build(self, groups: list[dict[str, Any]], train: Callable[[Any], None] = lambda optimizer: None) -> Any:
         options = self.config["options"]
         if not self.foreign and not self.config["fuse"]:
             return OPTIMIZERS[self.rule].ours(groups, **options, **self.settings)
         optimizer = (FOREIGN.get(self.rule) or OPTIMIZERS[self.rule].torch_class)(groups, **options)
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)  # binds the step of before
+        train(optimizer)
         return af.fuse(optimizer, **self.settings)
+
+    def train(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some steps of torch's, of some parameters; their states become the model's."""
+        for step in range(self.config["trained"] if "state_dtype" not in self.settings else 0):  # it would round them
+            for row, param in enumerate(self.params):
+                param.grad = random(param.shape, row + step).to(param.dtype) if (row + step) % 3 else None
+            optimizer.step()
+        optimizer.zero_grad()
+        for param, state in zip(self.params, self.states, strict=True):
+            known = optimizer.state.get(param, {}).items()
+            state.update({name: value.to(torch.float64, copy=True) for name, value in known if value is not None})
 
     def update(self, options: dict[str, Any]) -> Update:
         """The rule in float64."""
@@ -85,9 +100,9 @@ class Subject:
             try:
                 call()
             except Exception as raised:
-                error = raised
-        if error is not None and (refusal is None or not isinstance(error, refusal)):
-            raise error
+                if refusal is None or not isinstance(raised, refusal):
+                    raise
+                error = raised.with_traceback(None)  # whose frames would keep a ClipGroup alive
         for warning in caught:
             assert EXPECTED_WARNINGS.search(str(warning.message)), f"warned: {warning.message}"
         assert (error is None) == (refusal is None), f"was not refused, {refusal} expected"
@@ -107,6 +122,25 @@ class Subject:
         """Remainders of parameters that were written may be dropped at any time, and states may be made, as zeros."""
         kind, row, *_ = [*name.split(), ""]
         return kind == "state" and (self.written[int(row)] or not self.states[int(row)])
+
+    def may_have_master(self, row: int) -> bool:
+        return self.params[row].dtype != FP32 and self.masters is not None
+
+    def wrote(self, row: int, is_seen: bool = True) -> None:
+        """After a parameter was written from outside. Args: is_seen: not through `.data`."""
+        now, master = self.params[row].detach(), self.optimizer.state.get(self.params[row], {}).get("master_weight")
+        if master is not None:  # its elements serve where they are rounded to the parameter's, and serve again
+            self.full[row] = torch.where(master.to(now.dtype) == now, master, now.float()).double()
+        elif is_seen or self.written[row]:
+            self.full[row] = now.double()
+        else:  # the old remainder counts
+            self.full[row] = self.actual(row).clone()
+        self.written[row] |= self.may_have_master(row) and is_seen
+
+    def known(self) -> dict[str, Any]:
+        """The part of the model that a checkpoint holds: a closed window is not in it."""
+        window = ("phase", "total", "weighted", "count", "of_tensors", "sums") if self.phase == "open" else ()
+        return {name: copy.deepcopy(vars(self)[name]) for name in ("full", "states", "written", *window)}
 
     def check_unwritten(self) -> None:
         """Parameters in full precision and states are those of the model."""
@@ -164,6 +198,9 @@ class Subject:
         if grad is None:
             return True
         odd = grad.layout != torch.strided or grad.dtype not in UNIT or grad.requires_grad or grad.is_neg()
+        strided = [p.grad for p in self.params if p.grad is not None and p.grad.layout == torch.strided]
+        storages = [g.untyped_storage().data_ptr() for g in strided if g.numel()]
+        odd = odd or storages.count(grad.untyped_storage().data_ptr()) > 1
         return not odd and 0 not in [s for s, n in zip(grad.stride(), grad.shape, strict=True) if n > 1]
 
     def slopes(self, rows: list[int], seed: int, poison: float | None) -> dict[int, Tensor]:
@@ -179,8 +216,8 @@ class Subject:
                 param.grad_dtype = param.dtype
         return found
 
-    def loss(self, slopes: dict[int, Tensor]) -> Tensor:
-        return torch.stack([(self.params[row] * slope).sum().float() for row, slope in slopes.items()]).sum()
+    def loss(self, slopes: dict[int, Tensor], dtype: torch.dtype = FP32) -> Tensor:
+        return torch.stack([(self.params[row] * slope).sum().float() for row, slope in slopes.items()]).sum().to(dtype)
 
     def grad_unit(self, row: int) -> float:
         """Of p.grad: in 16 bits where it has been set so, also while a closed window hides that."""

@@ -100,7 +100,7 @@ class Windows(Subject):
         assert self.handle is None or not late, f"parameters {late} are not released from the next micro-batch on"
         if last:
             self.phase = "closed"
-            for row in self.sums if not self.weighted or 0 < self.total < math.inf else ():  # else some are NaN
+            for row in self.sums if self.total != math.inf else ():  # then some are NaN
                 self.mean(row).check(self.params[row].grad, f"the closed window's p.grad {row}")
             self.exposed = [weakref.ref(self.params[row].grad) for row in self.sums]
 
@@ -117,22 +117,30 @@ class Windows(Subject):
         grads = {row: Bounded.exact(grad) for row, grad in bits.items() if row not in self.part} | self.part
         is_itself = last and self.count == 0 and not self.part and (isinstance(weight, float | int) or weight is None)
         if self.attempt(lambda: self.optimizer.accumulate(weight, last=last), refusal):
+            if self.kept is not None:
+                self.kept.fill_(5.0)
             self.fold(grads, weight, last=last, in_loss=False)
             for row, value in bits.items() if is_itself and weight != 0 else ():
                 same = torch.equal(value.float().nan_to_num(9e9), self.params[row].grad.nan_to_num(9e9))
                 assert same, f"a window of one micro-batch has changed the bits of gradient {row}"
 
-    def own_backward(self, rows: list[int], seed: int, weight: Any, last: bool, poison: float | None) -> None:
+    def own_backward(
+        self, rows: list[int], seed: int, weight: Any, last: bool, poison: float | None, dtype: torch.dtype
+    ) -> None:
+        """Args: dtype: of the loss. One in 16 bits may round the weight, which then multiplies the gradients."""
         weight, slopes = number_of(weight), self.slopes(rows, seed, poison)
         if not slopes:
             return
-        loss, number = self.loss(slopes), 1.0 if weight is None else float(weight)
-        refusal, grads = self.fold_refusal(weight, last=last, in_loss=True), {}
+        loss, number = self.loss(slopes, dtype), 1.0 if weight is None else float(weight)
+        holds = not isinstance(weight, Tensor) and float(torch.tensor(number, dtype=dtype)) == number
+        in_loss = dtype == FP32 or weight is None or holds
+        late = None if in_loss or self.handle is None else RuntimeError  # folded before anything can multiply them
+        refusal, grads = self.fold_refusal(weight, last=last, in_loss=True) or late, {}
         for row, slope in slopes.items():
-            grads[row] = Bounded.exact(slope).times(number).rounded(3 * self.grad_unit(row))
+            grads[row] = Bounded.exact(slope).times(number if in_loss else 1.0).rounded(3 * self.grad_unit(row))
             grads[row].error += 4 * SMALLEST.get(slope.dtype, 0.0)
         if self.attempt(lambda: self.optimizer.backward(loss, weight, last=last), refusal):
-            self.fold(grads, weight, last=last, in_loss=True)
+            self.fold(grads, weight, last=last, in_loss=in_loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         before = self.live() if not set_to_none and self.handle is None else []
