@@ -107,7 +107,7 @@ def _work(rank: int, size: int, store: str, pipe: Any, path: list[str]) -> None:
     while True:
         module, name, args = pickle.loads(pipe.recv_bytes())
         try:
-            torch.manual_seed(0)
+            torch.manual_seed(rank)  # as launchers do
             answer = False, getattr(importlib.import_module(module), name)(*pickle.loads(args))
         except BaseException:
             answer = True, traceback.format_exc()

@@ -77,11 +77,9 @@ class Arena:
     def memory_of(self, plan: Plan, accumulators: Grads) -> list[Tensor]:
         """The memory of these accumulators after `bundle`, flat: one tensor for all small ones, one for each other."""
         flats = list(self._bundles)
-        for row, accumulator, place in zip(plan.rows, accumulators, self.places, strict=True):
+        for row, accumulator in zip(plan.rows, accumulators, strict=True):
             if accumulator is not None and not row.is_bundled:
                 flats.append(memory_order(accumulator))
-            elif accumulator is None and row.is_bundled and place is not None:
-                place.zero_()  # the last window's sums
         return flats
 
 

@@ -47,7 +47,6 @@ class Masters:
             own = id(self._params[index])
             drops[own] = self._drops.get(own, 0) + 1
         self._drops = drops
-        self.written()
 
     def written(self) -> None:
         """Notes that our own step has written the parameters."""

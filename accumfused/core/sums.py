@@ -27,7 +27,6 @@ class Sums:
         self.is_measured = [False] * rows  # the row's partials belong to its accumulator
         self.partials = torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)  # sums of squares, per chunk
         self.arena = arena  # for gradients that cannot be adopted; kept between windows
-        self.launches = 0
 
     @property
     def count(self) -> int:
@@ -73,7 +72,9 @@ class Sums:
             first: Grads = [g if a is None else None for g, a in zip(grads, self.accumulators, strict=True)]
             added = [g if a is not None else None for g, a in zip(grads, self.accumulators, strict=True)]
             self._take_first(plan, backend, weights, first, place)
-            rows = [None if g is None else a for a, g in zip(self.accumulators, added, strict=True)]
+            # Late first gradients get their weight here; those of the first micro-batch alone wait for it.
+            both = zip(self.accumulators, added, self.places, strict=True)
+            rows = [a if g is not None or p == CURRENT else None for a, g, p in both]
         closes = isinstance(scale, Tensor) or (scale is not None and self._waits_for_closing(weights, scale))
         if closes:  # it rescales all of them, each once
             both = zip(self.accumulators, grads, self.places, strict=True)
@@ -115,7 +116,7 @@ class Sums:
         twin = object.__new__(Sums)
         twin.accumulators = [None if a is None else a.clone() for a in self.accumulators]
         twin.places, twin.is_measured = list(self.places), [False] * len(self.places)
-        twin.partials, twin.arena, twin.launches = self.partials[:0], Arena(len(self.places)), 0
+        twin.partials, twin.arena = self.partials[:0], Arena(len(self.places))
         return twin
 
     def _waits_for_closing(self, weights: Weights, scale: float) -> bool:
@@ -130,7 +131,6 @@ class Sums:
         if not folded:
             return
         backend.accumulate(plan, Fold(grads, rows, self.places, weights.factors, place, scale), self.partials)
-        self.launches += 1
         if len(folded) == len(rows):
             self.places, self.is_measured = [READY] * len(rows), [backend.measures_folds] * len(rows)
         else:
@@ -165,6 +165,3 @@ class Sums:
         for index, grad in enumerate(grads):
             if grad is not None:
                 self.places[index], self.is_measured[index] = place, False
-        if place == CURRENT:  # they come late: those of the first micro-batch alone wait for their weight
-            late: Grads = [None if g is None else a for g, a in zip(grads, taken, strict=True)]
-            self._launch(plan, backend, weights, [None] * len(late), late, READY, 1.0)

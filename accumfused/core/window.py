@@ -212,11 +212,10 @@ class Window:
 
     @contextlib.contextmanager
     def undone_by_an_error(self) -> Iterator[None]:
-        """Undoes a micro-batch that fails (out of memory, say) before its first launch: its gradients stay in p.grad.
+        """Undoes a micro-batch that fails (out of memory, say) before it is added: its gradients stay in p.grad.
 
         A failing fold does not undo a micro-batch that an earlier fold began.
         """
-        launches = self.sums.launches if self.is_open else 0
         before = [(part, dict(vars(part))) for part in (self, self.weights, self.sums)]
         for _, known in before[2:]:
             known.update({name: list(known[name]) for name in ("accumulators", "places", "is_measured")})
@@ -224,7 +223,7 @@ class Window:
         try:
             yield
         except BaseException:
-            if not entered and self.sums.launches == launches:
+            if not entered:
                 for part, known in before:
                     vars(part).update(known)
             raise

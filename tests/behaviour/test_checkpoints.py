@@ -27,6 +27,7 @@ WINDOWS: dict[str, list[Any]] = {  # the weights of a window's micro-batches
     "tensors": [torch.tensor(0.3), torch.tensor(2.0), torch.tensor(0.7)],
     "a bad one": [torch.tensor(0.3), torch.tensor(torch.nan), torch.tensor(0.7)],  # by which the step is skipped
     "an empty micro-batch first": [0, 3.0, 0.7],
+    "zeros that only the device knows": [torch.tensor(0.0)] * 3,  # skipped too, where numbers would be refused
 }
 
 

@@ -25,3 +25,21 @@ def test_checkpoints_of_0_1_0_go_on(backend: str) -> None:
             optimizer.accumulate(case["weight"])
         optimizer.step()
         assert all(map(torch.equal, params, case["stepped"])), name
+
+
+def test_a_late_gradient_that_0_1_0_held_under_a_weight_of_its_own_gets_it(backend: str) -> None:
+    """Here it has had it when it is saved."""
+    params = [Parameter(torch.zeros(4)) for _ in range(4)]
+    optimizer, old = (af.SGD(pair, lr=1.0, backend=backend) for pair in (params[:2], params[2:]))
+    for param, weight in zip(params, (3.0, 4.0), strict=False):
+        param.grad = torch.ones(4)
+        optimizer.accumulate(weight)
+    saved = optimizer.state_dict()
+    late = saved["state"][1]
+    late |= {"grad_accumulator": torch.ones(4), "grad_accumulator_weights": late["grad_accumulator_weights"].clone()}
+    late["grad_accumulator_weights"][0] = 2.0  # 4, in units of the power of two below the first weight
+    old.load_state_dict(saved)
+    for each in (optimizer, old):
+        each.step()
+    assert torch.equal(params[1], torch.full((4,), -4 / 7))
+    assert all(map(torch.equal, params[:2], params[2:]))

@@ -40,6 +40,8 @@ def test_the_norm_is_that_over_all_members(backend: str, foreign: bool, copied: 
     optimizers[1] = af.fuse(optimizers[1], backend=backend) if foreign else af.SGD(given[1:], lr=1.0, backend=backend)
     group = copied(af.ClipGroup(optimizers, 2.5))
     params = [each["params"][0] for each in group.param_groups]
+    with pytest.raises(ValueError, match="is in a group already"):
+        af.ClipGroup(group.optimizers, 2.5)
     for _ in range(2):
         for param, grad in zip(params, torch.tensor([3.0] * 4 + [4.0] * 4).split(4), strict=True):
             param.grad = grad  # of the norm 10

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PRELUDE = """
-import copy, pickle, resource, torch
+import copy, ctypes, pickle, resource, torch
 from unittest import mock
 import accumfused as af
 from accumfused.core import heap
@@ -44,6 +44,7 @@ pin.hold([None, *tensors])
 end, block = libc.sbrk(0), pin._block
 tensors.clear()
 assert libc.sbrk(0) == end and block
+assert libc.malloc_usable_size(ctypes.c_void_p(block)) < 2**16  # the rest of the probe is free again
 copies = copy.copy(pin), copy.deepcopy(pin), pickle.loads(pickle.dumps(pin))
 assert [each._block for each in copies] == [0] * 3  # none of them frees it once more
 with mock.patch.object(heap, "_LIBC", mock.Mock()) as freeing:

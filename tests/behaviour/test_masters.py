@@ -18,15 +18,24 @@ from torch import Tensor
 each_master = pytest.mark.parametrize("weights", MASTERS)
 
 Change = Callable[[Model, Any], Any]
-WRITES: dict[str, Callable[[Model, Tensor], Any]] = {
-    "copy_": lambda model, values: model.matrix.copy_(values),
-    "arithmetic": lambda model, values: model.matrix.mul_(0).add_(values),
-    "load": lambda model, values: model.load_state_dict({**model.state_dict(), "matrix": values, "tied": values}),
-}
 
 
 def without_masters(optimizer: Any) -> Any:
     return optimizer.load_state_dict(copy.deepcopy(trained("fp32", "fp32", "torch")[1].state_dict()))
+
+
+def within_a_load(model: Model, optimizer: Any, values: Tensor) -> None:
+    hook = optimizer.register_load_state_dict_post_hook(lambda _: model.matrix.copy_(values))
+    without_masters(optimizer)
+    hook.remove()
+
+
+WRITES: dict[str, Callable[[Model, Any, Tensor], Any]] = {
+    "copy_": lambda model, _, values: model.matrix.copy_(values),
+    "arithmetic": lambda model, _, values: model.matrix.mul_(0).add_(values),
+    "load": lambda model, _, values: model.load_state_dict({**model.state_dict(), "matrix": values, "tied": values}),
+    "a hook of the optimizer's": within_a_load,
+}
 
 
 def another_steps(model: Model, optimizer: Any) -> None:
@@ -94,7 +103,7 @@ def test_what_was_overwritten_is_stepped_from_what_it_is_and_other_masters_stay(
     masters = optimizer.full_precision_state_dict(model)
     values = (8 + torch.rand(37, 11)).to(model.matrix.dtype)  # no element is by chance what it was
     with torch.no_grad():
-        WRITES[write](model, values)
+        WRITES[write](model, optimizer, values)
     SEEN_BY[seen_by](model, optimizer)
     for _ in range(2):
         found = optimizer.full_precision_state_dict(model)

@@ -72,14 +72,18 @@ def test_a_gradient_in_memory_of_others_is_copied(backend: str, kind: str, last:
 
 
 @with_and_without_addresses
-def test_one_gradient_of_two_parameters_is_copied(backend: str) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_one_gradient_of_two_parameters_is_copied(backend: str, late: bool) -> None:
+    """Also where it is the first of one alone, whose sum gets the weight where it lies."""
     params = [weight(), weight()]
     optimizer = af.SGD(params, lr=LR, backend=backend)
-    for _ in range(2):
+    params[1].grad = torch.ones(SIZE)
+    optimizer.accumulate(1.0) if late else optimizer.zero_grad()
+    for _ in range(1 if late else 2):
         params[0].grad = params[1].grad = torch.ones(SIZE)
-        optimizer.accumulate()
+        optimizer.accumulate(3.0 if late else None)
     optimizer.step()
-    assert [moved(param) for param in params] == [2 * LR] * 2
+    assert [moved(param) for param in params] == ([0.75 * LR, LR] if late else [2 * LR] * 2)
 
 
 def test_exposed_gradients_that_were_exchanged_are_the_last_windows_still(backend: str) -> None:
@@ -178,26 +182,33 @@ def test_momentum_that_is_switched_on_later_is_in_no_checkpoint_yet(backend: str
     assert torch.equal(*params)
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("first", "launches"), [(True, 0), (False, 0), (False, 1)])
 def test_a_micro_batch_that_runs_out_of_memory_and_is_given_up_does_not_count(
-    backend: str, first: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, first: bool, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where the first gradient of one parameter is copied before that of another cannot be added."""
+
     def exhausted(*_: object) -> None:
         raise MemoryError
 
-    param, optimizer = one(backend)
+    late, (param, optimizer) = weight(), one(backend)
     if not first:
         fold(optimizer, 1.0, 1.0)
+    optimizer.add_param_group({"params": [late]})
+    kernels = type(backends.select(backend, [param.device]))
+    runs = iter([kernels.accumulate] * launches)  # type: ignore[attr-defined]
     with writes_nothing(optimizer), monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "as_strided", exhausted)  # of memory to copy the first one into
-        patch.setattr(type(backends.select(backend, [param.device])), "accumulate", exhausted)
-        param.grad = torch.full((SIZE,), 100.0)[:]  # a view, so it has to be copied
+        if not launches:
+            patch.setattr(torch.Tensor, "as_strided", exhausted)  # of memory to copy the first one into
+        patch.setattr(kernels, "accumulate", lambda *given: next(runs, exhausted)(*given))
+        param.grad, late.grad = torch.full((2, SIZE), 100.0)  # views, so they have to be copied
         with pytest.raises(MemoryError):
             optimizer.accumulate(2.0)
-        param.grad = None
+        param.grad = late.grad = None
     fold(optimizer, 3.0, 3.0)
     optimizer.step()
     assert moved(param) == LR * (3.0 if first else (1 * 1 + 3 * 3) / 4)
+    assert moved(late) == 0.0
 
 
 def test_a_window_of_a_parameter_with_holes_and_8_bit_states_survives_a_checkpoint(backend: str) -> None:

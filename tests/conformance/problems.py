@@ -360,6 +360,7 @@ def assert_conforms(problem: Problem, backend: Any, device: str = "cpu", threads
     wanted = expected(problem)
     torch.set_num_threads(threads)
     found = play(problem, backend, device)
+    assert torch.get_num_threads() == threads
     torch.set_num_threads(1)
     assert found[1] == wanted[1]
     assert_all_same_bits(found[0], wanted[0])

@@ -50,8 +50,9 @@ UNCHECKED = Tail(None, nonfinite="propagate")
 CORNERS = {
     "a coefficient of zero": Problem("sgd", tail=Tail(1e-50), special_params=((0, 0.0), (1, -0.0))),
     "one of -0": Problem("sgd_maximize", tail=Tail(1e-50), special_params=((0, 0.0), (1, -0.0))),
-    "a bad normalizer": Problem("adamw", tail=Tail(normalizer="nan")),
+    "a bad normalizer": Problem("adamw", tail=Tail(normalizer="inf")),
     "no elements": Problem("adamw", tail=Tail(1.0, normalizer="nan"), edges=edges(0)),
+    "lost squares": Problem("sgd", values="tiny", tail=Tail(1.0, normalizer=1e-20)),
     "a subnormal sum of squares": Problem("adamw", tail=Tail(1e-22, normalizer=1e22)),
     "codes of 0": Problem("adamw", weights="split8", states="int8", values="far apart", reads_all=True),
     "lr in 16 bits": Problem("adamw", lr=torch.bfloat16),

@@ -185,6 +185,22 @@ def test_a_parameter_may_be_moved_within_a_window(move: str, closes: bool, place
     assert_same_bits(found[1], found[0])
 
 
+def test_the_norm_of_a_window_that_is_laid_out_anew_is_in_its_new_order(place: Place) -> None:
+    norms = []
+    for at in (0, 2):
+        (param,) = random_params([(64, 64)])
+        optimizer = case_named("sgd").make([param], place.backend)
+        for micro in range(3):
+            if micro == at:
+                MOVES["another order"](optimizer, param)
+            if micro < 2:
+                set_grads([param], random_grads([param], micro))
+                optimizer.accumulate()
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    assert_same_bits(norms[1], norms[0])
+
+
 def test_a_parameter_that_was_removed_is_not_written_any_more(place: Place) -> None:
     params = random_params([(40,), (50,)])
     optimizer = ADAMW_CASE.make(params, place.backend)

@@ -28,7 +28,7 @@ from accumfused.formats.shards import local
 def after_a_window_of_its_own() -> list[float]:
     """In a worker: a closed window's gradients, of 16-bit parameters that were trained before there were processes."""
     model = nn.Linear(4, 4).bfloat16()
-    optimizer = af.SGD(model.parameters(), lr=1.0)
+    optimizer = af.SGD(model.parameters(), lr=1.0, master_weights="split8")  # whose noise has one seed in all processes
     with mock.patch("accumfused.distributed.exchange.has_processes", return_value=False):
         set_grads(params_of(optimizer), [torch.zeros_like(p) for p in params_of(optimizer)])
         optimizer.accumulate()

@@ -30,15 +30,19 @@ def token_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def micro_batches(sizes: Sequence[int]) -> list[Batch]:
+    """Numbers of tokens that count; where there is none, of one that is masked."""
     generator, device = torch.Generator().manual_seed(2), torch.get_default_device()
-    text = torch.randint(VOCABULARY, (sum(sizes), CONTEXT + 1), generator=generator, device="cpu").to(device)
-    return [(part[:, :-1], part[:, -1]) for part in text.split([*sizes])]
+    lengths = [max(size, 1) for size in sizes]
+    text = torch.randint(VOCABULARY, (sum(lengths), CONTEXT + 1), generator=generator, device="cpu").to(device)
+    parts = zip(text.split(lengths), sizes, strict=True)
+    return [(part[:, :-1], part[:, -1] if size else torch.full_like(part[:, -1], -100)) for part, size in parts]
 
 
 def loss_of(model: nn.Module, *batches: Batch) -> Tensor:
-    """A mean over the tokens: NaN where there is none."""
+    """A mean over the tokens: NaN where there is none, and so are its gradients."""
     tokens, targets = map(torch.cat, zip(*batches, strict=True))
-    return nn.functional.cross_entropy(model(tokens), targets)
+    losses, mask = nn.functional.cross_entropy(model(tokens), targets.clamp(min=0), reduction="none"), targets >= 0
+    return (losses * mask).sum() / mask.sum()
 
 
 UNEQUAL, EMPTY = (5, 1, 9, 3), (0, 5, 0, 3, 0)
@@ -48,7 +52,7 @@ UNEQUAL, EMPTY = (5, 1, 9, 3), (0, 5, 0, 3, 0)
     case=CASES,
     loop=[
         ((4, 4, 4), "none"), (UNEQUAL, "host"), (UNEQUAL, "device"), (UNEQUAL, "in the loss"), (EMPTY, "host"),
-        (EMPTY, "device"), (EMPTY, "in the loss"),
+        (EMPTY, "device"), (EMPTY, "in the loss"), (EMPTY, "in the loss, device"),
     ],
 )  # fmt: skip
 def test_micro_batches_equal_one_batch(case: Case, loop: tuple[tuple[int, ...], str], backend: str) -> None:
@@ -61,11 +65,12 @@ def test_micro_batches_equal_one_batch(case: Case, loop: tuple[tuple[int, ...], 
     oracle.step([p.grad for p in truth.parameters()])
     optimizer = case.make(model.parameters(), backend, max_grad_norm=0.5)
     for size, batch in zip(sizes, batches, strict=True):
-        if weights == "in the loss":
-            optimizer.backward(loss_of(model, batch), size)
+        weight = torch.tensor(size) if "device" in weights else None if weights == "none" else size
+        if "in the loss" in weights:
+            optimizer.backward(loss_of(model, batch), weight)
         else:
             loss_of(model, batch).backward()
-            optimizer.accumulate({"host": size, "device": torch.tensor(size), "none": None}[weights])
+            optimizer.accumulate(weight)
     optimizer.step(normalizer=len(sizes) if weights == "none" else None)
     assert_close(optimizer.grad_norm, oracle.norm, "model", "grad_norm")
     for (name, param), expected, states in zip(model.named_parameters(), oracle.params, oracle.states, strict=True):
