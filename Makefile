@@ -7,8 +7,9 @@ PIP := $(RUN) -m pip --quiet --disable-pip-version-check
 CSRC := $(shell find csrc -type f)
 REASON := accumfused/_native_error.txt
 NATIVE_TESTS := $(addprefix conformance/,test_bits.py test_tensors.py test_codecs.py test_module.py)
-# Without the plugins that happen to be installed where the environment inherits from.
-PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -p xdist -n auto --dist loadfile --no-loadscope-reorder
+# Without the plugins that happen to be installed where the environment inherits from. Threads that spin while they wait
+# for others would take cores from the other test processes.
+PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_WAIT_POLICY=passive $(RUN) -m pytest -p xdist -n auto --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test test-all bench-test mutants lint bench bench-smoke numerics native wheel sanitize clean always

@@ -7,6 +7,7 @@ LDFLAGS and CUDACXX (nvcc) are honoured.
 """
 
 import contextlib
+import importlib
 import itertools
 import os
 import platform
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import types
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -23,21 +25,18 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
+# The package imports torch, which an isolated build does not have; these two modules of it do not.
+sys.modules["accumfused"] = types.ModuleType("accumfused")
+sys.modules["accumfused"].__path__ = [str(ROOT / "accumfused")]
+compiling = importlib.import_module("accumfused.compiling")
+functors = importlib.import_module("accumfused.functors")
+
 CSRC = ROOT / "csrc"
 MODES = ("auto", "0", "1")
 REASON = "_native_error.txt"  # why there is no native module; lies where the module would, and compiled.py reads it
 CUDA_REASON = "_cuda_error.txt"  # why that has no CUDA kernels
 REASON_LINES = 20
 
-# No -march=native and no -ffast-math: one wheel runs anywhere, and every instruction set computes the same bits. The
-# last two change no result; without them sqrt does not vectorise.
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-ffp-contract=off"]
-FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
-V3 = ["-mavx2", "-mfma"]
-INSTRUCTION_SETS = {
-    "cpu/x86_64_v3.cpp": V3,
-    "cpu/x86_64_v4.cpp": [*V3, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"],
-}
 # No contraction into FMA; what else IEEE asks for (roots, division, subnormals) is nvcc's default.
 NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 OLDEST_NVCC = (12, 4)
@@ -94,6 +93,7 @@ class BuildNative(build_ext):
         temp = ROOT / "build" / f"temp.{self.plat_name}-{sys.implementation.cache_tag}"
         build = (temp if self.editable_mode else Path(self.build_temp).resolve()) / "native"
         build.mkdir(parents=True, exist_ok=True)
+        functors.write(build)
         (build / "build.ninja").write_text(ninja_file(build, nvcc))
         command = [ninja(), "-C", str(build), *([] if self.verbose else ["--quiet"])]
         announce(command, nvcc)
@@ -113,12 +113,20 @@ class BuildNative(build_ext):
 
 
 class BuildPython(build_py):
-    """ACCUMFUSED_NATIVE=0 leaves no native module of an earlier editable install behind."""
+    """Adds csrc to the package, for rules that users compile; an editable install has it beside the package.
+
+    ACCUMFUSED_NATIVE=0 leaves no native module of an earlier editable install behind.
+    """
 
     def run(self) -> None:
         if self.editable_mode and mode("NATIVE") == "0":
             forget(ROOT / "accumfused")
         super().run()
+        if not self.editable_mode:
+            home = Path(self.build_lib) / "accumfused" / "csrc"
+            for header in (*CSRC.glob("*.h"), *CSRC.glob("cpu/*.h"), *CSRC.glob("cpu/*.inl")):
+                (home / header.relative_to(CSRC)).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(header, home / header.relative_to(CSRC))
 
 
 def announce(command: list[str], nvcc: "Nvcc | None") -> None:
@@ -179,14 +187,6 @@ def ninja() -> str:
     return found
 
 
-def compiler() -> str:
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    for name in names:
-        if shutil.which(shlex.split(name)[0]):
-            return name
-    raise RuntimeError(f"no C++17 compiler was found (tried {', '.join(names)}); install g++ or clang++, or set CXX")
-
-
 class Nvcc:
     """NVIDIA's compiler, and what it is to build for.
 
@@ -218,7 +218,7 @@ class Nvcc:
     def flags(self) -> list[str]:
         codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
         ptx = f"-gencode=arch=compute_{self.archs[-1]},code=compute_{self.archs[-1]}"
-        host = next(word for word in reversed(shlex.split(compiler())) if not word.startswith("-"))
+        host = next(word for word in reversed(shlex.split(compiling.compiler())) if not word.startswith("-"))
         return [*NVCC_FLAGS, "-ccbin", host, *codes, ptx]
 
     @property
@@ -247,11 +247,13 @@ def check_compiler(flags: list[str]) -> None:
     Raises:
         RuntimeError: no compiler, one without C++17, or no Python headers.
     """
-    command = [*shlex.split(compiler()), *flags, "-fsyntax-only", "-x", "c++", "-"]
+    command = [*shlex.split(compiling.compiler()), *flags, "-fsyntax-only", "-x", "c++", "-"]
     probe = subprocess.run(command, input=PROBE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if probe.returncode != 0:
         output = the_error_in(probe.stdout.splitlines(keepends=True)) or f"exit status {probe.returncode}, no output"
-        raise RuntimeError(f"{compiler()} cannot compile C++17; install g++ or clang++, or set CXX:\n{output}")
+        raise RuntimeError(
+            f"{compiling.compiler()} cannot compile C++17; install g++ or clang++, or set CXX:\n{output}"
+        )
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").exists():
         raise RuntimeError(f"no Python.h in {headers}; install this Python's headers (python3-dev, python3-devel)")
@@ -263,7 +265,7 @@ def ninja_file(build: Path, nvcc: "Nvcc | None") -> str:
     x86 = platform.machine() in ("x86_64", "AMD64")
     sources = sorted(p.relative_to(CSRC).as_posix() for p in CSRC.rglob("*.cpp"))
     if not x86:
-        sources = [s for s in sources if s not in INSTRUCTION_SETS]
+        sources = [s for s in sources if not s.startswith("cpu/x86")]
     if nvcc is None:
         sources = [s for s in sources if not s.startswith("cuda/")]
     # Compiled with OpenMP but not linked to a runtime: the symbols bind to the one that torch has loaded, and follow
@@ -272,12 +274,12 @@ def ninja_file(build: Path, nvcc: "Nvcc | None") -> str:
     openmp = ["-Xpreprocessor", "-fopenmp"] if mac else ["-fopenmp"]
     link = ["-undefined", "dynamic_lookup"] if mac else []
     link += nvcc.link_flags if nvcc else []
-    include = [f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
+    include = [f"-I{build}", f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
     cxxflags, ldflags = os.environ.get("CXXFLAGS", ""), os.environ.get("LDFLAGS", "")
-    check_compiler([*FLAGS, *shlex.split(cxxflags)])
-    flags = f"{shlex.join([*FLAGS, *openmp, *include])} {cxxflags}"
+    check_compiler([*compiling.FLAGS, *shlex.split(cxxflags)])
+    flags = f"{shlex.join([*compiling.FLAGS, *openmp, *include])} {cxxflags}"
     lines = [
-        f"cxx = {compiler().replace('$', '$$')}",
+        f"cxx = {compiling.compiler().replace('$', '$$')}",
         f"flags = {flags.replace('$', '$$')}",
         f"nvcc = {shlex.quote(nvcc.path).replace('$', '$$') if nvcc else ''}",
         f"nvcc_flags = {shlex.join(nvcc.flags).replace('$', '$$') if nvcc else ''}",
@@ -287,7 +289,7 @@ def ninja_file(build: Path, nvcc: "Nvcc | None") -> str:
         "  deps = gcc",
         "  description = $in",
         "rule compile_cuda",
-        "  command = $nvcc $nvcc_flags -MMD -MF $out.d -c $in -o $out",
+        "  command = $nvcc $nvcc_flags -I. -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = $in",
@@ -303,7 +305,9 @@ def ninja_file(build: Path, nvcc: "Nvcc | None") -> str:
     for source in sources:
         objects.append(source.replace("/", "_") + ".o")
         lines.append(f"build {objects[-1]}: compile {escape(CSRC / source)}")
-        extra = INSTRUCTION_SETS.get(source, nvcc.defines if nvcc and source.endswith("binding.cpp") else [])
+        extra = compiling.INSTRUCTION_SETS.get(Path(source).stem, [])
+        if nvcc and source.endswith("binding.cpp"):
+            extra = nvcc.defines
         lines.append(f"  extra = {shlex.join(extra)}")
     lines += [f"build _C.so: link {' '.join(objects)}", ""]
     return "\n".join(lines)

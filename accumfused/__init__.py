@@ -29,27 +29,58 @@ from accumfused.loop.grad_scaler import GradScaler
 from accumfused.loop.release import release_gradients
 from accumfused.loop.report import MemoryReport, memory_report
 from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers import SGD, Adam, AdamW, Lion
+from accumfused.optimizers import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Adan,
+    AdEMAMix,
+    Lion,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    Signum,
+)
+from accumfused.optimizers.own import optimizer_of
+from accumfused.rule import Rule
 from accumfused.warn import AccumulationWarning, strict
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ASGD",
     "SGD",
     "AccumulationWarning",
+    "AdEMAMix",
+    "Adadelta",
+    "Adagrad",
     "Adam",
     "AdamW",
+    "Adamax",
+    "Adan",
     "BatchNormWarning",
     "ClipGroup",
     "FusedOptimizer",
     "GradScaler",
     "Lion",
     "MemoryReport",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "Rule",
+    "Signum",
     "attach_ddp",
     "check_model",
     "fuse",
     "gradient_accumulation_steps",
     "memory_report",
+    "optimizer_of",
     "release_gradients",
     "scale_lr",
     "strict",

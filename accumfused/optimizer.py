@@ -20,7 +20,7 @@ from accumfused import backends
 from accumfused.arguments import checked_positive, checked_weight
 from accumfused.batch_norm import check_graph
 from accumfused.core.engine import Engine, Prepared, Surroundings, divisors_of
-from accumfused.core.plan import Plan
+from accumfused.core.plan import Plan, rule_of
 from accumfused.core.protocol import Backend, Exchange, OwnStep
 from accumfused.core.rows import check_parameter
 from accumfused.core.window import Phase, Window
@@ -34,9 +34,11 @@ from accumfused.settings import Settings
 def _select(
     settings: Settings, plan: Plan, devices: set[torch.device], known: Prepared | None
 ) -> tuple[Backend, Exchange]:
-    backend = known.backend if known is not None and known.devices == devices else None
+    backend = None
+    if known is not None and known.devices == devices and set(plan.rules) <= known.rules:
+        backend = known.backend
     return (
-        backend or backends.select(settings.backend, devices),
+        backend or backends.select(settings.backend, devices, plan.rules),
         exchange.select(settings, plan, None if known is None else known.exchange),
     )
 
@@ -69,7 +71,7 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
 class FusedOptimizer(torch.optim.Optimizer):
     """An optimizer whose step also normalizes, unscales and clips, in one pass over the gradients.
 
-    Subclasses set `rules` and `rule_of`. docs/state-machine.md shows the allowed order of calls.
+    Subclasses set `rules`. docs/state-machine.md shows the allowed order of calls.
     """
 
     rules: ClassVar[tuple[type[Rule], ...]] = ()
@@ -81,7 +83,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
         """The rule for a parameter group."""
-        raise NotImplementedError
+        return rule_of(cls.rules, group)
 
     def configure(self, settings: Settings) -> None:
         """Gives the optimizer, which has its groups already, these settings and an engine.
@@ -408,7 +410,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_copy = not hasattr(self, "engine")  # a wrapper may have it outside its __dict__
         settings, window, is_grouped = (state.pop(name, None) for name in ("settings", "window", "is_grouped"))
+        states = state["state"]  # torch's Adagrad looks for a step count in all, and a window's mark has none
+        marks = {key: states.pop(key) for key in [*states] if isinstance(states[key], dict) and not states[key]}
         super().__setstate__(state)
+        states.update(marks)
         if is_copy:
             self.engine = Engine(self, settings, _SURROUNDINGS, window)
             self.engine.plans.masters.see(self.state)

@@ -1,63 +1,206 @@
-"""Rule: the face that an optimizer's arithmetic shows to the rest of the package."""
+"""Rule: an optimizer's elementwise arithmetic, written once.
+
+    class SignRule(Rule):
+        name = "sign"
+        hypers = ("lr", "weight_decay")
+
+        @staticmethod
+        def scalars(h, step):
+            return {"lr": h.lr, "decay": 1.0 - h.lr * h.weight_decay}
+
+        @staticmethod
+        def update(s, p, g):
+            return (p * s.decay - sign(g) * s.lr,)
+
+This file imports no torch: setup.py prints the functors of all rules in accumfused/optimizers/.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
+from accumfused.arithmetic import Names, Trace
+
+MAX_STATES = 4  # csrc/rows.h's kMaxStates
+MAX_HYPERS = 12  # csrc/rows.h's kMaxHypers
+MAX_TENSOR_STATES = 2  # csrc/rows.h's kMaxTensorStates
+MAX_SCALARS = 23  # in csrc/rows.h's kMaxFunctorBytes, beside the coefficient
+_TAKEN = ("p", "g", "step")  # names of the functions' other arguments
+_FIXED = ("name", "states", "tensor_states", "second_moments", "hypers", "flags", "scalars", "update")
 
 
-class Rule:
-    """An optimizer's elementwise arithmetic, in PyTorch.
+class _RuleType(type):
+    """A rule is traced when its class is made, so nothing of its arithmetic may change later."""
 
-    The functor of the same `name` in csrc/rules.h does the same operations in the same order.
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name in _FIXED:
+            raise AttributeError(f"{cls.__name__}.{name} is compiled into kernels; make another rule with another name")
+        super().__setattr__(name, value)
+
+    @property
+    def is_foreign(cls) -> bool:
+        """Whether it has no arithmetic: the optimizer's own step writes parameters and states, in its own formats."""
+        return not cls.name  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Traced:
+    scalars: Trace
+    update: Trace
+
+
+class Rule(metaclass=_RuleType):
+    """The base class of all rules.
+
+    Raises, when a rule's class is made:
+        TypeError: the functions branch on a number, use unknown operations or names, or return something else than
+            `update` has to.
+        ValueError: a name stands twice, is no identifier, or there are too many.
     """
 
-    name: ClassVar[str]
-    states: ClassVar[tuple[str, ...]]  # per element, torch's names
-    second_moments: ClassVar[tuple[str, ...]] = ()  # must be the last entries of `states`
+    name: ClassVar[str] = ""  # of the functor and the kernels, unique; "" for a base of rules
+    states: ClassVar[tuple[str, ...]] = ()  # per element, under the names of the optimizer's state
+    second_moments: ClassVar[tuple[str, ...]] = ()  # the last of the states: never negative
+    # Per tensor, with their first values; scalars() renews them.
+    tensor_states: ClassVar[Mapping[str, float]] = {}
+    # Keys of a parameter group, see `hyper`; optimizer_of() takes a mapping to their defaults.
+    hypers: ClassVar[tuple[str, ...] | Mapping[str, float]] = ("lr",)
+    flags: ClassVar[Mapping[str, bool]] = {}  # what scalars() and update() may branch on: each value is another rule
+    counts_steps: ClassVar[bool] = True  # keeps state["step"], an fp32 scalar per tensor
     torch_states: ClassVar[tuple[str, ...]] = ()  # all that torch's optimizer of this name keeps and expects
+    starts: ClassVar[Mapping[str, str]] = {}  # states that begin at a hyper-parameter in torch's checkpoints, not at 0
     keeps_maximum: ClassVar[bool] = False  # one state is a maximum, where noise does not average out
-    counts_steps: ClassVar[bool]  # keeps state["step"], an fp32 scalar per tensor
-    is_foreign: ClassVar[bool] = False  # its own step writes parameters and states, in its own formats
-    hypers: ClassVar[tuple[str, ...]]  # keys of a parameter group; beta1 and beta2 are group["betas"]
+    # All loops are compiled for it, for GPUs by nvcc, too. Otherwise Triton steps on a GPU, and a CPU converts 16-bit
+    # gradients to fp32 first, a tile at a time.
+    is_common: ClassVar[bool] = False
+
+    traced: ClassVar[Traced]
+
+    @classmethod
+    def hyper(cls, group: Mapping[str, Any], name: str) -> Any:
+        """A group's hyper-parameter: group["lr"] for "lr", group["betas"][1] for "beta2"."""
+        return group[name] if name in group else group[f"{name[:-1]}s"][int(name[-1]) - 1]
+
+    @classmethod
+    def fits(cls, group: Mapping[str, Any]) -> bool:
+        """Whether the flags are those of the group; "has_momentum" is set where group["momentum"] is not 0."""
+        return all(bool(group.get(flag.removeprefix("has_"))) == value for flag, value in cls.flags.items())
 
     @staticmethod
-    def scalars(hyper: Mapping[str, float], step: Tensor, coefficient: Tensor) -> dict[str, Tensor]:
-        """The numbers that all elements share, computed in fp64 and rounded to fp32 once.
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        """The numbers that all elements of a tensor share, computed in fp64; each is rounded to fp32 once.
 
         Args:
-            hyper: the group's hyper-parameters.
-            step: [tensors], this step's number (1 for the first), fp32.
-            coefficient: [], the gradients' factor, fp32.
+            h: the hyper-parameters, flags and tensor states, by name.
+            step: this step's number, 1 for the first.
 
         Returns:
-            Tensors of shape [tensors] or [].
+            What `update` reads, and the new value of each tensor state, under its name.
         """
         raise NotImplementedError
 
     @staticmethod
-    def update(s: Mapping[str, Tensor], param: Tensor, grad: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        """The new parameter and states, out of place; `s` holds one tensor's scalars, each of shape []."""
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        """The new parameter and states of one element, in fp32.
+
+        Args:
+            s: what `scalars` returned, and the flags, by name.
+            p, states: the parameter and its states.
+            g: the gradient, unscaled, normalised, clipped and, with `maximize`, negated.
+        """
         raise NotImplementedError
 
-    # The same in Triton; `arithmetic` in backends/triton/backend.py compiles them.
-    triton_scalars: ClassVar[Callable[..., Any]]
-    triton_update: ClassVar[Callable[..., Any]]
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.is_foreign:
+            return
+        _check_names(cls)
+        scalars = _traced_scalars(cls)
+        update = _traced_update(cls, tuple(scalars.results))
+        # What update() does not read is not computed.
+        read = [update.operations[place].label for place in update.needed()]
+        scalars.results = {
+            name: place for name, place in scalars.results.items() if f"s.{name}" in read or name in cls.tensor_states
+        }
+        if len(scalars.results) > MAX_SCALARS:
+            count = len(scalars.results)
+            raise ValueError(f"{cls.__name__}.update reads {count} numbers of scalars(); at most {MAX_SCALARS} can be")
+        cls.traced = Traced(scalars, update)
+
+
+def _check_names(rule: type[Rule]) -> None:
+    names = [*rule.states, *rule.tensor_states, *rule.hypers, *rule.flags]
+    for name in (rule.name, *names):
+        if not name.isidentifier():
+            raise ValueError(f"{rule.__name__}: {name!r} is no identifier")
+    if taken := [name for name in names if name in _TAKEN]:
+        raise ValueError(f"{rule.__name__}: {taken[0]!r} means something else already; choose another name")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"{rule.__name__}: {', '.join(twice)} stands twice among states, tensor_states, hypers and flags"
+        )
+    for name, given, most in (
+        ("states", rule.states, MAX_STATES),
+        ("tensor_states", rule.tensor_states, MAX_TENSOR_STATES),
+        ("hypers", rule.hypers, MAX_HYPERS),
+    ):
+        if len(given) > most:
+            raise ValueError(f"{rule.__name__} has {len(given)} {name}; at most {most} are possible")
+    first = len(rule.states) - len(rule.second_moments)
+    if rule.states[first:] != rule.second_moments:
+        raise ValueError(f"{rule.__name__}: second_moments must be the last of states {rule.states}")
+
+
+def _traced_scalars(rule: type[Rule]) -> Trace:
+    trace = Trace()
+    known = (*rule.hypers, *rule.tensor_states)
+    *numbers, step = trace.inputs(*known, "step")
+    names = Names(f"h of {rule.__name__}.scalars", {**dict(zip(known, numbers, strict=True)), **rule.flags})
+    results = _call(rule, "scalars", rule.scalars, names, step)
+    if not isinstance(results, dict):
+        raise TypeError(f"{rule.__name__}.scalars returns {type(results).__name__}; it must return a dict")
+    lacking = [name for name in rule.tensor_states if name not in results]
+    if lacking:
+        raise TypeError(f"{rule.__name__}.scalars returns no {lacking[0]!r}, the new value of that tensor state")
+    for name in results:
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise ValueError(f"{rule.__name__}.scalars returns {name!r}, which is no identifier")
+    trace.results = {name: _call(rule, "scalars", trace.symbol, value).place for name, value in results.items()}
+    return trace
+
+
+def _traced_update(rule: type[Rule], scalars: tuple[str, ...]) -> Trace:
+    trace = Trace()
+    known = dict(zip(scalars, trace.inputs(*(f"s.{name}" for name in scalars)), strict=True))
+    results = _call(
+        rule, "update", rule.update, Names(f"s of {rule.__name__}.update", {**known, **rule.flags}),
+        *trace.inputs("p", "g", *rule.states),
+    )  # fmt: skip
+    expected = ("p", *rule.states)
+    if not isinstance(results, tuple) or len(results) != len(expected):
+        given = f"{len(results)} values" if isinstance(results, tuple) else type(results).__name__
+        raise TypeError(f"{rule.__name__}.update returns {given}; it must return ({', '.join(expected)},)")
+    places = [_call(rule, "update", trace.symbol, value).place for value in results]
+    trace.results = dict(zip(expected, places, strict=True))
+    return trace
+
+
+def _call(rule: type[Rule], name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise TypeError(f"{rule.__name__}.{name} cannot be traced: {error}") from error
 
 
 def known_states() -> set[str]:
     """The names of the states of all rules, including rules that a user has defined."""
-    below, names = [Rule], set[str]()
+    below: list[type[Rule]] = [Rule]
+    names = set[str]()
     while below:
         rule = below.pop()
-        names.update(getattr(rule, "states", ()))
+        names.update(rule.states, rule.tensor_states)
         below += rule.__subclasses__()
     return names
-
-
-def fp32(numbers: Mapping[str, float], device: torch.device) -> dict[str, Tensor]:
-    """Each number as an fp32 tensor of shape [], rounded once."""
-    return {name: torch.tensor(value, dtype=torch.float32, device=device) for name, value in numbers.items()}

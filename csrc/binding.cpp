@@ -34,9 +34,17 @@ py::list rules() {
     py::list states, hypers;
     for (int k = 0; k < rule.states; ++k) states.append(rule.state_names[k]);
     for (int k = 0; k < rule.hypers; ++k) hypers.append(rule.hyper_names[k]);
-    out.append(py::make_tuple(rule.name, py::tuple(states), rule.counts_steps, py::tuple(hypers)));
+    out.append(py::make_tuple(rule.name, rule.digest, py::tuple(states), rule.counts_steps, py::tuple(hypers)));
   }
   return out;
+}
+
+std::vector<uintptr_t> rule_codes(const std::string& instruction_set) {
+  std::vector<uintptr_t> codes;
+  for (size_t i = 0; i < cpu::rules().size(); ++i) {
+    codes.push_back(reinterpret_cast<uintptr_t>(&kernels(instruction_set).rules[i]));
+  }
+  return codes;
 }
 
 cpu::Work work_on(const Table& table, int threads) {
@@ -70,9 +78,9 @@ void finish_norm(const Table& table, uintptr_t partials, double normalization, u
   baseline::finish_norm(scaling, sum, pointer<float>(outcome), pointer<int64_t>(skips));
 }
 
-// hypers[group]: its numbers in its rule's order, or tensors of one element.
+// hypers[group]: its numbers in its rule's order, or tensors of one element. rules[group]: the address of its RuleCode.
 void step(const std::string& instruction_set, const Table& table, int threads, const std::vector<py::tuple>& hypers,
-          const std::vector<int32_t>& rules, uintptr_t outcome) {
+          const std::vector<uintptr_t>& rules, uintptr_t outcome) {
   const cpu::Kernels& run = kernels(instruction_set);
   size_t stride = 0;
   for (const py::tuple& group : hypers) stride = std::max(stride, group.size());
@@ -84,8 +92,10 @@ void step(const std::string& instruction_set, const Table& table, int threads, c
       numbers[g * stride + k] = number;
     }
   }
+  std::vector<const cpu::RuleCode*> codes;
+  for (const uintptr_t rule : rules) codes.push_back(pointer<const cpu::RuleCode>(rule));
   const py::gil_scoped_release release;
-  run.step(work_on(table, threads), {numbers.data(), rules.data(), int64_t(stride), pointer<const float>(outcome)});
+  run.step(work_on(table, threads), {numbers.data(), codes.data(), int64_t(stride), pointer<const float>(outcome)});
 }
 
 }  // namespace
@@ -105,7 +115,11 @@ PYBIND11_MODULE(_C, m) {
   m.attr("MIN_SECOND_MOMENT") = kMinSecondMoment;
   m.attr("SMALLEST_SCALE") = kSmallestScale;
   m.def("instruction_sets", instruction_sets, "What this machine can run, best first.");
-  m.def("rules", rules, "Of each rule: name, state names, whether it counts steps, names of its hyper-parameters.");
+  m.def("rules", rules,
+        "Of each rule: name, digest of its functor, state names, whether it counts steps, names of its "
+        "hyper-parameters.");
+  m.def("rule_codes", rule_codes,
+        "The addresses of the rules' RuleCode for an instruction set, in the order of rules().");
   bind_table(m);
 #if defined(AF_CUDA_ARCHS)
   auto cuda = m.def_submodule("cuda", "The kernels for GPUs.");

@@ -67,6 +67,17 @@ AF_INLINE float square_root(float value) {
 #endif
 }
 
+AF_INLINE double square_root(double value) {
+#if defined(__CUDA_ARCH__)
+  return __dsqrt_rn(value);
+#else
+  return __builtin_sqrt(value);
+#endif
+}
+
+AF_INLINE float absolute(float value) { return fabsf(value); }
+AF_INLINE double absolute(double value) { return fabs(value); }
+
 // A step count as a whole number, within what fp32 counts exactly.
 AF_INLINE int64_t whole_steps(float count) { return count > 0 ? int64_t(count < 0x1p24f ? count : 0x1p24f) : 0; }
 
@@ -78,6 +89,19 @@ AF_INLINE double power(double base, int64_t exponent) {
     base *= base;
   }
   return result;
+}
+
+// As power() for the exponent's whole part, which is at most 2^24; roots for the digits behind the point.
+AF_INLINE double real_power(double base, double exponent) {
+  const double size = absolute(exponent);
+  const int64_t whole = size < 0x1p24 ? int64_t(size) : int64_t(1) << 24;
+  double result = power(base, whole), rest = size - double(whole);
+  for (int bit = 0; bit < 53; ++bit) {
+    base = square_root(base), rest += rest;
+    result = rest >= 1 ? result * base : result, rest = rest >= 1 ? rest - 1 : rest;
+  }
+  result = exponent < 0 ? 1.0 / result : result;
+  return exponent == exponent ? result : exponent;
 }
 
 }  // namespace accumfused::AF_TARGET

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import emulation
@@ -29,6 +31,8 @@ ALL = ["torch", "cpu", "emulated", *(["cuda", "triton"] if GPU else [])]
 OLDER_THAN_TESTS: list[torch.Size] = []  # tensors that there are once all tests are collected
 ONE = ["torch" if compiled.unavailable else "cpu", *(["cuda"] if GPU else [])]
 
+
+os.environ["ACCUMFUSED_CACHE"] = str(Path(__file__).parents[1] / "build" / "rules")  # what users' rules compile to
 
 # No test depends on how fast the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -27,7 +27,9 @@ def replace_cuda(patch: pytest.MonkeyPatch, cuda: Any) -> None:
     """backend="cuda" is this object, for parameters on any device."""
     select = backends._select
     patch.setattr(backends, "_why_not_cuda", lambda device: None)
-    patch.setattr(backends, "_select", lambda name, device: cuda if name == "cuda" else select(name, device))
+    patch.setattr(
+        backends, "_select", lambda name, device, rules: cuda if name == "cuda" else select(name, device, rules)
+    )
 
 
 def native() -> Any:

@@ -5,6 +5,7 @@ Written without looking at the package's rules: nothing here imports accumfused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,13 +34,11 @@ def sgd(
 
 def adam(
     p: Tensor, g: Tensor, state: State, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False,
-    maximize=False, decoupled_weight_decay=False,
+    maximize=False, decoupled_weight_decay=False, cautious=False, cautious_weight_decay=False,
 ) -> Tensor:  # fmt: skip
     """Kingma & Ba 2015, algorithm 1, with bias-corrected moments; AMSGrad keeps the maximum of the raw second one."""
     g = -g if maximize else g
-    if decoupled_weight_decay:  # Loshchilov & Hutter 2019, algorithm 2, with lr in the place of the schedule multiplier
-        p = p - lr * weight_decay * p
-    else:
+    if not decoupled_weight_decay:
         g = g + weight_decay * p
     t = state["step"] = state.get("step", 0.0) + 1
     m = state["exp_avg"] = betas[0] * state.get("exp_avg", 0.0) + (1 - betas[0]) * g
@@ -47,21 +46,198 @@ def adam(
     if amsgrad:
         v = state["max_exp_avg_sq"] = torch.maximum(state.get("max_exp_avg_sq", torch.zeros_like(v)), v)
     m_hat, v_hat = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
-    return p - lr * m_hat / (v_hat.sqrt() + eps)
+    update = m_hat / (v_hat.sqrt() + eps)
+    # Loshchilov & Hutter 2019, algorithm 2, with lr in the place of the schedule multiplier.
+    decay = weight_decay if decoupled_weight_decay else 0.0
+    return _moved(p, g, update, lr, decay, cautious, cautious_weight_decay)
+
+
+def _moved(p: Tensor, g: Tensor, update: Tensor, lr, weight_decay, cautious, cautious_weight_decay) -> Tensor:
+    """Liang et al. 2024, algorithm 1, without its scale; Chen et al. 2025 ("Cautious Weight Decay"), algorithm 1."""
+    if cautious:
+        update = update * (update * g > 0)
+    decayed = (update * p >= 0) if cautious_weight_decay else 1.0
+    return p - lr * (update + weight_decay * decayed * p)
 
 
 def adamw(p: Tensor, g: Tensor, state: State, *, weight_decay=1e-2, **options) -> Tensor:
     """Adam with decoupled weight decay."""
-    return adam(p, g, state, weight_decay=weight_decay, decoupled_weight_decay=True, **options)
+    return adam(p, g, state, weight_decay=weight_decay, **{**options, "decoupled_weight_decay": True})
 
 
-def lion(p: Tensor, g: Tensor, state: State, *, lr, betas=(0.9, 0.99), weight_decay=0.0, maximize=False) -> Tensor:
+def nadam(
+    p: Tensor, g: Tensor, state: State, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, momentum_decay=4e-3,
+    decoupled_weight_decay=False, maximize=False,
+) -> Tensor:  # fmt: skip
+    """Dozat 2016, with the momentum schedule of its section 4: mu_t = beta1 (1 - 0.96^(t psi) / 2)."""
+    g = -g if maximize else g
+    if decoupled_weight_decay:
+        p = p * (1 - lr * weight_decay)
+    else:
+        g = g + weight_decay * p
+    t = state["step"] = state.get("step", 0.0) + 1
+    mu, following = (betas[0] * (1 - 0.5 * 0.96 ** (i * momentum_decay)) for i in (t, t + 1))
+    product = state["mu_product"] = state.get("mu_product", 1.0) * mu
+    m = state["exp_avg"] = betas[0] * state.get("exp_avg", 0.0) + (1 - betas[0]) * g
+    v = state["exp_avg_sq"] = betas[1] * state.get("exp_avg_sq", 0.0) + (1 - betas[1]) * g * g
+    ahead = (1 - mu) * g / (1 - product) + following * m / (1 - product * following)
+    return p - lr * ahead / ((v / (1 - betas[1] ** t)).sqrt() + eps)
+
+
+def asgd(
+    p: Tensor, g: Tensor, state: State, *, lr, lambd=1e-4, alpha=0.75, t0=1e6, weight_decay=0.0, maximize=False
+) -> Tensor:
+    """Averaged SGD in torch's form: the rate and the share of step t + 1 are computed in step t."""
+    t = state["step"] = state.get("step", 0.0) + 1
+    eta, mu = state.get("eta", lr), state.get("mu", 1.0)
+    g = (-g if maximize else g) + weight_decay * p
+    p = (1 - lambd * eta) * p - eta * g
+    state["ax"] = (1 - mu) * state.get("ax", 0.0) + mu * p
+    state["eta"], state["mu"] = lr / (1 + lambd * lr * t) ** alpha, 1 / max(1.0, t - t0)
+    return p
+
+
+def lion(
+    p: Tensor, g: Tensor, state: State, *, lr, betas=(0.9, 0.99), weight_decay=0.0, maximize=False, cautious=False,
+    cautious_weight_decay=False,
+) -> Tensor:  # fmt: skip
     """Chen et al. 2023, program 1."""
     g = -g if maximize else g
     m = state.get("exp_avg", torch.zeros_like(p))
     update = torch.sign(betas[0] * m + (1 - betas[0]) * g)
     state["exp_avg"] = betas[1] * m + (1 - betas[1]) * g
-    return p - lr * (update + weight_decay * p)
+    return _moved(p, g, update, lr, weight_decay, cautious, cautious_weight_decay)
+
+
+def adan(
+    p: Tensor, g: Tensor, state: State, *, lr, betas=(0.98, 0.92, 0.99), eps=1e-8, weight_decay=0.0, no_prox=False,
+    maximize=False,
+) -> Tensor:  # fmt: skip
+    """Xie et al. 2022, algorithm 1, with 1 - beta for beta, and with bias-corrected moments."""
+    g = -g if maximize else g
+    change = g + state.get("neg_pre_grad", -g)
+    t = state["step"] = state.get("step", 0.0) + 1
+    state["neg_pre_grad"] = -g
+    m = state["exp_avg"] = betas[0] * state.get("exp_avg", 0.0) + (1 - betas[0]) * g
+    v = state["exp_avg_diff"] = betas[1] * state.get("exp_avg_diff", 0.0) + (1 - betas[1]) * change
+    n = state["exp_avg_sq"] = betas[2] * state.get("exp_avg_sq", 0.0) + (1 - betas[2]) * (g + betas[1] * change) ** 2
+    m_hat, v_hat, n_hat = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t), n / (1 - betas[2] ** t)
+    update = lr / (n_hat.sqrt() + eps) * (m_hat + betas[1] * v_hat)
+    return (1 - lr * weight_decay) * p - update if no_prox else (p - update) / (1 + lr * weight_decay)
+
+
+def ademamix(
+    p: Tensor, g: Tensor, state: State, *, lr, betas=(0.9, 0.999, 0.9999), alpha=2.0, beta3_warmup=None,
+    alpha_warmup=None, eps=1e-8, weight_decay=0.0, maximize=False,
+) -> Tensor:  # fmt: skip
+    """Pagliardini et al. 2024, algorithm 1, with the schedules of its section 3."""
+    g = -g if maximize else g
+    t = state["step"] = state.get("step", 0.0) + 1
+    slow = betas[2]
+    if beta3_warmup is not None and t < beta3_warmup:
+        logs, part = (math.log(betas[0]), math.log(slow)), t / beta3_warmup
+        slow = math.exp(logs[0] * logs[1] / ((1 - part) * logs[1] + part * logs[0]))
+    weight = alpha if alpha_warmup is None else min(t * alpha / alpha_warmup, alpha)
+    m1 = state["exp_avg_fast"] = betas[0] * state.get("exp_avg_fast", 0.0) + (1 - betas[0]) * g
+    m2 = state["exp_avg_slow"] = slow * state.get("exp_avg_slow", 0.0) + (1 - slow) * g
+    v = state["exp_avg_sq"] = betas[1] * state.get("exp_avg_sq", 0.0) + (1 - betas[1]) * g**2
+    m1_hat, v_hat = m1 / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+    return p - lr * ((m1_hat + weight * m2) / (v_hat.sqrt() + eps) + weight_decay * p)
+
+
+def signum(p: Tensor, g: Tensor, state: State, *, lr, momentum=0.9, weight_decay=0.0, maximize=False) -> Tensor:
+    """Bernstein et al. 2018, algorithm 2, with weight decay in the gradient."""
+    g = (-g if maximize else g) + weight_decay * p
+    m = state["momentum_buffer"] = momentum * state.get("momentum_buffer", 0.0) + (1 - momentum) * g
+    return p - lr * torch.sign(m)
+
+
+def rmsprop(
+    p: Tensor, g: Tensor, state: State, *, lr, alpha=0.99, eps=1e-8, weight_decay=0.0, momentum=0.0, centered=False,
+    maximize=False,
+) -> Tensor:  # fmt: skip
+    """torch's documentation of RMSprop: Hinton's running average of squares, and Graves's centered one."""
+    g = (-g if maximize else g) + weight_decay * p
+    state["step"] = state.get("step", 0.0) + 1
+    v = state["square_avg"] = alpha * state.get("square_avg", 0.0) + (1 - alpha) * g**2
+    if centered:
+        average = state["grad_avg"] = alpha * state.get("grad_avg", 0.0) + (1 - alpha) * g
+        v = v - average**2
+    direction = g / (v.sqrt() + eps)
+    if momentum > 0:
+        direction = state["momentum_buffer"] = momentum * state.get("momentum_buffer", 0.0) + direction
+    return p - lr * direction
+
+
+def adagrad(
+    p: Tensor, g: Tensor, state: State, *, lr, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0,
+    eps=1e-10, maximize=False,
+) -> Tensor:  # fmt: skip
+    """torch's documentation of Adagrad: Duchi et al. 2011 with a decaying rate."""
+    g = (-g if maximize else g) + weight_decay * p
+    t = state["step"] = state.get("step", 0.0) + 1
+    state["sum"] = state.get("sum", initial_accumulator_value) + g**2
+    return p - lr / (1 + (t - 1) * lr_decay) * g / (state["sum"].sqrt() + eps)
+
+
+def adadelta(
+    p: Tensor, g: Tensor, state: State, *, lr=1.0, rho=0.9, eps=1e-6, weight_decay=0.0, maximize=False
+) -> Tensor:
+    """Zeiler 2012, algorithm 1, with a rate."""
+    g = (-g if maximize else g) + weight_decay * p
+    state["step"] = state.get("step", 0.0) + 1
+    v = state["square_avg"] = rho * state.get("square_avg", 0.0) + (1 - rho) * g**2
+    before = state.get("acc_delta", torch.zeros_like(p))
+    delta = (before + eps).sqrt() / (v + eps).sqrt() * g
+    state["acc_delta"] = rho * before + (1 - rho) * delta**2
+    return p - lr * delta
+
+
+def adamax(
+    p: Tensor, g: Tensor, state: State, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, maximize=False
+) -> Tensor:
+    """Kingma & Ba 2015, algorithm 2, with torch's eps beside the size of the gradient."""
+    g = (-g if maximize else g) + weight_decay * p
+    t = state["step"] = state.get("step", 0.0) + 1
+    m = state["exp_avg"] = betas[0] * state.get("exp_avg", 0.0) + (1 - betas[0]) * g
+    u = state["exp_inf"] = torch.maximum(betas[1] * state.get("exp_inf", torch.zeros_like(p)), g.abs() + eps)
+    return p - lr / (1 - betas[0] ** t) * m / u
+
+
+def radam(
+    p: Tensor, g: Tensor, state: State, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
+    decoupled_weight_decay=False, maximize=False,
+) -> Tensor:  # fmt: skip
+    """Liu et al. 2020, algorithm 2, rectified above a length of 5 as in torch."""
+    g = -g if maximize else g
+    if decoupled_weight_decay:
+        p = p - lr * weight_decay * p
+    else:
+        g = g + weight_decay * p
+    t = state["step"] = state.get("step", 0.0) + 1
+    m = state["exp_avg"] = betas[0] * state.get("exp_avg", 0.0) + (1 - betas[0]) * g
+    v = state["exp_avg_sq"] = betas[1] * state.get("exp_avg_sq", 0.0) + (1 - betas[1]) * g**2
+    m_hat = m / (1 - betas[0] ** t)
+    longest = 2 / (1 - betas[1]) - 1
+    length = longest - 2 * t * betas[1] ** t / (1 - betas[1] ** t)
+    if length <= 5:
+        return p - lr * m_hat
+    r = (((length - 4) * (length - 2) * longest) / ((longest - 4) * (longest - 2) * length)) ** 0.5
+    return p - lr * m_hat * r * (1 - betas[1] ** t) ** 0.5 / (v.sqrt() + eps)
+
+
+def rprop(
+    p: Tensor, g: Tensor, state: State, *, lr, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), maximize=False
+) -> Tensor:
+    """torch's documentation of Rprop: Riedmiller & Braun 1993, where a gradient whose sign has changed counts as 0."""
+    g = -g if maximize else g
+    state["step"] = state.get("step", 0.0) + 1
+    agreement = torch.sign(g) * torch.sign(state.get("prev", torch.zeros_like(g)))
+    size = state.get("step_size", torch.full_like(g, lr))
+    size = torch.where(agreement > 0, size * etas[1], torch.where(agreement < 0, size * etas[0], size))
+    size = state["step_size"] = size.clamp(*step_sizes)
+    g = state["prev"] = torch.where(agreement < 0, 0.0, g)
+    return p - size * torch.sign(g)
 
 
 class Oracle:

@@ -10,6 +10,8 @@ from compare import assert_close, assert_same_bits, everything
 from table import random_grads, set_grads
 from torch import Tensor
 
+from accumfused.optimizers import RULES
+
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [param for group in optimizer.param_groups for param in group["params"]]
@@ -39,6 +41,9 @@ def assert_same(ours: torch.optim.Optimizer, other: torch.optim.Optimizer) -> No
         assert_same_bits(found[name], value, name)
 
 
+NUMBERS = {"step", *(name for rule in RULES for name in rule.tensor_states)}  # one for each parameter
+
+
 def assert_like(peer: torch.optim.Optimizer, ours: torch.optim.Optimizer, what: object = "") -> None:
     """The peer's parameters and states up to roundings, in fp32 tensors of its shapes; ours may also count steps."""
     for param, truth in zip(params_of(ours), params_of(peer), strict=True):
@@ -47,7 +52,7 @@ def assert_like(peer: torch.optim.Optimizer, ours: torch.optim.Optimizer, what: 
         theirs = {name: value for name, value in peer.state.get(truth, {}).items() if value is not None}
         assert mine.keys() | {"step"} == theirs.keys() | {"step"}
         for name, value in mine.items():
-            shape = torch.Size() if name == "step" else param.shape
+            shape = torch.Size() if name in NUMBERS else param.shape
             assert (value.dtype, value.device, value.shape) == (torch.float32, param.device, shape)
             if name in theirs:
                 assert_close(value, torch.as_tensor(theirs[name]), "torch.optim", f"{what}: {name}")

@@ -6,7 +6,7 @@ Large learning rates, small betas and weight decay that is not zero, so that an 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import inside
@@ -19,6 +19,16 @@ import accumfused as af
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.rule import Rule
+
+UNUSED = ("foreach", "fused", "capturable", "differentiable")  # torch's, which no formula takes
+
+
+class Own(torch.optim.RMSprop):
+    """A user's subclass, which keeps its own step when it is fused."""
+
+
+class OwnAdagrad(torch.optim.Adagrad):
+    """Another one, whose states are made with it."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +44,9 @@ class Optimizer:
         """torch's plain loop over tensors; where torch has no such optimizer, one over the formula in float64."""
         if self.torch_class is not None:
             return self.torch_class(params, foreach=False, **options)
-        defaults = self.ours([torch.zeros(1, requires_grad=True)]).defaults
-        return oracle.Loop(self.oracle, params, {**defaults, **options})
+        defaults = {**self.ours([torch.zeros(1, requires_grad=True)]).defaults, **options}
+        known = {name: value for name, value in defaults.items() if name not in UNUSED}
+        return oracle.Loop(self.oracle, params, known)
 
 
 OPTIMIZERS = {
@@ -50,7 +61,50 @@ OPTIMIZERS = {
         af.AdamW, torch.optim.AdamW, oracle.adamw,
         {"lr": 0.07, "betas": (0.2, 0.9), "weight_decay": 0.5, "amsgrad": True},
     ),
+    "NAdam": Optimizer(
+        af.NAdam, torch.optim.NAdam, oracle.nadam,
+        {"lr": 0.07, "betas": (0.2, 0.9), "weight_decay": 0.5, "decoupled_weight_decay": True},
+    ),
+    "ASGD": Optimizer(af.ASGD, torch.optim.ASGD, oracle.asgd, {"lr": 0.07, "lambd": 0.2, "weight_decay": 0.5}),
     "Lion": Optimizer(af.Lion, None, oracle.lion, {"lr": 0.07, "betas": (0.2, 0.9), "weight_decay": 0.9}),
+    "RMSprop": Optimizer(
+        af.RMSprop, torch.optim.RMSprop, oracle.rmsprop,
+        {"lr": 0.07, "alpha": 0.8, "eps": 0.1, "weight_decay": 0.5, "momentum": 0.0, "centered": False},
+    ),
+    "Adagrad": Optimizer(
+        af.Adagrad, torch.optim.Adagrad, oracle.adagrad,
+        {"lr": 0.07, "lr_decay": 0.3, "weight_decay": 0.5, "initial_accumulator_value": 0.9, "eps": 1e-2},
+    ),
+    "Adadelta": Optimizer(
+        af.Adadelta, torch.optim.Adadelta, oracle.adadelta, {"lr": 0.7, "rho": 0.4, "eps": 0.1, "weight_decay": 0.5}
+    ),
+    "Adamax": Optimizer(
+        af.Adamax, torch.optim.Adamax, oracle.adamax,
+        {"lr": 0.07, "betas": (0.2, 0.9), "eps": 1e-2, "weight_decay": 0.5},
+    ),
+    "RAdam": Optimizer(
+        af.RAdam, torch.optim.RAdam, oracle.radam,
+        {"lr": 0.07, "betas": (0.2, 0.95), "weight_decay": 0.5, "decoupled_weight_decay": True},
+    ),
+    "Rprop": Optimizer(
+        af.Rprop, torch.optim.Rprop, oracle.rprop, {"lr": 0.07, "etas": (0.3, 1.7), "step_sizes": (0.03, 0.15)}
+    ),
+    "Adan": Optimizer(
+        af.Adan, None, oracle.adan, {"lr": 0.07, "betas": (0.2, 0.4, 0.9), "weight_decay": 0.5, "no_prox": True}
+    ),
+    "AdEMAMix": Optimizer(
+        af.AdEMAMix, None, oracle.ademamix,
+        {"lr": 0.07, "betas": (0.2, 0.9, 0.99), "weight_decay": 0.5, "alpha_warmup": 2, "beta3_warmup": None},
+    ),
+    "Signum": Optimizer(af.Signum, None, oracle.signum, {"lr": 0.07, "momentum": 0.2, "weight_decay": 0.9}),
+}  # fmt: skip
+# Options that torch's class of the name has not, beside a group without them.
+CAUTIOUS = {
+    f"cautious {name}": replace(
+        OPTIMIZERS[name], torch_class=None,
+        other_options=OPTIMIZERS[name].other_options | {"amsgrad": False, "cautious": False} | decay,
+    )
+    for name, decay in (("Adam", {}), ("AdamW", {"cautious_weight_decay": False}))
 }  # fmt: skip
 
 
@@ -73,6 +127,24 @@ class Case:
         return self._rule.states
 
     @property
+    def is_common(self) -> bool:
+        """Whether nvcc's kernels, and so the emulation of them, have it."""
+        return self._rule.is_common
+
+    @property
+    def first_values(self) -> Mapping[str, float]:
+        """Of the numbers that it keeps for each tensor, beside the step count."""
+        return self._rule.tensor_states
+
+    @property
+    def second_moments(self) -> tuple[str, ...]:
+        return self._rule.second_moments
+
+    @property
+    def keeps_maximum(self) -> bool:
+        return self._rule.keeps_maximum
+
+    @property
     def _rule(self) -> type[Rule]:
         return self.of.ours.rule_of(self.make([torch.zeros(1, requires_grad=True)]).param_groups[0])
 
@@ -86,7 +158,7 @@ class Case:
 
 
 def _case(name: str, optimizer: str, **options: Any) -> Case:
-    return Case(name, OPTIMIZERS[optimizer], options)
+    return Case(name, (OPTIMIZERS | CAUTIOUS)[optimizer], options)
 
 
 CASES = (
@@ -99,20 +171,78 @@ CASES = (
     _case("sgd_momentum_maximize", "SGD", lr=0.3, momentum=0.6, dampening=0.4, weight_decay=0.2, maximize=True),
     _case("adam", "Adam", lr=0.1, betas=(0.5, 0.7), eps=1e-3),
     _case("adam_weight_decay", "Adam", lr=0.1, betas=(0.5, 0.7), weight_decay=0.3),
-    _case("adam_amsgrad", "Adam", lr=0.1, betas=(0.5, 0.7), weight_decay=0.3, amsgrad=True),
+    _case("adam_amsgrad", "Adam", lr=0.1, betas=(0.5, 0.7), eps=1e-3, weight_decay=0.3, amsgrad=True),
     _case("adam_maximize", "Adam", lr=0.1, betas=(0.5, 0.7), weight_decay=0.3, maximize=True),
     _case("adam_decoupled", "Adam", lr=0.1, betas=(0.5, 0.7), weight_decay=0.4, decoupled_weight_decay=True),
     _case("adamw", "AdamW", lr=0.1, betas=(0.5, 0.7), weight_decay=0.4),
     _case("adamw_no_decay", "AdamW", lr=0.1, betas=(0.5, 0.7), weight_decay=0.0, eps=1e-3),
     _case("adamw_amsgrad", "AdamW", lr=0.1, betas=(0.5, 0.7), weight_decay=0.4, amsgrad=True),
     _case("adamw_maximize", "AdamW", lr=0.1, betas=(0.5, 0.7), weight_decay=0.4, amsgrad=True, maximize=True),
+    _case("nadam", "NAdam", lr=0.1, betas=(0.5, 0.7), weight_decay=0.3, momentum_decay=0.3),
+    _case("nadam_decoupled", "NAdam", lr=0.1, betas=(0.5, 0.7), weight_decay=0.4, decoupled_weight_decay=True),
+    _case("nadam_maximize", "NAdam", lr=0.1, betas=(0.5, 0.7), eps=1e-3, maximize=True),
+    _case("asgd", "ASGD", lr=0.3, lambd=0.1, alpha=0.6, t0=1, weight_decay=0.2),
+    _case("asgd_maximize", "ASGD", lr=0.3, lambd=0.1, maximize=True),
     _case("lion", "Lion", lr=0.05, betas=(0.6, 0.8)),
     _case("lion_weight_decay", "Lion", lr=0.05, betas=(0.6, 0.8), weight_decay=0.5),
     _case("lion_maximize", "Lion", lr=0.05, betas=(0.6, 0.8), weight_decay=0.5, maximize=True),
-)
+    _case("rmsprop", "RMSprop", lr=0.1, alpha=0.7, eps=0.1),
+    _case("rmsprop_weight_decay", "RMSprop", lr=0.1, alpha=0.7, eps=0.1, weight_decay=0.3),
+    _case("rmsprop_momentum", "RMSprop", lr=0.1, alpha=0.7, eps=0.1, weight_decay=0.3, momentum=0.6),
+    _case("rmsprop_centered", "RMSprop", lr=0.1, alpha=0.8, eps=0.1, weight_decay=0.3, centered=True),
+    _case(
+        "rmsprop_momentum_centered", "RMSprop", lr=0.1, alpha=0.8, eps=0.1, weight_decay=0.3, momentum=0.6,
+        centered=True, maximize=True,
+    ),
+    _case("adagrad", "Adagrad", lr=0.3, eps=1e-3),
+    _case("adagrad_decays", "Adagrad", lr=0.3, lr_decay=0.4, weight_decay=0.3, initial_accumulator_value=0.5, eps=1e-3),
+    _case("adagrad_maximize", "Adagrad", lr=0.3, lr_decay=0.4, weight_decay=0.3, eps=1e-3, maximize=True),
+    _case("adadelta", "Adadelta", lr=0.9, rho=0.6, eps=1e-2),
+    _case("adadelta_weight_decay", "Adadelta", lr=0.9, rho=0.6, eps=1e-2, weight_decay=0.3),
+    _case("adadelta_maximize", "Adadelta", lr=0.9, rho=0.6, eps=1e-2, weight_decay=0.3, maximize=True),
+    _case("adamax", "Adamax", lr=0.1, betas=(0.5, 0.7), eps=1e-3),
+    _case("adamax_weight_decay", "Adamax", lr=0.1, betas=(0.5, 0.7), eps=1e-3, weight_decay=0.3),
+    _case("adamax_maximize", "Adamax", lr=0.1, betas=(0.5, 0.7), eps=1e-3, weight_decay=0.3, maximize=True),
+    _case("radam", "RAdam", lr=0.1, betas=(0.5, 0.9), eps=1e-3),
+    _case("radam_weight_decay", "RAdam", lr=0.1, betas=(0.5, 0.9), eps=1e-3, weight_decay=0.3),
+    _case("radam_decoupled", "RAdam", lr=0.1, betas=(0.5, 0.9), weight_decay=0.4, decoupled_weight_decay=True),
+    _case("radam_maximize", "RAdam", lr=0.1, betas=(0.5, 0.9), eps=1e-3, weight_decay=0.3, maximize=True),
+    _case("rprop", "Rprop", lr=0.1, etas=(0.4, 1.5), step_sizes=(0.05, 0.2)),
+    _case("rprop_maximize", "Rprop", lr=0.1, etas=(0.4, 1.5), step_sizes=(0.05, 0.2), maximize=True),
+    _case("adan", "Adan", lr=0.1, betas=(0.5, 0.6, 0.7), eps=1e-3, weight_decay=0.4),
+    _case("adan_no_prox", "Adan", lr=0.1, betas=(0.5, 0.6, 0.7), weight_decay=0.4, no_prox=True),
+    _case("adan_maximize", "Adan", lr=0.1, betas=(0.5, 0.6, 0.7), maximize=True),
+    _case("ademamix", "AdEMAMix", lr=0.1, betas=(0.5, 0.7, 0.9), eps=1e-3, weight_decay=0.4),
+    _case(
+        "ademamix_warmup", "AdEMAMix", lr=0.1, betas=(0.5, 0.7, 0.9), alpha=3.0, alpha_warmup=3, beta3_warmup=4,
+        maximize=True,
+    ),
+    _case("signum", "Signum", lr=0.05, momentum=0.6, weight_decay=0.3),
+    _case("signum_maximize", "Signum", lr=0.05, momentum=0.6, maximize=True),
+    _case("adam_cautious", "cautious Adam", lr=0.1, betas=(0.5, 0.7), weight_decay=0.3, cautious=True),
+    _case("adamw_cautious", "cautious AdamW", lr=0.1, betas=(0.5, 0.7), weight_decay=0.4, cautious=True, maximize=True),
+    _case(
+        "adamw_cautious_decay", "cautious AdamW", lr=0.1, betas=(0.5, 0.7), weight_decay=0.4,
+        cautious_weight_decay=True,
+    ),
+    _case(
+        "adamw_both_cautious", "cautious AdamW", lr=0.1, betas=(0.5, 0.7), eps=1e-3, weight_decay=0.4, cautious=True,
+        cautious_weight_decay=True,
+    ),
+    _case("lion_cautious", "Lion", lr=0.05, betas=(0.6, 0.8), weight_decay=0.5, cautious=True),
+    _case("lion_cautious_decay", "Lion", lr=0.05, betas=(0.6, 0.8), weight_decay=0.5, cautious_weight_decay=True),
+)  # fmt: skip
 
-# One of each kernel's arithmetic, the one with most options.
-EACH_RULE = tuple({case.rule: case for case in sorted(CASES, key=lambda case: len(case.options))}.values())
+
+def one_of_each(key: Callable[[Case], Any], cases: Iterable[Case] = CASES) -> tuple[Case, ...]:
+    """The ones with most options."""
+    return tuple({key(case): case for case in sorted(cases, key=lambda case: len(case.options))}.values())
+
+
+EACH_RULE = one_of_each(lambda case: case.rule)
+EACH_OPTIMIZER = one_of_each(lambda case: case.of.ours)  # for tests to which its arithmetic means little
+EACH_VARIANT = one_of_each(lambda case: (case.of.ours, case.rule))
+OF_TORCH = [case for case in CASES if case.of.torch_class is not None]
 
 WEIGHTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
@@ -128,9 +258,10 @@ STATES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8":
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-def kept(states: str, *groups: Mapping[str, Any]) -> str:
-    """The format of the states of these groups: 16 bits where 8 are refused."""
-    return "bf16" if states == "int8" and any(group.get("amsgrad") for group in groups) else states
+def kept(states: str, case: Case, *groups: Mapping[str, Any]) -> str:
+    """The format of the states of a case, with groups of its own: 16 bits where 8 are refused."""
+    keeps_maximum = case.keeps_maximum or any(group.get("amsgrad") for group in groups)
+    return "bf16" if states == "int8" and keeps_maximum else states
 
 
 def case_named(name: str) -> Case:

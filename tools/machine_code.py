@@ -27,18 +27,22 @@ NARROW_STORE = re.compile(
     r".*?\[(?P<base>R\d+)(?:\.U?\d+)?(?:\+(?:UR\d+\+)?(?P<offset>-?0x[0-9a-f]+))?\]"
 )
 _ENDS = re.compile(r"\b(BRA|BSYNC|CALL|RET|EXIT)\b")
+RULES = {  # functors' names
+    "Sgd": "SGD", "SgdMomentum": "SGD with momentum", "SgdNesterov": "SGD with Nesterov momentum", "Adam": "Adam",
+    "AdamAmsgrad": "AMSGrad", "Lion": "Lion",
+}  # fmt: skip
 NAMES = {
     "accumulate_kernel": "accumulate", "norm_kernel": "norm",
     "write_kernelILi1024": "table (1 kB)", "write_kernelILi32512": "table (32 kB)",
-    "KindE0EJNS0_3SgdEEE": "step: SGD", "KindE0EJNS0_11SgdMomentumEEE": "step: SGD with momentum",
-    "KindE0EJNS0_10AdamFamilyILb0EEEEEE": "step: Adam", "KindE0EJNS0_10AdamFamilyILb1EEEEEE": "step: AMSGrad",
-    "KindE0EJNS0_4LionEEE": "step: Lion", "KindE0EJNS0_3SgdENS0_11": "step: any rule per group",
-    "KindE1EJ": "step: any rule and format", "KindE2EJ": "step: Adam in any format",
+    **{f"KindE0ENS0_{len(rule) + 7}{rule}FunctorE": f"step: {name}" for rule, name in RULES.items()},
+    **{f"KindE1ENS0_{len(rule) + 7}{rule}FunctorE": f"step: {name} in any format" for rule, name in RULES.items()},
+    "KindE2ENS0_10PackedAdamE": "step: Adam in any format",
 }  # fmt: skip
 # What a pass reads, the gradient included, and what it writes.
 STREAMS = {
     "accumulate": (2, 1), "norm": (1, 0), "step: SGD": (2, 1), "step: SGD with momentum": (3, 2),
-    "step: Adam": (4, 3), "step: AMSGrad": (5, 4), "step: Lion": (3, 2),
+    "step: SGD with Nesterov momentum": (3, 2), "step: Adam": (4, 3), "step: AMSGrad": (5, 4),
+    "step: Lion": (3, 2),
 }  # fmt: skip
 # The loops for packed formats: loads of 8 bytes, stores of 16 bytes -> weights; the rest tells the gradient.
 PACKED = {(3, 1): "split8", (2, 2): "split16", (2, 1): "bf16 stochastic"}

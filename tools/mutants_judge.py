@@ -16,6 +16,8 @@ from typing import Any
 
 from mutants_list import ROOT, Mutant, switched
 
+PRINTS_FUNCTORS = tuple(f"accumfused/{name}" for name in ("arithmetic.py", "functors.py", "optimizers/", "rule.py"))
+
 
 class Copy:
     """The tree in which one job runs its mutants: built once, written only where something changes."""
@@ -38,22 +40,31 @@ class Copy:
             if not path.exists() or path.read_bytes() != data:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
-        build = {**os.environ, "ACCUMFUSED_NATIVE": "1", "ACCUMFUSED_CUDA": "0"}
+        self.build()
+
+    def build(self) -> None:
+        """The native module, with the functors that its rules make; nothing where it is up to date."""
+        environment = {**os.environ, "ACCUMFUSED_NATIVE": "1", "ACCUMFUSED_CUDA": "0"}
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-        subprocess.run(command, cwd=folder, env=build, check=True)
+        subprocess.run(command, cwd=self.folder, env=environment, check=True)
 
     @contextmanager
     def holding(self, mutant: Mutant) -> Iterator[None]:
-        """While the mutant is in the copy; the environment chooses those of csrc."""
+        """While the mutant is in the copy; the environment chooses those of csrc, and one of the rules is compiled."""
         path = self.folder / mutant.file
+        is_compiled = mutant.file.startswith(PRINTS_FUNCTORS)
         text = path.read_text()
         try:
             if not mutant.is_native:
                 path.write_text(text.replace(mutant.find, mutant.replace))
+            if is_compiled:
+                self.build()
             yield
         finally:
             if not mutant.is_native:
                 path.write_text(text)
+            if is_compiled:
+                self.build()
 
     def tests(self, mutant: Mutant, *, rest: bool) -> list[str]:
         """The mutant's own, or where there are none all, those first that speak of its module most; or the rest."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
 import torch
 
 from accumfused import compiled
+from accumfused.backends import native_rules
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.foreach import ForeachBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
 from accumfused.core.protocol import Backend
+from accumfused.rule import Rule
 from accumfused.settings import BackendName
 from accumfused.warn import say_once
 
@@ -29,38 +31,41 @@ COSTS = {  # compared with the backend that "auto" prefers; docs/arithmetic.md h
 }
 
 
-def why_not(name: str, device: torch.device | None = None) -> str | None:
-    """The reason why the backend cannot run (for tensors on that device, or at all), or None."""
+def why_not(name: str, device: torch.device | None = None, rules: Iterable[type[Rule]] = ()) -> str | None:
+    """The reason why the backend cannot run (for tensors on that device, or at all; for these rules), or None."""
     reasons = {"cuda": _why_not_cuda, "triton": _why_not_triton, "cpu": _why_not_cpu, "foreach": _why_not_foreach}
-    return reasons[name](device) if name in reasons else None
+    reason = reasons[name](device) if name in reasons else None
+    if reason is not None or name not in _RULE_REASONS:
+        return reason
+    return next(filter(None, map(_RULE_REASONS[name], rules)), None)
 
 
-def check(name: str, device: torch.device | None = None) -> None:
+def check(name: str, device: torch.device | None = None, rules: Iterable[type[Rule]] = ()) -> None:
     """Refuses a backend asked for by name that cannot run; the text has the reason."""
-    reason = None if name == "auto" else why_not(name, device)
+    reason = None if name == "auto" else why_not(name, device, rules)
     if reason is not None:
         raise RuntimeError(f"backend={name!r} cannot run: {reason}; use backend='auto' or 'torch'")
 
 
-def select(name: str, devices: Iterable[torch.device]) -> Backend:
-    """The backend of that name, or for "auto" the fastest that can run; several devices get one each.
+def select(name: str, devices: Iterable[torch.device], rules: Iterable[type[Rule]] = ()) -> Backend:
+    """The backend of that name, or for "auto" the fastest that can run these rules; several devices get one each.
 
     Raises:
         RuntimeError: a backend asked for by name cannot run.
     """
-    chosen = {device: _select(name, device) for device in devices if device.type != "meta"}
+    chosen = {device: _select(name, device, rules) for device in devices if device.type != "meta"}
     if len(chosen) > 1:
         return SeveralDevices(chosen)
     return next(iter(chosen.values()), ReferenceBackend())
 
 
-def _select(name: str, device: torch.device) -> Backend:
-    check(name, device)
+def _select(name: str, device: torch.device, rules: Iterable[type[Rule]]) -> Backend:
+    check(name, device, rules)
     if name != "auto":
         return _make(name)
     refused = []
-    for candidate in ("cuda", "triton", "foreach") if device.type == "cuda" else ("cpu", "foreach", "torch"):
-        reason = why_not(candidate, device)
+    for candidate in ("cuda", "triton", "foreach", "torch") if device.type == "cuda" else ("cpu", "foreach", "torch"):
+        reason = why_not(candidate, device, rules)
         if reason is None:
             break
         refused.append(reason)
@@ -78,6 +83,15 @@ def _make(name: str) -> Backend:
         "cuda": CudaBackend, "cpu": CpuBackend, "foreach": ForeachBackend, "torch": ReferenceBackend,
     }  # fmt: skip
     return makers[name]()
+
+
+def _why_not_foreach_rule(rule: type[Rule]) -> str | None:
+    return f"torch's kernels renew no {', '.join(rule.tensor_states)}" if rule.tensor_states else None
+
+
+_RULE_REASONS: dict[str, Callable[[type[Rule]], str | None]] = {
+    "cpu": native_rules.why_not_cpu, "cuda": native_rules.why_not_cuda, "foreach": _why_not_foreach_rule,
+}  # fmt: skip
 
 
 def _why_not_cpu(device: torch.device | None) -> str | None:

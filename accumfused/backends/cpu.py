@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accumfused import compiled
+from accumfused.backends import native_rules
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads
@@ -29,6 +29,7 @@ class CpuBackend:
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         plan.add_table(self._c.Table, param_groups, state)
+        plan.functors = native_rules.codes(plan, self.instruction_set)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         plan.point_at(fold.grads, fold.accumulators, fold.held)
@@ -54,19 +55,8 @@ class CpuBackend:
         plan.point_at(grads)
         self._c.step(
             self.instruction_set, plan.table, torch.get_num_threads(),
-            hypers, rule_indices(plan), outcome.values.data_ptr(),
+            hypers, plan.functors, outcome.values.data_ptr(),
         )  # fmt: skip
-
-
-def rule_indices(plan: Plan) -> list[int]:
-    """Each group's rule as an index into the native module's rules."""
-    known = _rules()
-    return [known.get(rule.name, 0) for rule in plan.rules]
-
-
-@functools.cache
-def _rules() -> dict[str, int]:
-    return {name: index for index, (name, *_) in enumerate(compiled.module.rules())}
 
 
 def address(tensor: Tensor | None) -> int:

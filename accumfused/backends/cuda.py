@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from accumfused import compiled
-from accumfused.backends.cpu import address, as_number_and_address, rule_indices
+from accumfused.backends import native_rules
+from accumfused.backends.cpu import address, as_number_and_address
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import Grads
@@ -33,6 +34,7 @@ class CudaBackend:
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         plan.add_table(self._table, param_groups, state)
         self._copies[plan] = {}
+        plan.functors = native_rules.indices(plan)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         plan.point_at(fold.grads, fold.accumulators, fold.held)
@@ -61,7 +63,7 @@ class CudaBackend:
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         stride = max(map(len, kept), default=0)
         flat = [hyper for values in kept for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
-        copy.step(plan.table, stream, flat, rule_indices(plan), outcome.values.data_ptr())
+        copy.step(plan.table, stream, flat, plan.functors, outcome.values.data_ptr())
 
     def _on_device(self, plan: Plan, used: Sequence[Tensor | None]) -> tuple[Any, int]:
         """The table's copy for this call, and the stream; another stream may have made the tensors in `used`.

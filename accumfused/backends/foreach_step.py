@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumfused.backends import evaluate
 from accumfused.backends.batches import Batch, Stored, Tensors
 from accumfused.core.plan import Plan
 from accumfused.core.rows import Grads
@@ -67,7 +68,7 @@ def absorbed(
     multiplies only the gradient's term in the buffer, or in the update. (`1 - dampening` is exact enough unless the
     coefficient is tiny; Nesterov's step takes the gradient twice.)
     """
-    if any(rule.name not in FUSED for rule in rules):
+    if any(_fused(rule) is None for rule in rules):
         return None
     if coefficient == 1.0:
         return hypers
@@ -75,7 +76,7 @@ def absorbed(
         return None
     if spends_grads:
         return [hyper | {"grad_scale": torch.tensor(1.0 / coefficient, dtype=torch.float32)} for hyper in hypers]
-    if any(FUSED[rule.name] is not _sgd or h["nesterov"] for rule, h in zip(rules, hypers, strict=True)):
+    if any(_fused(rule) is not _sgd or rule.flags.get("nesterov") for rule in rules):
         return None
     made = []
     for rule, hyper in zip(rules, hypers, strict=True):
@@ -90,12 +91,13 @@ def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skip
     rule = plan.rules[batch.group]
     kept, form = batch.stored, batch.form
     assert kept is not None
-    kernel = FUSED.get(rule.name)
+    kernel = _fused(rule)
     if skipped is not None and kernel is _sgd and float(hyper["dampening"]) != 0:
         kernel = None  # the host does not know whether this is a tensor's first step
     known = {name: value if kernel and _stays(name, value) else float(value) for name, value in hyper.items()}
+    known |= rule.flags
     found_inf = None if skipped is None else skipped.float()
-    run = kernel or (_lion if rule.name == "lion" else _composed(rule))
+    run = kernel or (_lion if _is_ours(rule) and rule.name == "lion" else _composed(rule))
     if (form.weights, form.states) == (Weights.FLOAT32, States.FLOAT32) and (kernel or skipped is None):
         run(kept.params, grads, kept.states, kept.steps, known, found_inf)
         return
@@ -166,7 +168,7 @@ def _sgd(
             [weights[row] for row in rows], [grads[row] for row in rows], [buffers[row] for row in rows if buffers],
             weight_decay=h["weight_decay"], momentum=h["momentum"], lr=h["lr"],
             dampening=1.0 - (1.0 - dampening) * coefficient,
-            nesterov=bool(h["nesterov"]), maximize=bool(h["maximize"]), is_first_step=False,
+            nesterov=h.get("nesterov", False), maximize=bool(h["maximize"]), is_first_step=False,
             grad_scale=h.get("grad_scale"), found_inf=found_inf,
         )  # fmt: skip
 
@@ -185,6 +187,15 @@ def _lion(
     torch._foreach_lerp_(states[0], grads, 1.0 - h["beta2"])
 
 
+def _is_ours(rule: type[Rule]) -> bool:
+    """Whether the rule is this package's: a user's may have the same name."""
+    return rule.__module__.startswith("accumfused.optimizers.")
+
+
+def _fused(rule: type[Rule]) -> Kernel | None:
+    return FUSED.get(rule.name) if _is_ours(rule) else None
+
+
 def _composed(rule: type[Rule]) -> Kernel:
     """A kernel of the rule's own arithmetic."""
 
@@ -193,13 +204,15 @@ def _composed(rule: type[Rule]) -> Kernel:
     ) -> None:
         one = torch.ones((), dtype=torch.float32, device=weights[0].device)
         counts = torch.stack(steps) if steps else one.expand(len(weights))
-        scalars = rule.scalars(h, whole_steps(counts), one)
-        for j, columns in enumerate(zip(weights, grads, *states, strict=True)):
+        scalars, factor = evaluate.scalars(rule, h, whole_steps(counts), {}), evaluate.signed(h, one)
+        for j, (weight, grad, *own_states) in enumerate(zip(weights, grads, *states, strict=True)):
             own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
-            for old, new in zip((columns[0], *columns[2:]), rule.update(own, *columns), strict=True):
-                old.copy_(new)
+            new = evaluate.update(rule, own, weight, grad * factor, own_states)
+            for old, made in zip((weight, *own_states), new, strict=True):
+                old.copy_(made)
 
     return kernel
 
 
-FUSED: dict[str, Kernel] = {"adam": _adam, "adam_amsgrad": _adam, "sgd": _sgd, "sgd_momentum": _sgd}
+FUSED: dict[str, Kernel] = {"adam": _adam, "adam_amsgrad": _adam}
+FUSED |= dict.fromkeys(("sgd", "sgd_momentum", "sgd_nesterov"), _sgd)

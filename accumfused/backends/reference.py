@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumfused.backends import evaluate
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads
@@ -24,6 +25,7 @@ from accumfused.formats.numeric import (
     sums_of_squares,
     whole_steps,
 )
+from accumfused.rule import Rule
 
 
 class ReferenceBackend:
@@ -72,11 +74,13 @@ class ReferenceBackend:
                     continue
                 counts = [_steps_made(plan, row) for row in rows]
                 steps = whole_steps(torch.stack(counts)) + 1
-                hyper = dict(zip(rule.hypers, map(float, values), strict=True))  # waits for a GPU that has some
-                scalars = rule.scalars(hyper, steps, outcome.coefficient)
+                named = dict(zip(rule.hypers, map(float, values), strict=True))  # waits for a GPU that has some
+                scalars = evaluate.scalars(rule, named, steps, _kept(plan, rule, rows))
+                factor = evaluate.signed(named, outcome.coefficient)
                 for j, row in enumerate(rows):
                     own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
-                    _update(plan, row, own, grads[row], steps[j], outcome.skipped)  # type: ignore[arg-type]
+                    grad = memory_order(grads[row]).float() * factor  # type: ignore[arg-type]
+                    _update(plan, row, own, grad, steps[j], outcome.skipped)
 
 
 def _steps_made(plan: Plan, row: int) -> Tensor:
@@ -84,6 +88,12 @@ def _steps_made(plan: Plan, row: int) -> Tensor:
     if storage is None or storage.step is None:
         return torch.zeros((), dtype=torch.float32, device=plan.device)
     return storage.step
+
+
+def _kept(plan: Plan, rule: type[Rule], rows: list[int]) -> dict[str, Tensor]:
+    """The rows' tensor states, by name, each of shape [rows]."""
+    storages = [storage for row in rows if (storage := plan.rows[row].storage) is not None]
+    return {name: torch.stack([s.tensor_states[k] for s in storages]) for k, name in enumerate(rule.tensor_states)}
 
 
 def finish_norm(sum_of_squares: Tensor | None, scaling: Scaling) -> Outcome:
@@ -119,7 +129,10 @@ def finish_norm(sum_of_squares: Tensor | None, scaling: Scaling) -> Outcome:
 
 
 def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor, step: Tensor, skipped: Tensor) -> None:
-    """Updates one parameter in memory order: decodes it and its states to fp32, updates, and encodes again."""
+    """Updates one parameter in memory order: decodes it and its states to fp32, updates, and encodes again.
+
+    `grad`: fp32, times its coefficient.
+    """
     row = plan.rows[index]
     rule, form, storage, param = row.rule, row.form, row.storage, memory_order(row.tensor)
     assert storage is not None
@@ -128,9 +141,7 @@ def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor,
     scales: Grads = [*storage.scales] or [None] * len(values)
     kinds = [name in rule.second_moments for name in rule.states]
     states = [load_state(*part) for part in zip(values, scales, kinds, strict=True)]
-    new_param, *new_states = rule.update(
-        scalars, load_weights(form, param, master), memory_order(grad).float(), *states
-    )
+    new_param, *new_states = evaluate.update(rule, scalars, load_weights(form, param, master), grad, states)
     bits = torch.zeros_like(param, dtype=torch.int32)
     if storage.seed is not None:
         bits = codecs.noise(codecs.key(storage.seed, step, index), param.numel(), row.origin)
@@ -141,6 +152,7 @@ def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor,
         stored += zip([value, scale], new, strict=True)
     if storage.step is not None:
         stored.append((storage.step, storage.step + 1))
+    stored += zip(storage.tensor_states, (scalars[name] for name in rule.tensor_states), strict=True)
     for old, new_value in stored:
         if old is not None and new_value is not None:
             old.copy_(torch.where(skipped, old, new_value))

@@ -17,7 +17,7 @@ from torch import Tensor
 from accumfused.arguments import checked_positive
 from accumfused.core import graphs
 from accumfused.core.masters import Masters
-from accumfused.core.plan import EMPTY, Plan, build
+from accumfused.core.plan import EMPTY, Plan, build, rule_of
 from accumfused.core.protocol import (
     Backend,
     Divisors,
@@ -36,6 +36,7 @@ from accumfused.core.window import OPEN_PHASES, Phase, Window
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import names
 from accumfused.formats.shards import replicated
+from accumfused.rule import Rule
 from accumfused.settings import Settings
 
 
@@ -46,7 +47,8 @@ class Prepared:
     plan: Plan
     backend: Backend
     exchange: Exchange
-    devices: set[torch.device]  # for which the backend was selected
+    devices: set[torch.device]  # for these and for these rules the backend was selected
+    rules: set[type[Rule]]
     partials: Tensor | None = None  # sums of squares of gradients from p.grad
     is_valid: bool = True  # False: the optimizer's state was replaced
 
@@ -141,7 +143,7 @@ class Plans:
     def current(self) -> Prepared:
         """The plan for the current parameters and states, with backend and exchange."""
         groups, state = self.owner.param_groups, self.owner.state
-        rules = [self.owner.rule_of(group) for group in groups]
+        rules = [rule_of(self.owner.rules, group) for group in groups]
         known = self.last
         if known is not None and known.is_valid and known.plan.rules == rules and known.plan.unchanged(groups, state):
             return known
@@ -155,7 +157,7 @@ class Plans:
         backend.prepare(plan, groups, state)
         if self.skips is None or self.skips.count.device != plan.device:
             self.skips = Skips(plan.device)
-        self.last = Prepared(plan, backend, exchange, devices)
+        self.last = Prepared(plan, backend, exchange, devices, set(rules))
         return self.last
 
     def forget(self) -> None:

@@ -6,7 +6,7 @@ chunks, with a gradient or without, so the norm's summation order depends on the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,6 +34,7 @@ class Plan:
     device: torch.device  # where its kernels run
     reader: TableReader | TensorReader = field(init=False)
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
+    functors: list[int] = field(default_factory=list)  # of each group's rule, as native kernels know it
     parts: list[Plan] = field(default_factory=list)  # with several devices: the plan of each
     _pointed_at: Grads | None = None
     _checked: set[int] = field(default_factory=set)  # parameters, if no table checks them
@@ -95,9 +96,7 @@ class Plan:
     def hypers(self, param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[float | Tensor, ...]]:
         """The groups' numbers in the order of their rules' `hypers`; a tensor is not read."""
         return [
-            tuple(
-                group["betas"][name == "beta2"] if name in ("beta1", "beta2") else group[name] for name in rule.hypers
-            )
+            tuple(rule.hyper(group, name) for name in rule.hypers)
             for rule, group in zip(self.rules, param_groups, strict=True)
         ]
 
@@ -186,6 +185,11 @@ def build(
     if plan.is_spread:
         plan.remember(param_groups, state)
     return plan
+
+
+def rule_of(rules: Iterable[type[Rule]], group: Mapping[str, Any]) -> type[Rule]:
+    """An optimizer's rule for a parameter group: the first whose flags are the group's."""
+    return next(rule for rule in rules if rule.fits(group))
 
 
 def overwritten(row: int) -> RuntimeError:

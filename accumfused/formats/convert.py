@@ -98,10 +98,9 @@ def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str
             # torch's SGD counts no steps. A buffer shows that the first step is over; without one it is still to come,
             # even where a format has counted steps for their noise.
             step = 0.0 if fresh and rule.states else entries.get("step", 0.0 if fresh else 1.0)
-            if isinstance(step, Tensor):
-                entries["step"] = step.to(tensor.device, torch.float32).reshape(())
-            else:
-                entries["step"] = torch.full((), float(step), dtype=torch.float32, device=tensor.device)
+            entries["step"] = _number(step, tensor.device)
+        for name, first in rule.tensor_states.items():
+            entries[name] = _number(entries.get(name, first), tensor.device)
         if form.needs_noise:
             known = entries.get(SEED)
             number = seed if known is None else int(known)
@@ -119,6 +118,13 @@ def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str
     formats = (MASTER, REMAINDER, SEED, *map(scale_name, rule.states))
     for name in [name for name in formats if name in entries and name not in wanted]:
         del entries[name]
+
+
+def _number(value: float | Tensor, device: torch.device) -> Tensor:
+    """The number as an fp32 tensor of shape []."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32).reshape(())
+    return torch.full((), float(value), dtype=torch.float32, device=device)
 
 
 def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:

@@ -6,6 +6,7 @@ parameter's tensors in the optimizer's state, in the kernels' order.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accumfused.formats import codecs, shards
-from accumfused.rule import Rule
+from accumfused.rule import MAX_STATES, MAX_TENSOR_STATES, Rule
 from accumfused.settings import Settings
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of parameters and gradients, in the order of csrc/rows.h
@@ -99,14 +100,16 @@ class Storage:
 
     step: Tensor | None  # fp32, shape []
     seed: Tensor | None  # int64, shape []
+    tensor_states: list[Tensor]  # the rule's, fp32, shape []
     master: Tensor | None
     values: list[Tensor]  # the rule's states
     scales: list[Tensor]  # uint8 [blocks], of INT8 states
 
     def slots(self) -> list[Tensor | None]:
         """The tensors in the order of csrc/rows.h."""
-        padded = [*self.values, *[None] * (3 - len(self.values))], [*self.scales, *[None] * (3 - len(self.scales))]
-        return [self.step, self.seed, self.master, *padded[0], *padded[1]]
+        lists = (self.tensor_states, MAX_TENSOR_STATES), ([self.master], 1), (self.values, MAX_STATES)
+        padded = [[*values, *[None] * (most - len(values))] for values, most in (*lists, (self.scales, MAX_STATES))]
+        return [self.step, self.seed, *itertools.chain(*padded)]
 
 
 def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
@@ -144,9 +147,10 @@ def check_states(rule: type[Rule], settings: Settings) -> None:
         ValueError: a state is a maximum, which would keep the largest noise of all steps.
     """
     if rule.keeps_maximum and _STATES[settings.state_dtype] is States.INT8:
+        what, remedy = ("amsgrad=True", ", or amsgrad=False") if "amsgrad" in rule.flags else (rule.name, "")
         raise ValueError(
-            "state_dtype='int8' does not go with amsgrad=True, whose maximum ratchets up on the noise of 8-bit codes; "
-            "use state_dtype=torch.float32 or torch.bfloat16, or amsgrad=False"
+            f"state_dtype='int8' does not go with {what}, whose maximum ratchets up on the noise of 8-bit codes; use "
+            f"state_dtype=torch.float32 or torch.bfloat16{remedy}"
         )
 
 
@@ -163,6 +167,7 @@ def names(rule: type[Rule], form: Format) -> list[str]:
     """The keys of a parameter's state, in the order of `Storage`."""
     found = ["step"] if counts_steps(rule, form) else []
     found += [SEED] if form.needs_noise else []
+    found += rule.tensor_states
     found += [form.master[0]] if form.master else []
     found += rule.states
     found += [scale_name(name) for name in rule.states] if form.states is States.INT8 else []
@@ -201,6 +206,7 @@ def storage_of(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[s
     return Storage(
         entries["step"] if counts_steps(rule, form) else None,
         entries[SEED] if form.needs_noise else None,
+        [entries[name] for name in rule.tensor_states],
         entries[form.master[0]] if form.master else None,
         [entries[name] for name in rule.states],
         [entries[scale_name(name)].view(-1) for name in rule.states] if form.states is States.INT8 else [],
@@ -210,8 +216,8 @@ def storage_of(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[s
 def _fits(name: str, value: Any, rule: type[Rule], form: Format, param: Tensor) -> bool:
     if not isinstance(value, Tensor) or value.device != param.device:
         return False
-    if name in ("step", SEED):
-        return value.dim() == 0 and value.dtype == (torch.float32 if name == "step" else torch.int64)
+    if name in ("step", SEED, *rule.tensor_states):
+        return value.dim() == 0 and value.dtype == (torch.int64 if name == SEED else torch.float32)
     if name in rule.states or (form.master is not None and name == form.master[0]):
         dtype = STATE_DTYPES[form.states] if name in rule.states else form.master[1]  # type: ignore[index]
         return value.dtype == dtype and value.shape == param.shape and _same_strides(value, param)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
 from typing import Any, ClassVar, overload
 
 import torch
@@ -38,9 +37,10 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
 def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments]) -> FusedOptimizer:
     """Turns a torch optimizer into a fused one, in place: the object keeps its groups, state, hooks and schedulers.
 
-    `torch.optim.SGD`, `Adam` and `AdamW` become `accumfused.SGD`, `Adam` and `AdamW`. Any other optimizer keeps its own
-    step, and accumfused does the work before it: accumulation, normalization, unscaling, norm and clipping. Such a step
-    needs the coefficient on the host (one synchronization), and sees the clipped gradients in `p.grad`.
+    A torch optimizer that accumfused has too (SGD, Adam, AdamW, RMSprop...; docs/optimizers.md lists them) becomes
+    accumfused's. Any other optimizer keeps its own step, and accumfused does the work before it: accumulation,
+    normalization, unscaling, norm and clipping. Such a step needs the coefficient on the host (one synchronization),
+    and sees the clipped gradients in `p.grad`.
 
     16-bit parameters get master weights and fp32 states, which take more memory than torch's. The logger "accumfused"
     warns how much, and names settings that take less, unless `master_weights` is given.
@@ -94,7 +94,6 @@ class NoRule(Rule):
     """Has no state and no arithmetic: the optimizer keeps its own."""
 
     name = ""
-    is_foreign = True
     states = ()
     counts_steps = False
     hypers = ()
@@ -152,10 +151,6 @@ class ForeignStep(FusedOptimizer):
     rules = (NoRule,)
     torch_class: ClassVar[type[torch.optim.Optimizer]]
     own_step: ClassVar[OwnStep | None] = staticmethod(step_by_itself)
-
-    @classmethod
-    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
-        return NoRule
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.torch_class,), self.__getstate__()

@@ -142,7 +142,7 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
     so an open window shows its peak. `p.grad` of a closed window counts as an accumulator.
 
     Args:
-        optimizer: of this package. If it keeps its own step (`fuse` of RMSprop, say), only existing states count.
+        optimizer: of this package. If it keeps its own step (`fuse` of Muon, say), only existing states count.
 
     Raises:
         TypeError: the optimizer is of another package.
@@ -247,7 +247,7 @@ def _part(rule: type[Rule], name: str) -> str:
 
 
 def _to_be_made(rule: type[Rule], form: Format, param: Tensor) -> dict[str, int]:
-    numbers = (4 if counts_steps(rule, form) else 0) + (8 if form.needs_noise else 0)
+    numbers = 4 * (counts_steps(rule, form) + len(rule.tensor_states)) + (8 if form.needs_noise else 0)
     states = len(rule.states) * param.numel() * STATE_DTYPES[form.states].itemsize
     return {
         "masters": param.numel() * form.master[1].itemsize if form.master else 0,

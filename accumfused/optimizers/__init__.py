@@ -3,14 +3,48 @@
 import torch
 
 from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizers.adadelta import Adadelta
+from accumfused.optimizers.adagrad import Adagrad
 from accumfused.optimizers.adam import Adam, AdamW
+from accumfused.optimizers.adamax import Adamax
+from accumfused.optimizers.adan import Adan
+from accumfused.optimizers.ademamix import AdEMAMix
+from accumfused.optimizers.asgd import ASGD
 from accumfused.optimizers.lion import Lion
+from accumfused.optimizers.nadam import NAdam
+from accumfused.optimizers.radam import RAdam
+from accumfused.optimizers.rmsprop import RMSprop
+from accumfused.optimizers.rprop import Rprop
 from accumfused.optimizers.sgd import SGD
+from accumfused.optimizers.signum import Signum
 
-__all__ = ["ALL", "PEERS", "RULES", "SGD", "Adam", "AdamW", "Lion"]
+__all__ = [
+    "ALL",
+    "ASGD",
+    "PEERS",
+    "RULES",
+    "SGD",
+    "AdEMAMix",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Adan",
+    "Lion",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "Signum",
+]  # fmt: skip
 
-ALL = (SGD, Adam, AdamW, Lion)
+ALL = (
+    SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, Lion, Signum, Adan, AdEMAMix,
+)  # fmt: skip
 PEERS: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {  # torch's classes with the same checkpoints
-    torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW,
+    torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.NAdam: NAdam,
+    torch.optim.RAdam: RAdam, torch.optim.Adamax: Adamax, torch.optim.Adagrad: Adagrad, torch.optim.Adadelta:
+    Adadelta, torch.optim.RMSprop: RMSprop, torch.optim.Rprop: Rprop, torch.optim.ASGD: ASGD,
 }  # fmt: skip
-RULES = tuple(rule for optimizer in (SGD, Adam, Lion) for rule in optimizer.rules)
+RULES = tuple(dict.fromkeys(rule for optimizer in ALL for rule in optimizer.rules))

@@ -6,121 +6,107 @@
 
 Adam adds weight_decay * p to g instead (L2). Kingma & Ba 2015 (arXiv:1412.6980); decoupled weight decay: Loshchilov &
 Hutter 2019 (arXiv:1711.05101); AMSGrad: Reddi et al. 2018 (arXiv:1904.09237).
+
+cautious moves p only where m and g have the same sign: Liang et al. 2024 (arXiv:2411.16085), without the scale by the
+share of such elements. cautious_weight_decay leaves out the decay where it would oppose the update: Chen et al. 2025
+(arXiv:2510.12402).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from accumfused.formats.numeric import power, square_root
+from accumfused.arithmetic import agree, float32, maximum, power, sqrt, where
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rule import Rule, fp32
+from accumfused.rule import Rule
 from accumfused.settings import SettingArguments, chosen, takes_settings
-
-if TYPE_CHECKING:  # the package does not import Triton; its backend puts these names here when it needs them
-    import triton.language as tl
-
-    from accumfused.backends.triton import numeric as triton_numeric
 
 
 class AdamRule(Rule):
+    is_common = True
     name = "adam"
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    second_moments: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     torch_states: ClassVar[tuple[str, ...]] = ("step", *states)
-    second_moments: ClassVar[tuple[str, ...]] = ("exp_avg_sq", "max_exp_avg_sq")
-    counts_steps = True
-    hypers = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
+    hypers: ClassVar[tuple[str, ...]] = (
+        "lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize",
+    )  # fmt: skip
+    flags: ClassVar[Mapping[str, bool]] = {
+        "amsgrad": False, "cautious": False, "cautious_weight_decay": False, "is_cautious": False,
+    }  # fmt: skip
 
     @staticmethod
-    def scalars(hyper: Mapping[str, float], step: Tensor, coefficient: Tensor) -> dict[str, Tensor]:
-        lr, beta1, beta2, weight_decay = (hyper[k] for k in ("lr", "beta1", "beta2", "weight_decay"))
-        decoupled = bool(hyper["decoupled_weight_decay"])
-        bias_correction1, bias_correction2 = 1.0 - power(beta1, step), 1.0 - power(beta2, step)
-        root = square_root(bias_correction2.float()).double()
-        numbers = {
-            "beta1": beta1,
-            "one_minus_beta1": 1.0 - beta1,
-            "beta2": beta2,
-            "one_minus_beta2": 1.0 - beta2,
-            "eps": hyper["eps"],
-            "weight_decay": 0.0 if decoupled else weight_decay,
-            "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
-        }
-        return fp32(numbers, step.device) | {
-            "coefficient": -coefficient if hyper["maximize"] else coefficient,
-            "step_size": (torch.full_like(root, lr) / bias_correction1).float(),
-            "inverse_root": (torch.ones_like(root) / root).float(),
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        root = float32(sqrt(float32(1.0 - power(h.beta2, step))))
+        return {
+            "beta1": h.beta1,
+            "one_minus_beta1": 1.0 - h.beta1,
+            "beta2": h.beta2,
+            "one_minus_beta2": 1.0 - h.beta2,
+            "eps": h.eps,
+            "weight_decay": where(h.decoupled_weight_decay != 0, 0.0, h.weight_decay),
+            "decay": where(h.decoupled_weight_decay != 0, 1.0 - h.lr * h.weight_decay, 1.0),
+            "step_size": h.lr / (1.0 - power(h.beta1, step)),
+            "inverse_root": 1.0 / root,
         }
 
     @staticmethod
-    def update(s: Mapping[str, Tensor], param: Tensor, grad: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        exp_avg, exp_avg_sq, *rest = states
-        g = grad * s["coefficient"]
-        g = torch.where(s["weight_decay"] != 0, g + param * s["weight_decay"], g)
-        exp_avg = exp_avg * s["beta1"] + g * s["one_minus_beta1"]
-        exp_avg_sq = exp_avg_sq * s["beta2"] + (g * g) * s["one_minus_beta2"]
-        rest = [torch.maximum(exp_avg_sq, max_exp_avg_sq) for max_exp_avg_sq in rest]
-        second = rest[0] if rest else exp_avg_sq
-        denominator = square_root(second) * s["inverse_root"] + s["eps"]
-        param = param * s["decay"] - (exp_avg * s["step_size"]) / denominator
-        return param, exp_avg, exp_avg_sq, *rest
-
-    @staticmethod
-    def triton_scalars(hyper: tl.tuple, step: tl.tensor, coefficient: tl.tensor) -> tl.tuple:
-        coefficient = tl.where(hyper[6] != 0, coefficient * -1.0, coefficient)
-        beta1 = hyper[1].to(tl.float32)
-        one_minus_beta1 = (1.0 - hyper[1]).to(tl.float32)
-        beta2 = hyper[2].to(tl.float32)
-        one_minus_beta2 = (1.0 - hyper[2]).to(tl.float32)
-        eps = hyper[3].to(tl.float32)
-        weight_decay = tl.where(hyper[5] != 0, 0.0, hyper[4].to(tl.float32))
-        decay = tl.where(hyper[5] != 0, (1.0 - hyper[0] * hyper[4]).to(tl.float32), 1.0)
-        step_size = (hyper[0] / (1.0 - triton_numeric.power(hyper[1], step))).to(tl.float32)
-        root = tl.sqrt_rn((1.0 - triton_numeric.power(hyper[2], step)).to(tl.float32))
-        inverse_root = (1.0 / root.to(tl.float64)).to(tl.float32)
-        return (
-            coefficient, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay, decay, step_size,
-            inverse_root,
-        )  # fmt: skip
-
-    @staticmethod
-    def triton_update(
-        scalars: tl.tuple,
-        p: tl.tensor,
-        grad: tl.tensor,
-        exp_avg: tl.tensor,
-        exp_avg_sq: tl.tensor,
-        max_exp_avg_sq: tl.tensor,
-        states: tl.constexpr,
-    ) -> tl.tuple:
-        (
-            coefficient, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay, decay, step_size,
-            inverse_root,
-        ) = scalars  # fmt: skip
-        g = grad * coefficient
-        g = tl.where(weight_decay != 0, g + p * weight_decay, g)
-        exp_avg = exp_avg * beta1 + g * one_minus_beta1
-        exp_avg_sq = exp_avg_sq * beta2 + (g * g) * one_minus_beta2
-        second = exp_avg_sq
-        if states == 3:
-            second = tl.where(exp_avg_sq > max_exp_avg_sq, exp_avg_sq, max_exp_avg_sq)
-            second = tl.where(exp_avg_sq != exp_avg_sq, exp_avg_sq, second)  # a NaN propagates, as in torch.maximum
-            max_exp_avg_sq = second
-        denominator = tl.sqrt_rn(second) * inverse_root + eps
-        p = p * decay - tl.div_rn(exp_avg * step_size, denominator)
-        return p, exp_avg, exp_avg_sq, max_exp_avg_sq
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        exp_avg, exp_avg_sq, *maximum_so_far = states
+        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
+        exp_avg = exp_avg * s.beta1 + g * s.one_minus_beta1
+        exp_avg_sq = exp_avg_sq * s.beta2 + (g * g) * s.one_minus_beta2
+        maxima = [maximum(exp_avg_sq, max_exp_avg_sq) for max_exp_avg_sq in maximum_so_far]
+        second = maxima[0] if s.amsgrad else exp_avg_sq
+        denominator = sqrt(second) * s.inverse_root + s.eps
+        update, decay = (exp_avg * s.step_size) / denominator, s.decay
+        if s.is_cautious:
+            update = update * where(agree(exp_avg, g), 1.0, s.kept_update)
+            decay = where(agree(update, -p), s.opposed_decay, decay)
+        return p * decay - update, exp_avg, exp_avg_sq, *maxima
 
 
 class AmsgradRule(AdamRule):
     name = "adam_amsgrad"
     states = (*AdamRule.states, "max_exp_avg_sq")
+    second_moments = ("exp_avg_sq", "max_exp_avg_sq")
     torch_states = ("step", *states)
+    flags: ClassVar[Mapping[str, bool]] = {**AdamRule.flags, "amsgrad": True}
     keeps_maximum = True
+
+
+class CautiousAdamRule(AdamRule):
+    """Both cautious options: one kernel, whose scalars switch them."""
+
+    is_common = False
+    name = "adam_cautious"
+    hypers = (*AdamRule.hypers, "cautious", "cautious_weight_decay")
+    flags: ClassVar[Mapping[str, bool]] = {"amsgrad": False, "is_cautious": True}
+
+    @classmethod
+    def fits(cls, group: Mapping[str, Any]) -> bool:
+        if group["amsgrad"]:
+            raise ValueError("amsgrad=True has no cautious form; leave one of both out")
+        if group.get("cautious_weight_decay") and not group["decoupled_weight_decay"]:
+            raise ValueError("cautious_weight_decay needs decoupled_weight_decay=True, which AdamW has")
+        return True  # the others have no cautious option
+
+    @classmethod
+    def hyper(cls, group: Mapping[str, Any], name: str) -> Any:
+        return group.get(name, False) if name.startswith("cautious") else super().hyper(group, name)
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        made = AdamRule.scalars(h, step)
+        return made | {
+            "kept_update": where(h.cautious != 0, 0.0, 1.0),
+            "opposed_decay": where(h.cautious_weight_decay != 0, 1.0, made["decay"]),
+        }
 
 
 @takes_settings
@@ -136,14 +122,18 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         foreach, fused, capturable: unused; the groups keep them, because torch's own optimizer reads them.
         differentiable: not supported.
         decoupled_weight_decay: as in torch: True makes it AdamW.
+        cautious: True moves only elements whose update and gradient have the same sign (arXiv:2411.16085), without the
+            paper's division by the share of such elements, which is a sum over the tensor: updates are smaller by it.
+        cautious_weight_decay: True leaves out the decay of elements that the update moves away from 0
+            (arXiv:2510.12402); needs decoupled weight decay. Groups have the key of an option only where it is on.
 
     Raises:
         ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes;
-            amsgrad with 8-bit states.
+            amsgrad with 8-bit states or a cautious option.
         RuntimeError: a backend asked for by name cannot run; fused with foreach, as in torch.
     """
 
-    rules = (AdamRule, AmsgradRule)
+    rules = (AdamRule, AmsgradRule, CautiousAdamRule)
 
     def __init__(
         self,
@@ -160,6 +150,8 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
+        cautious: bool = False,
+        cautious_weight_decay: bool = False,
         **settings: Unpack[SettingArguments],
     ) -> None:
         torch.optim.Adam.__init__(
@@ -167,11 +159,11 @@ class Adam(FusedOptimizer, torch.optim.Adam):
             foreach=foreach, maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )  # fmt: skip
+        for name, value in (("cautious", cautious), ("cautious_weight_decay", cautious_weight_decay)):
+            if value:  # else the groups are torch's
+                for options in (self.defaults, *self.param_groups):
+                    options.setdefault(name, value)
         self.configure(chosen(type(self).__name__, self.defaults, **settings))
-
-    @classmethod
-    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
-        return AmsgradRule if group["amsgrad"] else AdamRule
 
 
 @takes_settings
@@ -186,6 +178,7 @@ class AdamW(Adam, torch.optim.AdamW):
         **settings: those of `accumfused.settings.Settings`.
         foreach, fused, capturable: unused; the groups keep them, because torch's own optimizer reads them.
         differentiable: not supported.
+        cautious, cautious_weight_decay: as `Adam`.
 
     Raises:
         ValueError, TypeError, RuntimeError: as `Adam`.
@@ -205,10 +198,12 @@ class AdamW(Adam, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        cautious: bool = False,
+        cautious_weight_decay: bool = False,
         **settings: Unpack[SettingArguments],
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad,
             foreach=foreach, maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused,
-            decoupled_weight_decay=True, **settings,
+            decoupled_weight_decay=True, cautious=cautious, cautious_weight_decay=cautious_weight_decay, **settings,
         )  # fmt: skip

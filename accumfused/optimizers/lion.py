@@ -3,81 +3,76 @@
     p <- p (1 - lr weight_decay) - lr * sign(beta1 m + (1 - beta1) g)
     m <- beta2 m + (1 - beta2) g
 
-Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675).
+Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675). adam.py has the sources of the
+cautious options.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from accumfused.arithmetic import agree, sign, where
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rule import Rule, fp32
+from accumfused.optimizers.peers import check_hypers
+from accumfused.rule import Rule
 from accumfused.settings import SettingArguments, chosen, takes_settings
-
-if TYPE_CHECKING:  # the package does not import Triton; its backend puts these names here when it needs them
-    import triton.language as tl
 
 
 class LionRule(Rule):
+    is_common = True
     name = "lion"
     states = ("exp_avg",)
     counts_steps = False
-    hypers = ("lr", "beta1", "beta2", "weight_decay", "maximize")
+    hypers: ClassVar[tuple[str, ...]] = ("lr", "beta1", "beta2", "weight_decay", "maximize")
+    flags: ClassVar[Mapping[str, bool]] = {"is_cautious": False}
 
     @staticmethod
-    def scalars(hyper: Mapping[str, float], step: Tensor, coefficient: Tensor) -> dict[str, Tensor]:
-        numbers = {
-            "lr": hyper["lr"],
-            "beta1": hyper["beta1"],
-            "one_minus_beta1": 1.0 - hyper["beta1"],
-            "beta2": hyper["beta2"],
-            "one_minus_beta2": 1.0 - hyper["beta2"],
-            "decay": 1.0 - hyper["lr"] * hyper["weight_decay"],
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        return {
+            "lr": h.lr,
+            "beta1": h.beta1,
+            "one_minus_beta1": 1.0 - h.beta1,
+            "beta2": h.beta2,
+            "one_minus_beta2": 1.0 - h.beta2,
+            "decay": 1.0 - h.lr * h.weight_decay,
         }
-        return fp32(numbers, step.device) | {"coefficient": -coefficient if hyper["maximize"] else coefficient}
 
     @staticmethod
-    def update(s: Mapping[str, Tensor], param: Tensor, grad: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         (exp_avg,) = states
-        g = grad * s["coefficient"]
-        direction = exp_avg * s["beta1"] + g * s["one_minus_beta1"]
-        exp_avg = exp_avg * s["beta2"] + g * s["one_minus_beta2"]
-        sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))  # 0 and NaN stay
-        return param * s["decay"] - sign * s["lr"], exp_avg
+        direction = exp_avg * s.beta1 + g * s.one_minus_beta1
+        exp_avg = exp_avg * s.beta2 + g * s.one_minus_beta2
+        update, decay = sign(direction), s.decay
+        if s.is_cautious:
+            update = update * where(agree(direction, g), 1.0, s.kept_update)
+            decay = where(agree(update, -p), s.opposed_decay, decay)
+        return p * decay - update * s.lr, exp_avg
+
+
+class CautiousLionRule(LionRule):
+    """Both cautious options: one kernel, whose scalars switch them."""
+
+    is_common = False
+    name = "lion_cautious"
+    hypers = (*LionRule.hypers, "cautious", "cautious_weight_decay")
+    flags: ClassVar[Mapping[str, bool]] = {"is_cautious": True}
+
+    @classmethod
+    def fits(cls, group: Mapping[str, Any]) -> bool:
+        return bool(group["cautious"] or group["cautious_weight_decay"])
 
     @staticmethod
-    def triton_scalars(hyper: tl.tuple, step: tl.tensor, coefficient: tl.tensor) -> tl.tuple:
-        coefficient = tl.where(hyper[4] != 0, coefficient * -1.0, coefficient)
-        lr = hyper[0].to(tl.float32)
-        beta1 = hyper[1].to(tl.float32)
-        one_minus_beta1 = (1.0 - hyper[1]).to(tl.float32)
-        beta2 = hyper[2].to(tl.float32)
-        one_minus_beta2 = (1.0 - hyper[2]).to(tl.float32)
-        decay = (1.0 - hyper[0] * hyper[3]).to(tl.float32)
-        return coefficient, lr, beta1, one_minus_beta1, beta2, one_minus_beta2, decay
-
-    @staticmethod
-    def triton_update(
-        scalars: tl.tuple,
-        p: tl.tensor,
-        grad: tl.tensor,
-        exp_avg: tl.tensor,
-        unused1: tl.tensor,
-        unused2: tl.tensor,
-        states: tl.constexpr,
-    ) -> tl.tuple:
-        coefficient, lr, beta1, one_minus_beta1, beta2, one_minus_beta2, decay = scalars
-        g = grad * coefficient
-        direction = exp_avg * beta1 + g * one_minus_beta1
-        exp_avg = exp_avg * beta2 + g * one_minus_beta2
-        sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, direction))  # 0 and NaN stay
-        p = p * decay - sign * lr
-        return p, exp_avg, unused1, unused2
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        made = LionRule.scalars(h, step)
+        return made | {
+            "kept_update": where(h.cautious != 0, 0.0, 1.0),
+            "opposed_decay": where(h.cautious_weight_decay != 0, 1.0, made["decay"]),
+        }
 
 
 @takes_settings
@@ -90,6 +85,7 @@ class Lion(FusedOptimizer):
         betas: the update's interpolation factor and the momentum's decay.
         weight_decay: decoupled, multiplied by lr; three to ten times larger than AdamW's.
         maximize: True ascends in place of descending.
+        cautious, cautious_weight_decay: as `accumfused.AdamW`.
         **settings: those of `accumfused.settings.Settings`.
 
     Raises:
@@ -97,7 +93,7 @@ class Lion(FusedOptimizer):
         RuntimeError: a backend asked for by name cannot run.
     """
 
-    rules = (LionRule,)
+    rules = (CautiousLionRule, LionRule)
 
     def __init__(
         self,
@@ -107,22 +103,18 @@ class Lion(FusedOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        cautious: bool = False,
+        cautious_weight_decay: bool = False,
         **settings: Unpack[SettingArguments],
     ) -> None:
-        for name, number in (("lr", lr), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
-            if isinstance(number, Tensor) and number.numel() != 1:
-                raise ValueError(f"Tensor {name} must be 1-element")
-        if not lr >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        for index, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        check_hypers(lr, betas, 2, weight_decay=weight_decay)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        defaults |= {"cautious": cautious, "cautious_weight_decay": cautious_weight_decay}
         torch.optim.Optimizer.__init__(self, params, defaults)
         self.configure(chosen(type(self).__name__, self.defaults, **settings))
 
-    @classmethod
-    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
-        return LionRule
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("cautious", False)
+            group.setdefault("cautious_weight_decay", False)

@@ -10,84 +10,56 @@ torch's form of Sutskever et al. 2013 ("On the importance of initialization and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from accumfused.arithmetic import where
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rule import Rule, fp32
+from accumfused.rule import Rule
 from accumfused.settings import SettingArguments, chosen, takes_settings
-
-if TYPE_CHECKING:  # the package does not import Triton; its backend puts these names here when it needs them
-    import triton.language as tl
 
 
 class SgdRule(Rule):
+    is_common = True
     name = "sgd"
     states: ClassVar[tuple[str, ...]] = ()
     counts_steps = False
-    hypers = ("lr", "momentum", "dampening", "nesterov", "weight_decay", "maximize")
+    hypers = ("lr", "momentum", "dampening", "weight_decay", "maximize")
+    flags: ClassVar[Mapping[str, bool]] = {"has_momentum": False}
 
     @staticmethod
-    def scalars(hyper: Mapping[str, float], step: Tensor, coefficient: Tensor) -> dict[str, Tensor]:
-        numbers = {name: hyper[name] for name in ("lr", "momentum", "weight_decay")}
-        # A number in where() would get torch's default dtype, so this is a tensor.
-        later = torch.full_like(step, 1.0 - hyper["dampening"], dtype=torch.float32)
-        incoming = torch.where(step == 1, torch.ones_like(later), later)
-        return fp32(numbers, step.device) | {
-            "coefficient": -coefficient if hyper["maximize"] else coefficient,
-            "incoming": incoming,
-            "nesterov": torch.tensor(bool(hyper["nesterov"]), device=step.device),
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        return {
+            "lr": h.lr,
+            "weight_decay": h.weight_decay,
+            "momentum": h.momentum,
+            "incoming": where(step == 1, 1.0, 1.0 - h.dampening),
         }
 
     @staticmethod
-    def update(s: Mapping[str, Tensor], param: Tensor, grad: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        g = grad * s["coefficient"]
-        g = torch.where(s["weight_decay"] != 0, g + param * s["weight_decay"], g)
-        if not states:
-            return (param - g * s["lr"],)
-        buffer = states[0] * s["momentum"] + g * s["incoming"]
-        direction = torch.where(s["nesterov"], g + buffer * s["momentum"], buffer)
-        return param - direction * s["lr"], buffer
-
-    @staticmethod
-    def triton_scalars(hyper: tl.tuple, step: tl.tensor, coefficient: tl.tensor) -> tl.tuple:
-        coefficient = tl.where(hyper[5] != 0, coefficient * -1.0, coefficient)
-        lr = hyper[0].to(tl.float32)
-        weight_decay = hyper[4].to(tl.float32)
-        momentum = hyper[1].to(tl.float32)
-        incoming = tl.where(step == 1, 1.0, (1.0 - hyper[2]).to(tl.float32))
-        nesterov = hyper[3] != 0
-        return coefficient, lr, weight_decay, momentum, incoming, nesterov
-
-    @staticmethod
-    def triton_update(
-        scalars: tl.tuple,
-        p: tl.tensor,
-        grad: tl.tensor,
-        momentum_buffer: tl.tensor,
-        unused1: tl.tensor,
-        unused2: tl.tensor,
-        states: tl.constexpr,
-    ) -> tl.tuple:
-        coefficient, lr, weight_decay, momentum, incoming, nesterov = scalars
-        g = grad * coefficient
-        g = tl.where(weight_decay != 0, g + p * weight_decay, g)
-        if states == 0:
-            p = p - g * lr
-        else:
-            momentum_buffer = momentum_buffer * momentum + g * incoming
-            p = p - tl.where(nesterov, g + momentum_buffer * momentum, momentum_buffer) * lr
-        return p, momentum_buffer, unused1, unused2
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
+        buffers = tuple(buffer * s.momentum + g * s.incoming for buffer in states)
+        direction = buffers[0] if buffers else g
+        if buffers and s.nesterov:
+            direction = g + direction * s.momentum
+        return p - direction * s.lr, *buffers
 
 
 class MomentumRule(SgdRule):
     name = "sgd_momentum"
+    flags: ClassVar[Mapping[str, bool]] = {"has_momentum": True, "nesterov": False}
     states = ("momentum_buffer",)
     torch_states = ("momentum_buffer",)
     counts_steps = True  # so that a skipped first step leaves the second one the first
+
+
+class NesterovRule(MomentumRule):
+    name = "sgd_nesterov"
+    flags: ClassVar[Mapping[str, bool]] = {"has_momentum": True, "nesterov": True}
 
 
 @takes_settings
@@ -109,7 +81,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         RuntimeError: a backend asked for by name cannot run; fused with foreach, as in torch.
     """
 
-    rules = (SgdRule, MomentumRule)
+    rules = (SgdRule, MomentumRule, NesterovRule)
 
     def __init__(
         self,
@@ -131,7 +103,3 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
         )  # fmt: skip
         self.configure(chosen(type(self).__name__, self.defaults, **settings))
-
-    @classmethod
-    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
-        return MomentumRule if group["momentum"] != 0 else SgdRule

@@ -59,22 +59,27 @@ def refuse_part(engine: Engine) -> None:
 def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns the checkpoint with the (fused) optimizer's open window.
 
-    Parameters without a step get the zeros of torch's optimizer, which takes any entry for a complete state. With
-    DTensors all processes must call this: it saves the mean of their weights, the divisor for sums of such gradients.
+    Parameters without a step get the states with which torch's optimizer begins, since it takes any entry for a
+    complete state. With DTensors all processes must call this: it saves the mean of their weights, the divisor for
+    sums of such gradients.
     """
     window, state = optimizer.engine.window, dict(state_dict["state"])
     keys = {id(param): key for key, param in _params(optimizer, state_dict).items()}
-    rules = {id(p): optimizer.rule_of(group) for group in optimizer.param_groups for p in group["params"]}
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     prepared = optimizer.engine.plans.current()
     weights = window.weights
     total = prepared.exchange.total(prepared.plan, weights.total, weights.is_weighted)
     held = weights.saved([max(place, READY) for place in window.sums.places], total)
     rows = list(zip(window.params, window.sums.accumulators, held, strict=True))
     for param, accumulator, weights in [row for row in rows if row[1] is not None] or rows[:1]:
-        key, rule = keys[id(param)], rules[id(param)]
+        key, group = keys[id(param)], groups[id(param)]
+        rule = optimizer.rule_of(group)
         entries = dict(state.get(key, {}))
         if "step" in rule.torch_states and not all(name in entries for name in rule.states):
             _complete(optimizer, rule, param, entries)
+            for name, hyper in rule.starts.items():
+                if entries[name].is_floating_point():  # torch reads no codes
+                    entries[name].fill_(float(rule.hyper(group, hyper)))
         state[key] = entries | {WEIGHTS: weights}
         if accumulator is not None:
             shard = shard_of(param)
@@ -150,7 +155,8 @@ def without_formats(
                 _complete(optimizer, rule, param, masters)
                 kept[param] = masters
             continue
-        usable = {name for name in formatted if _is_whole(name, entries.get(name))}
+        # torch casts the numbers of a tensor, too; those stay in the state, where its optimizers read them meanwhile.
+        usable = {name for name in {*formatted, *rule.tensor_states} if _is_whole(name, entries.get(name))}
         lost = [name for name in (REMAINDER, MASTER) if entries.get(name) is not None and name not in usable]
         if lost and format_of(rule, param, optimizer.engine.settings).master:
             warn(
@@ -188,10 +194,10 @@ def _formatted(optimizer: Owner) -> set[str]:
     return {*states, *map(scale_name, states), REMAINDER, MASTER, SEED}
 
 
-def _is_whole(name: str, value: Tensor | None) -> bool:
-    """Whether the entry exists, and no cast has lost its bits."""
+def _is_whole(name: str, value: Any) -> bool:
+    """Whether the entry is a tensor, and no cast has lost its bits."""
     dtypes = {REMAINDER: (torch.int16, torch.int8), MASTER: (torch.float32,), SEED: (torch.int64,)}
-    return value is not None and (name not in dtypes or value.dtype in dtypes[name])
+    return isinstance(value, Tensor) and (name not in dtypes or value.dtype in dtypes[name])
 
 
 def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
@@ -215,7 +221,7 @@ def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
         lacks = [key for key in needed if key not in group]
         if lacks:
             raise ValueError(f"the checkpoint's groups have no {lacks[0]!r}, which {name} needs; load one of {name}")
-    known = known_states() - _states(optimizer)
+    known = known_states() - {state for rule in optimizer.rules for state in (*rule.states, *rule.tensor_states)}
     params, rules = _params(optimizer, state_dict), _rules(optimizer, state_dict)
     for rule in rules.values():
         check_states(rule, optimizer.engine.settings)
@@ -248,15 +254,18 @@ def _check_state(key: Any, param: Tensor, entries: Mapping[str, Any], rule: type
             f"state {placed[0]!r} of parameter {key} is a part of a state, spread over processes, and this optimizer "
             "has whole ones; save and load by torch.distributed.checkpoint, which puts the parts together"
         )
-    lacks = [k for k in expected or rule.states if own and k not in own]
+    lacks = [k for k in expected or (*rule.states, *rule.tensor_states) if own and k not in own]
     if lacks:
         raise ValueError(
             f"the checkpoint's state of parameter {key} has no {lacks[0]!r}, only {', '.join(sorted(own))}: "
             f"it is incomplete, or of another optimizer than {name}"
         )
-    step = entries.get("step")
-    if "step" in expected and isinstance(step, Tensor) and step.numel() != 1:
-        raise ValueError(f"state 'step' of parameter {key} has shape {list(step.shape)}, and is to be one number")
+    for number in [k for k in ("step", *rule.tensor_states) if k != "step" or k in expected]:
+        value = entries.get(number)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"state {number!r} of parameter {key} has shape {list(value.shape)}, and is to be one number"
+            )
 
 
 def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_sums: bool) -> None:

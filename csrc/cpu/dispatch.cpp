@@ -23,7 +23,7 @@ std::vector<const Kernels*> supported() {
 std::vector<RuleInfo> rules() {
   using namespace baseline;
 #define AF_INFO(Rule) \
-  {Rule::kName, Rule::kStates, Rule::kStateNames, Rule::kCountsSteps, Rule::kHypers, Rule::kHyperNames},
+  {Rule::kName, Rule::kDigest, Rule::kStates, Rule::kStateNames, Rule::kCountsSteps, Rule::kHypers, Rule::kHyperNames},
   return {AF_RULES(AF_INFO)};
 #undef AF_INFO
 }

@@ -14,6 +14,7 @@ constexpr int64_t kPadded = kTile + 64;
 struct Tile {
   alignas(64) float param[kPadded], state[kMaxStates][kPadded];
   alignas(64) uint32_t noise[kPadded];
+  alignas(64) float grad[kPadded];
 };
 
 // ---- weights --------------------------------------------------------------------------------------------------------
@@ -105,6 +106,23 @@ AF_INLINE void for_each_state(const Body& body) {
   if constexpr (Rule::kStates > 0) body(std::integral_constant<int, 0>());
   if constexpr (Rule::kStates > 1) body(std::integral_constant<int, 1>());
   if constexpr (Rule::kStates > 2) body(std::integral_constant<int, 2>());
+  if constexpr (Rule::kStates > 3) body(std::integral_constant<int, 3>());
+}
+
+// ---- gradients and noise, where no rule's loop does it
+// ---------------------------------------------------------------
+
+const float* fp32_grad(const Operands& in, int64_t at, int64_t n, float* tile) {
+  if (in.grad_dtype == Dtype::kFloat32) return static_cast<const float*>(in.grad) + at;
+  with_grad(in, at, [&](const auto* grad) {
+    for (int64_t i = 0; i < n; ++i) tile[i] = to_float(grad[i]);
+  });
+  return tile;
+}
+
+template <class Draw>
+void draw_all(Draw draw, int64_t n) {
+  for (int i = 0; i < int(n); ++i) draw(i);
 }
 
 // ---- step -----------------------------------------------------------------------------------------------------------
@@ -126,11 +144,19 @@ void step_formatted(const Rule& rule, const Row& row, int64_t index, const Opera
     const auto draw = [=, to = tile.noise, position = noise.position(uint32_t(first))](int i) mutable {
       to[i] = noise.at(position), position += Noise::kStride;
     };
-    with_grad(in, at, [&](const auto* grad) {
-      if (!row.seed) update<Rule, true>(rule, tile.param, grad, state, int(length), [](int) {});
-      else if (plain_states) update<Rule, true>(rule, tile.param, grad, state, int(length), draw);
-      else update<Rule, false>(rule, tile.param, grad, state, int(length), draw);
-    });
+    const auto nothing = [](int) {};
+    if constexpr (Rule::kIsCommon) {  // draws while roots and divisions run
+      with_grad(in, at, [&](const auto* grad) {
+        if (!row.seed) update<Rule, true>(rule, tile.param, grad, state, int(length), nothing, kAllStates<Rule>);
+        else if (plain_states) update<Rule, true>(rule, tile.param, grad, state, int(length), draw, kAllStates<Rule>);
+        else update<Rule, false>(rule, tile.param, grad, state, int(length), draw, kAllStates<Rule>);
+      });
+    } else {
+      const float* const grad = fp32_grad(in, at, length, tile.grad);
+      if (row.seed) draw_all(draw, length);
+      if (plain_states) update<Rule, true>(rule, tile.param, grad, state, int(length), nothing, kAllStates<Rule>);
+      else update<Rule, false>(rule, tile.param, grad, state, int(length), nothing, kAllStates<Rule>);
+    }
     kStoreWeights[int(row.weights)](row, at, length, tile.param, tile.noise);
     for_each_state<Rule>([&](auto k) {
       if (!plain_states) store_state<k, k >= Rule::kFirstSecondMoment>(row, at, length, state[k], tile.noise);

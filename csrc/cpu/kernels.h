@@ -10,15 +10,30 @@ struct Work : Rows {
   int threads;
 };
 
+struct Step;
+
+// A thread's: scalars cost two powers, and consecutive chunks mostly share them.
+struct Prepared {
+  int64_t group = -1, count = -1, row = -1;  // row: -1 where the rule has no tensor states
+  alignas(8) unsigned char rule[kMaxFunctorBytes];
+};
+
+// A rule's step, for one instruction set.
+struct RuleCode {
+  void (*run)(const Row&, int64_t index, const Operands&, const Step&, Prepared&, int64_t offset, int64_t n);
+  void (*finish)(const Row&, const Step&);
+};
+
 struct Step {
-  const double* hypers;  // [groups][hyper_stride]
-  const int32_t* rules;  // [groups], indices into rules()
+  const double* hypers;          // [groups][hyper_stride]
+  const RuleCode* const* rules;  // [groups]
   int64_t hyper_stride;
   const float* outcome;  // {coefficient, norm, skipped}
 };
 
 struct RuleInfo {
   const char* name;
+  const char* digest;  // of its functor
   int states;
   const char* const* state_names;
   bool counts_steps;
@@ -31,6 +46,7 @@ struct Kernels {
   void (*accumulate)(const Work&, const Fold&);
   void (*norm)(const Work&, float* partials);
   void (*step)(const Work&, const Step&);
+  const RuleCode* rules;  // in the order of rules()
 };
 
 extern const Kernels kBaseline;

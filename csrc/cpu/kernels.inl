@@ -1,18 +1,13 @@
 // The CPU kernels, compiled once per instruction set into AF_TARGET's namespace. Nothing here names an instruction set:
 // the compiler vectorises the loops, and all compute the same bits.
-#include "../codecs.h"
-#include "../rules.h"
 #include "float_mode.h"
-#include "kernels.h"
+#include "rule.inl"
 #include "stream.h"
 
 namespace accumfused::AF_TARGET {
 namespace {
 
-using cpu::Step;
 using cpu::Work;
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // ---- work: chunks of all tensors, found by search in the rows' prefix sums ------------------------------------------
 
@@ -46,15 +41,6 @@ void for_each_chunk(const Work& work, const Body& body) {
     Local local;
 #pragma omp for schedule(dynamic)
     for (int64_t r = 0; r < runs; ++r) walk(local, r * run, smaller((r + 1) * run, work.chunks));
-  }
-}
-
-template <class Body>
-auto with_grad(const Operands& in, int64_t offset, const Body& body) {
-  switch (in.grad_dtype) {
-    case Dtype::kFloat16: return body(static_cast<const Float16*>(in.grad) + offset);
-    case Dtype::kBfloat16: return body(static_cast<const Bfloat16*>(in.grad) + offset);
-    default: return body(static_cast<const float*>(in.grad) + offset);
   }
 }
 
@@ -209,78 +195,19 @@ void accumulate(const Work& work, const Fold& fold) {
 
 // ---- step -----------------------------------------------------------------------------------------------------------
 
-// Calls also(i) for each element, too: roots and divisions hide that work.
-template <class Rule, bool kFlush, class G, class Also>
-AF_INLINE void update(const Rule& rule, float* __restrict param, const G* __restrict grad, float* const* state, int n,
-                      Also also) {
-  const auto flushed = [](float value) { return kFlush ? flush_subnormal(value) : value; };
-  float* __restrict s0 = state[0];
-  float* __restrict s1 = state[1];
-  float* __restrict s2 = state[2];
-  for (int i = 0; i < n; ++i) {
-    also(i);
-    float p = param[i], a = 0, b = 0, c = 0;
-    if constexpr (Rule::kStates > 0) a = s0[i];
-    if constexpr (Rule::kStates > 1) b = s1[i];
-    if constexpr (Rule::kStates > 2) c = s2[i];
-    rule(p, to_float(grad[i]), a, b, c);
-    param[i] = p;
-    if constexpr (Rule::kStates > 0) s0[i] = flushed(a);
-    if constexpr (Rule::kStates > 1) s1[i] = flushed(b);
-    if constexpr (Rule::kStates > 2) s2[i] = flushed(c);
-  }
-}
-
-}  // namespace
-}  // namespace accumfused::AF_TARGET
-
-#include "formats.inl"
-
-namespace accumfused::AF_TARGET {
-namespace {
-
-// A rule's scalars cost two powers; consecutive chunks mostly share them.
-struct Prepared {
-  int64_t group = -1;
-  int64_t step = -1;
-  alignas(8) unsigned char rule[64];
-};
-
-template <class Rule>
-void run_rule(const Row& row, int64_t index, const Operands& in, const Step& step, Prepared& prepared, int64_t offset,
-              int64_t n) {
-  static_assert(sizeof(Rule) <= sizeof(Prepared::rule) && __is_trivially_copyable(Rule), "scalars only");
-  const int64_t count = row.step ? whole_steps(*row.step) + 1 : 0;
-  if (prepared.group != row.group || prepared.step != count) {
-    const Rule rule(step.hypers + row.group * step.hyper_stride, count, step.outcome[0]);
-    memcpy(prepared.rule, &rule, sizeof rule);
-    prepared.group = row.group;
-    prepared.step = count;
-  }
-  const Rule rule = *reinterpret_cast<const Rule*>(prepared.rule);
-  if (!row.is_plain()) {
-    step_formatted(rule, row, index, in, count, offset, n);
-    return;
-  }
-  float* state[kMaxStates];
-  for (int k = 0; k < kMaxStates; ++k) state[k] = row.state[k] ? static_cast<float*>(row.state[k]) + offset : nullptr;
-  float* const param = static_cast<float*>(row.param) + offset;
-  with_grad(in, offset, [&](auto grad) { update<Rule, true>(rule, param, grad, state, int(n), [](int) {}); });
-}
-
-using RunRule = void (*)(const Row&, int64_t, const Operands&, const Step&, Prepared&, int64_t, int64_t);
-#define AF_RUN(Rule) run_rule<Rule>,
-constexpr RunRule kRunRule[] = {AF_RULES(AF_RUN)};
-#undef AF_RUN
+#define AF_CODE(Rule) kRuleCode<Rule>,
+constexpr RuleCode kRules[] = {AF_RULES(AF_CODE)};
+#undef AF_CODE
 
 void step(const Work& work, const Step& step) {
   if (step.outcome[2] != 0.0f) return;  // skipped: nothing is written
   for_each_chunk<Prepared>(
       work, [&](Prepared& prepared, const Row& row, const Operands& in, int64_t, int64_t offset, int64_t n) {
-        if (in.grad) kRunRule[step.rules[row.group]](row, &row - work.rows, in, step, prepared, offset, n);
+        if (in.grad) step.rules[row.group]->run(row, &row - work.rows, in, step, prepared, offset, n);
       });
+  FloatMode ieee;
   for (int64_t i = 0; i < work.count; ++i) {
-    if (work.operands[i].grad && work.rows[i].step) *work.rows[i].step += 1.0f;
+    if (work.operands[i].grad) step.rules[work.rows[i].group]->finish(work.rows[i], step);
   }
 }
 

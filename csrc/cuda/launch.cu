@@ -20,25 +20,17 @@ using gpu::Kind;
 using gpu::Packet;
 using gpu::Policy;
 
-#define AF_KERNEL(Rule) gpu::step_kernel<Kind::kPlain, gpu::Rule>,
-using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*);
-constexpr StepKernel kStep[] = {AF_RULES(AF_KERNEL)};
-#undef AF_KERNEL
+using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, int);
 
-// One kernel is for groups that differ in their rule, two for rows that are not all in fp32: Adam's has loops for its
-// usual formats.
-#define AF_TYPE(Rule) , gpu::Rule
-constexpr StepKernel kAnyStep = gpu::step_kernel<Kind::kPlain AF_RULES(AF_TYPE)>;
-constexpr StepKernel kAnyFormattedStep = gpu::step_kernel<Kind::kAny AF_RULES(AF_TYPE)>;
-#undef AF_TYPE
-constexpr StepKernel kAdamStep = gpu::step_kernel<Kind::kPacked, gpu::PackedAdam>;
-
-StepKernel step_kernel(const std::vector<int32_t>& rules, bool plain) {
-  const bool one_rule = std::adjacent_find(rules.begin(), rules.end(), std::not_equal_to<>()) == rules.end();
-  const StepKernel own = rules.empty() || !one_rule ? kAnyStep : kStep[rules[0]];
-  if (plain) return own;
-  return own == gpu::step_kernel<Kind::kPlain, gpu::Adam> ? kAdamStep : kAnyFormattedStep;
-}
+// Of each rule: the kernel for rows in fp32, and the one for rows in any format. Adam's has loops for its usual
+// formats.
+template <class Rule>
+constexpr StepKernel kFormattedStep = gpu::step_kernel<Kind::kAny, Rule>;
+template <>
+constexpr StepKernel kFormattedStep<gpu::AdamFunctor> = gpu::step_kernel<Kind::kPacked, gpu::PackedAdam>;
+#define AF_KERNELS(Rule) {gpu::step_kernel<Kind::kPlain, gpu::Rule>, kFormattedStep<gpu::Rule>},
+constexpr StepKernel kStep[][2] = {AF_CUDA_RULES(AF_KERNELS)};
+#undef AF_KERNELS
 
 void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
@@ -215,8 +207,11 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
   hypers_ = hypers;
   rules_ = rules;
   const Layout layout = send(table, stream, false);
-  launch("step", step_kernel(rules, table.plain), table.chunks, stream, layout.work, layout.step,
-         pointer<const float>(outcome));
+  for (int32_t rule = 0; rule < int32_t(std::size(kStep)); ++rule) {  // nearly always one for all groups
+    if (std::find(rules.begin(), rules.end(), rule) == rules.end()) continue;
+    launch("step", kStep[rule][!table.plain], table.chunks, stream, layout.work, layout.step,
+           pointer<const float>(outcome), rule);
+  }
 }
 
 std::string why_not(int device) {
@@ -230,8 +225,9 @@ std::string why_not(int device) {
     load("norm", gpu::norm_kernel);
     load("table", gpu::write_kernel<Policy::kSmallPacket>);
     load("table", gpu::write_kernel<Policy::kLargePacket>);
-    for (const StepKernel kernel : kStep) load("step", kernel);
-    for (const StepKernel kernel : {kAnyStep, kAdamStep, kAnyFormattedStep}) load("step", kernel);
+    for (const auto& kernels : kStep) {
+      for (const StepKernel kernel : kernels) load("step", kernel);
+    }
   } catch (const std::runtime_error& error) {
     return error.what();
   }

@@ -11,18 +11,16 @@ namespace accumfused::AF_TARGET {
 
 struct Hypers {
   const HyperParameter* values;  // [groups][stride]
-  const int32_t* rules;          // [groups], indices into AF_RULES
+  const int32_t* rules;          // [groups], indices into AF_CUDA_RULES
   int stride;
 };
-
-constexpr int kMaxHypers = 8;
 
 // A rule's scalars cost two powers in double, so one thread computes them for the block, and chunks share them.
 struct Prepared {
   int group;
   int count;
   double hyper[kMaxHypers];
-  alignas(16) unsigned char rule[64];
+  alignas(16) unsigned char rule[kMaxFunctorBytes];
 };
 
 // W: weights that need no noise. kWhole: whole rows alone. How many elements were updated.
@@ -50,7 +48,7 @@ __device__ int step_chunk(const Rule& rule, const Chunk& at, const G* grad, bool
     for (int r = 0; r < kCount; ++r) {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        rule(p[r][k], g[r][k], s[0][r][k], s[1][r][k], s[2][r][k]);
+        apply(rule, p[r][k], g[r][k], [&](int j) -> float& { return s[j][r][k]; });
 #pragma unroll
         for (int j = 0; j < Rule::kStates; ++j) s[j][r][k] = flush_subnormal(s[j][r][k]);
       }
@@ -93,51 +91,38 @@ __device__ void step_any(const Rule& rule, const Work& work, int chunk, const Ch
   }
 }
 
-// Calls body with a pointer of the type of that index among Types.
-template <class Type, class... Others, class Body>
-__device__ void with_type(int index, const Body& body) {
-  if constexpr (sizeof...(Others) == 0) {
-    body(static_cast<const Type*>(nullptr));
-  } else {
-    if (index == 0) body(static_cast<const Type*>(nullptr));
-    else with_type<Others...>(index - 1, body);
-  }
-}
-
-// For one rule; or for groups that differ in theirs, for all of them.
-template <Kind kKind, class... Rules>
+// Steps the rows of the groups that have this rule, the index-th of AF_CUDA_RULES.
+template <Kind kKind, class Rule>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks)
-    step_kernel(const Work work, const Hypers hypers, const float* outcome) {
+    step_kernel(const Work work, const Hypers hypers, const float* outcome, const int index) {
+  static_assert(sizeof(Rule) <= kMaxFunctorBytes && Rule::kHypers <= kMaxHypers, "Prepared is too small");
+  static_assert(Rule::kTensorStates == 0, "Prepared is for all tensors of a group");
   if (outcome[2] != 0.0f) return;  // skipped: nothing is written
   __shared__ Prepared prepared;
   if (threadIdx.x == 0) prepared.group = -1;
   __syncthreads();
   for (int chunk = int(blockIdx.x); chunk < work.chunks; chunk += int(gridDim.x)) {
     const Chunk at = chunk_of(work, chunk);
-    if (at.in.grad == nullptr) continue;
-    const int group = int(at.row.group), count = at.row.step ? int(whole_steps(*at.row.step)) + 1 : 0;
-    const bool is_new = group != prepared.group || count != prepared.count;
-    with_type<Rules...>(hypers.rules[group], [&](auto* type) {
-      using Rule = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
-      static_assert(sizeof(Rule) <= sizeof prepared.rule && Rule::kHypers <= kMaxHypers, "Prepared is too small");
-      if (is_new) {
-        __syncthreads();  // some threads may still be taking the one before
-        if (threadIdx.x == 0) {
-          for (int k = 0; k < Rule::kHypers; ++k) {
-            prepared.hyper[k] = hypers.values[group * hypers.stride + k].value();
-          }
-          new (prepared.rule) Rule(prepared.hyper, count, outcome[0]);
-          prepared.group = group, prepared.count = count;
+    const int group = int(at.row.group);
+    if (at.in.grad == nullptr || hypers.rules[group] != index) continue;
+    const int count = at.row.step ? int(whole_steps(*at.row.step)) + 1 : 0;
+    if (group != prepared.group || count != prepared.count) {
+      __syncthreads();  // some threads may still be taking the one before
+      if (threadIdx.x == 0) {
+        for (int k = 0; k < Rule::kHypers; ++k) {
+          prepared.hyper[k] = hypers.values[group * hypers.stride + k].value();
         }
-        __syncthreads();
+        new (prepared.rule) Rule(prepared.hyper, nullptr, count, outcome[0]);
+        prepared.group = group, prepared.count = count;
       }
-      const Rule& rule = *reinterpret_cast<const Rule*>(prepared.rule);
-      step_any<kKind>(rule, work, chunk, at, count);
-    });
+      __syncthreads();
+    }
+    step_any<kKind>(*reinterpret_cast<const Rule*>(prepared.rule), work, chunk, at, count);
   }
   if (!is_last_block(work.ticket)) return;
   for (int64_t i = threadIdx.x; i < work.count; i += Policy::kThreads) {
-    if (work.operands[i].grad && work.rows[i].step) *work.rows[i].step += 1.0f;
+    const Row& row = work.rows[i];
+    if (work.operands[i].grad && row.step && hypers.rules[row.group] == index) *row.step += 1.0f;
   }
 }
 

@@ -77,16 +77,30 @@ struct Extent {
   }
 };
 
-// Adam, and the bounds within which root and quotient take their usual way. Second moments from 2^-101 to 2^60 make
-// denominators from 2^-51 to 2^40. With numerators from 2^-80 to 2^60 every number on the way, remainders too, is
-// normal then, and no parameter becomes NaN.
-struct PackedAdam : Adam {
+// Adam in two halves, and the bounds within which root and quotient take their usual way. Second moments from 2^-101 to
+// 2^60 make denominators from 2^-51 to 2^40. With numerators from 2^-80 to 2^60 every number on the way, remainders
+// too, is normal then, and no parameter becomes NaN.
+struct PackedAdam : AdamFunctor {
   float least_first, most_first;
 
-  __device__ PackedAdam(const double* hyper, int64_t step, float coef) : Adam(hyper, step, coef) {
-    const bool can_be = eps >= 0 && eps <= 0x1p38f && inverse_root >= 1 && inverse_root <= 0x1p9f &&
-                        step_size >= 0x1p-40f && step_size <= 0x1p40f && decay > 0 && decay <= 1;
-    least_first = 0x1p-80f / step_size, most_first = can_be ? 0x1p60f / step_size : -1.0f;
+  __device__ PackedAdam(const double* hyper, const float* const* kept, int64_t step, float coef)
+      : AdamFunctor(hyper, kept, step, coef) {
+    const bool can_be = eps_ >= 0 && eps_ <= 0x1p38f && inverse_root_ >= 1 && inverse_root_ <= 0x1p9f &&
+                        step_size_ >= 0x1p-40f && step_size_ <= 0x1p40f && decay_ > 0 && decay_ <= 1;
+    least_first = 0x1p-80f / step_size_, most_first = can_be ? 0x1p60f / step_size_ : -1.0f;
+  }
+
+  // The same operations as the functor's, up to the root and from there on, without L2 weight decay_.
+  __device__ void moments(float grad, float& exp_avg, float& exp_avg_sq) const {
+    const float g = grad * coefficient;
+    exp_avg = exp_avg * beta1_ + g * one_minus_beta1_;
+    exp_avg_sq = exp_avg_sq * beta2_ + (g * g) * one_minus_beta2_;
+  }
+
+  template <class Divide>
+  __device__ void move(float& p, float exp_avg, float root, const Divide& divide) const {
+    const float denominator = root * inverse_root_ + eps_;
+    p = p * decay_ - divide(exp_avg * step_size_, denominator);
   }
 
   __device__ bool is_usual(const float (&p)[kEight], const Extent& extent) const {
@@ -163,7 +177,7 @@ __device__ int step_blocks(const PackedAdam& rule, const Chunk& at, int count, c
       float g;
       if constexpr (sizeof(G) == 4) g = float_from_bits(grad[k]);
       else g = to_float(G{uint16_t(grad[k / 2] >> (k % 2 * 16))});
-      rule.moments<false>(p[k], g, m[k], v[k]);
+      rule.moments(g, m[k], v[k]);
     }
 
     const Extent extent(m, v);
@@ -211,7 +225,7 @@ __device__ int step_packed_as(const PackedAdam& rule, const Chunk& at, int count
 __device__ inline int step_packed(const PackedAdam& rule, const Chunk& at, int count) {
   const Row& row = at.row;
   const auto lie_on = [](int bytes, auto... addresses) { return (is_aligned(addresses, bytes / kWidth) && ...); };
-  if (row.states != States::kInt8 || at.in.grad_dtype == Dtype::kFloat16 || rule.weight_decay != 0) return 0;
+  if (row.states != States::kInt8 || at.in.grad_dtype == Dtype::kFloat16 || rule.weight_decay_ != 0) return 0;
   if (!lie_on(16, at.in.grad, row.param) || !lie_on(8, row.master, row.state[0], row.state[1])) return 0;
   if (row.weights == Weights::kBfloat16Split8) return step_packed_as<Split8Weights>(rule, at, count);
   if (row.weights == Weights::kBfloat16Stochastic) return step_packed_as<StochasticWeights<Bfloat16>>(rule, at, count);

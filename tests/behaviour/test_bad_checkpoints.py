@@ -11,7 +11,7 @@ import torch
 from peers import params_of
 from snapshot import differences, refused, snapshot
 from stored import train
-from table import OPTIMIZERS
+from table import OPTIMIZERS, Own
 from torch.nn import Parameter
 
 import accumfused as af
@@ -41,7 +41,7 @@ def in_groups() -> Any:
 
 
 def rmsprop() -> Any:
-    return af.fuse(stepped(torch.optim.RMSprop))
+    return af.fuse(stepped(Own))
 
 
 def window() -> Any:
@@ -91,8 +91,9 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
     "SGD's": (of(torch.optim.SGD, momentum=0.9), None, adamw, "groups have no 'betas', which AdamW needs"),
     "Adamax's": (of(torch.optim.Adamax), None, adamw, "has no 'exp_avg_sq', only exp_avg, exp_inf, step"),
     "Lion's": (of("Lion"), None, adamw, "groups have no 'eps', which AdamW needs"),
+    "NAdam's into Adam": (of("NAdam"), None, of("Adam"), "has 'mu_product', which Adam has not"),
     "Adam's into Lion": (of("Adam"), None, of("Lion"), "has 'exp_avg_sq', which Lion has not"),
-    "SGD's into RMSprop": (of("SGD"), None, rmsprop, "groups have no 'alpha', which RMSprop needs"),
+    "SGD's into another's": (of("SGD"), None, rmsprop, "groups have no 'alpha', which Own needs"),
     "more parameters": (of("AdamW", (3,), (2, 2), (1,)), None, adamw, "doesn't match the size"),
     "more groups": (in_groups, None, adamw, "different number of parameter groups"),
     "other shapes": (of("AdamW", (3,), (4,)), None, adamw, r"'exp_avg' of parameter 1 has shape \[4\], .* \[2, 2\]"),
@@ -105,6 +106,8 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
     "a state of nobody": (adamw, lambda saved: saved["state"].update({7: {}}), adamw, "a state of parameter 7, which"),
     "a state that is none": (adamw, lambda saved: saved["state"].update({0: 3.0}), adamw, "is a float, not a dict"),
     "two steps": (adamw, changed(1, step=two), adamw, "'step' of parameter 1 has shape"),
+    "two products": (of("NAdam"), changed(1, mu_product=two), of("NAdam"), "'mu_product' of parameter 1 has shape"),
+    "no eta": (of("ASGD"), without(1, "eta"), of("ASGD"), "state of parameter 1 has no 'eta'"),
     "no maximum": (adamw, lambda s: s["param_groups"][0].update(amsgrad=True), adamw, "has no 'max_exp_avg_sq'"),
     "a maximum into 8 bits": (of("AdamW", amsgrad=True), None, of("AdamW", state_dtype="int8"), "go with amsgrad=True"),
     # with an open window

@@ -14,7 +14,7 @@ from compare import assert_close, assert_same_bits, everything
 from peers import assert_same, params_of
 from snapshot import refused, snapshot, writes_nothing
 from stored import Model, build, grads_of, through_a_file, train, trained
-from table import CASES, STATES, WEIGHTS, Case, kept
+from table import EACH_OPTIMIZER, EACH_VARIANT, OF_TORCH, STATES, WEIGHTS, Case, Own, kept, one_of_each
 from torch.distributed.checkpoint import state_dict as dcp
 
 import accumfused as af
@@ -68,7 +68,7 @@ ROUTES: dict[str, Callable[[Pair, Pair], Pair]] = {
 
 
 @pytest.mark.pairwise(
-    case=CASES, weights=[*WEIGHTS], states=[*STATES], window=[*WINDOWS], after=[0, 1, 2, 3], stepped=[2, 0],
+    case=EACH_VARIANT, weights=[*WEIGHTS], states=[*STATES], window=[*WINDOWS], after=[0, 1, 2, 3], stepped=[2, 0],
     grads=[None, *DTYPES], new_is=["fresh", "trained", "torch"], route=[*ROUTES],
 )  # fmt: skip
 def test_whoever_resumes_goes_on_bit_for_bit(
@@ -80,7 +80,7 @@ def test_whoever_resumes_goes_on_bit_for_bit(
     stepped = 2 if route == "names" and after == 1 else stepped  # see below
     # A checkpoint without masters leaves those that the load before it has brought, for weights that come later.
     new_is = "fresh" if new_is == "trained" and not stepped else new_is
-    states, options = kept(states, case.options), {"cls": case.of.ours, **case.options}
+    states, options = kept(states, case), {"cls": case.of.ours, **case.options}
     model, optimizer = build(weights, states, backend, **options)
     train(optimizer, stepped)
     with torch.no_grad():
@@ -118,6 +118,17 @@ def test_a_window_of_empty_micro_batches_alone_is_in_the_checkpoint(backend: str
         twin.accumulate()
 
 
+@pytest.mark.parametrize("case", EACH_OPTIMIZER, ids=lambda case: case.name)
+def test_a_window_before_the_first_step_is_copied(backend: str, case: Case) -> None:
+    optimizer = case.make(Model(torch.float32).parameters(), backend)
+    micro_batches(optimizer, [None])
+    twin = copy.deepcopy(optimizer)
+    for each in (optimizer, twin):
+        micro_batches(each, [None], 1)
+        each.step()
+    assert_same(optimizer, twin)
+
+
 def test_a_shallow_copy_has_the_settings_and_a_window_of_its_own(backend: str) -> None:
     _, optimizer = trained("split16", "bf16", backend, nonfinite="raise")
     micro_batches(optimizer, [0.1, 3.0])
@@ -134,7 +145,7 @@ def stock(case: Case, model: torch.nn.Module) -> Any:
 
 
 @pytest.mark.pairwise(
-    case=[case for case in CASES if case.of.torch_class is not None], stepped=[2, 0],
+    case=one_of_each(lambda case: (case.of.ours, case.rule), OF_TORCH), stepped=[2, 0],
     implementation=[{}, {"foreach": True}, {"fused": True}],
 )  # fmt: skip
 def test_training_goes_on_in_torchs_optimizer_and_comes_back_with_a_window(
@@ -148,7 +159,8 @@ def test_training_goes_on_in_torchs_optimizer_and_comes_back_with_a_window(
         for each in (ours, theirs):
             found = everything(each)
             for name, value in everything(peer).items():
-                assert_close(found[name], value, "torch.optim", name)
+                if stepped or name.startswith("param"):  # torch's Adagrad has states before it steps
+                    assert_close(found[name], value, "torch.optim", name)
         back.load_state_dict(copy.deepcopy(there.state_dict()))
     # A window does not disturb torch's optimizer, and comes through it.
     plain, windowed = (stock(case, copy.deepcopy(model)) for _ in range(2))
@@ -232,7 +244,7 @@ def test_hooks_may_change_what_is_loaded_and_see_it_in_order_and_what_else_a_sta
 
 def test_of_an_optimizer_without_kernels_its_own_loading_decides(backend: str) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    saved, theirs, ours, twin = (torch.optim.RMSprop(Model(d).parameters(), lr=0.1, momentum=0.5) for d in dtypes)
+    saved, theirs, ours, twin = (Own(Model(d).parameters(), lr=0.1, momentum=0.5) for d in dtypes)
     train(saved, 2)
     for each in (theirs, af.fuse(ours, backend=backend), af.fuse(twin, backend=backend)):
         each.load_state_dict(copy.deepcopy(saved.state_dict()))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from compare import assert_close
 from snapshot import refused
-from table import set_grads
+from table import Own, set_grads
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -36,7 +36,7 @@ def pair(backend: str, limit: float = 1e9, modes: Any = (None, None)) -> tuple[l
 def test_the_norm_is_that_over_all_members(backend: str, foreign: bool, copied: Callable[[Any], Any]) -> None:
     """Also of a copy, and where all gradients are views of one buffer, as DDP's, and one is clipped where it lies."""
     given = [torch.zeros(4).requires_grad_() for _ in range(2)]
-    optimizers: Any = [af.SGD(given[:1], lr=1.0, backend=backend), torch.optim.RMSprop(given[1:], lr=1.0, alpha=0.0)]
+    optimizers: Any = [af.SGD(given[:1], lr=1.0, backend=backend), Own(given[1:], lr=1.0, alpha=0.0)]
     optimizers[1] = af.fuse(optimizers[1], backend=backend) if foreign else af.SGD(given[1:], lr=1.0, backend=backend)
     group = copied(af.ClipGroup(optimizers, 2.5))
     params = [each["params"][0] for each in group.param_groups]

@@ -12,7 +12,7 @@ from compare import assert_same_bits, bits
 from peers import params_of
 from snapshot import refused, writes_nothing
 from stored import MASTERS, Model, build, grads_of, through_a_file, train, trained, whole
-from table import STATES, WEIGHTS
+from table import STATES, WEIGHTS, Own
 from torch import Tensor, nn
 from torch.nn import Parameter, ParameterList
 
@@ -130,7 +130,7 @@ def test_a_remainder_that_came_to_fp32_weights_gives_way_to_those_that_are_loade
 
 
 def test_an_optimizer_without_kernels_has_no_masters(backend: str) -> None:
-    optimizer = af.fuse(torch.optim.RMSprop(Model(torch.bfloat16).parameters(), lr=0.1), backend=backend)
+    optimizer = af.fuse(Own(Model(torch.bfloat16).parameters(), lr=0.1), backend=backend)
     train(optimizer, 2)
     assert all(map(torch.equal, whole(optimizer), (param.float() for param in params_of(optimizer))))
     load(optimizer, [torch.full(param.shape, 0.3) for param in params_of(optimizer)])

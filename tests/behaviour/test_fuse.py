@@ -14,7 +14,7 @@ import torch
 from compare import assert_close
 from peers import assert_same, params_of
 from snapshot import differences, snapshot
-from table import OPTIMIZERS
+from table import OPTIMIZERS, Own, OwnAdagrad
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
@@ -44,7 +44,7 @@ class Doubling(torch.optim.AdamW):
 
 
 RULED = {name: row.torch_class for name, row in OPTIMIZERS.items() if row.torch_class is not None}
-FOREIGN = {each.__name__: each for each in (torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adagrad, Doubling)}
+FOREIGN = {each.__name__: each for each in (torch.optim.Adafactor, Own, OwnAdagrad, Doubling)}
 every_optimizer = pytest.mark.parametrize("name", [*RULED, *FOREIGN])
 COPIES = [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))]
 
@@ -54,7 +54,8 @@ def parameters() -> list[Parameter]:
 
 
 def make(name: str, **options: Any) -> Any:
-    return {**RULED, **FOREIGN}[name](parameters(), lr=0.1, weight_decay=0.1, **options)
+    decay = {} if name == "Rprop" else {"weight_decay": 0.1}
+    return {**RULED, **FOREIGN}[name](parameters(), lr=0.1, **decay, **options)
 
 
 def set_grads(*optimizers: torch.optim.Optimizer, factor: float = 1.0) -> None:
@@ -123,8 +124,8 @@ def test_an_optimizer_and_its_scheduler_go_on(backend: str, name: str, scheduler
     theirs.load_state_dict(ours.state_dict())  # and back
 
 
-OWN = {name: getattr(torch.optim, name) for name in ("RMSprop", "NAdam", "Adagrad", "RAdam", "Adamax", "Muon")}
-OWN["a subclass"] = type("Own", (torch.optim.AdamW,), {})
+NAMES = ("RMSprop", "NAdam", "Adagrad", "RAdam", "Adamax", "Muon", "AdamW")
+OWN = {name: type("Own", (getattr(torch.optim, name),), {}) for name in NAMES}
 
 
 @pytest.mark.pairwise(name=[*OWN], dtype=[torch.bfloat16, torch.float16], window=["p.grad", "open", "closed"])

@@ -10,7 +10,7 @@ import pytest
 import stored
 import torch
 from snapshot import differences, snapshot, trained
-from table import STATES, WEIGHTS
+from table import STATES, WEIGHTS, Own
 from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
@@ -61,7 +61,7 @@ def test_a_scaler_goes_on_in_torchs_and_without_gradients(backend: str) -> None:
 @pytest.mark.parametrize("mended", [False, True])
 def test_several_optimizers_on_one_scaler_skip_each_for_itself(backend: str, kind: str, bad: int, mended: bool) -> None:
     params = [Parameter(torch.full((4,), 8.0)) for _ in range(3)]
-    foreign = torch.optim.RMSprop(params[1:2], lr=1.0, alpha=0.0, eps=0.0)
+    foreign = Own(params[1:2], lr=1.0, alpha=0.0, eps=0.0)
     optimizers: list[Any] = [af.SGD(params[:1], lr=0.5, backend=backend), af.fuse(foreign, backend=backend)]
     optimizers.append(torch.optim.SGD(params[2:], lr=0.5))
     scaler = SCALERS[kind]("cpu", init_scale=2.0**10)
@@ -222,7 +222,7 @@ def test_a_skipped_step_writes_no_format(backend: str, weights: str, states: str
 
 def test_what_overflows_propagates_as_in_torch(backend: str) -> None:
     params = [Parameter(torch.tensor([0.5, 1.0])) for _ in range(2)]
-    stock, fused = (torch.optim.RMSprop([param], lr=0.3) for param in params)
+    stock, fused = (Own([param], lr=0.3) for param in params)
     af.fuse(fused, max_grad_norm=0.5, nonfinite="propagate", backend=backend)
     for param in params:
         param.grad = torch.tensor([inf, 1.0])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from snapshot import Errors, refused, trained
-from table import OPTIMIZERS
+from table import OPTIMIZERS, Own
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -60,7 +60,7 @@ def test_a_wrong_setting_is_refused_wherever_it_is_given(settings: dict[str, Any
     for ours in OURS:
         with pytest.raises(error, match=text):
             ours([param], lr=0.1, **settings)
-    for stock in (torch.optim.AdamW([param]), torch.optim.RMSprop([param])):
+    for stock in (torch.optim.AdamW([param]), Own([param])):
         kind = type(stock)
         with pytest.raises(error, match=text):
             af.fuse(stock, **settings)
@@ -81,16 +81,18 @@ def test_an_option_of_one_group_is_refused() -> None:
 
 @pytest.mark.parametrize("settings", [{"master_weights": "fp32"}, {"state_dtype": "int8"}], ids=str)
 def test_an_optimizer_with_its_own_step_keeps_its_own_formats(settings: dict[str, Any]) -> None:
-    stock = torch.optim.RMSprop([Parameter(torch.ones(4, dtype=torch.bfloat16))])
+    stock = Own([Parameter(torch.ones(4, dtype=torch.bfloat16))])
     with pytest.raises(ValueError, match=f"keeps its own step, parameters and states, so {next(iter(settings))}="):
         af.fuse(stock, **settings)
-    assert type(stock) is torch.optim.RMSprop
+    assert type(stock) is Own
     af.fuse(stock, master_weights=None)
 
 
 def test_a_maximum_is_not_kept_in_8_bits() -> None:
     text = "amsgrad=True, whose maximum .*; use state_dtype=torch.float32 or torch.bfloat16, or amsgrad=False"
     group = {"params": [Parameter(torch.ones(4))], "amsgrad": True}
+    with pytest.raises(ValueError, match=r"go with adamax, whose maximum .*; use .* or torch\.bfloat16$"):
+        af.Adamax(group["params"], state_dtype="int8")
     for ours in (af.Adam, af.AdamW):
         with pytest.raises(ValueError, match=text):
             ours(group["params"], amsgrad=True, state_dtype="int8")

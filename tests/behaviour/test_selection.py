@@ -8,6 +8,7 @@ from typing import Any
 import inside
 import pytest
 import torch
+from table import EACH_RULE, Case, random_grads, random_params, set_grads
 
 from accumfused import backends, compiled
 from accumfused.backends.reference import ReferenceBackend
@@ -54,6 +55,21 @@ def test_auto_takes_the_fastest_that_runs_and_says_once_why_no_faster_one(
     for name in missing:
         with pytest.raises(RuntimeError, match=f"'{name}' cannot run: no {name}; use backend='auto' or 'torch'"):
             backends.select(name, [device])
+
+
+@pytest.mark.parametrize("case", [case for case in EACH_RULE if case.first_values], ids=lambda case: case.name)
+def test_torchs_kernels_are_refused_for_a_rule_with_numbers_per_tensor(
+    case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backends, "_why_not_cpu", lambda device: "no cpu")
+    params = random_params([(3,)])
+    set_grads(params, random_grads(params, 0))
+    reason = f"torch's kernels renew no {', '.join(case.first_values)}"
+    with pytest.raises(RuntimeError, match=f"'foreach' cannot run: {reason}; use backend='auto' or 'torch'"):
+        case.make(params, "foreach").step()
+    with caplog.at_level(logging.WARNING, logger="accumfused"):
+        case.make(params, "auto").step()
+    assert [record.getMessage() for record in caplog.records] == [f"{falls_back('torch')}no cpu; and {reason}"]
 
 
 def test_kernels_run_where_they_are_for(native: None, built_for_gpus: Any) -> None:

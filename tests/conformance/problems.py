@@ -18,7 +18,7 @@ import torch
 from compare import assert_all_same_bits, everything
 from layouts import EDGES, LAYOUTS, OFFSETS, PIECE, STREAMS, Layout, edges, same, shifted, with_holes
 from pairwise import pairwise
-from table import CASES, EACH_RULE, STATES, WEIGHTS, case_named, kept, random_grads, random_params
+from table import CASES, EACH_RULE, STATES, WEIGHTS, Case, case_named, kept, random_grads, random_params
 from torch import Tensor
 
 from accumfused.backends.reference import ReferenceBackend
@@ -151,26 +151,35 @@ class Problem:
         return self.tensors == "off the boundaries"
 
 
-def problems(axes: dict[str, Sequence[Any]]) -> list[Problem]:
-    """A covering array over these axes; a rule's cases in turn; where no axis is a rule, each of them per state."""
+# The rules with loops or kernels of their own; all others share theirs and stand in turn in the place of three.
+COMMON = [case.rule for case in EACH_RULE if case.is_common]
+AXES: dict[str, Sequence[Any]] = {
+    "weights": [*WEIGHTS], "tail": [*TAILS.values()], "loop": [*LOOPS.values()], "case": [*COMMON, *[None] * 3],
+    "values": [*VALUES][:4], "lr": [None, torch.float32, torch.float64],
+    "states": [*STATES], "grads": GRADS, "tensors": ["edges", "off the boundaries", "any layout"], "groups": (1, 2),
+}  # fmt: skip
+
+
+def problems(axes: dict[str, Sequence[Any]], cases: Sequence[Case] = CASES) -> list[Problem]:
+    """A covering array over these axes, with a rule's cases in turn.
+
+    Where a row has no rule, or None, it takes the next of the rules that are not on the axis; each is there.
+    """
     of_rule = defaultdict(list)
-    for case in CASES:
+    for case in cases:
         of_rule[case.rule].append(case.name)
-    cases = {rule: itertools.cycle(names) for rule, names in of_rule.items()}
-    rules = {states: itertools.cycle(cases) for states in STATES}
+    names = {rule: itertools.cycle(own) for rule, own in of_rule.items()}
+    others = [rule for rule in names if rule not in axes.get("case", ())]
+    left = itertools.cycle(others)
     found = []
     for values in pairwise(axes):
         row = dict(zip(axes, values, strict=True))
-        case = row.pop("case", None) or next(rules[row["states"]])
-        found.append(Problem(next(cases[case]) if case in cases else case, **row))
+        case = row.pop("case", None) or next(left)
+        found.append(Problem(next(names[case]) if case in names else case, **row))
+    if None in axes.get("case", [None]):
+        seen = {case_named(problem.case).rule for problem in found}
+        found += (Problem(next(names[rule])) for rule in others if rule not in seen)
     return found
-
-
-AXES: dict[str, Sequence[Any]] = {
-    "weights": [*WEIGHTS], "tail": [*TAILS.values()], "loop": [*LOOPS.values()],
-    "case": [case.rule for case in EACH_RULE], "values": [*VALUES][:4], "lr": [None, torch.float32, torch.float64],
-    "states": [*STATES], "grads": GRADS, "tensors": ["edges", "off the boundaries", "any layout"], "groups": (1, 2),
-}  # fmt: skip
 
 
 # ---- playing it -----------------------------------------------------------------------------------------------------
@@ -224,7 +233,7 @@ class Run:
         fewest = 0 if problem.part else 2 if problem.groups == 1 else 200
         self.optimizer: Any = replace(case, options=own).make(
             groups, self.watched, max_grad_norm=problem.tail.max_grad_norm, rounding_seed=17,
-            state_dtype=STATES[kept(problem.states, own, *groups)], state_dtype_min_numel=fewest, **options,
+            state_dtype=STATES[kept(problem.states, case, *groups)], state_dtype_min_numel=fewest, **options,
             **({} if problem.tail.nonfinite is None else {"nonfinite": problem.tail.nonfinite}),
         )  # fmt: skip
         self.lr = own["lr"]
@@ -333,9 +342,11 @@ class Run:
             if value.dim() > 0 and not self.plain and not what.endswith("scale"):
                 value = self.layouts[index].in_memory(value)
             found[f"{what} {index}"] = value.detach().cpu().flatten()
+        second_moments = case_named(self.problem.case).second_moments
         for name in [name for name in found if "_scale " in name]:  # codes of what is NaN, or 0, have no meaning
             codes, scales = found[name.replace("_scale ", " ")], found[name]
-            unread = (scales == 255) | (scales == 0) & ("sq_" in name and not self.problem.reads_all)
+            is_second = name.partition("_scale ")[0] in second_moments
+            unread = (scales == 255) | (scales == 0) & (is_second and not self.problem.reads_all)
             codes[unread.repeat_interleave(codecs.BLOCK)[: len(codes)]] = 0
         outcomes = {f"outcome {i}": values.cpu() for i, values in enumerate(self.watched.outcomes)}
         return found | outcomes | {"skipped": self.optimizer.skipped_steps.cpu()}

@@ -23,6 +23,7 @@ from table import (  # fmt: skip
     STATES,
     WEIGHTS,
     Case,
+    case_named,
     kept,
     random_grads,
     random_params,
@@ -36,6 +37,7 @@ from accumfused.backends.several import SeveralDevices
 from accumfused.formats import codecs
 from accumfused.formats.convert import full_precision
 from accumfused.formats.numeric import CHUNK
+from accumfused.optimizers.lion import LionRule
 
 
 class ReadsNothing(ForeachBackend):
@@ -66,11 +68,12 @@ def torchs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> F
 
 def values_of(problem: Problem, found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """What parameters and states stand for, in fp32, and what else there is but outcomes."""
+    second_moments = case_named(problem.case).second_moments
     for name, value in found.items():
         what, _, index = name.rpartition(" ")
         scale = found.get(f"{what}_scale {index}")
         if scale is not None:
-            yield name, codecs.decode(value, scale, second_moment=what.endswith("sq"))
+            yield name, codecs.decode(value, scale, second_moment=what in second_moments)
         elif what == "param":
             entries = {
                 key: found[f"{key} {index}"] for key in ("master", "master_remainder") if f"{key} {index}" in found
@@ -98,27 +101,30 @@ def assert_numbers(problem: Problem, backend: Any) -> None:
             assert value.numel() <= 100 or few < 0.01, name
 
 
+SERVED = [case for case in CASES if not case.first_values]  # test_selection.py: the others are refused
+KERNELS = [case for case in SERVED if case.rule in (*foreach_step.FUSED, "lion")]
+COMPOSED = case_named("adan_no_prox")  # for all rules that run by their own arithmetic; it has most states
 # torch's AMSGrad loses a NaN in its maximum.
 FINITE = [tail for tail in TAILS.values() if tail.nonfinite != "propagate"]
 NUMBERS = {name: AXES[name] for name in ("loop", "case", "lr", "tensors", "groups")} | {"grads": GRADS, "tail": FINITE}
 SIZES = [edges(0, 1, 129, 1000, 2 * CHUNK + 130)]
-FORMATS = {"case": [case.name for case in EACH_RULE], "weights": [*WEIGHTS], "states": [*STATES]}
+FORMATS = {"case": AXES["case"], "weights": [*WEIGHTS], "states": [*STATES]}
 FORMATS |= {"loop": [LOOPS["steps"], LOOPS["sum"]], "edges": SIZES, "grads": [torch.bfloat16, torch.float32]}
 
 
-@pytest.mark.parametrize("problem", problems(NUMBERS | {"states": ["fp32"]}), ids=str)
+@pytest.mark.parametrize("problem", problems(NUMBERS, SERVED), ids=str)
 def test_windows_layouts_and_tails(problem: Problem, torchs: ForeachBackend) -> None:
     reads_lr = problem.lr is not None  # for a rule of which torch has no kernel
     assert_numbers(problem, ForeachBackend() if reads_lr else torchs)
 
 
-@pytest.mark.parametrize("problem", problems(FORMATS), ids=str)
+@pytest.mark.parametrize("problem", problems(FORMATS, SERVED), ids=str)
 def test_formats(problem: Problem, torchs: ForeachBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreach, "_CACHED", 4 * CHUNK)  # a fourth of it for these
     assert_numbers(problem, torchs)
 
 
-@pytest.mark.pairwise(case=CASES, piece=[CHUNK, 4 * CHUNK], limit=[0.5, 1e9])
+@pytest.mark.pairwise(case=[*KERNELS, COMPOSED], piece=[CHUNK, 4 * CHUNK], limit=[0.5, 1e9])
 def test_tensors_in_pieces(
     case: Case, piece: int, limit: float, torchs: ForeachBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,24 +134,24 @@ def test_tensors_in_pieces(
     assert_numbers(Problem(case.name, loop=LOOPS["steps"], tail=Tail(limit), edges=sizes), torchs)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.name)
 def test_a_rule_without_kernels_runs_by_its_own_arithmetic(
     case: Case, torchs: ForeachBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    composed = foreach_step.__dict__["_composed"](af.Lion.rules[0])
+    composed = foreach_step.__dict__["_composed"](LionRule)
     monkeypatch.setattr(foreach_step, "FUSED", {})
     monkeypatch.setattr(foreach_step, "_lion", composed)
     assert_numbers(Problem(case.name), torchs)
 
 
-@pytest.mark.pairwise(case=CASES, weights=[*WEIGHTS], states=[*STATES])
+@pytest.mark.pairwise(case=[*KERNELS, COMPOSED], weights=[*WEIGHTS], states=[*STATES])
 def test_steps_leave_the_gradients_alone_and_what_is_skipped_every_bit(
     case: Case, weights: str, states: str, torchs: ForeachBackend
 ) -> None:
     dtype, options = WEIGHTS[weights]
     params = [p.detach().to(dtype).requires_grad_() for p in random_params([(0,), (1,), (129,), (1000,)])]
     known = {"max_grad_norm": 0.5, "rounding_seed": 17, "state_dtype_min_numel": 2}
-    optimizer = case.make(params, torchs, state_dtype=STATES[kept(states, case.options)], **known, **options)
+    optimizer = case.make(params, torchs, state_dtype=STATES[kept(states, case)], **known, **options)
     for seed, bad in enumerate((0.0, float("inf"), float("nan"))):
         grads = random_grads(params, seed)
         grads[2][5] = bad
@@ -159,7 +165,7 @@ def test_steps_leave_the_gradients_alone_and_what_is_skipped_every_bit(
             assert_same_bits(param.grad, grad)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in EACH_RULE if case in SERVED], ids=lambda case: case.name)
 def test_what_is_not_finite_propagates(case: Case, torchs: ForeachBackend) -> None:
     param = torch.zeros(3, requires_grad=True)
     optimizer = case.make([param], torchs, nonfinite="propagate")

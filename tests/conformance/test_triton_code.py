@@ -131,7 +131,7 @@ COUNTS: dict[str, dict[str, int]] = {
     "adam_split8_int8": {LOAD: 2, STORE: 0, LOAD_HALF: (3 + 2) * 2, STORE_HALF: 3 * 2, "st.global.b32": 3 * 3 * 2 + 4},
 }  # fmt: skip
 for name in ("adam", "adam_amsgrad", *LEAN):  # 8 elements a thread and piece, 4 off the boundaries; scalars' roots
-    COUNTS[name] |= {"div.rn.f32": (8 + 4) * 3, "sqrt.rn.f32": (8 + 4) * 3 + 2}
+    COUNTS[name] |= {"div.rn.f32": (8 + 4) * 3, "sqrt.rn.f32": (8 + 4) * 3, "sqrt.rn.f64": 2}
 
 
 @each_target

@@ -11,7 +11,7 @@ import torch
 from compare import assert_close, assert_same_bits
 from peers import params_of
 from spread import Net, adamw, differing, give_random_gradients, mesh_over, sharded, take_steps, whole
-from table import EACH_RULE, STATES, WEIGHTS, Case, kept
+from table import EACH_RULE, STATES, WEIGHTS, Case, Own, kept
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -31,7 +31,7 @@ TWO: list[tuple[Any, ...]] = [  # on one of 2 x 2; with one placement on its sec
 LAID = {"2": (2, ONE), "4": (4, ONE), "2 x 2": (4, TWO)}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.2, momentum=0.5, weight_decay=0.1),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.05),  # whose own step is clipped, after fuse()
+    "own step": lambda params: Own(params, lr=0.05),  # clipped, after fuse()
 }
 
 
@@ -87,7 +87,7 @@ def train_both(case: Case, weights: str, states: str, loop: str) -> list[str]:
     """
     dtype, settings = WEIGHTS[weights]
     settings = {"state_dtype_min_numel": 0, "rounding_seed": 3, **settings}
-    settings["state_dtype"] = STATES[kept(states, case.options)]
+    settings["state_dtype"] = STATES[kept(states, case)]
     is_exact = states == "fp32" and weights in ("fp32", "split16", "bf16_master", "fp16_master")
     shapes = [(6, 128), (5, 256), (3, 128), *([(7,), (2, 5)] if states != "int8" else [])]
     cuts = [Shard(0), Replicate(), *([Shard(1)] if is_exact else [])]

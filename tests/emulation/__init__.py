@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+from accumfused import functors
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SOURCES = [HERE / "module.cpp", *(ROOT / "csrc" / name for name in ("table.cpp", "cuda/binding.cpp", "cuda/launch.cu"))]
@@ -36,10 +38,12 @@ def build(folder: Path, *kernel_flags: str, name: str = "emulated") -> Path:
     import pybind11
 
     folder.mkdir(parents=True, exist_ok=True)
-    include = [f"-I{HERE}", f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
+    functors.write(folder)
+    include = [f"-I{HERE}", f"-I{folder}", f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
     newest = max(
         path.stat().st_mtime for place in (ROOT / "csrc", HERE) for path in place.rglob("*.*") if path.suffix != ".pyc"
     )
+    newest = max(newest, (folder / "functors.h").stat().st_mtime)
     module = folder / f"{name}.so"
 
     def compile_one(source: Path) -> str:
@@ -60,7 +64,8 @@ def build(folder: Path, *kernel_flags: str, name: str = "emulated") -> Path:
 def build_program(name: str, folder: Path) -> Path:
     """A program over the emulation, for this processor: searches go through many numbers."""
     program = folder / Path(name).stem
-    flags = [*FLAGS, "-O2", "-march=native", f"-I{HERE}"]
+    functors.write(folder)
+    flags = [*FLAGS, "-O2", "-march=native", f"-I{HERE}", f"-I{folder}"]
     subprocess.run(["g++", *flags, str(HERE / name), "-o", str(program)], check=True)
     return program
 

@@ -131,17 +131,17 @@ void try_rules() {
   for (int i = 0; i < 2000000; ++i) {
     const double beta = 1 - power_of_two(-20, -2);
     const double hyper[] = {power_of_two(-50, 42), 0.9, beta, random() % 2 ? power_of_two(-60, 45) : 0.0f, 0, 1, 0};
-    const PackedAdam rule(hyper, 1 + int(random() % 100), 1.0f);
+    const PackedAdam rule(hyper, nullptr, 1 + int(random() % 100), 1.0f);
     float p[kEight] = {}, m[kEight], v[kEight];
     const int first = int(random() % 150) - 85, second = int(random() % 170) - 105;
     for (int k = 0; k < kEight; ++k) {
-      m[k] = power_of_two(first - 1, first + 1) / rule.step_size * (random() % 2 ? 1.0f : -1.0f);
+      m[k] = power_of_two(first - 1, first + 1) / rule.step_size_ * (random() % 2 ? 1.0f : -1.0f);
       v[k] = power_of_two(second - 1, second + 1);
     }
     if (!rule.is_usual(p, Extent(m, v))) continue;
     ++usual;
     for (int k = 0; k < kEight; ++k) {
-      const float a = fabsf(m[k] * rule.step_size), b = sqrtf(v[k]) * rule.inverse_root + rule.eps;
+      const float a = fabsf(m[k] * rule.step_size_), b = sqrtf(v[k]) * rule.inverse_root_ + rule.eps_;
       const bool known =
           v[k] >= 0x1p-101f && v[k] < 0x1p61f && a >= 0x1p-81f && a < 0x1p61f && b >= 0x1p-51f && b < 0x1p41f;
       if (!known) report("not as usual: %a / (root of %a -> %a)", a, v[k], b);

@@ -21,8 +21,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "AdamW": ({"betas": (0.5, 0.7), "weight_decay": 0.4, "eps": 1e-3}, {"eps": 1e-3, "amsgrad": True}),
     "Adam": ({"betas": (0.5, 0.7), "weight_decay": 0.3, "eps": 1e-3},),
     "Lion": ({"betas": (0.6, 0.8), "weight_decay": 0.5}, {"betas": (0.6, 0.8)}),
-    "RMSprop": ({"alpha": 0.7, "eps": 1e-3}, {"alpha": 0.7, "eps": 1e-3, "momentum": 0.5}),
-    "Adagrad": ({"eps": 1e-3},),
+    "own RMSprop": ({"alpha": 0.7, "eps": 1e-3}, {"alpha": 0.7, "eps": 1e-3, "momentum": 0.5}),
+    "own Adagrad": ({"eps": 1e-3},),
 }  # fmt: skip
 MASTERS = {"bf16": ("auto", "fp32", "split16", "split8", None), "fp16": ("auto", None), "mixed": ("auto", "fp32", None)}
 STATES = [{}] * 5 + [{"state_dtype": kind, "state_dtype_min_numel": 4} for kind in (torch.bfloat16, "int8")]
@@ -32,8 +32,8 @@ STATES = [{}] * 5 + [{"state_dtype": kind, "state_dtype_min_numel": 4} for kind 
 def configurations(draw: st.DrawFn, mate_of: dict[str, Any] | None = None) -> dict[str, Any]:
     """Of one optimizer; or of the one that is clipped together with another."""
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    rule = pick("SGD", "SGD", "AdamW", "AdamW", "Adam", "Lion", "RMSprop", "Adagrad")
-    foreign = rule in ("RMSprop", "Adagrad")
+    rule = pick("SGD", "SGD", "AdamW", "AdamW", "Adam", "Lion", "own RMSprop", "own Adagrad")
+    foreign = rule.startswith("own ")
     kind = "fp32" if foreign else pick("fp32", "fp32", "bf16", "bf16", "fp16", "mixed")
     first = mate_of or {"style": pick(*WEIGHTS), "together": pick(*[None] * 7, 0.5, 3.0)}
     first["nonfinite"] = pick(*[None] * 5, "skip", "raise", "propagate") if mate_of is None else first["nonfinite"]

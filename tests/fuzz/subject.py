@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from snapshot import differences, snapshot
-from table import OPTIMIZERS
+from table import OPTIMIZERS, Own, OwnAdagrad
 from torch import Tensor
 
 import accumfused as af
@@ -24,7 +24,7 @@ KNOWN = {
     "written after load": "before the first step: remainders are those of weights that may come later",
     "refused after release": "a micro-batch has ended before its step() is refused, for another member, say",
 }
-FOREIGN = {"RMSprop": torch.optim.RMSprop, "Adagrad": torch.optim.Adagrad}  # which keep their own step
+FOREIGN = {"own RMSprop": Own, "own Adagrad": OwnAdagrad}
 STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "step")
 EXPECTED_WARNINGS = re.compile(
     "windows (in a row )?were dropped|written while a window was open|steps were skipped|written from outside|"

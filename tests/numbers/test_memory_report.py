@@ -12,7 +12,7 @@ import pytest
 import torch
 from peers import params_of
 from stored import Model, build, grads_of, train, trained
-from table import STATES, WEIGHTS
+from table import STATES, WEIGHTS, Own
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -68,7 +68,7 @@ def test_what_no_step_of_ours_makes(backend: str) -> None:
     report = af.memory_report(af.AdamW(frozen, backend=backend))
     assert report.as_dict()["total"]["total"] == 120
     assert list(report.formats) == ["fp32, fp32 states", "float64, fp32 states"]
-    optimizer = af.fuse(torch.optim.RMSprop(Model(torch.bfloat16).parameters()), backend=backend)
+    optimizer = af.fuse(Own(Model(torch.bfloat16).parameters()), backend=backend)
     holes = af.AdamW([torch.zeros(99, 99).bfloat16()[:, ::2].requires_grad_()], backend=backend, state_dtype="int8")
     for steps, each in ((0, optimizer), (1, optimizer), (1, holes)):
         train(each, steps)
@@ -145,7 +145,7 @@ def test_bytes_that_do_not_grow_or_were_chosen_are_not_told(caplog: Any) -> None
     full, half = (Parameter(torch.ones(64, 128, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
     frozen, empty = Parameter(half.detach().clone(), requires_grad=False), Parameter(torch.ones(0).bfloat16())
     assert fuse_and_hear(caplog, torch.optim.AdamW([full, frozen, empty])) == ""
-    assert fuse_and_hear(caplog, torch.optim.RMSprop([half])) == ""
+    assert fuse_and_hear(caplog, Own([half])) == ""
     assert fuse_and_hear(caplog, torch.optim.AdamW([half]), master_weights="split16") == ""
     said = fuse_and_hear(caplog, torch.optim.AdamW([half, full]))
     assert said.count("master_weights='split16' keeps what it is, without this line\n") == said.count("\n") == 1

@@ -14,14 +14,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from accumfused import compiled
 from accumfused.backends.cpu import address, as_number_and_address
-from accumfused.backends.triton import kernels, memory
-from accumfused.backends.triton import numeric as triton_numeric
+from accumfused.backends.triton import kernels, memory, rules
 from accumfused.backends.triton.step import step_kernel
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
@@ -30,7 +27,7 @@ from accumfused.formats.kinds import DTYPES, Format, Storage
 from accumfused.formats.numeric import ieee
 from accumfused.rule import Rule
 
-_NO_SLOTS = Storage(None, None, None, [], []).slots()
+_NO_SLOTS = Storage(None, None, [], None, [], []).slots()
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # of 256 threads, as in csrc/cuda
 _INTERPRETED_PROGRAMS = 3
@@ -149,25 +146,15 @@ class TritonBackend:
 def constants(rule: type[Rule], form: Format) -> tuple[Any, ...]:
     """The constants that Triton compiles into the step's kernel, in the order of its arguments."""
     first_moments = sum(name not in rule.second_moments for name in rule.states)
-    numbers = len(rule.states), first_moments, int(form.weights), int(form.states), form.needs_noise
-    return *arithmetic(rule), *numbers  # type: ignore[arg-type]  # mypy: a class has no hash
-
-
-@functools.cache
-def arithmetic(rule: type[Rule]) -> tuple[Any, Any]:
-    """A rule's `triton_scalars` and `triton_update`, for Triton.
-
-    scalars(hyper, step, coefficient) -> tuple of fp32: takes the hyper-parameters (a tuple of fp64, in the order of
-    `rule.hypers`), the number of this step and the coefficient.
-    update(scalars, p, grad, state0, state1, state2, states) -> (p, state0, state1, state2): takes tensors of elements;
-    the rule has only the first `states` states.
-    A rule's module does not import Triton: this function puts the names there that the rule uses.
-    """
-    functions = rule.triton_scalars, rule.triton_update
-    for function in functions:
-        function.__globals__.update(tl=tl, triton_numeric=triton_numeric)
-    scalars, update = map(triton.jit, functions)
-    return scalars, update
+    numbers = (
+        len(rule.tensor_states),
+        len(rule.states),
+        first_moments,
+        int(form.weights),
+        int(form.states),
+        form.needs_noise,
+    )
+    return *rules.compiled(rule), *numbers
 
 
 def _launch(kernel: Any, plan: Plan, chunks: int, *args: Any, options: dict[str, Any] = OPTIONS) -> None:

@@ -8,34 +8,36 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from accumfused import rule
 from accumfused.backends.triton.codecs import from_bfloat16
 from accumfused.backends.triton.numeric import CHUNK, whole_steps
 
 # The table: the ticket, which is 0 between launches, then a row of these words per parameter.
 ROWS = tl.constexpr(1)
-WORDS = tl.constexpr(19)
+WORDS = tl.constexpr(23)
 PARAM = tl.constexpr(0)
 STEP = tl.constexpr(1)  # from here on the order of formats.kinds.Storage
 SEED = tl.constexpr(2)
-MASTER = tl.constexpr(3)
-STATE = tl.constexpr(4)  # three of them
-SCALE = tl.constexpr(7)  # the three states' scales
-NUMEL = tl.constexpr(10)
-FIRST_CHUNK = tl.constexpr(11)
-GROUP = tl.constexpr(12)
-KIND = tl.constexpr(13)  # rule and formats
-ORIGIN = tl.constexpr(14)
-GRAD = tl.constexpr(15)
-ACCUMULATOR = tl.constexpr(16)
-WEIGHT = tl.constexpr(17)
-DTYPE = tl.constexpr(18)
+TENSOR_STATE = tl.constexpr(3)  # MAX_TENSOR_STATES of them
+MASTER = tl.constexpr(5)
+STATE = tl.constexpr(6)  # MAX_STATES of them
+SCALE = tl.constexpr(10)  # the states' scales
+NUMEL = tl.constexpr(14)
+FIRST_CHUNK = tl.constexpr(15)
+GROUP = tl.constexpr(16)
+KIND = tl.constexpr(17)  # rule and formats
+ORIGIN = tl.constexpr(18)
+GRAD = tl.constexpr(19)
+ACCUMULATOR = tl.constexpr(20)
+WEIGHT = tl.constexpr(21)
+DTYPE = tl.constexpr(22)
 
 NO_GRAD, FLOAT32, FLOAT16 = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)  # values of DTYPE; bfloat16 is the last
 BFLOAT16_BITS = tl.constexpr(tl.uint16)  # kernels read bfloat16 as this: Triton's interpreter gets its subnormals wrong
 OVERWRITE = tl.constexpr(-1)
 
 HYPER_WORDS = tl.constexpr(3)  # a number's bits, an fp32 number's address, an fp64 number's
-MAX_HYPERS = tl.constexpr(8)
+MAX_HYPERS = tl.constexpr(rule.MAX_HYPERS)
 
 BLOCK = tl.constexpr(2048)  # elements of an aligned piece: two accesses of up to 16 bytes a thread
 REST = tl.constexpr(1024)  # elements of any other piece: each is an access, whose address takes registers

@@ -48,6 +48,22 @@ def power(base, exponent):
 
 
 @triton.jit
+def real_power(base, exponent):
+    """As `power` for the exponent's whole part, which is at most 2^24; roots for the digits behind the point."""
+    size = tl.abs(exponent)
+    whole = tl.where(size < 16777216.0, size, 16777216.0).to(tl.int32)
+    result = power(base, whole)
+    rest = size - whole.to(tl.float64)
+    for _ in range(53):
+        base = tl.sqrt(base)
+        rest = rest + rest
+        result = tl.where(rest >= 1, result * base, result)
+        rest = tl.where(rest >= 1, rest - 1, rest)
+    result = tl.where(exponent < 0, 1.0 / result, result)
+    return tl.where(exponent != exponent, exponent, result)
+
+
+@triton.jit
 def tree(lanes):
     """The sum of 1024 lanes by halving, 1024 -> 512 -> ... -> 1: it adds pairs, so Triton cannot reorder the sum."""
     for level in tl.static_range(1, 10):

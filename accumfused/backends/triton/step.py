@@ -38,6 +38,7 @@ from accumfused.backends.triton.memory import (
     SEED,
     STATE,
     STEP,
+    TENSOR_STATE,
     WORDS,
     extent,
     float64_from,
@@ -71,7 +72,8 @@ def hyper(words):
 def group_hypers(hypers, group):
     w = hypers + group * (MAX_HYPERS * HYPER_WORDS)
     return (
-        hyper(w), hyper(w + 3), hyper(w + 6), hyper(w + 9), hyper(w + 12), hyper(w + 15), hyper(w + 18), hyper(w + 21)
+        hyper(w), hyper(w + 3), hyper(w + 6), hyper(w + 9), hyper(w + 12), hyper(w + 15), hyper(w + 18), hyper(w + 21),
+        hyper(w + 24), hyper(w + 27), hyper(w + 30), hyper(w + 33)
     )  # fmt: skip
 
 
@@ -82,14 +84,16 @@ def step_block(
 ):  # fmt: skip
     g = load(grad, first, n, size, whole)
     p = load_weights(param, first, n, size, weights, whole)
-    a, b, c = p, p, p
+    a, b, c, d = p, p, p, p
     if states > 0:
         a = load_state(state[0], first, n, size, form, moments <= 0, whole)
     if states > 1:
         b = load_state(state[1], first, n, size, form, moments <= 1, whole)
     if states > 2:
         c = load_state(state[2], first, n, size, form, moments <= 2, whole)
-    p, a, b, c = update(scalars, p, g, a, b, c, states)
+    if states > 3:
+        d = load_state(state[3], first, n, size, form, moments <= 3, whole)
+    p, a, b, c, d = update(scalars, p, g, a, b, c, d)
     bits = tl.zeros([size], tl.uint32)
     if noisy:
         bits = noise(keys, first + tl.arange(0, size))
@@ -100,6 +104,8 @@ def step_block(
         store_state(state[1], b, stream(bits, 1), first, n, size, form, moments <= 1, whole)
     if states > 2:
         store_state(state[2], c, stream(bits, 1), first, n, size, form, moments <= 2, whole)
+    if states > 3:
+        store_state(state[3], d, stream(bits, 1), first, n, size, form, moments <= 3, whole)
 
 
 @triton.jit
@@ -108,7 +114,10 @@ def step_chunk(
     weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr
 ):  # fmt: skip
     param = weights_at(row, offset, weights)
-    state = state_at(row, offset, 0, form), state_at(row, offset, 1, form), state_at(row, offset, 2, form)
+    state = (
+        state_at(row, offset, 0, form), state_at(row, offset, 1, form), state_at(row, offset, 2, form),
+        state_at(row, offset, 3, form),
+    )  # fmt: skip
     aligned = is_aligned(row, PARAM) & is_aligned(row, GRAD)
     if weights >= SPLIT16:
         aligned &= is_aligned(row, MASTER)
@@ -123,6 +132,32 @@ def step_chunk(
         step_block(
             scalars, keys, param, grad, state, first, n, update, states, moments, weights, form, noisy, REST, False
         )
+
+
+@triton.jit
+def tensor_states(row, renewed: tl.constexpr):
+    """A row's tensor states; those that the rule does not have are 0."""
+    a = 0.0
+    b = 0.0
+    if renewed > 0:
+        address = tl.load(row + TENSOR_STATE)
+        if address != 0:  # a row without a gradient may have no state yet
+            a = tl.load(pointer_to(address, tl.float32))
+            if renewed > 1:
+                b = tl.load(pointer(row, TENSOR_STATE + 1, tl.float32, 0))
+    return a, b
+
+
+@triton.jit
+def renew_tensor_states(rows, count, kind, hypers, coefficient, scalars: tl.constexpr, renewed: tl.constexpr):
+    for index in range(0, count):
+        row = rows + index * WORDS
+        if (tl.load(row + KIND) == kind) & (tl.load(row + DTYPE) != NO_GRAD):
+            numbers = group_hypers(hypers, tl.load(row + GROUP))
+            _, new = scalars(numbers, tensor_states(row, renewed), step_number(row), coefficient)
+            tl.store(pointer(row, TENSOR_STATE, tl.float32, 0), new[0])
+            if renewed > 1:
+                tl.store(pointer(row, TENSOR_STATE + 1, tl.float32, 0), new[1])
 
 
 @triton.jit
@@ -142,13 +177,14 @@ def advance_steps(rows, count, kind):
 @triton.jit(do_not_specialize=NUMBERS)
 def step_kernel(
     table, count: tl.int32, chunks: tl.int32, hypers, kind: tl.int32, outcome,
-    scalars: tl.constexpr, update: tl.constexpr, states: tl.constexpr, moments: tl.constexpr,
+    scalars: tl.constexpr, update: tl.constexpr, renewed: tl.constexpr, states: tl.constexpr, moments: tl.constexpr,
     weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr,
 ):  # fmt: skip
     """Steps the rows of one kind.
 
     Args:
         scalars, update: the rule's arithmetic.
+        renewed: the rule's number of tensor states.
         states: the rule's number of states; moments: how many of them come first and are no second moments.
         weights, form: the formats of parameters and states, as numbers of formats/kinds.py; noisy: whether either
             rounds stochastically.
@@ -158,17 +194,17 @@ def step_kernel(
     rows = table + ROWS
     coefficient = tl.load(outcome)
     # Scalars cost two powers in fp64, so chunks of one group and step number share them.
-    row, _ = row_of(rows, count, tl.program_id(0))
+    row, last = row_of(rows, count, tl.program_id(0))
     group, number = tl.load(row + GROUP), step_number(row)
-    prepared = scalars(group_hypers(hypers, group), number, coefficient)
+    prepared, _ = scalars(group_hypers(hypers, group), tensor_states(row, renewed), number, coefficient)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         row, index = row_of(rows, count, chunk)
         dtype = tl.load(row + DTYPE)
         if (dtype != NO_GRAD) & (tl.load(row + KIND) == kind):
             its_group, its_number = tl.load(row + GROUP), step_number(row)
-            if (its_group != group) | (its_number != number):
-                group, number = its_group, its_number
-                prepared = scalars(group_hypers(hypers, group), number, coefficient)
+            if (its_group != group) | (its_number != number) | ((renewed > 0) & (index != last)):
+                group, number, last = its_group, its_number, index
+                prepared, _ = scalars(group_hypers(hypers, group), tensor_states(row, renewed), number, coefficient)
             offset, n = extent(row, chunk)
             keys = index, index
             if noisy:
@@ -184,4 +220,6 @@ def step_kernel(
                 brain = pointer(row, GRAD, BFLOAT16_BITS, offset)
                 step_chunk(prepared, row, keys, brain, offset, n, update, states, moments, weights, form, noisy)
     if is_last_program(table):
+        if renewed > 0:
+            renew_tensor_states(rows, count, kind, hypers, coefficient, scalars, renewed)
         advance_steps(rows, count, kind)

@@ -1,0 +1,191 @@
+"""The trace: an optimizer's arithmetic, written once in Python, as a list of single operations in the written order.
+
+A function is called with symbols in place of numbers, and each operator that it applies is recorded. functors.py
+prints the list as C++, backends/triton/rules.py as Triton, and backends/evaluate.py runs it on tensors. Each operation
+is one IEEE operation, so all backends compute the same bits. This file imports Python alone: setup.py prints the
+functors where no torch is installed.
+
+A function may use + - * /, abs(), comparisons, & | ~ between those, and the functions below. It must not branch on a
+number: `where` chooses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+CONDITIONS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not")  # operations that are true or false
+_TAKE_CONDITIONS = ("and", "or", "not")
+_OF_SCALARS = ("power", "real_power", "float32")  # in fp64
+
+
+@dataclass(frozen=True)
+class Operation:
+    name: str  # "input", "constant", or what is done to the operands
+    operands: tuple[int, ...] = ()  # the places of earlier operations in the list
+    label: str = ""  # of an input, or a constant's digits: 0 and -0 are equal numbers, but not the same
+    constant: float = 0.0
+
+
+@dataclass(eq=False)
+class Trace:
+    """Operations in order: first the inputs, then what is computed from them. No two are the same."""
+
+    operations: list[Operation] = field(default_factory=list)
+    results: dict[str, int] = field(default_factory=dict)  # by name, their places
+    _places: dict[Operation, int] = field(default_factory=dict)
+
+    def add(self, name: str, *operands: Any, label: str = "", constant: float = 0.0) -> Symbol:
+        places = tuple(self.symbol(operand).place for operand in operands)
+        if name in _OF_SCALARS and Operation("input", (), "step") not in self._places:
+            raise TypeError(f"{name.removeprefix('real_')}() is for scalars(); update() computes in fp32")
+        for index, place in enumerate(places):
+            takes_condition = name in _TAKE_CONDITIONS or (name == "where" and index == 0)
+            if (self.operations[place].name in CONDITIONS) != takes_condition:
+                raise TypeError(
+                    f"{name} takes {'conditions' if takes_condition else 'numbers'} here; where(condition, a, b) makes "
+                    "a number of a condition, a comparison a condition of numbers"
+                )
+        made = Operation(name, places, label, constant)
+        if made not in self._places:
+            self._places[made] = len(self.operations)
+            self.operations.append(made)
+        return Symbol(self, self._places[made])
+
+    def symbol(self, value: Any) -> Symbol:
+        """The value as a symbol of this trace; a plain number becomes a constant."""
+        if isinstance(value, Symbol):
+            if value.trace is not self:
+                raise TypeError("a number of another function is used; update() may read what scalars() returns")
+            return value
+        if isinstance(value, int | float):
+            return self.add("constant", label=float(value).hex(), constant=float(value))
+        raise TypeError(f"{type(value).__name__} is no number of a rule; use + - * / and accumfused.arithmetic")
+
+    def inputs(self, *labels: str) -> list[Symbol]:
+        return [self.add("input", label=label) for label in labels]
+
+    def needed(self) -> list[int]:
+        """The places of what the results are computed from, in order."""
+        needed = set(self.results.values())
+        for place in range(len(self.operations) - 1, -1, -1):
+            if place in needed:
+                needed.update(self.operations[place].operands)
+        return sorted(needed)
+
+
+def _operator(name: str) -> Callable[[Symbol, Any], Symbol]:
+    return lambda a, b: a.trace.add(name, a, b)
+
+
+def _reflected(name: str) -> Callable[[Symbol, Any], Symbol]:
+    return lambda b, a: b.trace.add(name, a, b)
+
+
+class Symbol:
+    """A number, or a condition, that is known when the arithmetic runs."""
+
+    __slots__ = ("place", "trace")
+
+    def __init__(self, trace: Trace, place: int) -> None:
+        self.trace = trace
+        self.place = place
+
+    __add__, __radd__ = _operator("add"), _reflected("add")
+    __sub__, __rsub__ = _operator("sub"), _reflected("sub")
+    __mul__, __rmul__ = _operator("mul"), _reflected("mul")
+    __truediv__, __rtruediv__ = _operator("div"), _reflected("div")
+    __lt__, __le__, __gt__, __ge__ = _operator("lt"), _operator("le"), _operator("gt"), _operator("ge")
+    __eq__, __ne__ = _operator("eq"), _operator("ne")  # type: ignore[assignment]  # an operation, no comparison
+    __and__, __or__ = _operator("and"), _operator("or")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __invert__(self) -> Symbol:
+        return self.trace.add("not", self)
+
+    def __neg__(self) -> Symbol:
+        return self * -1.0
+
+    def __abs__(self) -> Symbol:
+        return self.trace.add("abs", self)
+
+    def __pow__(self, exponent: Any) -> Symbol:
+        if exponent == 2:
+            return self * self
+        raise TypeError("** takes the exponent 2 alone; power(base, exponent) takes any, in scalars()")
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("a rule cannot branch on a number that is known only when it runs; use where(condition, a, b)")
+
+    def __float__(self) -> NoReturn:
+        raise TypeError("the number is known only when the rule runs; use the functions of accumfused.arithmetic")
+
+    __int__ = __index__ = __float__
+
+
+def _apply(name: str, plain: Callable[..., Any], *operands: Any) -> Any:
+    """Records the operation; plain numbers alone are computed at once."""
+    trace = next((operand.trace for operand in operands if isinstance(operand, Symbol)), None)
+    return plain(*operands) if trace is None else trace.add(name, *operands)
+
+
+def sqrt(value: Any) -> Any:
+    """The square root, correctly rounded."""
+    return _apply("sqrt", math.sqrt, value)
+
+
+def where(condition: Any, a: Any, b: Any) -> Any:
+    """`a` where the condition holds, `b` elsewhere; both are computed."""
+    if not isinstance(condition, Symbol):
+        return a if condition else b
+    return condition.trace.add("where", condition, a, b)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """The larger number; a NaN propagates."""
+    return where(a != a, a, where(a > b, a, b))
+
+
+def minimum(a: Any, b: Any) -> Any:
+    """The smaller number; a NaN propagates."""
+    return where(a != a, a, where(a < b, a, b))
+
+
+def sign(value: Any) -> Any:
+    """1, -1, or the value itself if it is a zero or NaN."""
+    return where(value > 0, 1.0, where(value < 0, -1.0, value))
+
+
+def agree(a: Any, b: Any) -> Any:
+    """Whether both are > 0 or both < 0: a product of theirs may be too small for a number."""
+    return ((a > 0) & (b > 0)) | ((a < 0) & (b < 0))
+
+
+def power(base: Any, exponent: Any) -> Any:
+    """base ** exponent in fp64, for scalars(): base >= 0, or the exponent is `step`.
+
+    Squares are multiplied for the exponent's whole part, and roots for the digits behind the point, because no two
+    backends have a pow() with the same bits. The relative error is at most (|exponent| + 160 + |log(base)|) 2^-53, for
+    exponents below 2^24.
+    """
+    is_step = isinstance(exponent, Symbol) and exponent.trace.operations[exponent.place].label == "step"
+    return _apply("power" if is_step else "real_power", pow, base, exponent)
+
+
+def float32(value: Any) -> Any:
+    """The number rounded to fp32, for scalars(), which compute in fp64."""
+    return _apply("float32", float, value)
+
+
+class Names:
+    """The numbers and flags that a function of a rule reads by name."""
+
+    def __init__(self, of: str, values: Mapping[str, Any]) -> None:
+        self.__dict__.update(values)
+        self.__of = of
+
+    def __getattr__(self, name: str) -> NoReturn:
+        known = ", ".join(key for key in self.__dict__ if not key.startswith("_"))
+        raise AttributeError(f"{self.__of} has no {name!r}; it has {known or 'nothing'}")

@@ -1,0 +1,105 @@
+"""Prints a rule as two Triton functions, and compiles them.
+
+scalars(hyper, kept, step, coefficient) -> (numbers, new): takes the hyper-parameters (fp64, in the order of
+`rule.hypers`), the tensor states and the number of this step. It returns fp32: what update() reads, first the
+coefficient, and the new tensor states. update(scalars, p, grad, state0, ... state3) -> (p, state0, ... state3): takes
+tensors of elements; states that the rule does not have go through.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import math
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from accumfused.arithmetic import Trace
+from accumfused.backends.triton import numeric
+from accumfused.functors import digest
+from accumfused.rule import MAX_STATES, MAX_TENSOR_STATES, Rule
+
+_COMMON = {
+    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}",
+    "ge": "{} >= {}", "eq": "{} == {}", "ne": "{} != {}", "where": "tl.where({}, {}, {})", "abs": "tl.abs({})",
+    # Not & | ~: Triton's interpreter refuses them between a number's condition and an element's.
+    "and": "tl.where({}, {}, False)", "or": "tl.where({}, True, {})", "not": "tl.where({}, False, True)",
+}  # fmt: skip
+_FP32 = _COMMON | {"div": "tl.div_rn({}, {})", "sqrt": "tl.sqrt_rn({})"}
+_FP64 = _COMMON | {
+    "div": "{} / {}", "sqrt": "tl.sqrt({})", "power": "numeric.power({}, ({}).to(tl.int32))",
+    "real_power": "numeric.real_power({}, {})", "float32": "({}).to(tl.float32).to(tl.float64)",
+}  # fmt: skip
+
+
+@functools.cache
+def compiled(rule: type[Rule]) -> tuple[Any, Any]:
+    """`scalars` and `update` for Triton's kernels."""
+    name = f"{rule.name}_{digest(rule)}"
+    return _function(f"{name}_scalars", _scalars(rule)), _function(f"{name}_update", _update(rule))
+
+
+def _scalars(rule: type[Rule]) -> list[str]:
+    inputs = {name: f"hyper[{index}]" for index, name in enumerate(rule.hypers)} | {"step": "step.to(tl.float64)"}
+    inputs |= {name: f"kept[{index}].to(tl.float64)" for index, name in enumerate(rule.tensor_states)}
+    lines, results = _statements(rule.traced.scalars, inputs, _FP64, "tl.float64")
+    sign = []
+    if "maximize" in rule.hypers:  # -x would lose the sign of a zero
+        sign = [f"coefficient = tl.where({inputs['maximize']} != 0, coefficient * -1.0, coefficient)"]
+    rounded = ["coefficient", *(f"({result}).to(tl.float32)" for result in results)]
+    names = [*rule.traced.scalars.results]
+    kept = [rounded[1 + names.index(name)] for name in rule.tensor_states] or ["coefficient"]
+    kept += [kept[-1]] * (MAX_TENSOR_STATES - len(kept))
+    return ["(hyper, kept, step, coefficient):", *sign, *lines, f"return {_tuple(rounded)}, {_tuple(kept)}"]
+
+
+def _update(rule: type[Rule]) -> list[str]:
+    scalars = ["coefficient", *(f"s_{name}" for name in rule.traced.scalars.results)]
+    states = [f"state{index}" for index in range(MAX_STATES)]
+    inputs = {f"s.{name}": f"s_{name}" for name in rule.traced.scalars.results}
+    inputs |= {"p": "p", "g": "g"} | dict(zip(rule.states, states, strict=False))
+    lines, results = _statements(rule.traced.update, inputs, _FP32, "tl.float32")
+    results += states[len(rule.states) :]
+    return [
+        f"(scalars, p, grad, {', '.join(states)}):", f"{_tuple(scalars)} = scalars", "g = grad * coefficient", *lines,
+        f"return {_tuple(results)}",
+    ]  # fmt: skip
+
+
+def _tuple(items: list[str]) -> str:
+    return f"({', '.join(items)},)"
+
+
+def _statements(
+    trace: Trace, inputs: dict[str, str], expressions: dict[str, str], dtype: str
+) -> tuple[list[str], list[str]]:
+    """A line for each operation, and the results."""
+    lines, text = [], dict[int, str]()
+    for place in trace.needed():
+        operation = trace.operations[place]
+        if operation.name == "input":
+            text[place] = inputs[operation.label]
+        else:
+            made = f"tl.full([], {_literal(operation.constant)}, {dtype})"
+            if operation.name != "constant":
+                made = expressions[operation.name].format(*(text[operand] for operand in operation.operands))
+            text[place] = f"v{place}"
+            lines.append(f"v{place} = {made}")
+    return lines, [text[place] for place in trace.results.values()]
+
+
+def _literal(value: float) -> str:
+    return repr(value) if math.isfinite(value) else f'float("{value}")'
+
+
+def _function(name: str, lines: list[str]) -> Any:
+    """Triton reads a function's source through linecache, so the text need not lie in a file."""
+    signature, *body = lines
+    text = "\n    ".join([f"def {name}{signature}", *body]) + "\n"
+    file = f"<accumfused {name}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    namespace: dict[str, Any] = {"tl": tl, "numeric": numeric, "__name__": __name__}
+    exec(compile(text, file, "exec"), namespace)  # printed above, from a trace
+    return triton.jit(namespace[name])

@@ -1,0 +1,28 @@
+"""How C++ is compiled: the native module by setup.py, a user's rule when it first runs. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+
+# No -march=native and no -ffast-math: one wheel runs anywhere, and every instruction set computes the same bits. The
+# last two change no result; without them sqrt does not vectorise.
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-ffp-contract=off"]
+FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
+_V3 = ["-mavx2", "-mfma"]
+_V4 = ["-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"]
+INSTRUCTION_SETS = {"baseline": [], "x86_64_v3": _V3, "x86_64_v4": [*_V3, *_V4]}
+
+
+def compiler() -> str:
+    """The C++ compiler's command.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    for name in names:
+        if shutil.which(shlex.split(name)[0]):
+            return name
+    raise RuntimeError(f"no C++17 compiler was found (tried {', '.join(names)}); install g++ or clang++, or set CXX")

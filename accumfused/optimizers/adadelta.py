@@ -1,0 +1,71 @@
+"""Adadelta.
+
+    g <- g + weight_decay * p
+    v <- rho v + (1 - rho) g^2
+    d <- sqrt(u + eps) / sqrt(v + eps) * g
+    u <- rho u + (1 - rho) d^2
+    p <- p - lr * d
+
+Zeiler 2012 (arXiv:1212.5701), with torch's lr.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accumfused.arithmetic import sqrt, where
+from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizers.peers import constructor
+from accumfused.rule import Rule
+from accumfused.settings import takes_settings
+
+
+class AdadeltaRule(Rule):
+    name = "adadelta"
+    states = ("square_avg", "acc_delta")
+    second_moments = states
+    torch_states = ("step", *states)
+    hypers = ("lr", "rho", "eps", "weight_decay", "maximize")
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        return {
+            "lr": h.lr,
+            "rho": h.rho,
+            "one_minus_rho": 1.0 - h.rho,
+            "eps": h.eps,
+            "weight_decay": h.weight_decay,
+        }
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        square_avg, acc_delta = states
+        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
+        square_avg = square_avg * s.rho + (g * g) * s.one_minus_rho
+        delta = sqrt(acc_delta + s.eps) / sqrt(square_avg + s.eps) * g
+        acc_delta = acc_delta * s.rho + (delta * delta) * s.one_minus_rho
+        return p - delta * s.lr, square_avg, acc_delta
+
+
+@takes_settings
+class Adadelta(FusedOptimizer, torch.optim.Adadelta):
+    """Adadelta, with accumulation, unscaling and clipping in the same pass.
+
+    It replaces `torch.optim.Adadelta`: same arguments, group keys, state names and checkpoints.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        lr, rho, eps, weight_decay, maximize: as in torch.
+        **settings: those of `accumfused.settings.Settings`.
+        foreach, capturable: unused; the groups keep them, because torch's own optimizer reads them.
+        differentiable: not supported.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes.
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules = (AdadeltaRule,)
+    __init__ = constructor(torch.optim.Adadelta)

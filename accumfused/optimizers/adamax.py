@@ -1,0 +1,72 @@
+"""Adamax: Adam with an infinity norm in place of the second moment.
+
+    g <- g + weight_decay * p
+    m <- beta1 m + (1 - beta1) g
+    u <- max(beta2 u, |g| + eps)
+    p <- p - lr / (1 - beta1^t) * m / u
+
+Kingma & Ba 2015 (arXiv:1412.6980), section 7.1, with torch's eps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accumfused.arithmetic import maximum, power, where
+from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizers.peers import constructor
+from accumfused.rule import Rule
+from accumfused.settings import takes_settings
+
+
+class AdamaxRule(Rule):
+    name = "adamax"
+    states = ("exp_avg", "exp_inf")
+    second_moments = ("exp_inf",)
+    torch_states = ("step", *states)
+    hypers = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize")
+    keeps_maximum = True
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        return {
+            "beta1": h.beta1,
+            "one_minus_beta1": 1.0 - h.beta1,
+            "beta2": h.beta2,
+            "eps": h.eps,
+            "weight_decay": h.weight_decay,
+            "step_size": h.lr / (1.0 - power(h.beta1, step)),
+        }
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        exp_avg, exp_inf = states
+        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
+        exp_avg = exp_avg * s.beta1 + g * s.one_minus_beta1
+        exp_inf = maximum(exp_inf * s.beta2, abs(g) + s.eps)
+        return p - (exp_avg * s.step_size) / exp_inf, exp_avg, exp_inf
+
+
+@takes_settings
+class Adamax(FusedOptimizer, torch.optim.Adamax):
+    """Adamax, with accumulation, unscaling and clipping in the same pass.
+
+    It replaces `torch.optim.Adamax`: same arguments, group keys, state names and checkpoints.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        lr, betas, eps, weight_decay, maximize: as in torch.
+        **settings: those of `accumfused.settings.Settings`.
+        foreach, capturable: unused; the groups keep them, because torch's own optimizer reads them.
+        differentiable: not supported.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes;
+            8-bit states.
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules = (AdamaxRule,)
+    __init__ = constructor(torch.optim.Adamax)

@@ -1,0 +1,117 @@
+"""Adan: Adam with the gradient's change, by which it looks ahead as Nesterov does.
+
+    d <- g - g_before                        (0 in the first step)
+    m <- beta1 m + (1 - beta1) g
+    v <- beta2 v + (1 - beta2) d
+    n <- beta3 n + (1 - beta3) (g + beta2 d)^2
+    p <- (p - lr * (m / (1 - beta1^t) + beta2 * v / (1 - beta2^t)) / (sqrt(n) / sqrt(1 - beta3^t) + eps))
+         / (1 + lr weight_decay)
+
+With no_prox, p (1 - lr weight_decay) stands for p, and nothing divides. Xie et al. 2022, "Adan: Adaptive Nesterov
+Momentum Algorithm for Faster Optimizing Deep Models" (arXiv:2208.06677), with the authors' bias corrections and betas,
+which are 1 minus the paper's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from accumfused.arithmetic import power, sqrt, where
+from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizers.peers import check_hypers
+from accumfused.rule import Rule
+from accumfused.settings import SettingArguments, chosen, takes_settings
+
+
+class AdanRule(Rule):
+    name = "adan"
+    states = ("exp_avg", "exp_avg_diff", "neg_pre_grad", "exp_avg_sq")
+    second_moments = ("exp_avg_sq",)
+    hypers = ("lr", "beta1", "beta2", "beta3", "eps", "weight_decay", "no_prox", "maximize")
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        decay = h.lr * h.weight_decay
+        return {
+            "beta1": h.beta1,
+            "one_minus_beta1": 1.0 - h.beta1,
+            "beta2": h.beta2,
+            "one_minus_beta2": 1.0 - h.beta2,
+            "beta3": h.beta3,
+            "one_minus_beta3": 1.0 - h.beta3,
+            "eps": h.eps,
+            "decay_before": where(h.no_prox != 0, 1.0 - decay, 1.0),
+            "decay_after": where(h.no_prox != 0, 1.0, 1.0 / (1.0 + decay)),
+            "step_size": h.lr / (1.0 - power(h.beta1, step)),
+            "step_size_diff": h.lr * h.beta2 / (1.0 - power(h.beta2, step)),
+            "inverse_root": 1.0 / sqrt(1.0 - power(h.beta3, step)),
+            "is_first": where(step == 1, 1.0, 0.0),
+        }
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        exp_avg, exp_avg_diff, neg_pre_grad, exp_avg_sq = states
+        diff = where(s.is_first != 0, 0.0, g + neg_pre_grad)
+        ahead = g + diff * s.beta2
+        exp_avg = exp_avg * s.beta1 + g * s.one_minus_beta1
+        exp_avg_diff = exp_avg_diff * s.beta2 + diff * s.one_minus_beta2
+        exp_avg_sq = exp_avg_sq * s.beta3 + (ahead * ahead) * s.one_minus_beta3
+        update = exp_avg * s.step_size + exp_avg_diff * s.step_size_diff
+        p = p * s.decay_before - update / (sqrt(exp_avg_sq) * s.inverse_root + s.eps)
+        return p * s.decay_after, exp_avg, exp_avg_diff, -g, exp_avg_sq
+
+
+@takes_settings
+class Adan(FusedOptimizer):
+    """Adan, with accumulation, unscaling and clipping in the same pass.
+
+    Names, defaults and order of the arguments are those of the authors' code, and so are the states; a checkpoint of
+    theirs loads. The state also counts steps, for each parameter.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        lr: the learning rate.
+        betas: the decays of the gradient's mean, of its change's mean, and of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, multiplied by lr.
+        no_prox: True decays before the update, as AdamW does; False decays by a division after it.
+        maximize: True ascends in place of descending.
+        **settings: those of `accumfused.settings.Settings`.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules: ClassVar[tuple[type[Rule], ...]] = (AdanRule,)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor, float | Tensor] = (0.98, 0.92, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        no_prox: bool = False,
+        *,
+        maximize: bool = False,
+        **settings: Unpack[SettingArguments],
+    ) -> None:
+        check_hypers(lr, betas, 3, epsilon=eps, weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "no_prox": no_prox}
+        torch.optim.Optimizer.__init__(self, params, {**defaults, "maximize": maximize})
+        self.configure(chosen(type(self).__name__, self.defaults, **settings))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name in ("no_prox", "maximize"):
+                group.setdefault(name, False)
+            steps = group.pop("step", None)  # the authors count them once for a group
+            for param in group["params"] if steps is not None else ():
+                if param in self.state:
+                    self.state[param].setdefault("step", torch.tensor(float(steps), device=param.device))

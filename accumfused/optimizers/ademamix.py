@@ -1,0 +1,126 @@
+"""AdEMAMix: AdamW with a second, slow mean of the gradient.
+
+    m1 <- beta1 m1 + (1 - beta1) g
+    m2 <- beta3(t) m2 + (1 - beta3(t)) g
+    v <- beta2 v + (1 - beta2) g^2
+    p <- p (1 - lr weight_decay) - lr * (m1 / (1 - beta1^t) + alpha(t) m2) / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+With r = min(t / warmup, 1): alpha(t) = r alpha, and beta3(t) = beta3 ^ (1 / ((1 - r) ln(beta3) / ln(beta1) + r)), whose
+half-life grows linearly from that of beta1 to that of beta3. Without warmup, r is 1. Pagliardini, Ablin & Grangier
+2024, "The AdEMAMix Optimizer: Better, Faster, Older" (arXiv:2409.03137).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from accumfused.arithmetic import maximum, power, sqrt
+from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizers.peers import check_hypers
+from accumfused.rule import Rule
+from accumfused.settings import SettingArguments, chosen, takes_settings
+
+
+class AdEMAMixRule(Rule):
+    name = "ademamix"
+    states = ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq")
+    second_moments = ("exp_avg_sq",)
+    hypers = (
+        "lr", "beta1", "beta2", "beta3", "half_life_ratio", "alpha", "alpha_warmup", "beta3_warmup", "eps",
+        "weight_decay", "maximize",
+    )  # fmt: skip
+
+    @classmethod
+    def hyper(cls, group: Mapping[str, Any], name: str) -> Any:
+        if name == "half_life_ratio":  # a logarithm has other bits on other backends, so the host takes it
+            beta1, _, beta3 = (float(beta) + 1e-8 for beta in group["betas"])  # as the authors do: a beta may be 0
+            return math.log(beta3) / math.log(beta1)
+        value = super().hyper(group, name)
+        return 0.0 if value is None else value
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        ramp = step / maximum(h.beta3_warmup, step)
+        beta3 = power(h.beta3, 1.0 / ((1.0 - ramp) * h.half_life_ratio + ramp))
+        return {
+            "beta1": h.beta1,
+            "one_minus_beta1": 1.0 - h.beta1,
+            "beta2": h.beta2,
+            "one_minus_beta2": 1.0 - h.beta2,
+            "beta3": beta3,
+            "one_minus_beta3": 1.0 - beta3,
+            "eps": h.eps,
+            "decay": 1.0 - h.lr * h.weight_decay,
+            "step_size": h.lr / (1.0 - power(h.beta1, step)),
+            "slow_step_size": h.lr * h.alpha * (step / maximum(h.alpha_warmup, step)),
+            "inverse_root": 1.0 / sqrt(1.0 - power(h.beta2, step)),
+        }
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        exp_avg_fast, exp_avg_slow, exp_avg_sq = states
+        exp_avg_fast = exp_avg_fast * s.beta1 + g * s.one_minus_beta1
+        exp_avg_slow = exp_avg_slow * s.beta3 + g * s.one_minus_beta3
+        exp_avg_sq = exp_avg_sq * s.beta2 + (g * g) * s.one_minus_beta2
+        update = exp_avg_fast * s.step_size + exp_avg_slow * s.slow_step_size
+        p = p * s.decay - update / (sqrt(exp_avg_sq) * s.inverse_root + s.eps)
+        return p, exp_avg_fast, exp_avg_slow, exp_avg_sq
+
+
+@takes_settings
+class AdEMAMix(FusedOptimizer):
+    """AdEMAMix, with accumulation, unscaling and clipping in the same pass.
+
+    Names, defaults and order of the arguments are those of the authors' code, and so are the states; a checkpoint of
+    theirs loads. With betas[0] = 0 they keep no `exp_avg_fast`, and this class does.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        lr: the learning rate.
+        betas: the decays of the fast mean, of the second moment, and of the slow mean.
+        alpha: the weight of the slow mean.
+        beta3_warmup: steps in which the slow mean's half-life grows from that of betas[0] to that of betas[2].
+        alpha_warmup: steps in which alpha grows from 0. None: no warmup, for each of both.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, multiplied by lr.
+        maximize: True ascends in place of descending.
+        **settings: those of `accumfused.settings.Settings`.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules: ClassVar[tuple[type[Rule], ...]] = (AdEMAMixRule,)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor, float | Tensor] = (0.9, 0.999, 0.9999),
+        alpha: float = 2.0,
+        beta3_warmup: int | None = None,
+        alpha_warmup: int | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        *,
+        maximize: bool = False,
+        **settings: Unpack[SettingArguments],
+    ) -> None:
+        warmups = {"beta3_warmup": beta3_warmup, "alpha_warmup": alpha_warmup}
+        given = {name: steps for name, steps in warmups.items() if steps is not None}
+        check_hypers(lr, betas, 3, epsilon=eps, weight_decay=weight_decay, alpha=alpha, **given)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "alpha": alpha, **warmups, "weight_decay": weight_decay}
+        torch.optim.Optimizer.__init__(self, params, {**defaults, "maximize": maximize})
+        self.configure(chosen(type(self).__name__, self.defaults, **settings))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("maximize", False)

@@ -1,0 +1,70 @@
+"""ASGD: SGD with an average of its weights.
+
+    p <- p (1 - lambd eta) - eta (g + weight_decay p)
+    a <- a + mu (p - a)                            (mu = 1 copies p)
+    eta <- lr / (1 + lambd lr t)^alpha;  mu <- 1 / max(1, t - t0)
+
+torch's form of Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from accumfused.arithmetic import maximum, power, where
+from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizers.peers import constructor
+from accumfused.rule import Rule
+from accumfused.settings import takes_settings
+
+
+class ASGDRule(Rule):
+    name = "asgd"
+    states = ("ax",)
+    tensor_states: ClassVar[Mapping[str, float]] = {"eta": 0.0, "mu": 1.0}
+    starts: ClassVar[Mapping[str, str]] = {"eta": "lr"}
+    torch_states = ("step", "eta", "mu", "ax")
+    hypers = ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize")
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        eta = where(step == 1, h.lr, h.eta)
+        return {
+            "used_eta": eta,
+            "used_mu": h.mu,
+            "decay": 1.0 - h.lambd * eta,
+            "weight_decay": h.weight_decay,
+            "eta": h.lr / power(1.0 + h.lambd * h.lr * step, h.alpha),
+            "mu": 1.0 / maximum(step - h.t0, 1.0),
+        }
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        (ax,) = states
+        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
+        p = p * s.decay - g * s.used_eta
+        return p, where(s.used_mu == 1, p, ax + (p - ax) * s.used_mu)
+
+
+@takes_settings
+class ASGD(FusedOptimizer, torch.optim.ASGD):
+    """ASGD, with accumulation, unscaling and clipping in the same pass.
+
+    It replaces `torch.optim.ASGD`: same arguments, group keys, state names and checkpoints.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        lr, lambd, alpha, t0, weight_decay, maximize: as in torch.
+        **settings: those of `accumfused.settings.Settings`.
+        foreach, capturable: unused; the groups keep them, because torch's own optimizer reads them.
+        differentiable: not supported.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `Adam`.
+    """
+
+    rules = (ASGDRule,)
+    __init__ = constructor(torch.optim.ASGD)

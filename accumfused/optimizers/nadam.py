@@ -1,0 +1,82 @@
+"""NAdam: Adam with Nesterov momentum.
+
+    mu_t <- beta1 (1 - 0.96^(t momentum_decay) / 2);  M_t <- mu_t M_(t-1)
+    m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;  d <- sqrt(v / (1 - beta2^t)) + eps
+    p <- p - lr (1 - mu_t) / (1 - M_t) g / d - lr mu_(t+1) / (1 - M_t mu_(t+1)) m / d
+
+with g + weight_decay p for g; decoupled: p (1 - lr weight_decay) first. Dozat 2016, "Incorporating Nesterov Momentum
+into Adam".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from accumfused.arithmetic import power, sqrt, where
+from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizers.peers import constructor
+from accumfused.rule import Rule
+from accumfused.settings import takes_settings
+
+
+class NAdamRule(Rule):
+    name = "nadam"
+    states = ("exp_avg", "exp_avg_sq")
+    second_moments = ("exp_avg_sq",)
+    tensor_states: ClassVar[Mapping[str, float]] = {"mu_product": 1.0}
+    torch_states = ("step", "mu_product", *states)
+    hypers = (
+        "lr", "beta1", "beta2", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay", "maximize"
+    )  # fmt: skip
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        is_decoupled = h.decoupled_weight_decay != 0
+        mu, following = (h.beta1 * (1.0 - 0.5 * power(0.96, count * h.momentum_decay)) for count in (step, step + 1))
+        mu_product = h.mu_product * mu
+        return {
+            "beta1": h.beta1,
+            "one_minus_beta1": 1.0 - h.beta1,
+            "beta2": h.beta2,
+            "one_minus_beta2": 1.0 - h.beta2,
+            "inverse_correction": 1.0 / (1.0 - power(h.beta2, step)),
+            "eps": h.eps,
+            "weight_decay": where(is_decoupled, 0.0, h.weight_decay),
+            "decay": where(is_decoupled, 1.0 - h.lr * h.weight_decay, 1.0),
+            "of_gradient": h.lr * (1.0 - mu) / (1.0 - mu_product),
+            "of_momentum": h.lr * following / (1.0 - mu_product * following),
+            "mu_product": mu_product,
+        }
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        exp_avg, exp_avg_sq = states
+        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
+        exp_avg = exp_avg * s.beta1 + g * s.one_minus_beta1
+        exp_avg_sq = exp_avg_sq * s.beta2 + (g * g) * s.one_minus_beta2
+        denominator = sqrt(exp_avg_sq * s.inverse_correction) + s.eps
+        return p * s.decay - (g * s.of_gradient + exp_avg * s.of_momentum) / denominator, exp_avg, exp_avg_sq
+
+
+@takes_settings
+class NAdam(FusedOptimizer, torch.optim.NAdam):
+    """NAdam, with accumulation, unscaling and clipping in the same pass.
+
+    It replaces `torch.optim.NAdam`: same arguments, group keys, state names and checkpoints.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, maximize: as in torch.
+        **settings: those of `accumfused.settings.Settings`.
+        foreach, capturable: unused; the groups keep them, because torch's own optimizer reads them.
+        differentiable: not supported.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `Adam`.
+    """
+
+    rules = (NAdamRule,)
+    __init__ = constructor(torch.optim.NAdam)

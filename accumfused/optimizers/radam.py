@@ -1,0 +1,83 @@
+"""RAdam: Adam with a rectified variance, and none while few gradients are averaged.
+
+    m <- beta1 m + (1 - beta1) g
+    v <- beta2 v + (1 - beta2) g^2
+    n = 2 / (1 - beta2) - 1,  n_t = n - 2 t beta2^t / (1 - beta2^t)
+    r = sqrt((n_t - 4) (n_t - 2) n / ((n - 4) (n - 2) n_t))
+    p <- p - lr / (1 - beta1^t) * m * (n_t > 5 ? r sqrt(1 - beta2^t) / (sqrt(v) + eps) : 1)
+
+Before, weight_decay * p is added to g (L2), or p shrinks by 1 - lr weight_decay (decoupled). Liu et al. 2020
+(arXiv:1908.03265), with torch's eps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accumfused.arithmetic import power, sqrt, where
+from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizers.peers import constructor
+from accumfused.rule import Rule
+from accumfused.settings import takes_settings
+
+
+class RadamRule(Rule):
+    name = "radam"
+    states = ("exp_avg", "exp_avg_sq")
+    second_moments = ("exp_avg_sq",)
+    torch_states = ("step", *states)
+    hypers = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        remaining = power(h.beta2, step)
+        longest = 2.0 / (1.0 - h.beta2) - 1.0
+        length = longest - 2.0 * step * remaining / (1.0 - remaining)
+        is_rectified = length > 5.0
+        length, longest = where(is_rectified, length, 6.0), where(is_rectified, longest, 6.0)
+        rectification = (length - 4.0) * (length - 2.0) * longest / ((longest - 4.0) * (longest - 2.0) * length)
+        step_size = h.lr / (1.0 - power(h.beta1, step))
+        return {
+            "beta1": h.beta1,
+            "one_minus_beta1": 1.0 - h.beta1,
+            "beta2": h.beta2,
+            "one_minus_beta2": 1.0 - h.beta2,
+            "eps": h.eps,
+            "weight_decay": where(h.decoupled_weight_decay != 0, 0.0, h.weight_decay),
+            "decay": where(h.decoupled_weight_decay != 0, 1.0 - h.lr * h.weight_decay, 1.0),
+            "step_size": where(is_rectified, step_size * sqrt((1.0 - remaining) * rectification), step_size),
+            "is_rectified": where(is_rectified, 1.0, 0.0),
+        }
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        exp_avg, exp_avg_sq = states
+        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
+        exp_avg = exp_avg * s.beta1 + g * s.one_minus_beta1
+        exp_avg_sq = exp_avg_sq * s.beta2 + (g * g) * s.one_minus_beta2
+        denominator = where(s.is_rectified != 0, sqrt(exp_avg_sq) + s.eps, 1.0)
+        return p * s.decay - (exp_avg * s.step_size) / denominator, exp_avg, exp_avg_sq
+
+
+@takes_settings
+class RAdam(FusedOptimizer, torch.optim.RAdam):
+    """RAdam, with accumulation, unscaling and clipping in the same pass.
+
+    It replaces `torch.optim.RAdam`: same arguments, group keys, state names and checkpoints.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        lr, betas, eps, weight_decay, decoupled_weight_decay, maximize: as in torch.
+        **settings: those of `accumfused.settings.Settings`.
+        foreach, capturable: unused; the groups keep them, because torch's own optimizer reads them.
+        differentiable: not supported.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes.
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules = (RadamRule,)
+    __init__ = constructor(torch.optim.RAdam)

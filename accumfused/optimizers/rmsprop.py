@@ -1,0 +1,101 @@
+"""RMSprop, with momentum, and centered.
+
+    g <- g + weight_decay * p
+    v <- alpha v + (1 - alpha) g^2
+    a <- alpha a + (1 - alpha) g              (centered: v - a^2, the variance, is used in place of v below)
+    b <- momentum * b + g / (sqrt(v) + eps)    (without momentum: b = g / (sqrt(v) + eps))
+    p <- p - lr * b
+
+Hinton 2012, "Neural Networks for Machine Learning", lecture 6e; centered: Graves 2013 (arXiv:1308.0850). eps stands
+outside of the root, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from accumfused.arithmetic import maximum, sqrt, where
+from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizers.peers import constructor
+from accumfused.rule import Rule
+from accumfused.settings import takes_settings
+
+
+class RmspropRule(Rule):
+    name = "rmsprop"
+    states: ClassVar[tuple[str, ...]] = ("square_avg",)
+    second_moments: ClassVar[tuple[str, ...]] = ("square_avg",)
+    torch_states: ClassVar[tuple[str, ...]] = ("step", *states)
+    hypers = ("lr", "alpha", "eps", "weight_decay", "momentum", "maximize")
+    flags: ClassVar[Mapping[str, bool]] = {"has_momentum": False, "centered": False}
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        return {
+            "lr": h.lr,
+            "alpha": h.alpha,
+            "one_minus_alpha": 1.0 - h.alpha,
+            "eps": h.eps,
+            "weight_decay": h.weight_decay,
+            "momentum": h.momentum,
+        }
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        *averages, square_avg = states
+        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
+        second = square_avg = square_avg * s.alpha + (g * g) * s.one_minus_alpha
+        if s.centered:
+            averages[-1] = averages[-1] * s.alpha + g * s.one_minus_alpha
+            second = maximum(square_avg - averages[-1] * averages[-1], 0.0)  # roundings may make it negative
+        direction = g / (sqrt(second) + s.eps)
+        if s.has_momentum:
+            direction = averages[0] = averages[0] * s.momentum + direction
+        return p - direction * s.lr, *averages, square_avg
+
+
+class RmspropMomentumRule(RmspropRule):
+    name = "rmsprop_momentum"
+    states = ("momentum_buffer", "square_avg")
+    torch_states = ("step", *states)
+    flags: ClassVar[Mapping[str, bool]] = {"has_momentum": True, "centered": False}
+
+
+class RmspropCenteredRule(RmspropRule):
+    name = "rmsprop_centered"
+    states = ("grad_avg", "square_avg")
+    torch_states = ("step", *states)
+    flags: ClassVar[Mapping[str, bool]] = {"has_momentum": False, "centered": True}
+
+
+class RmspropMomentumCenteredRule(RmspropRule):
+    name = "rmsprop_momentum_centered"
+    states = ("momentum_buffer", "grad_avg", "square_avg")
+    torch_states = ("step", *states)
+    flags: ClassVar[Mapping[str, bool]] = {"has_momentum": True, "centered": True}
+
+
+@takes_settings
+class RMSprop(FusedOptimizer, torch.optim.RMSprop):
+    """RMSprop, with accumulation, unscaling and clipping in the same pass.
+
+    It replaces `torch.optim.RMSprop`: same arguments, group keys, state names and checkpoints. A centered variance that
+    roundings make negative is 0 here, and NaN in torch; the smaller the format of the states, the larger eps should be.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        lr, alpha, eps, weight_decay, momentum, centered, maximize: as in torch.
+        **settings: those of `accumfused.settings.Settings`.
+        capturable, foreach: unused; the groups keep them, because torch's own optimizer reads them.
+        differentiable: not supported.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes.
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules = (RmspropRule, RmspropMomentumRule, RmspropCenteredRule, RmspropMomentumCenteredRule)
+    __init__ = constructor(torch.optim.RMSprop)

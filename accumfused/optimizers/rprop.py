@@ -1,0 +1,76 @@
+"""Rprop: a step size for each element, which follows the signs of its gradients.
+
+    d <- d * (g g' > 0 ? eta+ : g g' < 0 ? eta- : 1), within the smallest and the largest step size
+    g <- 0 where g g' < 0
+    p <- p - d * sign(g)
+    g' <- g                                        (before the first step g' = 0 and d = lr)
+
+Riedmiller & Braun 1993, "A Direct Adaptive Method for Faster Backpropagation Learning"; without going back where the
+sign changes, as in torch: Igel & Huesken 2000, "Improving the Rprop Learning Algorithm" (iRprop-).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from accumfused.arithmetic import maximum, minimum, sign, where
+from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizers.peers import constructor
+from accumfused.rule import Rule
+from accumfused.settings import takes_settings
+
+
+class RpropRule(Rule):
+    name = "rprop"
+    states = ("prev", "step_size")
+    second_moments = ("step_size",)
+    torch_states = ("step", *states)
+    starts: ClassVar[Mapping[str, str]] = {"step_size": "lr"}
+    hypers = ("lr", "eta1", "eta2", "step_size1", "step_size2", "maximize")
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        return {
+            "shrinking": h.eta1,
+            "growing": h.eta2,
+            "smallest": h.step_size1,
+            "largest": h.step_size2,
+            "initial": h.lr,
+            "is_first": where(step == 1, 1.0, 0.0),
+        }
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        prev, step_size = states
+        agreement = sign(g) * sign(prev)  # a product of gradients could underflow
+        factor = where(agreement > 0, s.growing, where(agreement < 0, s.shrinking, 1.0))
+        step_size = where(s.is_first != 0, s.initial, step_size) * factor
+        step_size = minimum(maximum(step_size, s.smallest), s.largest)
+        g = where(agreement < 0, 0.0, g)
+        return p - sign(g) * step_size, g, step_size
+
+
+@takes_settings
+class Rprop(FusedOptimizer, torch.optim.Rprop):
+    """Rprop, with accumulation, unscaling and clipping in the same pass.
+
+    It replaces `torch.optim.Rprop`: same arguments, group keys, state names and checkpoints. The product of two small
+    gradients underflows in torch; here their signs count whatever their size.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        lr, etas, step_sizes, maximize: as in torch; lr is the first step size, and read at the first step alone.
+        **settings: those of `accumfused.settings.Settings`.
+        capturable, foreach: unused; the groups keep them, because torch's own optimizer reads them.
+        differentiable: not supported.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes.
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules = (RpropRule,)
+    __init__ = constructor(torch.optim.Rprop)

@@ -1,0 +1,162 @@
+"""af.optimizer_of: a user's own rule is an optimizer like any other."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_all_same_bits, everything
+from table import random_grads, random_params, set_grads
+
+import accumfused as af
+from accumfused.arithmetic import sqrt, where
+from accumfused.optimizers.adam import AdamRule
+
+
+class CountedRule(af.Rule):
+    """Root mean squares, with a number for each tensor that counts down, and a flag."""
+
+    name = "counted"
+    states = ("average", "square_avg")
+    second_moments = ("square_avg",)
+    tensor_states = {"left": 2.0}  # noqa: RUF012
+    hypers = {"lr": 0.1, "beta": 0.5, "maximize": 0.0}  # noqa: RUF012
+    flags = {"centered": False}  # noqa: RUF012
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        return {"lr": h.lr * where(h.left > 0, 0.5, 1.0), "beta": h.beta, "rest": 1.0 - h.beta, "left": h.left - 1.0}
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        average, square_avg = states
+        average = average * s.beta + g * s.rest
+        square_avg = square_avg * s.beta + (g * g) * s.rest
+        spread = square_avg - average * average if s.centered else square_avg
+        return p - (average * s.lr) / (sqrt(abs(spread)) + 0.01), average, square_avg
+
+
+class CenteredRule(CountedRule):
+    name = "counted_centered"
+    flags = {"centered": True}  # noqa: RUF012
+
+
+class LikeAdamRule(AdamRule):
+    """AdamW under another name: a user's rule that has a built-in counterpart."""
+
+    name = "like_adam"
+    is_common = False
+    hypers = {  # noqa: RUF012
+        "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "decoupled_weight_decay": 1.0,
+        "maximize": 0.0,
+    }  # fmt: skip
+    flags = {"amsgrad": False, "is_cautious": False}  # noqa: RUF012
+
+
+class KeywordRule(af.Rule):
+    """Its names are words of C++, or of the kernels."""
+
+    name = "row"
+    states = ("double", "v1")
+    hypers = {"new": 0.5, "coef": 0.25}  # noqa: RUF012
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        return {"p": h.new, "coefficient": h.coef, "grad": h.new * step}
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        double, v1 = states
+        return p * s.p - g * s.coefficient + double * s.grad, v1 + g, double + p
+
+
+Counted = af.optimizer_of(CountedRule, CenteredRule)
+LikeAdam = af.optimizer_of(LikeAdamRule)
+SHAPES = ((3,), (17, 5), (), (0, 4), (1040,))
+
+
+def trained(optimizer_class: Any, steps: int = 4, **options: Any) -> dict[str, torch.Tensor]:
+    params = random_params(SHAPES)
+    optimizer = optimizer_class(params, **options)
+    for seed in range(steps):
+        for weight in (3.0, 5.0):
+            set_grads(params, random_grads(params, int(10 * seed + weight)))
+            optimizer.accumulate(weight)
+        optimizer.step()
+    return everything(optimizer)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("formats", [{}, {"state_dtype": "int8", "state_dtype_min_numel": 0, "rounding_seed": 1}])
+def test_a_compiled_rule_has_the_references_bits(formats: dict[str, Any], centered: bool) -> None:
+    options = {"lr": 0.2, "maximize": 1.0, "centered": centered, "max_grad_norm": 0.5, **formats}
+    found = trained(Counted, backend="auto", **options)
+    assert_all_same_bits(found, trained(Counted, backend="torch", **options))
+    assert float(found["left 0"]) == -2.0
+
+
+def test_a_rule_may_have_any_names() -> None:
+    keyword = af.optimizer_of(KeywordRule)
+    assert_all_same_bits(trained(keyword, backend="cpu"), trained(keyword, backend="torch"))
+
+
+def test_a_rule_with_adamws_arithmetic_has_adamws_bits() -> None:
+    ours, theirs = trained(LikeAdam, lr=0.1), trained(af.AdamW, lr=0.1)
+    assert_all_same_bits(ours, theirs)
+
+
+def test_checkpoints_copies_and_pickles_go_on() -> None:
+    params = random_params(SHAPES)
+    optimizer = Counted(params, lr=0.2)
+    set_grads(params, random_grads(params, 0))
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(other) is Counted
+        assert_all_same_bits(everything(other), everything(optimizer))
+    fresh = Counted(params)
+    fresh.load_state_dict(saved)
+    assert_all_same_bits(everything(fresh), everything(optimizer))
+    assert fresh.param_groups[0]["lr"] == 0.2
+    del saved["state"][1]["left"]
+    with pytest.raises(ValueError, match="state of parameter 1 has no 'left'"):
+        fresh.load_state_dict(saved)
+
+
+def test_without_a_compiler_pytorch_runs_the_rule(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class LonelyRule(LikeAdamRule):
+        name = "lonely"
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with caplog.at_level("INFO", logger="accumfused"):
+        optimizer = af.optimizer_of(LonelyRule)(random_params(SHAPES))
+        set_grads(optimizer.engine.plans.params, random_grads(random_params(SHAPES), 0))
+        optimizer.step()
+    assert "no C++17 compiler was found" in caplog.text
+    with pytest.raises(RuntimeError, match="no C\\+\\+17 compiler was found"):
+        af.optimizer_of(LonelyRule)(random_params(SHAPES), backend="cpu").step()
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "no rule": (lambda: af.optimizer_of(dict), TypeError, "takes subclasses of Rule"),  # type: ignore[arg-type]
+    "no name": (lambda: af.optimizer_of(af.Rule), TypeError, "has no name"),
+    "no defaults": (lambda: af.optimizer_of(AdamRule), ValueError, "has no defaults"),
+    "other hypers": (lambda: af.optimizer_of(CountedRule, LikeAdamRule), ValueError, "other hypers or flags"),
+    "one flag twice": (lambda: af.optimizer_of(CountedRule, CountedRule), ValueError, "the same flags"),
+    "unknown option": (lambda: Counted(random_params(SHAPES), momentum=1.0), TypeError, "momentum"),
+    "no number": (lambda: Counted(random_params(SHAPES), lr="fast"), TypeError, "lr must be a number"),
+    "not a number": (lambda: Counted(random_params(SHAPES), lr=float("nan")), ValueError, "lr must be a number"),
+    "two numbers": (lambda: Counted(random_params(SHAPES), lr=torch.ones(2)), ValueError, "one element"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_call_is_refused(name: str) -> None:
+    call, error, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        call()

@@ -1,0 +1,193 @@
+"""Rules that a user writes: which ones are refused when the class is made, and that a name is not the rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import inside
+import pytest
+import torch
+from compare import assert_same_bits
+from table import random_grads, random_params, set_grads
+
+import accumfused as af
+from accumfused.arithmetic import maximum, minimum, power, sign, sqrt, where
+from accumfused.backends import evaluate
+from accumfused.formats import numeric
+from accumfused.optimizers.adam import AdamRule
+from accumfused.rule import MAX_HYPERS, MAX_STATES, Rule
+
+
+def make(
+    update: Callable[..., Any] = lambda s, p, g, *states: (p - g, *states),
+    scalars: Callable[..., Any] = lambda h, step: {"lr": h.lr},
+    **members: Any,
+) -> type[Rule]:
+    functions = {"scalars": staticmethod(scalars), "update": staticmethod(update)}
+    return type("Wrong", (Rule,), {"name": "wrong", **functions, **members})
+
+
+def branches(s: Any, p: Any, g: Any) -> Any:
+    return (p - g if g > 0 else p,)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a branch": ({"update": branches}, TypeError, "Wrong.update cannot be traced: a rule cannot branch on a number"),
+    "a branch of the scalars": (
+        {"scalars": lambda h, step: {"lr": 1.0 if h.lr > 0 else 0.0}}, TypeError, "Wrong.scalars .* cannot branch",
+    ),
+    "an unknown hyper": ({"scalars": lambda h, step: {"x": h.beta1}}, TypeError, "has no 'beta1'; it has lr"),
+    "an unknown scalar": ({"update": lambda s, p, g: (p * s.decay,)}, TypeError, "has no 'decay'; it has lr"),
+    "too few values": (
+        {"update": lambda s, p, g, m: (p,), "states": ("exp_avg",)}, TypeError,
+        r"returns 1 values; it must return \(p, exp_avg,\)",
+    ),
+    "no tuple": ({"update": lambda s, p, g: p}, TypeError, r"returns Symbol; it must return \(p,\)"),
+    "no dict": ({"scalars": lambda h, step: [h.lr]}, TypeError, "returns list; it must return a dict"),
+    "no number": ({"update": lambda s, p, g: (None,)}, TypeError, "NoneType is no number of a rule"),
+    "a condition as a number": ({"update": lambda s, p, g: (p * (g > 0),)}, TypeError, "mul takes numbers here"),
+    "a number as a condition": ({"update": lambda s, p, g: (where(g, p, g),)}, TypeError, "where takes conditions"),
+    "& of numbers": ({"update": lambda s, p, g: (where(g & p, p, g),)}, TypeError, "and takes conditions here"),
+    "a function of math": ({"update": lambda s, p, g: (math.exp(p),)}, TypeError, "use the functions of accumfused"),
+    "a function of torch": ({"update": lambda s, p, g: (torch.exp(p),)}, TypeError, "Wrong.update cannot be traced"),
+    "another exponent": ({"update": lambda s, p, g: (p**3,)}, TypeError, "the exponent 2 alone"),
+    "a power of an element": (
+        {"update": lambda s, p, g: (power(p, 3.0),)}, TypeError, r"power\(\) is for scalars\(\)",
+    ),
+    "a number of scalars()": (
+        {"update": lambda s, p, g: (p + leaked[0],), "scalars": lambda h, step: leaked.append(h.lr) or {}}, TypeError,
+        "a number of another function",
+    ),
+    "a name that stands twice": ({"states": ("lr",)}, ValueError, "lr stands twice"),
+    "no identifier": ({"hypers": ("weight decay",)}, ValueError, "'weight decay' is no identifier"),
+    "a name of a rule that is none": ({"name": "a-rule"}, ValueError, "'a-rule' is no identifier"),
+    "a name that is taken": ({"states": ("g",)}, ValueError, "'g' means something else already"),
+    "no name of a number": ({"scalars": lambda h, step: {"a b": h.lr}}, ValueError, "'a b', which is no identifier"),
+    "too many numbers": (
+        {
+            "scalars": lambda h, step: {f"a{n}": h.lr + n for n in range(24)},
+            "update": lambda s, p, g: (sum((getattr(s, f"a{n}") for n in range(24)), p),),
+        },
+        ValueError, "update reads 24 numbers of scalars.*at most 23 can",
+    ),
+    "too many states": ({"states": tuple("abcdefgh"[: MAX_STATES + 1])}, ValueError, "at most 4"),
+    "too many hypers": ({"hypers": tuple(f"a{n}" for n in range(MAX_HYPERS + 1))}, ValueError, "at most"),
+    "second moments in front": (
+        {"states": ("exp_avg_sq", "exp_avg"), "second_moments": ("exp_avg_sq",)}, ValueError, "must be the last of",
+    ),
+}  # fmt: skip
+leaked: list[Any] = []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_rule_is_refused_when_its_class_is_made(name: str) -> None:
+    members, error, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        make(**members)
+
+
+def test_a_rule_does_not_change_after_its_class_was_made() -> None:
+    rule = make()
+    for name in ("name", "states", "hypers", "flags", "scalars", "update"):
+        with pytest.raises(AttributeError, match="compiled into kernels; make another rule with another name"):
+            setattr(rule, name, getattr(AdamRule, name))
+
+
+def test_each_function_is_that_of_torch() -> None:
+    special = torch.tensor([0.0, -0.0, 1.0, -2.5, 1e-45, 3e38, torch.inf, -torch.inf, torch.nan])
+    p, g = (values.flatten() for values in torch.meshgrid(special, special, indexing="ij"))
+    expected: dict[str, tuple[Any, torch.Tensor]] = {
+        "maximum": (lambda s, p, g: (maximum(p, g),), torch.where(p == g, g, torch.maximum(p, g))),
+        "minimum": (lambda s, p, g: (minimum(p, g),), torch.where(p == g, g, torch.minimum(p, g))),
+        "sign": (lambda s, p, g: (sign(g),), torch.where((g == 0) | g.isnan(), g, g.sign())),
+        "-": (lambda s, p, g: (-g,), -g),
+        "abs": (lambda s, p, g: (abs(g),), g.abs()),
+        "** 2": (lambda s, p, g: (g**2,), g * g),
+        "zeros": (lambda s, p, g: (where(g > 0, 0.0, -0.0),), torch.where(g > 0, 0.0, -0.0)),
+        "conditions": (lambda s, p, g: (where((p < g) & ~(g >= 1.0) | (p != p), p, g),),
+                       torch.where((p < g) & ~(g >= 1.0) | p.isnan(), p, g)),
+        "from the left": (lambda s, p, g: ((1.0 - p) * (2.0 / g),), (1.0 - p) * (2.0 / g)),
+    }  # fmt: skip
+    for name, (update, values) in expected.items():
+        (made,) = evaluate.update(make(update), {}, p, g, [])
+        assert_same_bits(made, values, name)
+
+
+# ---- powers ---------------------------------------------------------------------------------------------------------
+
+BASES = (0.9, 0.999, 0.5, 0.1, 1.0000001, 1.7, 1e-12)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("exponent", [0, 1, 2, 3, 10, 31, 200])
+def test_powers_of_steps_are_within_their_error(base: float, exponent: int) -> None:
+    found = numeric.power(torch.tensor(base, dtype=torch.float64), torch.tensor(exponent)).item()
+    exact = Fraction(base) ** exponent
+    if exact > Fraction(2) ** -1000:
+        assert abs(Fraction(found) - exact) <= exact * exponent * Fraction(2) ** -53
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("exponent", [0.0, 0.5, -0.5, 0.8, -0.8, 1 / 3, 1.0, 2.75, -3.1, 17.001, 1e-9])
+def test_real_powers_are_within_their_error(base: float, exponent: float) -> None:
+    made = numeric.real_power(*(torch.tensor(x, dtype=torch.float64) for x in (base, exponent)))
+    with localcontext() as context:
+        context.prec = 60
+        exact = Decimal(base) ** Decimal(exponent)
+        bound = exact * Decimal(abs(exponent) + 160 + abs(math.log(base))) / 2**53
+        assert abs(Decimal(made.item()) - exact) <= bound
+
+
+def test_a_power_of_plain_numbers_is_pythons() -> None:
+    assert power(0.9, 3) == 0.9**3
+    assert sqrt(2.0) == math.sqrt(2.0)
+
+
+# ---- a rule's name is not the rule ----------------------------------------------------------------------------------
+
+
+def other_adam() -> type[af.Adam]:
+    """A class whose rule has Adam's name and states, and other arithmetic."""
+
+    class OtherRule(AdamRule):
+        @staticmethod
+        def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+            exp_avg, exp_avg_sq = states
+            return p - g * s.step_size, exp_avg + g, exp_avg_sq
+
+    return type("Other", (af.Adam,), {"rules": (OtherRule,)})
+
+
+def stepped(kind: type[af.Adam], backend: str) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """The backend that stepped, the parameter and its first moment."""
+    params = random_params([(1000,)])
+    set_grads(params, random_grads(params, 0))
+    optimizer = kind(params, lr=0.1, backend=backend)
+    optimizer.step()
+    return inside.backend(optimizer).name, params[0].detach(), optimizer.state[params[0]]["exp_avg"]
+
+
+def test_no_kernel_of_the_same_name_runs_another_rule(
+    native: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCUMFUSED_CACHE", str(tmp_path))
+    kind = other_adam()
+    _, *expected = stepped(kind, "torch")
+    for backend in ("cpu", "foreach"):
+        name, *found = stepped(kind, backend)
+        assert name == backend
+        for ours, reference in zip(found, expected, strict=True):
+            assert_same_bits(ours, reference, backend)
+
+
+def test_without_a_compiler_another_rule_has_no_native_kernel(native: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    kind = other_adam()
+    with pytest.raises(RuntimeError, match="backend='cpu' cannot run: the rule adam does not compile here: no C"):
+        stepped(kind, "cpu")
+    assert stepped(kind, "auto")[0] == "foreach"
