@@ -266,6 +266,9 @@ def test_the_build_says_what_machine_it_is(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source")
 def test_the_build_does_not_read_what_an_old_setuptools_refuses(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy2(ROOT / "setup.py", source)
+    for name in ("compiling.py", "functors.py", "arithmetic.py", "rule.py"):  # which setup.py imports
+        (source / "accumfused").mkdir(exist_ok=True)
+        shutil.copy2(ROOT / "accumfused" / name, source / "accumfused")
     (source / "pyproject.toml").write_text("[project]\nname = 3\n")
     monkeypatch.setenv("CXX", "false")
     outcome, says = build.built(None, build._run)
