@@ -18,8 +18,8 @@ def optimizer_of(rule: type[Rule], *variants: type[Rule], name: str | None = Non
     """Makes an optimizer of a rule: with windows, clipping, formats, checkpoints, and kernels.
 
     On a GPU Triton compiles the rule. On a CPU the machine's C++ compiler does when the rule first steps; the result is
-    kept in the folder ACCUMFUSED_CACHE, or in the user's cache. Without a compiler PyTorch runs the rule, with the same
-    bits, and a log line says so. docs/rules.md has an example.
+    kept in the folder ACCUMFUSED_CACHE, or in the user's cache. Without a compiler torch's kernels step ("foreach":
+    the rule's arithmetic, torch's own norm), and a log line says so. docs/rules.md has an example.
 
     Args:
         rule: its `hypers` is a mapping of hyper-parameters to their defaults.
