@@ -70,7 +70,8 @@ class Rule(metaclass=_RuleType):
     flags: ClassVar[Mapping[str, bool]] = {}  # what scalars() and update() may branch on: each value is another rule
     counts_steps: ClassVar[bool] = True  # keeps state["step"], an fp32 scalar per tensor
     torch_states: ClassVar[tuple[str, ...]] = ()  # all that torch's optimizer of this name keeps and expects
-    starts: ClassVar[Mapping[str, str]] = {}  # states that begin at a hyper-parameter in torch's checkpoints, not at 0
+    # States that begin at a hyper-parameter in torch's checkpoints, not at 0. Step 1 does not read them.
+    starts: ClassVar[Mapping[str, str]] = {}
     keeps_maximum: ClassVar[bool] = False  # one state is a maximum, where noise does not average out
     # All loops are compiled for it, for GPUs by nvcc, too. Otherwise Triton steps on a GPU, and a CPU converts 16-bit
     # gradients to fp32 first, a tile at a time.
@@ -82,6 +83,11 @@ class Rule(metaclass=_RuleType):
     def hyper(cls, group: Mapping[str, Any], name: str) -> Any:
         """A group's hyper-parameter: group["lr"] for "lr", group["betas"][1] for "beta2"."""
         return group[name] if name in group else group[f"{name[:-1]}s"][int(name[-1]) - 1]
+
+    @classmethod
+    def start(cls, group: Mapping[str, Any], name: str) -> Any:
+        """What a state or tensor state begins at in torch's checkpoints, as a number or tensor."""
+        return cls.hyper(group, cls.starts[name]) if name in cls.starts else cls.tensor_states.get(name, 0.0)
 
     @classmethod
     def fits(cls, group: Mapping[str, Any]) -> bool:

@@ -181,7 +181,7 @@ class Plans:
                 row.tensor.copy_(row.owned)
             entries, shard = self.owner.state[row.param], row.shard
             own = entries if shard is None else shard.parts(entries)
-            make_state(row.rule, row.form, row.tensor, own, self.seed)
+            make_state(row.rule, row.form, row.tensor, own, self.seed, self.owner.param_groups[row.group])
             if shard is not None:
                 shard.put(own, entries, names(row.rule, row.form))
             if row.is_copy:

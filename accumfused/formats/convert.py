@@ -82,11 +82,13 @@ def store_state(form: Format, state: Tensor, noise: Tensor, second_moment: bool)
 # ---- in an optimizer's state ----------------------------------------------------------------------------------------
 
 
-def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str, Any], seed: int) -> None:
+def make_state(
+    rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str, Any], seed: int, group: Mapping[str, Any]
+) -> None:
     """Completes the state of a (dense) parameter in place: torch's names and shapes, on its device, in its format.
 
     It converts a state of another format, dtype or layout (a checkpoint's, say) to nearest, and removes the entries
-    that this format does not have.
+    that this format does not have. A state in the rule's `starts` begins at the group's number, others at 0.
     """
     if storage_of(rule, form, tensor, entries) is not None:
         return
@@ -94,13 +96,15 @@ def make_state(rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str
     has_master = MASTER in entries or REMAINDER in entries
     with contextlib.nullcontext() if fresh and form.master is None else ieee():  # zeros need no arithmetic
         values = {name: _full_state(rule, name, tensor, entries) for name in rule.states}
+        for name in [name for name in rule.starts if values.get(name, tensor) is None]:
+            values[name] = torch.empty_like(tensor, dtype=torch.float32).fill_(rule.start(group, name))
         if counts_steps(rule, form):
             # torch's SGD counts no steps. A buffer shows that the first step is over; without one it is still to come,
             # even where a format has counted steps for their noise.
             step = 0.0 if fresh and rule.states else entries.get("step", 0.0 if fresh else 1.0)
             entries["step"] = _number(step, tensor.device)
-        for name, first in rule.tensor_states.items():
-            entries[name] = _number(entries.get(name, first), tensor.device)
+        for name in rule.tensor_states:
+            entries[name] = _number(entries.get(name, rule.start(group, name)), tensor.device)
         if form.needs_noise:
             known = entries.get(SEED)
             number = seed if known is None else int(known)

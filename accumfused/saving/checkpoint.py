@@ -76,10 +76,7 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         rule = optimizer.rule_of(group)
         entries = dict(state.get(key, {}))
         if "step" in rule.torch_states and not all(name in entries for name in rule.states):
-            _complete(optimizer, rule, param, entries)
-            for name, hyper in rule.starts.items():
-                if entries[name].is_floating_point():  # torch reads no codes
-                    entries[name].fill_(float(rule.hyper(group, hyper)))
+            _complete(optimizer, group, param, entries)
         state[key] = entries | {WEIGHTS: weights}
         if accumulator is not None:
             shard = shard_of(param)
@@ -140,19 +137,19 @@ def without_formats(
     The next step converts the entries, once the parameters are loaded too. Entries that another optimizer has cast are
     left out. A parameter keeps its master if the checkpoint has none.
     """
-    params, rules, state = _params(optimizer, state_dict), _rules(optimizer, state_dict), dict(state_dict["state"])
+    params, groups, state = _params(optimizer, state_dict), _groups(optimizer, state_dict), dict(state_dict["state"])
     kept, brought = dict[Tensor, dict[str, Tensor]](), set[Tensor]()
     # Not settled: torch.distributed.checkpoint may have put the loaded tensors into the same memory.
     out_of_date, formatted = optimizer.engine.plans.masters.out_of_date(), _formatted(optimizer)
     for key, param in params.items():
-        rule, entries = rules[key], state.get(key)
+        rule, entries = optimizer.rule_of(groups[key]), state.get(key)
         if rule.is_foreign or param.dtype not in DTYPES:
             continue
         known = {} if id(param) in out_of_date else optimizer.state.get(param, {})
         masters = {name: known[name] for name in (REMAINDER, MASTER) if name in known}
         if not entries:
             if masters:
-                _complete(optimizer, rule, param, masters)
+                _complete(optimizer, groups[key], param, masters)
                 kept[param] = masters
             continue
         # torch casts the numbers of a tensor, too; those stay in the state, where its optimizers read them meanwhile.
@@ -172,14 +169,14 @@ def without_formats(
     return {**state_dict, "state": state}, kept, brought
 
 
-def _complete(optimizer: Owner, rule: type[Rule], param: Tensor, entries: dict[str, Any]) -> None:
+def _complete(optimizer: Owner, group: Mapping[str, Any], param: Tensor, entries: dict[str, Any]) -> None:
     """Makes the missing entries of a parameter's state, in place."""
-    engine, shard = optimizer.engine, shard_of(param)
+    engine, shard, rule = optimizer.engine, shard_of(param), optimizer.rule_of(group)
     own = entries if shard is None else shard.parts(entries)
     form, tensor = format_of(rule, param, engine.settings), owned(param, shard)
     if layout(tensor) == "strided":  # states are dense
         tensor = torch.empty_like(tensor, requires_grad=False).copy_(tensor)
-    make_state(rule, form, tensor, own, engine.plans.seed)
+    make_state(rule, form, tensor, own, engine.plans.seed, group)
     if shard is not None:
         shard.put(own, entries, names(rule, form))
 
@@ -222,7 +219,8 @@ def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
         if lacks:
             raise ValueError(f"the checkpoint's groups have no {lacks[0]!r}, which {name} needs; load one of {name}")
     known = known_states() - {state for rule in optimizer.rules for state in (*rule.states, *rule.tensor_states)}
-    params, rules = _params(optimizer, state_dict), _rules(optimizer, state_dict)
+    params = _params(optimizer, state_dict)
+    rules = {key: optimizer.rule_of(group) for key, group in _groups(optimizer, state_dict).items()}
     for rule in rules.values():
         check_states(rule, optimizer.engine.settings)
     has_sums = any(isinstance(own, Mapping) and ACCUMULATOR in own for own in state_dict["state"].values())
@@ -334,13 +332,9 @@ def _check_scale(key: Any, name: str, value: Tensor, scale: Tensor | None) -> No
         )
 
 
-def _rules(optimizer: Owner, state_dict: Mapping[str, Any]) -> dict[Any, type[Rule]]:
-    """The rule for each of the checkpoint's ids, by the checkpoint's options."""
-    return {
-        key: optimizer.rule_of({**optimizer.defaults, **group})
-        for group in state_dict["param_groups"]
-        for key in group["params"]
-    }
+def _groups(optimizer: Owner, state_dict: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
+    """The options for each of the checkpoint's ids: the checkpoint's, and the defaults of others."""
+    return {key: {**optimizer.defaults, **group} for group in state_dict["param_groups"] for key in group["params"]}
 
 
 def _params(optimizer: Owner, state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:

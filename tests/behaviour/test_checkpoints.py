@@ -144,6 +144,25 @@ def stock(case: Case, model: torch.nn.Module) -> Any:
     return case.of.torch_class(model.parameters(), **case.options)  # type: ignore[misc]
 
 
+# (With dampening torch's SGD takes any buffer for one that has seen a gradient.)
+UNDAMPED = [case for case in OF_TORCH if not case.options.get("dampening")]
+
+
+@pytest.mark.parametrize("case", one_of_each(lambda case: case.of.ours, UNDAMPED), ids=lambda case: case.name)
+def test_torch_goes_on_after_a_skipped_first_step(backend: str, case: Case) -> None:
+    model = Model(torch.float32)
+    ours = case.make(model.parameters(), backend, nonfinite="skip")
+    theirs, peer = (stock(case, Model(torch.float32)) for _ in "ab")
+    for param in model.parameters():
+        param.grad = torch.full_like(param, torch.inf)
+    ours.step()
+    assert ours.step_was_skipped
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for each in (theirs, peer):
+        train(each, 2)
+    assert all(map(torch.equal, params_of(theirs), params_of(peer)))
+
+
 @pytest.mark.pairwise(
     case=one_of_each(lambda case: (case.of.ours, case.rule), OF_TORCH), stepped=[2, 0],
     implementation=[{}, {"foreach": True}, {"fused": True}],
