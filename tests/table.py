@@ -136,6 +136,11 @@ class Case:
         """Of the numbers that it keeps for each tensor, beside the step count."""
         return self._rule.tensor_states
 
+    def start(self, state: str) -> float:
+        """What a state begins at."""
+        group = self.make([torch.zeros(1, requires_grad=True)]).param_groups[0]
+        return float(self.of.ours.rule_of(group).start(group, state))
+
     @property
     def second_moments(self) -> tuple[str, ...]:
         return self._rule.second_moments

@@ -5,6 +5,7 @@ In: the inputs, by name. Out: the results, by name. The operations equal IEEE's 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,9 +26,7 @@ _OPERATIONS: dict[str, Callable[..., Tensor]] = {
 
 def evaluate(trace: Trace, inputs: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Computes the results in `dtype`; a number that nobody reads any more is freed."""
-    places = trace.needed()
-    last = {operand: place for place in places for operand in trace.operations[place].operands}
-    last |= dict.fromkeys(trace.results.values(), len(trace.operations))
+    places, last = _order(trace)
     values: dict[int, Tensor] = {}
     for place in places:
         operation = trace.operations[place]
@@ -42,6 +41,14 @@ def evaluate(trace: Trace, inputs: Mapping[str, Tensor], dtype: torch.dtype, dev
                 if last[operand] == place:
                     del values[operand]
     return {name: values[place] for name, place in trace.results.items()}
+
+
+@functools.cache
+def _order(trace: Trace) -> tuple[list[int], dict[int, int]]:
+    """The operations to run, in order, and for each of their operands the last that reads it."""
+    places = trace.needed()
+    last = {operand: place for place in places for operand in trace.operations[place].operands}
+    return places, last | dict.fromkeys(trace.results.values(), len(trace.operations))
 
 
 def scalars(

@@ -116,7 +116,7 @@ def test_a_skipped_step_changes_nothing(case: Case, bad: tuple[float, tuple[int,
         assert bool(optimizer.step_was_skipped) == (seed in bad_steps)
         if seed in bad_steps:
             for name, found in everything(optimizer).items():
-                first = torch.full_like(found, case.first_values.get(name.split()[0], 0.0))
+                first = torch.full_like(found, case.start(name.split()[0]))
                 assert_same_bits(found, before.get(name, first), name)
     assert int(optimizer.skipped_steps) == len(bad_steps)
     assert_like_oracle(optimizer, params, truth)

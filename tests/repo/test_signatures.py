@@ -121,6 +121,7 @@ assert_type(optimizer, af.AdamW)
 assert_type(optimizer.grad_norm, torch.Tensor | None)
 assert_type(af.fuse(torch.optim.Adam(params)), af.Adam)
 assert_type(af.fuse(torch.optim.SGD(params)), af.SGD)
+assert_type(af.fuse(torch.optim.RMSprop(params)), af.RMSprop)
 assert_type(muon := af.fuse(torch.optim.Muon(params)), af.FusedOptimizer)
 af.ClipGroup([muon, optimizer], max_grad_norm=1.0).step()
 """,
