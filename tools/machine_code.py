@@ -34,9 +34,13 @@ RULES = {  # functors' names
 NAMES = {
     "accumulate_kernel": "accumulate", "norm_kernel": "norm",
     "write_kernelILi1024": "table (1 kB)", "write_kernelILi32512": "table (32 kB)",
-    **{f"KindE0ENS0_{len(rule) + 7}{rule}FunctorE": f"step: {name}" for rule, name in RULES.items()},
-    **{f"KindE1ENS0_{len(rule) + 7}{rule}FunctorE": f"step: {name} in any format" for rule, name in RULES.items()},
-    "KindE2ENS0_10PackedAdamE": "step: Adam in any format",
+    **{
+        before + f"{len(rule) + 7}{rule}FunctorE": f"step: {name}{formats}"
+        for before, formats in (
+            ("KindE0ENS0_", ""), ("KindE1ENS0_", " in any format"), ("10PackedRuleINS0_", " in any format"),
+        )
+        for rule, name in RULES.items()
+    },
 }  # fmt: skip
 # What a pass reads, the gradient included, and what it writes.
 STREAMS = {
@@ -44,8 +48,9 @@ STREAMS = {
     "step: SGD with Nesterov momentum": (3, 2), "step: Adam": (4, 3), "step: AMSGrad": (5, 4),
     "step: Lion": (3, 2),
 }  # fmt: skip
-# The loops for packed formats: loads of 8 bytes, stores of 16 bytes -> weights; the rest tells the gradient.
-PACKED = {(3, 1): "split8", (2, 2): "split16", (2, 1): "bf16 stochastic"}
+# The loops for packed formats: loads of 8 bytes beside the states', stores of 16 bytes -> weights; the rest tells the
+# gradient.
+PACKED = {(1, 1): "split8", (0, 2): "split16", (0, 1): "bf16 stochastic"}
 
 
 @dataclass
@@ -94,19 +99,19 @@ class Kernel:
                     yield Loop(loads, half_loads, stores, ways[0] / (4 * rows), ways[1] / (4 * rows), local)
 
     def packed_loops(self) -> Iterator[tuple[str, str, Loop]]:
-        """(weights, gradient, loop) of the loops over eight elements and their blocks' two scales."""
+        """(weights, gradient, loop) of the loops over eight elements and their blocks' one or two scales."""
         for body in self.innermost_loops():
             accesses = _accesses(body)
             wide, half, scales, stores, half_stores, scale_stores = (
                 sum(access in text for text in accesses)
                 for access in ("LDG.E.128", "LDG.E.64", "LDG.E.U8", "STG.E.128", "STG.E.64", "STG.E.U8")
             )
-            if scales != 2 or wide + half + scales + stores + half_stores + scale_stores != len(accesses):
+            if scales not in (1, 2) or wide + half + scales + stores + half_stores + scale_stores != len(accesses):
                 continue
-            ways = _ways(body)
-            if ways is not None and (half, stores) in PACKED:
+            ways, key = _ways(body), (half - scales, stores)
+            if ways is not None and key in PACKED:
                 loop = Loop(wide, half, stores, ways[0] / 8, ways[1] / 8, _uses_local_memory(body))
-                yield PACKED[half, stores], "fp32" if wide == stores + 2 else "bf16", loop
+                yield PACKED[key], "fp32" if wide == stores + 2 else "bf16", loop
 
     def wide_accesses(self) -> tuple[int, int]:
         """Loads and stores of 16 bytes in innermost loops."""

@@ -22,13 +22,18 @@ using gpu::Policy;
 
 using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, int);
 
-// Of each rule: the kernel for rows in fp32, and the one for rows in any format. Adam's has loops for its usual
-// formats.
+// For rows in any format; of rules with one or two states, with loops for the usual formats.
 template <class Rule>
-constexpr StepKernel kFormattedStep = gpu::step_kernel<Kind::kAny, Rule>;
-template <>
-constexpr StepKernel kFormattedStep<gpu::AdamFunctor> = gpu::step_kernel<Kind::kPacked, gpu::PackedAdam>;
-#define AF_KERNELS(Rule) {gpu::step_kernel<Kind::kPlain, gpu::Rule>, kFormattedStep<gpu::Rule>},
+constexpr StepKernel formatted_step() {
+  if constexpr (Rule::kStates == 1 || Rule::kStates == 2) {
+    return gpu::step_kernel<Kind::kPacked, gpu::PackedRule<Rule>>;
+  } else {
+    return gpu::step_kernel<Kind::kAny, Rule>;
+  }
+}
+
+// Of each rule: the kernel for rows in fp32, and the one for rows in any format.
+#define AF_KERNELS(Rule) {gpu::step_kernel<Kind::kPlain, gpu::Rule>, formatted_step<gpu::Rule>()},
 constexpr StepKernel kStep[][2] = {AF_CUDA_RULES(AF_KERNELS)};
 #undef AF_KERNELS
 

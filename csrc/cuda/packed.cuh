@@ -112,7 +112,11 @@ __device__ inline uint32_t exact_fma_pair(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
-__device__ inline void decode_first(uint32_t codes, uint32_t exponent, float* m) {
+template <bool kSecondMoment>
+__device__ void decode_quad(uint32_t codes, uint32_t exponent, float* to);
+
+template <>
+__device__ inline void decode_quad<false>(uint32_t codes, uint32_t exponent, float* m) {
   constexpr uint32_t kBase = (kSignedBase >> 16) * 0x10001u, kSigns = 0x80008000u;
   const uint32_t factor = exponent * 0x00800080u;
   const uint32_t offset = exact_fma_pair(factor, kBase | kSigns, kSigns);  // -F(0) times the scale
@@ -126,7 +130,8 @@ __device__ inline void decode_first(uint32_t codes, uint32_t exponent, float* m)
   m[2] = float_from_bits(even & 0xffff0000u), m[3] = float_from_bits(odd & 0xffff0000u);
 }
 
-__device__ inline void decode_second(uint32_t codes, uint32_t exponent, float* v) {
+template <>
+__device__ inline void decode_quad<true>(uint32_t codes, uint32_t exponent, float* v) {
   const float factor = float_from_bits(exponent << 23), offset = factor * -float_from_bits(kUnsignedBase);
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
@@ -151,38 +156,33 @@ __device__ inline uint32_t pack_codes(uint32_t even, uint32_t odd) {
   return select_bits(0x00ff00ffu, even >> 3, odd << 5);
 }
 
-__device__ inline uint32_t encode_first(const float* m, float inverse, const uint32_t* noise) {
-  uint32_t x[kWidth];
-#pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    x[k] = bits_of(exact_fma(fabsf(m[k]), inverse, float_from_bits(kSignedBase))) + (noise[k] >> (32 - kCodeShift));
-  }
-  const uint32_t codes = pack_codes(__byte_perm(x[0], x[2], 0x7632), __byte_perm(x[1], x[3], 0x7632));
-  const uint32_t first = __byte_perm(bits_of(m[0]), bits_of(m[1]), 0x0073);
-  const uint32_t second = __byte_perm(bits_of(m[2]), bits_of(m[3]), 0x0073);
-  return select_bits(0x7f7f7f7fu, codes, __byte_perm(first, second, 0x5410));
-}
-
-__device__ inline uint32_t encode_second(const float* v, float inverse, const uint32_t* noise) {
+template <bool kSecondMoment, int kStream>
+__device__ uint32_t encode_quad(const float* s, float inverse, const uint32_t* noise) {
+  constexpr uint32_t kBase = kSecondMoment ? kUnsignedBase : kSignedBase;
   constexpr uint32_t kSmallest = (kUnsignedBase + (uint32_t(kMinSecondMoment) << kCodeShift)) >> 16;
   uint32_t x[kWidth];
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
-    x[k] = bits_of(exact_fma(fabsf(v[k]), inverse, float_from_bits(kUnsignedBase))) +
-           (stream<1>(noise[k]) >> (32 - kCodeShift));
+    x[k] = bits_of(exact_fma(fabsf(s[k]), inverse, float_from_bits(kBase))) +
+           (stream<kStream>(noise[k]) >> (32 - kCodeShift));
   }
-  const uint32_t even = __vmaxu2(__byte_perm(x[0], x[2], 0x7632), kSmallest * 0x10001u);
-  const uint32_t odd = __vmaxu2(__byte_perm(x[1], x[3], 0x7632), kSmallest * 0x10001u);
-  return pack_codes(even, odd);
+  const uint32_t even = __byte_perm(x[0], x[2], 0x7632), odd = __byte_perm(x[1], x[3], 0x7632);
+  if constexpr (kSecondMoment) {
+    return pack_codes(__vmaxu2(even, kSmallest * 0x10001u), __vmaxu2(odd, kSmallest * 0x10001u));
+  } else {
+    const uint32_t first = __byte_perm(bits_of(s[0]), bits_of(s[1]), 0x0073);
+    const uint32_t second = __byte_perm(bits_of(s[2]), bits_of(s[3]), 0x0073);
+    return select_bits(0x7f7f7f7fu, pack_codes(even, odd), __byte_perm(first, second, 0x5410));
+  }
 }
 
 // ---- scales ---------------------------------------------------------------------------------------------------------
 
-// A quantisation block's, of both moments at once: the upper halves of their largest magnitudes are compared as 16-bit
+// A quantisation block's, of two states at once: the upper halves of their largest magnitudes are compared as 16-bit
 // numbers.
 struct Scales {
-  uint32_t first, second;
-  float first_inverse, second_inverse;
+  uint32_t exponent[2];
+  float inverse[2];
 
   __device__ Scales(uint32_t largest_first, uint32_t largest_second) {
     constexpr uint32_t kBoth = 0x10001u, kRaise = kHeadroom >> 16;
@@ -194,12 +194,12 @@ struct Scales {
     }
     if (__vminu2(__vmaxu2(largest, kBelow), kAbove) == largest) {
       largest += kRaise * kBoth;
-      first = largest << 16 >> 23, second = largest >> 23;
-      first_inverse = float_from_bits((254u << 23) - (largest << 16 & 0xff800000u));
-      second_inverse = float_from_bits((254u << 23) - (largest & 0xff800000u));
+      exponent[0] = largest << 16 >> 23, exponent[1] = largest >> 23;
+      inverse[0] = float_from_bits((254u << 23) - (largest << 16 & 0xff800000u));
+      inverse[1] = float_from_bits((254u << 23) - (largest & 0xff800000u));
     } else {  // a second moment that is NaN may have a sign
-      first = scale_of(largest << 16), second = scale_of(largest & 0x7fff0000u);
-      first_inverse = inverse_scale(first), second_inverse = inverse_scale(second);
+      exponent[0] = scale_of(largest << 16), exponent[1] = scale_of(largest & 0x7fff0000u);
+      inverse[0] = inverse_scale(exponent[0]), inverse[1] = inverse_scale(exponent[1]);
     }
   }
 };

@@ -62,7 +62,7 @@ __device__ int step_chunk(const Rule& rule, const Chunk& at, const G* grad, bool
   return n;
 }
 
-// What a kernel is for: rows in fp32; rows in any format; the same, with loops for the formats that go with Adam.
+// What a kernel is for: rows in fp32; rows in any format; the same, with loops for the usual formats of large models.
 enum class Kind { kPlain, kAny, kPacked };
 
 template <Kind kKind, class Rule>

@@ -1,7 +1,7 @@
-// AdamW on 8-bit states beside bf16 parameters, in half of step_formatted.cuh's instructions. A thread has 8
+// One or two 8-bit states beside bf16 parameters, in half of step_formatted.cuh's instructions. A thread has 8
 // neighbouring elements, 16 threads have a quantisation block: twice as many elements share the work that is common to
-// them. packed.cuh packs several numbers at a time, and one test for unusual numbers is for all roots and quotients of
-// a thread.
+// them. packed.cuh packs several numbers at a time. For AdamW one test for unusual numbers is for all roots and
+// quotients of a thread.
 #pragma once
 #include "../rules.h"
 #include "packed.cuh"
@@ -46,6 +46,17 @@ __device__ inline float usual_quotient(float a, float b) {
   return refined_quotient(a, b, y);
 }
 
+// The larger of two magnitudes' bits. As integers, so that a NaN is larger than all.
+__device__ inline uint32_t larger_magnitude(uint32_t most, float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(float_from_bits(most)), "f"(fabsf(value)));
+  return bits_of(result);
+#else
+  return max(most, bits_of(fabsf(value)));
+#endif
+}
+
 // The least and the greatest magnitudes of a thread's moments.
 struct Extent {
   uint32_t least_first, most_first, least_second, most_second;
@@ -63,34 +74,46 @@ struct Extent {
       most_second = max(most_second, bits_of(v[k]));
     }
   }
+};
 
- private:
-  // As integers, so that a NaN is larger than all.
-  __device__ static uint32_t larger_magnitude(uint32_t most, float value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    float result;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(float_from_bits(most)), "f"(fabsf(value)));
-    return bits_of(result);
-#else
-    return max(most, bits_of(fabsf(value)));
-#endif
+// A rule for a thread's elements.
+template <class Rule>
+struct PackedRule : Rule {
+  using Rule::Rule;
+  __device__ bool applies() const { return true; }
+
+  // half(k): what the k-th parameter is without its remainder. `largest`: the bits of each state's largest magnitude.
+  template <class Half>
+  __device__ void update(const float (&g)[kEight], const Half& half, float (&p)[kEight],
+                         float (&s)[Rule::kStates][kEight], uint32_t (&largest)[Rule::kStates]) const {
+#pragma unroll
+    for (int k = 0; k < kEight; ++k) {
+      if (p[k] != p[k]) p[k] = half(k);  // as joined() does: a NaN was written from outside, or is one by itself
+      apply(static_cast<const Rule&>(*this), p[k], g[k], [&](int j) -> float& { return s[j][k]; });
+      p[k] = p[k] != p[k] ? float_from_bits(kNan) : p[k];
+#pragma unroll
+      for (int j = 0; j < Rule::kStates; ++j) largest[j] = larger_magnitude(k > 0 ? largest[j] : 0, s[j][k]);
+    }
   }
 };
 
 // Adam in two halves, and the bounds within which root and quotient take their usual way. Second moments from 2^-101 to
 // 2^60 make denominators from 2^-51 to 2^40. With numerators from 2^-80 to 2^60 every number on the way, remainders
 // too, is normal then, and no parameter becomes NaN.
-struct PackedAdam : AdamFunctor {
+template <>
+struct PackedRule<AdamFunctor> : AdamFunctor {
   float least_first, most_first;
 
-  __device__ PackedAdam(const double* hyper, const float* const* kept, int64_t step, float coef)
+  __device__ PackedRule(const double* hyper, const float* const* kept, int64_t step, float coef)
       : AdamFunctor(hyper, kept, step, coef) {
     const bool can_be = eps_ >= 0 && eps_ <= 0x1p38f && inverse_root_ >= 1 && inverse_root_ <= 0x1p9f &&
                         step_size_ >= 0x1p-40f && step_size_ <= 0x1p40f && decay_ > 0 && decay_ <= 1;
     least_first = 0x1p-80f / step_size_, most_first = can_be ? 0x1p60f / step_size_ : -1.0f;
   }
 
-  // The same operations as the functor's, up to the root and from there on, without L2 weight decay_.
+  __device__ bool applies() const { return weight_decay_ == 0; }
+
+  // The same operations as the functor's, up to the root and from there on, without L2 weight decay.
   __device__ void moments(float grad, float& exp_avg, float& exp_avg_sq) const {
     const float g = grad * coefficient;
     exp_avg = exp_avg * beta1_ + g * one_minus_beta1_;
@@ -113,24 +136,45 @@ struct PackedAdam : AdamFunctor {
     for (int k = 0; k < kEight; k += 2) usual &= p[k] == p[k] && p[k + 1] == p[k + 1];  // one comparison for both
     return usual;
   }
+
+  template <class Half>
+  __device__ void update(const float (&g)[kEight], const Half& half, float (&p)[kEight], float (&s)[2][kEight],
+                         uint32_t (&largest)[2]) const {
+    float (&m)[kEight] = s[0], (&v)[kEight] = s[1];
+#pragma unroll
+    for (int k = 0; k < kEight; ++k) moments(g[k], m[k], v[k]);
+    const Extent extent(m, v);
+    largest[0] = extent.most_first, largest[1] = extent.most_second;
+    if (is_usual(p, extent)) {
+#pragma unroll
+      for (int k = 0; k < kEight; ++k) move(p[k], m[k], usual_root(v[k]), usual_quotient);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kEight; ++k) {
+        if (p[k] != p[k]) p[k] = half(k);
+        move(p[k], m[k], square_root(v[k]), [](float a, float b) { return a / b; });
+        p[k] = p[k] != p[k] ? float_from_bits(kNan) : p[k];
+      }
+    }
+  }
 };
 
 // ---- step -----------------------------------------------------------------------------------------------------------
 
 // The streams of a chunk, eight elements a thread. They lie on boundaries of eight elements, or of 16 bytes.
-template <class W, class G>
+template <class W, class G, int kStates>
 struct Streams {
   static constexpr int kRow = Policy::kThreads * kEight, kMasterBytes = PackedWeights<W>::kMasterWords;
   const G* grad;
   Bfloat16* param;
-  uint8_t *master, *codes[2], *scale[2];
+  uint8_t *master, *codes[kStates], *scale[kStates];
 
   __device__ Streams(const Chunk& at, const G* grads, int lane)
       : grad(grads + lane),
         param(stream_at<Bfloat16>(at.row.param, at) + lane),
         master(global(static_cast<uint8_t*>(at.row.master)) + (at.offset + lane) * kMasterBytes) {
 #pragma unroll
-    for (int s = 0; s < 2; ++s) {
+    for (int s = 0; s < kStates; ++s) {
       codes[s] = stream_at<uint8_t>(at.row.state[s], at) + lane;
       scale[s] = global(at.row.scale[s]) + (at.offset + lane) / kQuantBlock;
     }
@@ -139,93 +183,95 @@ struct Streams {
   __device__ void advance() {
     grad += kRow, param += kRow, master += kRow * kMasterBytes;
 #pragma unroll
-    for (int s = 0; s < 2; ++s) codes[s] += kRow, scale[s] += kRow / kQuantBlock;
+    for (int s = 0; s < kStates; ++s) codes[s] += kRow, scale[s] += kRow / kQuantBlock;
   }
 };
 
-// The whole rows of 2048 elements of a chunk; how many elements that were. Weight decay is decoupled, or none.
-template <class W, class G>
-__device__ int step_blocks(const PackedAdam& rule, const Chunk& at, int count, const G* grads) {
+template <int kStates, class Body>
+__device__ void for_each_state(const Body& body) {
+  static_assert(kStates == 1 || kStates == 2, "Scales is for two states");
+  body(std::integral_constant<int, 0>());
+  if constexpr (kStates == 2) body(std::integral_constant<int, 1>());
+}
+
+// The whole rows of 2048 elements of a chunk; how many elements that were.
+template <class W, class Rule, class G>
+__device__ int step_blocks(const PackedRule<Rule>& rule, const Chunk& at, int count, const G* grads) {
   using Packed = PackedWeights<W>;
-  constexpr int kRow = Streams<W, G>::kRow, kMaster = Packed::kMasterWords;
+  constexpr int kStates = Rule::kStates, kRow = Streams<W, G, kStates>::kRow, kMaster = Packed::kMasterWords;
   const int lane = int(threadIdx.x) * kEight;
-  Streams<W, G> streams(at, grads, lane);
+  Streams<W, G, kStates> streams(at, grads, lane);
   const Noise noise(at.row, at.index, count, at.offset);
   uint32_t counter = noise.position(uint32_t(lane));
 #pragma unroll 1
   for (int rows = at.n / kRow; rows > 0; --rows, counter += kRow * Noise::kStride) {
     read_anew();
-    uint32_t grad[2 * sizeof(G)], param[4], codes[2][2];
+    uint32_t grad[2 * sizeof(G)], param[4], codes[kStates][2], exponents[kStates];
     [[maybe_unused]] uint32_t master[kMaster > 0 ? 2 * kMaster : 1];
     load_words(streams.grad, grad);
     load_words(streams.param, param);
     if constexpr (kMaster > 0) load_words(streams.master, master);
-    load_words(streams.codes[0], codes[0]);
-    load_words(streams.codes[1], codes[1]);
-    const uint32_t exponents[2] = {*streams.scale[0], *streams.scale[1]};
+#pragma unroll
+    for (int j = 0; j < kStates; ++j) load_words(streams.codes[j], codes[j]);
+#pragma unroll
+    for (int j = 0; j < kStates; ++j) exponents[j] = *streams.scale[j];
     streams.advance();
 
-    float p[kEight], m[kEight], v[kEight];
+    float p[kEight], g[kEight], s[kStates][kEight];
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       Packed::join(param + 2 * q, master + q * kMaster, p + q * kWidth);
-      decode_first(codes[0][q], exponents[0], m + q * kWidth);
-      decode_second(codes[1][q], exponents[1], v + q * kWidth);
+      for_each_state<kStates>([&](auto state) {
+        constexpr int kState = decltype(state)::value;
+        decode_quad<(kState >= Rule::kFirstSecondMoment)>(codes[kState][q], exponents[kState], s[kState] + q * kWidth);
+      });
     }
 #pragma unroll
     for (int k = 0; k < kEight; ++k) {
-      float g;
-      if constexpr (sizeof(G) == 4) g = float_from_bits(grad[k]);
-      else g = to_float(G{uint16_t(grad[k / 2] >> (k % 2 * 16))});
-      rule.moments(g, m[k], v[k]);
+      if constexpr (sizeof(G) == 4) g[k] = float_from_bits(grad[k]);
+      else g[k] = to_float(G{uint16_t(grad[k / 2] >> (k % 2 * 16))});
     }
+    uint32_t largest[kStates];
+    const auto half = [&](int k) { return float_from_bits(k % 2 ? param[k / 2] & 0xffff0000u : param[k / 2] << 16); };
+    rule.update(g, half, p, s, largest);
 
-    const Extent extent(m, v);
-    if (rule.is_usual(p, extent)) {
-#pragma unroll
-      for (int k = 0; k < kEight; ++k) rule.move(p[k], m[k], usual_root(v[k]), usual_quotient);
-    } else {
-#pragma unroll
-      for (int k = 0; k < kEight; ++k) {
-        // As joined() does: a NaN was written from outside, or is one by itself.
-        if (p[k] != p[k]) p[k] = float_from_bits(k % 2 ? param[k / 2] & 0xffff0000u : param[k / 2] << 16);
-        rule.move(p[k], m[k], square_root(v[k]), [](float a, float b) { return a / b; });
-        p[k] = p[k] != p[k] ? float_from_bits(kNan) : p[k];
-      }
-    }
-
-    const Scales scales(extent.most_first, extent.most_second);
+    const Scales scales(largest[0], largest[kStates - 1]);
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       uint32_t random[kWidth];
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) random[k] = noise.at(counter + uint32_t(q * kWidth + k) * Noise::kStride);
       Packed::store(p + q * kWidth, random, param + 2 * q, master + q * kMaster);
-      codes[0][q] = encode_first(m + q * kWidth, scales.first_inverse, random);
-      codes[1][q] = encode_second(v + q * kWidth, scales.second_inverse, random);
+      for_each_state<kStates>([&](auto state) {
+        constexpr int kState = decltype(state)::value;
+        constexpr bool kSecondMoment = kState >= Rule::kFirstSecondMoment;
+        codes[kState][q] = encode_quad<kSecondMoment, kState>(s[kState] + q * kWidth, scales.inverse[kState], random);
+      });
     }
     store_words(streams.param - kRow, param);
     if constexpr (kMaster > 0) store_words(streams.master - kRow * kMaster, master);
-    store_words(streams.codes[0] - kRow, codes[0]);
-    store_words(streams.codes[1] - kRow, codes[1]);
-    streams.scale[0][-kRow / kQuantBlock] = uint8_t(scales.first);  // by all its threads: one access
-    streams.scale[1][-kRow / kQuantBlock] = uint8_t(scales.second);
+#pragma unroll
+    for (int j = 0; j < kStates; ++j) {
+      store_words(streams.codes[j] - kRow, codes[j]);
+      streams.scale[j][-kRow / kQuantBlock] = uint8_t(scales.exponent[j]);  // by all its threads: one access
+    }
   }
   return at.n / kRow * kRow;
 }
 
-template <class W>
-__device__ int step_packed_as(const PackedAdam& rule, const Chunk& at, int count) {
+template <class W, class Rule>
+__device__ int step_packed_as(const PackedRule<Rule>& rule, const Chunk& at, int count) {
   if (at.in.grad_dtype == Dtype::kFloat32)
     return step_blocks<W>(rule, at, count, stream_at<const float>(at.in.grad, at));
   return step_blocks<W>(rule, at, count, stream_at<const Bfloat16>(at.in.grad, at));
 }
 
 // The part of a chunk that the loops above are for, from its first element on; how many elements that were.
-__device__ inline int step_packed(const PackedAdam& rule, const Chunk& at, int count) {
+template <class Rule>
+__device__ int step_packed(const PackedRule<Rule>& rule, const Chunk& at, int count) {
   const Row& row = at.row;
   const auto lie_on = [](int bytes, auto... addresses) { return (is_aligned(addresses, bytes / kWidth) && ...); };
-  if (row.states != States::kInt8 || at.in.grad_dtype == Dtype::kFloat16 || rule.weight_decay_ != 0) return 0;
+  if (row.states != States::kInt8 || at.in.grad_dtype == Dtype::kFloat16 || !rule.applies()) return 0;
   if (!lie_on(16, at.in.grad, row.param) || !lie_on(8, row.master, row.state[0], row.state[1])) return 0;
   if (row.weights == Weights::kBfloat16Split8) return step_packed_as<Split8Weights>(rule, at, count);
   if (row.weights == Weights::kBfloat16Stochastic) return step_packed_as<StochasticWeights<Bfloat16>>(rule, at, count);

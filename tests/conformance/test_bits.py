@@ -38,7 +38,7 @@ FEW |= {
     "weights": [*WEIGHTS], "tail": [TAILS[name] for name in ("scaled", "inf", "propagate")],
     "loop": [LOOPS[name] for name in ("mean", "empty on the device", "steps")],
 }  # fmt: skip
-# Adam with 8-bit states, for which GPUs have loops of their own.
+# One or two 8-bit states beside bf16 parameters, for which GPUs have loops of their own.
 ODD = ({"lr": 0.0}, {"lr": 1e-20}, {"eps": 1e30}, {"eps": 0.0}, {"betas": (0.9, 0.9999999)}, {"weight_decay": 20.0})
 PACKED: dict[str, Any] = {
     "case": [case.name for case in CASES if case.rule == "adam"],
@@ -46,6 +46,9 @@ PACKED: dict[str, Any] = {
     "weights": ["bf16_stochastic", "split16", "split8"], "grads": GRADS, "tail": [TAILS["none"], TAILS["clip"]],
     "states": ["int8"], "special_params": [(), ((77, float("nan")), (3000, float("inf")), (4000, -0.0))],
     "loop": [LOOPS["steps"], LOOPS["mean"]], "edges": [edges(0, 3, 129, 8 * PIECE + 130)],
+}  # fmt: skip
+PACKED_FIRST = PACKED | {
+    "case": [case.name for case in CASES if case.is_common and len(case.states) == 1], "options": [()],
 }  # fmt: skip
 UNCHECKED = Tail(None, nonfinite="propagate")
 CORNERS = {
@@ -85,7 +88,9 @@ def _rows(full: bool) -> Iterator[tuple[str, str, Problem]]:
         for problem in chosen:
             yield place, str(problem), replace(problem, edges=EDGES[SIZES.get(place, "usual")])
         if place not in ("torch", "two devices", *INTERPRETED):
-            yield from ((place, f"packed-{problem}", problem) for problem in problems(PACKED))
+            yield from (
+                (place, f"packed-{problem}", problem) for problem in (*problems(PACKED), *problems(PACKED_FIRST))
+            )
 
 
 def _corners() -> Iterator[tuple[str, str, Problem]]:

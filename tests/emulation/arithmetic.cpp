@@ -131,7 +131,7 @@ void try_rules() {
   for (int i = 0; i < 2000000; ++i) {
     const double beta = 1 - power_of_two(-20, -2);
     const double hyper[] = {power_of_two(-50, 42), 0.9, beta, random() % 2 ? power_of_two(-60, 45) : 0.0f, 0, 1, 0};
-    const PackedAdam rule(hyper, nullptr, 1 + int(random() % 100), 1.0f);
+    const PackedRule<AdamFunctor> rule(hyper, nullptr, 1 + int(random() % 100), 1.0f);
     float p[kEight] = {}, m[kEight], v[kEight];
     const int first = int(random() % 150) - 85, second = int(random() % 170) - 105;
     for (int k = 0; k < kEight; ++k) {
