@@ -37,6 +37,7 @@ from accumfused.optimizers import (
     Adam,
     Adamax,
     AdamW,
+    AdamWScheduleFree,
     Adan,
     AdEMAMix,
     Lion,
@@ -44,6 +45,7 @@ from accumfused.optimizers import (
     RAdam,
     RMSprop,
     Rprop,
+    SGDScheduleFree,
     Signum,
 )
 from accumfused.optimizers.own import optimizer_of
@@ -61,6 +63,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AdamWScheduleFree",
     "Adamax",
     "Adan",
     "BatchNormWarning",
@@ -74,6 +77,7 @@ __all__ = [
     "RMSprop",
     "Rprop",
     "Rule",
+    "SGDScheduleFree",
     "Signum",
     "attach_ddp",
     "check_model",

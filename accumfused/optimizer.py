@@ -97,6 +97,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             check_formats(self.rule_of(group), group["params"], settings)
         self.engine = Engine(self, settings, _SURROUNDINGS)
 
+    def refuse_gradients(self) -> None:
+        """Raises if the parameters are not those to train with: called before each micro-batch and each step."""
+
     # ---- the calls of a training loop -------------------------------------------------------------------------------
 
     @_disable_dynamo  # a compiled function calls it uncompiled
@@ -179,8 +182,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         self._opt_called = True  # what LR schedulers look for
         engine = self.engine
-        if engine.group is not None and not _makes_states(self):
-            raise RuntimeError("the optimizer is in a ClipGroup, which clips by one norm; call the group's step()")
+        if not _makes_states(self):
+            self.refuse_gradients()
+            if engine.group is not None:
+                raise RuntimeError("the optimizer is in a ClipGroup, which clips by one norm; call the group's step()")
         if normalizer is not None:
             normalizer = checked_positive(normalizer, "normalizer")
         loss = None

@@ -25,8 +25,9 @@ from accumfused.arithmetic import Names, Trace
 
 MAX_STATES = 4  # csrc/rows.h's kMaxStates
 MAX_HYPERS = 12  # csrc/rows.h's kMaxHypers
-MAX_TENSOR_STATES = 2  # csrc/rows.h's kMaxTensorStates
+MAX_TENSOR_STATES = 3  # csrc/rows.h's kMaxTensorStates
 MAX_SCALARS = 23  # in csrc/rows.h's kMaxFunctorBytes, beside the coefficient
+MAXIMUM_RATCHETS = "whose maximum ratchets up on the noise of 8-bit codes"
 _TAKEN = ("p", "g", "step")  # names of the functions' other arguments
 _FIXED = ("name", "states", "tensor_states", "second_moments", "hypers", "flags", "scalars", "update")
 
@@ -72,7 +73,7 @@ class Rule(metaclass=_RuleType):
     torch_states: ClassVar[tuple[str, ...]] = ()  # all that torch's optimizer of this name keeps and expects
     # States that begin at a hyper-parameter in torch's checkpoints, not at 0. Step 1 does not read them.
     starts: ClassVar[Mapping[str, str]] = {}
-    keeps_maximum: ClassVar[bool] = False  # one state is a maximum, where noise does not average out
+    needs_16_bits: ClassVar[str] = ""  # why 8 bits are too few for its states; "": they are enough
     # All loops are compiled for it, for GPUs by nvcc, too. Otherwise Triton steps on a GPU, and a CPU converts 16-bit
     # gradients to fp32 first, a tile at a time.
     is_common: ClassVar[bool] = False

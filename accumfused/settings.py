@@ -51,7 +51,7 @@ class Settings:
             "auto": "split16" for bf16, "fp32" for fp16.
         state_dtype: torch.float32, torch.bfloat16 (rounded stochastically), or "int8": 8-bit floats with one scale for
             each quantisation block of 128 elements. An element whose state overflows spoils its block, unless a norm
-            is taken or nonfinite is "skip" or "raise". amsgrad and Adamax refuse "int8": noise would raise a maximum.
+            is taken or nonfinite is "skip" or "raise". amsgrad, Adamax and Schedule-Free optimizers refuse "int8".
         state_dtype_min_numel: parameters with fewer elements have fp32 states.
         rounding_seed: the seed of all stochastic rounding; each new state takes it over. None: torch's initial seed
             (no random number is consumed), or 0 with several processes, because these must round alike. The same

@@ -12,7 +12,7 @@ namespace accumfused {
 constexpr int64_t kChunk = 32768;
 constexpr int64_t kLanes = 1024;
 constexpr int kMaxStates = 4;        // per element
-constexpr int kMaxTensorStates = 2;  // per tensor, beside the step count
+constexpr int kMaxTensorStates = 3;  // per tensor, beside the step count
 constexpr int kMaxHypers = 12;       // of a rule
 constexpr int kMaxFunctorBytes = 96;
 
@@ -53,7 +53,6 @@ struct Row {
   int64_t origin = 0;  // the first element's place in the whole tensor
   Weights weights = Weights::kFloat32;
   States states = States::kFloat32;
-  int64_t unused = 0;
 
   AF_METHOD bool is_plain() const { return weights == Weights::kFloat32 && states == States::kFloat32; }
 };

@@ -240,6 +240,44 @@ def rprop(
     return p - size * torch.sign(g)
 
 
+def _schedule_free(y, state: State, direction, lr, beta, weight_decay, warmup_steps, r, weight_lr_power) -> Tensor:
+    """Defazio et al. 2024, equations 3 to 5, with the weights of section 3.2. p is y, and x follows from y and z."""
+    t, z, last_beta = state["step"], state.get("z", y), state.get("last_beta", 1.0)
+    x = (y - (1 - last_beta) * z) / last_beta
+    lr *= min(1.0, t / warmup_steps) if warmup_steps else 1.0
+    lr_max = max(lr, state.get("lr_max", 0.0))
+    before = (t - 1) ** r * state.get("lr_max", 0.0) ** weight_lr_power  # the unit of the sum that is kept
+    weight = t**r * lr_max**weight_lr_power
+    weights = state.get("weight_sum", 0.0) * before + weight
+    z = z - lr * (direction + weight_decay * y)
+    x = x + (z - x) * weight / weights
+    state |= {"z": z, "lr_max": lr_max, "weight_sum": weights / weight, "last_beta": beta}
+    return (1 - beta) * z + beta * x
+
+
+def sgd_schedule_free(
+    p: Tensor, g: Tensor, state: State, *, lr=1.0, momentum=0.9, weight_decay=0.0, warmup_steps=0, r=0.0,
+    weight_lr_power=2.0,
+) -> Tensor:  # fmt: skip
+    """Schedule-Free SGD; p is y."""
+    state["step"] = state.get("step", 0.0) + 1
+    return _schedule_free(p, state, g, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power)
+
+
+def adamw_schedule_free(
+    p: Tensor, g: Tensor, state: State, *, lr=0.0025, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, warmup_steps=0,
+    r=0.0, weight_lr_power=2.0, inner_momentum=0.0,
+) -> Tensor:  # fmt: skip
+    """Schedule-Free AdamW, with Adam's correction of the second moment, and of the mean inside; p is y."""
+    t = state["step"] = state.get("step", 0.0) + 1
+    v = state["exp_avg_sq"] = betas[1] * state.get("exp_avg_sq", 0.0) + (1 - betas[1]) * g**2
+    if inner_momentum:
+        state["exp_avg"] = inner_momentum * state.get("exp_avg", 0.0) + (1 - inner_momentum) * g
+        g = state["exp_avg"] / (1 - inner_momentum**t)
+    direction = g / ((v / (1 - betas[1] ** t)).sqrt() + eps)
+    return _schedule_free(p, state, direction, lr, betas[0], weight_decay, warmup_steps, r, weight_lr_power)
+
+
 class Oracle:
     """An optimizer in float64, with the tail in front of it: normalize, take the norm, clip, skip."""
 

@@ -20,7 +20,7 @@ from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.rule import Rule
 
-UNUSED = ("foreach", "fused", "capturable", "differentiable")  # torch's, which no formula takes
+UNUSED = ("foreach", "fused", "capturable", "differentiable", "train_mode")  # no formula takes them
 
 
 class Own(torch.optim.RMSprop):
@@ -97,6 +97,14 @@ OPTIMIZERS = {
         {"lr": 0.07, "betas": (0.2, 0.9, 0.99), "weight_decay": 0.5, "alpha_warmup": 2, "beta3_warmup": None},
     ),
     "Signum": Optimizer(af.Signum, None, oracle.signum, {"lr": 0.07, "momentum": 0.2, "weight_decay": 0.9}),
+    "SGDScheduleFree": Optimizer(
+        af.SGDScheduleFree, None, oracle.sgd_schedule_free,
+        {"lr": 0.07, "momentum": 0.3, "weight_decay": 0.5, "warmup_steps": 0, "r": 0.5, "weight_lr_power": 1.0},
+    ),
+    "AdamWScheduleFree": Optimizer(
+        af.AdamWScheduleFree, None, oracle.adamw_schedule_free,
+        {"lr": 0.07, "betas": (0.3, 0.9), "weight_decay": 0.5, "warmup_steps": 5, "r": 1.5},
+    ),
 }  # fmt: skip
 # Options that torch's class of the name has not, beside a group without them.
 CAUTIOUS = {
@@ -146,8 +154,8 @@ class Case:
         return self._rule.second_moments
 
     @property
-    def keeps_maximum(self) -> bool:
-        return self._rule.keeps_maximum
+    def needs_16_bits(self) -> bool:
+        return bool(self._rule.needs_16_bits)
 
     @property
     def _rule(self) -> type[Rule]:
@@ -224,6 +232,17 @@ CASES = (
     ),
     _case("signum", "Signum", lr=0.05, momentum=0.6, weight_decay=0.3),
     _case("signum_maximize", "Signum", lr=0.05, momentum=0.6, maximize=True),
+    _case("sgd_schedule_free", "SGDScheduleFree", lr=0.3, momentum=0.6, weight_decay=0.2),
+    _case("sgd_schedule_free_warmup", "SGDScheduleFree", lr=0.3, momentum=0.7, warmup_steps=4, r=1.0),
+    _case("adamw_schedule_free", "AdamWScheduleFree", lr=0.1, betas=(0.6, 0.7), eps=1e-3, weight_decay=0.4),
+    _case(
+        "adamw_schedule_free_warmup", "AdamWScheduleFree", lr=0.1, betas=(0.6, 0.7), weight_decay=0.4, warmup_steps=3,
+        r=0.7, weight_lr_power=1.5,
+    ),
+    _case(
+        "adamw_schedule_free_inner", "AdamWScheduleFree", lr=0.1, betas=(0.6, 0.7), eps=0.1, weight_decay=0.4,
+        warmup_steps=2, inner_momentum=0.5,
+    ),
     _case("adam_cautious", "cautious Adam", lr=0.1, betas=(0.5, 0.7), weight_decay=0.3, cautious=True),
     _case("adamw_cautious", "cautious AdamW", lr=0.1, betas=(0.5, 0.7), weight_decay=0.4, cautious=True, maximize=True),
     _case(
@@ -265,8 +284,8 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 def kept(states: str, case: Case, *groups: Mapping[str, Any]) -> str:
     """The format of the states of a case, with groups of its own: 16 bits where 8 are refused."""
-    keeps_maximum = case.keeps_maximum or any(group.get("amsgrad") for group in groups)
-    return "bf16" if states == "int8" and keeps_maximum else states
+    needs_16_bits = case.needs_16_bits or any(group.get("amsgrad") for group in groups)
+    return "bf16" if states == "int8" and needs_16_bits else states
 
 
 def case_named(name: str) -> Case:

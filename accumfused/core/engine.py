@@ -226,6 +226,7 @@ class Engine:
         Returns:
             The prepared plan, the fresh gradients, and their number.
         """
+        self.plans.owner.refuse_gradients()
         prepared = self.plans.current()
         plan = prepared.plan
         grads, present = plan.gradients()

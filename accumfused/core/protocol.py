@@ -167,6 +167,7 @@ class Owner(Protocol):
 
     @classmethod
     def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]: ...
+    def refuse_gradients(self) -> None: ...
 
 
 class OwnStep(Protocol):

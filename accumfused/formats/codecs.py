@@ -217,6 +217,7 @@ def _logical(bits: Tensor, count: int | Tensor) -> Tensor:
     """Shifts int32 right without the sign; 0 < count <= 32."""
     if isinstance(count, int) and count < 32:
         return (bits >> count) & (0xFFFFFFFF >> count)
+    count = count.to(torch.int64) if isinstance(count, Tensor) else count  # its int32 would rule over bits of shape []
     return ((bits.to(torch.int64) & 0xFFFFFFFF) >> count).to(torch.int32)
 
 

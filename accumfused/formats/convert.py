@@ -163,12 +163,12 @@ def still_halved(master: Tensor, tensor: Tensor) -> Tensor:
 
 
 def store_full_precision(form: Format, tensor: Tensor, entries: Mapping[str, Any], weights: Tensor) -> None:
-    """Sets a (dense) parameter and its existing master from fp32 values, to nearest where the format has fewer bits."""
-    assert form.master is not None
+    """Sets a parameter and its existing master from fp32 values, to nearest where the format has fewer bits."""
     with ieee():
         half, master = _halves(form, tensor, weights)
         tensor.detach().copy_(half)
-        entries[form.master[0]].copy_(master)
+        if form.master is not None:
+            entries[form.master[0]].copy_(master)
 
 
 def _halves(form: Format, tensor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:

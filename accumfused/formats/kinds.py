@@ -144,12 +144,12 @@ def check_states(rule: type[Rule], settings: Settings) -> None:
     """Refuses 8-bit states that would drift.
 
     Raises:
-        ValueError: a state is a maximum, which would keep the largest noise of all steps.
+        ValueError: 8 bits are too few for the rule's states.
     """
-    if rule.keeps_maximum and _STATES[settings.state_dtype] is States.INT8:
+    if rule.needs_16_bits and _STATES[settings.state_dtype] is States.INT8:
         what, remedy = ("amsgrad=True", ", or amsgrad=False") if "amsgrad" in rule.flags else (rule.name, "")
         raise ValueError(
-            f"state_dtype='int8' does not go with {what}, whose maximum ratchets up on the noise of 8-bit codes; use "
+            f"state_dtype='int8' does not go with {what}, {rule.needs_16_bits}; use "
             f"state_dtype=torch.float32 or torch.bfloat16{remedy}"
         )
 

@@ -151,6 +151,7 @@ class ClipGroup:
         """Measures each member's gradients; the results hold the common coefficient."""
         engines = [optimizer.engine for optimizer in self.optimizers]
         for engine in engines:  # before any of them converts its states
+            engine.plans.owner.refuse_gradients()
             if engine.release is not None:
                 engine.release.end_before_step()
             engine.refuse_live(engine.plans.current().plan.gradients()[1])

@@ -196,7 +196,7 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
         return None
     has_float16 = any(param.dtype == torch.float16 for _, param in held)
     leaner = _LEANER[1:] if has_float16 else _LEANER  # an fp16 number is no upper half of an fp32 one
-    if any(rule.keeps_maximum for rule, _ in held):
+    if any(rule.needs_16_bits for rule, _ in held):
         leaner = tuple({**arguments, "state_dtype": torch.bfloat16} for arguments in leaner)
     least = next((arguments for arguments in leaner if kept(arguments) <= stock), leaner[-1])
     if kept(least) >= ours:

@@ -15,6 +15,7 @@ from accumfused.optimizers.nadam import NAdam
 from accumfused.optimizers.radam import RAdam
 from accumfused.optimizers.rmsprop import RMSprop
 from accumfused.optimizers.rprop import Rprop
+from accumfused.optimizers.schedule_free import AdamWScheduleFree, SGDScheduleFree
 from accumfused.optimizers.sgd import SGD
 from accumfused.optimizers.signum import Signum
 
@@ -29,6 +30,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AdamWScheduleFree",
     "Adamax",
     "Adan",
     "Lion",
@@ -36,11 +38,13 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "Rprop",
+    "SGDScheduleFree",
     "Signum",
 ]  # fmt: skip
 
 ALL = (
     SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, Lion, Signum, Adan, AdEMAMix,
+    SGDScheduleFree, AdamWScheduleFree,
 )  # fmt: skip
 PEERS: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {  # torch's classes with the same checkpoints
     torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.NAdam: NAdam,

@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 
 from accumfused.arithmetic import agree, float32, maximum, power, sqrt, where
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rule import Rule
+from accumfused.rule import MAXIMUM_RATCHETS, Rule
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 
@@ -77,7 +77,7 @@ class AmsgradRule(AdamRule):
     second_moments = ("exp_avg_sq", "max_exp_avg_sq")
     torch_states = ("step", *states)
     flags: ClassVar[Mapping[str, bool]] = {**AdamRule.flags, "amsgrad": True}
-    keeps_maximum = True
+    needs_16_bits = MAXIMUM_RATCHETS
 
 
 class CautiousAdamRule(AdamRule):

@@ -17,7 +17,7 @@ import torch
 from accumfused.arithmetic import maximum, power, where
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.peers import constructor
-from accumfused.rule import Rule
+from accumfused.rule import MAXIMUM_RATCHETS, Rule
 from accumfused.settings import takes_settings
 
 
@@ -27,7 +27,7 @@ class AdamaxRule(Rule):
     second_moments = ("exp_inf",)
     torch_states = ("step", *states)
     hypers = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize")
-    keeps_maximum = True
+    needs_16_bits = MAXIMUM_RATCHETS
 
     @staticmethod
     def scalars(h: Any, step: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -68,12 +68,40 @@ def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, An
         shard, entries, value = row.shard, optimizer.state[row.param], values[id(row.param)]
         if shard is not None:
             entries, value = shard.parts(entries), shard.part("weights", value)
-        store_full_precision(row.form, row.tensor, entries, value)
-        if row.is_copy:  # its memory has holes
-            row.owned.copy_(row.tensor)
+        store_full_precision(row.form, row.owned, entries, value)
     masters.written()
     masters.refresh(current)  # the plan may have more masters now
     return result
+
+
+@torch.no_grad()
+def rewrite(optimizer: Owner, params: Container[int], change: Callable[[Tensor, Mapping[str, Tensor]], Tensor]) -> None:
+    """Replaces parameters by `change(weights, states)`, in full precision.
+
+    Args:
+        params: ids of parameters; those without states stay.
+        change: gets the weights in fp32 and the states by name, which must not be codes, and returns the new weights.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured.
+    """
+    engine, state = optimizer.engine, optimizer.state
+    window, masters = engine.window, engine.plans.masters
+    plan = engine.plans.current().plan
+    if window.is_open:
+        window.follow(plan)
+        window.habits.watch_writes(window.params)
+    written = [row.param for row in plan.rows if id(row.param) in params and state.get(row.param)]
+    ids = {id(param) for param in written}
+    plan = engine.plans.with_states(plan, [param if id(param) in ids else None for param in plan.params]).plan
+    with ieee():
+        for row in [row for row in plan.rows if id(row.param) in ids]:
+            entries = state[row.param] if row.shard is None else row.shard.parts(state[row.param])
+            store_full_precision(row.form, row.owned, entries, change(full_precision(row.owned, entries), entries))
+    torch.autograd.graph.increment_version(written)
+    masters.written()
+    if window.is_open:
+        window.habits.see(window.params)
 
 
 def _full_precision(optimizer: Owner, param: Tensor) -> Tensor:

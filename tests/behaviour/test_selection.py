@@ -8,7 +8,7 @@ from typing import Any
 import inside
 import pytest
 import torch
-from table import EACH_RULE, Case, random_grads, random_params, set_grads
+from table import Case, one_of_each, random_grads, random_params, set_grads
 
 from accumfused import backends, compiled
 from accumfused.backends.reference import ReferenceBackend
@@ -57,7 +57,10 @@ def test_auto_takes_the_fastest_that_runs_and_says_once_why_no_faster_one(
             backends.select(name, [device])
 
 
-@pytest.mark.parametrize("case", [case for case in EACH_RULE if case.first_values], ids=lambda case: case.name)
+HAVE_NUMBERS = [case for case in one_of_each(lambda case: tuple(case.first_values)) if case.first_values]
+
+
+@pytest.mark.parametrize("case", HAVE_NUMBERS, ids=lambda case: case.name)  # one of each reason, which is logged once
 def test_torchs_kernels_are_refused_for_a_rule_with_numbers_per_tensor(
     case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -113,6 +113,33 @@ def test_every_rule_and_format_has_the_bits_of_one_process(case: Case, weights: 
     assert processes.agreed(2, train_both, case, weights, states, loop) == []
 
 
+def switch_both(weights: str) -> list[str]:
+    """In a worker: what is not as in one process, in eval mode and after it."""
+    dtype, settings = WEIGHTS[weights]
+    laid: list[tuple[Any, ...]] = [((6, 5), Shard(0)), ((6, 5), Shard(1)), ((1, 3), Shard(0)), ((5,), Replicate())]
+    params = laid_out(laid, {1: mesh_over()}, dtype), [nn.Parameter(value) for value in values(laid, dtype)]
+    one, other = (
+        af.AdamWScheduleFree(each, lr=0.1, betas=(0.5, 0.7), grads_are_reduced=True, **settings) for each in params
+    )
+    take_steps(range(3), one, other)
+    before = [whole(param) for param in params_of(one)]
+    for optimizer in (one, other):
+        optimizer.eval()
+    found = differing(one, other)
+    found += [
+        f"{i} is y" for i, (p, y) in enumerate(zip(params_of(one), before, strict=True)) if torch.equal(whole(p), y)
+    ]
+    for optimizer in (one, other):
+        optimizer.train()
+    take_steps(range(3, 5), one, other)
+    return found + differing(one, other)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "split16", "fp16_master"])
+def test_schedule_free_optimizers_switch_their_own_parts(weights: str) -> None:
+    assert processes.agreed(2, switch_both, weights) == []
+
+
 def draws_alike() -> bool:
     """In a worker: whether parts that are no run of memory are rounded alike, after a step that is the same for all."""
     param = nn.Parameter(distribute_tensor(torch.ones(6, 128, dtype=torch.bfloat16), mesh_over(), [Shard(1)]))

@@ -14,23 +14,23 @@ from accumfused.backends.triton.numeric import CHUNK, whole_steps
 
 # The table: the ticket, which is 0 between launches, then a row of these words per parameter.
 ROWS = tl.constexpr(1)
-WORDS = tl.constexpr(23)
+WORDS = tl.constexpr(24)
 PARAM = tl.constexpr(0)
 STEP = tl.constexpr(1)  # from here on the order of formats.kinds.Storage
 SEED = tl.constexpr(2)
 TENSOR_STATE = tl.constexpr(3)  # MAX_TENSOR_STATES of them
-MASTER = tl.constexpr(5)
-STATE = tl.constexpr(6)  # MAX_STATES of them
-SCALE = tl.constexpr(10)  # the states' scales
-NUMEL = tl.constexpr(14)
-FIRST_CHUNK = tl.constexpr(15)
-GROUP = tl.constexpr(16)
-KIND = tl.constexpr(17)  # rule and formats
-ORIGIN = tl.constexpr(18)
-GRAD = tl.constexpr(19)
-ACCUMULATOR = tl.constexpr(20)
-WEIGHT = tl.constexpr(21)
-DTYPE = tl.constexpr(22)
+MASTER = tl.constexpr(6)
+STATE = tl.constexpr(7)  # MAX_STATES of them
+SCALE = tl.constexpr(11)  # the states' scales
+NUMEL = tl.constexpr(15)
+FIRST_CHUNK = tl.constexpr(16)
+GROUP = tl.constexpr(17)
+KIND = tl.constexpr(18)  # rule and formats
+ORIGIN = tl.constexpr(19)
+GRAD = tl.constexpr(20)
+ACCUMULATOR = tl.constexpr(21)
+WEIGHT = tl.constexpr(22)
+DTYPE = tl.constexpr(23)
 
 NO_GRAD, FLOAT32, FLOAT16 = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)  # values of DTYPE; bfloat16 is the last
 BFLOAT16_BITS = tl.constexpr(tl.uint16)  # kernels read bfloat16 as this: Triton's interpreter gets its subnormals wrong

@@ -139,13 +139,16 @@ def tensor_states(row, renewed: tl.constexpr):
     """A row's tensor states; those that the rule does not have are 0."""
     a = 0.0
     b = 0.0
+    c = 0.0
     if renewed > 0:
         address = tl.load(row + TENSOR_STATE)
         if address != 0:  # a row without a gradient may have no state yet
             a = tl.load(pointer_to(address, tl.float32))
             if renewed > 1:
                 b = tl.load(pointer(row, TENSOR_STATE + 1, tl.float32, 0))
-    return a, b
+            if renewed > 2:
+                c = tl.load(pointer(row, TENSOR_STATE + 2, tl.float32, 0))
+    return a, b, c
 
 
 @triton.jit
@@ -158,6 +161,8 @@ def renew_tensor_states(rows, count, kind, hypers, coefficient, scalars: tl.cons
             tl.store(pointer(row, TENSOR_STATE, tl.float32, 0), new[0])
             if renewed > 1:
                 tl.store(pointer(row, TENSOR_STATE + 1, tl.float32, 0), new[1])
+            if renewed > 2:
+                tl.store(pointer(row, TENSOR_STATE + 2, tl.float32, 0), new[2])
 
 
 @triton.jit

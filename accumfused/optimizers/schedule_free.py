@@ -1,0 +1,271 @@
+"""Schedule-Free SGD and AdamW: an average of the iterates takes the place of a learning-rate schedule.
+
+    y <- (1 - beta) z + beta x                       gradients are taken at y; x is the trained model
+    z <- z - lr (d + weight_decay y)
+    x <- (1 - c) x + c z                             c = w_t / (w_1 + ... + w_t),  w_t = t^r lr_max^weight_lr_power
+
+d is g for SGD. For AdamW it is g / (sqrt(v / (1 - beta2^t)) + eps), with v <- beta2 v + (1 - beta2) g^2; with
+inner_momentum a corrected mean of the gradients stands for g. lr rises linearly over warmup_steps, lr_max is its
+maximum so far. Parameters hold y, the state z; x follows from both. Defazio et al. 2024, "The Road Less Scheduled"
+(arXiv:2405.15682), with the authors' bias correction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from accumfused.arithmetic import float32, maximum, minimum, power, sqrt, where
+from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizers.peers import check_hypers
+from accumfused.rule import Rule
+from accumfused.saving import full_precision
+from accumfused.settings import SettingArguments, chosen, takes_settings
+
+
+class ScheduleFreeRule(Rule):
+    # The sum of the weights w in units of the last one: a count, while lr_max stays and r is 0. The step's beta says
+    # where x is; 1 before there is a weight, because x, y and z are the same then.
+    tensor_states: ClassVar[Mapping[str, float]] = {"weight_sum": 0.0, "lr_max": 0.0, "last_beta": 1.0}
+    needs_16_bits = "whose z is a copy of the weights"
+
+    @staticmethod
+    def averaging(h: Any, step: Any, beta: Any) -> dict[str, Any]:
+        """The numbers that move y and z; the switch reads beta in fp32, so the step does too."""
+        beta, lr = float32(beta), h.lr * minimum(step / maximum(h.warmup_steps, 1.0), 1.0)
+        lr_max = maximum(float32(lr), h.lr_max)
+        has_weight = lr_max > 0
+        before = power(h.lr_max / where(has_weight, lr_max, 1.0), h.weight_lr_power) * power((step - 1.0) / step, h.r)
+        weight_sum = where(has_weight, h.weight_sum * before + 1.0, 0.0)
+        share = 1.0 / maximum(weight_sum, 1.0)
+        return {
+            "is_first": where(h.weight_sum == 0, 1.0, 0.0),
+            "lr": lr,
+            "weight_decay": h.weight_decay,
+            "share": share + (1.0 - share) * (1.0 - beta / h.last_beta),  # x stays where it is if beta changes
+            "y_step": lr * (beta * (1.0 - share) - 1.0),
+            "weight_sum": weight_sum,
+            "lr_max": lr_max,
+            "last_beta": where(has_weight, beta, 1.0),
+        }
+
+    @staticmethod
+    def moved(s: Any, y: Any, z: Any, direction: Any) -> tuple[Any, Any]:
+        """The new y and z."""
+        z = where(s.is_first != 0, y, z)
+        direction = where(s.weight_decay != 0, direction + y * s.weight_decay, direction)
+        return (y + (z - y) * s.share) + direction * s.y_step, z - direction * s.lr
+
+
+class ScheduleFreeSgdRule(ScheduleFreeRule):
+    name = "sgd_schedule_free"
+    states = ("z",)
+    torch_states = ("z",)
+    hypers = ("lr", "momentum", "weight_decay", "warmup_steps", "r", "weight_lr_power")
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        return ScheduleFreeRule.averaging(h, step, h.momentum)
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        return ScheduleFreeRule.moved(s, p, states[0], g)
+
+
+class ScheduleFreeAdamWRule(ScheduleFreeRule):
+    name = "adamw_schedule_free"
+    states: ClassVar[tuple[str, ...]] = ("z", "exp_avg_sq")
+    second_moments = ("exp_avg_sq",)
+    torch_states: ClassVar[tuple[str, ...]] = states
+    hypers: ClassVar[tuple[str, ...]] = (
+        "lr", "beta1", "beta2", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power",
+    )  # fmt: skip
+    flags: ClassVar[Mapping[str, bool]] = {"has_inner_momentum": False}
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        inner = h.inner_momentum if h.has_inner_momentum else 0.0
+        return {
+            "beta2": h.beta2,
+            "one_minus_beta2": 1.0 - h.beta2,
+            "eps": h.eps,
+            "inverse_correction": 1.0 / (1.0 - power(h.beta2, step)),
+            "inner": inner,
+            "one_minus_inner": 1.0 - inner,
+            "inverse_inner_correction": 1.0 / (1.0 - power(inner, step)),
+            **ScheduleFreeRule.averaging(h, step, h.beta1),
+        }
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        z, *means, exp_avg_sq = states
+        exp_avg_sq = exp_avg_sq * s.beta2 + (g * g) * s.one_minus_beta2
+        if s.has_inner_momentum:
+            means = [means[0] * s.inner + g * s.one_minus_inner]
+            g = means[0] * s.inverse_inner_correction
+        direction = g / (sqrt(exp_avg_sq * s.inverse_correction) + s.eps)
+        return *ScheduleFreeRule.moved(s, p, z, direction), *means, exp_avg_sq
+
+
+class ScheduleFreeAdamWInnerRule(ScheduleFreeAdamWRule):
+    name = "adamw_schedule_free_inner"
+    states = ("z", "exp_avg", "exp_avg_sq")
+    torch_states = states
+    hypers = (*ScheduleFreeAdamWRule.hypers, "inner_momentum")
+    flags: ClassVar[Mapping[str, bool]] = {"has_inner_momentum": True}
+
+
+class _ScheduleFree(FusedOptimizer):
+    """The base of both: parameters hold y at first and after train(), and x, the trained model, after eval()."""
+
+    def train(self) -> None:
+        """Puts y, where gradients are taken, into the parameters. Call it after eval(), to go on training.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
+        self._switch(True, lambda x, states: states["z"] + (x - states["z"]) * states["last_beta"])
+
+    def eval(self) -> None:
+        """Puts x, the trained model, into the parameters. Call it before evaluation, and to save the model.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
+        self._switch(False, lambda y, states: states["z"] + (y - states["z"]) / states["last_beta"])
+
+    def _switch(self, train_mode: bool, change: Callable[[Tensor, Mapping[str, Tensor]], Tensor]) -> None:
+        groups = [group for group in self.param_groups if group["train_mode"] != train_mode]
+        if groups:
+            full_precision.rewrite(self, {id(param) for group in groups for param in group["params"]}, change)
+        for group in groups:
+            group["train_mode"] = train_mode
+
+    def refuse_gradients(self) -> None:
+        """Refuses those of the averaged weights.
+
+        Raises:
+            RuntimeError: eval() was called, and train() was not.
+        """
+        if not all(group["train_mode"] for group in self.param_groups):
+            raise RuntimeError(
+                "the parameters are the averaged weights, where no gradient is to be taken; call optimizer.train() "
+                "before the forward pass of a training step"
+            )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("train_mode", True)
+            theirs = {name: group.pop(name, None) for name in ("k", "weight_sum", "lr_max", "scheduled_lr", "foreach")}
+            steps = theirs["k"]  # the authors count for a group
+            if not steps:
+                continue
+            lr_max, beta = theirs["lr_max"], group["momentum"] if "momentum" in group else group["betas"][0]
+            weight = steps ** group["r"] * lr_max ** group["weight_lr_power"]
+            numbers = {"weight_sum": theirs["weight_sum"] / (weight or 1.0), "lr_max": lr_max, "last_beta": beta}
+            for param in group["params"]:
+                if param in self.state:
+                    for name, number in {"step": steps, **numbers}.items():
+                        self.state[param].setdefault(name, torch.tensor(float(number), device=param.device))
+
+
+@takes_settings
+class SGDScheduleFree(_ScheduleFree):
+    """Schedule-Free SGD, with accumulation, unscaling and clipping in the same pass.
+
+    Arguments, group keys and state names are those of the authors' `schedulefree.SGDScheduleFree`, and its checkpoints
+    load. Parameters are those to train with until eval() puts the trained model into them; train() goes back.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        lr: the learning rate; no schedule is needed.
+        momentum: beta above, > 0 and < 1.
+        weight_decay: times lr and y.
+        warmup_steps: steps in which the learning rate rises linearly.
+        r, weight_lr_power: the powers of the step's number and of the learning rate in the weights of the average.
+        **settings: those of `accumfused.settings.Settings`.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules: ClassVar[tuple[type[Rule], ...]] = (ScheduleFreeSgdRule,)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        momentum: float | Tensor = 0.9,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        **settings: Unpack[SettingArguments],
+    ) -> None:
+        others: dict[str, Any] = {"weight_decay": weight_decay, "warmup_steps": warmup_steps, "r": r}
+        others["weight_lr_power"] = weight_lr_power
+        check_hypers(lr, **others)
+        if not 0.0 < momentum < 1.0:
+            raise ValueError(f"Invalid momentum value: {momentum}")
+        defaults = {"lr": lr, "momentum": momentum, **others, "train_mode": True}
+        torch.optim.Optimizer.__init__(self, params, defaults)
+        self.configure(chosen(type(self).__name__, self.defaults, **settings))
+
+
+@takes_settings
+class AdamWScheduleFree(_ScheduleFree):
+    """Schedule-Free AdamW, with accumulation, unscaling and clipping in the same pass.
+
+    Arguments, group keys and state names are those of the authors' `schedulefree.AdamWScheduleFree`, and its
+    checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train() goes
+    back.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        lr: the learning rate; no schedule is needed.
+        betas: beta above, > 0, and the decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: times lr and y.
+        warmup_steps: steps in which the learning rate rises linearly.
+        r, weight_lr_power: the powers of the step's number and of the learning rate in the weights of the average.
+        inner_momentum: the decay of a mean of the gradients; 0: no mean is kept.
+        **settings: those of `accumfused.settings.Settings`.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules: ClassVar[tuple[type[Rule], ...]] = (ScheduleFreeAdamWRule, ScheduleFreeAdamWInnerRule)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.0025,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        inner_momentum: float = 0.0,
+        **settings: Unpack[SettingArguments],
+    ) -> None:
+        others: dict[str, Any] = {"weight_decay": weight_decay, "warmup_steps": warmup_steps, "r": r}
+        others["weight_lr_power"] = weight_lr_power
+        check_hypers(lr, betas, 2, epsilon=eps, **others)
+        if not betas[0] > 0.0:
+            raise ValueError(f"Invalid beta parameter at index 0: {betas[0]}")
+        if not 0.0 <= inner_momentum < 1.0:
+            raise ValueError(f"Invalid inner_momentum value: {inner_momentum}")
+        if inner_momentum:  # older checkpoints lack the key
+            others["inner_momentum"] = inner_momentum
+        defaults = {"lr": lr, "betas": betas, "eps": eps, **others}
+        torch.optim.Optimizer.__init__(self, params, {**defaults, "train_mode": True})
+        self.configure(chosen(type(self).__name__, self.defaults, **settings))

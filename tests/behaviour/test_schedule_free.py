@@ -1,0 +1,343 @@
+"""Schedule-Free optimizers: train() and eval() in every format, refusals between them, and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from compare import assert_close, assert_same_bits
+from peers import assert_same, params_of
+from peers import train as train_all
+from snapshot import refused, writes_nothing
+from stored import build, states_of, through_a_file, train, whole
+from table import WEIGHTS, random_params, set_grads
+from torch import Tensor
+from torch.nn import Parameter
+
+import accumfused as af
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (af.SGDScheduleFree, {"momentum": 0.5}),
+    "AdamW": (af.AdamWScheduleFree, {"betas": (0.5, 0.7), "weight_decay": 0.3, "warmup_steps": 2}),
+    "inner": (af.AdamWScheduleFree, {"betas": (0.5, 0.7), "inner_momentum": 0.6}),
+}
+# Half a unit of what a parameter keeps of its value; 2^-22 for the roundings of the switch itself.
+ROUNDING = {"bf16_stochastic": 2.0**-8, "fp16_stochastic": 2.0**-11, "split8": 2.0**-15}
+SHAPES = [(5, 3), (), (7,)]
+
+
+def made(kind: str = "SGD", weights: str = "fp32", states: str = "fp32", backend: str = "auto", **options: Any) -> Any:
+    """An optimizer of all layouts, one with holes too."""
+    cls, own = KINDS[kind]
+    _, optimizer = build(weights, states, backend, cls, **{**own, **options})
+    generator = torch.Generator().manual_seed(5)
+    holes = torch.randn((6, 8), generator=generator).to(WEIGHTS[weights][0])[:, ::2]
+    optimizer.add_param_group({"params": [Parameter(holes)]})
+    return optimizer
+
+
+def averaged(optimizer: Any) -> list[Tensor]:
+    """x in float64, from y and z."""
+    found, z, beta = whole(optimizer), states_of(optimizer), 0.5
+    return [z[f"z {index}"] + (y.double() - z[f"z {index}"]) / beta for index, y in enumerate(found)]
+
+
+# ---- train() and eval() ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pairwise(weights=tuple(WEIGHTS), states=("fp32", "bf16"), kind=tuple(KINDS))
+def test_eval_puts_the_average_into_the_parameters_and_train_goes_back(
+    weights: str, states: str, kind: str, backend: str
+) -> None:
+    optimizer = made(kind, weights, states, backend)
+    train(optimizer, 4)
+    gradients_at, expected = whole(optimizer), averaged(optimizer)
+    rounding = ROUNDING.get(weights, 2.0**-22)
+    optimizer.eval()
+    for x, truth, y in zip(whole(optimizer), expected, gradients_at, strict=True):
+        torch.testing.assert_close(x.double(), truth, rtol=rounding, atol=2.0**-22)
+        assert x.shape == () or not torch.equal(x, y)
+    with writes_nothing(optimizer):
+        optimizer.eval()
+    optimizer.train()
+    for y, truth, x in zip(whole(optimizer), gradients_at, expected, strict=True):  # x was rounded, and now y
+        assert ((y - truth).abs() <= rounding * (x.abs() + truth.abs()) + 2.0**-22).all()
+    with writes_nothing(optimizer):
+        optimizer.train()
+    train(optimizer, 1, seed=9)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_without_a_step_both_leave_the_parameters(weights: str, backend: str) -> None:
+    """Also where states were made: by a skipped step, or for masters that were loaded."""
+    optimizer = made("AdamW", weights, "bf16", backend)
+    expected = whole(optimizer)
+    optimizer.eval()
+    optimizer.train()
+    for param in params_of(optimizer):
+        param.grad = torch.full_like(param, torch.nan)
+    optimizer.step()
+    assert bool(optimizer.step_was_skipped)
+    optimizer.eval()
+    for found, value in zip(whole(optimizer), expected, strict=True):
+        assert_same_bits(found, value, "after a skip")
+    model = torch.nn.ParameterList(params_of(optimizer))
+    exact = [value + 2.0**-12 if weights in ("split16", "bf16_master", "fp16_master") else value for value in expected]
+    other = KINDS["SGD"][0](model.parameters(), master_weights=WEIGHTS[weights][1].get("master_weights", "auto"))
+    other.load_full_precision_state_dict(model, {str(index): value for index, value in enumerate(exact)})
+    other.eval()
+    for found, value in zip(whole(other), exact, strict=True):
+        assert_same_bits(found, value, "after a load")
+
+
+def test_a_write_from_outside_counts(backend: str) -> None:
+    """Its remainder is dropped before the switch, and a swapped-in average is not mistaken for the old weights."""
+    optimizer = made("SGD", "split16", backend=backend)
+    train(optimizer, 2)
+    with torch.no_grad():
+        for param in params_of(optimizer):
+            param.mul_(2.0)
+    expected = [param.detach().float() for param in params_of(optimizer)]
+    for found, value in zip(whole(optimizer), expected, strict=True):
+        assert_same_bits(found, value, "y")
+    truth = averaged(optimizer)
+    optimizer.eval()
+    for x, value in zip(whole(optimizer), truth, strict=True):
+        torch.testing.assert_close(x.double(), value, rtol=2.0**-22, atol=2.0**-22)
+
+
+def test_a_beta_that_a_scheduler_cycles_leaves_the_average_where_it_is(backend: str) -> None:
+    """Against x and z in float64; eval() and train() use the beta of the last step, whatever the group says since."""
+    params = random_params(SHAPES)
+    theirs = [param.detach().clone().requires_grad_() for param in params]
+    ours = af.SGDScheduleFree(params, lr=0.5, backend=backend)
+    truth = oracle.Oracle(oracle.sgd_schedule_free, {}, theirs)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(ours, max_lr=0.5, total_steps=9, base_momentum=0.4)
+    betas = set()
+    for step in range(8):
+        (group,) = ours.param_groups
+        betas.add(group["momentum"])
+        grads = [torch.randn(param.shape, generator=torch.Generator().manual_seed(step)) for param in params]
+        set_grads(params, grads)
+        truth.options = {"lr": group["lr"], "momentum": group["momentum"]}
+        ours.step()
+        truth.step(grads)
+        schedule.step()
+        ours.eval()
+        for param, y, state in zip(params, truth.params, truth.states, strict=True):
+            beta = state["last_beta"]
+            assert_close(param, (y - (1 - beta) * state["z"]) / beta, "fp64 oracle")
+        ours.train()
+    assert len(betas) > 4
+
+
+def test_a_window_may_be_open(backend: str) -> None:
+    """An evaluation in the midst of it is no write from outside: no warning, and the same step but for roundings."""
+    one, other = (af.SGDScheduleFree(random_params(SHAPES), lr=0.1, momentum=0.5, backend=backend) for _ in range(2))
+    train_all(one, other)
+    for seed in range(2):
+        for optimizer in (one, other):
+            set_grads(params_of(optimizer), [torch.full(shape, 1.0 + seed) for shape in SHAPES])
+            optimizer.accumulate()
+        one.eval()
+        one.train()
+    for optimizer in (one, other):
+        optimizer.step()
+    for param, truth in zip(params_of(one), params_of(other), strict=True):
+        assert_close(param, truth, "model")
+
+
+def test_a_write_within_a_window_still_warns_after_a_switch(backend: str) -> None:
+    optimizer = af.SGDScheduleFree(random_params(SHAPES), backend=backend)
+    train_all(optimizer)
+    set_grads(params_of(optimizer), [torch.ones(shape) for shape in SHAPES])
+    optimizer.accumulate()
+    with torch.no_grad():
+        params_of(optimizer)[0].add_(1.0)
+    with pytest.warns(af.AccumulationWarning, match="written while a window was open"):
+        optimizer.eval()
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+IN_EVAL: dict[str, Callable[[Any], Any]] = {
+    "step": lambda optimizer: optimizer.step(),
+    "closure": lambda optimizer: optimizer.step(lambda: pytest.fail("it was evaluated")),
+    "accumulate": lambda optimizer: optimizer.accumulate(),
+    "last": lambda optimizer: optimizer.accumulate(1.0, last=True),
+    "backward": lambda optimizer: optimizer.backward(params_of(optimizer)[0].sum()),
+    "group": lambda optimizer: af.ClipGroup(
+        [af.SGD([Parameter(torch.ones(2))], lr=0.1), optimizer], max_grad_norm=1.0
+    ).step(),
+}
+
+
+@pytest.mark.parametrize("call", IN_EVAL)
+def test_gradients_at_the_average_are_refused(call: str, backend: str) -> None:
+    optimizer = af.AdamWScheduleFree(random_params(SHAPES), backend=backend)
+    train_all(optimizer)
+    optimizer.eval()
+    if call != "backward":
+        set_grads(params_of(optimizer), [torch.ones(shape) for shape in SHAPES])
+    with refused(optimizer, RuntimeError, r"call optimizer\.train\(\)"):
+        IN_EVAL[call](optimizer)
+
+
+def test_a_group_that_is_added_in_eval_mode_waits_for_train(backend: str) -> None:
+    optimizer = af.SGDScheduleFree(random_params(SHAPES), backend=backend)
+    train_all(optimizer)
+    optimizer.eval()
+    optimizer.add_param_group({"params": random_params([(4,)])})
+    set_grads(params_of(optimizer)[-1:], [torch.ones(4)])
+    with refused(optimizer, RuntimeError, "train"):
+        optimizer.step()
+    optimizer.train()
+    train_all(optimizer)
+    optimizer.eval()
+    assert [group["train_mode"] for group in optimizer.param_groups] == [False, False]
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "lr": (lambda: af.SGDScheduleFree(random_params(SHAPES), lr=-1.0), "Invalid learning rate: -1.0"),
+    "momentum": (lambda: af.SGDScheduleFree(random_params(SHAPES), momentum=0.0), "Invalid momentum value: 0.0"),
+    "warmup": (lambda: af.SGDScheduleFree(random_params(SHAPES), warmup_steps=-1), "Invalid warmup_steps value: -1"),
+    "beta": (lambda: af.AdamWScheduleFree(random_params(SHAPES), betas=(0.0, 0.9)), "parameter at index 0: 0.0"),
+    "inner": (lambda: af.AdamWScheduleFree(random_params(SHAPES), inner_momentum=1.0), "inner_momentum value: 1.0"),
+    "r": (lambda: af.AdamWScheduleFree(random_params(SHAPES), r=-1.0), "Invalid r value: -1.0"),
+    "int8": (lambda: af.SGDScheduleFree(random_params(SHAPES), state_dtype="int8"), "z is a copy of the weights"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused(what: str) -> None:
+    make, text = REFUSED[what]
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+# ---- the average's weights ------------------------------------------------------------------------------------------
+
+
+def test_the_millionth_step_is_counted(backend: str) -> None:
+    """A sum of lr^2 in fp32 would be off by percents there."""
+    optimizer = af.SGDScheduleFree(random_params(SHAPES), lr=0.7, backend=backend)  # fp32 has a smaller number
+    train_all(optimizer)
+    for param in params_of(optimizer):
+        optimizer.state[param]["weight_sum"].fill_(1e6)
+    train_all(optimizer)
+    assert all(optimizer.state[param]["weight_sum"] == 1e6 + 3 for param in params_of(optimizer))
+
+
+def test_a_step_with_a_learning_rate_of_0_does_not_begin_the_average(backend: str) -> None:
+    """torch.distributed.checkpoint makes states by such a step; other weights may be loaded after it."""
+    one, other = (af.SGDScheduleFree(random_params(SHAPES, seed=seed), lr=0.0, backend=backend) for seed in (0, 1))
+    set_grads(params_of(one), [torch.zeros(shape) for shape in SHAPES])
+    one.step()
+    with torch.no_grad():
+        for param, value in zip(params_of(one), params_of(other), strict=True):
+            param.copy_(value)
+    one.eval()
+    for param, value in zip(params_of(one), params_of(other), strict=True):
+        assert_close(param, value, "model")
+    one.train()
+    with torch.no_grad():
+        for param, value in zip(params_of(one), params_of(other), strict=True):
+            param.copy_(value)
+    for optimizer in (one, other):
+        optimizer.param_groups[0]["lr"] = 0.1
+    train_all(one, other)
+    for param, value in zip(params_of(one), params_of(other), strict=True):
+        assert_same_bits(param.detach(), value.detach(), "weights")
+
+
+def test_numbers_in_tensors_are_the_same_numbers(backend: str) -> None:
+    plain = af.AdamWScheduleFree(random_params(SHAPES), lr=0.5, betas=(0.5, 0.75), backend=backend)
+    tensors = [torch.tensor(value) for value in (0.5, 0.5, 0.75)]
+    other = af.AdamWScheduleFree(random_params(SHAPES), lr=tensors[0], betas=(*tensors[1:],), backend=backend)
+    train_all(plain, other)
+    plain.eval()
+    other.eval()
+    assert_same(other, plain)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pairwise(weights=tuple(WEIGHTS), kind=tuple(KINDS), mode=("train", "eval"), by=("file", "copy"))
+def test_whoever_resumes_goes_on_bit_for_bit(weights: str, kind: str, mode: str, by: str, backend: str) -> None:
+    optimizer = made(kind, weights, "bf16", backend)
+    train(optimizer, 3)
+    getattr(optimizer, mode)()
+    if by == "copy":
+        resumed = copy.deepcopy(optimizer)
+    else:
+        resumed = made(kind, weights, "bf16", backend)
+        for param, value in zip(params_of(resumed), params_of(optimizer), strict=True):
+            param.data.copy_(value)
+        resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert [group["train_mode"] for group in resumed.param_groups] == [mode == "train"] * 2
+    for each in (optimizer, resumed):
+        each.train()
+        train(each, 2, seed=5)
+        each.eval()
+    assert_same(resumed, optimizer)
+
+
+def test_an_open_window_is_in_the_checkpoint_of_either_mode(backend: str) -> None:
+    optimizer = made(backend=backend)
+    train(optimizer, 2)
+    for param in params_of(optimizer):
+        param.grad = torch.ones_like(param)
+    optimizer.accumulate()
+    optimizer.eval()
+    resumed = made(backend=backend)
+    for param, value in zip(params_of(resumed), params_of(optimizer), strict=True):
+        param.data.copy_(value)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    for each in (optimizer, resumed):
+        each.train()
+        each.step()
+    assert_same(resumed, optimizer)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_of_the_authors_code_load(kind: str, mode: str, backend: str) -> None:
+    """They count, and add up lr^2, for a group; the powers of 2 make that exact."""
+    cls, options = KINDS[kind]
+    options = {**options, "lr": 0.5, "backend": backend}
+    ours, twin = (cls(random_params(SHAPES), **options) for _ in range(2))
+    train_all(ours)
+    getattr(ours, mode)()
+    theirs = copy.deepcopy(ours.state_dict())
+    (group,) = theirs["param_groups"]
+    for entries in theirs["state"].values():
+        group |= {"k": 3, "weight_sum": float(entries["weight_sum"]) * 0.25, "lr_max": 0.5, "scheduled_lr": 0.5}
+        for name in ("step", "weight_sum", "lr_max", "last_beta"):
+            del entries[name]
+    group["foreach"] = True
+    if mode == "train":
+        del group["train_mode"]
+    for param, value in zip(params_of(twin), params_of(ours), strict=True):
+        param.data.copy_(value)
+    twin.load_state_dict(theirs)
+    assert twin.param_groups[0].keys() == ours.param_groups[0].keys()
+    for each in (ours, twin):
+        each.train()
+    train_all(ours, twin, seed=1)
+    assert_same(twin, ours)
+
+
+def test_a_checkpoint_of_theirs_without_a_weight_loads(backend: str) -> None:
+    """All learning rates were 0 so far."""
+    ours = af.SGDScheduleFree(random_params(SHAPES), backend=backend)
+    theirs = ours.state_dict()
+    theirs["param_groups"][0] |= {"k": 1, "weight_sum": 0.0, "lr_max": 0.0}
+    theirs["state"] = {index: {"z": param.detach().clone()} for index, param in enumerate(params_of(ours))}
+    ours.load_state_dict(theirs)
+    train_all(ours)
+    assert all(ours.state[param]["weight_sum"] == 3.0 for param in params_of(ours))
