@@ -1,4 +1,4 @@
-# make demo | test | test-all | bench-test | mutants | lint | bench | bench-smoke | numerics | gpu | wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
+# make demo | test | test-all | bench-test | mutants | lint | docs | bench | bench-smoke | numerics | gpu | wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -12,7 +12,7 @@ NATIVE_TESTS := $(addprefix conformance/,test_bits.py test_tensors.py test_codec
 PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_WAIT_POLICY=passive $(RUN) -m pytest -p xdist -n auto --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all bench-test mutants lint bench bench-smoke numerics native wheel sanitize clean always
+.PHONY: demo test test-all bench-test mutants lint docs bench bench-smoke numerics native wheel sanitize clean always
 .SECONDARY:
 
 demo: $(VENV)/examples.stamp
@@ -44,7 +44,7 @@ bench-smoke: $(VENV)/test.stamp
 numerics: $(VENV)/numerics.stamp
 	$(RUN) -m bench.numerics $(ARGS)
 
-# On a machine with a GPU: by PYTHON's own torch and Triton, in place, without network and environment. docs/gpu.md
+# On a machine with a GPU: by PYTHON's own torch and Triton, in place, without network and environment. docs/internals/gpu.md
 # says what each stage does; all of them end after GPU_MINUTES, and GPU_REPORT holds what is known at any moment.
 GPU_MINUTES ?= 9
 GPU_REPORT ?= build/gpu
@@ -58,6 +58,10 @@ lint: $(VENV)/lint.stamp
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	PATH=$(VENV)/bin:$$PATH clang-format --dry-run -Werror $(CSRC)
+
+# The site of docs/, in build/site. A link that leads nowhere is an error.
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # Without torch, for every card that nvcc knows, unless ACCUMFUSED_CUDA or ACCUMFUSED_CUDA_ARCHS say otherwise.
 wheel: $(VENV)/environment.stamp

@@ -71,7 +71,7 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
 class FusedOptimizer(torch.optim.Optimizer):
     """An optimizer whose step also normalizes, unscales and clips, in one pass over the gradients.
 
-    Subclasses set `rules`. docs/state-machine.md shows the allowed order of calls.
+    Subclasses set `rules`. docs/internals/state-machine.md shows the allowed order of calls.
     """
 
     rules: ClassVar[tuple[type[Rule], ...]] = ()

@@ -57,7 +57,7 @@ class Settings:
             (no random number is consumed), or 0 with several processes, because these must round alike. The same
             seed gives the same bits on every backend.
         process_group: a torch.distributed group of processes with a batch each. The optimizer adds up their gradients,
-            once per window: see `accumfused.attach_ddp` and docs/distributed.md. Copies and pickles leave it out.
+            once per window: see `accumfused.attach_ddp` and docs/guide/distributed.md. Copies and pickles leave it out.
         grads_are_reduced: True states that each micro-batch's gradients are reduced already. With several processes and
             no process_group, `accumulate()` raises without it.
         reduce_dtype: the dtype in which gradients travel in process_group: torch.float32, torch.bfloat16 (which also

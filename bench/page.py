@@ -172,7 +172,7 @@ def _summary(results: Results) -> Iterator[str]:
     yield (
         "<p>Medians of interleaved rounds. A factor is the median of the ratios within a round, where the run has kept "
         "it. Within the noise: the quartiles overlap; where they were not kept, the two are less than "
-        f"{NOISE:.0%} apart. docs/benchmarking.md says how it is measured, and where the figures mislead.</p>"
+        f"{NOISE:.0%} apart. docs/internals/benchmarking.md says how it is measured, and where the figures mislead.</p>"
     )
 
 

@@ -1,7 +1,7 @@
 """How much there is to hold in mind: sizes, the way of a plain step(), circles, and names that should stay at home.
 
     python tools/house.py           the figures
-    python tools/house.py picture   the picture in docs/architecture.md: which folder imports which
+    python tools/house.py picture   the picture in docs/internals/architecture.md: which folder imports which
 
 tests/repo/test_house.py holds what must not grow again.
 """

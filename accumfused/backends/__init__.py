@@ -24,7 +24,7 @@ from accumfused.warn import say_once
 
 NAMES = get_args(BackendName)
 
-COSTS = {  # compared with the backend that "auto" prefers; docs/arithmetic.md has the measurements
+COSTS = {  # compared with the backend that "auto" prefers; docs/internals/arithmetic.md has the measurements
     "triton": "slower",
     "foreach": "torch's own kernels and bits; for fp32 AdamW native ones take 0.6 to 0.9 of its time",
     "torch": "the reference, some 20 times slower than stock",

@@ -1,7 +1,7 @@
 """The window: the micro-batches between two updates, summed in fp32.
 
 In: fresh `p.grad`s and their weights. Out: one accumulator per parameter, exposed as `p.grad` when `last=True` closes
-the window, or handed to the step. docs/state-machine.md draws the states and the calls that each refuses.
+the window, or handed to the step. docs/internals/state-machine.md draws the states and the calls that each refuses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Codecs store numbers in fewer bits, and noise rounds them, in PyTorch: the counterpart of csrc/codecs.h.
 
 All functions work on the bits of fp32 numbers, so every backend stores the same bits. `encode` takes fp32 values in
-memory order, with 32 bits of noise for each; `decode` returns fp32. docs/arithmetic.md has the formulas.
+memory order, with 32 bits of noise for each; `decode` returns fp32. docs/internals/arithmetic.md has the formulas.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def document(about: dict[str, Any], sections: dict[str, list[Table]], pictures: 
         f"# What each storage format costs in accuracy{quick}",
         f"`{about['command']}`, {about['cpu']} ({about['instruction_set']}), torch {about['torch']}, accumfused "
         f"{about['accumfused']}, {about['system']}, {about['date']}; {about['seconds']} s, after a load "
-        f"of {about['load']:.1f}. docs/numerics.md says what the figures mean.",
+        f"of {about['load']:.1f}. docs/internals/numerics.md says what the figures mean.",
     ]
     for name, tables in sections.items():
         parts.append(f"## {name}")

@@ -1,4 +1,4 @@
-"""Any sequence of calls does what docs/state-machine.md says: a short run, and with --full a long one.
+"""Any sequence of calls does what docs/internals/state-machine.md says: a short run, and with --full a long one.
 
     FUZZ_MINUTES=60 python -m pytest tests/behaviour/test_fuzz.py --full
 

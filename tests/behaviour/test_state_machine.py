@@ -1,4 +1,4 @@
-"""The state machine of docs/state-machine.md as tables: which call may follow which, and what is refused.
+"""The state machine of docs/internals/state-machine.md as tables: which call may follow which, and what is refused.
 
 A refused call names the remedy, and nothing is written. Numbers are those of test_loops.py and test_fuzz.py.
 """

@@ -41,7 +41,7 @@ def random_partials(size: int) -> Tensor:
 
 
 def one_after_the_other(partials: Tensor) -> Tensor:
-    """As docs/arithmetic.md says it."""
+    """As docs/internals/arithmetic.md says it."""
     lanes = [0.0] * LANES
     for index, value in enumerate(partials.tolist()):
         lanes[index % LANES] += value

@@ -38,7 +38,7 @@ DDP: dict[str, dict[str, bool]] = {
     "unused": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
     "reduced": {"find_unused_parameters": True},  # by DDP: grads_are_reduced=True
 }  # fmt: skip
-# How many of its processes differ; "divided": parameters are whole within a window, the loop of docs/distributed.md.
+# How many of its processes differ; "divided": parameters are whole within a window, docs/guide/distributed.md.
 SPREAD = {"fully_shard": None, "divided": None, "hsdp": None, "tensor parallel": 1, "both": 2}
 CLOSES = {  # weighted, last=True, by which call
     "weights": (True, False, "accumulate"), "weights, last": (True, True, "accumulate"),

@@ -1,4 +1,4 @@
-"""Micro-batches and windows: what docs/state-machine.md promises of them, in float64.
+"""Micro-batches and windows: what docs/internals/state-machine.md promises of them, in float64.
 
 Each method is a call of a training loop. It says from the model's state what must come of the call (numbers within a
 bound, or a refusal after which nothing has changed), makes the call, and compares.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 FOLDERS = "accumfused|bench|csrc|docs|examples|tests|tools"
 GONE = {"CHANGELOG.md"}  # which tells of what was
 

@@ -46,7 +46,7 @@ def test_no_module_has_the_name_of_something_public(house: ModuleType) -> None:
 
 
 def test_the_picture_in_the_documentation_is_that_of_the_code(house: ModuleType) -> None:
-    page = (PATH.parents[1] / "docs" / "architecture.md").read_text()
+    page = (PATH.parents[1] / "docs" / "internals" / "architecture.md").read_text()
     assert f"```mermaid\n{house.picture(house.modules())}\n```" in page
 
 

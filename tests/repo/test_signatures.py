@@ -134,7 +134,7 @@ def test_the_code_of_the_documentation_type_checks(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from run_blocks import blocks
 
-    for name, page in (("promised", None), ("readme", "README.md"), ("amp", "docs/amp.md")):
+    for name, page in (("promised", None), ("readme", "README.md"), ("amp", "docs/guide/loss-scaling.md")):
         found = (
             [block.code for block in blocks((ROOT / page).read_text()) if block.language == "python"] if page else []
         )

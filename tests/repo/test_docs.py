@@ -1,0 +1,96 @@
+"""The pages of docs/: their code runs, and what they list is what the code has."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+import accumfused as af
+from accumfused import settings
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+RUNNING = [page for page in PAGES if "```python" in page.read_text()]
+NEEDS = {"frameworks.md": ("transformers", "accelerate", "lightning")}
+
+
+def named(page: Path) -> str:
+    return page.relative_to(DOCS).as_posix()
+
+
+@pytest.mark.parametrize("page", RUNNING, ids=named)
+def test_the_code_of_a_page_runs(page: Path) -> None:
+    for package in NEEDS.get(page.name, ()):
+        pytest.importorskip(package)
+    command = [sys.executable, str(ROOT / "tools" / "run_blocks.py"), str(page)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    said = "" if page.name in NEEDS else run.stderr  # frameworks talk
+    assert (run.returncode, said) == (0, ""), run.stdout + run.stderr
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of all tables of a page, without their heads."""
+    lines = (DOCS / page).read_text().splitlines()
+    cells = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in lines if line.startswith("| `")]
+    return [[cell.strip() for cell in row] for row in cells]
+
+
+def test_the_table_of_settings_is_that_of_the_code() -> None:
+    fields = {field.name: field for field in dataclasses.fields(settings.Settings)}
+    table = {name.strip("`"): rest for name, *rest in rows("reference/settings.md")}
+    assert [name for name in table if name in fields] == [*fields]
+    kinds = {
+        "nonfinite": settings.Nonfinite, "backend": settings.BackendName, "master_weights": settings.MasterWeights,
+    }  # fmt: skip
+    for name, field in fields.items():
+        values, default = table[name][:2]
+        assert default == f"`{field.default!r}`".replace("'", '"'), name
+        for value in get_args(kinds.get(name)):
+            assert f'`"{value}"`' in values, name
+        assert ("None" in values) == ("None" in str(field.type) or name == "process_group"), name
+
+
+def test_the_table_of_settings_has_every_variable_of_the_environment() -> None:
+    sources = [ROOT / "setup.py", *(ROOT / "accumfused").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
+    read = {name for path in sources for name in re.findall(r'"(ACCUMFUSED_[A-Z_]+)"', path.read_text())}
+    assert read
+    assert {name for name in read if f"`{name}`" not in (DOCS / "reference/settings.md").read_text()} == set()
+
+
+def texts() -> set[str]:
+    """All literal strings of the package, and the literal pieces of those with numbers in them."""
+    nodes = (node for path in (ROOT / "accumfused").rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def test_every_error_on_the_page_is_in_the_code() -> None:
+    messages = [message.strip("`") for message, *_ in rows("reference/errors.md")]
+    assert len(messages) > 40
+    known = texts()
+    pieces = [(message, piece) for message in messages for piece in message.split("…") if piece]
+    assert [message for message, piece in pieces if not any(piece in text for text in known)] == []
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = re.findall(r"^::: accumfused\.(\w+)$", (DOCS / "reference/api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(af.__all__)
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mkdocstrings") is None or importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs is not installed; make docs installs it")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment: dict[str, Any] = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
