@@ -102,16 +102,8 @@ def test_no_framework_is_imported_with_the_package() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
 
 
-BEFORE = {
-    "amp": """
-import torch
-import torch.nn.functional as F
-import accumfused as af
-model = torch.nn.Linear(3, 3)
-batches = [(torch.ones(2, 3), torch.ones(2, dtype=torch.int64))]
-loss = torch.ones(())
-""",
-    "promised": """
+TYPED = ("accumulation", "loss-scaling", "clipping", "formats", "memory")  # guides without functions of their own
+PROMISED = """
 from typing import assert_type  # Python 3.11's
 import torch
 import accumfused as af
@@ -124,8 +116,7 @@ assert_type(af.fuse(torch.optim.SGD(params)), af.SGD)
 assert_type(af.fuse(torch.optim.RMSprop(params)), af.RMSprop)
 assert_type(muon := af.fuse(torch.optim.Muon(params)), af.FusedOptimizer)
 af.ClipGroup([muon, optimizer], max_grad_norm=1.0).step()
-""",
-}
+"""
 
 
 def test_the_code_of_the_documentation_type_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +125,11 @@ def test_the_code_of_the_documentation_type_checks(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from run_blocks import blocks
 
-    for name, page in (("promised", None), ("readme", "README.md"), ("amp", "docs/guide/loss-scaling.md")):
-        found = (
-            [block.code for block in blocks((ROOT / page).read_text()) if block.language == "python"] if page else []
-        )
-        assert found or page is None
-        (tmp_path / f"{name}.py").write_text("\n".join([BEFORE.get(name, ""), *found]))
+    (tmp_path / "promised.py").write_text(PROMISED)
+    for page in (ROOT / "README.md", *(ROOT / f"docs/guide/{name}.md" for name in TYPED)):
+        found = [block.code for block in blocks(page.read_text()) if block.language == "python"]
+        assert found
+        (tmp_path / f"{page.stem.replace('-', '_')}.py").write_text("\n".join(found))
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--python-version", "3.11"]
     command += ["--allow-untyped-calls", "--cache-dir", str(ROOT / ".mypy_cache")]  # backward() of torch's is untyped
     files = [str(path) for path in tmp_path.iterdir()]
