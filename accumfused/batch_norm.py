@@ -34,7 +34,7 @@ def check_model(model: Module) -> None:
     Raises:
         TypeError: not a module.
 
-    Example:
+    Examples:
         >>> af.check_model(model.train())
     """
     if not isinstance(model, Module):

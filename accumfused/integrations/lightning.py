@@ -40,14 +40,15 @@ class FusedAccumulation:
         ValueError: only some micro-batches of a window have weights.
 
     Example:
-        class Model(FusedAccumulation, lightning.LightningModule):
-            def training_step(self, batch, batch_idx):
-                x, y = batch
-                self.micro_batch_weight = len(y)
-                return F.cross_entropy(self.net(x), y)
 
-            def configure_optimizers(self):
-                return af.AdamW(self.parameters(), lr=3e-4)
+            class Model(FusedAccumulation, lightning.LightningModule):
+                def training_step(self, batch, batch_idx):
+                    x, y = batch
+                    self.micro_batch_weight = len(y)
+                    return F.cross_entropy(self.net(x), y)
+
+                def configure_optimizers(self):
+                    return af.AdamW(self.parameters(), lr=3e-4)
     """
 
     micro_batch_weight: float | Tensor | None = None

@@ -31,7 +31,7 @@ def scale_lr(base_lr: float, base_batch: int, effective_batch: int, rule: Rule =
     Raises:
         ValueError: the learning rate is not finite and > 0; a batch is not a whole number >= 1; an unknown rule.
 
-    Example:
+    Examples:
         >>> scale_lr(0.1, base_batch=256, effective_batch=1024)
         0.4
         >>> scale_lr(1e-3, base_batch=256, effective_batch=1024, rule="sqrt")
@@ -57,7 +57,7 @@ def updates_per_epoch(micro_batches: int, gradient_accumulation_steps: int) -> i
     Raises:
         ValueError: an argument is not a whole number >= 1.
 
-    Example:
+    Examples:
         >>> updates_per_epoch(10, 4)
         3
     """
@@ -77,7 +77,7 @@ def gradient_accumulation_steps(effective_batch: int, per_device: int, world_siz
         ValueError: `effective_batch` is no multiple of the others (the text names the nearest ones that are), or an
             argument is not a whole number >= 1.
 
-    Example:
+    Examples:
         >>> gradient_accumulation_steps(256, per_device=8, world_size=4)
         8
     """

@@ -62,7 +62,7 @@ def windows(
     Raises:
         ValueError: a number of steps below 1, or `start` below 0.
 
-    Example:
+    Examples:
         >>> list(windows("abcde", 2))
         [('a', False), ('b', True), ('c', False), ('d', True), ('e', True)]
     """

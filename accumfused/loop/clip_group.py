@@ -36,7 +36,7 @@ class ClipGroup:
         ValueError: `max_grad_norm` is not > 0; fewer than two optimizers; two optimizers share a parameter; an
             optimizer is listed twice, has its own `max_grad_norm`, or is in a group already.
 
-    Example:
+    Examples:
         >>> muon, adamw = af.fuse(torch.optim.Muon(matrices)), af.AdamW(others)
         >>> group = af.ClipGroup([muon, adamw], max_grad_norm=1.0)
         >>> loss.backward()

@@ -35,7 +35,7 @@ def attach_ddp(
         ValueError: an optimizer has another process group than DDP; no optimizer holds a parameter of DDP.
         RuntimeError: a window is open; DDP has a communication hook already.
 
-    Example:
+    Examples:
         >>> model = DistributedDataParallel(model)
         >>> optimizer = af.AdamW(model.parameters(), max_grad_norm=1.0)
         >>> af.attach_ddp(model, optimizer)

@@ -50,7 +50,7 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
             are FSDP's; several processes and no `process_group` (`accumfused.attach_ddp` gives one), since another
             reduction misses released gradients. backward() raises it outside `no_sync()` of an attached DDP.
 
-    Example:
+    Examples:
         >>> with af.release_gradients(optimizer):
         ...     for (x, y), last in af.windows(loader, 4):
         ...         optimizer.backward(loss_of(x, y), weight=len(y))
