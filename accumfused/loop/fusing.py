@@ -53,7 +53,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
 def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments]) -> FusedOptimizer:
     """Turns a torch optimizer into a fused one, in place: the object keeps its groups, state, hooks and schedulers.
 
-    A torch optimizer that accumfused has too (SGD, Adam, AdamW, RMSprop...; docs/optimizers.md lists them) becomes
+    A torch optimizer that accumfused has too (SGD, Adam, AdamW, RMSprop...: docs/guide/optimizers.md) becomes
     accumfused's. Any other optimizer keeps its own step, and accumfused does the work before it: accumulation,
     normalization, unscaling, norm and clipping. Such a step needs the coefficient on the host (one synchronization),
     and sees the clipped gradients in `p.grad`.

@@ -19,7 +19,7 @@ def optimizer_of(rule: type[Rule], *variants: type[Rule], name: str | None = Non
 
     On a GPU Triton compiles the rule. On a CPU the machine's C++ compiler does when the rule first steps; the result is
     kept in the folder ACCUMFUSED_CACHE, or in the user's cache. Without a compiler torch's kernels step ("foreach":
-    the rule's arithmetic, torch's own norm), and a log line says so. docs/rules.md has an example.
+    the rule's arithmetic, torch's own norm), and a log line says so. docs/guide/rules.md has an example.
 
     Args:
         rule: its `hypers` is a mapping of hyper-parameters to their defaults.
