@@ -44,6 +44,10 @@ bench-smoke: $(VENV)/test.stamp
 numerics: $(VENV)/numerics.stamp
 	$(RUN) -m bench.numerics $(ARGS)
 
+# The site of docs/, in build/site. A link that leads nowhere is an error.
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 # On a machine with a GPU: by PYTHON's own torch and Triton, in place, without network and environment. docs/internals/gpu.md
 # says what each stage does; all of them end after GPU_MINUTES, and GPU_REPORT holds what is known at any moment.
 GPU_MINUTES ?= 9
@@ -58,10 +62,6 @@ lint: $(VENV)/lint.stamp
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	PATH=$(VENV)/bin:$$PATH clang-format --dry-run -Werror $(CSRC)
-
-# The site of docs/, in build/site. A link that leads nowhere is an error.
-docs: $(VENV)/docs.stamp
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # Without torch, for every card that nvcc knows, unless ACCUMFUSED_CUDA or ACCUMFUSED_CUDA_ARCHS say otherwise.
 wheel: $(VENV)/environment.stamp
