@@ -20,6 +20,9 @@ TOLERANCES = {
     "window": {"rtol": 2e-6, "atol": 1e-6},
     # Two ways through the same small model in fp32: autograd sums a batch in another order than its parts.
     "model": {"rtol": 2e-5, "atol": 2e-6},
+    # Of a whole matrix: |error| / |matrix|. Fifteen products of bf16 matrices, where each number is rounded by up to
+    # 2^-9, and a b of -4.8 multiplies a Gram matrix's error. torch's own Muon errs by 0.011 to 0.025 for Gaussian ones.
+    "bf16 Newton-Schulz": {"rtol": 0.0, "atol": 0.03},
 }
 
 

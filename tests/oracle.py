@@ -278,6 +278,22 @@ def adamw_schedule_free(
     return _schedule_free(p, state, direction, lr, betas[0], weight_decay, warmup_steps, r, weight_lr_power)
 
 
+def muon(
+    p: Tensor, g: Tensor, state: State, *, lr, weight_decay=0.1, momentum=0.95, nesterov=True,
+    ns_coefficients=(3.4445, -4.7750, 2.0315), eps=1e-7, ns_steps=5, adjust_lr_fn=None,
+) -> Tensor:  # fmt: skip
+    """Jordan et al. 2024: X <- a X + b (X X^T) X + c (X X^T)^2 X; Liu et al. 2025, section 2.2: 0.2 sqrt(max(A, B))."""
+    m = state["momentum_buffer"] = momentum * state.get("momentum_buffer", 0.0) + (1 - momentum) * g
+    d = momentum * m + (1 - momentum) * g if nesterov else m
+    # Of the thin singular value decomposition only the values change.
+    u, s, vh = torch.linalg.svd(d / max(d.norm().item(), eps), full_matrices=False)
+    for _ in range(ns_steps):
+        s = sum(c * s ** (2 * i + 1) for i, c in enumerate(ns_coefficients))
+    rows, columns = p.shape
+    ratio = 0.2 * max(rows, columns) ** 0.5 if adjust_lr_fn == "match_rms_adamw" else max(1.0, rows / columns) ** 0.5
+    return p * (1 - lr * weight_decay) - lr * ratio * (u * s) @ vh
+
+
 class Oracle:
     """An optimizer in float64, with the tail in front of it: normalize, take the norm, clip, skip."""
 

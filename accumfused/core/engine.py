@@ -22,6 +22,7 @@ from accumfused.core.protocol import (
     Backend,
     Divisors,
     Exchange,
+    Hypers,
     LossScale,
     Number,
     Outcome,
@@ -418,20 +419,21 @@ class Engine:
         if owner.own_step is not None:
             owner.own_step(owner, self, measured)
         else:
-            self._update(measured)
+            self.update(measured, measured.prepared.backend.step)
         assert skips is not None
         skips.steps += 1
         if not skips.steps % skips.WATCH_EVERY:
             skips.look()
 
-    def _update(self, measured: Measured) -> None:
+    def update(self, measured: Measured, step: Callable[[Plan, Grads, Hypers, Outcome], None]) -> None:
+        """Makes the step by `step`, which is `Backend.step` or does as much, and what it needs before and after."""
         plan, grads = measured.prepared.plan, measured.matched
         if plan.has_remainders:
             self.plans.masters.refresh(plan)
         copies = [plan.rows[index] for index in plan.copies if grads[index] is not None]
         for row in copies:
             row.tensor.copy_(row.owned)
-        measured.prepared.backend.step(plan, grads, plan.hypers(self.plans.owner.param_groups), measured.outcome)
+        step(plan, grads, plan.hypers(self.plans.owner.param_groups), measured.outcome)
         for row in copies:
             row.owned.copy_(row.tensor)
         written = plan.params

@@ -17,7 +17,21 @@ from accumfused.core.window import Phase, Window
 from accumfused.formats.shards import local
 from accumfused.loop.report import growth_of
 from accumfused.optimizer import FusedOptimizer, check_formats, check_parameters, check_settings, refuse_differentiable
-from accumfused.optimizers import ASGD, PEERS, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
+from accumfused.optimizers import (
+    ASGD,
+    PEERS,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from accumfused.rule import Rule
 from accumfused.settings import SettingArguments, Settings, chosen, takes_settings
 from accumfused.warn import say_once
@@ -45,6 +59,8 @@ def fuse(optimizer: torch.optim.RMSprop, **settings: Unpack[SettingArguments]) -
 def fuse(optimizer: torch.optim.Rprop, **settings: Unpack[SettingArguments]) -> Rprop: ...
 @overload
 def fuse(optimizer: torch.optim.ASGD, **settings: Unpack[SettingArguments]) -> ASGD: ...
+@overload
+def fuse(optimizer: torch.optim.Muon, **settings: Unpack[SettingArguments]) -> Muon: ...
 @overload
 def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments]) -> FusedOptimizer: ...
 

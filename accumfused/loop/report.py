@@ -142,7 +142,7 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
     so an open window shows its peak. `p.grad` of a closed window counts as an accumulator.
 
     Args:
-        optimizer: of this package. If it keeps its own step (`fuse` of Muon, say), only existing states count.
+        optimizer: of this package. If it keeps its own step (`fuse` of Adafactor, say), only existing states count.
 
     Raises:
         TypeError: the optimizer is of another package.

@@ -11,6 +11,7 @@ from accumfused.optimizers.adan import Adan
 from accumfused.optimizers.ademamix import AdEMAMix
 from accumfused.optimizers.asgd import ASGD
 from accumfused.optimizers.lion import Lion
+from accumfused.optimizers.muon import Muon, OrthogonalRule
 from accumfused.optimizers.nadam import NAdam
 from accumfused.optimizers.radam import RAdam
 from accumfused.optimizers.rmsprop import RMSprop
@@ -34,6 +35,7 @@ __all__ = [
     "Adamax",
     "Adan",
     "Lion",
+    "Muon",
     "NAdam",
     "RAdam",
     "RMSprop",
@@ -44,11 +46,12 @@ __all__ = [
 
 ALL = (
     SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, Lion, Signum, Adan, AdEMAMix,
-    SGDScheduleFree, AdamWScheduleFree,
+    SGDScheduleFree, AdamWScheduleFree, Muon,
 )  # fmt: skip
 PEERS: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {  # torch's classes with the same checkpoints
     torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.NAdam: NAdam,
     torch.optim.RAdam: RAdam, torch.optim.Adamax: Adamax, torch.optim.Adagrad: Adagrad, torch.optim.Adadelta:
     Adadelta, torch.optim.RMSprop: RMSprop, torch.optim.Rprop: Rprop, torch.optim.ASGD: ASGD,
+    torch.optim.Muon: Muon,
 }  # fmt: skip
-RULES = tuple(dict.fromkeys(rule for optimizer in ALL for rule in optimizer.rules))
+RULES = (*dict.fromkeys(rule for optimizer in ALL for rule in optimizer.rules), OrthogonalRule)

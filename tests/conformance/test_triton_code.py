@@ -123,6 +123,8 @@ COUNTS: dict[str, dict[str, int]] = {
         rule: {LOAD: (1 + n) * 3 * 2 + 2, LOAD_HALF: 2 * 2, STORE: (1 + n) * 3 * 2, "ld.shared": 1}
         for rule, n in STATES.items()
     },
+    # It writes in place of a parameter, and reads none.
+    "muon": {LOAD: 3 * 2 + 2, LOAD_HALF: 2 * 2, STORE: 2 * 3 * 2, "ld.shared": 1},
     # The states; parameter and remainder; and the gradient.
     "adam_split16": {
         LOAD: 2 * 3 * 2 + 2, STORE: 2 * 3 * 2, LOAD_HALF: (2 * 3 + 2) * 2, STORE_HALF: 2 * 3 * 2, "ld.shared": 1,

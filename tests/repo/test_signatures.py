@@ -53,7 +53,7 @@ def test_every_setting_is_in_the_signature_and_in_the_help(taker: Any) -> None:
 
 @every_taker
 def test_an_unknown_keyword_is_refused_with_the_nearest_one(taker: Any) -> None:
-    params = [Parameter(torch.ones(3))]
+    params = [Parameter(torch.ones(3, 1))]
     hints = {
         "max_norm": "; did you mean 'max_grad_norm'?",
         "weight_decy": "; did you mean 'weight_decay'?",
@@ -114,7 +114,7 @@ assert_type(optimizer.grad_norm, torch.Tensor | None)
 assert_type(af.fuse(torch.optim.Adam(params)), af.Adam)
 assert_type(af.fuse(torch.optim.SGD(params)), af.SGD)
 assert_type(af.fuse(torch.optim.RMSprop(params)), af.RMSprop)
-assert_type(muon := af.fuse(torch.optim.Muon(params)), af.FusedOptimizer)
+assert_type(muon := af.fuse(torch.optim.Muon(params)), af.Muon)
 af.ClipGroup([muon, optimizer], max_grad_norm=1.0).step()
 """
 

@@ -1,0 +1,313 @@
+"""Muon: momentum, orthogonalized, for the matrices of hidden layers; AdamW for all other parameters.
+
+    m <- momentum m + (1 - momentum) g
+    d <- momentum m + (1 - momentum) g          (without nesterov: m)
+    X <- d / max(|d|, eps), orthogonalized: see newton_schulz.py
+    p <- p (1 - lr weight_decay) - lr ratio X
+
+Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), in torch's form; "match_rms_adamw": Liu et al. 2025
+(arXiv:2502.16982). X is bf16, as in torch. The first and the last line are rules, which every backend runs; torch
+multiplies matrices between them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from accumfused.arithmetic import where
+from accumfused.core.engine import Engine, Measured
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import Backend, Hypers, Outcome, OwnStep
+from accumfused.core.rows import Grads, Row
+from accumfused.formats import shards
+from accumfused.formats.kinds import Format, Storage
+from accumfused.formats.numeric import chunk_count
+from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizers.adam import Adam
+from accumfused.optimizers.newton_schulz import orthogonalized
+from accumfused.rule import Rule
+from accumfused.settings import SettingArguments, chosen, takes_settings
+
+STACK = 2**24  # elements that are orthogonalized together, or one larger matrix
+
+
+class MuonRule(Rule):
+    """The first line: where a parameter would be written, it writes what is to be orthogonalized."""
+
+    name = "muon"
+    states = ("momentum_buffer",)
+    torch_states = states
+    hypers = ("momentum", "nesterov")
+    counts_steps = False
+
+    @classmethod
+    def fits(cls, group: Mapping[str, Any]) -> bool:
+        return bool(group.get("use_muon", True))
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        return {"rest": 1.0 - h.momentum, "share": where(h.nesterov != 0, 1.0 - h.momentum, 0.0)}
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        (buffer,) = states
+        buffer = buffer + (g - buffer) * s.rest
+        return buffer + (g - buffer) * s.share, buffer
+
+
+class OrthogonalRule(Rule):
+    """The last line: the gradient is X."""
+
+    name = "muon_orthogonal"
+    hypers = ("lr", "weight_decay", "ratio")
+    counts_steps = False
+
+    @staticmethod
+    def scalars(h: Any, step: Any) -> dict[str, Any]:
+        return {"decay": 1.0 - h.lr * h.weight_decay, "step_size": h.lr * h.ratio}
+
+    @staticmethod
+    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        return (p * s.decay - g * s.step_size,)
+
+
+# ---- the step -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Stack:
+    """Matrices of one group, shape and layout."""
+
+    group: int
+    shape: torch.Size  # of the parameters
+    is_transposed: bool  # in memory
+    rows: list[int]  # of the optimizer's plan
+    begin: int  # the first one's place in the plans of `_Matrices`
+    memory: Tensor  # [matrices, rows, columns], fp32: from the first rule to the last
+
+    def laid_out(self, values: Tensor) -> list[Tensor]:
+        """The matrices of a tensor like `memory`, with their parameters' shape and strides."""
+        return [value.mT if self.is_transposed else value for value in values]
+
+
+class _Matrices:
+    """The stacks of a plan, and plans for both rules, in which each stack is a group.
+
+    Raises:
+        ValueError: a parameter is no matrix, or a shard of one.
+    """
+
+    def __init__(self, plan: Plan, backend: Backend) -> None:
+        self.stacks = _stacks(plan)
+        first, last, chunk = list[Row](), list[Row](), 0
+        for group, stack in enumerate(self.stacks):
+            for index, slot in zip(stack.rows, stack.laid_out(stack.memory), strict=True):
+                row, kept = plan.rows[index], plan.rows[index].storage
+                assert kept is not None
+                states, weights = Format(states=row.form.states), Format(weights=row.form.weights)
+                before, after = (
+                    (kept.step, kept.seed) if form.needs_noise else (None, None) for form in (states, weights)
+                )
+                if before[0] is not None and after[0] is not None:  # each rule counts the step
+                    after = before[0].clone(), after[1]
+                row = replace(row, group=group, first_chunk=chunk)
+                direction = Storage(*before, [], None, kept.values, kept.scales)
+                first.append(replace(row, param=slot, owned=slot, tensor=slot, form=states, storage=direction))
+                update = Storage(*after, [], kept.master, [], [])
+                last.append(replace(row, rule=OrthogonalRule, form=weights, storage=update))
+                chunk += chunk_count(row.tensor.numel())
+        self.first = Plan(first, [MuonRule] * len(self.stacks), chunk, plan.device)
+        self.last = Plan(last, [OrthogonalRule] * len(self.stacks), chunk, plan.device)
+        for own in (self.first, self.last):
+            backend.prepare(own, [], {})
+
+    def step(self, backend: Backend, groups: Sequence[Mapping[str, Any]], grads: Grads, outcome: Outcome) -> None:
+        """Nothing waits for a GPU: both rules skip the step where the outcome says so."""
+        first, last = (
+            [hypers(groups[stack.group], stack.shape) for stack in self.stacks] for hypers in (_of_first, _of_last)
+        )
+        applied = Outcome(outcome.values.clone())
+        applied.values[:1].fill_(1.0)  # the first rule has applied the coefficient
+        try:
+            for stack in self.stacks:
+                own = [grads[row] for row in stack.rows]
+                if all(grad is None for grad in own):
+                    continue
+                backend.step(self.first, self._only(stack, own), first, outcome)
+                group = groups[stack.group]
+                made = orthogonalized(stack.memory, group["ns_steps"], group["ns_coefficients"], group["eps"])
+                found = zip(own, stack.laid_out(made), strict=True)
+                own = [None if grad is None else matrix for grad, matrix in found]
+                backend.step(self.last, self._only(stack, own), last, applied)
+        finally:
+            self.first.let_go()
+            self.last.let_go()
+
+    def _only(self, stack: _Stack, own: Grads) -> Grads:
+        grads: Grads = [None] * len(self.first.rows)
+        grads[stack.begin : stack.begin + len(own)] = own
+        return grads
+
+
+_KNOWN: WeakKeyDictionary[Plan, _Matrices] = WeakKeyDictionary()
+
+
+def _step(optimizer: Any, engine: Engine, measured: Measured) -> None:
+    engine.update(measured, functools.partial(_update, measured.prepared.backend, optimizer.param_groups))
+
+
+def _update(
+    backend: Backend, groups: Sequence[Mapping[str, Any]], plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome
+) -> None:
+    """`Backend.step` of the optimizer's plan."""
+    for group, rule in zip(groups, plan.rules, strict=True):
+        if rule is MuonRule:
+            _check_iteration(group)
+    if plan not in _KNOWN:
+        _KNOWN[plan] = _Matrices(plan, backend)
+    others = [None if row.rule is MuonRule else grad for row, grad in zip(plan.rows, grads, strict=True)]
+    if any(grad is not None for grad in others):
+        backend.step(plan, others, hypers, outcome)
+    _KNOWN[plan].step(backend, groups, grads, outcome)
+
+
+def _stacks(plan: Plan) -> list[_Stack]:
+    """Stacks of at most `STACK` elements; those on one device take turns in one memory, so the largest come first."""
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for index, row in enumerate(plan.rows):
+        if row.rule is MuonRule and row.storage is not None:
+            _check_matrix(row.param)
+            if row.tensor.numel():
+                kind = row.group, row.tensor.shape, not row.tensor.is_contiguous(), row.tensor.device
+                kinds.setdefault(kind, []).append(index)
+    memory: dict[torch.device, Tensor] = {}
+    stacks, begin = list[_Stack](), 0
+    pieces = [
+        (kind, rows[start : start + most])
+        for kind, rows in kinds.items()
+        for most in [max(1, STACK // kind[1].numel())]
+        for start in range(0, len(rows), most)
+    ]
+    for (group, shape, is_transposed, device), rows in sorted(
+        pieces, key=lambda piece: -len(piece[1]) * piece[0][1].numel()
+    ):
+        size = len(rows) * shape.numel()
+        if device not in memory:
+            memory[device] = torch.empty(size, dtype=torch.float32, device=device)
+        own = memory[device][:size].view(len(rows), *(shape[::-1] if is_transposed else shape))
+        stacks.append(_Stack(group, shape, is_transposed, rows, begin, own))
+        begin += len(rows)
+    return stacks
+
+
+def _of_first(group: Mapping[str, Any], _: torch.Size) -> tuple[Any, ...]:
+    return tuple(MuonRule.hyper(group, name) for name in MuonRule.hypers)
+
+
+def _of_last(group: Mapping[str, Any], shape: torch.Size) -> tuple[Any, ...]:
+    ratio = math.sqrt(max(1.0, shape[0] / shape[1]))
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        ratio = 0.2 * math.sqrt(max(shape))
+    return group["lr"], group["weight_decay"], ratio
+
+
+def _check_matrix(param: Tensor) -> None:
+    if param.ndim != 2:
+        raise ValueError(
+            f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()}; "
+            "give it to a group with use_muon=False, which is AdamW's"
+        )
+    shard = shards.shard_of(param)
+    if shard is not None and shard.groups:
+        raise ValueError(
+            f"Muon orthogonalizes whole matrices, and a parameter of shape {list(param.shape)} is a DTensor, spread "
+            "over processes; leave it out of fully_shard (ignored_params), or give it to a group with use_muon=False"
+        )
+
+
+def _check_iteration(group: Mapping[str, Any]) -> None:
+    if group["ns_steps"] >= 100:
+        raise ValueError("Number of steps must be less than 100 for computational efficiency")
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError("Coefficients must be a tuple of exactly 3 values")
+
+
+# ---- the optimizer --------------------------------------------------------------------------------------------------
+
+
+@takes_settings
+class Muon(FusedOptimizer, torch.optim.Muon):
+    """Muon for matrices, and AdamW for all other parameters, with one window, one norm and one clip over both.
+
+    Without groups of AdamW's it replaces `torch.optim.Muon`: same arguments, group keys, state names and checkpoints.
+    Groups with `use_muon=False` take AdamW's options, defaults and states. Give them embeddings, output layers, gains
+    and biases:
+
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 9))
+    >>> hidden = [model[1].weight]
+    >>> others = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
+    >>> groups = [{"params": hidden, "lr": 0.02}, {"params": others, "use_muon": False, "lr": 3e-4}]
+    >>> optimizer = Muon(groups, max_grad_norm=1.0)
+
+    Args:
+        params: matrices, or parameter groups; fp32, bf16 or fp16, and gradients may have another of these dtypes.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.
+        **settings: those of `accumfused.settings.Settings`.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes; a
+            parameter of a Muon group that is no matrix, or is spread over processes (DTensor).
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules = (MuonRule, *Adam.rules)
+    own_step: ClassVar[OwnStep | None] = staticmethod(_step)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        **settings: Unpack[SettingArguments],
+    ) -> None:
+        peer: Any = torch.optim.Muon  # checks; given the parameters, it would refuse AdamW's
+        checked = peer(
+            [torch.empty(0, 0)], lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn
+        )
+        torch.optim.Optimizer.__init__(self, params, checked.defaults)
+        self.configure(chosen(type(self).__name__, self.defaults, **settings))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as `FusedOptimizer` does; with `use_muon=False` one of AdamW's.
+
+        Raises:
+            ValueError: as the constructor, and as `FusedOptimizer.add_param_group`.
+        """
+        if isinstance(param_group, dict) and MuonRule.fits(param_group):
+            given = param_group["params"]
+            if not isinstance(given, Tensor | set):
+                param_group["params"] = given = list(given)
+            for param in [given] if isinstance(given, Tensor) else given:
+                _check_matrix(param[1] if isinstance(param, tuple) else param)
+        elif isinstance(param_group, dict):
+            known = inspect.signature(torch.optim.AdamW).parameters.keys() - {"params"}
+            options = {name: value for name, value in param_group.items() if name in known}
+            for name, value in torch.optim.AdamW([torch.empty(0)], **options).defaults.items():
+                param_group.setdefault(name, value)
+        super().add_param_group(param_group)

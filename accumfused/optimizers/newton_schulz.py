@@ -1,0 +1,97 @@
+"""Newton-Schulz iterations: they make a matrix's singular values about 1, and keep its singular vectors.
+
+In: matrices of one shape, fp32. Out: the same in bf16, as torch's Muon has them. ns_steps times, with G = X X^T:
+
+    X <- a X + (b G + c G^2) X
+
+A large rectangle's first three steps work on G alone: with P = a I + b G + c G^2 the next G is P G P, and X meets only
+the product of the P. That rounds more often: the error is about one and a half times torch's for Gaussian matrices, and
+below torch's where singular values are small. More such steps would lose those, as their squares drown in G's rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TOGETHER = 3  # a rectangle's first steps, which work on G alone
+_LARGE = 128  # its shorter side: small matrices save no time, and average over fewer roundings
+_PANEL = 256  # rows of a symmetric product on a CPU, see `_symmetric`
+
+
+def orthogonalized(matrices: Tensor, steps: int, coefficients: Sequence[float], eps: float) -> Tensor:
+    """Makes the singular values of matrices about 1.
+
+    Args:
+        matrices: [matrices, rows, columns], fp32.
+        steps, coefficients: how many iterations, and their a, b, c.
+        eps: the least norm by which a matrix is divided.
+
+    Returns:
+        bf16, of the same shape.
+    """
+    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp(min=eps)
+    made = torch.div(matrices, norms, out=torch.empty_like(matrices, dtype=torch.bfloat16))
+    if made.device.type != "cpu" or min(made.shape[1:]) <= _PANEL:
+        return _iterated(made, steps, coefficients)
+    for matrix in made:
+        matrix.copy_(_iterated(matrix, steps, coefficients))
+    return made
+
+
+def _iterated(x: Tensor, steps: int, coefficients: Sequence[float]) -> Tensor:
+    """One matrix, or a batch."""
+    a, b, c = coefficients
+    short, long = sorted(x.shape[-2:])
+    is_tall = x.shape[-2] > short
+    count = _TOGETHER if short >= _LARGE and 2 * long >= 3 * short else 1
+    while steps > 0:
+        gram = _symmetric(x.mT, x) if is_tall else _symmetric(x, x.mT)
+        polynomial = _symmetric(gram, gram, gram, b, c)
+        product = None  # of the P of these steps; P is a I + polynomial
+        for _ in range(min(count, steps) - 1):
+            if product is None:
+                product = polynomial.clone()
+                product.diagonal(dim1=-2, dim2=-1).add_(a)
+            else:
+                product = _symmetric(polynomial, product, product, a)
+            gram = _symmetric(polynomial, gram, gram, a)
+            gram = _symmetric(polynomial, gram, gram, a)
+            polynomial = _symmetric(gram, gram, gram, b, c)
+        if product is None:
+            x = _product(x, polynomial, x, a) if is_tall else _product(polynomial, x, x, a)
+        else:
+            product = _symmetric(polynomial, product, product, a)
+            x = x @ product if is_tall else product @ x
+        steps, count = steps - count, 1
+    return x
+
+
+def _product(left: Tensor, right: Tensor, added: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    if added is None:
+        return left @ right
+    add: Any = torch.addmm if left.dim() == 2 else torch.baddbmm
+    made: Tensor = add(added, left, right, beta=beta, alpha=alpha)
+    return made
+
+
+def _symmetric(
+    left: Tensor, right: Tensor, added: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
+) -> Tensor:
+    """`_product` where it is symmetric. Of a single matrix, panels above the diagonal are computed, and copied below.
+
+    0.7 to 0.8 of the time for 768 rows (one core of an EPYC with AVX-512). A GPU gains nothing from small products.
+    """
+    if left.dim() == 3:
+        return _product(left, right, added, beta, alpha)
+    size = left.shape[0]
+    made = left.new_empty(size, size)
+    for begin in range(0, size, _PANEL):
+        end = min(begin + _PANEL, size)
+        part = None if added is None else added[begin:end, begin:]
+        made[begin:end, begin:] = _product(left[begin:end], right[:, begin:], part, beta, alpha)
+        made[end:, begin:end] = made[begin:end, end:].mT
+    return made
