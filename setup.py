@@ -306,8 +306,8 @@ def ninja_file(build: Path, nvcc: "Nvcc | None") -> str:
         objects.append(source.replace("/", "_") + ".o")
         lines.append(f"build {objects[-1]}: compile {escape(CSRC / source)}")
         extra = compiling.INSTRUCTION_SETS.get(Path(source).stem, [])
-        if nvcc and source.endswith("binding.cpp"):
-            extra = nvcc.defines
+        if source.endswith("binding.cpp"):
+            extra = [f'-DAF_INTERFACE="{compiling.interface(CSRC)}"', *(nvcc.defines if nvcc else [])]
         lines.append(f"  extra = {shlex.join(extra)}")
     lines += [f"build _C.so: link {' '.join(objects)}", ""]
     return "\n".join(lines)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from accumfused.compiling import interface
+
 module: Any = None
 unavailable: str | None = None  # why there is no native module
 cuda_unavailable: str | None = None  # why the native module has no kernels for GPUs
@@ -36,6 +38,9 @@ except ImportError as error:
         unavailable = "the native module was not built (ACCUMFUSED_NATIVE=0, or installed from pure Python)"
     if reason := left_by_the_build("_native_error.txt"):
         unavailable = f"the native module was not built: {reason}"
+
+if module is not None and interface(Path(__file__).parents[1] / "csrc") not in (None, getattr(module, "INTERFACE", "")):
+    module, unavailable = None, "the native module is older than the source beside it; build it again: pip install -e ."
 
 if module is not None and exchange_api is None:
     module, unavailable = None, f"torch {torch.__version__} has no DLPack exchange table; 2.11 or newer has"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shlex
 import shutil
+from pathlib import Path
 
 # No -march=native and no -ffast-math: one wheel runs anywhere, and every instruction set computes the same bits. The
 # last two change no result; without them sqrt does not vectorise.
@@ -13,6 +16,8 @@ FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 _V3 = ["-mavx2", "-mfma"]
 _V4 = ["-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"]
 INSTRUCTION_SETS = {"baseline": [], "x86_64_v3": _V3, "x86_64_v4": [*_V3, *_V4]}
+# What C++ and Python tell each other: functions and their arguments, the order of a row, the numbers of the formats.
+_INTERFACE = ("binding.cpp", "table.cpp", "table.h", "rows.h", "cpu/kernels.h", "cuda/binding.cpp")
 
 
 def compiler() -> str:
@@ -26,3 +31,12 @@ def compiler() -> str:
         if shutil.which(shlex.split(name)[0]):
             return name
     raise RuntimeError(f"no C++17 compiler was found (tried {', '.join(names)}); install g++ or clang++, or set CXX")
+
+
+def interface(csrc: Path) -> str | None:
+    """A digest of the code between C++ and Python, comments aside; None where its sources are not, as in a wheel."""
+    files = [csrc / name for name in _INTERFACE]
+    if not all(map(Path.exists, files)):
+        return None
+    code = re.sub(r"//.*|\s+", "", "".join(file.read_text() for file in files))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]

@@ -109,6 +109,7 @@ PYBIND11_MODULE(_C, m) {
 #else
   m.attr("COMPILER") = "GCC " __VERSION__;
 #endif
+  m.attr("INTERFACE") = AF_INTERFACE;  // accumfused/compiling.py
   m.attr("CHUNK") = kChunk;
   m.attr("LANES") = kLanes;
   m.attr("BLOCK") = kQuantBlock;
