@@ -19,6 +19,7 @@ False
 settings, and `python -m accumfused` lists the backends that run on this machine.
 """
 
+from accumfused import versions as versions  # first: it refuses an old torch
 from accumfused.batch_norm import BatchNormWarning, check_model
 from accumfused.loop.batch_size import gradient_accumulation_steps, scale_lr, updates_per_epoch
 from accumfused.loop.batches import windows

@@ -43,7 +43,7 @@ if module is not None and interface(Path(__file__).parents[1] / "csrc") not in (
     module, unavailable = None, "the native module is older than the source beside it; build it again: pip install -e ."
 
 if module is not None and exchange_api is None:
-    module, unavailable = None, f"torch {torch.__version__} has no DLPack exchange table; 2.11 or newer has"
+    module, unavailable = None, f"torch {torch.__version__} has no DLPack exchange table; install torch 2.10 or newer"
 
 # csrc/table.cpp calls this descriptor's getter.
 if module is not None and not isgetsetdescriptor(torch.Tensor.grad):

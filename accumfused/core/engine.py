@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumfused import versions
 from accumfused.arguments import checked_positive
 from accumfused.core import graphs
 from accumfused.core.masters import Masters
@@ -242,9 +243,13 @@ class Engine:
         return prepared, grads, present
 
     def check_total(self, prepared: Prepared, weight: Number | None) -> None:
-        """Before the last micro-batch: refuses weights that are all zero, unless other processes may have some."""
+        """Before the last micro-batch: refuses weights that are all zero, unless other processes may have some.
+
+        Old versions of torch cannot keep the window's sum in every `p.grad`, either.
+        """
         if prepared.exchange.is_alone:
             self.window.weights.check(weight)
+        versions.refuse_wide_sums(self.plans.params)
 
     def fold(self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None) -> None:
         """Adds fresh gradients to the window; see `begin`. With `last` the micro-batch closes the window."""

@@ -15,6 +15,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from accumfused import versions
 from accumfused.core.arena import Arena
 from accumfused.core.habits import Habits
 from accumfused.core.heap import Pin
@@ -167,10 +168,14 @@ class Window:
         for index, (row, accumulator) in enumerate(zip(self._plan.rows, self.sums.accumulators, strict=True)):
             if accumulator is None:
                 continue
-            param, dtype = row.param, getattr(row.param, "grad_dtype", torch.float32)
+            param = row.param
+            dtype = param.grad_dtype if versions.HAS_GRAD_DTYPE else param.dtype
             if dtype not in (accumulator.dtype, None):
-                self._grad_dtypes[index] = dtype
-                param.grad_dtype = None
+                if versions.HAS_GRAD_DTYPE:
+                    self._grad_dtypes[index] = dtype
+                    param.grad_dtype = None
+                else:  # for an optimizer's own step, which wants this dtype in any case
+                    accumulator = self.sums.accumulators[index] = accumulator.to(dtype)
             if row.shard is None:
                 param.grad = accumulator
             else:
