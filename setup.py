@@ -3,7 +3,7 @@
 ACCUMFUSED_NATIVE=auto (default): where the build fails, pure Python installs and `python -m accumfused` says why;
 1: a failed build is an error; 0: no native module. ACCUMFUSED_CUDA: the same for the part that nvcc compiles.
 ACCUMFUSED_CUDA_ARCHS="80 90": compute capabilities to build for, in place of all that nvcc knows. CXX, CXXFLAGS,
-LDFLAGS and CUDACXX (nvcc) are honoured.
+LDSHARED (what links, in place of "$CXX -shared"), LDFLAGS and CUDACXX (nvcc) are honoured.
 """
 
 import contextlib
@@ -33,6 +33,7 @@ functors = importlib.import_module("accumfused.functors")
 
 CSRC = ROOT / "csrc"
 MODES = ("auto", "0", "1")
+SETTINGS = ("ACCUMFUSED_NATIVE", "ACCUMFUSED_CUDA", "ACCUMFUSED_CUDA_ARCHS", "ACCUMFUSED_CACHE")
 REASON = "_native_error.txt"  # why there is no native module; lies where the module would, and compiled.py reads it
 CUDA_REASON = "_cuda_error.txt"  # why that has no CUDA kernels
 REASON_LINES = 20
@@ -40,7 +41,8 @@ REASON_LINES = 20
 # No contraction into FMA; what else IEEE asks for (roots, division, subnormals) is nvcc's default.
 NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 OLDEST_NVCC = (12, 4)
-# Compute capability -> the nvcc that brought it. Cards in between run the one below; later ones the PTX of the last.
+# Compute capability -> the nvcc that brought it. Cards of the same major number run the one below; for all others there
+# is PTX of the first and of the last.
 ARCHS = {75: (12, 4), 80: (12, 4), 90: (12, 4), 100: (12, 8), 120: (12, 8)}
 PROBE = """
 #if __cplusplus < 201703L
@@ -166,6 +168,15 @@ def the_error_in(lines: list[str]) -> str:
     return "".join(itertools.islice(one, REASON_LINES)).strip()
 
 
+def check_settings() -> None:
+    """A name that is spelt wrongly would change nothing, in silence."""
+    names = [name for name in os.environ if name.startswith("ACCUMFUSED_") and not name.startswith("ACCUMFUSED_GPU_")]
+    if unknown := sorted({*names} - {*SETTINGS}):
+        raise ValueError(f"{unknown[0]} is set, which is no setting of accumfused: use one of {', '.join(SETTINGS)}")
+    for part in ("NATIVE", "CUDA"):
+        mode(part)
+
+
 def mode(part: str) -> str:
     value = os.environ.get(f"ACCUMFUSED_{part}", "auto")
     if value not in MODES:
@@ -191,7 +202,8 @@ class Nvcc:
     """NVIDIA's compiler, and what it is to build for.
 
     Raises:
-        RuntimeError: there is none, it is too old, or cannot build for what ACCUMFUSED_CUDA_ARCHS asks for.
+        RuntimeError: there is none, it is too old, does not take the host's compiler, or cannot build for what
+            ACCUMFUSED_CUDA_ARCHS asks for.
     """
 
     def __init__(self) -> None:
@@ -208,18 +220,31 @@ class Nvcc:
         self.version = (int(release[1]), int(release[2]))
         if self.version < OLDEST_NVCC:
             raise RuntimeError(f"{found} is {dotted(self.version)}; install CUDA {dotted(OLDEST_NVCC)} or newer")
-        known = [arch for arch, since in ARCHS.items() if self.version >= since]
+        listed = set(map(int, re.findall(r"compute_(\d+)", self._says("--list-gpu-arch"))))
+        known = [arch for arch, since in ARCHS.items() if self.version >= since and (not listed or arch in listed)]
         asked = os.environ.get("ACCUMFUSED_CUDA_ARCHS", "").replace(",", " ").replace(";", " ").split()
         if any(not arch.isdigit() for arch in asked):
             raise RuntimeError(f'ACCUMFUSED_CUDA_ARCHS="{" ".join(asked)}": use compute capabilities like "80 90"')
         self.archs = sorted(int(arch) for arch in asked) or known
+        if listed and (strange := sorted({*self.archs} - listed)):
+            raise RuntimeError(
+                f"nvcc {dotted(self.version)} does not build for compute capability {strange[0]}, but for "
+                f"{min(listed)} to {max(listed)}; change ACCUMFUSED_CUDA_ARCHS, or CUDA_HOME to another toolkit"
+            )
+        self.host = next(word for word in reversed(shlex.split(compiling.compiler())) if not word.startswith("-"))
+        probe = self._says("-ccbin", self.host, "-E", "-x", "cu", "-o", os.devnull, os.devnull)
+        if refused := re.search(r"#error -- (unsupported .*?)!? The nvcc flag", probe):
+            raise RuntimeError(
+                f"nvcc {dotted(self.version)} does not take {self.host} ({refused[1]}); set CXX to a compiler that it "
+                "takes, or CUDA_HOME to another CUDA toolkit"
+            )
 
     @property
     def flags(self) -> list[str]:
         codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
-        ptx = f"-gencode=arch=compute_{self.archs[-1]},code=compute_{self.archs[-1]}"
-        host = next(word for word in reversed(shlex.split(compiling.compiler())) if not word.startswith("-"))
-        return [*NVCC_FLAGS, "-ccbin", host, *codes, ptx]
+        ends = sorted({self.archs[0], self.archs[-1]})
+        ptx = [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ends]
+        return [*NVCC_FLAGS, "-ccbin", self.host, *codes, *ptx]
 
     @property
     def link_flags(self) -> list[str]:
@@ -281,6 +306,7 @@ def ninja_file(build: Path, nvcc: "Nvcc | None") -> str:
     lines = [
         f"cxx = {compiling.compiler().replace('$', '$$')}",
         f"flags = {flags.replace('$', '$$')}",
+        f"ldshared = {os.environ.get('LDSHARED', '$cxx -shared')}",
         f"nvcc = {shlex.quote(nvcc.path).replace('$', '$$') if nvcc else ''}",
         f"nvcc_flags = {shlex.join(nvcc.flags).replace('$', '$$') if nvcc else ''}",
         "rule compile",
@@ -294,7 +320,7 @@ def ninja_file(build: Path, nvcc: "Nvcc | None") -> str:
         "  deps = gcc",
         "  description = $in",
         "rule link",
-        f"  command = $cxx -shared $in -o $out {shlex.join(link)} {ldflags.replace('$', '$$')}",
+        f"  command = $ldshared $in -o $out {shlex.join(link)} {ldflags.replace('$', '$$')}",
         "  description = $out",
     ]
     objects = []
@@ -317,6 +343,7 @@ def escape(path: "Path | str") -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
+check_settings()
 native = Extension("accumfused._C", sources=[], optional=mode("NATIVE") == "auto")
 setup(
     ext_modules=[] if mode("NATIVE") == "0" else [native],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import textwrap
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,7 @@ BESIDE = ("numpy", "triton", "transformers", "accelerate", "lightning", "pytorch
 
 def report() -> dict[str, Any]:
     """Returns the report as plain data; `--json` prints it."""
+    backends = {name: why_not(name) for name in NAMES if name != "auto"}  # None: runs
     return {
         "versions": {
             "accumfused": accumfused.__version__,
@@ -33,7 +35,8 @@ def report() -> dict[str, Any]:
             "system": platform.platform(),
             "installed in": str(Path(accumfused.__file__).parent),
         },
-        "backends": {name: why_not(name) for name in NAMES if name != "auto"},  # None: runs
+        "backends": backends,
+        "next": advice(backends),
         "instruction_sets": compiled.module.instruction_sets()
         if compiled.module is not None
         else [],  # the first is used
@@ -43,6 +46,18 @@ def report() -> dict[str, Any]:
             **{f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())},
         },
     }
+
+
+def advice(backends: dict[str, str | None]) -> str:
+    """What the user can do next, in one line."""
+    reason, otherwise = compiled.unavailable, "install a C++ compiler (g++ or clang++), then accumfused again"
+    if reason is None and torch.cuda.is_available():
+        reason, otherwise = backends["cuda"], "nothing: the kernels for this GPU are Triton's"
+    if reason is not None:
+        return reason.partition("; ")[2].partition("\n")[0].rstrip(":)") or otherwise
+    if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
+        return f"torch {torch.__version__} finds no GPU; nvidia-smi shows its driver, pytorch.org the torch for it"
+    return "nothing: the fastest kernels for this machine run"
 
 
 def installed(package: str) -> str | None:
@@ -79,7 +94,7 @@ def as_text(found: dict[str, Any]) -> str:
     for name, reason in found["backends"].items():
         runs = f"runs ({COSTS[name]})" if name in COSTS else "runs"
         lines.append(f"  {name:<8}{runs if reason is None else 'does not run: ' + indented(reason)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"what to do next: {found['next']}"])
 
 
 def indented(reason: str) -> str:

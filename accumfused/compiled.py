@@ -6,6 +6,7 @@ torch comes first: `_C` is not linked to an OpenMP runtime and binds to the one 
 from __future__ import annotations
 
 import contextlib
+import platform
 from importlib import import_module
 from inspect import isgetsetdescriptor
 from pathlib import Path
@@ -36,6 +37,8 @@ except ImportError as error:
     unavailable = f"the native module does not load: {error}"
     if isinstance(error, ModuleNotFoundError):
         unavailable = "the native module was not built (ACCUMFUSED_NATIVE=0, or installed from pure Python)"
+        if others := [path.name for path in Path(__file__).parent.glob("_C.*") if path.suffix in (".so", ".pyd")]:
+            unavailable = f"{others[0]} is not for Python {platform.python_version()}; install accumfused again"
     if reason := left_by_the_build("_native_error.txt"):
         unavailable = f"the native module was not built: {reason}"
 

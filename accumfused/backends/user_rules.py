@@ -52,7 +52,10 @@ def _library(rule: type[Rule], instruction_set: str) -> Path:
     made = _folder() / f"{rule.name}-{key}.so"
     if made.exists():
         return made
-    made.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        made.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise RuntimeError(f"{error}; set ACCUMFUSED_CACHE to a folder that can be written") from None
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:  # another process may be doing the same
         (Path(folder) / "functors.h").write_text(parts[0])
         source, part = Path(folder) / "rule.cpp", Path(folder) / "rule.so"

@@ -45,6 +45,34 @@ def test_without_a_compiler_that_will_do_pure_python_installs_unless_a_module_wa
     assert reason in done.stderr
 
 
+NVCC = r"""#!/bin/sh
+case "$*" in
+  --version) echo 'Cuda compilation tools, release 12.4, V12.4.131' ;;
+  --list-gpu-arch) printf 'compute_50\ncompute_90\n' ;;
+  *-E*) echo "host_config.h:143:2: error: #error -- unsupported GNU version! gcc versions later than 13 are not \
+supported! The nvcc flag '-allow-unsupported-compiler' can be used"; exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("archs", "reason"),
+    [
+        ("90", "(unsupported GNU version! gcc versions later than 13 are not supported); set CXX to"),
+        ("90 120", "does not build for compute capability 120, but for 50 to 90; change ACCUMFUSED_CUDA_ARCHS"),
+    ],
+)
+def test_an_nvcc_that_does_not_fit_is_refused_with_the_remedy(
+    fresh: Path, tmp_path: Path, archs: str, reason: str
+) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(NVCC)
+    nvcc.chmod(0o755)
+    done = build_in_place(fresh, ACCUMFUSED_CUDA="1", CUDACXX=str(nvcc), ACCUMFUSED_CUDA_ARCHS=archs)
+    assert done.returncode == 0, done.stderr
+    assert reason in (fresh / REASON).read_text()
+
+
 def test_mode_0_makes_a_pure_python_wheel(fresh: Path) -> None:
     done = setup_py(fresh, "bdist_wheel", ACCUMFUSED_NATIVE="0")
     assert done.returncode == 0, done.stderr
@@ -56,6 +84,12 @@ def test_an_unknown_mode_is_refused(fresh: Path) -> None:
     done = setup_py(fresh, "--version", ACCUMFUSED_NATIVE="yes")
     assert done.returncode != 0
     assert "ACCUMFUSED_NATIVE='yes': use one of auto, 0, 1" in done.stderr
+
+
+def test_a_setting_that_is_spelt_wrongly_is_refused(fresh: Path) -> None:
+    done = setup_py(fresh, "--version", ACCUMFUSED_NATVIE="1")
+    assert done.returncode != 0
+    assert "ACCUMFUSED_NATVIE is set, which is no setting of accumfused: use one of ACCUMFUSED_NATIVE," in done.stderr
 
 
 def test_the_source_distribution_has_every_source(fresh: Path) -> None:

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import accumfused
-from accumfused.__main__ import as_text
+from accumfused import compiled
+from accumfused.__main__ import advice, as_text, report
 from accumfused.backends import COSTS, NAMES, why_not
 
 PACKAGE = Path(accumfused.__file__).parent
@@ -41,6 +42,9 @@ def test_json_holds_what_a_bug_report_needs(
     assert [*found["backends"].items()] == [(name, why_not(name)) for name in NAMES if name != "auto"]
     assert found["instruction_sets"] == ([] if native is None else native.instruction_sets())
     assert found["threads"] >= 1
+    assert "\n" not in found["next"]
+    if native is not None and not torch.cuda.is_available() and not shutil.which("nvidia-smi"):
+        assert said[1].splitlines()[-1] == "what to do next: nothing: the fastest kernels for this machine run"
     assert len(found["devices"]) == 1 + torch.cuda.device_count()
     assert said[1].rstrip("\n") == as_text(found)
     assert native is None or f"instruction sets  {native.instruction_sets()[0]} (used)" in said[1]
@@ -98,6 +102,32 @@ def test_without_a_native_module_it_runs_and_says_why_it_is_slow(tmp_path: Path)
     assert found["backends"]["cuda"] == found["backends"]["cpu"]
     assert {f"  {name:<8}runs ({COSTS[name]})" for name in ("torch", "foreach")} <= {*lines}
     assert found["instruction_sets"] == []
+    assert lines[-1] == "what to do next: install a C++ compiler (g++ or clang++), then accumfused again"
+
+
+def test_the_report_ends_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = report()
+    for reason, remedy in (
+        ("torch 2.9.1 has no DLPack exchange table; install torch 2.10 or newer", "install torch 2.10 or newer"),
+        ("it was not built: false cannot compile C++17; install g++, or set CXX:\nerror", "install g++, or set CXX"),
+        ("it was not built: g++ failed", "install a C++ compiler (g++ or clang++), then accumfused again"),
+    ):
+        monkeypatch.setattr(compiled, "unavailable", reason)
+        assert advice(known["backends"]) == remedy
+    monkeypatch.setattr(compiled, "unavailable", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    without = "the native module was built without CUDA: no nvcc was found; install the CUDA toolkit, or set CUDA_HOME"
+    assert advice({**known["backends"], "cuda": without}) == "install the CUDA toolkit, or set CUDA_HOME"
+    assert advice({**known["backends"], "cuda": None}) == "nothing: the fastest kernels for this machine run"
+
+
+def test_a_native_module_of_another_python_is_named(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "accumfused", ignore=shutil.ignore_patterns("_C.*", "_native_error.txt"))
+    (tmp_path / "accumfused" / "_C.cpython-399-x86_64-linux-gnu.so").write_bytes(b"")
+    program = "from accumfused import compiled; print(compiled.unavailable)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    name, version = "_C.cpython-399-x86_64-linux-gnu.so", platform.python_version()
+    assert done.stdout == f"{name} is not for Python {version}; install accumfused again\n"
 
 
 OLDER = """
