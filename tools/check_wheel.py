@@ -47,5 +47,8 @@ step(af.AdamW, lr=0.1)
 with tempfile.TemporaryDirectory() as cache:
     os.environ["ACCUMFUSED_CACHE"] = cache
     step(af.optimizer_of(SignRule), backend="cpu" if kind == "native" else "auto")
+cpuinfo = Path("/proc/cpuinfo")
+if kind == "native" and cpuinfo.exists() and " avx2 " in cpuinfo.read_text():
+    assert "x86_64_v3" in compiled.module.instruction_sets(), compiled.module.instruction_sets()
 assert (compiled.unavailable is None) == (kind == "native"), compiled.unavailable or "there is a native module"
 print(f"accumfused {af.__version__}, {kind}: {compiled.unavailable or compiled.module.__name__} ({installed.parent})")
