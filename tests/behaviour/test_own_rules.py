@@ -191,3 +191,10 @@ def test_without_a_compiler_another_rule_has_no_native_kernel(native: None, monk
     with pytest.raises(RuntimeError, match="backend='cpu' cannot run: the rule adam does not compile here: no C"):
         stepped(kind, "cpu")
     assert stepped(kind, "auto")[0] == "foreach"
+
+
+def test_a_cache_that_cannot_be_written_is_named(native: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ACCUMFUSED_CACHE", str(tmp_path / "file"))
+    with pytest.raises(RuntimeError, match="set ACCUMFUSED_CACHE to a folder that can be written"):
+        stepped(other_adam(), "cpu")
