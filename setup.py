@@ -41,8 +41,8 @@ REASON_LINES = 20
 # No contraction into FMA; what else IEEE asks for (roots, division, subnormals) is nvcc's default.
 NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 OLDEST_NVCC = (12, 4)
-# Compute capability -> the nvcc that brought it. Cards of the same major number run the one below; for all others there
-# is PTX of the first and of the last.
+# Compute capability -> the nvcc that brought it. Cards of the same major number run the one below. All others compile
+# the PTX of the first or the last when they first load it. The first is PTX alone, unless it is asked for.
 ARCHS = {75: (12, 4), 80: (12, 4), 90: (12, 4), 100: (12, 8), 120: (12, 8)}
 PROBE = """
 #if __cplusplus < 201703L
@@ -226,6 +226,7 @@ class Nvcc:
         if any(not arch.isdigit() for arch in asked):
             raise RuntimeError(f'ACCUMFUSED_CUDA_ARCHS="{" ".join(asked)}": use compute capabilities like "80 90"')
         self.archs = sorted(int(arch) for arch in asked) or known
+        self.images = self.archs if asked else self.archs[1:]
         if listed and (strange := sorted({*self.archs} - listed)):
             raise RuntimeError(
                 f"nvcc {dotted(self.version)} does not build for compute capability {strange[0]}, but for "
@@ -241,7 +242,7 @@ class Nvcc:
 
     @property
     def flags(self) -> list[str]:
-        codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
+        codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.images]
         ends = sorted({self.archs[0], self.archs[-1]})
         ptx = [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ends]
         # A fifth of the bytes on disk. Drivers for CUDA 13 unpack it, some for CUDA 12 do not.
@@ -256,7 +257,7 @@ class Nvcc:
 
     @property
     def defines(self) -> list[str]:
-        archs = " ".join(map(str, self.archs))
+        archs = " ".join(map(str, self.images))
         return [f'-DAF_CUDA_ARCHS="{archs}"', f'-DAF_CUDA_VERSION="{dotted(self.version)}"']
 
     def _says(self, *arguments: str) -> str:
