@@ -215,5 +215,5 @@ def test_nothing_is_contracted_approximated_or_flushed(ptx: str) -> None:
     for entry in packed:
         assert set(re.findall(approximate, entry)) == (roots if "11AdamFunctor" in entry.split("(")[0] else set())
         assert set(re.findall(fused, entry)) == {"fma.rn.f32"}
-    assert len(packed) == len(PACKED_BUDGETS)
+    assert len(packed) == len(PACKED_BUDGETS) * ptx.count("\n.target ")  # the first and the last architecture
     assert {"sqrt.rn.f32", "div.rn.f32", "div.rn.f64"} <= set(re.findall(r"\b(?:sqrt|div)\.rn\.f\d\d\b", ptx))
