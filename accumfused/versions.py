@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,16 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         f"accumfused needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, and {torch.__version__} is installed; "
         "pip install --upgrade torch"
     )
+
+if TYPE_CHECKING or hasattr(torch.optim, "Muon"):  # torch 2.9
+    TorchMuon = torch.optim.Muon
+else:
+
+    class TorchMuon(torch.optim.Optimizer):
+        """Stands where an older torch has no Muon, whose checks and checkpoints are ours, too."""
+
+        def __init__(self, *_: Any) -> None:
+            raise RuntimeError(f"Muon needs torch 2.9 or newer, and {torch.__version__} is installed")
 
 
 def refuse_wide_sums(params: Iterable[Tensor]) -> None:

@@ -19,6 +19,7 @@ from accumfused.optimizers.rprop import Rprop
 from accumfused.optimizers.schedule_free import AdamWScheduleFree, SGDScheduleFree
 from accumfused.optimizers.sgd import SGD
 from accumfused.optimizers.signum import Signum
+from accumfused.versions import TorchMuon
 
 __all__ = [
     "ALL",
@@ -52,6 +53,6 @@ PEERS: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {  # torch's cl
     torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.NAdam: NAdam,
     torch.optim.RAdam: RAdam, torch.optim.Adamax: Adamax, torch.optim.Adagrad: Adagrad, torch.optim.Adadelta:
     Adadelta, torch.optim.RMSprop: RMSprop, torch.optim.Rprop: Rprop, torch.optim.ASGD: ASGD,
-    torch.optim.Muon: Muon,
+    TorchMuon: Muon,
 }  # fmt: skip
 RULES = (*dict.fromkeys(rule for optimizer in ALL for rule in optimizer.rules), OrthogonalRule)

@@ -37,6 +37,7 @@ from accumfused.optimizers.adam import Adam
 from accumfused.optimizers.newton_schulz import orthogonalized
 from accumfused.rule import Rule
 from accumfused.settings import SettingArguments, chosen, takes_settings
+from accumfused.versions import TorchMuon
 
 STACK = 2**24  # elements that are orthogonalized together, or one larger matrix
 
@@ -246,7 +247,7 @@ def _check_iteration(group: Mapping[str, Any]) -> None:
 
 
 @takes_settings
-class Muon(FusedOptimizer, torch.optim.Muon):
+class Muon(FusedOptimizer, TorchMuon):
     """Muon for matrices, and AdamW for all other parameters, with one window, one norm and one clip over both.
 
     Without groups of AdamW's it replaces `torch.optim.Muon`: same arguments, group keys, state names and checkpoints.
@@ -267,7 +268,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
     Raises:
         ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes; a
             parameter of a Muon group that is no matrix, or is spread over processes (DTensor).
-        RuntimeError: a backend asked for by name cannot run.
+        RuntimeError: a backend asked for by name cannot run; torch is older than 2.9.
     """
 
     rules = (MuonRule, *Adam.rules)
@@ -286,7 +287,7 @@ class Muon(FusedOptimizer, torch.optim.Muon):
         adjust_lr_fn: str | None = None,
         **settings: Unpack[SettingArguments],
     ) -> None:
-        peer: Any = torch.optim.Muon  # checks; given the parameters, it would refuse AdamW's
+        peer: Any = TorchMuon  # checks; given the parameters, it would refuse AdamW's
         checked = peer(
             [torch.empty(0, 0)], lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn
         )

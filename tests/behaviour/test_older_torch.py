@@ -104,3 +104,19 @@ def test_a_torch_that_is_too_old_is_refused_in_one_sentence(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     last = "ImportError: accumfused needs torch 2.8 or newer, and 2.7.1+cu126 is installed; pip install --upgrade torch"
     assert done.stderr.splitlines()[-1] == last
+
+
+def test_without_torchs_muon_ours_is_refused_and_all_else_runs() -> None:
+    program = """
+import torch
+del torch.optim.Muon
+import accumfused as af
+params = [torch.nn.Parameter(torch.ones(3, 3))]
+af.fuse(torch.optim.AdamW(params))
+try:
+    af.Muon(params)
+except RuntimeError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "Muon needs torch 2.9 or newer" in run.stdout
