@@ -27,6 +27,7 @@ from accumfused.loop.clip_group import ClipGroup
 from accumfused.loop.ddp import attach_ddp
 from accumfused.loop.fusing import fuse
 from accumfused.loop.grad_scaler import GradScaler
+from accumfused.loop.linears import FusedLinears, fuse_linears
 from accumfused.loop.release import release_gradients
 from accumfused.loop.report import MemoryReport, memory_report
 from accumfused.optimizer import FusedOptimizer
@@ -70,6 +71,7 @@ __all__ = [
     "Adan",
     "BatchNormWarning",
     "ClipGroup",
+    "FusedLinears",
     "FusedOptimizer",
     "GradScaler",
     "Lion",
@@ -85,6 +87,7 @@ __all__ = [
     "attach_ddp",
     "check_model",
     "fuse",
+    "fuse_linears",
     "gradient_accumulation_steps",
     "memory_report",
     "optimizer_of",

@@ -134,3 +134,16 @@ def device_tables(optimizer: af.FusedOptimizer) -> Any:
 def window_memory(optimizer: af.FusedOptimizer) -> list[Tensor]:
     """What kernels read of an open window beside its sums."""
     return [optimizer.engine.window.weights.factors, optimizer.engine.window.sums.partials]
+
+
+def allocations(profiler: Any) -> list[int]:
+    """Bytes that a torch.profiler.profile has seen allocated, or freed (negative), in the order of time."""
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def compiled_autograd() -> Any:
+    """Within it the compiler runs backward passes, also those of models that are not compiled."""
+    from torch._dynamo import compiled_autograd  # takes two seconds
+
+    return compiled_autograd._enable(torch.compile(backend="eager"))

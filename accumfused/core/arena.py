@@ -22,6 +22,15 @@ class Arena:
     def add_rows(self, rows: int) -> None:
         self.places += [None] * rows
 
+    def place(self, plan: Plan, index: int) -> Tensor:
+        """The place of one row; it may hold anything."""
+        have = self.places[index]
+        if have is None or not _fits(have, plan.rows[index].tensor):
+            self.extend(plan, [row.tensor if i == index else None for i, row in enumerate(plan.rows)])
+            have = self.places[index]
+        assert have is not None
+        return have
+
     def apart(self, grads: Grads) -> Grads:
         """These gradients, with a copy of each that lies in a place (an earlier window's `p.grad`, exchanged, say)."""
         addresses = {place.data_ptr() for place in self.places if place is not None}
@@ -33,9 +42,7 @@ class Arena:
         missing: dict[tuple[torch.device, bool], list[int]] = {}
         for index, grad in enumerate(grads):
             have = self.places[index]
-            if grad is not None and (
-                have is None or (have.device, have.shape, have.stride()) != (grad.device, grad.shape, grad.stride())
-            ):
+            if grad is not None and (have is None or not _fits(have, grad)):
                 missing.setdefault((grad.device, plan.rows[index].is_bundled), []).append(index)
         for (device, is_bundle), indices in missing.items():
             sizes = [-(-plan.rows[index].tensor.numel() // _PADDING) * _PADDING for index in indices]
@@ -81,6 +88,11 @@ class Arena:
             if accumulator is not None and not row.is_bundled:
                 flats.append(memory_order(accumulator))
         return flats
+
+
+def _fits(place: Tensor, tensor: Tensor) -> bool:
+    """Whether a tensor's elements can lie in this place, in its order."""
+    return (place.device, place.shape, place.stride()) == (tensor.device, tensor.shape, tensor.stride())
 
 
 def _travels(row: Row) -> bool:

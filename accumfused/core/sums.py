@@ -84,6 +84,25 @@ class Sums:
             weights.close_in_parts()
             self.places = [p if g is None else CLOSED for g, p in zip(grads, self.places, strict=True)]
 
+    def contribute(self, plan: Plan, index: int, place: int | None) -> tuple[Tensor, bool] | None:
+        """Gives a row's accumulator to the maker of a gradient, who adds it there: `fold` needs none then.
+
+        Args:
+            place: of the micro-batch's factor; None: it is left out.
+
+        Returns:
+            The accumulator, fp32, and whether it holds a sum (else anything, to be overwritten). None: a factor is
+            still to be applied, to that sum or to this micro-batch, so the gradient must come by `fold`.
+        """
+        held = self.places[index]
+        if place != READY or held not in (OVERWRITE, READY):
+            return None
+        accumulator = self.accumulators[index]
+        if accumulator is None:
+            accumulator = self.accumulators[index] = self.arena.place(plan, index)
+        self.places[index], self.is_measured[index] = READY, False
+        return accumulator, held == READY
+
     def settle(self, plan: Plan, backend: Backend, weights: Weights) -> Number:
         """Brings all accumulators to one common factor and returns it: the step divides by it."""
         if not weights.is_weighted and weights.divisor is None:

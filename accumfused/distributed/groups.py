@@ -51,8 +51,8 @@ def refuse_released(param: Tensor, group: Any) -> None:
         return
     raise RuntimeError(
         f"gradients cannot be released: {what} reduces them between processes after that, and would reduce zeros. Call "
-        "remove() on the handle, or do not call release_gradients() (DistributedDataParallel: or call "
-        "accumfused.attach_ddp(ddp, optimizer) first)"
+        "remove() on the handle, or do not call release_gradients() or fuse_linears() (or call "
+        "accumfused.attach_ddp(ddp, optimizer) first, where it is DistributedDataParallel)"
     )
 
 
@@ -66,7 +66,7 @@ def refuse_synchronizing(ddp: DistributedDataParallel) -> None:
         raise RuntimeError(
             "gradients are released during backward, and DistributedDataParallel would look for them after that; run "
             "forward and backward within ddp.no_sync(), every micro-batch of a window, or do not call "
-            "release_gradients()"
+            "release_gradients() or fuse_linears()"
         )
 
 

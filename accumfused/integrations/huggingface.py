@@ -19,6 +19,7 @@ from torch import Tensor
 from accumfused.batch_norm import check_model
 from accumfused.loop.fusing import fuse
 from accumfused.loop.grad_scaler import GradScaler
+from accumfused.loop.linears import FusedLinears, fuse_linears
 from accumfused.optimizer import FusedOptimizer, check_parameters
 
 try:
@@ -39,7 +40,7 @@ OLDEST_TRANSFORMERS = "5.0"
 _ONE_COPY_OF_THE_MODEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # Accelerate's names: one process, or DDP
 
 
-def fuse_trainer(trainer: AnyTrainer) -> AnyTrainer:
+def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False) -> AnyTrainer:
     """Makes a Trainer accumulate, clip and step with accumfused; call it before `train()`.
 
     The optimizer is Trainer's argument, or Trainer makes it later. A torch optimizer is fused in place; one of
@@ -54,6 +55,8 @@ def fuse_trainer(trainer: AnyTrainer) -> AnyTrainer:
     Args:
         trainer: the trainer. This call replaces its `create_optimizer` and adds a callback, which replaces
             `accelerator.backward` and `accelerator.clip_grad_norm_` when training begins.
+        linears: whether linear layers add their weights' gradients to the optimizer's sums within backward, see
+            `accumfused.fuse_linears`. It needs one process with one device.
 
     Returns:
         The trainer.
@@ -62,7 +65,7 @@ def fuse_trainer(trainer: AnyTrainer) -> AnyTrainer:
         ImportError: transformers is too old.
         TypeError: `trainer` is no Trainer; a parameter is not fp32, fp16 or bf16; the optimizer cannot be fused.
         ValueError: DeepSpeed, FSDP or other sharding; the optimizer steps inside backward, lacks trainable parameters,
-            or has another max_grad_norm than the Trainer.
+            or has another max_grad_norm than the Trainer; `linears` with several processes or devices.
         RuntimeError: the trainer is fused already, or has trained with an optimizer that is not fused.
     """
     if Version(transformers.__version__).release < Version(OLDEST_TRANSFORMERS).release:
@@ -75,8 +78,10 @@ def fuse_trainer(trainer: AnyTrainer) -> AnyTrainer:
     if any(isinstance(callback, _FusedTail) for callback in trainer.callback_handler.callbacks):
         raise RuntimeError("fuse_trainer() was called on this trainer before; once is enough")
     _check_parallelism(trainer)
+    if linears and (trainer.accelerator.num_processes > 1 or trainer.args.n_gpu > 1):
+        raise ValueError("fuse_trainer(linears=True) needs one process with one device; leave linears out")
     check_parameters(list(trainer.model.parameters()))
-    tail = _FusedTail(trainer)
+    tail = _FusedTail(trainer, linears)
     if trainer.optimizer is not None:
         tail.adopt()
 
@@ -99,8 +104,10 @@ def fuse_trainer(trainer: AnyTrainer) -> AnyTrainer:
 class _FusedTail(TrainerCallback):
     """Replaces the methods of Trainer and of its Accelerator between the loss and the step."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, linears: bool) -> None:
         self._trainer = trainer
+        self._fuses_linears = linears
+        self._linears: FusedLinears | None = None
         self.optimizer: Any = None  # a FusedOptimizer, once the trainer has one
         self._norm: Tensor | None = None  # Trainer holds it as the norm of the step to come
         self._checked_model = False
@@ -111,7 +118,12 @@ class _FusedTail(TrainerCallback):
         if optimizer is self.optimizer:
             return
         _check_optimizer(self._trainer, optimizer)
+        if self._linears is not None:
+            self.optimizer.zero_grad()  # a training that ended inside a window has left it open
+            self._linears.remove()
         self.optimizer = optimizer if isinstance(optimizer, FusedOptimizer) else fuse(optimizer)
+        if self._fuses_linears:
+            self._linears = fuse_linears(self._trainer.model, self.optimizer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Hooks the accelerator: only now it is final (a search makes one per trial) and has prepared the optimizer."""

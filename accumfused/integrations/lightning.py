@@ -25,6 +25,7 @@ class FusedAccumulation:
     - `Trainer(gradient_clip_val=)` becomes `optimizer.max_grad_norm`, and needs no pass over the gradients of its own.
     - The last backward closes the window, so a scaler, clipping by value and the hooks before the step find its sum in
       `p.grad`. Between micro-batches `p.grad` is None; a checkpoint has the window's sums.
+    - `configure_optimizers` may call `accumfused.release_gradients` and `accumfused.fuse_linears(self, optimizer)`.
     - BatchNorm in training mode causes a warning if windows have several micro-batches (`accumfused.check_model`).
 
     Manual optimization stays as it is: your code calls the optimizer.
@@ -81,6 +82,9 @@ class FusedAccumulation:
         weight, self.micro_batch_weight = self.micro_batch_weight, None
         if weight is not None:
             loss = loss * self.trainer.accumulate_grad_batches  # the sum of weights divides instead
+        if weight is not None and optimizer.engine.release is not None:
+            optimizer.backward(loss, weight, last=self._ends_window)  # gradients are taken before accumulate(weight)
+            return
         super().backward(loss, *args, **kwargs)  # type: ignore[misc]
         optimizer.accumulate(weight, last=self._ends_window)
         if not self._ends_window and not self._checked_model:

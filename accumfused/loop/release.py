@@ -67,7 +67,10 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
     if operator.index(bucket_bytes) < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
     if optimizer.engine.release is not None:
-        raise RuntimeError("the optimizer's gradients are released already; call remove() on that handle first")
+        raise RuntimeError(
+            "the optimizer's gradients are released already; call remove() on that handle first (to have both, call "
+            "release_gradients() before fuse_linears())"
+        )
     optimizer.engine.refuse_open("release_gradients()")
     release = GradientRelease(optimizer, operator.index(bucket_bytes))
     release.follow()
@@ -76,7 +79,10 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
 
 
 class GradientRelease:
-    """The handle that `release_gradients` returns."""
+    """The handle that `release_gradients` returns.
+
+    With buckets of 0 bytes it takes only contributions, and gradients stay in `p.grad`: see loop/linears.py.
+    """
 
     def __init__(self, optimizer: FusedOptimizer, bucket_bytes: int) -> None:
         self._optimizer = optimizer
@@ -84,7 +90,7 @@ class GradientRelease:
         self._hook = _Hook(self)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._lock = threading.Lock()  # autograd has a thread for each device
-        self._members: set[int] = set()  # ids of the parameters in the window, during a micro-batch
+        self._members: dict[int, int] = {}  # ids of the parameters in the window -> rows, during a micro-batch
         self._buckets: dict[torch.device, _Bucket] = {}  # each has one thread of autograd's
         self._streams: set[torch.cuda.Stream] = set()  # they wrote gradients or sums in this micro-batch
         self._running: set[int] = set()  # backward passes that have not ended, or have raised
@@ -128,6 +134,8 @@ class GradientRelease:
         Returns:
             The newly hooked parameters.
         """
+        if not self._bucket_bytes:
+            return []
         given = self._optimizer.engine.plans.params if params is None else params
         leaves = [param for param in given if isinstance(param, Tensor) and param.requires_grad and param.is_leaf]
         new: list[Any] = [param for param in leaves if self._hook not in _hooks(param)]
@@ -220,6 +228,30 @@ class GradientRelease:
             if bucket.bytes >= self._bucket_bytes:
                 self._fold(bucket)
 
+    def contribute(self, param: Tensor) -> tuple[Tensor, bool] | None:
+        """Gives the accumulator to a backward that adds this parameter's gradient itself: see `Sums.contribute`.
+
+        None: the gradient has to come through autograd, for hooks of others, say.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as `accumulate()`; zero_grad() goes on from there.
+        """
+        if has_hooks(param):
+            return None
+        with self._lock:
+            self._watch_backward()  # a backward that is refused here has left other gradients in p.grad
+            window = self._optimizer.engine.window
+            if not window.entered:
+                self._enter(param)
+            row = self._members.get(id(param))
+            if not window.entered or row is None or window.plan is None:
+                return None
+            given = window.sums.contribute(window.plan, row, window.place)
+            if param.is_cuda:
+                self._join_streams()
+                self._streams.add(torch.cuda.current_stream(param.device))
+            return given
+
     @torch.no_grad()
     def _enter(self, param: Tensor) -> None:
         """Begins a micro-batch, unless p.grad is a closed window's accumulator, which accumulate() will refuse."""
@@ -229,7 +261,7 @@ class GradientRelease:
             prepared = optimizer.engine.plans.current()
             current = prepared.plan
             grads, _ = current.gradients()
-            self._members = set(map(id, current.params))
+            self._members = {id(member): row for row, member in enumerate(current.params)}
             if id(param) not in self._members or (window.phase is Phase.CLOSED and window.is_exposed(grads)):
                 return
             for ddp in optimizer.engine.attached:
@@ -301,6 +333,13 @@ class _Hook:
         release = self.release()
         if release is not None:
             release.take(param)
+
+
+def has_hooks(param: Tensor) -> bool:
+    """Whether somebody else's hooks expect the parameter's gradient."""
+    if not param._backward_hooks and not param._post_accumulate_grad_hooks:
+        return False  # as a rule: layers ask this in each backward
+    return bool(param._backward_hooks) or not all(isinstance(hook, _Hook) for hook in _hooks(param))
 
 
 def _hooks(param: Tensor) -> list[Any]:

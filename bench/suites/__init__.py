@@ -99,6 +99,7 @@ def all_suites(on_gpu: bool = False) -> dict[str, Suite]:
     """Name -> suite, in the order in which they run."""
     from bench.suites import (
         accumulate,
+        backward,
         graph,
         lean,
         memory,
@@ -116,6 +117,7 @@ def all_suites(on_gpu: bool = False) -> dict[str, Suite]:
 
     shared: dict[str, Suite] = {"tail": tail.run, "verbs": verbs.run, "accumulate": accumulate.run}
     shared |= {"window": window.run, "small": small.run, "lean": lean.run, "train": train.run}
+    shared |= {"backward": backward.run}
     if on_gpu:
         return {**shared, "graph": graph.run, "memory": memory_gpu.run}
     alone = {"zeros": zeros.run, "scale": scale.run, "memory": memory.run, "processes": processes.run}

@@ -95,6 +95,7 @@ def run(bench: Bench) -> list[Table]:
             return af.AdamW(params, max_grad_norm=MAX_GRAD_NORM, backend=backend, **_settings())
 
         runs.append(_run(bench.label(backend), model, bench, make))
+        runs.append(_run(f"{bench.label(backend)}, fuse_linears", model, bench, make, fuses=True))
     for number, window in enumerate(_windows(data, updates, bench.device)):
         first = number % len(runs)
         for each in runs[first:] + runs[:first]:
@@ -107,9 +108,14 @@ def _settings() -> dict[str, Any]:
     return {"lr": 10 * LR, "weight_decay": WEIGHT_DECAY}  # so that it learns in few updates
 
 
-def _run(name: str, model: Any, bench: Bench, make: Callable[[Any], torch.optim.Optimizer]) -> Run:
+def _run(
+    name: str, model: Any, bench: Bench, make: Callable[[Any], torch.optim.Optimizer], *, fuses: bool = False
+) -> Run:
     own = copy.deepcopy(model)
-    return Run(name, own, make(own.parameters()), bench.device)
+    optimizer = make(own.parameters())
+    if fuses:
+        af.fuse_linears(own, optimizer)  # type: ignore[arg-type]
+    return Run(name, own, optimizer, bench.device)
 
 
 def _windows(data: Any, updates: int, device: torch.device) -> Iterator[list[Any]]:
@@ -162,7 +168,8 @@ def _table(runs: list[Run], parameters: int) -> Table:
     largest = max(abs(a - b) for each in runs for a, b in zip(runs[0].losses, each.losses, strict=True))
     table.notes += [
         f"largest difference of a loss between the recipes: {largest:.1e} in {len(runs[0].losses)} updates",
-        "the tail is clip and step; ours accumulates there too, which autograd does within backward",
+        "the tail is clip and step; ours accumulates there too, which autograd does within backward; with fuse_linears "
+        "backward adds the gradients of the linear layers",
         "a larger batch or longer text makes the tail's share smaller, a larger model with the same batch a larger one",
     ]
     return table

@@ -32,6 +32,7 @@ from transformers import Trainer, TrainerCallback
 
 import accumfused as af
 from accumfused.integrations import huggingface
+from accumfused.loop import linears
 
 # ---- the same numbers ----------------------------------------------------------------------------------------------
 
@@ -87,6 +88,40 @@ def test_training_equals_the_stock_run(tmp_path: Path, row: str) -> None:
     assert any(clips) or row in ("no clip", "windows longer than the epoch")
     if row == "a model that Trainer makes":  # and a new optimizer, in each training
         assert_same_training(trained(ours), stock)
+
+
+LINEARS = ("by tokens, in the model", "by micro-batches", "no accumulation", "bf16", "a model that Trainer makes")
+
+
+@pytest.mark.parametrize("row", LINEARS)
+def test_linear_layers_may_add_to_the_sums_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str
+) -> None:
+    monkeypatch.setattr(linears, "SMALLEST", 1)
+    ours, stock = both(lambda: make(tmp_path, **ROWS[row]), linears=True)
+    assert_same_training(ours, stock, steps=ROWS[row].get("max_steps", STEPS))
+    for _ in range(2):
+        layers = [module for module in ours.model.modules() if isinstance(module, torch.nn.Linear)]
+        assert len(layers) == 8
+        assert all("forward" in vars(layer) for layer in layers)
+        if row == "a model that Trainer makes":  # and a new optimizer, in each training
+            assert_same_training(trained(ours), stock)
+
+
+def test_linear_layers_of_a_second_optimizer_go_to_its_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "SMALLEST", 1)
+    ours, stock = both(lambda: make(tmp_path, max_steps=2), linears=True)
+    for trainer in (ours, stock):
+        trainer.optimizer = trainer.lr_scheduler = None
+        trained(trainer)
+    assert_same_training(ours, stock, steps=2)
+
+
+def test_linears_with_several_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path)
+    monkeypatch.setattr(type(trainer.args), "n_gpu", 2)
+    with pytest.raises(ValueError, match="needs one process with one device"):
+        fuse_trainer(trainer, linears=True)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, af.AdamW])

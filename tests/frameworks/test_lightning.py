@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 import accumfused as af
 from accumfused.integrations.lightning import FusedAccumulation
+from accumfused.loop import linears
 
 callbacks: Any = lightning.pytorch.callbacks
 CLIPS: dict[str, dict[str, Any]] = {
@@ -91,6 +92,30 @@ def test_with_weights_a_window_is_the_mean_over_its_samples(
     assert_trained(model.net, truth(cut(batches(), k), clip != "never"), name)
     assert trainer.global_step == len(cut(batches(), k))
     assert (model.net[0].weight.dtype == torch.bfloat16) == (name == "bf16-true")
+
+
+class Linears(Weighted):
+    """Its linear layers add their weights' gradients to the sums; it may release the others."""
+
+    releases = False
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        if self.releases:
+            af.release_gradients(optimizer, 1)
+        assert len(af.fuse_linears(self, optimizer).fused) == 2
+        return optimizer
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("releases", [False, True])
+def test_with_fused_linears_too(name: str, releases: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "SMALLEST", 1)
+    model = Linears(clipping)
+    model.releases = releases
+    trainer = fit(model, accumulate_grad_batches=K, **CLIPS["norm"], **precision(name, 2.0**6))
+    assert_trained(model.net, truth(cut(batches())), name)
+    assert trainer.global_step == len(cut(batches()))
 
 
 class LeavesOut(Weighted):

@@ -119,8 +119,8 @@ def trained(trainer: Trainer) -> Trainer:
     return trainer
 
 
-def both(prepare: Callable[[], Trainer]) -> tuple[Trainer, Trainer]:
-    """Ours and the stock one, trained."""
-    ours, stock = trained(fuse_trainer(prepare())), trained(prepare())
+def both(prepare: Callable[[], Trainer], **options: Any) -> tuple[Trainer, Trainer]:
+    """Ours and the stock one, trained. Args: options: of fuse_trainer."""
+    ours, stock = trained(fuse_trainer(prepare(), **options)), trained(prepare())
     assert isinstance(ours.optimizer.optimizer, af.FusedOptimizer)
     return ours, stock

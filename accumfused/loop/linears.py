@@ -1,0 +1,292 @@
+"""Linear layers add their weight's gradient to the window's accumulator within the product that makes it.
+
+The module's forward becomes a function whose backward asks the optimizer for the accumulator, and hands autograd no
+gradient of the weight. Where the accumulator cannot take the product as it is, autograd gets the gradient as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import weakref
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+from torch.nn.utils import parametrize
+
+from accumfused.distributed import groups
+from accumfused.formats.kinds import DTYPES
+from accumfused.formats.shards import is_dtensor
+from accumfused.loop.release import GradientRelease, has_hooks
+from accumfused.optimizer import FusedOptimizer
+
+SMALLEST = 2**19  # elements of a weight; a smaller gradient stays in a cache, and the calls cost more than they save
+
+
+def fuse_linears(model: nn.Module, optimizer: FusedOptimizer) -> FusedLinears:
+    """Adds the weight gradients of linear layers to the optimizer's window within backward's matrix products.
+
+    The gradient of such a weight never exists: `p.grad` stays None. The layers are `nn.Linear`, and `Conv1D` of
+    transformers. `print(handle)` shows the layers, and the reasons why others are left alone. All other gradients go
+    their usual way, into `p.grad` or through `release_gradients`, which is called first if both are wanted.
+
+    The contract is that of `release_gradients`: the weight of a micro-batch must be in its loss, so call
+    `optimizer.backward(loss, weight, last)` in place of `accumulate(weight)`. A loop without windows keeps working:
+    its step closes a window of one micro-batch, so it checks the norm, and leaves None in `p.grad`.
+
+    Args:
+        model: its layers' `forward` is replaced. Copies and pickles of it are ordinary models.
+        optimizer: an optimizer of this package with the layers' weights (`accumfused.fuse` converts others).
+
+    Returns:
+        A handle; `remove()` or the end of a `with` block gives the layers their own `forward` back.
+
+    Raises:
+        TypeError: the model is no module, or the optimizer is of another package.
+        RuntimeError: a window is open; a parameter is FullyShardedDataParallel's; several processes and no
+            `process_group` (`accumfused.attach_ddp` gives one). backward() raises it outside `no_sync()` of an attached
+            DDP.
+
+    Example:
+        >>> with af.fuse_linears(model, optimizer):
+        ...     for (x, y), last in af.windows(loader, 4):
+        ...         optimizer.backward(loss_of(x, y), weight=len(y))
+        ...         if last:
+        ...             optimizer.step()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fuse_linears takes a torch.nn.Module first, got {type(model).__name__}")
+    if not isinstance(optimizer, FusedOptimizer):
+        raise TypeError(
+            f"fuse_linears takes an optimizer of this package, got {type(optimizer).__name__}; "
+            "convert it with accumfused.fuse()"
+        )
+    optimizer.engine.refuse_open("fuse_linears()")
+    return FusedLinears(model, optimizer)
+
+
+class FusedLinears:
+    """The handle that `fuse_linears` returns.
+
+    Attributes:
+        fused: the names of the layers whose gradients go into the accumulators.
+        left: the names of other linear layers, each with the reason.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: FusedOptimizer) -> None:
+        self.fused: list[str] = []
+        self.left: dict[str, str] = {}
+        self._optimizer = weakref.ref(optimizer)  # the model holds this object
+        self._forwards: dict[nn.Module, Any] = {}
+        self._own_release: weakref.ref[GradientRelease] | None = None
+        held = {id(param) for param in optimizer.engine.plans.params}
+        chosen = []
+        for name, module in model.named_modules():
+            if not _is_linear(module):
+                continue
+            reason = _reason(module, held)
+            if reason is None:
+                groups.refuse_released(module.weight, optimizer.engine.settings.process_group)
+                self.fused.append(name)
+                chosen.append(module)
+            else:
+                self.left[name] = reason
+        for module in chosen:
+            self._replace(module)
+        if optimizer.engine.release is None:
+            optimizer.engine.release = release = GradientRelease(optimizer, 0)
+            self._own_release = weakref.ref(release)
+
+    def remove(self) -> None:
+        """Gives the layers their own `forward` back. A second call does nothing.
+
+        Raises:
+            RuntimeError: a window is open.
+        """
+        optimizer = self._optimizer()
+        if optimizer is not None and self._forwards:
+            optimizer.engine.refuse_open("remove()")
+        self._put_back()
+
+    def __enter__(self) -> FusedLinears:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Calls `remove()`. After an exception it does so even in an open window, and drops a half-added window."""
+        if kind is None:
+            self.remove()
+            return
+        optimizer = self._optimizer()
+        if optimizer is not None and self._forwards and optimizer.engine.window.entered:
+            optimizer.zero_grad()
+        self._put_back()
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.fused)} layers add their weight's gradient to the accumulator"]
+        lines += [f"  {name}" for name in self.fused]
+        lines += [f"{len(self.left)} linear layers are left alone"] if self.left else []
+        return "\n".join(lines + [f"  {name}: {reason}" for name, reason in self.left.items()])
+
+    def _replace(self, module: nn.Module) -> None:
+        # `copy` and `pickle` take a bound method by its module and its name: a copy is bound to the copied module,
+        # whose weight the optimizer does not have, and an unpickled module gets its class's own method.
+        def forward(layer: nn.Module, x: Tensor) -> Tensor:
+            return self._forward(layer, x)
+
+        forward.fused = self  # type: ignore[attr-defined]
+        module.forward = self._forwards[module] = types.MethodType(forward, module)
+
+    def _put_back(self) -> None:
+        for module, forward in self._forwards.items():
+            if module.__dict__.get("forward") is forward:  # else somebody has wrapped it
+                del module.forward
+        self._forwards.clear()
+        optimizer, own = self._optimizer(), self._own_release and self._own_release()
+        if optimizer is not None and own is not None and optimizer.engine.release is own:
+            optimizer.engine.release = None
+
+    def _forward(self, layer: nn.Module, x: Any) -> Tensor:
+        """The layer's output, computed as by its own `forward`."""
+        weight: Any = layer.weight
+        bias: Any = layer.bias
+        casts = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if casts else x.dtype
+        if layer not in self._forwards or not _is_recorded(x, weight) or not multiplies(x.device, dtype):
+            return type(layer).forward(layer, x)  # type: ignore[no-any-return]
+        is_transposed = type(layer) is not nn.Linear
+        gradient = functools.partial(self._gradient, weight, is_transposed)
+        if casts:  # not within the function: autocast would keep the cast weight, which has no graph there, for others
+            x, weight, bias = (None if each is None else each.to(dtype) for each in (x, weight, bias))
+        weight = weight.t() if is_transposed else weight
+        return _Linear.apply(x, weight, bias, gradient)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _gradient(self, weight: nn.Parameter, is_transposed: bool, ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
+        """The gradient `grad.t() @ x` for autograd; None: it is in the accumulator, or nobody asks for it."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():  # create_graph=True; compiled autograd
+            return grad.t() @ x
+        optimizer = self._optimizer()
+        release = None if optimizer is None or not self._forwards else optimizer.engine.release
+        if release is not None:
+            taken = _is_taken(ctx.next_functions[1][0])
+            if taken is False:
+                return None
+            given = release.contribute(weight) if taken else None
+            if given is not None:
+                accumulator, holds_sum = given
+                add_product(accumulator.t() if is_transposed else accumulator, grad.t(), x, holds_sum)
+                return None
+        return grad.t() @ x
+
+
+class _Linear(torch.autograd.Function):
+    """F.linear, whose weight gradient may have gone elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Any) -> Tensor:
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+        ctx.gradient = gradient
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grads, inputs = _rows(grad), _rows(x)
+        grad_x = (grads @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_bias = grads.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, ctx.gradient(ctx, grads, inputs), grad_bias, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a matrix product of this dtype can be added to an fp32 tensor as it is."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return device.type == "cuda" and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
+    return dtype == torch.float32
+
+
+def add_product(accumulator: Tensor, left: Tensor, right: Tensor, holds_sum: bool) -> None:
+    """Adds a matrix product to an fp32 accumulator, or overwrites it, in place."""
+    if left.dtype == torch.float32:
+        accumulator.addmm_(left, right, beta=int(holds_sum))
+    else:
+        torch.addmm(accumulator, left, right, out_dtype=torch.float32, beta=int(holds_sum), out=accumulator)
+
+
+def _is_recorded(x: Tensor, weight: Tensor) -> bool:
+    """Whether autograd, and nobody else, records what happens to these."""
+    return (
+        torch.is_grad_enabled()
+        and type(x) is Tensor
+        and type(weight) is nn.Parameter
+        and weight.requires_grad
+        and x.dtype in DTYPES
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._get_tracing_state()
+        and forward_ad._current_level < 0
+    )
+
+
+def _is_taken(node: Node) -> bool | None:
+    """Whether this backward adds to the `p.grad` behind a node of autograd's; None: it returns that to somebody."""
+    while not hasattr(node, "variable"):  # not yet the parameter's own
+        node = node.next_functions[0][0]  # type: ignore[assignment]
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad() for this weight
+        return None
+
+
+def _conv1d() -> type[nn.Module] | None:
+    """transformers' linear layer with a transposed weight, if that is loaded."""
+    return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is _conv1d() or isinstance(module, nn.Linear) or "Linear" in type(module).__name__
+
+
+def _reason(module: nn.Module, held: set[int]) -> str | None:
+    """Why a layer is left alone; None: it is not.
+
+    Args:
+        held: ids of the optimizer's parameters.
+    """
+    weight = getattr(module, "weight", None)
+    if is_dtensor(weight):
+        return "its weight is spread over processes, which reduce its gradient after backward"
+    if parametrize.is_parametrized(module, "weight") or (weight is not None and "weight" not in module._parameters):
+        return "its weight is computed from other parameters"
+    if type(module) is not nn.Linear and type(module) is not _conv1d():
+        return f"it is a {type(module).__name__}, with a forward of its own"
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}"
+    forward = module.__dict__.get("forward")
+    if forward is not None and not _is_own(module, forward):
+        return "its forward was replaced, by an earlier call or by somebody else"
+    if not weight.requires_grad:
+        return "its weight is frozen"
+    if id(weight) not in held:
+        return "the optimizer does not have its weight"
+    if has_hooks(weight):
+        return "its weight has hooks, which expect a gradient"
+    if not multiplies(weight.device, weight.dtype):
+        return f"no product of {weight.dtype} can be added to an fp32 accumulator on {weight.device}"
+    if weight.numel() < SMALLEST:
+        return f"its weight has {weight.numel()} elements, and below {SMALLEST} the calls cost more than they save"
+    return None
+
+
+def _is_own(module: nn.Module, forward: Any) -> bool:
+    """Whether an instance's forward computes like its class's: that of a copied or unpickled module."""
+    function = getattr(forward, "__func__", None)
+    handle = getattr(function, "fused", None)
+    return function is type(module).forward or (handle is not None and module not in handle._forwards)

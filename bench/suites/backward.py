@@ -1,0 +1,172 @@
+"""Whole windows, forward and backward, without the step: what the sums of gradients cost in time and in memory.
+
+Every contender has a copy of the model, and they take turns. "Accumulating" is the share of its time by which a
+contender is slower than the same passes with `p.grad` released before each, so that autograd adds nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import accumfused as af
+from bench.exact import WrongError
+from bench.measure import Variant
+from bench.numerics.text import demo
+from bench.report import Column, Table
+from bench.suites import Bench
+
+STOCK = "autograd's sums"
+FUSED = "fuse_linears"
+_MICRO_BATCHES = 4
+_TOKENS = (32, 64, 128, 256, 512, 1024, 2048)  # a micro-batch
+_LONGEST = 512  # tokens of a sequence
+_LARGEST_ERROR = 1e-5  # of a gradient, of its norm
+
+
+@dataclass
+class Contender:
+    """A copy of the model, and the call after each backward pass."""
+
+    name: str
+    model: nn.Module
+    after_backward: Callable[[], object]
+    end: Callable[[], object]
+    before_backward: Callable[[], object] = lambda: None
+
+    def window(self, inputs: list[Tensor]) -> None:
+        self.sums(inputs)
+        self.end()
+
+    def sums(self, inputs: list[Tensor]) -> None:
+        for x in inputs:
+            self.before_backward()
+            self.model(x).square().mean().backward()
+            self.after_backward()
+
+
+def run(bench: Bench) -> list[Table]:
+    _, text_model = demo()
+    width, depth = (32, 1) if bench.quick else (768, 2)
+    mlp = [nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
+    models = {
+        "GELU-MLP": nn.Sequential(*copy.deepcopy(mlp * 2 * depth)),
+        "GPT-2's blocks": nn.Sequential(*(text_model.Block(width, width // 64 or 1) for _ in range(depth))),
+    }
+    return [_table(bench, name, model.to(bench.device), width) for name, model in models.items()]
+
+
+def _table(bench: Bench, name: str, model: nn.Module, width: int) -> Table:
+    parameters = sum(param.numel() for param in model.parameters())
+    columns = [
+        Column("name", ""),
+        Column("milliseconds", "window, ms", "{:.1f}"),
+        Column("quartiles", "quartiles"),
+        Column("accumulating", "accumulating", "{:.1%}"),
+        Column("over_stock", "x autograd", "{:.3f}"),
+        Column("over_ours", "x without it", "{:.3f}"),
+        Column("peak_bytes", "peak memory, B/param", "{:.1f}"),
+    ]
+    title = f"backward: windows of {_MICRO_BATCHES} micro-batches, {name} of {parameters:,} parameters, fp32"
+    table, error = Table(title, columns), 0.0
+    for tokens in (8,) if bench.quick else _TOKENS:
+        rows = max(1, tokens // _LONGEST)
+        inputs = [torch.randn(rows, tokens // rows, width, device=bench.device) for _ in range(_MICRO_BATCHES)]
+        contenders = _contenders(bench, model)
+        windows = [functools.partial(each.window, inputs) for each in contenders]
+        peaks = [_peak(bench.device, window) for window in windows]
+        if tokens <= _LONGEST:
+            error = max(error, *(_error(each, model, inputs) for each in contenders[1:]))
+        variants = [Variant(each.name, window) for each, window in zip(contenders, windows, strict=True)]
+        nothing, stock, ours, *fused = bench.interleave(variants, ceilings=False)
+        for timing, peak in zip((stock, ours, *fused), peaks[1:], strict=True):
+            first, third = timing.quartiles
+            table.rows.append({
+                "name": f"{tokens} tokens + {timing.variant.name}", "milliseconds": timing.median * 1e3,
+                "quartiles": f"{first * 1e3:.1f} - {third * 1e3:.1f}", "seconds": timing.seconds,
+                "accumulating": 1 - timing.times_as_fast_as(nothing), "over_stock": timing.times_as_fast_as(stock),
+                "over_ours": timing.times_as_fast_as(ours), "peak_bytes": peak / parameters, "tokens": tokens,
+            })  # fmt: skip
+    table.notes += [
+        f"largest error of a sum against fp64, of its norm: {error:.1e}",
+        "peak memory is that of a first window, activations included, in bytes a parameter",
+    ]
+    return table
+
+
+def _contenders(bench: Bench, model: nn.Module) -> list[Contender]:
+    """First one that adds nothing, then autograd, then ours."""
+    nothing, stock = copy.deepcopy(model), copy.deepcopy(model)
+    found = [
+        Contender("nothing added", nothing, lambda: None, nothing.zero_grad, nothing.zero_grad),
+        Contender(STOCK, stock, lambda: None, stock.zero_grad),
+    ]
+    for backend in bench.backends:
+        for fuses in (False, True):
+            own = copy.deepcopy(model)
+            optimizer: Any = af.AdamW(own.parameters(), lr=0.0, backend=backend)
+            if fuses:
+                af.fuse_linears(own, optimizer)
+            name = f"{bench.label(backend)}, {FUSED}" if fuses else bench.label(backend)
+            found.append(Contender(name, own, optimizer.accumulate, _dropping(optimizer)))
+    return found
+
+
+def _dropping(optimizer: af.FusedOptimizer) -> Callable[[], None]:
+    """Ends a window like a step, which would be timed too."""
+
+    def end() -> None:
+        optimizer.engine.window.drop()
+
+    return end
+
+
+def _error(contender: Contender, model: nn.Module, inputs: list[Tensor]) -> float:
+    """The largest error of the contender's sums; they are dropped.
+
+    Raises:
+        WrongError: they are wrong.
+    """
+    exact = copy.deepcopy(model).double()
+    for x in inputs:
+        exact(x.double()).square().mean().backward()
+    contender.sums(inputs)
+    params = list(contender.model.parameters())
+    grads = [param.grad for param in params]
+    if grads[0] is None:
+        grads = contender.after_backward.__self__.engine.window.sums.accumulators  # type: ignore[attr-defined]
+    error = 0.0
+    for grad, right in zip(grads, exact.parameters(), strict=True):
+        assert right.grad is not None
+        error = max(error, float((right.grad - grad).norm() / right.grad.norm()))
+    contender.end()
+    if not error <= _LARGEST_ERROR:
+        raise WrongError(f"{contender.name}: a sum of gradients is {error:.1e} off", error)
+    return error
+
+
+def _peak(device: torch.device, call: Callable[[], object]) -> int:
+    """By how many bytes the allocated memory grows at most during a call."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        call()
+    assert profiler.profiler is not None
+    found: Any = profiler.profiler.kineto_results
+    events = [event for event in found.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
