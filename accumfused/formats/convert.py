@@ -97,7 +97,8 @@ def make_state(
     with contextlib.nullcontext() if fresh and form.master is None else ieee():  # zeros need no arithmetic
         values = {name: _full_state(rule, name, tensor, entries) for name in rule.states}
         for name in [name for name in rule.starts if values.get(name, tensor) is None]:
-            values[name] = torch.empty_like(tensor, dtype=torch.float32).fill_(rule.start(group, name))
+            first = _number(rule.start(group, name), tensor.device)
+            values[name] = torch.empty_like(tensor, dtype=torch.float32, requires_grad=False).copy_(first)
         if counts_steps(rule, form):
             # torch's SGD counts no steps. A buffer shows that the first step is over; without one it is still to come,
             # even where a format has counted steps for their noise.
@@ -125,9 +126,9 @@ def make_state(
 
 
 def _number(value: float | Tensor, device: torch.device) -> Tensor:
-    """The number as an fp32 tensor of shape []."""
+    """The number as an fp32 tensor of shape [], in memory of its own: it may be a hyper-parameter."""
     if isinstance(value, Tensor):
-        return value.to(device, torch.float32).reshape(())
+        return torch.empty((), dtype=torch.float32, device=device).copy_(value.detach().reshape(()))
     return torch.full((), float(value), dtype=torch.float32, device=device)
 
 
