@@ -114,11 +114,6 @@ def sleep_on_the_gpu(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def no_modes() -> Any:
-    """Within it no TorchDispatchMode is active."""
-    return torch.utils._python_dispatch._disable_current_modes()
-
-
 def wrapper(kind: Any, inner: torch.Tensor) -> Any:
     """A tensor of that class with the shape of another one, and without memory."""
     return torch.Tensor._make_wrapper_subclass(

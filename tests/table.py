@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 import accumfused as af
-from accumfused.backends.cpu import CpuBackend
-from accumfused.backends.reference import ReferenceBackend
 from accumfused.rule import Rule
 
 UNUSED = ("foreach", "fused", "capturable", "differentiable", "train_mode")  # no formula takes them
@@ -315,9 +313,3 @@ def set_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
         if grad is not None and grad.dtype != param.dtype:
             param.grad_dtype = grad.dtype
         param.grad = None if grad is None else grad.clone()
-
-
-def all_backends() -> list[Any]:
-    """The reference, and the native kernels of every instruction set that this machine runs."""
-    native = inside.native()
-    return [ReferenceBackend(), *map(CpuBackend, [] if native is None else native.instruction_sets())]

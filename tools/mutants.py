@@ -9,9 +9,9 @@ AF_MUTANT chooses.
     python tools/mutants.py run [--only PATTERN]...   writes build/mutants.json after each, and goes on from there
     python tools/mutants.py report
 
-A mutant is killed by an assertion, an exception out of accumfused/, a crash or a hang: see mutants_plugin.py. In the
-end the tests that have killed one run without any, in the same copy: what fails there too is left out, and the mutant
-judged again.
+A mutant is killed by an assertion, a warning, an exception out of accumfused/, a crash or a hang: see
+mutants_plugin.py. In the end the tests that have killed one run without any, in the same copy: what fails there too is
+left out, and the mutant judged again.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ def why_killed(error: BaseException) -> str | None:
         return next(filter(None, map(why_killed, inner)), None)
     if isinstance(error, (AssertionError, pytest.fail.Exception)):
         return _why_killed_elsewhere(str(error)) if _TRACEBACK in str(error) else "assertion"
+    if isinstance(error, Warning):
+        return "warned"  # every test claims that nothing warns
     for path in reversed(_paths(error)):
         if _is_ours(path):
             return f"raised {type(error).__name__}" if path.startswith(_PRODUCT) else None

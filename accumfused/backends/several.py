@@ -16,7 +16,6 @@ from torch import Tensor
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Backend, Fold, Hypers, Outcome, Scaling, moved
 from accumfused.core.rows import Grads
-from accumfused.formats.numeric import chunk_count
 
 T = TypeVar("T")
 
@@ -48,7 +47,7 @@ class SeveralDevices:
             )  # fmt: skip
             sums = moved(partials, part.device)
             self.backends[part.device].accumulate(part, own_fold, sums)
-            _merge(part, sums, partials)
+            _bring(sums, partials)
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         for part in plan.parts:
@@ -56,7 +55,7 @@ class SeveralDevices:
             if partials is not None and any(grad is not None for grad in own):
                 sums = moved(partials, part.device)
                 self.backends[part.device].norm(part, own, sums, Scaling(part.device))
-                _merge(part, sums, partials)
+                _bring(sums, partials)
         leading = plan.parts[0]
         return self.backends[leading.device].norm(leading, None, partials, scaling)
 
@@ -76,10 +75,7 @@ def _only(rows: list[bool], values: Sequence[T | None]) -> list[T | None]:
     return [value if own else None for own, value in zip(rows, values, strict=True)]
 
 
-def _merge(part: Plan, sums: Tensor, partials: Tensor) -> None:
-    """Copies the sums of a device's own chunks."""
-    if sums is partials:
-        return
-    counts = torch.tensor([chunk_count(row.tensor.numel()) for row in part.rows], device="cpu")
-    own = torch.repeat_interleave(torch.tensor(_rows(part), device="cpu"), counts)
-    partials.copy_(torch.where(moved(own, partials.device), moved(sums, partials.device), partials))
+def _bring(sums: Tensor, partials: Tensor) -> None:
+    """Copies the sums of a device back, those of the others' chunks with them: a backend leaves these alone."""
+    if sums is not partials:
+        partials.copy_(moved(sums, partials.device))

@@ -245,6 +245,15 @@ def test_loading_releases_a_closed_window(backend: str) -> None:
     assert_same(other, optimizer)
 
 
+def test_a_load_leaves_nothing_of_the_one_before(backend: str) -> None:
+    (_, first), (_, second), (_, twin) = (trained("split16", "int8", backend, steps=steps) for steps in (1, 2, 3))
+    for each in (first, second):
+        twin.load_state_dict(copy.deepcopy(each.state_dict()))
+    for param, source in zip(params_of(twin), params_of(second), strict=True):
+        for name, value in second.state[source].items():
+            assert_same_bits(twin.state[param][name], value, name)
+
+
 def test_hooks_may_change_what_is_loaded_and_see_it_in_order_and_what_else_a_state_holds_is_kept(backend: str) -> None:
     (_, optimizer), (_, twin) = trained("fp32", "fp32", backend), build("fp32", "fp32", backend)
     (first, second, *_), calls = params_of(twin), list[Any]()

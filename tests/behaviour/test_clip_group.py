@@ -86,6 +86,7 @@ def test_closures_hooks_and_schedulers_of_members_run(backend: str) -> None:
 
 def test_members_do_not_step_alone_and_a_refused_group_changes_none(backend: str) -> None:
     params, (first, second), group = pair(backend)
+    first.param_groups[0]["momentum"] = 0.5  # so that there is a state to make
     for optimizer in (first, copy.deepcopy(group).optimizers[1]):
         with refused(optimizer, RuntimeError, r"in a ClipGroup, which clips by one norm; call the group's step\(\)"):
             optimizer.step()

@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, everything
@@ -138,6 +139,7 @@ def test_without_a_compiler_pytorch_runs_the_rule(
         set_grads(optimizer.engine.plans.params, random_grads(random_params(SHAPES), 0))
         optimizer.step()
     assert "no C++17 compiler was found" in caplog.text
+    assert inside.backend(optimizer).name == "foreach"
     with pytest.raises(RuntimeError, match="no C\\+\\+17 compiler was found"):
         af.optimizer_of(LonelyRule)(random_params(SHAPES), backend="cpu").step()
 

@@ -110,6 +110,13 @@ def test_a_remainder_of_other_numbers_is_dropped_with_a_warning(backend: str) ->
     skip_a_step(twin)  # what has it already needs no warning
 
 
+def test_small_states_stay_in_fp32_unless_told_otherwise(backend: str) -> None:
+    params = [torch.nn.Parameter(torch.zeros(size)) for size in (4095, 4096)]
+    optimizer = af.SGD(params, lr=0.1, momentum=0.5, state_dtype="int8", backend=backend)
+    train(optimizer, 1)
+    assert [optimizer.state[param]["momentum_buffer"].dtype for param in params] == [torch.float32, torch.uint8]
+
+
 def coded(form: torch.memory_format, shape: tuple[int, ...], backend: str) -> tuple[torch.nn.Module, Any]:
     """With states in 8 bits, of blocks of memory in which numbers are alike or not."""
     model = torch.nn.Module()

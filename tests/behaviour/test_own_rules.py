@@ -185,14 +185,6 @@ def test_no_kernel_of_the_same_name_runs_another_rule(
             assert_same_bits(ours, reference, backend)
 
 
-def test_without_a_compiler_another_rule_has_no_native_kernel(native: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    kind = other_adam()
-    with pytest.raises(RuntimeError, match="backend='cpu' cannot run: the rule adam does not compile here: no C"):
-        stepped(kind, "cpu")
-    assert stepped(kind, "auto")[0] == "foreach"
-
-
 def test_a_cache_that_cannot_be_written_is_named(native: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("ACCUMFUSED_CACHE", str(tmp_path / "file"))

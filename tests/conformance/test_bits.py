@@ -46,6 +46,7 @@ PACKED: dict[str, Any] = {
     "weights": ["bf16_stochastic", "split16", "split8"], "grads": GRADS, "tail": [TAILS["none"], TAILS["clip"]],
     "states": ["int8"], "special_params": [(), ((77, float("nan")), (3000, float("inf")), (4000, -0.0))],
     "loop": [LOOPS["steps"], LOOPS["mean"]], "edges": [edges(0, 3, 129, 8 * PIECE + 130)],
+    "tensors": ["edges", "off the boundaries"],
 }  # fmt: skip
 PACKED_FIRST = PACKED | {
     "case": [case.name for case in CASES if case.is_common and len(case.states) == 1], "options": [()],

@@ -40,12 +40,14 @@ def make(backend: Any, values: Tensor, lr: float, **options: Any) -> tuple[Any, 
 @pytest.mark.parametrize("place", [*ON_CPU, *INTERPRETED, *ON_GPU], indirect=True)
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_every_number_of_16_bits(weights: str, place: Place) -> None:
-    """As a gradient, as a parameter that moves by half a unit, and written from outside, beside another's rest."""
+    """As a gradient, as a parameter that moves by up to a unit, and written from outside, beside another's rest."""
     dtype, options = WEIGHTS[weights]
     half = torch.float16 if weights.startswith("fp16") else torch.bfloat16
     bits = torch.arange(0, HALVES, 7 if place.is_slow else 1, dtype=torch.int32)
     values, neighbours = of_bits(bits, half), of_bits(bits + 1, half)
-    steps = (neighbours.float() - values.float()) * torch.rand(len(bits), generator=torch.Generator().manual_seed(4))
+    units = torch.rand(len(bits), generator=torch.Generator().manual_seed(4))
+    units[::5] = 0.5  # ties
+    steps = (neighbours.float() - values.float()) * units
     steps.view(torch.int32)[:2] = torch.tensor([0x7FFFFFFF, -1])  # NaNs of ones only: to add to their bits makes zeros
     found = []
     for backend, device in ((ReferenceBackend(), "cpu"), (place.backend, place.device)):
@@ -136,14 +138,15 @@ def joined_and_split(weights: str, backend: Any, high: Tensor, remainder: Tensor
     assert_restored(param.detach(), master, high, remainder)
 
 
-@pytest.mark.parametrize("place", ["torch", *INSTRUCTION_SETS, "emulated", *ON_GPU], indirect=True)
+@pytest.mark.parametrize("place", [*ON_CPU, *INTERPRETED, *ON_GPU], indirect=True)
 @pytest.mark.parametrize(("weights", "dtype"), [("split16", torch.int16), ("split8", torch.int8)])
 def test_numbers_of_every_half_and_of_every_kind(weights: str, dtype: torch.dtype, place: Place) -> None:
     least, count = torch.iinfo(dtype).min, 2 * torch.iinfo(dtype).max + 2
     high = torch.arange(HALVES).to(torch.int16).repeat_interleave(12)
     rests = torch.randint(least, least + count, (len(high),))
     rests[::2] = torch.tensor([least, least + 1, -1, 0, 1, least + count - 1]).repeat(HALVES)
-    joined_and_split(weights, place.backend, high.to(place.device), rests.to(place.device, dtype))
+    some = slice(None, None, 31 if place.is_slow else 1)
+    joined_and_split(weights, place.backend, high[some].to(place.device), rests[some].to(place.device, dtype))
 
 
 @pytest.mark.full
@@ -187,7 +190,8 @@ WRITES: list[Callable[[Tensor], Any]] = [
 def test_what_is_written_through_data_counts(weights: str, states: str, place: Place, tensors_there: None) -> None:
     dtype, settings = WEIGHTS[weights]
     param = Parameter(torch.randn(2048 + 40).to(dtype))
-    optimizer = af.AdamW([param], lr=1e-6, state_dtype=STATES[states], rounding_seed=1, **settings)
+    kept: dict[str, Any] = {"state_dtype": STATES[states], "state_dtype_min_numel": 2, "rounding_seed": 1}
+    optimizer = af.AdamW([param], lr=1e-6, **kept, **settings)
     inside.use_backend(optimizer, place.backend)
     for write in [lambda data: data, *WRITES]:
         write(param.data)

@@ -192,6 +192,11 @@ def test_two_devices_give_the_numbers_of_one(devices_apart: Any, torchs: Foreach
     two = SeveralDevices(dict.fromkeys(devices_apart, torchs))
     for loop in (LOOPS["steps"], LOOPS["closed mean"]):
         assert_numbers(Problem("adamw", loop=loop), two)
+    optimizer = ADAMW_CASE.make(random_params([(3,), (4,)]), two)
+    set_grads(optimizer.param_groups[0]["params"], [torch.ones(3), torch.ones(4)])
+    optimizer.step()
+    # The plan's device leads, which is the norm's.
+    assert [part.device for part in inside.plan(optimizer).parts] == [*reversed(devices_apart)]
 
 
 def test_a_parameter_may_move_to_the_next_group(torchs: ForeachBackend) -> None:

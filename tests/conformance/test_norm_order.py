@@ -1,4 +1,4 @@
-"""The sum over chunks has one order of additions, in whatever number of kernels a device makes them."""
+"""The sums of squares, in a chunk and over chunks, have one order of additions, in whatever number of kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.core import plan
-from accumfused.core.protocol import Scaling
+from accumfused.core.protocol import Fold, Scaling
 from accumfused.formats.numeric import CHUNK, LANES, sum_partials
 from accumfused.optimizers import RULES
 from accumfused.settings import Settings
@@ -88,3 +88,26 @@ def test_the_sum_over_more_chunks_than_lanes(place: Place) -> None:
         found.append(backend.norm(built, None, partials.to(device), scaling).values.cpu())
     assert float(found[0][1]) * 0.3 > 2.0**0.5
     assert_same_bits(found[1], found[0])
+
+
+@pytest.mark.parametrize("place", [*ON_CPU, *INTERPRETED, *ON_GPU], indirect=True)
+def test_the_sum_within_a_chunk(place: Place) -> None:
+    """Of few lanes, or of few sizes that matter: in the norm of most gradients another order would not show."""
+    generator, found = torch.Generator().manual_seed(0), []
+    size, apart = 6 * LANES + 5, [2**power for power in range(11)]
+    values = torch.randn(len(apart), size, generator=generator)
+    for every, value in zip(apart, values, strict=True):
+        value[torch.arange(size) % every != 0] = 0.0
+    for backend, device in ((ReferenceBackend(), "cpu"), (place.backend, place.device)):
+        groups = [{"params": [torch.empty(size, device=device) for _ in apart]}]
+        built = plan.build(groups, {}, [RULES[0]], Settings())
+        backend.prepare(built, groups, {})
+        grads: list[Tensor | None] = [*values.to(device, copy=True)]
+        zeros: list[Tensor | None] = [torch.zeros(size, device=device) for _ in apart]
+        read, folded = torch.zeros(2, len(apart), device=device)
+        backend.norm(built, grads, read, Scaling(built.device))
+        weights = torch.ones(2, dtype=torch.float64, device=device)
+        backend.accumulate(built, Fold(grads, zeros, [0] * len(apart), weights, 1, 1.0), folded)
+        found.append(torch.stack([read, folded]).cpu())
+    assert_same_bits(found[1], found[0])
+    assert_same_bits(found[0][0], found[0][1])

@@ -227,6 +227,19 @@ def test_a_parameter_of_another_shape_starts_anew(place: Place) -> None:
     assert_same_bits(behind, torch.cat([-(step + step).expand(4), -step.expand(2)]))
 
 
+def test_a_step_count_beyond_fp32_is_the_last_that_it_counts(place: Place) -> None:
+    found = []
+    for backend, count in ((ReferenceBackend(), 2.0**24), (place.backend, 1e30)):
+        (param,) = random_params([(6,)])
+        optimizer = ADAMW_CASE.make([param], backend)
+        for _ in range(2):
+            set_grads([param], random_grads([param], 0))
+            optimizer.step()
+            optimizer.state[param]["step"].fill_(count)
+        found.append(param.detach().clone())
+    assert_same_bits(found[1], found[0])
+
+
 @pytest.mark.parametrize("shape", [(4,), (2, 3)])
 def test_a_state_of_another_shape_is_refused(shape: tuple[int, ...], place: Place) -> None:
     param = torch.zeros(6, requires_grad=True)

@@ -106,8 +106,8 @@ class Loop:
     def optimizer(self) -> Any:
         return self.wrapper.optimizer
 
-    def backward(self, batch: Batch, factor: float = 1.0) -> None:
-        self.backward_of(loss_of(self.model, batch) * factor)
+    def backward(self, batch: Batch) -> None:
+        self.backward_of(loss_of(self.model, batch))
 
     def window(self, window: list[Batch], *, by: str = "wrapper", closes: bool = True) -> None:
         """All before the step, weighted by samples. Args: by: whom the micro-batches are given to."""

@@ -18,10 +18,8 @@ from regression import (
     batches,
     clipping,
     cut,
-    fused,
     mean_gradients,
     ours,
-    stock,
     truth,
     with_an_infinity,
 )
@@ -36,20 +34,6 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.pairwise(kind=tuple(KINDS), name=PRECISIONS, clips=(False, True), make=(ours, fused))
-def test_a_loop_without_windows_is_the_stock_one(kind: str, name: str, clips: bool, make: Any) -> None:
-    def body(loop: Loop) -> None:
-        for batch in batches() * 2:
-            loop.backward(batch)
-            if clips:
-                loop.clip()
-            loop.wrapper.step()
-            loop.wrapper.zero_grad()
-
-    loops = [by_hand(kind, body, each, name, scale=2.0**10) for each in (stock, make)]
-    assert_trained(loops[1].net, loops[0].net)
 
 
 @pytest.mark.pairwise(
@@ -75,20 +59,6 @@ def test_weighted_windows_are_exact_through_the_wrapper_and_beside_it(
 
     loop = by_hand(kind, body, clipping if clips == "in the step" else ours, name)
     assert_trained(loop.net, truth(windows(), clips != "never"), name)
-
-
-@every_kind
-def test_a_normalizer_divides_sums(kind: str) -> None:
-    def body(loop: Loop) -> None:
-        for window in windows():
-            for batch in window:
-                loop.backward(batch, len(batch[0]))
-                loop.wrapper.accumulate()
-            samples = sum(len(x) for x, _ in window)
-            # Fabric's wrapper takes no arguments.
-            (loop.optimizer if kind == "fabric" else loop.wrapper).step(normalizer=samples)
-
-    assert_trained(by_hand(kind, body, clipping).net, truth(windows()))
 
 
 # ---- a scaler ------------------------------------------------------------------------------------------------------

@@ -79,27 +79,6 @@ def test_micro_batches_equal_one_batch(case: Case, loop: tuple[tuple[int, ...], 
             assert_close(optimizer.state[param][state], torch.as_tensor(value), "model", f"{state} of {name}")
 
 
-def test_windows_of_a_loader_equal_their_batches_and_so_does_its_remainder(backend: str) -> None:
-    batches = micro_batches((5, 1, 9, 3, 4, 2, 7))
-    case = case_named("sgd_momentum")
-    model, truth = token_model(), token_model(torch.float64)
-    optimizer = case.make(model.parameters(), backend, max_grad_norm=0.5)
-    oracle = Oracle(case.of.oracle, case.options, [*truth.parameters()], max_grad_norm=0.5)
-    for first in (0, 3, 6):
-        truth.zero_grad()
-        loss_of(truth, *batches[first : first + 3]).backward()
-        oracle.step([p.grad for p in truth.parameters()])
-        for param, value in zip(truth.parameters(), oracle.params, strict=True):
-            param.data = value
-    for batch, last in af.windows(batches, gradient_accumulation_steps=3):
-        loss_of(model, batch).backward()
-        optimizer.accumulate(weight=len(batch[1]), last=last)
-        if last:
-            optimizer.step()
-    for (name, param), expected in zip(model.named_parameters(), oracle.params, strict=True):
-        assert_close(param, expected, "model", name)
-
-
 def test_a_sum_has_the_bits_of_autograds_own(backend: str) -> None:
     """The same fp32 additions in the same order."""
     model, stock = token_model(), token_model()

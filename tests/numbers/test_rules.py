@@ -166,24 +166,6 @@ def test_bias_correction_at_any_step_count(case: Case, step: int, backend: str) 
 
 
 @every_case
-def test_every_group_has_its_own_options_and_schedule(case: Case, backend: str) -> None:
-    params = random_params(SHAPES)
-    other = {**case.options, **case.of.other_options}
-    truths = [Oracle(case.of.oracle, case.options, params[:2]), Oracle(case.of.oracle, other, params[2:])]
-    optimizer = case.make([{"params": params[:2]}, {"params": params[2:], **other}], backend)
-    for seed in range(STEPS):
-        grads = random_grads(params, seed)
-        set_grads(params, grads)
-        optimizer.step()
-        truths[0].step(grads[:2])
-        truths[1].step(grads[2:])
-        optimizer.param_groups[1]["lr"] *= 0.9  # what a scheduler does
-        truths[1].options = {**truths[1].options, "lr": optimizer.param_groups[1]["lr"]}
-    assert_like_oracle(optimizer, params[:2], truths[0])
-    assert_like_oracle(optimizer, params[2:], truths[1])
-
-
-@every_case
 def test_propagate_writes_what_a_nan_makes_of_it(case: Case, backend: str) -> None:
     params = random_params([(5,), (5,)])
     optimizer = case.make(params, backend, nonfinite="propagate")

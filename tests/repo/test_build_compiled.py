@@ -82,22 +82,6 @@ def test_a_changed_header_is_noticed(source: Path) -> None:
 
 
 @x86_64
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs binutils")
-@pytest.mark.parametrize("unit", ["cpu_baseline", "cpu_dispatch", "binding", "table"])
-def test_the_baseline_has_no_avx(source: Path, unit: str) -> None:
-    assert "xmm" in assembly(source, "cpu_baseline")
-    assert re.findall(r"%[yz]mm\d+|\tv[a-z0-9]+ .*%xmm", assembly(source, unit)) == []
-
-
-@x86_64
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs binutils")
-def test_each_instruction_set_is_used(source: Path) -> None:
-    assert "%ymm" in assembly(source, "cpu_x86_64_v3")
-    assert "%zmm" not in assembly(source, "cpu_x86_64_v3")
-    assert "%zmm" in assembly(source, "cpu_x86_64_v4")
-
-
-@x86_64
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")
 @pytest.mark.parametrize("target", ["x86_64_v3", "x86_64_v4"])
 def test_nothing_shared_is_compiled_for_an_instruction_set(source: Path, target: str) -> None:
@@ -106,11 +90,6 @@ def test_nothing_shared_is_compiled_for_an_instruction_set(source: Path, target:
     symbols = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     shared = [line for line in symbols if line.split(maxsplit=2)[1] == "W"]
     assert [line for line in shared if f"accumfused::{target}::" not in line] == []
-
-
-def assembly(source: Path, unit: str) -> str:
-    command = ["objdump", "-d", "--no-show-raw-insn", str(source / OBJECTS / f"{unit}.cpp.o")]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def test_a_wheel_after_a_failed_build_carries_the_reason_and_no_stale_module(source: Path) -> None:

@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -52,10 +53,11 @@ ELSEWHERE = f'worker 0:\nTraceback (most recent call last):\n  File "{__file__}"
         (fails, True),
         (does_not_raise, True),
         (lambda: af.AdamW([], max_grad_norm=-1.0), True),
+        (lambda: warnings.warn("x", stacklevel=1), True),
         (lambda: {}["exp_avg"], False),
         (lambda: fails(ELSEWHERE), False),
     ],
-    ids=["fails", "does not raise", "the package raises", "the test breaks", "it breaks in another process"],
+    ids=["fails", "does not raise", "package raises", "warns", "test breaks", "breaks in another process"],
 )
 def test_assertions_and_what_the_package_raises_kill(call: Callable[[], Any], kills: bool, plugin: ModuleType) -> None:
     with pytest.raises(BaseException) as caught:  # noqa: PT011  # pytest's own failures are no Exceptions
