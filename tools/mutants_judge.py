@@ -110,15 +110,21 @@ class Copy:
             return [json.loads(line) for line in log.read_text().splitlines()], code
 
     def failing(self, tests: Iterable[str]) -> set[str]:
-        """Those of these tests, or modules of tests, that fail with nothing changed."""
-        names = sorted(set(tests) - {"tests"})  # conftest.py, without which nothing runs
+        """Those of these tests, or modules of tests, that fail with nothing changed, or are there no longer."""
+        every = set(tests) - {"tests"}  # conftest.py, without which nothing runs
+        files = {name.split("::")[0] for name in every}
+        self.run(["--collect-only", *sorted(name for name in files if (self.folder / name).exists())], 0, 3600)
+        there = files | {*self.output.read_text().splitlines()}
+        gone = every - there  # of which one is enough for pytest to run none
+        names = sorted(every & there)
         if not names:
-            return set()
+            return gone
         entries, _ = self.run(names, 0, 3600, stops=False)
         if not any("ended" in entry for entry in entries):
             raise RuntimeError(f"the tests do not run without a mutant: {self.output.read_text()[-3000:]}")
         failed = {entry["failed"] for entry in entries if "failed" in entry}
-        return {name for name in names if name in failed or any(other.startswith(f"{name}::") for other in failed)}
+        fail = {name for name in names if name in failed or any(other.startswith(f"{name}::") for other in failed)}
+        return fail | gone
 
 
 def _is_source(path: Path) -> bool:
