@@ -11,6 +11,7 @@ import sys
 import types
 import weakref
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,6 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
 
-from accumfused.distributed import groups
 from accumfused.formats.kinds import DTYPES
 from accumfused.formats.shards import is_dtensor
 from accumfused.loop.release import GradientRelease, has_hooks
@@ -82,7 +82,8 @@ class FusedLinears:
         self.fused: list[str] = []
         self.left: dict[str, str] = {}
         self._optimizer = weakref.ref(optimizer)  # the model holds this object
-        self._forwards: dict[nn.Module, Any] = {}
+        # Weakly: a copy of the model has these functions, too, and would keep the original.
+        self._forwards: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
         self._own_release: weakref.ref[GradientRelease] | None = None
         held = {id(param) for param in optimizer.engine.plans.params}
         chosen = []
@@ -91,16 +92,17 @@ class FusedLinears:
                 continue
             reason = _reason(module, held)
             if reason is None:
-                groups.refuse_released(module.weight, optimizer.engine.settings.process_group)
                 self.fused.append(name)
                 chosen.append(module)
             else:
                 self.left[name] = reason
+        release: Any = optimizer.engine.release or GradientRelease(optimizer, 0)
+        release.claim(module.weight for module in chosen)
+        if optimizer.engine.release is None:
+            optimizer.engine.release = release
+            self._own_release = weakref.ref(release)
         for module in chosen:
             self._replace(module)
-        if optimizer.engine.release is None:
-            optimizer.engine.release = release = GradientRelease(optimizer, 0)
-            self._own_release = weakref.ref(release)
 
     def remove(self) -> None:
         """Gives the layers their own `forward` back. A second call does nothing.
@@ -135,20 +137,24 @@ class FusedLinears:
     def _replace(self, module: nn.Module) -> None:
         # `copy` and `pickle` take a bound method by its module and its name: a copy is bound to the copied module,
         # whose weight the optimizer does not have, and an unpickled module gets its class's own method.
-        def forward(layer: nn.Module, x: Tensor) -> Tensor:
-            return self._forward(layer, x)
+        def forward(layer: nn.Module, *inputs: Any, **named: Any) -> Tensor:
+            given = (*inputs, *named.values())
+            if len(given) != 1 or not isinstance(given[0], Tensor):
+                return type(layer).forward(layer, *inputs, **named)  # type: ignore[no-any-return]  # which refuses
+            return self._forward(layer, given[0])
 
         forward.fused = self  # type: ignore[attr-defined]
-        module.forward = self._forwards[module] = types.MethodType(forward, module)
+        self._forwards[module] = forward
+        module.forward = types.MethodType(forward, module)
 
     def _put_back(self) -> None:
         for module, forward in self._forwards.items():
-            if module.__dict__.get("forward") is forward:  # else somebody has wrapped it
+            if getattr(module.__dict__.get("forward"), "__func__", None) is forward:  # else somebody has wrapped it
                 del module.forward
         self._forwards.clear()
-        optimizer, own = self._optimizer(), self._own_release and self._own_release()
-        if optimizer is not None and own is not None and optimizer.engine.release is own:
-            optimizer.engine.release = None
+        own = self._own_release() if self._own_release else None
+        if own is not None:
+            own.unhook()
 
     def _forward(self, layer: nn.Module, x: Any) -> Tensor:
         """The layer's output, computed as by its own `forward`."""
@@ -156,17 +162,22 @@ class FusedLinears:
         bias: Any = layer.bias
         casts = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if casts else x.dtype
-        if layer not in self._forwards or not _is_recorded(x, weight) or not multiplies(x.device, dtype):
+        recorded = layer in self._forwards and x.dim() > 1 and _is_recorded(x, weight)
+        if not recorded or not multiplies(x.device, dtype):
             return type(layer).forward(layer, x)  # type: ignore[no-any-return]
         is_transposed = type(layer) is not nn.Linear
         gradient = functools.partial(self._gradient, weight, is_transposed)
         if casts:  # not within the function: autocast would keep the cast weight, which has no graph there, for others
             x, weight, bias = (None if each is None else each.to(dtype) for each in (x, weight, bias))
         weight = weight.t() if is_transposed else weight
-        return _Linear.apply(x, weight, bias, gradient)  # type: ignore[no-any-return, no-untyped-call]
+        # The function's own output is no view: nobody could write into that in place.
+        made: Any = _Linear.apply(_rows(x), weight, bias, gradient)  # type: ignore[no-untyped-call]
+        return made if x.dim() == 2 else made.view(*x.shape[:-1], made.shape[-1])  # type: ignore[no-any-return]
 
     def _gradient(self, weight: nn.Parameter, is_transposed: bool, ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
         """The gradient `grad.t() @ x` for autograd; None: it is in the accumulator, or nobody asks for it."""
+        if not weight.requires_grad:  # frozen since the forward pass
+            return None
         if torch.is_grad_enabled() or torch.compiler.is_compiling():  # create_graph=True; compiled autograd
             return grad.t() @ x
         optimizer = self._optimizer()
@@ -184,7 +195,7 @@ class FusedLinears:
 
 
 class _Linear(torch.autograd.Function):
-    """F.linear, whose weight gradient may have gone elsewhere."""
+    """F.linear of rows, whose weight gradient may have gone elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Any) -> Tensor:
@@ -195,10 +206,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        grads, inputs = _rows(grad), _rows(x)
-        grad_x = (grads @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_bias = grads.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, ctx.gradient(ctx, grads, inputs), grad_bias, None
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, ctx.gradient(ctx, grad, x), grad_bias, None
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class GradientRelease:
 
     def __init__(self, optimizer: FusedOptimizer, bucket_bytes: int) -> None:
         self._optimizer = optimizer
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self._hook = _Hook(self)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._lock = threading.Lock()  # autograd has a thread for each device
@@ -104,7 +104,7 @@ class GradientRelease:
         """
         if self._optimizer.engine.release is self:
             self._optimizer.engine.refuse_open("remove()")
-            self._unhook()
+            self.unhook()
 
     def __enter__(self) -> GradientRelease:
         return self
@@ -116,13 +116,15 @@ class GradientRelease:
         elif self._optimizer.engine.release is self:
             if self._optimizer.engine.window.entered:
                 self._optimizer.zero_grad()
-            self._unhook()
+            self.unhook()
 
-    def _unhook(self) -> None:
+    def unhook(self) -> None:
+        """Ends the release, also in an open window."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._optimizer.engine.release = None
+        if self._optimizer.engine.release is self:
+            self._optimizer.engine.release = None
 
     # ---- the optimizer calls these ----------------------------------------------------------------------------------
 
@@ -134,11 +136,23 @@ class GradientRelease:
         Returns:
             The newly hooked parameters.
         """
-        if not self._bucket_bytes:
+        if not self.bucket_bytes:
             return []
         given = self._optimizer.engine.plans.params if params is None else params
-        leaves = [param for param in given if isinstance(param, Tensor) and param.requires_grad and param.is_leaf]
-        new: list[Any] = [param for param in leaves if self._hook not in _hooks(param)]
+        return self.claim(
+            param for param in given if isinstance(param, Tensor) and param.requires_grad and param.is_leaf
+        )
+
+    def claim(self, params: Iterable[Any]) -> list[Tensor]:
+        """Hooks parameters, so that nobody else takes their gradients.
+
+        Returns:
+            The newly hooked parameters.
+
+        Raises:
+            RuntimeError: somebody else does already, or reduces them later.
+        """
+        new = [param for param in params if self._hook not in _hooks(param)]
         for param in new:
             if any(isinstance(hook, _Hook) and hook.release() is not None for hook in _hooks(param)):
                 raise RuntimeError(
@@ -223,9 +237,9 @@ class GradientRelease:
                 bucket = self._buckets[param.device] = _Bucket()
             if id(param) not in bucket.params:
                 bucket.params[id(param)] = param
-                bucket.bytes += grad.nbytes if grad.layout == torch.strided else self._bucket_bytes  # to be refused
+                bucket.bytes += grad.nbytes if grad.layout == torch.strided else self.bucket_bytes  # to be refused
             del grad
-            if bucket.bytes >= self._bucket_bytes:
+            if bucket.bytes >= self.bucket_bytes:
                 self._fold(bucket)
 
     def contribute(self, param: Tensor) -> tuple[Tensor, bool] | None:
@@ -331,7 +345,7 @@ class _Hook:
     @_disable_dynamo
     def __call__(self, param: Tensor) -> None:
         release = self.release()
-        if release is not None:
+        if release is not None and release.bucket_bytes:
             release.take(param)
 
 

@@ -294,6 +294,21 @@ class Muon(FusedOptimizer, TorchMuon):
         torch.optim.Optimizer.__init__(self, params, checked.defaults)
         self.configure(chosen(type(self).__name__, self.defaults, **settings))
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a checkpoint, as `FusedOptimizer` does.
+
+        Raises:
+            ValueError: a group is Muon's in one and AdamW's in the other; and as `FusedOptimizer.load_state_dict`.
+        """
+        groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None  # else refused below
+        for index, (own, given) in enumerate(zip(self.param_groups, groups or [], strict=False)):
+            if isinstance(given, Mapping) and MuonRule.fits(own) != MuonRule.fits(given):
+                raise ValueError(
+                    f"group {index} is Muon's in one of checkpoint and optimizer, and AdamW's in the other; make the "
+                    "optimizer with the checkpoint's use_muon"
+                )
+        super().load_state_dict(state_dict)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as `FusedOptimizer` does; with `use_muon=False` one of AdamW's.
 

@@ -150,7 +150,12 @@ class _ScheduleFree(FusedOptimizer):
 
         Raises:
             RuntimeError: eval() was called, and train() was not.
+            ValueError: a group's momentum, or betas[0], is not between 0 and 1. (One on a GPU is not read.)
         """
+        for group in self.param_groups:
+            beta = group["momentum"] if "momentum" in group else group["betas"][0]
+            if not (isinstance(beta, Tensor) and beta.device.type != "cpu") and not 0.0 < beta < 1.0:
+                raise ValueError(f"Invalid momentum, or betas[0], of a group: {float(beta)}; it must be > 0 and < 1")
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError(
                 "the parameters are the averaged weights, where no gradient is to be taken; call optimizer.train() "

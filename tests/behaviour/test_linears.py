@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -500,12 +501,66 @@ def test_a_layer_that_changes_later_goes_its_ordinary_way(backend: str) -> None:
     assert original.grad is not None
 
 
+def test_a_layer_frozen_after_its_forward_pass_gets_no_gradient(backend: str) -> None:
+    model = mlp()
+    optimizer = af.SGD(model.parameters(), lr=0.1, backend=backend)
+    af.fuse_linears(model, optimizer)
+    before, other = model[0].weight.detach().clone(), model[3].weight.detach().clone()
+    loss = loss_of(model, batch(model, 0))
+    model[0].weight.requires_grad_(False)
+    optimizer.backward(loss)
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)
+    assert not torch.equal(model[3].weight, other)
+
+
+def test_an_output_may_be_written_in_place_and_an_input_has_its_name(backend: str) -> None:
+    found = []
+    for fuses in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, 40), nn.ReLU(inplace=True), nn.Linear(40, 16))
+        optimizer = af.SGD(model.parameters(), lr=0.1, backend=backend)
+        if fuses:
+            af.fuse_linears(model, optimizer)
+        for shape in ((4, WIDTH), (2, 3, WIDTH), (WIDTH,), (0, 3, WIDTH)):
+            model[2](input=model[1](model[0](batch(model, 0, *shape)))).sum().backward()
+            optimizer.accumulate()
+        optimizer.step()
+        found.append(everything(optimizer))
+        with pytest.raises(TypeError):
+            model[0](None)
+    assert_all_same_bits(*found)
+
+
+def test_a_weight_is_one_optimizers(backend: str) -> None:
+    model = mlp()
+    first, second = (af.SGD(model.parameters(), lr=0.1, backend=backend) for _ in range(2))
+    taken = r"released by another optimizer"
+    with af.fuse_linears(model, first), pytest.raises(RuntimeError, match=taken):
+        af.release_gradients(second)
+    with af.release_gradients(first), pytest.raises(RuntimeError, match=taken):
+        af.fuse_linears(model, second)
+    with af.fuse_linears(model, second), af.fuse_linears(model, first) as handle:
+        assert not handle.fused
+        assert {"its forward was replaced, by an earlier call or by somebody else"} == {*handle.left.values()}
+
+
+def test_a_copy_of_a_model_does_not_keep_the_original(backend: str) -> None:
+    model = mlp()
+    af.fuse_linears(model, af.SGD(model.parameters(), lr=0.1, backend=backend))
+    twin, original = copy.deepcopy(model), weakref.ref(model[0])
+    del model
+    gc.collect()
+    assert original() is None
+    assert loss_of(twin, batch(twin, 0)).isfinite()
+
+
 def test_autocast_casts_as_it_does_for_the_layer_itself(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU no product in 16 bits is added in fp32, so the layers are left alone; here it is pretended."""
 
     def add_product(accumulator: Tensor, left: Tensor, right: Tensor, holds_sum: bool) -> None:
         assert (left.dtype, right.dtype) == (torch.bfloat16, torch.bfloat16)
-        accumulator.mul_(holds_sum).add_((left @ right).float())
+        accumulator.copy_((left @ right).float() + (accumulator if holds_sum else 0.0))
 
     for pretends in (False, True):
         if pretends:

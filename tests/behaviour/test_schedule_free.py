@@ -341,3 +341,15 @@ def test_a_checkpoint_of_theirs_without_a_weight_loads(backend: str) -> None:
     ours.load_state_dict(theirs)
     train_all(ours)
     assert all(ours.state[param]["weight_sum"] == 3.0 for param in params_of(ours))
+
+
+@pytest.mark.parametrize("make", [af.SGDScheduleFree, af.AdamWScheduleFree])
+def test_a_beta_of_0_in_a_group_is_refused_before_a_step(backend: str, make: Any) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = make([param], lr=0.1, backend=backend)
+    group = optimizer.param_groups[0]
+    group.update({"momentum": 0.0} if "momentum" in group else {"betas": (0.0, 0.9)})
+    param.grad = torch.ones(3)
+    with pytest.raises(ValueError, match="it must be > 0 and < 1"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(3))

@@ -8,10 +8,12 @@ import inside
 import pytest
 from compare import assert_all_same_bits, everything
 from peers import params_of
-from places import interpreted
-from table import STATES, WEIGHTS, all_backends, random_grads, random_params, set_grads
+from places import INSTRUCTION_SETS, interpreted
+from table import STATES, WEIGHTS, random_grads, random_params, set_grads
 
 import accumfused as af
+from accumfused.backends.cpu import CpuBackend
+from accumfused.backends.reference import ReferenceBackend
 
 
 @pytest.mark.parametrize("masters", WEIGHTS)
@@ -20,7 +22,9 @@ def test_all_backends_have_the_same_bits_in_all_formats(masters: str, states: st
     dtype, settings = WEIGHTS[masters]
     found = []
     slow = interpreted() if (masters, states) in (("split8", "int8"), ("fp32", "fp32")) else iter(())
-    for backend in itertools.chain(all_backends(), (place.backend for place in slow)):
+    for backend in itertools.chain(
+        [ReferenceBackend()], map(CpuBackend, INSTRUCTION_SETS), (place.backend for place in slow)
+    ):
         params = [p.detach().to(dtype).requires_grad_() for p in random_params([(48, 48), (48, 48), (90, 60), (7,)])]
         groups = [{"params": params[:3], "weight_decay": 0.3}, {"params": params[3:], "use_muon": False}]
         settings = settings | {"state_dtype": STATES[states], "state_dtype_min_numel": 0, "rounding_seed": 1}
