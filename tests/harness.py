@@ -37,6 +37,7 @@ os.environ["ACCUMFUSED_CACHE"] = str(Path(__file__).parents[1] / "build" / "rule
 # No test depends on how fast the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+LONG = ("test_bits.py", "test_docs.py")  # files that take a minute or more
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--broken"):  # the last case of each test, which is seldom the simplest
         left = [*{item.nodeid.split("[")[0]: item for item in left}.values()]
     config.hook.pytest_deselected(items=[*{*items} - {*left}])
-    items[:] = left
+    items[:] = sorted(left, key=lambda item: item.path.name not in LONG)  # so that the processes end together
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

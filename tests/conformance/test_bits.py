@@ -49,7 +49,7 @@ PACKED: dict[str, Any] = {
     "tensors": ["edges", "off the boundaries"],
 }  # fmt: skip
 PACKED_FIRST = PACKED | {
-    "case": [case.name for case in CASES if case.is_common and len(case.states) == 1], "options": [()],
+    "case": ["sgd_momentum", "sgd_nesterov", "lion"], "options": [()],
 }  # fmt: skip
 UNCHECKED = Tail(None, nonfinite="propagate")
 CORNERS = {
@@ -89,9 +89,8 @@ def _rows(full: bool) -> Iterator[tuple[str, str, Problem]]:
         for problem in chosen:
             yield place, str(problem), replace(problem, edges=EDGES[SIZES.get(place, "usual")])
         if place not in ("torch", "two devices", *INTERPRETED):
-            yield from (
-                (place, f"packed-{problem}", problem) for problem in (*problems(PACKED), *problems(PACKED_FIRST))
-            )
+            packed = [*problems(PACKED), *(problems(PACKED_FIRST) if place in OF_CUDA else [])]
+            yield from ((place, f"packed-{problem}", problem) for problem in packed)
 
 
 def _corners() -> Iterator[tuple[str, str, Problem]]:
