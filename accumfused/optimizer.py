@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from accumfused.distributed import exchange, groups
 from accumfused.formats import kinds, shards
 from accumfused.rule import Rule
 from accumfused.saving import checkpoint, full_precision
-from accumfused.settings import Settings
+from accumfused.settings import Settings, setting_like
 
 
 def _select(
@@ -229,6 +229,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         # In place: Lightning's wrappers run this setter on themselves, and the optimizer never sees their attributes.
         settings = self.engine.settings
         settings.max_grad_norm = replace(settings, max_grad_norm=value).max_grad_norm
+
+    if not TYPE_CHECKING:  # type checkers refuse every unknown name, unless they see this
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Refuses new attributes with the name of a setting, or nearly: they would do nothing."""
+            setting = setting_like(name)
+            if setting is not None and hasattr(self, "engine") and not hasattr(self, name):
+                if name == setting:
+                    raise AttributeError(f"{name} is fixed when the optimizer is made; give it to the class or fuse()")
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; did you mean {setting!r}?")
+            super().__setattr__(name, value)
 
     # ---- the results of a step --------------------------------------------------------------------------------------
 

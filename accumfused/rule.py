@@ -83,7 +83,9 @@ class Rule(metaclass=_RuleType):
     @classmethod
     def hyper(cls, group: Mapping[str, Any], name: str) -> Any:
         """A group's hyper-parameter: group["lr"] for "lr", group["betas"][1] for "beta2"."""
-        return group[name] if name in group else group[f"{name[:-1]}s"][int(name[-1]) - 1]
+        if name in group or not name[-1].isdigit():
+            return group[name]
+        return group[f"{name[:-1]}s"][int(name[-1]) - 1]
 
     @classmethod
     def start(cls, group: Mapping[str, Any], name: str) -> Any:

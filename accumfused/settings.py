@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -117,6 +118,13 @@ def check_max_grad_norm(value: Any, off: str) -> None:
         raise TypeError(f"max_grad_norm must be a number, got {value!r}; {off}")
     if not value > 0:
         raise ValueError(f"max_grad_norm must be > 0, got {value}; {off}")
+
+
+@functools.cache
+def setting_like(name: str) -> str | None:
+    """The setting of this name, or of one that is so near that the user must have meant it."""
+    near = difflib.get_close_matches(name, SettingArguments.__annotations__, 1, cutoff=0.7)
+    return near[0] if near else None
 
 
 def chosen(caller: str, others: Iterable[str] = (), /, **settings: Unpack[SettingArguments]) -> Settings:

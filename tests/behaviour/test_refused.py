@@ -67,6 +67,19 @@ def test_a_wrong_setting_is_refused_wherever_it_is_given(settings: dict[str, Any
         assert type(stock) is kind
 
 
+@pytest.mark.parametrize("make", [af.AdamW, lambda params: af.fuse(Own(params))], ids=["a class", "fused"])
+def test_a_setting_that_would_do_nothing_is_refused_as_an_attribute(make: Callable[[list[Tensor]], Any]) -> None:
+    optimizer = make([Parameter(torch.ones(4))])
+    for setting in {setting.name for setting in dataclasses.fields(Settings)} - {"max_grad_norm"}:
+        with pytest.raises(AttributeError, match=f"{setting} is fixed when the optimizer is made"):
+            setattr(optimizer, setting, None)
+    for name in ("max_norm", "clip_grad_norm", "max_gradient_norm"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'; did you mean 'max_grad_norm'"):
+            setattr(optimizer, name, 3.0)
+    for name in ("grad_scale", "found_inf", "step", "zero_grad", "state_dict", "_step_count", "lr", "scheduler"):
+        setattr(optimizer, name, None)  # torch, frameworks and users do
+
+
 def test_an_option_of_one_group_is_refused() -> None:
     optimizer = af.AdamW([Parameter(torch.ones(4))])
     own = {setting.name: setting.default for setting in dataclasses.fields(Settings)}
@@ -77,6 +90,15 @@ def test_an_option_of_one_group_is_refused() -> None:
         with pytest.raises(ValueError, match=name):
             af.AdamW([group])
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_group_that_has_lost_its_learning_rate_is_refused_by_that_name() -> None:
+    optimizer = af.SGD([Parameter(torch.ones(4))], lr=0.1)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(4)
+    optimizer.step()
+    del optimizer.param_groups[0]["lr"]
+    with pytest.raises(KeyError, match="'lr'"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("settings", [{"master_weights": "fp32"}, {"state_dtype": "int8"}], ids=str)
