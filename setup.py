@@ -70,6 +70,8 @@ class BuildNative(build_ext):
         except (OSError, RuntimeError, ImportError) as error:
             if mode("NATIVE") == "1":
                 raise RuntimeError(f"ACCUMFUSED_NATIVE=1, but the native module does not build: {error}") from None
+            if mode("CUDA") == "1":
+                raise
             (self.home / REASON).write_text(f"{error}\n")
             print(f"warning: installing without the native module: {error}", file=sys.stderr)
             return
@@ -175,6 +177,15 @@ def check_settings() -> None:
         raise ValueError(f"{unknown[0]} is set, which is no setting of accumfused: use one of {', '.join(SETTINGS)}")
     for part in ("NATIVE", "CUDA"):
         mode(part)
+    asked_archs()
+
+
+def asked_archs() -> list[int]:
+    asked = os.environ.get("ACCUMFUSED_CUDA_ARCHS", "")
+    words = asked.replace(",", " ").replace(";", " ").split()
+    if not all(map(str.isdigit, words)):
+        raise ValueError(f'ACCUMFUSED_CUDA_ARCHS={asked!r}: use compute capabilities like "80 90"')
+    return sorted(map(int, words))
 
 
 def mode(part: str) -> str:
@@ -222,10 +233,8 @@ class Nvcc:
             raise RuntimeError(f"{found} is {dotted(self.version)}; install CUDA {dotted(OLDEST_NVCC)} or newer")
         listed = set(map(int, re.findall(r"compute_(\d+)", self._says("--list-gpu-arch"))))
         known = [arch for arch, since in ARCHS.items() if self.version >= since and (not listed or arch in listed)]
-        asked = os.environ.get("ACCUMFUSED_CUDA_ARCHS", "").replace(",", " ").replace(";", " ").split()
-        if any(not arch.isdigit() for arch in asked):
-            raise RuntimeError(f'ACCUMFUSED_CUDA_ARCHS="{" ".join(asked)}": use compute capabilities like "80 90"')
-        self.archs = sorted(int(arch) for arch in asked) or known
+        asked = asked_archs()
+        self.archs = asked or known
         self.images = self.archs if asked else self.archs[1:]
         if listed and (strange := sorted({*self.archs} - listed)):
             raise RuntimeError(
@@ -280,7 +289,7 @@ def check_compiler(flags: list[str]) -> None:
     if probe.returncode != 0:
         output = the_error_in(probe.stdout.splitlines(keepends=True)) or f"exit status {probe.returncode}, no output"
         raise RuntimeError(
-            f"{compiling.compiler()} cannot compile C++17; install g++ or clang++, or set CXX:\n{output}"
+            f"{compiling.compiler()} cannot compile C++17; install g++ or clang++, or set CXX and CXXFLAGS:\n{output}"
         )
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").exists():

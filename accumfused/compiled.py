@@ -31,18 +31,22 @@ def left_by_the_build(name: str) -> str:
     return ""
 
 
+_SOURCE = Path(__file__).parents[1] / "csrc"
+
 try:
     module = import_module("accumfused._C")
 except ImportError as error:
-    unavailable = f"the native module does not load: {error}"
+    unavailable = f"the native module does not load: {error}; install accumfused again"
     if isinstance(error, ModuleNotFoundError):
         unavailable = "the native module was not built (ACCUMFUSED_NATIVE=0, or installed from pure Python)"
+        if _SOURCE.exists():  # Python finds the package of the folder it runs in before the one that pip installed
+            unavailable = f"{_SOURCE.parent} has no native module; run Python elsewhere, or build it: pip install -e ."
         if others := [path.name for path in Path(__file__).parent.glob("_C.*") if path.suffix in (".so", ".pyd")]:
             unavailable = f"{others[0]} is not for Python {platform.python_version()}; install accumfused again"
     if reason := left_by_the_build("_native_error.txt"):
         unavailable = f"the native module was not built: {reason}"
 
-if module is not None and interface(Path(__file__).parents[1] / "csrc") not in (None, getattr(module, "INTERFACE", "")):
+if module is not None and interface(_SOURCE) not in (None, getattr(module, "INTERFACE", "")):
     module, unavailable = None, "the native module is older than the source beside it; build it again: pip install -e ."
 
 if module is not None and exchange_api is None:

@@ -69,8 +69,8 @@ def test_an_nvcc_that_does_not_fit_is_refused_with_the_remedy(
     nvcc.write_text(NVCC)
     nvcc.chmod(0o755)
     done = build_in_place(fresh, ACCUMFUSED_CUDA="1", CUDACXX=str(nvcc), ACCUMFUSED_CUDA_ARCHS=archs)
-    assert done.returncode == 0, done.stderr
-    assert reason in (fresh / REASON).read_text()
+    assert done.returncode != 0
+    assert reason in done.stderr
 
 
 def test_mode_0_makes_a_pure_python_wheel(fresh: Path) -> None:
@@ -80,16 +80,18 @@ def test_mode_0_makes_a_pure_python_wheel(fresh: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
-def test_an_unknown_mode_is_refused(fresh: Path) -> None:
-    done = setup_py(fresh, "--version", ACCUMFUSED_NATIVE="yes")
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("ACCUMFUSED_NATIVE", "yes", "ACCUMFUSED_NATIVE='yes': use one of auto, 0, 1"),
+        ("ACCUMFUSED_CUDA_ARCHS", "hopper", "ACCUMFUSED_CUDA_ARCHS='hopper': use compute capabilities like \"80 90\""),
+        ("ACCUMFUSED_NATVIE", "1", "ACCUMFUSED_NATVIE is set, which is no setting of accumfused: use one of ACCUM"),
+    ],
+)
+def test_a_wrong_environment_variable_is_refused(fresh: Path, name: str, value: str, text: str) -> None:
+    done = setup_py(fresh, "--version", **{name: value})
     assert done.returncode != 0
-    assert "ACCUMFUSED_NATIVE='yes': use one of auto, 0, 1" in done.stderr
-
-
-def test_a_setting_that_is_spelt_wrongly_is_refused(fresh: Path) -> None:
-    done = setup_py(fresh, "--version", ACCUMFUSED_NATVIE="1")
-    assert done.returncode != 0
-    assert "ACCUMFUSED_NATVIE is set, which is no setting of accumfused: use one of ACCUMFUSED_NATIVE," in done.stderr
+    assert text in done.stderr
 
 
 def test_the_source_distribution_has_every_source(fresh: Path) -> None:

@@ -130,17 +130,13 @@ def test_without_an_nvcc_that_will_do_there_are_the_kernels_of_cpus_and_a_reason
     assert (source / MODULE).exists()
     assert says(source, "-c", "import accumfused.compiled as n; print(hasattr(n.module, 'cuda'))") == "False\n"
     assert reason in reported(source)
-    done = build_in_place(source, ACCUMFUSED_CUDA="1", CUDACXX=str(nvcc), ACCUMFUSED_NATIVE="1")
+    done = build_in_place(source, ACCUMFUSED_CUDA="1", CUDACXX=str(nvcc))
     assert done.returncode != 0
     assert "ACCUMFUSED_CUDA=1, but the kernels for GPUs do not build" in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 class TestWithNvcc:
-    def test_a_wrong_architecture_is_refused(self, source: Path) -> None:
-        assert build_in_place(source, ACCUMFUSED_CUDA="auto", ACCUMFUSED_CUDA_ARCHS="hopper").returncode == 0
-        assert 'use compute capabilities like "80 90"' in (source / CUDA_REASON).read_text()
-
     def test_the_architectures_asked_for_are_built(self, source: Path) -> None:
         done = build_in_place(source, ACCUMFUSED_CUDA="1", ACCUMFUSED_CUDA_ARCHS="80;90", ACCUMFUSED_NATIVE="1")
         assert done.returncode == 0, done.stderr

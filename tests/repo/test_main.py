@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from importlib import metadata
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import inside
@@ -119,6 +120,17 @@ def test_the_report_ends_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
     without = "the native module was built without CUDA: no nvcc was found; install the CUDA toolkit, or set CUDA_HOME"
     assert advice({**known["backends"], "cuda": without}) == "install the CUDA toolkit, or set CUDA_HOME"
     assert advice({**known["backends"], "cuda": None}) == "nothing: the fastest kernels for this machine run"
+
+
+def test_a_source_folder_without_a_module_and_a_module_that_does_not_load_have_remedies(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "accumfused", ignore=shutil.ignore_patterns("_C.*", "_native_error.txt"))
+    (tmp_path / "csrc").mkdir()
+    command = [sys.executable, "-m", "accumfused"]
+    remedies = ["run Python elsewhere, or build it: pip install -e .", "install accumfused again"]
+    for remedy in remedies:
+        said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        assert said.splitlines()[-1] == f"what to do next: {remedy}"
+        (tmp_path / "accumfused" / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(b"no module")
 
 
 def test_a_native_module_of_another_python_is_named(tmp_path: Path) -> None:
