@@ -103,8 +103,8 @@ def _refuse_unreduced(plan: Plan) -> None:
     if any(row.shard is None and row.param.requires_grad for row in plan.rows):
         raise RuntimeError(
             "there is more than one process, and accumulate() takes gradients out of the reach of "
-            "DistributedDataParallel; give the optimizer process_group= and call accumfused.attach_ddp(ddp, "
-            "optimizer), or say grads_are_reduced=True if every micro-batch's gradients are reduced already"
+            "DistributedDataParallel; call accumfused.attach_ddp(ddp, optimizer), without a DDP give the optimizer "
+            "process_group=, or say grads_are_reduced=True if every micro-batch's gradients are reduced already"
         )
 
 
