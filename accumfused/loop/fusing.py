@@ -85,8 +85,8 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
         The optimizer.
 
     Raises:
-        TypeError: `optimizer` is none, or is fused already; its step needs a closure (LBFGS) or sparse gradients
-            (SparseAdam); a parameter is not fp32, fp16 or bf16; an unknown setting.
+        TypeError: `optimizer` is none, wraps another one, or is fused already; its step needs a closure (LBFGS) or
+            sparse gradients (SparseAdam); a parameter is not fp32, fp16 or bf16; an unknown setting.
         ValueError: a wrong setting; masters, or formats of states or accumulators, for an optimizer that keeps its own
             step.
         RuntimeError: the backend cannot run; something other than a scheduler has replaced `optimizer.step`.
@@ -95,6 +95,8 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
         raise TypeError(f"fuse() takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, FusedOptimizer):
         raise TypeError(f"the optimizer is fused already ({type(optimizer).__name__})")
+    if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} wraps another optimizer; fuse that one, before it is wrapped")
     own = chosen("fuse", **settings)
     check_settings(own)
     refuse_differentiable(optimizer.defaults)

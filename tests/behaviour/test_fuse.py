@@ -218,6 +218,14 @@ def wrapped() -> torch.optim.Optimizer:
     return optimizer
 
 
+def wrapper() -> torch.optim.Optimizer:
+    """What Accelerate's prepare() returns, and others: an optimizer by its class, whose parent never made it."""
+    outer: Any = torch.optim.Optimizer.__new__(torch.optim.Optimizer)
+    outer.optimizer = make("AdamW")
+    outer.param_groups = outer.optimizer.param_groups
+    return outer  # type: ignore[no-any-return]
+
+
 SPARSE = "SparseAdam takes sparse gradients only, which cannot be fused; keep it as it is .* beside a fused optimizer"
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: torch.optim.LBFGS(parameters()), TypeError, "LBFGS evaluates a closure within its step, which cannot be"),
@@ -225,6 +233,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: af.fuse(make("AdamW")), TypeError, r"fused already \(AdamW\)"),
     (lambda: af.Lion(parameters()), TypeError, r"fused already \(Lion\)"),
     (lambda: torch.nn.Linear(2, 2), TypeError, r"takes a torch\.optim\.Optimizer, got Linear"),
+    (wrapper, TypeError, "Optimizer wraps another optimizer; fuse that one, before it is wrapped"),
     (wrapped, RuntimeError, r"call fuse\(\) before whatever wraps it"),
     (lambda: make("AdamW", differentiable=True), ValueError, "differentiable=True is not supported"),
 ]

@@ -156,7 +156,7 @@ NO_GROUP, HELD, QUIET = "attach_ddp.*grads_are_reduced", "this process's own par
 REFUSED: dict[str, tuple[Callable[[], Refused], type[Exception], str]] = {
     "accumulate() without a group": (lambda: call(stepped(), "accumulate"), RuntimeError, NO_GROUP),
     "backward() without one": (lambda: backward(m := layers(), stepped(m.parameters())), RuntimeError, NO_GROUP),
-    "a copy": (lambda: call(copy.deepcopy(grouped()), "accumulate"), RuntimeError, "without a DDP give the optimizer process_group="),
+    "a copy": (lambda: call(copy.deepcopy(grouped()), "accumulate"), RuntimeError, "give the optimizer process_group="),
     "other shapes, open": (lambda: another(7, 4, 3), ValueError, "the same parameters"),
     "other shapes, last": (lambda: another(7, 4, 3, last=True), ValueError, "parameter 0 is .*process 1"),
     "more of them": (lambda: another(7, 5, 3, 2), ValueError, "process 1 .* has 6 parameters"),
