@@ -93,7 +93,7 @@ def test_an_option_of_one_group_is_refused() -> None:
 
 
 def test_a_group_that_has_lost_its_learning_rate_is_refused_by_that_name() -> None:
-    optimizer = af.SGD([Parameter(torch.ones(4))], lr=0.1)
+    optimizer = af.AdamW([Parameter(torch.ones(4))])
     optimizer.param_groups[0]["params"][0].grad = torch.ones(4)
     optimizer.step()
     del optimizer.param_groups[0]["lr"]
