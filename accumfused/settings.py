@@ -122,9 +122,9 @@ def check_max_grad_norm(value: Any, off: str) -> None:
 
 @functools.cache
 def setting_like(name: str) -> str | None:
-    """The setting of this name, or of one that is so near that the user must have meant it."""
+    """The setting of this name, or of one that is so near that the user must have meant it; never of a private name."""
     near = difflib.get_close_matches(name, SettingArguments.__annotations__, 1, cutoff=0.7)
-    return near[0] if near else None
+    return near[0] if near and not name.startswith("_") else None
 
 
 def chosen(caller: str, others: Iterable[str] = (), /, **settings: Unpack[SettingArguments]) -> Settings:

@@ -76,7 +76,7 @@ def test_a_setting_that_would_do_nothing_is_refused_as_an_attribute(make: Callab
     for name in ("max_norm", "clip_grad_norm", "max_gradient_norm"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'; did you mean 'max_grad_norm'"):
             setattr(optimizer, name, 3.0)
-    for name in ("grad_scale", "found_inf", "step", "zero_grad", "state_dict", "_step_count", "lr", "scheduler"):
+    for name in ("grad_scale", "found_inf", "step", "zero_grad", "state_dict", "_process_group", "lr", "scheduler"):
         setattr(optimizer, name, None)  # torch, frameworks and users do
 
 
