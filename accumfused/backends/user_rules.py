@@ -54,16 +54,18 @@ def _library(rule: type[Rule], instruction_set: str) -> Path:
         return made
     try:
         made.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        own = tempfile.TemporaryDirectory(dir=made.parent)  # another process may be doing the same
     except OSError as error:
         raise RuntimeError(f"{error}; set ACCUMFUSED_CACHE to a folder that can be written") from None
-    with tempfile.TemporaryDirectory(dir=made.parent) as folder:  # another process may be doing the same
+    with own as folder:
         (Path(folder) / "functors.h").write_text(parts[0])
         source, part = Path(folder) / "rule.cpp", Path(folder) / "rule.so"
         source.write_text(_SOURCE.format(functor=functors.functor_name(rule)))
         command += [f"-I{folder}", f"-I{headers}", str(source), "-o", str(part)]
         run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if run.returncode != 0:
-            raise RuntimeError(f"{command[0]} failed: {run.stdout.strip()[-2000:]}")
+            output = run.stdout.strip()[-2000:]
+            raise RuntimeError(f"{command[0]} failed; install g++ or clang++, or set CXX:\n{output}")
         part.replace(made)
     return made
 

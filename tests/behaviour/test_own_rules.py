@@ -185,8 +185,18 @@ def test_no_kernel_of_the_same_name_runs_another_rule(
             assert_same_bits(ours, reference, backend)
 
 
-def test_a_cache_that_cannot_be_written_is_named(native: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("ACCUMFUSED_CACHE", str(tmp_path / "file"))
-    with pytest.raises(RuntimeError, match="set ACCUMFUSED_CACHE to a folder that can be written"):
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("ACCUMFUSED_CACHE", __file__, "set ACCUMFUSED_CACHE to a folder that can be written"),
+        ("ACCUMFUSED_CACHE", "/proc/self", "set ACCUMFUSED_CACHE to a folder that can be written"),  # it is there
+        ("CXX", "false", r"false failed; install g\+\+ or clang\+\+, or set CXX"),
+    ],
+)
+def test_what_prevents_a_rule_from_compiling_is_named_with_the_remedy(
+    native: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, remedy: str
+) -> None:
+    monkeypatch.setenv("ACCUMFUSED_CACHE", str(tmp_path))
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=remedy):
         stepped(other_adam(), "cpu")
