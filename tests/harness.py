@@ -80,6 +80,7 @@ def _name(value: Any) -> str:
 
 def pytest_collection_finish() -> None:
     OLDER_THAN_TESTS.extend(tensors_alive())
+    gc.freeze()  # what modules hold, or each collection, which tests and frameworks ask for, goes through it again
 
 
 def tensors_alive() -> list[torch.Size]:
@@ -90,6 +91,7 @@ def tensors_alive() -> list[torch.Size]:
 
 
 def pytest_sessionfinish() -> None:
+    gc.unfreeze()
     processes.close()
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 _SECONDS = 120  # after which a run is given up, and the workers with it
 _GRACE = 3  # the same once one of them has failed: the others wait for it in a collective, as a rule
 _IMPORTED = ["pytest", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"]
+_IMPORTED += ["accumfused"]
 _pools: dict[int, Pool] = {}
 
 
@@ -36,6 +37,13 @@ def run(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     except WorkersLostError:  # those that are left may wait in a collective, and would answer the next test
         close(size)
         raise
+
+
+def context() -> Any:
+    """How processes are started: forked from one that has imported torch."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(_IMPORTED)
+    return found
 
 
 def agreed(size: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -60,14 +68,12 @@ class Pool:
     """So many workers, each with a pipe."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(size):
-            here, there = context.Pipe()
+            here, there = context().Pipe()
             given = rank, size, f"{self._folder.name}/store", there, list(sys.path)
-            self._processes.append(context.Process(target=_work, args=given, daemon=True))
+            self._processes.append(context().Process(target=_work, args=given, daemon=True))
             self._processes[-1].start()
             self._pipes.append(here)
             there.close()

@@ -120,7 +120,7 @@ def test_around_the_edges_of_chunks(name: str, weights: str, states: str, place:
 
 
 def test_more_chunks_than_the_norm_has_lanes(place: Place) -> None:
-    problem = Problem("sgd", loop=LOOPS["steps"], edges=edges(*[1 + i % 2 for i in range(2100)]))
+    problem = Problem("sgd", loop=LOOPS["steps"], edges=edges(*[1 + i % 2 for i in range(1100)]))
     assert_conforms(problem, place.backend, place.device)
 
 

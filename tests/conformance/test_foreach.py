@@ -25,6 +25,7 @@ from table import (  # fmt: skip
     Case,
     case_named,
     kept,
+    one_of_each,
     random_grads,
     random_params,
     set_grads,
@@ -144,7 +145,9 @@ def test_a_rule_without_kernels_runs_by_its_own_arithmetic(
     assert_numbers(Problem(case.name), torchs)
 
 
-@pytest.mark.pairwise(case=[*KERNELS, COMPOSED], weights=[*WEIGHTS], states=[*STATES])
+@pytest.mark.pairwise(
+    case=[*one_of_each(lambda case: case.rule, KERNELS), COMPOSED], weights=[*WEIGHTS], states=[*STATES]
+)
 def test_steps_leave_the_gradients_alone_and_what_is_skipped_every_bit(
     case: Case, weights: str, states: str, torchs: ForeachBackend
 ) -> None:

@@ -1,21 +1,17 @@
-"""The small regression in Lightning and Fabric: modules, and loops by hand that both can run."""
+"""The small regression in Lightning: modules with automatic optimization, and how they are trained."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from regression import MAX_NORM, Batch, MakeOptimizer, batches, loss_of, network, ours
-from torch import Tensor, nn
+from regression import Batch, MakeOptimizer, batches, loss_of, network, ours
+from torch import Tensor
 
 lightning = pytest.importorskip("lightning", minversion="2.4")
 
-from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
 from accumfused.integrations.lightning import FusedAccumulation  # noqa: E402
@@ -59,12 +55,12 @@ class Weighted(Windowed):
         return loss_of(self.net, batch)
 
 
-def precision(name: str, init_scale: float = 2.0**10, plugin: Any = MixedPrecision) -> dict[str, Any]:
-    """Arguments of a Trainer or a Fabric; on a CPU "16-mixed" alone would become "bf16-mixed" without a scaler."""
+def precision(name: str, init_scale: float = 2.0**10) -> dict[str, Any]:
+    """Arguments of a Trainer; on a CPU "16-mixed" alone would become "bf16-mixed" without a scaler."""
     if name != "16-mixed":
         return {"precision": name}
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
-    return {"plugins": plugin("16-mixed", "cpu", scaler=scaler)}
+    return {"plugins": MixedPrecision("16-mixed", "cpu", scaler=scaler)}
 
 
 def fit(
@@ -80,86 +76,3 @@ def fit(
         trainer = package.Trainer(**settings)
         trainer.fit(model, loader, ckpt_path=ckpt_path)
     return trainer
-
-
-# ---- loops by hand -------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Loop:
-    """What a framework has made of a network and its optimizer, and its calls.
-
-    Attributes:
-        model, wrapper: what to use in place of `net` and `optimizer`.
-        clip: clips to MAX_NORM.
-    """
-
-    net: nn.Module
-    model: Any
-    wrapper: Any
-    backward_of: Callable[[Tensor], None]
-    clip: Callable[[], Any]
-    scaler: Any
-    fabric: Any = None
-
-    @property
-    def optimizer(self) -> Any:
-        return self.wrapper.optimizer
-
-    def backward(self, batch: Batch) -> None:
-        self.backward_of(loss_of(self.model, batch))
-
-    def window(self, window: list[Batch], *, by: str = "wrapper", closes: bool = True) -> None:
-        """All before the step, weighted by samples. Args: by: whom the micro-batches are given to."""
-        for batch in window:
-            self.backward(batch)
-            getattr(self, by).accumulate(len(batch[0]), last=closes and batch is window[-1])
-
-    def train(self, windows: list[list[Batch]]) -> None:
-        for window in windows:
-            self.window(window)
-            self.wrapper.step()
-            self.wrapper.zero_grad()
-
-
-class Manual(Stock):
-    """Manual optimization: the whole loop is in one training step."""
-
-    def __init__(self, make_optimizer: MakeOptimizer, body: Callable[[Loop], None], scaler: Any) -> None:
-        super().__init__(make_optimizer)
-        self.automatic_optimization = False
-        self.body, self.scaler = body, scaler
-        self.loop: Any = None
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        wrapper = self.optimizers()
-        clip = partial(self.clip_gradients, wrapper, gradient_clip_val=MAX_NORM, gradient_clip_algorithm="norm")
-        self.loop = Loop(self.net, self.net, wrapper, self.manual_backward, clip, self.scaler)
-        self.body(self.loop)
-
-
-class ManualWindowed(FusedAccumulation, Manual):
-    """With the mixin, which leaves it alone."""
-
-
-KINDS = {"fabric": None, "manual": Manual, "manual with the mixin": ManualWindowed}
-
-
-def by_hand(
-    kind: str, body: Callable[[Loop], None], make: MakeOptimizer = ours, name: str = "32-true", scale: float = 2.0**6
-) -> Loop:
-    """Runs the body with what Fabric has set up, or in the training step of a module with manual optimization."""
-    module = KINDS[kind]
-    settings = precision(name, scale, MixedPrecision if module else FabricMixedPrecision)
-    scaler = settings["plugins"].scaler if name == "16-mixed" else None
-    if module is not None:
-        model = module(make, body, scaler)
-        fit(model, batches()[:1], **settings)
-        loop: Loop = model.loop
-        return loop
-    fabric, net = lightning.Fabric(accelerator="cpu", devices=1, **settings), network()
-    model, wrapper = fabric.setup(net, make(net.parameters()))
-    clip = partial(fabric.clip_gradients, model, wrapper, max_norm=MAX_NORM)
-    loop = Loop(net, model, wrapper, fabric.backward, clip, scaler, fabric)
-    body(loop)
-    return loop

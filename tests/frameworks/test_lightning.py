@@ -1,14 +1,16 @@
-"""Lightning's automatic optimization: one changed line, or FusedAccumulation with its exact windows."""
+"""Lightning: one changed line, or FusedAccumulation with its exact windows; and windows by hand, in Fabric too."""
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.precision import MixedPrecision as FabricPrecision
 from lightning_loops import PRECISIONS, Stock, Weighted, Windowed, fit, lightning, precision
 from peers import assert_same
 from regression import (
@@ -175,6 +177,73 @@ def test_an_overflow_drops_its_window_and_the_scale_backs_off(kind: Any, k: int,
     assert_trained(model.net, truth(windows), "16-mixed")
     assert settings["plugins"].scaler.get_scale() == scale  # halved, and doubled after two good steps, and two
     assert {float(state["step"]) for state in trainer.optimizers[0].state.values()} == {len(windows)}
+
+
+# ---- loops by hand ---------------------------------------------------------------------------------------------------
+
+
+def train(net: Any, wrapper: Any, backward: Any, data: list[Batch], clip: Callable[[], Any] = lambda: None) -> None:
+    """Windows through what the framework has made of the optimizer."""
+    wrapper.load_state_dict(wrapper.optimizer.state_dict())
+    known = dict(vars(wrapper))  # no call leaves anything there
+    for window in cut(data):
+        for batch in window:
+            backward(loss_of(net, batch))
+            wrapper.accumulate(len(batch[0]), last=batch is window[-1])
+        clip()
+        wrapper.step()
+        wrapper.zero_grad()
+    assert vars(wrapper) == known
+
+
+class Manual(Stock):
+    """Manual optimization: the whole loop is in one training step."""
+
+    automatic_optimization, data = False, batches()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        train(self.net, self.optimizers(), self.manual_backward, self.data)
+
+
+class ManualWindowed(FusedAccumulation, Manual):
+    """With the mixin, which leaves it alone."""
+
+
+def fabric_of(make: MakeOptimizer, name: str = "32-true") -> tuple[Any, Any, Any, nn.Module]:
+    net, settings = network(), precision(name, 2.0**6)
+    if name == "16-mixed":
+        settings["plugins"] = FabricPrecision(name, "cpu", scaler=settings["plugins"].scaler)
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, **settings)
+    return fabric, *fabric.setup(net, make(net.parameters())), net
+
+
+@pytest.mark.pairwise(kind=("fabric", "fabric clips", Manual, ManualWindowed), name=PRECISIONS, overflows=(False, True))
+def test_windows_by_hand_are_exact_through_the_frameworks_wrapper(kind: Any, name: str, overflows: bool) -> None:
+    overflows &= name == "16-mixed"
+    data = with_an_infinity() if overflows else batches()
+    if isinstance(kind, str):
+        fabric, model, wrapper, net = fabric_of(ours if kind == "fabric clips" else clipping, name)
+        clip = functools.partial(fabric.clip_gradients, model, wrapper, max_norm=MAX_NORM, error_if_nonfinite=False)
+        train(model, wrapper, fabric.backward, data, clip if kind == "fabric clips" else lambda: None)
+    else:
+        model = kind(clipping)
+        model.data, net = data, model.net
+        fit(model, batches()[:1], **precision(name, 2.0**6))
+    assert_trained(net, truth(cut(data)[overflows:]), name)
+
+
+def test_a_fabric_checkpoint_has_an_open_window(tmp_path: Path) -> None:
+    (fabric, model, wrapper, _), (other, fresh, unwrapped, _) = (fabric_of(clipping) for _ in range(2))
+    train(model, wrapper, fabric.backward, batches())
+    fabric.backward(loss_of(model, batches()[0]))
+    wrapper.accumulate(2.0)
+    fabric.save(tmp_path / "run.ckpt", {"model": model, "optimizer": wrapper})
+    other.load(tmp_path / "run.ckpt", {"model": fresh, "optimizer": unwrapped})
+    for each_model, each in ((model, wrapper), (fresh, unwrapped)):
+        fabric.backward(loss_of(each_model, batches()[1]))
+        each.accumulate(3.0)
+        each.step()
+    assert_same(unwrapped.optimizer, wrapper.optimizer)
 
 
 # ---- schedulers and checkpoints --------------------------------------------------------------------------------------
