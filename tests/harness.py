@@ -37,7 +37,7 @@ os.environ["ACCUMFUSED_CACHE"] = str(Path(__file__).parents[1] / "build" / "rule
 # No test depends on how fast the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-LONG = ("test_bits.py", "test_docs.py")  # files that take a minute or more
+LONG = ("test_bits.py", "test_huggingface.py", "test_triton_code.py")  # files that take a minute or more
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

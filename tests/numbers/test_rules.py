@@ -199,6 +199,6 @@ def test_momentum_that_begins_later_takes_its_first_gradient_whole(backend: str,
 def test_every_optimizer_of_the_package_and_every_rule_is_in_the_table() -> None:
     public = [getattr(af, name) for name in af.__all__]
     optimizers = {value for value in public if isinstance(value, type) and issubclass(value, af.FusedOptimizer)}
-    optimizers -= {af.FusedOptimizer, af.Muon}  # Muon takes matrices only: behaviour/test_muon.py
+    optimizers -= {af.FusedOptimizer, af.Muon}  # Muon takes matrices only: test_muon_numbers.py
     assert optimizers == {case.of.ours for case in CASES} == {o.ours for o in OPTIMIZERS.values()}
     assert {case.rule for case in EACH_RULE} == {rule.name for rule in RULES} - {"muon", "muon_orthogonal"}
