@@ -14,7 +14,7 @@ from compare import assert_close, assert_same_bits, everything
 from peers import assert_same, params_of
 from snapshot import refused, snapshot, writes_nothing
 from stored import Model, build, grads_of, through_a_file, train, trained
-from table import EACH_OPTIMIZER, EACH_VARIANT, OF_TORCH, STATES, WEIGHTS, Case, Own, kept, one_of_each
+from table import EACH_VARIANT, OF_TORCH, STATES, WEIGHTS, Case, Own, kept, one_of_each
 from torch.distributed.checkpoint import state_dict as dcp
 
 import accumfused as af
@@ -116,17 +116,6 @@ def test_a_window_of_empty_micro_batches_alone_is_in_the_checkpoint(backend: str
     grads_of(twin, 0)
     with refused(twin, ValueError, "weights for some micro-batches of a window only"):
         twin.accumulate()
-
-
-@pytest.mark.parametrize("case", EACH_OPTIMIZER, ids=lambda case: case.name)
-def test_a_window_before_the_first_step_is_copied(backend: str, case: Case) -> None:
-    optimizer = case.make(Model(torch.float32).parameters(), backend)
-    micro_batches(optimizer, [None])
-    twin = copy.deepcopy(optimizer)
-    for each in (optimizer, twin):
-        micro_batches(each, [None], 1)
-        each.step()
-    assert_same(optimizer, twin)
 
 
 def test_a_shallow_copy_has_the_settings_and_a_window_of_its_own(backend: str) -> None:

@@ -80,6 +80,33 @@ def test_a_setting_that_would_do_nothing_is_refused_as_an_attribute(make: Callab
         setattr(optimizer, name, None)  # torch, frameworks and users do
 
 
+# fmt: off
+OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "two betas": (af.Adan, {"betas": (0.9, 0.9)}, "betas must be 3 numbers, got 2"),
+    "a third beta of 1": (af.AdEMAMix, {"betas": (0.9, 0.9, 1.0)}, "Invalid beta parameter at index 2: 1.0"),
+    "alpha": (af.AdEMAMix, {"alpha": -1.0}, "Invalid alpha value: -1.0"),
+    "a warmup of beta3": (af.AdEMAMix, {"beta3_warmup": -1}, "Invalid beta3_warmup value: -1"),
+    "momentum of 1": (af.Signum, {"momentum": 1.0}, "Invalid momentum value: 1.0"),
+    "amsgrad": (af.AdamW, {"amsgrad": True, "cautious": True}, "amsgrad=True has no cautious form"),
+    "L2": (af.Adam, {"cautious_weight_decay": True}, "needs decoupled_weight_decay=True"),
+    "lr": (af.SGDScheduleFree, {"lr": -1.0}, "Invalid learning rate: -1.0"),
+    "momentum of 0": (af.SGDScheduleFree, {"momentum": 0.0}, "Invalid momentum value: 0.0"),
+    "warmup": (af.SGDScheduleFree, {"warmup_steps": -1}, "Invalid warmup_steps value: -1"),
+    "beta": (af.AdamWScheduleFree, {"betas": (0.0, 0.9)}, "parameter at index 0: 0.0"),
+    "inner": (af.AdamWScheduleFree, {"inner_momentum": 1.0}, "inner_momentum value: 1.0"),
+    "r": (af.AdamWScheduleFree, {"r": -1.0}, "Invalid r value: -1.0"),
+    "int8": (af.SGDScheduleFree, {"state_dtype": "int8"}, "z is a copy of the weights"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_of_one_optimizer_is_refused(name: str) -> None:
+    make, options, text = OPTIONS[name]
+    with pytest.raises(ValueError, match=text):
+        make([Parameter(torch.ones(3))], **options)
+
+
 def test_an_option_of_one_group_is_refused() -> None:
     optimizer = af.AdamW([Parameter(torch.ones(4))])
     own = {setting.name: setting.default for setting in dataclasses.fields(Settings)}

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import EDGES, PIECE, edges
 from places import INSTRUCTION_SETS, INTERPRETED, ON_CPU, ON_GPU, Place
-from problems import AXES, COMMON, GRADS, LOOPS, TAILS, VALUES, Problem, Tail, assert_conforms, problems
+from problems import AXES, COMMON, GRADS, LOOPS, TAILS, VALUES, Loop, Problem, Tail, assert_conforms, problems
 from table import CASES, EACH_RULE, WEIGHTS, Case
 
 from accumfused.backends.cpu import CpuBackend
@@ -119,8 +119,10 @@ def test_around_the_edges_of_chunks(name: str, weights: str, states: str, place:
     assert_conforms(problem, place.backend, place.device)
 
 
-def test_more_chunks_than_the_norm_has_lanes(place: Place) -> None:
-    problem = Problem("sgd", loop=LOOPS["steps"], edges=edges(*[1 + i % 2 for i in range(1100)]))
+@pytest.mark.parametrize("place", [*INSTRUCTION_SETS, "emulated", *ON_GPU], indirect=True)
+def test_more_chunks_than_the_norm_has_lanes_or_a_launch_can_carry(place: Place) -> None:
+    sizes = edges(*[1 + i % 7 for i in range(1300)])
+    problem = Problem("adamw", torch.bfloat16, loop=Loop(((3.0, "0.7"), ())), edges=sizes)
     assert_conforms(problem, place.backend, place.device)
 
 

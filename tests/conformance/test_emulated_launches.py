@@ -9,8 +9,6 @@ import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, everything
-from layouts import edges
-from problems import LOOPS, Problem, assert_conforms
 from snapshot import refused
 from table import ADAMW_CASE, STATES, WEIGHTS, random_grads, random_params, set_grads
 from torch import Tensor
@@ -57,11 +55,6 @@ def test_any_mix_of_formats_goes_in_one_launch_per_rule(cuda: CudaBackend, machi
     for _ in range(2):
         optimizer.step()
     assert launches(machine, optimizer.step) == 3, "one for the coefficient, one for each rule"
-
-
-def test_a_table_larger_than_a_launch_can_carry(cuda: CudaBackend) -> None:
-    sizes = edges(*[1 + i % 7 for i in range(1300)])
-    assert_conforms(Problem("adamw", torch.bfloat16, loop=LOOPS["both kinds"], edges=sizes), cuda)
 
 
 @pytest.mark.parametrize("count", range(6))

@@ -118,16 +118,6 @@ def assert_made(optimizer: Any, *steps: tuple[float, float]) -> None:
     assert_all_same_bits(everything(optimizer), everything(other))
 
 
-def test_a_stream_uses_its_memory_in_order(later: Gpu, checked: Any) -> None:
-    optimizer = new_optimizer(later.backend)
-    for value in (1.0, -2.0, 3.0):
-        step(optimizer, gradients(optimizer, value))
-    assert not everything(optimizer)["exp_avg 0"].any(), "nothing has run"
-    later.give_away()
-    checked.synchronize()
-    assert_made(optimizer, (1.0, 0.1), (-2.0, 0.1), (3.0, 0.1))
-
-
 @pytest.mark.parametrize("records", [True, False])
 def test_a_side_stream_keeps_what_it_reads(
     records: bool, later: Gpu, checked: Any, monkeypatch: pytest.MonkeyPatch

@@ -104,6 +104,7 @@ def assert_numbers(problem: Problem, backend: Any) -> None:
 
 SERVED = [case for case in CASES if not case.first_values]  # test_selection.py: the others are refused
 KERNELS = [case for case in SERVED if case.rule in (*foreach_step.FUSED, "lion")]
+EACH_KERNEL = one_of_each(lambda case: case.rule, KERNELS)
 COMPOSED = case_named("adan_no_prox")  # for all rules that run by their own arithmetic; it has most states
 # torch's AMSGrad loses a NaN in its maximum.
 FINITE = [tail for tail in TAILS.values() if tail.nonfinite != "propagate"]
@@ -125,7 +126,7 @@ def test_formats(problem: Problem, torchs: ForeachBackend, monkeypatch: pytest.M
     assert_numbers(problem, torchs)
 
 
-@pytest.mark.pairwise(case=[*KERNELS, COMPOSED], piece=[CHUNK, 4 * CHUNK], limit=[0.5, 1e9])
+@pytest.mark.pairwise(case=[*EACH_KERNEL, COMPOSED], piece=[CHUNK, 4 * CHUNK], limit=[0.5, 1e9])
 def test_tensors_in_pieces(
     case: Case, piece: int, limit: float, torchs: ForeachBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,9 +146,7 @@ def test_a_rule_without_kernels_runs_by_its_own_arithmetic(
     assert_numbers(Problem(case.name), torchs)
 
 
-@pytest.mark.pairwise(
-    case=[*one_of_each(lambda case: case.rule, KERNELS), COMPOSED], weights=[*WEIGHTS], states=[*STATES]
-)
+@pytest.mark.pairwise(case=[*EACH_KERNEL, COMPOSED], weights=[*WEIGHTS], states=[*STATES])
 def test_steps_leave_the_gradients_alone_and_what_is_skipped_every_bit(
     case: Case, weights: str, states: str, torchs: ForeachBackend
 ) -> None:

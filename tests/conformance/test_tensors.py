@@ -201,32 +201,6 @@ def test_the_norm_of_a_window_that_is_laid_out_anew_is_in_its_new_order(place: P
     assert_same_bits(norms[1], norms[0])
 
 
-def test_a_parameter_that_was_removed_is_not_written_any_more(place: Place) -> None:
-    params = random_params([(40,), (50,)])
-    optimizer = ADAMW_CASE.make(params, place.backend)
-    set_grads(params, random_grads(params, 0))
-    optimizer.step()
-    optimizer.param_groups[0]["params"] = [params[1]]
-    before = [param.detach().clone() for param in params]
-    optimizer.step()
-    assert_same_bits(params[0], before[0])
-    assert not torch.equal(params[1], before[1])
-
-
-def test_a_parameter_of_another_shape_starts_anew(place: Place) -> None:
-    param = torch.zeros(6, requires_grad=True)
-    behind = param.data
-    optimizer = case_named("sgd").make([param], place.backend)
-    param.grad = torch.ones(6)
-    optimizer.step()
-    param.grad = None
-    param.data = param.data[:4]  # the same address
-    param.grad = torch.ones(4)
-    optimizer.step()
-    step = torch.tensor(LR)
-    assert_same_bits(behind, torch.cat([-(step + step).expand(4), -step.expand(2)]))
-
-
 def test_a_step_count_beyond_fp32_is_the_last_that_it_counts(place: Place) -> None:
     found = []
     for backend, count in ((ReferenceBackend(), 2.0**24), (place.backend, 1e30)):

@@ -147,34 +147,7 @@ def one_parameter(backend: str, **options: float) -> tuple[nn.Parameter, af.SGD]
     return param, af.SGD([param], lr=LR, backend=backend, **options)
 
 
-def test_own_backward_weights_the_loss_and_a_weight_of_0_leaves_out_a_nan(backend: str) -> None:
-    param, optimizer = one_parameter(backend)
-    seen = []
-    param.register_hook(lambda grad: seen.append(grad[0].item()))
-    for weight, slope in ((1, 2.0), (0, torch.nan), (3, 6.0)):
-        optimizer.backward((param * slope).sum(), weight)
-    assert [seen[0], seen[2]] == [2.0, 18.0]  # weighted before autograd, where collectives see it
-    optimizer.step()
-    assert param.tolist() == [8.0 - LR * (1 * 2 + 3 * 6) / 4] * 4
-
-
 # ---- accumulators ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [4, 64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_gradients_are_summed_in_fp32(dtype: torch.dtype, count: int, backend: str) -> None:
-    (param,) = random_params([(2000,)])
-    micro = [random_grads([param], number, dtype) for number in range(count)]
-    (truth,) = window_mean(micro, None)
-    optimizer, in_16_bits = ADAMW_CASE.make([param], backend), torch.zeros(2000, dtype=dtype)
-    for number, grads in enumerate(micro):
-        set_grads([param], grads)
-        optimizer.accumulate(last=number == count - 1)
-        in_16_bits += grads[0]  # what autograd does
-    found, stock = (float((value.double() - truth).norm() / truth.norm()) for value in (param.grad, in_16_bits))
-    assert found < 1e-6
-    assert found < stock / 500
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

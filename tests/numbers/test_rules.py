@@ -13,7 +13,6 @@ from table import (
     CASES,
     EACH_RULE,
     EACH_VARIANT,
-    OF_TORCH,
     OPTIMIZERS,
     Case,
     every_case,
@@ -74,28 +73,6 @@ def test_equals_the_formula_in_float64(
         if max_grad_norm is not None:
             assert_close(optimizer.grad_norm, truth.norm, "norm", "grad_norm")
     assert_like_oracle(optimizer, params, truth)
-
-
-@pytest.mark.pairwise(case=OF_TORCH, max_grad_norm=(None, 0.7, 1e6))
-def test_equals_torch_optim(case: Case, max_grad_norm: float | None, backend: str) -> None:
-    params, theirs = random_params(SHAPES), random_params(SHAPES)
-    optimizer = case.make(params, backend, max_grad_norm=max_grad_norm)
-    stock = case.of.torch_class(theirs, **case.options)
-    for seed in range(STEPS):
-        grads = random_grads(params, seed)
-        set_grads(params, grads)
-        set_grads(theirs, grads)
-        if max_grad_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(theirs, max_grad_norm)
-        optimizer.step()
-        stock.step()
-        if max_grad_norm is not None:
-            assert_close(optimizer.grad_norm, norm, "torch.optim", "grad_norm")
-    for index, (param, other) in enumerate(zip(params, theirs, strict=True)):
-        assert_close(param, other, "torch.optim", f"parameter {index}")
-        for name, value in stock.state[other].items():
-            if value is not None:  # momentum_buffer of an SGD without momentum
-                assert_close(optimizer.state[param][name], value, "torch.optim", f"{name} {index}")
 
 
 @pytest.mark.pairwise(case=EACH_VARIANT, bad=((torch.inf, (0,)), (torch.nan, (2,)), (-torch.inf, (0, 1))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accumfused as af
-from accumfused.loop import batch_size as schedule
 from accumfused.loop.batch_size import gradient_accumulation_steps, scale_lr, updates_per_epoch
 
 COUNTS = st.integers(1, 60)
@@ -79,7 +77,3 @@ def test_a_learning_rate_and_a_rule_that_cannot_be_are_refused() -> None:
             scale_lr(base_lr, 8, 16)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r'rule must be "linear" \(SGD\) or "sqrt" \(Adam.*\), got \'cubic\''):
         scale_lr(0.1, 8, 16, rule="cubic")  # type: ignore[arg-type]
-
-
-def test_the_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(schedule) == (0, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accumfused as af
-from accumfused.loop import batches
 
 Steps = Any  # an int, or a function of the update's index
 
@@ -122,7 +120,3 @@ def test_what_is_no_number_of_steps_or_start_is_refused(steps: Any) -> None:
     if steps != 0:
         with pytest.raises(ValueError, match="start must be a whole number >= 0, got"):
             af.windows([1, 2], 2, start=steps)
-
-
-def test_the_example_in_the_docstring() -> None:
-    assert doctest.testmod(batches) == (0, 1)

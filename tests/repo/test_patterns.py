@@ -39,7 +39,8 @@ FOUND: dict[str, dict[str, tuple[float, float]]] = {
     "basic_loop": {"weight=len(y)": RIGHT, "loss": WRONG, "loss / 4": WRONG},
     "clipping": {"window": RIGHT, "each": WRONG},
     "mixed_precision": {"unscale first": RIGHT, "clip first": ALL},  # 1 / 65536 of each update is left
-    "fixed_effective_batch": dict.fromkeys(("8 x 4", "4 x 8", "2 x 16", "1 x 32"), RIGHT),
+    "fixed_effective_batch": dict.fromkeys(("8 x 4", "4 x 8", "2 x 16", "1 x 32"), RIGHT)
+    | dict.fromkeys(("4 x 4", "4 x 16", "4 x 32"), (0.3, math.inf)),
     "dynamic_accumulation": {"windows": RIGHT, "modulo": WRONG},
     "remainder": {"windows": RIGHT, "it dropped": WRONG, "it divided by 4": WRONG},
     "token_weights": {"tokens": RIGHT, "means": WRONG},
@@ -56,7 +57,7 @@ FOUND: dict[str, dict[str, tuple[float, float]]] = {
         "here, fp32, N = 4096": (0, 1e-6), "here, bf16, N = 4096": (0, 1e-6), "autograd, bf16, N = 4096": WRONG,
     },
     "noise_scale": {},
-    "dropout": {"p=0": RIGHT, "p=0.5, one draw": WRONG},
+    "dropout": {"p=0": RIGHT, "p=0.5, one draw": (0.6, math.inf), "mean of 100 draws": (0, 0.2)},
     "zero_grad": {"without": RIGHT, "zero_grad first": WRONG, "warnings": (1, 1)},
     "two_optimizers": {"zero_grad": (0, 1e-4), "no zero_grad": WRONG},  # two networks: each follows the other
     "existing_loop": {
@@ -117,12 +118,6 @@ def test_what_is_taught_is_right_and_what_is_warned_of_is_not(name: str) -> None
         assert low <= found[way] <= high, way
 
 
-def test_no_other_effective_batch_is_right() -> None:
-    found, _ = ran("fixed_effective_batch")
-    assert all(value > 0.3 for way, value in found.items() if way not in FOUND["fixed_effective_batch"])
-    assert len(found) > 4
-
-
 def test_a_scaled_learning_rate_takes_a_large_batch_as_far_as_a_small_one() -> None:
     data, module = example("data"), example("learning_rate")
     small, kept, scaled = ran("learning_rate")[0].values()
@@ -130,11 +125,6 @@ def test_a_scaled_learning_rate_takes_a_large_batch_as_far_as_a_small_one() -> N
     ((x, y),) = data.micro_batches([512])
     truth = data.whole_batches(data.model(), [32] * 16, 4 * module.LR)
     assert scaled == pytest.approx(F.cross_entropy(truth(x.double()), y).item(), rel=1e-5)
-
-
-def test_more_draws_of_dropout_come_nearer_to_the_mean() -> None:
-    found, _ = ran("dropout")
-    assert found["p=0.5, one draw"] > 3 * found["mean of 100 draws"]
 
 
 def test_the_noise_scale_is_estimated_from_the_norms_that_a_window_has() -> None:

@@ -20,6 +20,7 @@ import torch
 from torch.nn import Parameter
 
 import accumfused as af
+from accumfused.loop import batch_size, batches
 from accumfused.optimizers import ALL
 from accumfused.settings import SettingArguments, Settings
 
@@ -81,11 +82,12 @@ def test_help_shows_the_optimizers_own_text_and_the_signature_that_a_subclass_wa
     assert str(torch.optim.AdamW.__doc__).strip().splitlines()[0] not in text
 
 
-def test_the_packages_example_stands_first_in_its_help_and_runs() -> None:
+def test_the_packages_example_stands_first_in_its_help_and_all_examples_run() -> None:
     text = pydoc.plain(pydoc.render_doc(af))
     assert text.index(">>> optimizer = af.AdamW(") < text.index("PACKAGE CONTENTS")
-    found = doctest.testmod(af)
-    assert (found.failed, found.attempted > 5) == (0, True)
+    for module, least in ((af, 6), (batches, 1), (batch_size, 4)):
+        found = doctest.testmod(module)
+        assert (found.failed, found.attempted >= least) == (0, True)
 
 
 def test_an_integration_without_its_framework_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
