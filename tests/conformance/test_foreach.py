@@ -32,7 +32,6 @@ from table import (  # fmt: skip
 )
 from torch import Tensor
 
-import accumfused as af
 from accumfused.backends import ForeachBackend, foreach, foreach_step
 from accumfused.backends.several import SeveralDevices
 from accumfused.formats import codecs
@@ -176,16 +175,12 @@ def test_what_is_not_finite_propagates(case: Case, torchs: ForeachBackend) -> No
     assert param.isnan().tolist() == [False, True, False]
 
 
-def test_the_plan_is_kept_while_nothing_moves_and_memory_that_is_gone_is_refused(torchs: ForeachBackend) -> None:
-    params = random_params([(5,), (CHUNK + 3,)])
-    optimizer = ADAMW_CASE.make(params, torchs, max_grad_norm=1.0)
-    plans = []
-    for seed in range(3):
-        set_grads(params, random_grads(params, seed))
-        optimizer.step()
-        plans.append(inside.plan(optimizer))
-    assert plans[0] is plans[1] is plans[2]
-    params[0].untyped_storage().resize_(0)
+def test_memory_that_is_gone_is_refused(torchs: ForeachBackend) -> None:
+    (param,) = random_params([(5,)])
+    optimizer = ADAMW_CASE.make([param], torchs)
+    param.grad = torch.ones(5)
+    optimizer.step()
+    param.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="no memory to update"):
         optimizer.step()
 
@@ -199,14 +194,3 @@ def test_two_devices_give_the_numbers_of_one(devices_apart: Any, torchs: Foreach
     optimizer.step()
     # The plan's device leads, which is the norm's.
     assert [part.device for part in inside.plan(optimizer).parts] == [*reversed(devices_apart)]
-
-
-def test_a_parameter_may_move_to_the_next_group(torchs: ForeachBackend) -> None:
-    first, second = (torch.zeros(2, requires_grad=True) for _ in range(2))
-    optimizer = af.SGD([{"params": [first, second], "lr": 1.0}, {"params": [], "lr": 10.0}])
-    inside.use_backend(optimizer, torchs)
-    for wanted in (-1.0, -11.0):
-        set_grads([first, second], [torch.ones(2)] * 2)
-        optimizer.step()
-        assert second.tolist() == [wanted] * 2
-        optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [first], [second]
