@@ -77,35 +77,25 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_training_equals_the_stock_run(tmp_path: Path, row: str) -> None:
-    ours, stock = both(lambda: make(tmp_path, **ROWS[row]))
+LINEARS = ("by tokens, in the model", "by micro-batches", "a model that Trainer makes")
+
+
+@pytest.mark.parametrize(("row", "fuses"), [*((row, False) for row in ROWS), *((row, True) for row in LINEARS)])
+def test_training_equals_the_stock_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, fuses: bool) -> None:
+    """Args: fuses: linear layers add to the sums themselves."""
+    monkeypatch.setattr(linears, "SMALLEST", 1)
+    ours, stock = both(lambda: make(tmp_path, **ROWS[row]), linears=fuses)
     assert_same_training(ours, stock, steps=ROWS[row].get("max_steps", STEPS))
     assert getattr(ours, "has_failed", True)
     decays = [[group["weight_decay"] for group in each.optimizer.param_groups] for each in (ours, stock)]
     assert decays[0] == decays[1]
     clips = [entry["grad_norm"] > 0.3 for entry in history(stock) if "grad_norm" in entry]
     assert any(clips) or row in ("no clip", "windows longer than the epoch")
-    if row == "a model that Trainer makes":  # and a new optimizer, in each training
-        assert_same_training(trained(ours), stock)
-
-
-LINEARS = ("by tokens, in the model", "by micro-batches", "a model that Trainer makes")
-
-
-@pytest.mark.parametrize("row", LINEARS)
-def test_linear_layers_may_add_to_the_sums_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str
-) -> None:
-    monkeypatch.setattr(linears, "SMALLEST", 1)
-    ours, stock = both(lambda: make(tmp_path, **ROWS[row]), linears=True)
-    assert_same_training(ours, stock, steps=ROWS[row].get("max_steps", STEPS))
-    for _ in range(2):
-        layers = [module for module in ours.model.modules() if isinstance(module, torch.nn.Linear)]
-        assert len(layers) == 8
-        assert all("forward" in vars(layer) for layer in layers)
-        if row == "a model that Trainer makes":  # and a new optimizer, in each training
+    for again in (False, True):
+        if again and row == "a model that Trainer makes":  # and a new optimizer, in each training
             assert_same_training(trained(ours), stock)
+        layers = [module for module in ours.model.modules() if isinstance(module, torch.nn.Linear)]
+        assert ["forward" in vars(layer) for layer in layers] == [fuses] * 8
 
 
 def test_linear_layers_of_a_second_optimizer_go_to_its_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

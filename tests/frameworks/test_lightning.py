@@ -199,7 +199,7 @@ def train(net: Any, wrapper: Any, backward: Any, data: list[Batch], clip: Callab
 class Manual(Stock):
     """Manual optimization: the whole loop is in one training step."""
 
-    automatic_optimization, data = False, batches()
+    automatic_optimization, data = False, list[Batch]()
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         train(self.net, self.optimizers(), self.manual_backward, self.data)
