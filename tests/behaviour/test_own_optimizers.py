@@ -54,14 +54,6 @@ def test_cautious_elements_against_the_gradient_stay_and_tiny_ones_still_move(ba
     assert found == [[-0.5, -0.5, 0.5, -0.5], [-1.0, -0.5, 1.0, -0.5]]
 
 
-def test_a_cautious_decay_spares_elements_that_move_away_from_0(backend: str) -> None:
-    param = Parameter(torch.tensor([2.0, -2.0, 2.0]))
-    optimizer = af.Lion([param], lr=0.5, weight_decay=0.5, cautious_weight_decay=True, backend=backend)
-    param.grad = torch.tensor([1.0, 1.0, 0.0])
-    optimizer.step()
-    assert param.tolist() == [2.0 * 0.75 - 0.5, -2.0 - 0.5, 2.0 * 0.75]
-
-
 @pytest.mark.parametrize("torch_class", [torch.optim.Adam, torch.optim.AdamW])
 def test_cautious_checkpoints_load_in_torch_and_torchs_here(backend: str, torch_class: Any) -> None:
     """A checkpoint without the options switches them off, as one of torch's without amsgrad does."""
