@@ -177,7 +177,7 @@ class OwnStep(Protocol):
 
 
 class Release(Protocol):
-    """Takes gradients during backward: see loop/release.py."""
+    """Takes gradients, or sums, during backward: see loop/contributions.py."""
 
     def follow(self, params: Any = None) -> Any: ...
     def expecting(self, weight: Number | None, last: bool) -> AbstractContextManager[None]: ...

@@ -48,8 +48,8 @@ class Window:
         self.sums = Sums(EMPTY, Arena(0))
         self.entered = False  # a micro-batch is in progress: it is counted, and more of its gradients may come
         self.habits = Habits()
-        self.place: int | None = None  # of the micro-batch's factor; None: it is left out
-        self.plan: Plan | None = None
+        self._place: int | None = None  # of the micro-batch's factor; None: it is left out
+        self._plan: Plan | None = None
         self._pin = Pin()
         self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another dtype
 
@@ -59,9 +59,9 @@ class Window:
         return self.phase in OPEN_PHASES
 
     @property
-    def is_first_entered(self) -> bool:
-        """Whether the micro-batch in progress is the window's first: a loop without accumulate() has no other."""
-        return self.entered and self.weights.count <= 1
+    def holds_micro_batches(self) -> bool:
+        """Whether there are micro-batches besides one in progress: a loop without accumulate() has no others."""
+        return self.is_open and not (self.entered and self.weights.count <= 1)
 
     def begin(self, plan: Plan, grads: Grads, weight: Number | None) -> None:
         """Refuses a wrong micro-batch before anything is written."""
@@ -96,13 +96,13 @@ class Window:
         if len(self.params) != len(plan.params) or not all(map(operator.is_, self.params, plan.params)):
             self.params, arena = list(plan.params), Arena(len(plan.params))
             self._grad_dtypes.clear()
-        self.phase, self.plan = Phase.OPEN, plan
+        self.phase, self._plan = Phase.OPEN, plan
         self.sums, self.weights = Sums(plan, arena), Weights(plan.device)
         self.habits.see(self.params)
 
     def follow(self, plan: Plan) -> None:
         """Goes on with a newer plan: added parameters become new rows, others must be unchanged."""
-        if plan is self.plan:
+        if plan is self._plan:
             return
         known = len(self.params)
         if len(plan.params) < known or any(a is not b for a, b in zip(self.params, plan.params, strict=False)):
@@ -112,8 +112,8 @@ class Window:
         for row, accumulator in zip(plan.rows, self.sums.accumulators, strict=False):
             _refuse_moved(row, accumulator)
         self.weights.factors = self.weights.factors.to(plan.device)  # a resumed window has them on the host
-        self.sums.follow(self.plan, plan)
-        self.plan, self.params = plan, list(plan.params)
+        self.sums.follow(self._plan, plan)
+        self._plan, self.params = plan, list(plan.params)
         self.habits.see_new(self.params)
 
     def enter(self, plan: Plan, weight: Number | None, exchange: Exchange, *, in_loss: bool) -> None:
@@ -121,7 +121,7 @@ class Window:
         if self.phase is Phase.IDLE:
             self.open(plan)
         self.entered = True
-        self.place = self.weights.add(weight, exchange, in_loss=in_loss)
+        self._place = self.weights.add(weight, exchange, in_loss=in_loss)
 
     def fold(self, plan: Plan, backend: Backend, grads: Grads, complete: bool, *, last: bool, ends: bool) -> None:
         """Adds matched gradients of the entered micro-batch.
@@ -131,7 +131,7 @@ class Window:
             last: the micro-batch closes the window; each of its folds says so.
             ends: no more of its gradients will come: `p.grad` is released.
         """
-        place, scale = self.place, self.weights.closing_scale if last else None
+        place, scale = self._place, self.weights.closing_scale if last else None
         if place is None:  # the micro-batch is left out
             grads, place, complete = [None] * len(grads), READY, False
         self.sums.fold(plan, backend, self.weights, grads, complete, place, scale, ends)
@@ -141,9 +141,14 @@ class Window:
             self.entered = False
             plan.reader.release()
 
+    def contribute(self, index: int) -> tuple[Tensor, bool] | None:
+        """Gives the accumulator of a row of the entered micro-batch to a backward: see `Sums.contribute`."""
+        assert self._plan is not None
+        return self.sums.contribute(self._plan, index, self._place)
+
     def present(self, grads: Grads) -> list[bool]:
         """Flags parameters that have a sum, or get one by these gradients."""
-        grads = [None] * len(grads) if self.place is None else grads
+        grads = [None] * len(grads) if self._place is None else grads
         return [a is not None or g is not None for a, g in zip(self.sums.accumulators, grads, strict=True)]
 
     def agree(self, plan: Plan, divisor: Tensor, missing: list[bool]) -> None:
@@ -163,9 +168,9 @@ class Window:
 
     def expose(self) -> None:
         """Closes the window: p.grad becomes the accumulator, even if autograd's gradient has another dtype."""
-        assert self.plan is not None
+        assert self._plan is not None
         self.phase = Phase.CLOSED
-        for index, (row, accumulator) in enumerate(zip(self.plan.rows, self.sums.accumulators, strict=True)):
+        for index, (row, accumulator) in enumerate(zip(self._plan.rows, self.sums.accumulators, strict=True)):
             if accumulator is None:
                 continue
             param = row.param
@@ -192,27 +197,22 @@ class Window:
 
     def drop(self) -> None:
         """Ends the window without a step."""
-        if self._holds_micro_batches:
+        if self.holds_micro_batches:  # a GradScaler may skip a closed window; plain loops may drop freely
             self.habits.dropped()
         if self.phase is not Phase.IDLE:
             self._end()
 
     def watch_drops(self) -> None:
         """Before a window is dropped: warns, once, if that is a habit."""
-        if self._holds_micro_batches:
+        if self.holds_micro_batches:
             self.habits.watch_drops()
-
-    @property
-    def _holds_micro_batches(self) -> bool:
-        """Whether a drop loses micro-batches. A GradScaler may skip a closed window; plain loops may drop freely."""
-        return self.is_open and not self.is_first_entered
 
     def _end(self) -> None:
         for index, dtype in list(self._grad_dtypes.items()):
             if self.params[index].grad is None:
                 self.params[index].grad_dtype = dtype
                 del self._grad_dtypes[index]
-        self.phase, self.entered, self.plan = Phase.IDLE, False, None
+        self.phase, self.entered, self._plan = Phase.IDLE, False, None
         self.weights, self.sums = Weights(), Sums(EMPTY, self.sums.arena)
 
     @contextlib.contextmanager
@@ -238,7 +238,7 @@ class Window:
         twin = copy.copy(self)
         twin.params, twin.sums, twin.weights = list(self.params), self.sums.copied(), copy.copy(self.weights)
         twin.weights.factors = self.weights.factors.clone()
-        twin.plan, twin._grad_dtypes, twin.habits = None, {}, Habits()
+        twin._plan, twin._grad_dtypes, twin.habits = None, {}, Habits()
         return twin
 
 

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 
 from accumfused.formats.kinds import DTYPES
 from accumfused.formats.shards import is_dtensor
-from accumfused.loop.release import GradientRelease, has_hooks
+from accumfused.loop.contributions import Contributions, has_hooks
 from accumfused.optimizer import FusedOptimizer
 
 SMALLEST = 2**19  # elements of a weight; a smaller gradient stays in a cache, and the calls cost more than they save
@@ -84,7 +84,7 @@ class FusedLinears:
         self._optimizer = weakref.ref(optimizer)  # the model holds this object
         # Weakly: a copy of the model has these functions, too, and would keep the original.
         self._forwards: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-        self._own_release: weakref.ref[GradientRelease] | None = None
+        self._own_release: weakref.ref[Contributions] | None = None
         held = {id(param) for param in optimizer.engine.plans.params}
         chosen = []
         for name, module in model.named_modules():
@@ -96,7 +96,7 @@ class FusedLinears:
                 chosen.append(module)
             else:
                 self.left[name] = reason
-        release: Any = optimizer.engine.release or GradientRelease(optimizer, 0)
+        release: Any = optimizer.engine.release or Contributions(optimizer)
         release.claim(module.weight for module in chosen)
         if optimizer.engine.release is None:
             optimizer.engine.release = release
