@@ -1,0 +1,364 @@
+"""Fused linear layers: who is left alone, who sees ordinary layers, and what a handle does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import weakref
+from typing import Any
+
+import inside
+import pytest
+import torch
+from compare import assert_all_same_bits, assert_close, everything
+from layers import WAYS, WIDTH, Net, backward, batch, fused, loss_of, mlp
+from loop import Fails
+from snapshot import refused
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import accumfused as af
+from accumfused.loop import linears
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "SMALLEST", 1)
+
+
+# ---- who is left alone ----------------------------------------------------------------------------------------------
+
+
+class Own(nn.Linear):
+    pass
+
+
+class Wrapped(nn.Parameter):
+    pass
+
+
+def test_the_report_names_every_linear_layer_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "SMALLEST", 500)
+    model = nn.ModuleDict({
+        "fused": nn.Linear(WIDTH, WIDTH), "small": nn.Linear(WIDTH, 2), "frozen": nn.Linear(WIDTH, WIDTH),
+        "norm": parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+        "pruned": nn.Linear(WIDTH, WIDTH), "own": Own(WIDTH, WIDTH), "other": nn.Linear(WIDTH, WIDTH),
+        "bf16": nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), "wrapped": nn.Linear(WIDTH, WIDTH),
+        "tensor": nn.Linear(WIDTH, WIDTH), "attention": nn.MultiheadAttention(WIDTH, 2),
+        "bilinear": nn.Bilinear(3, 3, 3),
+    })  # fmt: skip
+    parts: Any = model
+    prune.random_unstructured(parts["pruned"], "weight", 0.5)
+    parts["frozen"].weight.requires_grad_(False)
+    parts["wrapped"].forward = torch.tanh
+    parts["tensor"].weight = Wrapped(torch.zeros(WIDTH, WIDTH))
+    others = {*parts["other"].parameters()}
+    optimizer = af.SGD([p for p in model.parameters() if p not in others and p.requires_grad], lr=0.1)
+    handle = af.fuse_linears(model, optimizer)
+    assert handle.fused == ["fused"]
+    own = "it is a {}, with a forward of its own"
+    computed = "its weight is computed from other parameters"
+    assert handle.left == {
+        "small": "its weight has 48 elements, and below 500 the calls cost more than they save",
+        "frozen": "its weight is frozen", "norm": computed, "pruned": computed, "own": own.format("Own"),
+        "other": "the optimizer does not have its weight",
+        "bf16": "no product of torch.bfloat16 can be added to an fp32 accumulator on cpu",
+        "wrapped": "its forward was replaced, by an earlier call or by somebody else",
+        "tensor": "its weight is a Wrapped",
+        "attention.out_proj": own.format("NonDynamicallyQuantizableLinear"),
+    }  # fmt: skip
+    said = str(handle)
+    assert said.startswith(
+        "1 layers add their weight's gradient to the accumulator\n  fused\n10 linear layers are left"
+    )
+    assert "\n  frozen: its weight is frozen" in said
+    assert "an earlier call" in af.fuse_linears(model, optimizer).left["fused"]
+
+
+def test_a_layer_that_changes_later_goes_its_ordinary_way(backend: str) -> None:
+    """Parametrized, frozen, replaced or of another dtype, after fuse_linears."""
+
+    class Twice(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight * 2
+
+    net = Net("twice")
+    optimizer = fused(net, backend)
+    original = net.a.weight
+    parametrize.register_parametrization(net.a, "weight", Twice())
+    net.b.weight.requires_grad_(False)
+    exact = copy.deepcopy(net).double()
+    for each in (net, exact):
+        backward(each)
+    assert original.grad is not None
+    assert net.b.weight.grad is None
+    assert_close(original.grad, exact.a.parametrizations["weight"].original.grad, "model")  # type: ignore[index, arg-type]
+    optimizer.accumulate()
+    net.to(torch.bfloat16)
+    backward(net)
+    assert original.grad is not None
+
+
+def test_a_layer_frozen_after_its_forward_pass_gets_no_gradient(backend: str) -> None:
+    model = mlp()
+    optimizer = fused(model, backend)
+    before, other = model[0].weight.detach().clone(), model[3].weight.detach().clone()
+    loss = loss_of(model, batch(model, 0))
+    model[0].weight.requires_grad_(False)
+    optimizer.backward(loss)
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)
+    assert not torch.equal(model[3].weight, other)
+
+
+def test_an_output_may_be_written_in_place_and_an_input_has_its_name(backend: str) -> None:
+    found = []
+    for fuses in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, 40), nn.ReLU(inplace=True), nn.Linear(40, 16))
+        optimizer = af.SGD(model.parameters(), lr=0.1, backend=backend)
+        if fuses:
+            af.fuse_linears(model, optimizer)
+        for shape in ((4, WIDTH), (2, 3, WIDTH), (WIDTH,), (0, 3, WIDTH)):
+            model[2](input=model[1](model[0](batch(model, 0, *shape)))).sum().backward()
+            optimizer.accumulate()
+        optimizer.step()
+        found.append(everything(optimizer))
+        with pytest.raises(TypeError):
+            model[0](None)
+    assert_all_same_bits(*found)
+
+
+def test_a_weight_is_one_optimizers(backend: str) -> None:
+    model = mlp()
+    first, second = (af.SGD(model.parameters(), lr=0.1, backend=backend) for _ in range(2))
+    taken = r"released by another optimizer"
+    with af.fuse_linears(model, first), pytest.raises(RuntimeError, match=taken):
+        af.release_gradients(second)
+    with af.release_gradients(first), pytest.raises(RuntimeError, match=taken):
+        af.fuse_linears(model, second)
+    with af.fuse_linears(model, second), af.fuse_linears(model, first) as handle:
+        assert not handle.fused
+        assert {"its forward was replaced, by an earlier call or by somebody else"} == {*handle.left.values()}
+
+
+def test_autocast_casts_as_it_does_for_the_layer_itself(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU no product in 16 bits is added in fp32, so the layers are left alone; here it is pretended."""
+
+    def add_product(accumulator: Tensor, left: Tensor, right: Tensor, holds_sum: bool) -> None:
+        assert (left.dtype, right.dtype) == (torch.bfloat16, torch.bfloat16)
+        accumulator.copy_((left @ right).float() + (accumulator if holds_sum else 0.0))
+
+    for pretends in (False, True):
+        if pretends:
+            monkeypatch.setattr(linears, "multiplies", lambda device, dtype: True)
+            monkeypatch.setattr(linears, "add_product", add_product)
+        found = []
+        for fuses in (False, True):
+            net = Net("outside")
+            optimizer = af.SGD(net.parameters(), lr=0.1, backend=backend)
+            if fuses:
+                af.fuse_linears(net, optimizer)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(net, batch(net, 0))
+            loss.backward()
+            assert (net.b.weight.grad is None) is (fuses and pretends)
+            optimizer.accumulate(last=True)
+            found.append({name: param.grad for name, param in net.named_parameters()})
+        for name, right in found[0].items():
+            torch.testing.assert_close(found[1][name], right, rtol=2**-7, atol=2**-7 * right.abs().max().item())  # type: ignore
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")  # torch calls it for these
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "forward AD", "trace", "functional_call", "no_grad"])
+def test_transforms_see_an_ordinary_layer(transform: str) -> None:
+    net, x = Net("twice"), torch.randn(4, WIDTH)
+    right = net(x).detach()
+    fused(net)
+    if transform == "vmap":
+        found = torch.func.vmap(net)(x)
+    elif transform == "grad":
+        slope = torch.func.grad(lambda x: net(x).sum())(x)
+        (expected,) = torch.autograd.grad(net(x.requires_grad_()).sum(), x)
+        assert_close(slope, expected, "model")
+        return
+    elif transform == "jvp":
+        found, _ = torch.func.jvp(net, (x,), (x,))
+    elif transform == "forward AD":
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, x)
+            found, slope = torch.autograd.forward_ad.unpack_dual(net(dual))
+            assert slope is not None
+    elif transform == "trace":
+        found = torch.jit.trace(net, x)(x)  # type: ignore[no-untyped-call]
+    elif transform == "functional_call":
+        others = {name: nn.Parameter(param.detach() * 1) for name, param in net.named_parameters()}
+        found = torch.func.functional_call(net, others, (x,))
+        found.sum().backward()
+        assert all(other.grad is not None for other in others.values())
+    else:
+        with torch.no_grad():
+            found = net(x)
+    assert_close(found, right, "model")
+
+
+# ---- handles, copies, refusals --------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_and_calls_at_a_wrong_time_are_refused(backend: str) -> None:
+    model = mlp()
+    optimizer = af.SGD(model.parameters(), lr=0.1, backend=backend)
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module first, got SGD"):
+        af.fuse_linears(optimizer, model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got SGD; convert it with accumfused\.fuse"):
+        af.fuse_linears(model, torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]
+    backward(model)
+    optimizer.accumulate()
+    with refused(optimizer, RuntimeError, r"a window is open.*before fuse_linears"):
+        af.fuse_linears(model, optimizer)
+    optimizer.step()
+    handle = af.fuse_linears(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"call release_gradients\(\) before fuse_linears"):
+        af.release_gradients(optimizer)
+    backward(model)
+    with refused(optimizer, RuntimeError, r"call optimizer\.backward\(loss, weight\) in place of"):
+        optimizer.accumulate(3)
+    with refused(optimizer, RuntimeError, r"gradient that was not accumulated"):
+        optimizer.backward(loss_of(model, batch(model, 0)))
+    with refused(optimizer, RuntimeError, "a window is open"):
+        handle.remove()
+    for copies in (copy.deepcopy, pickle.dumps, lambda optimizer: optimizer.state_dict()):
+        with refused(optimizer, RuntimeError, "a part of its gradients is in the window"):
+            copies(optimizer)
+    optimizer.accumulate()
+    with refused(optimizer, RuntimeError, "a window is open"):
+        handle.remove()
+    optimizer.step()
+    handle.remove()
+    handle.remove()
+    af.release_gradients(optimizer).remove()
+
+
+def test_a_backward_that_ends_early_is_refused_until_zero_grad(backend: str) -> None:
+    net = Net(lambda net, x: net.b(Fails.apply(net.a(x))))
+    optimizer = fused(net, backend)
+    with pytest.raises(MemoryError):
+        backward(net)
+    for call in (optimizer.accumulate, optimizer.step, lambda: optimizer.backward(loss_of(net, batch(net, 0)))):
+        with refused(optimizer, RuntimeError, r"ended early.*call optimizer\.zero_grad\(\)"):
+            call()
+    optimizer.zero_grad()
+    net.way = WAYS["twice"]
+    optimizer.backward(loss_of(net, batch(net, 0)), last=True)
+    found = {name: param.grad.clone() for name, param in net.named_parameters()}  # type: ignore[union-attr]
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(net, batch(net, 0)), last=True)
+    assert_all_same_bits(found, {name: param.grad for name, param in net.named_parameters()})  # type: ignore[misc]
+
+
+def test_a_backward_without_weight_in_a_weighted_window_is_refused(backend: str) -> None:
+    model = mlp()
+    optimizer = fused(model, backend)
+    optimizer.backward(loss_of(model, batch(model, 0)), 2)
+    with pytest.raises(ValueError, match="weights for some micro-batches of a window only"):
+        backward(model, 1)
+    for call in (lambda: optimizer.accumulate(2), optimizer.step):  # a part of its gradients is in p.grad
+        with refused(optimizer, RuntimeError, r"ended early.*call optimizer\.zero_grad\(\)"):
+            call()
+
+
+@pytest.mark.parametrize("entered", [False, True])
+def test_an_exception_in_the_block_ends_it_in_any_case(backend: str, entered: bool) -> None:
+    model = mlp()
+    optimizer = af.SGD(model.parameters(), lr=0.1, backend=backend)
+    with contextlib.suppress(KeyboardInterrupt), af.fuse_linears(model, optimizer):
+        optimizer.backward(loss_of(model, batch(model, 0)))
+        if entered:
+            backward(model)
+        raise KeyboardInterrupt
+    assert bool(inside.open_window(optimizer)) is not entered
+    assert not any("forward" in vars(module) for module in model)
+    backward(model)
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
+def test_copies_of_a_model_are_ordinary_models_and_do_not_keep_it(backend: str, copied: str) -> None:
+    model = mlp()
+    optimizer = fused(model, backend)
+    if copied == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif copied == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.mul_(2)  # its layers compute with weights of its own
+    ordinary = mlp()
+    ordinary.load_state_dict(twin.state_dict())
+    assert len({each[0](batch(each, 0)).grad_fn.name() for each in (twin, ordinary)}) == 1
+    for each in (twin, ordinary):
+        backward(each)
+    for param, right in zip(twin.parameters(), ordinary.parameters(), strict=True):
+        assert torch.equal(param.grad, right.grad)  # type: ignore[arg-type]
+    assert all(param.grad is None for param in model.parameters())
+    assert af.fuse_linears(twin, af.SGD(twin.parameters(), lr=0.1)).fused == ["0", "3", "5"]
+    original = weakref.ref(model[0])
+    del model
+    gc.collect()
+    assert original() is None
+    optimizer.zero_grad()
+
+
+def test_a_model_outlives_its_optimizer_and_a_wrapper_its_handle(backend: str) -> None:
+    model = mlp()
+    fused(model, backend)
+    gc.collect()
+    backward(model)
+    assert all(param.grad is not None for param in model.parameters())
+    fresh = mlp()
+    optimizer = af.SGD(fresh.parameters(), lr=0.1, backend=backend)
+    handle = af.fuse_linears(fresh, optimizer)
+    inner = fresh[0].forward
+    fresh[0].forward = lambda x: inner(x)  # a wrapper of somebody's
+    handle.remove()
+    backward(fresh)
+    assert all(param.grad is not None for param in fresh.parameters())
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_compiled_model_goes_its_ordinary_way(backend: str, compiler: str) -> None:
+    torch.compiler.reset()
+    results = []
+    for compiles in (False, True):
+        model = mlp()
+        optimizer = fused(model, backend)
+        run: Any = torch.compile(model, backend=compiler, fullgraph=True) if compiles else model
+        for number in range(2):
+            optimizer.backward(loss_of(run, batch(model, number)))
+        optimizer.step()
+        results.append(everything(optimizer))
+    for name, value in results[0].items():
+        assert_close(results[1][name], value, "model", name)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler's
+def test_compiled_autograd_brings_the_gradients(backend: str) -> None:
+    torch.compiler.reset()
+    model, stock = mlp(), mlp()
+    optimizer = fused(model, backend)
+    with inside.compiled_autograd():
+        backward(model)
+    backward(stock)
+    optimizer.accumulate(last=True)
+    for param, right in zip(model.parameters(), stock.parameters(), strict=True):
+        assert param.grad is not None
+        assert right.grad is not None
+        assert_close(param.grad, right.grad, "model")
