@@ -11,11 +11,12 @@ import sys
 import types
 import weakref
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
@@ -83,7 +84,7 @@ class FusedLinears:
         self.left: dict[str, str] = {}
         self._optimizer = weakref.ref(optimizer)  # the model holds this object
         # Weakly: a copy of the model has these functions, too, and would keep the original.
-        self._forwards: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        self._layers: WeakSet[nn.Module] = WeakSet()
         self._own_release: weakref.ref[Contributions] | None = None
         held = {id(param) for param in optimizer.engine.plans.params}
         chosen = []
@@ -101,8 +102,21 @@ class FusedLinears:
         if optimizer.engine.release is None:
             optimizer.engine.release = release
             self._own_release = weakref.ref(release)
+
+        # `copy` and `pickle` take a bound method by its module and its name: a copy is bound to the copied module,
+        # whose weight the optimizer does not have, and an unpickled module gets its class's own method.
+        def forward(layer: nn.Module, *inputs: Any, **named: Any) -> Tensor:
+            given = (*inputs, *named.values())
+            if len(given) != 1 or not isinstance(given[0], Tensor):
+                return type(layer).forward(layer, *inputs, **named)  # type: ignore[no-any-return]  # which refuses
+            if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
+                return self._outside_graphs(layer, given[0])
+            return self._forward(layer, given[0])
+
+        forward.fused = self  # type: ignore[attr-defined]
         for module in chosen:
-            self._replace(module)
+            self._layers.add(module)
+            module.forward = types.MethodType(forward, module)
 
     def remove(self) -> None:
         """Gives the layers their own `forward` back. A second call does nothing.
@@ -111,7 +125,7 @@ class FusedLinears:
             RuntimeError: a window is open.
         """
         optimizer = self._optimizer()
-        if optimizer is not None and self._forwards:
+        if optimizer is not None and self._layers:
             optimizer.engine.refuse_open("remove()")
         self._put_back()
 
@@ -124,7 +138,7 @@ class FusedLinears:
             self.remove()
             return
         optimizer = self._optimizer()
-        if optimizer is not None and self._forwards and optimizer.engine.window.entered:
+        if optimizer is not None and self._layers and optimizer.engine.window.entered:
             optimizer.zero_grad()
         self._put_back()
 
@@ -134,24 +148,11 @@ class FusedLinears:
         lines += [f"{len(self.left)} linear layers are left alone"] if self.left else []
         return "\n".join(lines + [f"  {name}: {reason}" for name, reason in self.left.items()])
 
-    def _replace(self, module: nn.Module) -> None:
-        # `copy` and `pickle` take a bound method by its module and its name: a copy is bound to the copied module,
-        # whose weight the optimizer does not have, and an unpickled module gets its class's own method.
-        def forward(layer: nn.Module, *inputs: Any, **named: Any) -> Tensor:
-            given = (*inputs, *named.values())
-            if len(given) != 1 or not isinstance(given[0], Tensor):
-                return type(layer).forward(layer, *inputs, **named)  # type: ignore[no-any-return]  # which refuses
-            return self._forward(layer, given[0])
-
-        forward.fused = self  # type: ignore[attr-defined]
-        self._forwards[module] = forward
-        module.forward = types.MethodType(forward, module)
-
     def _put_back(self) -> None:
-        for module, forward in self._forwards.items():
-            if getattr(module.__dict__.get("forward"), "__func__", None) is forward:  # else somebody has wrapped it
+        for module in self._layers:
+            if _handle_of(module.__dict__.get("forward")) is self:  # else somebody has wrapped it
                 del module.forward
-        self._forwards.clear()
+        self._layers.clear()
         own = self._own_release() if self._own_release else None
         if own is not None:
             own.unhook()
@@ -162,7 +163,7 @@ class FusedLinears:
         bias: Any = layer.bias
         casts = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if casts else x.dtype
-        recorded = layer in self._forwards and x.dim() > 1 and _is_recorded(x, weight)
+        recorded = layer in self._layers and x.dim() > 1 and _is_recorded(x, weight)
         if not recorded or not multiplies(x.device, dtype):
             return type(layer).forward(layer, x)  # type: ignore[no-any-return]
         is_transposed = type(layer) is not nn.Linear
@@ -174,6 +175,11 @@ class FusedLinears:
         made: Any = _Linear.apply(_rows(x), weight, bias, gradient)  # type: ignore[no-untyped-call]
         return made if x.dim() == 2 else made.view(*x.shape[:-1], made.shape[-1])  # type: ignore[no-any-return]
 
+    @_disable_dynamo
+    def _outside_graphs(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """As `_forward`, with a break in a compiled graph: that costs less than a gradient to write and to add."""
+        return self._forward(layer, x)
+
     def _gradient(self, weight: nn.Parameter, is_transposed: bool, ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
         """The gradient `grad.t() @ x` for autograd; None: it is in the accumulator, or nobody asks for it."""
         if not weight.requires_grad:  # frozen since the forward pass
@@ -181,7 +187,7 @@ class FusedLinears:
         if torch.is_grad_enabled() or torch.compiler.is_compiling():  # create_graph=True; compiled autograd
             return grad.t() @ x
         optimizer = self._optimizer()
-        release = None if optimizer is None or not self._forwards else optimizer.engine.release
+        release = None if optimizer is None or not self._layers else optimizer.engine.release
         if release is not None:
             taken = _is_taken(ctx.next_functions[1][0])
             if taken is False:
@@ -206,9 +212,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_weight = ctx.gradient(ctx, grad, x)  # first, while `grad` is in a cache
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, ctx.gradient(ctx, grad, x), grad_bias, None
+        return grad @ weight if ctx.needs_input_grad[0] else None, grad_weight, grad_bias, None
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -300,6 +306,11 @@ def _reason(module: nn.Module, held: set[int]) -> str | None:
 
 def _is_own(module: nn.Module, forward: Any) -> bool:
     """Whether an instance's forward computes like its class's: that of a copied or unpickled module."""
-    function = getattr(forward, "__func__", None)
-    handle = getattr(function, "fused", None)
-    return function is type(module).forward or (handle is not None and module not in handle._forwards)
+    handle = _handle_of(forward)
+    is_class_own = getattr(forward, "__func__", None) is type(module).forward
+    return is_class_own or (handle is not None and module not in handle._layers)
+
+
+def _handle_of(forward: Any) -> FusedLinears | None:
+    """The handle that has put this `forward` there, into the module itself or into the original of a copy."""
+    return getattr(getattr(forward, "__func__", None), "fused", None)

@@ -173,7 +173,9 @@ def test_autocast_casts_as_it_does_for_the_layer_itself(backend: str, monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")  # torch calls it for these
-@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "forward AD", "trace", "functional_call", "no_grad"])
+@pytest.mark.parametrize(
+    "transform", ["vmap", "grad", "jvp", "forward AD", "trace", "functional_call", "no_grad", "compile", "export"]
+)
 def test_transforms_see_an_ordinary_layer(transform: str) -> None:
     net, x = Net("twice"), torch.randn(4, WIDTH)
     right = net(x).detach()
@@ -199,9 +201,13 @@ def test_transforms_see_an_ordinary_layer(transform: str) -> None:
         found = torch.func.functional_call(net, others, (x,))
         found.sum().backward()
         assert all(other.grad is not None for other in others.values())
+    elif transform == "export":
+        found = torch.export.export(net, (x,), strict=True).module()(x)
     else:
+        torch.compiler.reset()
+        run = torch.compile(net, backend="eager", fullgraph=True) if transform == "compile" else net
         with torch.no_grad():
-            found = net(x)
+            found = run(x)
     assert_close(found, right, "model")
 
 
@@ -333,20 +339,22 @@ def test_a_model_outlives_its_optimizer_and_a_wrapper_its_handle(backend: str) -
     assert all(param.grad is not None for param in fresh.parameters())
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_a_compiled_model_goes_its_ordinary_way(backend: str, compiler: str) -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler's
+def test_a_compiled_model_leaves_its_graph_for_each_layer(backend: str) -> None:
     torch.compiler.reset()
-    results = []
+    found = []
     for compiles in (False, True):
         model = mlp()
         optimizer = fused(model, backend)
-        run: Any = torch.compile(model, backend=compiler, fullgraph=True) if compiles else model
+        run: Any = torch.compile(model, backend="aot_eager") if compiles else model
         for number in range(2):
-            optimizer.backward(loss_of(run, batch(model, number)))
+            backward(run, number)
+            assert all(model[layer].weight.grad is None for layer in (0, 3, 5))
+            optimizer.accumulate()
         optimizer.step()
-        results.append(everything(optimizer))
-    for name, value in results[0].items():
-        assert_close(results[1][name], value, "model", name)
+        found.append(everything(optimizer))
+    for name, value in found[0].items():
+        assert_close(found[1][name], value, "model", name)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler's
