@@ -54,9 +54,9 @@ class Contender:
 def run(bench: Bench) -> list[Table]:
     _, text_model = demo()
     width, depth = (32, 1) if bench.quick else (768, 2)
-    mlp = [nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
+    mlp = (nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(2 * depth))
     models = {
-        "GELU-MLP": nn.Sequential(*copy.deepcopy(mlp * 2 * depth)),
+        "GELU-MLP": nn.Sequential(*mlp),
         "GPT-2's blocks": nn.Sequential(*(text_model.Block(width, width // 64 or 1) for _ in range(depth))),
     }
     return [_table(bench, name, model.to(bench.device), width) for name, model in models.items()]

@@ -12,11 +12,12 @@ from torch import Tensor
 
 pytest.importorskip("rich")
 
+from accumfused.loop import linears
 from bench import exact, peer_adapters, shapes
 from bench.ceilings import Ceilings
 from bench.loops import PIECE, CpuLoops
 from bench.peers import KNOWN, REFERENCES, fold_gaps, peers, selected, step_gaps
-from bench.suites import Bench, accumulate, all_suites, lean, scale, tail, train
+from bench.suites import Bench, accumulate, all_suites, backward, lean, scale, tail, train
 from bench.workload import Workload
 
 SMALL = [(40, 30), (64,), (1,)]
@@ -325,6 +326,17 @@ def test_train_has_both_losses_and_shares(bench: Bench) -> None:
         assert ours["losses"] == pytest.approx(stock["losses"], abs=1e-4)
     assert all(0 < row["tail_share"] < 1 for row in table.rows)
     assert stock["over_stock"] == 1
+
+
+def test_backward_has_layers_with_weights_of_their_own_and_sums_that_take_less(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linears, "SMALLEST", 1)
+    mlp, blocks = backward.run(bench)
+    assert "GELU-MLP of 16,704 parameters" in mlp.title  # two pairs of layers, of 32 and 128 outputs
+    for table in (mlp, blocks):
+        _, ours, fused = table.rows
+        assert fused["peak_bytes"] < ours["peak_bytes"]
 
 
 def test_sizes_that_do_not_fit_are_rows_with_what_they_need(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
