@@ -21,6 +21,7 @@ settings, and `python -m accumfused` lists the backends that run on this machine
 
 from accumfused import versions as versions  # first: it refuses an old torch
 from accumfused.batch_norm import BatchNormWarning, check_model
+from accumfused.clipping import Adaptive, GlobalNorm, PerGroup, PerTensor, RunningMean, ZScore
 from accumfused.loop.batch_size import gradient_accumulation_steps, scale_lr, updates_per_epoch
 from accumfused.loop.batches import windows
 from accumfused.loop.clip_group import ClipGroup
@@ -69,21 +70,27 @@ __all__ = [
     "AdamWScheduleFree",
     "Adamax",
     "Adan",
+    "Adaptive",
     "BatchNormWarning",
     "ClipGroup",
     "FusedLinears",
     "FusedOptimizer",
+    "GlobalNorm",
     "GradScaler",
     "Lion",
     "MemoryReport",
     "Muon",
     "NAdam",
+    "PerGroup",
+    "PerTensor",
     "RAdam",
     "RMSprop",
     "Rprop",
     "Rule",
+    "RunningMean",
     "SGDScheduleFree",
     "Signum",
+    "ZScore",
     "attach_ddp",
     "check_model",
     "fuse",

@@ -19,6 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from accumfused import backends
 from accumfused.arguments import checked_positive, checked_weight
 from accumfused.batch_norm import check_graph
+from accumfused.clipping import LIMIT, group_limits
 from accumfused.core.engine import Engine, Prepared, Surroundings, divisors_of
 from accumfused.core.plan import Plan, rule_of
 from accumfused.core.protocol import Backend, Exchange, OwnStep
@@ -93,6 +94,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         refuse_differentiable(self.defaults)
         check_settings(settings)
+        group_limits(settings.clip, settings.max_grad_norm, self.param_groups)
         for group in self.param_groups:
             check_formats(self.rule_of(group), group["params"], settings)
         self.engine = Engine(self, settings, _SURROUNDINGS)
@@ -309,12 +311,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             TypeError: a parameter that requires a gradient and is not fp32, fp16 or bf16.
             RuntimeError: a complex parameter, or one that overlaps itself.
             ValueError: a parameter that is listed twice, or whose dtype `master_weights` does not serve; amsgrad with
-                8-bit states; a setting (`max_grad_norm`...) for one group alone.
+                8-bit states; a setting other than `max_grad_norm` for one group alone, or that for some groups only.
         """
         if isinstance(param_group, dict):
-            for name in {setting.name for setting in fields(Settings)} & param_group.keys():
+            for name in ({setting.name for setting in fields(Settings)} - {LIMIT}) & param_group.keys():
                 raise ValueError(f"{name} is one for all groups; give it to the optimizer, not to a group")
             refuse_differentiable(param_group)
+            if hasattr(self, "engine"):
+                settings = self.engine.settings
+                group_limits(settings.clip, settings.max_grad_norm, [*self.param_groups, param_group])
         if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
             given = param_group["params"]
             param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)

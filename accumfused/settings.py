@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from typing_extensions import TypedDict, Unpack  # a dependency of torch's
 
+from accumfused.clipping import Clip, GlobalNorm, RunningMean, check_limit, check_policies
+
 Nonfinite = Literal["skip", "propagate", "raise"]
 MasterWeights = Literal["auto", "fp32", "split16", "split8"]
 BackendName = Literal["auto", "cuda", "triton", "cpu", "foreach", "torch"]
@@ -23,6 +25,8 @@ class SettingArguments(TypedDict, total=False):
     """The keyword arguments of `Settings`, for functions that pass them on."""
 
     max_grad_norm: float | None
+    clip: Clip | None
+    skip_above: float | RunningMean | None
     nonfinite: Nonfinite | None
     backend: str
     master_weights: MasterWeights | None
@@ -41,7 +45,12 @@ class Settings:
     deepcopy and pickle carry them; state_dict does not, because a checkpoint of torch's has none.
 
     Args:
-        max_grad_norm: > 0; clip the global norm of all gradients, as `clip_grad_norm_` does. None: no clipping.
+        max_grad_norm: > 0; clip the global norm of all gradients, as `clip_grad_norm_` does. None: no clipping. A
+            parameter group may have its own: then each group has a norm, and this is the limit of the others.
+        clip: another policy than one global norm: `accumfused.PerGroup`, `PerTensor`, `Adaptive`, `ZScore`.
+            `GlobalNorm(x)` is max_grad_norm=x.
+        skip_above: > 0; a step writes nothing if the global norm before clipping is larger. Or a multiple of the norms
+            before: `accumfused.RunningMean`. None: only a norm that is not finite skips.
         nonfinite: the step's answer to a non-finite norm. "skip" writes nothing; "propagate" behaves as stock torch;
             "raise" checks on the host and raises before it writes. None: "skip" whenever the step takes a norm.
         backend: "cpu", "cuda" (native kernels), "triton", "foreach" (torch's own kernels and bits), "torch" (the
@@ -66,6 +75,8 @@ class Settings:
     """
 
     max_grad_norm: float | None = None
+    clip: Clip | None = None
+    skip_above: float | RunningMean | None = None
     nonfinite: Nonfinite | None = None
     backend: str = "auto"
     master_weights: MasterWeights | None = "auto"
@@ -78,7 +89,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:
-            check_max_grad_norm(self.max_grad_norm, "None is off (elsewhere 0 often is)")
+            check_limit(self.max_grad_norm, "max_grad_norm", "None is off (elsewhere 0 often is)")
+        check_policies(self.clip, self.max_grad_norm, self.skip_above, self.nonfinite)
+        if isinstance(self.clip, GlobalNorm):
+            self.max_grad_norm, self.clip = self.clip.max_norm, None
         modes = get_args(Nonfinite)
         if self.nonfinite not in (None, *modes):
             raise ValueError(f"nonfinite must be one of {', '.join(modes)} or None, got {self.nonfinite!r}")
@@ -110,14 +124,6 @@ class Settings:
             raise ValueError(f"reduce_dtype must be torch.float32, torch.bfloat16 or None, got {self.reduce_dtype!r}")
         if self.reduce_dtype is not None and self.process_group is None:
             raise ValueError("reduce_dtype is for gradients that process_group reduces; give one")
-
-
-def check_max_grad_norm(value: Any, off: str) -> None:
-    """Refuses anything but a positive number; `off` tells the user how to switch clipping off."""
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"max_grad_norm must be a number, got {value!r}; {off}")
-    if not value > 0:
-        raise ValueError(f"max_grad_norm must be > 0, got {value}; {off}")
 
 
 @functools.cache

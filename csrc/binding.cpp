@@ -85,9 +85,19 @@ void finish_norm(const Table& table, uintptr_t partials, double normalization, u
   baseline::finish_norm(scaling, sum, pointer<float>(outcome), pointer<int64_t>(skips));
 }
 
+// squares[s]: the sum of partials[bounds[s]] up to partials[bounds[s + 1]], in sum_partials' order.
+void segment_norms(uintptr_t partials, uintptr_t bounds, int64_t segments, uintptr_t squares) {
+  const int64_t* const bound = pointer<const int64_t>(bounds);
+  const baseline::FloatMode ieee;
+  for (int64_t s = 0; s < segments; ++s) {
+    pointer<double>(squares)[s] =
+        baseline::sum_partials(pointer<const float>(partials) + bound[s], bound[s + 1] - bound[s]);
+  }
+}
+
 // hypers[group]: its numbers in its rule's order, or tensors of one element. rules[group]: the address of its RuleCode.
 void step(const std::string& instruction_set, const Table& table, int threads, const std::vector<py::tuple>& hypers,
-          const std::vector<uintptr_t>& rules, uintptr_t outcome) {
+          const std::vector<uintptr_t>& rules, uintptr_t outcome, uintptr_t coefficients) {
   const cpu::Kernels& run = kernels(instruction_set);
   size_t stride = 0;
   for (const py::tuple& group : hypers) stride = std::max(stride, group.size());
@@ -102,7 +112,8 @@ void step(const std::string& instruction_set, const Table& table, int threads, c
   std::vector<const cpu::RuleCode*> codes;
   for (const uintptr_t rule : rules) codes.push_back(pointer<const cpu::RuleCode>(rule));
   const py::gil_scoped_release release;
-  run.step(work_on(table, threads), {numbers.data(), codes.data(), int64_t(stride), pointer<const float>(outcome)});
+  run.step(work_on(table, threads), {numbers.data(), codes.data(), int64_t(stride), pointer<const float>(outcome),
+                                     pointer<const float>(coefficients)});
 }
 
 }  // namespace
@@ -136,5 +147,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("accumulate", accumulate);
   m.def("norm", norm);
   m.def("finish_norm", finish_norm);
+  m.def("segment_norms", segment_norms);
   m.def("step", step);
 }

@@ -61,8 +61,11 @@ class Batch:
                 rows = [row for row, other in zip(self.rows, own, strict=True) if other == kind]
                 yield self if len(rows) == len(self.rows) else replace(self, rows=rows, stored=None)
 
-    def scaled(self, grads: Tensors, coefficient: float | Tensor, scratch: Tensor) -> Tensors:
-        """Gradients times the coefficient, as new fp32 tensors."""
+    def scaled(self, grads: Tensors, coefficient: float | Tensor | list[Any], scratch: Tensor) -> Tensors:
+        """Gradients times the coefficient, or each row's own, as new fp32 tensors."""
+        if isinstance(coefficient, list):
+            own = [coefficient[row] for row in self.rows]
+            return [torch.mul(grad.float(), factor) for grad, factor in zip(grads, own, strict=True)]
         if self.end is None:
             return list(torch._foreach_mul([grad.float() for grad in grads], coefficient))
         (grad,) = grads

@@ -51,11 +51,16 @@ class CpuBackend:
         )  # fmt: skip
         return outcome
 
+    def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
+        squares = torch.empty(len(bounds) - 1, dtype=torch.float64, device=plan.device)
+        self._c.segment_norms(partials.data_ptr(), bounds.data_ptr(), len(squares), squares.data_ptr())
+        return squares
+
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         plan.point_at(grads)
         self._c.step(
             self.instruction_set, plan.table, torch.get_num_threads(),
-            hypers, plan.functors, outcome.values.data_ptr(),
+            hypers, plan.functors, outcome.values.data_ptr(), address(outcome.coefficients),
         )  # fmt: skip
 
 

@@ -57,13 +57,20 @@ class CudaBackend:
         )  # fmt: skip
         return outcome
 
+    def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
+        squares = torch.empty(len(bounds) - 1, dtype=torch.float64, device=plan.device)
+        copy, stream = self._on_device(plan, [partials, bounds])
+        copy.segment_norms(stream, partials.data_ptr(), bounds.data_ptr(), len(squares), squares.data_ptr())
+        return squares
+
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         plan.point_at(grads)
-        copy, stream = self._on_device(plan, grads)
+        copy, stream = self._on_device(plan, [*grads, outcome.coefficients])
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         stride = max(map(len, kept), default=0)
         flat = [hyper for values in kept for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
-        copy.step(plan.table, stream, flat, plan.functors, outcome.values.data_ptr())
+        each = address(outcome.coefficients)
+        copy.step(plan.table, stream, flat, plan.functors, outcome.values.data_ptr(), each)
 
     def _on_device(self, plan: Plan, used: Sequence[Tensor | None]) -> tuple[Any, int]:
         """The table's copy for this call, and the stream; another stream may have made the tensors in `used`.

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from accumfused.backends import foreach_step
 from accumfused.backends.batches import WHOLE, Batch, Tensors, cut
-from accumfused.backends.reference import finish_norm
+from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads
 from accumfused.formats.kinds import Format
-from accumfused.formats.numeric import CHUNK, ieee, sum_partials
+from accumfused.formats.numeric import CHUNK, ieee, sum_partials, sum_segments
 
 _CACHED = 32 * CHUNK  # elements of a piece: 4 MiB of fp32, so that its call costs little
 _LARGE = 512 * CHUNK  # where caches do not matter; it bounds the memory of intermediate tensors
@@ -65,6 +65,10 @@ class ForeachBackend:
         with ieee():
             return finish_norm(None if partials is None else sum_partials(partials), scaling)
 
+    def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
+        with ieee():
+            return sum_segments(partials, bounds)
+
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         skipped = None if _can_read(plan) else outcome.skipped
         if skipped is None and bool(outcome.skipped):
@@ -74,8 +78,11 @@ class ForeachBackend:
             dict(zip(rule.hypers, of_group, strict=True)) for rule, of_group in zip(plan.rules, hypers, strict=True)
         ]
         absorbed = None
-        if isinstance(coefficient, float) and _are_plain(plan, grads):
+        if isinstance(coefficient, float) and outcome.coefficients is None and _are_plain(plan, grads):
             absorbed = foreach_step.absorbed(plan.rules, known, coefficient, outcome.spends_grads)
+        coefficients: list[Any] = []
+        if outcome.coefficients is not None:
+            coefficients = outcome.coefficients.tolist() if skipped is None else [*outcome.coefficients.unbind()]
         foreach_step.advance(plan, grads, skipped)
         size = _cached(plan) if absorbed is None else WHOLE
         scratch = torch.empty(
@@ -84,7 +91,7 @@ class ForeachBackend:
         for batch in self._batches(plan, size, [grad is not None for grad in grads]):
             given = batch.of(grads)
             if absorbed is None:
-                given = batch.scaled(given, coefficient, scratch)
+                given = batch.scaled(given, coefficients or coefficient, scratch)
             if batch.stored is None:
                 batch.stored = foreach_step.stored(plan, batch)
             foreach_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped)

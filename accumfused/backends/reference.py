@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 
 from accumfused.backends import evaluate
+from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads
 from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
 from accumfused.formats.numeric import (
-    LEAST_DIVISOR,
-    LEAST_SUM,
     chunk_count,
     ieee,
     memory_order,
-    square_root,
     sum_partials,
+    sum_segments,
     sums_of_squares,
     whole_steps,
 )
@@ -66,6 +65,10 @@ class ReferenceBackend:
                     _write_partials(partials, row.first_chunk, grad)
             return finish_norm(sum_partials(partials), scaling)
 
+    def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
+        with ieee():
+            return sum_segments(partials, bounds)
+
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         with ieee():
             for group, (rule, values) in enumerate(zip(plan.rules, hypers, strict=True)):
@@ -76,9 +79,9 @@ class ReferenceBackend:
                 steps = whole_steps(torch.stack(counts)) + 1
                 named = dict(zip(rule.hypers, map(float, values), strict=True))  # waits for a GPU that has some
                 scalars = evaluate.scalars(rule, named, steps, _kept(plan, rule, rows))
-                factor = evaluate.signed(named, outcome.coefficient)
                 for j, row in enumerate(rows):
                     own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
+                    factor = evaluate.signed(named, outcome.coefficient_of(row))
                     grad = memory_order(grads[row]).float() * factor  # type: ignore[arg-type]
                     _update(plan, row, own, grad, steps[j], outcome.skipped)
 
@@ -94,38 +97,6 @@ def _kept(plan: Plan, rule: type[Rule], rows: list[int]) -> dict[str, Tensor]:
     """The rows' tensor states, by name, each of shape [rows]."""
     storages = [storage for row in rows if (storage := plan.rows[row].storage) is not None]
     return {name: torch.stack([s.tensor_states[k] for s in storages]) for k, name in enumerate(rule.tensor_states)}
-
-
-def finish_norm(sum_of_squares: Tensor | None, scaling: Scaling) -> Outcome:
-    """Computes the outcome from the sum of squares, as `Backend.norm` does. The caller keeps subnormals: see `ieee`.
-
-    Args:
-        sum_of_squares: the sum over all gradients, fp64, shape []; None: the outcome has no norm.
-    """
-    device = scaling.device
-    outcome = Outcome(torch.empty(3, dtype=torch.float32, device=device), normed=sum_of_squares is not None)
-    divisor = torch.full((), scaling.normalization, dtype=torch.float64, device=device)
-    if scaling.device_normalization is not None:
-        divisor = divisor * scaling.device_normalization
-    inverse = torch.where((divisor > 0) & divisor.isfinite(), 1.0 / divisor, torch.nan)
-    norm = torch.zeros_like(divisor)
-    if sum_of_squares is not None:
-        is_lost = (sum_of_squares < LEAST_SUM) & (divisor < LEAST_DIVISOR)
-        norm = torch.where(is_lost, torch.nan, square_root(sum_of_squares.float()).double() * inverse)
-    clip = torch.ones_like(norm)
-    if scaling.max_grad_norm is not None:
-        limit = torch.full_like(norm, scaling.max_grad_norm)
-        clip = (limit / (norm.float().double() + 1e-6)).clamp(max=1.0)
-    coefficient = (inverse * clip).float()
-    skipped = torch.zeros_like(norm, dtype=torch.bool)
-    if scaling.skips_nonfinite:
-        skipped = ~(norm.float().isfinite() & coefficient.isfinite())
-    if scaling.found_inf is not None:
-        skipped = skipped | (scaling.found_inf != 0)
-    if scaling.skips is not None:
-        scaling.skips.add_(skipped)
-    outcome.values.copy_(torch.stack([coefficient, norm.float(), skipped.float()]))
-    return outcome
 
 
 def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor, step: Tensor, skipped: Tensor) -> None:

@@ -59,12 +59,17 @@ class SeveralDevices:
         leading = plan.parts[0]
         return self.backends[leading.device].norm(leading, None, partials, scaling)
 
+    def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
+        leading = plan.parts[0]
+        return self.backends[leading.device].segment_norms(leading, partials, bounds)
+
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         for part in plan.parts:
             own = _only(_rows(part), grads)
             if any(grad is not None for grad in own):
-                values = moved(outcome.values, part.device)
-                self.backends[part.device].step(part, own, hypers, Outcome(values))
+                each = None if outcome.coefficients is None else moved(outcome.coefficients, part.device)
+                of_part = Outcome(moved(outcome.values, part.device), coefficients=each)
+                self.backends[part.device].step(part, own, hypers, of_part)
 
 
 def _rows(part: Plan) -> list[bool]:

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from accumfused import versions
 from accumfused.arguments import checked_positive
+from accumfused.clipping import LIMIT
 from accumfused.core import graphs
+from accumfused.core.clipping import Clipping
 from accumfused.core.masters import Masters
 from accumfused.core.plan import EMPTY, Plan, build, rule_of
 from accumfused.core.protocol import (
@@ -30,6 +32,7 @@ from accumfused.core.protocol import (
     Owner,
     Release,
     Scaling,
+    Segments,
     on_device,
 )
 from accumfused.core.rows import Grads, has_memory
@@ -59,6 +62,10 @@ class Prepared:
         if self.exchange.is_alone and not self.plan.is_spread:
             return self.backend.norm(self.plan, grads, partials, scaling)
         return self.exchange.norm(self.backend, self.plan, grads, partials, scaling)
+
+    def segment_norms(self, partials: Tensor, segments: Segments) -> Tensor:
+        """`Backend.segment_norms`, over all shards of the parameters."""
+        return self.exchange.segment_norms(self.backend, self.plan, partials, segments)
 
     def cleared_partials(self, complete: bool) -> Tensor:
         """Memory for the sums of squares; zero for rows without a gradient."""
@@ -206,6 +213,7 @@ class Engine:
     ) -> None:
         self.plans = Plans(owner, settings, surroundings)
         self.settings = settings
+        self.clipping = Clipping(settings)
         self.window = window or Window()
         self.outcome: Outcome | None = None  # of the last step
         self.release: Release | None = None  # while gradients are folded during backward
@@ -313,6 +321,9 @@ class Engine:
 
     def measure(self, divisors: Divisors) -> Measured | None:
         """Computes the coefficient for the gradients that a step takes now; None if there is no gradient."""
+        settings, groups, asked = self.settings, self.plans.owner.param_groups, None
+        if settings.clip is not None or settings.skip_above is not None or any(LIMIT in group for group in groups):
+            asked = None if divisors.is_shared else self.clipping.asked(groups)
         if self.release is not None:
             self.release.end_before_step()
         window, prepared = self.window, self.plans.current()
@@ -336,13 +347,17 @@ class Engine:
             window.habits.see(window.params)  # make_state wrote a loaded master into its parameter
         plan, complete = prepared.plan, present == len(grads)
         scaling, takes_norm = self._scaling(plan, divisors, normalization)
+        takes_norm |= asked is not None
         stale: Grads | None = matched
         partials: Tensor | None = None
         if is_open:
             stale, partials = window.sums.stale(matched), window.sums.partials
         elif takes_norm:
             partials = prepared.cleared_partials(complete)
-        outcome = prepared.norm(stale, partials, scaling)
+        if asked is None or partials is None:
+            outcome = prepared.norm(stale, partials, scaling)
+        else:
+            outcome = self.clipping.norm(asked, prepared, stale, matched, partials, scaling)
         outcome.spends_grads = is_open
         return Measured(prepared, grads, matched, complete, outcome)
 

@@ -6,6 +6,7 @@ All backends but foreach.py compute the same bits.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -80,10 +81,14 @@ class Outcome:
     values: Tensor
     normed: bool = True
     spends_grads: bool = False  # nobody reads the gradients after the step, so it may overwrite them
+    coefficients: Tensor | None = None  # fp32 [rows]: each row's own, in place of the one
 
     @property
     def coefficient(self) -> Tensor:
         return self.values[0]
+
+    def coefficient_of(self, row: int) -> Tensor:
+        return self.values[0] if self.coefficients is None else self.coefficients[row]
 
     @property
     def norm(self) -> Tensor:
@@ -92,6 +97,30 @@ class Outcome:
     @property
     def skipped(self) -> Tensor:
         return self.values[2] != 0
+
+
+@dataclass
+class Segments:
+    """The runs of rows that have a norm: parameter groups, or single rows."""
+
+    bounds: Tensor  # int64 [segments + 1]: their first chunks, and the number of all
+    rows: Tensor  # int64 [rows + 1]: the rows' first chunks, and the number of all
+    first: Tensor | None  # int64 [segments + 1]: their first rows, and the number of all; None: rows are segments
+    places: Tensor | None  # int64 [rows]: each row's segment; None: its own
+
+    @classmethod
+    def of(cls, plan: Plan, *, per_group: bool) -> Segments:
+        """The segments of a plan; their tensors lie on its device."""
+
+        def kept(numbers: list[int]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device=plan.device)
+
+        chunks = [*(row.first_chunk for row in plan.rows), plan.chunks]
+        if not per_group:
+            return cls(kept(chunks), kept(chunks), None, None)
+        places = [row.group for row in plan.rows]
+        first = [bisect_left(places, group) for group in range(len(plan.rules) + 1)]
+        return cls(kept([chunks[row] for row in first]), kept(chunks), kept(first), kept(places))
 
 
 class Backend(Protocol):
@@ -115,6 +144,15 @@ class Backend(Protocol):
         Args:
             grads: gradients whose sums of squares partials lack, if any; None leaves a row's partials alone.
             partials: None: it takes no norm, and only the normalization enters.
+        """
+
+    def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
+        """The sums of squares of runs of chunks, each added up as `norm` adds up all of them: fp64 [segments].
+
+        Args:
+            partials: as `norm` leaves them.
+            bounds: int64 [segments + 1], on the plan's device; segment i begins at chunk bounds[i] and ends before
+                bounds[i + 1].
         """
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
@@ -153,6 +191,10 @@ class Exchange:
     ) -> Outcome:
         """`Backend.norm`, over all shards of the parameters."""
         return backend.norm(plan, grads, partials, scaling)
+
+    def segment_norms(self, backend: Backend, plan: Plan, partials: Tensor, segments: Segments) -> Tensor:
+        """`Backend.segment_norms`, over all shards of the parameters."""
+        return backend.segment_norms(plan, partials, segments.bounds)
 
 
 class Owner(Protocol):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accumfused.backends.reference import finish_norm
+from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Backend, Exchange, Outcome, Scaling
 from accumfused.core.rows import Grads, Row

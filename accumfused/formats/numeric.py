@@ -100,6 +100,22 @@ def sum_partials(partials: Tensor) -> Tensor:
     return _tree(_lane_sums(padded.view(rows, LANES)))
 
 
+def sum_segments(partials: Tensor, bounds: Tensor) -> Tensor:
+    """The sums of partials[bounds[i]:bounds[i + 1]], fp64 [segments], each in the order of `sum_partials`."""
+    ends, numel = bounds[1:, None], partials.numel()
+    longest = int(bounds.diff().max()) if bounds.device.type == "cpu" else numel  # no wait for a GPU
+    width = 1
+    while width < min(longest, LANES):
+        width *= 2
+    lane = bounds[:-1, None] + torch.arange(width, device=bounds.device)
+    padded = torch.zeros(numel + 1, dtype=torch.float64, device=partials.device)
+    padded[:numel] = partials
+    lanes = torch.zeros(lane.shape, dtype=torch.float64, device=partials.device)
+    for first in range(0, longest, LANES):
+        lanes = lanes + padded[torch.where(lane + first < ends, lane + first, numel)]
+    return _tree(lanes)
+
+
 def _lane_sums(rows: Tensor) -> Tensor:
     """Each column's sum, added up from 0 in sequence."""
     # cumsum is one kernel in place of one per row. Along every dimension but the last, each of its threads adds up a

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 from accumfused.arguments import checked_positive
-from accumfused.backends.reference import finish_norm
+from accumfused.clipping import check_limit
 from accumfused.core.engine import Measured, divisors_of
+from accumfused.core.norm import finish_norm
 from accumfused.core.protocol import Divisors, Outcome, Scaling, moved
 from accumfused.optimizer import FusedOptimizer
-from accumfused.settings import check_max_grad_norm
 
 
 class ClipGroup:
@@ -55,6 +55,11 @@ class ClipGroup:
                 )
             if optimizer.max_grad_norm is not None:
                 raise ValueError("one of the optimizers has a max_grad_norm of its own; give it to the group alone")
+            if optimizer.engine.clipping.asked(optimizer.param_groups) is not None:
+                raise ValueError(
+                    "one of the optimizers has a clip, a skip_above or a parameter group's max_grad_norm, and a "
+                    "ClipGroup clips by one norm; leave them out"
+                )
             if optimizer.engine.group is not None and optimizer.engine.group() is not None:
                 raise ValueError("one of the optimizers is in a group already")
         if len(set(self.optimizers)) != len(self.optimizers) or len(self.optimizers) < 2:
@@ -82,7 +87,7 @@ class ClipGroup:
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        check_max_grad_norm(value, "inf is off")
+        check_limit(value, "max_grad_norm", "inf is off")
         self._max_grad_norm = value
 
     # ---- an optimizer's face, for training loops and GradScalers -----------------------------------------------------

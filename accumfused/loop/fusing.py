@@ -7,11 +7,11 @@ import inspect
 from typing import Any, ClassVar, overload
 
 import torch
-from torch import Tensor
 from typing_extensions import Unpack
 
+from accumfused.clipping import group_limits
 from accumfused.core.engine import Engine, Measured
-from accumfused.core.protocol import OwnStep
+from accumfused.core.protocol import Outcome, OwnStep
 from accumfused.core.rows import Grads
 from accumfused.core.window import Phase, Window
 from accumfused.formats.shards import local
@@ -100,6 +100,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     own = chosen("fuse", **settings)
     check_settings(own)
     refuse_differentiable(optimizer.defaults)
+    group_limits(own.clip, own.max_grad_norm, optimizer.param_groups)
     fused: Any = PEERS.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
     for group in optimizer.param_groups:
         check_parameters(group["params"])
@@ -139,8 +140,8 @@ def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
     coefficient, _, skipped = outcome.values.tolist()
     if skipped:
         return
-    if coefficient != 1.0:
-        _rescale(measured.grads, outcome.coefficient)
+    if coefficient != 1.0 or outcome.coefficients is not None:
+        _rescale(measured.grads, outcome)
     if window.is_open:
         window.expose()
     if window.phase is Phase.CLOSED:
@@ -156,12 +157,12 @@ def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
         vars(optimizer).update(hidden)
 
 
-def _rescale(grads: Grads, factor: Tensor) -> None:
-    """Multiplies gradients in place by an fp32 tensor of shape [], in one pass that reads and writes."""
-    for grad in grads:
+def _rescale(grads: Grads, outcome: Outcome) -> None:
+    """Multiplies gradients in place by their coefficients, in one pass that reads and writes."""
+    for row, grad in enumerate(grads):
         if grad is None:
             continue
-        own = factor.to(grad.device)
+        own = outcome.coefficient_of(row).to(grad.device)
         if grad.dtype == torch.float32:
             grad.mul_(own)
         else:  # in fp32: torch may round a factor of 16-bit tensors to their dtype (and copying, lose a lazy sign)

@@ -127,6 +127,8 @@ class _Matrices:
                 update = Storage(*after, [], kept.master, [], [])
                 last.append(replace(row, rule=OrthogonalRule, form=weights, storage=update))
                 chunk += chunk_count(row.tensor.numel())
+        rows = [index for stack in self.stacks for index in stack.rows]
+        self._places = torch.tensor(rows, dtype=torch.int64, device=plan.device)  # in the optimizer's plan
         self.first = Plan(first, [MuonRule] * len(self.stacks), chunk, plan.device)
         self.last = Plan(last, [OrthogonalRule] * len(self.stacks), chunk, plan.device)
         for own in (self.first, self.last):
@@ -137,7 +139,8 @@ class _Matrices:
         first, last = (
             [hypers(groups[stack.group], stack.shape) for stack in self.stacks] for hypers in (_of_first, _of_last)
         )
-        applied = Outcome(outcome.values.clone())
+        applied, each = Outcome(outcome.values.clone()), outcome.coefficients
+        outcome = replace(outcome, coefficients=None if each is None else each[self._places])
         applied.values[:1].fill_(1.0)  # the first rule has applied the coefficient
         try:
             for stack in self.stacks:

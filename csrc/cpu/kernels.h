@@ -14,7 +14,7 @@ struct Step;
 
 // A thread's: scalars cost two powers, and consecutive chunks mostly share them.
 struct Prepared {
-  int64_t group = -1, count = -1, row = -1;  // row: -1 where the rule has no tensor states
+  int64_t group = -1, count = -1, row = -1;  // row: -1 where rows share it
   alignas(8) unsigned char rule[kMaxFunctorBytes];
 };
 
@@ -28,7 +28,8 @@ struct Step {
   const double* hypers;          // [groups][hyper_stride]
   const RuleCode* const* rules;  // [groups]
   int64_t hyper_stride;
-  const float* outcome;  // {coefficient, norm, skipped}
+  const float* outcome;       // {coefficient, norm, skipped}
+  const float* coefficients;  // nullable: each row's own
 };
 
 struct RuleInfo {

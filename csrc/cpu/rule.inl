@@ -61,9 +61,9 @@ namespace accumfused::AF_TARGET {
 namespace {
 
 template <class Rule>
-Rule prepared_rule(const Row& row, const Step& step, int64_t count) {
+Rule prepared_rule(const Row& row, const Step& step, int64_t count, float coefficient) {
   const double* const hypers = step.hypers + row.group * step.hyper_stride;
-  return Rule(hypers, row.tensor_state, count, step.outcome[0]);
+  return Rule(hypers, row.tensor_state, count, coefficient);
 }
 
 template <class Rule>
@@ -71,9 +71,10 @@ void run_rule(const Row& row, int64_t index, const Operands& in, const Step& ste
               int64_t n) {
   static_assert(sizeof(Rule) <= sizeof(Prepared::rule) && __is_trivially_copyable(Rule), "scalars only");
   const int64_t count = row.step ? whole_steps(*row.step) + 1 : 0;
-  const int64_t own = Rule::kTensorStates > 0 ? index : -1;
+  const int64_t own = Rule::kTensorStates > 0 || step.coefficients ? index : -1;
   if (prepared.group != row.group || prepared.count != count || prepared.row != own) {
-    const Rule rule = prepared_rule<Rule>(row, step, count);
+    const float coefficient = step.coefficients ? step.coefficients[index] : step.outcome[0];
+    const Rule rule = prepared_rule<Rule>(row, step, count, coefficient);
     memcpy(prepared.rule, &rule, sizeof rule);
     prepared.group = row.group, prepared.count = count, prepared.row = own;
   }
@@ -90,11 +91,11 @@ void run_rule(const Row& row, int64_t index, const Operands& in, const Step& ste
   });
 }
 
-// After a row's last chunk: its new tensor states and step count.
+// After a row's last chunk: its new tensor states, which no coefficient enters, and step count.
 template <class Rule>
 void finish_row(const Row& row, const Step& step) {
   if constexpr (Rule::kTensorStates > 0) {
-    prepared_rule<Rule>(row, step, row.step ? whole_steps(*row.step) + 1 : 0).keep(row.tensor_state);
+    prepared_rule<Rule>(row, step, row.step ? whole_steps(*row.step) + 1 : 0, 1.0f).keep(row.tensor_state);
   }
   if (row.step) *row.step += 1.0f;
 }

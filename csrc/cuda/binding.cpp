@@ -37,16 +37,17 @@ void bind_cuda(py::module_& m) {
           py::arg("table"), py::arg("groups"), py::arg("stride"))
       .def("accumulate", on_rows(&DeviceTable::accumulate), release)
       .def("norm", on_rows(&DeviceTable::norm), release)
+      .def("segment_norms", &DeviceTable::segment_norms, release)
       .def(
           "step",
           [](DeviceTable& self, const Table& table, uintptr_t stream,
              const std::vector<std::tuple<double, uintptr_t, uintptr_t>>& hypers, const std::vector<int32_t>& rules,
-             uintptr_t outcome) {
+             uintptr_t outcome, uintptr_t coefficients) {
             std::vector<HyperParameter> values;
             for (const auto& [number, device_float, device_double] : hypers) {
               values.push_back({number, pointer<const float>(device_float), pointer<const double>(device_double)});
             }
-            self.step(table.rows(), stream, values, rules, outcome);
+            self.step(table.rows(), stream, values, rules, outcome, coefficients);
           },
           release);
 }

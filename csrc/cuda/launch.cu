@@ -20,7 +20,7 @@ using gpu::Kind;
 using gpu::Packet;
 using gpu::Policy;
 
-using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, int);
+using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, const float*, int);
 
 // For rows in any format; of rules with one or two states, with loops for the usual formats.
 template <class Rule>
@@ -203,8 +203,15 @@ void DeviceTable::norm(const Rows& table, uintptr_t stream, bool reads, uintptr_
          scaling, pointer<float>(outcome), pointer<int64_t>(skips));
 }
 
+void DeviceTable::segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t bounds, int64_t segments,
+                                uintptr_t squares) {
+  const Device device(device_);
+  launch("segment norms", gpu::segment_norms_kernel, segments, stream, pointer<const float>(partials),
+         pointer<const int64_t>(bounds), segments, pointer<double>(squares));
+}
+
 void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
-                       const std::vector<int32_t>& rules, uintptr_t outcome) {
+                       const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients) {
   if (hypers.size() != hypers_.size() || rules.size() != rules_.size()) {
     throw std::invalid_argument("hypers and rules of other groups than the table's");
   }
@@ -215,7 +222,7 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
   for (int32_t rule = 0; rule < int32_t(std::size(kStep)); ++rule) {  // nearly always one for all groups
     if (std::find(rules.begin(), rules.end(), rule) == rules.end()) continue;
     launch("step", kStep[rule][!table.plain], table.chunks, stream, layout.work, layout.step,
-           pointer<const float>(outcome), rule);
+           pointer<const float>(outcome), pointer<const float>(coefficients), rule);
   }
 }
 
@@ -228,6 +235,7 @@ std::string why_not(int device) {
     };
     load("accumulate", gpu::accumulate_kernel);
     load("norm", gpu::norm_kernel);
+    load("segment norms", gpu::segment_norms_kernel);
     load("table", gpu::write_kernel<Policy::kSmallPacket>);
     load("table", gpu::write_kernel<Policy::kLargePacket>);
     for (const auto& kernels : kStep) {

@@ -1,4 +1,4 @@
-// Norm: each chunk's sum of squares; the last thread block makes the coefficient of them.
+// Norm: each chunk's sum of squares; the last thread block makes the coefficient of them. And sums of runs of chunks.
 #pragma once
 #include "../norm.h"
 #include "block.cuh"
@@ -30,6 +30,16 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
   if (!is_last_block(work.ticket)) return;
   const double sum = scaling.takes_norm ? sum_partials_in_block(partials, work.chunks) : 0.0;
   if (threadIdx.x == 0) finish_norm(scaling, sum, outcome, skips);
+}
+
+// squares[s]: the sum of partials[bounds[s]] up to partials[bounds[s + 1]]; a thread block for each.
+__global__ void __launch_bounds__(Policy::kThreads)
+    segment_norms_kernel(const float* partials, const int64_t* bounds, const int64_t segments, double* squares) {
+  for (int64_t s = blockIdx.x; s < segments; s += gridDim.x) {
+    const double sum = sum_partials_in_block(partials + bounds[s], bounds[s + 1] - bounds[s]);
+    if (threadIdx.x == 0) squares[s] = sum;
+    __syncthreads();  // the next sum uses the same lanes
+  }
 }
 
 }  // namespace accumfused::AF_TARGET

@@ -19,6 +19,7 @@ struct Hypers {
 struct Prepared {
   int group;
   int count;
+  int row;  // -1 where rows share it
   double hyper[kMaxHypers];
   alignas(16) unsigned char rule[kMaxFunctorBytes];
 };
@@ -91,10 +92,12 @@ __device__ void step_any(const Rule& rule, const Work& work, int chunk, const Ch
   }
 }
 
-// Steps the rows of the groups that have this rule, the index-th of AF_CUDA_RULES.
+// Steps the rows of the groups that have this rule, the index-th of AF_CUDA_RULES. `coefficients`: nullable, each
+// row's.
 template <Kind kKind, class Rule>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks)
-    step_kernel(const Work work, const Hypers hypers, const float* outcome, const int index) {
+    step_kernel(const Work work, const Hypers hypers, const float* outcome, const float* coefficients,
+                const int index) {
   static_assert(sizeof(Rule) <= kMaxFunctorBytes && Rule::kHypers <= kMaxHypers, "Prepared is too small");
   static_assert(Rule::kTensorStates == 0, "Prepared is for all tensors of a group");
   if (outcome[2] != 0.0f) return;  // skipped: nothing is written
@@ -106,14 +109,15 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks)
     const int group = int(at.row.group);
     if (at.in.grad == nullptr || hypers.rules[group] != index) continue;
     const int count = at.row.step ? int(whole_steps(*at.row.step)) + 1 : 0;
-    if (group != prepared.group || count != prepared.count) {
+    const int row = coefficients ? int(at.index) : -1;
+    if (group != prepared.group || count != prepared.count || row != prepared.row) {
       __syncthreads();  // some threads may still be taking the one before
       if (threadIdx.x == 0) {
         for (int k = 0; k < Rule::kHypers; ++k) {
           prepared.hyper[k] = hypers.values[group * hypers.stride + k].value();
         }
-        new (prepared.rule) Rule(prepared.hyper, nullptr, count, outcome[0]);
-        prepared.group = group, prepared.count = count;
+        new (prepared.rule) Rule(prepared.hyper, nullptr, count, coefficients ? coefficients[row] : outcome[0]);
+        prepared.group = group, prepared.count = count, prepared.row = row;
       }
       __syncthreads();
     }

@@ -107,6 +107,13 @@ class TritonBackend:
             )  # fmt: skip
         return outcome
 
+    def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
+        squares = torch.zeros(len(bounds) - 1, dtype=torch.float64, device=plan.device)
+        if partials.numel() and len(squares):
+            with _on(plan.device):
+                _launch(kernels.segment_norms_kernel, plan, len(squares), partials, bounds, len(squares), squares)
+        return squares
+
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         """Launches once per kind of row: nearly always once, twice if small states stay fp32."""
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
@@ -117,7 +124,8 @@ class TritonBackend:
             for index, kind in enumerate(self._kept[plan].kinds):
                 _launch(
                     step_kernel, plan, plan.chunks,
-                    table, len(plan.rows), plan.chunks, hyper_table, index, outcome.values, *constants(*kind),
+                    table, len(plan.rows), plan.chunks, hyper_table, index, outcome.values,
+                    address(outcome.coefficients), *constants(*kind),
                     options=NOISY_OPTIONS if kind[1].needs_noise else OPTIONS,
                 )  # fmt: skip
 

@@ -114,6 +114,15 @@ def norm_kernel(
             tl.store(counter, tl.load(counter) + skipped.to(tl.int64))
 
 
+@triton.jit(do_not_specialize=("segments",))
+def segment_norms_kernel(partials, bounds, segments: tl.int32, squares):
+    """squares[s]: the sum of partials[bounds[s]] up to partials[bounds[s + 1]]; a program for each."""
+    for segment in range(tl.program_id(0), segments, tl.num_programs(0)):
+        begin = tl.load(bounds + segment)
+        chunks = (tl.load(bounds + segment + 1) - begin).to(tl.int32)
+        tl.store(squares + segment, sum_partials(partials + begin, chunks))
+
+
 # ---- accumulate -----------------------------------------------------------------------------------------------------
 
 

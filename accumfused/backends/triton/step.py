@@ -53,7 +53,7 @@ from accumfused.backends.triton.memory import (
 )
 from accumfused.backends.triton.numeric import LANES
 
-NUMBERS = ("count", "chunks", "kind")  # their values must not make another kernel: see kernels.py
+NUMBERS = ("count", "chunks", "kind", "coefficients")  # their values must not make another kernel: see kernels.py
 
 
 @triton.jit
@@ -75,6 +75,15 @@ def group_hypers(hypers, group):
         hyper(w), hyper(w + 3), hyper(w + 6), hyper(w + 9), hyper(w + 12), hyper(w + 15), hyper(w + 18), hyper(w + 21),
         hyper(w + 24), hyper(w + 27), hyper(w + 30), hyper(w + 33)
     )  # fmt: skip
+
+
+@triton.jit
+def own_coefficient(coefficients, row, common):
+    """A row's coefficient."""
+    own = common
+    if coefficients != 0:
+        own = tl.load(pointer_to(coefficients, tl.float32) + row)
+    return own
 
 
 @triton.jit
@@ -181,13 +190,14 @@ def advance_steps(rows, count, kind):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def step_kernel(
-    table, count: tl.int32, chunks: tl.int32, hypers, kind: tl.int32, outcome,
+    table, count: tl.int32, chunks: tl.int32, hypers, kind: tl.int32, outcome, coefficients: tl.int64,
     scalars: tl.constexpr, update: tl.constexpr, renewed: tl.constexpr, states: tl.constexpr, moments: tl.constexpr,
     weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr,
 ):  # fmt: skip
     """Steps the rows of one kind.
 
     Args:
+        coefficients: the address of each row's own; 0: they share the outcome's.
         scalars, update: the rule's arithmetic.
         renewed: the rule's number of tensor states.
         states: the rule's number of states; moments: how many of them come first and are no second moments.
@@ -198,18 +208,21 @@ def step_kernel(
         return  # skipped: nothing is written
     rows = table + ROWS
     coefficient = tl.load(outcome)
+    shares = (renewed == 0) & (coefficients == 0)  # rows of one group and step number
     # Scalars cost two powers in fp64, so chunks of one group and step number share them.
     row, last = row_of(rows, count, tl.program_id(0))
     group, number = tl.load(row + GROUP), step_number(row)
-    prepared, _ = scalars(group_hypers(hypers, group), tensor_states(row, renewed), number, coefficient)
+    own = own_coefficient(coefficients, last, coefficient)
+    prepared, _ = scalars(group_hypers(hypers, group), tensor_states(row, renewed), number, own)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         row, index = row_of(rows, count, chunk)
         dtype = tl.load(row + DTYPE)
         if (dtype != NO_GRAD) & (tl.load(row + KIND) == kind):
             its_group, its_number = tl.load(row + GROUP), step_number(row)
-            if (its_group != group) | (its_number != number) | ((renewed > 0) & (index != last)):
+            if (its_group != group) | (its_number != number) | ((not shares) & (index != last)):
                 group, number, last = its_group, its_number, index
-                prepared, _ = scalars(group_hypers(hypers, group), tensor_states(row, renewed), number, coefficient)
+                own = own_coefficient(coefficients, index, coefficient)
+                prepared, _ = scalars(group_hypers(hypers, group), tensor_states(row, renewed), number, own)
             offset, n = extent(row, chunk)
             keys = index, index
             if noisy:

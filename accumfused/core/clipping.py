@@ -1,0 +1,164 @@
+"""Policies on the device: from the sums of squares of tensors or groups to one coefficient for each row, or for all.
+
+A few elementwise fp64 operations of torch, each of them IEEE's, so that all backends have the same bits. Nothing waits
+for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from accumfused.clipping import Adaptive, Clip, PerGroup, PerTensor, RunningMean, ZScore, group_limits
+from accumfused.core.norm import clipped, divisor_of, norms
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import Outcome, Scaling, Segments, moved
+from accumfused.core.rows import Grads
+from accumfused.formats.numeric import ieee, square_root
+from accumfused.settings import Settings
+
+_NONE = torch.zeros(2, 3, dtype=torch.float64, device="cpu")  # for policies without a history; nobody reads it
+
+
+@dataclass
+class Asked:
+    """The policies of one step, checked."""
+
+    clip: Clip | None
+    limits: list[float] | None  # per group
+    skip_above: float | RunningMean | None
+
+    @property
+    def of_history(self) -> tuple[ZScore | None, RunningMean | None]:
+        """The policies that keep one."""
+        return (
+            self.clip if isinstance(self.clip, ZScore) else None,
+            self.skip_above if isinstance(self.skip_above, RunningMean) else None,
+        )
+
+
+class Clipping:
+    """Applies an optimizer's policies, and keeps their history."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        # fp64 [2, 3]: of ZScore's norms and of RunningMean's their number, mean, and variance. None: none was seen.
+        self.history: Tensor | None = None
+        self._segments: WeakKeyDictionary[Plan, tuple[bool, Segments]] = WeakKeyDictionary()
+
+    def asked(self, param_groups: Sequence[Mapping[str, Any]]) -> Asked | None:
+        """The policies of a step, or None: one coefficient from one norm.
+
+        Raises:
+            ValueError, TypeError: limits of groups that are wrong, or missing.
+        """
+        clip, skip_above = self.settings.clip, self.settings.skip_above
+        limits = group_limits(clip, self.settings.max_grad_norm, param_groups)
+        if limits is not None:
+            clip = PerGroup()
+        return None if clip is None and skip_above is None else Asked(clip, limits, skip_above)
+
+    def norm(
+        self, asked: Asked, prepared: Any, stale: Grads | None, grads: Grads, partials: Tensor, scaling: Scaling
+    ) -> Outcome:
+        """`Prepared.norm` with these policies; `grads`: all gradients of the step, `stale` those to measure."""
+        plain = replace(scaling, skips=None)
+        if asked.clip is not None:
+            plain.max_grad_norm = None
+        outcome: Outcome = prepared.norm(stale, partials, plain)
+        with ieee():
+            norm, skipped = outcome.norm.double(), outcome.skipped
+            limit, history = torch.full_like(norm, torch.inf), self._history(asked, norm.device)
+            if isinstance(asked.clip, ZScore):
+                limit = _limit(asked.clip, history[0], norm)
+                outcome.values[0].copy_(divisor_of(scaling)[1] * clipped(norm, limit))
+            elif asked.clip is not None:
+                own = self._coefficients(asked, prepared, grads, partials, scaling)
+                if scaling.skips_nonfinite:
+                    skipped = skipped | ~own.isfinite().all()
+                outcome.coefficients = own
+            if asked.skip_above is not None:
+                skipped = skipped | _is_above(asked.skip_above, history[1], norm)
+            outcome.values[2].copy_(skipped)
+            if scaling.skips is not None:
+                scaling.skips.add_(skipped)
+            for row, policy, seen in zip(history, asked.of_history, (torch.minimum(norm, limit), norm), strict=True):
+                if policy is not None:  # a norm of 0 tells nothing about the next
+                    counts = ~skipped & seen.isfinite() & (seen > 0)
+                    row.copy_(torch.where(counts, _with(row, seen, policy.decay, policy.warmup), row))
+        return outcome
+
+    def _coefficients(self, asked: Asked, prepared: Any, grads: Grads, partials: Tensor, scaling: Scaling) -> Tensor:
+        """Each row's coefficient, from the norm of its tensor or group: fp32 [rows]."""
+        segments = self._segments_of(prepared.plan, per_group=asked.limits is not None)
+        divisor, inverse = divisor_of(scaling)
+        norm = norms(prepared.segment_norms(partials, segments), divisor, inverse)
+        if asked.limits is not None:
+            limits = [torch.full_like(inverse, limit) for limit in asked.limits]  # numbers travel in launches
+            limit = torch.stack(limits)
+        elif isinstance(asked.clip, Adaptive):
+            squares = prepared.segment_norms(_squares_of_params(prepared, grads, partials), segments)
+            limit = square_root(squares.float()).double().clamp(min=asked.clip.eps) * asked.clip.factor
+        else:
+            assert isinstance(asked.clip, PerTensor)
+            limit = torch.full_like(norm, asked.clip.max_norm)
+        own = (inverse * clipped(norm, limit)).float()
+        return own if segments.places is None else own[segments.places]
+
+    def _segments_of(self, plan: Plan, *, per_group: bool) -> Segments:
+        known = self._segments.get(plan)
+        if known is None or known[0] != per_group:
+            known = self._segments[plan] = per_group, Segments.of(plan, per_group=per_group)
+        return known[1]
+
+    def _history(self, asked: Asked, device: torch.device) -> Tensor:
+        if not any(asked.of_history):
+            return _NONE
+        if self.history is None:
+            self.history = torch.zeros(2, 3, dtype=torch.float64, device=device)
+        elif self.history.device != device:
+            self.history = moved(self.history, device)
+        return self.history
+
+
+def _limit(clip: ZScore, history: Tensor, norm: Tensor) -> Tensor:
+    """The limit of a norm that lies too far above the mean; infinity for others."""
+    count, mean, variance = history.unbind()
+    deviation = square_root(variance.float()).double()
+    z = (norm - mean) / (deviation + 1e-6)
+    limit = mean + torch.full_like(z, clip.threshold * clip.threshold) / z * deviation
+    return torch.where((count >= clip.warmup) & (z > clip.threshold), limit, torch.inf)
+
+
+def _is_above(limit: float | RunningMean, history: Tensor, norm: Tensor) -> Tensor:
+    if not isinstance(limit, RunningMean):
+        return norm > limit
+    count, mean, _ = history.unbind()
+    return (count >= limit.warmup) & (norm > mean * limit.times)
+
+
+def _with(history: Tensor, norm: Tensor, decay: float, warmup: int) -> Tensor:
+    """Number, mean and variance with one more norm: of all norms up to the end of the warm-up, exponential then."""
+    count, mean, variance = history.unbind()
+    is_warm = count < warmup
+    share = torch.where(is_warm, torch.ones_like(count) / (count + 1.0), 1.0 - decay)
+    new_mean = mean + (norm - mean) * share
+    away = norm - torch.where(is_warm, mean, new_mean)
+    return torch.stack([count + 1.0, new_mean, variance + (away * (norm - new_mean) - variance) * share])
+
+
+def _squares_of_params(prepared: Any, grads: Grads, partials: Tensor) -> Tensor:
+    """The chunks' sums of squares of the parameters that have a gradient."""
+    plan: Plan = prepared.plan
+    tensors = [None if grad is None else row.tensor for row, grad in zip(plan.rows, grads, strict=True)]
+    for row, tensor in zip(plan.rows, tensors, strict=True):
+        if tensor is not None and row.is_copy:
+            tensor.copy_(row.owned)
+    squares = torch.zeros_like(partials)
+    prepared.backend.norm(plan, tensors, squares, Scaling(plan.device))
+    return squares
