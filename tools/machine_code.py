@@ -32,7 +32,7 @@ RULES = {  # functors' names
     "AdamAmsgrad": "AMSGrad", "Lion": "Lion",
 }  # fmt: skip
 NAMES = {
-    "accumulate_kernel": "accumulate", "norm_kernel": "norm",
+    "accumulate_kernel": "accumulate", "norm_kernel": "norm", "segment_norms_kernel": "segment norms",
     "write_kernelILi1024": "table (1 kB)", "write_kernelILi32512": "table (32 kB)",
     **{
         before + f"{len(rule) + 7}{rule}FunctorE": f"step: {name}{formats}"

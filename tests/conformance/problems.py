@@ -22,6 +22,7 @@ from table import CASES, EACH_RULE, STATES, WEIGHTS, Case, case_named, kept, ran
 from torch import Tensor
 
 from accumfused.backends.reference import ReferenceBackend
+from accumfused.clipping import Clip, RunningMean
 from accumfused.formats import codecs
 
 GRADS = (torch.float32, torch.float16, torch.bfloat16)
@@ -54,6 +55,8 @@ class Tail:
     found_inf: Number = None  # at the second update
     bad: tuple[float, ...] = ()  # in the gradients of the second update
     nonfinite: str | None = None
+    clip: Clip | None = None
+    skip_above: float | RunningMean | None = None
 
 
 LOOPS = {
@@ -234,6 +237,7 @@ class Run:
         self.optimizer: Any = replace(case, options=own).make(
             groups, self.watched, max_grad_norm=problem.tail.max_grad_norm, rounding_seed=17,
             state_dtype=STATES[kept(problem.states, case, *groups)], state_dtype_min_numel=fewest, **options,
+            clip=problem.tail.clip, skip_above=problem.tail.skip_above,
             **({} if problem.tail.nonfinite is None else {"nonfinite": problem.tail.nonfinite}),
         )  # fmt: skip
         self.lr = own["lr"]
@@ -304,6 +308,10 @@ class Run:
             if tail.nonfinite != "raise":
                 raise
             self.errors.append(str(error))
+        outcome = self.optimizer.engine.outcome
+        if outcome is not None:  # behind the policies
+            each = [] if outcome.coefficients is None else [outcome.coefficients]
+            self.watched.outcomes += [values.clone() for values in (outcome.values, *each)]
         for name in ("grad_scale", "found_inf"):
             if hasattr(self.optimizer, name):
                 delattr(self.optimizer, name)
@@ -348,6 +356,9 @@ class Run:
             is_second = name.partition("_scale ")[0] in second_moments
             unread = (scales == 255) | (scales == 0) & (is_second and not self.problem.reads_all)
             codes[unread.repeat_interleave(codecs.BLOCK)[: len(codes)]] = 0
+        history = self.optimizer.engine.clipping.history
+        if history is not None:
+            found["history"] = history.cpu()
         outcomes = {f"outcome {i}": values.cpu() for i, values in enumerate(self.watched.outcomes)}
         return found | outcomes | {"skipped": self.optimizer.skipped_steps.cpu()}
 

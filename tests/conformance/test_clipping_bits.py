@@ -1,0 +1,97 @@
+"""Policies of clipping have the same bits everywhere: norms of tensors and groups, coefficients of rows, histories."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import inside
+import pytest
+import torch
+from compare import assert_all_same_bits, assert_same_bits, everything
+from layouts import EDGES, PIECE, edges
+from peers import params_of
+from places import INSTRUCTION_SETS, INTERPRETED, ON_CPU, ON_GPU, Place
+from problems import LOOPS, Loop, Problem, Tail, assert_conforms
+from table import random_grads, random_params, set_grads
+
+import accumfused as af
+from accumfused.backends.cpu import CpuBackend
+from accumfused.backends.reference import ReferenceBackend
+from accumfused.core import plan
+from accumfused.formats.numeric import CHUNK, LANES, sum_partials, sum_segments
+from accumfused.optimizers import RULES
+from accumfused.settings import Settings
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+EVERYWHERE = [*ON_CPU, "two devices", *INTERPRETED, *ON_GPU]
+LONG = Loop(((), (2.0, 0.7), (), (), ()))
+PACKED = edges(0, 3, 129, 8 * PIECE + 130)
+PROBLEMS = {
+    "per group": Problem("adamw", groups=2, tail=Tail(None, clip=af.PerGroup(0.4), normalizer=1.7)),
+    "per tensor": Problem("sgd_momentum", torch.bfloat16, "split16", loop=LOOPS["steps"], tail=Tail(None, clip=af.PerTensor(0.3))),
+    "per tensor, packed": Problem("adamw", weights="split8", states="int8", tail=Tail(None, clip=af.PerTensor(0.3)), edges=PACKED),
+    "one infinite tensor": Problem("sgd", tail=Tail(None, bad=(float("inf"),), nonfinite="propagate", clip=af.PerTensor(0.3))),
+    "adaptive": Problem("adamw", torch.float16, "fp16_stochastic", tail=Tail(None, clip=af.Adaptive(0.02), grad_scale="4")),
+    "adaptive, any layout": Problem("lion", tail=Tail(None, clip=af.Adaptive(0.02)), tensors="any layout"),
+    "z-score": Problem("sgd", loop=LONG, tail=Tail(None, clip=af.ZScore(0.1, 0.8, 2))),
+    "skip above a mean": Problem("sgd", loop=LONG, tail=Tail(0.5, skip_above=af.RunningMean(1.001, 0.8, 1))),
+    "skip above": Problem("adamw", loop=LONG, tail=Tail(None, clip=af.PerTensor(0.3), skip_above=330.0, grad_scale="0.5")),
+}  # fmt: skip
+NOT_FOR_CUDA = {
+    "states of tensors": Problem("adamw_schedule_free", groups=2, tail=Tail(None, clip=af.PerTensor(0.3))),
+}
+
+
+@pytest.mark.parametrize("place", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_place_gives_the_reference_bits(name: str, place: Place) -> None:
+    assert_conforms(smaller(PROBLEMS[name], place), place.backend, place.device)
+
+
+@pytest.mark.parametrize("place", ["torch", *INSTRUCTION_SETS, *INTERPRETED], indirect=True)
+@pytest.mark.parametrize("name", NOT_FOR_CUDA)
+def test_rules_without_a_cuda_kernel_do_too(name: str, place: Place) -> None:
+    assert_conforms(smaller(NOT_FOR_CUDA[name], place), place.backend, place.device)
+
+
+def smaller(problem: Problem, place: Place) -> Problem:
+    options: dict[str, Any] = {"edges": EDGES["tiny"]} if place.is_slow and problem.edges is EDGES["usual"] else {}
+    return Problem(**{**vars(problem), **options})
+
+
+@pytest.mark.parametrize("place", EVERYWHERE, indirect=True)
+def test_each_segment_is_added_up_like_all_chunks(place: Place) -> None:
+    """Segments without a chunk, with more than there are lanes, and of so many sizes that another order would show."""
+    generator = torch.Generator().manual_seed(0)
+    counts = [0, 1, 3, 0, LANES, 700, 2 * LANES + 5, 0]
+    total = sum(counts)
+    partials = torch.ldexp(
+        torch.rand(total, generator=generator), torch.randint(-60, 60, (total,), generator=generator)
+    )
+    bounds = torch.tensor([0, *itertools.accumulate(counts)])
+    groups = [{"params": [torch.empty(CHUNK * total, device=place.device)]}]  # which nobody reads
+    built = plan.build(groups, {}, [RULES[0]], Settings())
+    place.backend.prepare(built, groups, {})
+    found = place.backend.segment_norms(built, partials.to(place.device), bounds.to(place.device)).cpu()
+    wanted = torch.stack([sum_partials(part) for part in partials.split(counts)])
+    assert_same_bits(found, wanted)
+    assert_same_bits(sum_segments(partials, bounds), wanted)
+
+
+@pytest.mark.parametrize("clip", [af.PerTensor(0.2), af.PerGroup(0.2)])
+def test_muons_rules_take_the_coefficients_of_their_matrices(clip: af.PerTensor | af.PerGroup) -> None:
+    """Its stacks have another order than the optimizer's rows."""
+    found = []
+    for backend in [ReferenceBackend(), *map(CpuBackend, INSTRUCTION_SETS)]:
+        params = random_params([(7,), (20, 30), (40, 40), (20, 30), (40, 40)])
+        groups = [{"params": params[:1], "use_muon": False}, {"params": params[1:]}]
+        optimizer = af.Muon(groups, lr=0.1, clip=clip)
+        inside.use_backend(optimizer, backend)
+        for seed in range(2):
+            grads = random_grads(params, seed)
+            set_grads(params_of(optimizer), [grad * 3**index for index, grad in enumerate(grads)])
+            optimizer.step()
+        found.append(everything(optimizer))
+    for other in found[1:]:
+        assert_all_same_bits(other, found[0])
