@@ -16,19 +16,18 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
-from accumfused import backends
+from accumfused import accepted, backends
 from accumfused.arguments import checked_positive, checked_weight
 from accumfused.batch_norm import check_graph
-from accumfused.clipping import LIMIT, group_limits
+from accumfused.clipping import LIMIT
 from accumfused.core.engine import Engine, Prepared, Surroundings, divisors_of
 from accumfused.core.plan import Plan, rule_of
 from accumfused.core.protocol import Backend, Exchange, OwnStep
-from accumfused.core.rows import check_parameter
 from accumfused.core.window import Phase, Window
 from accumfused.distributed import exchange, groups
-from accumfused.formats import kinds, shards
+from accumfused.formats import kinds
 from accumfused.rule import Rule
-from accumfused.saving import checkpoint, full_precision
+from accumfused.saving import checkpoint, full_precision, history
 from accumfused.settings import Settings, setting_like
 
 
@@ -92,11 +91,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError, RuntimeError: settings that do not fit its parameters, group, or machine.
         """
-        refuse_differentiable(self.defaults)
-        check_settings(settings)
-        group_limits(settings.clip, settings.max_grad_norm, self.param_groups)
+        accepted.check_settings(settings, self.param_groups)
+        accepted.refuse_differentiable(self.defaults)
         for group in self.param_groups:
-            check_formats(self.rule_of(group), group["params"], settings)
+            accepted.check_formats(self.rule_of(group), group["params"], settings)
         self.engine = Engine(self, settings, _SURROUNDINGS)
 
     def refuse_gradients(self) -> None:
@@ -221,7 +219,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The limit of the global norm; None: no clipping. May be set between steps; `state_dict()` omits it."""
+        """The limit of the global norm, or of parameter groups without their own; None: no clipping.
+
+        May be set between steps; `state_dict()` omits it.
+        """
         return self.engine.settings.max_grad_norm
 
     @max_grad_norm.setter
@@ -272,7 +273,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         The scaler reads this first: the only moment to refuse gradients that it cannot see.
         """
-        self.engine.refuse_foreign_scaler()
+        self.engine.window.refuse_foreign_scaler(self.engine.settings.process_group)
         return False
 
     @_step_supports_amp_scaling.setter
@@ -316,18 +317,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         if isinstance(param_group, dict):
             for name in ({setting.name for setting in fields(Settings)} - {LIMIT}) & param_group.keys():
                 raise ValueError(f"{name} is one for all groups; give it to the optimizer, not to a group")
-            refuse_differentiable(param_group)
+            accepted.refuse_differentiable(param_group)
             if hasattr(self, "engine"):
-                settings = self.engine.settings
-                group_limits(settings.clip, settings.max_grad_norm, [*self.param_groups, param_group])
+                accepted.check_limits(self.engine.settings, [*self.param_groups, param_group])
         if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
             given = param_group["params"]
             param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
             params = [p[1] if isinstance(p, tuple) else p for p in given]
-            check_parameters(params)
+            accepted.check_parameters(params)
             engine = getattr(self, "engine", None)  # None: torch's constructor calls this too
             if engine is not None:
-                check_formats(self.rule_of(self.defaults | param_group), params, engine.settings)
+                accepted.check_formats(self.rule_of(self.defaults | param_group), params, engine.settings)
                 if engine.release is not None:
                     engine.release.follow(params)
         super().add_param_group(param_group)
@@ -346,10 +346,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         window: Window | None = None
         kept: dict[Tensor, dict[str, Tensor]] = {}
         brought: set[Tensor] = set()
+        norms: Tensor | None = None
 
         def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            nonlocal window, kept, brought
+            nonlocal window, kept, brought, norms
+            loaded, norms = history.without_history(loaded)
             checkpoint.check(self, loaded)
+            loaded = history.with_limits(self.param_groups, loaded)
             loaded, window = checkpoint.without_window(self, loaded)
             loaded, kept, brought = checkpoint.without_formats(self, loaded)
             return loaded
@@ -367,6 +370,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             first.remove()
         engine.plans.forget()
         engine.plans.masters.see(self.state, but=brought)
+        engine.clipping.history = norms
         engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
         if window is not None:
             engine.window = window
@@ -377,14 +381,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         While a window of DTensors is open, every process must call this: the processes agree on its weights.
         """
         self.engine.plans.masters.settle()
-        if not self.engine.window.is_open:
-            return super().state_dict()
-        checkpoint.refuse_part(self.engine)
-        first = self.register_state_dict_post_hook(checkpoint.with_window, prepend=True)
+        first = []
+        if self.engine.window.is_open:
+            checkpoint.refuse_part(self.engine)
+            first.append(self.register_state_dict_post_hook(checkpoint.with_window, prepend=True))
+        if self.engine.clipping.history is not None:
+            first.append(self.register_state_dict_post_hook(history.with_history, prepend=True))
         try:
             return super().state_dict()
         finally:
-            first.remove()
+            for hook in first:
+                hook.remove()
 
     def full_precision_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """`model.state_dict()` with every 16-bit parameter in fp32: from its master if it has one, else upcast.
@@ -423,6 +430,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         engine.plans.masters.settle()
         settings = replace(engine.settings, process_group=None, reduce_dtype=None)
         carried = {**super().__getstate__(), "settings": settings, "is_grouped": engine.group is not None}
+        if engine.clipping.history is not None:
+            carried["history"] = engine.clipping.history.clone()
         if engine.window.is_open:
             checkpoint.refuse_part(engine)
             carried["window"] = engine.window.copied()
@@ -430,7 +439,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_copy = not hasattr(self, "engine")  # a wrapper may have it outside its __dict__
-        settings, window, is_grouped = (state.pop(name, None) for name in ("settings", "window", "is_grouped"))
+        names = ("settings", "window", "is_grouped", "history")
+        settings, window, is_grouped, norms = (state.pop(name, None) for name in names)
         states = state["state"]  # torch's Adagrad looks for a step count in all, and a window's mark has none
         marks = {key: states.pop(key) for key in [*states] if isinstance(states[key], dict) and not states[key]}
         super().__setstate__(state)
@@ -438,6 +448,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if is_copy:
             self.engine = Engine(self, settings, _SURROUNDINGS, window)
             self.engine.plans.masters.see(self.state)
+            self.engine.clipping.history = norms
             self.engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up
 
 
@@ -454,32 +465,3 @@ def _holds(dtype: torch.dtype, weight: float | Tensor) -> bool:
         not isinstance(weight, Tensor)
         and float(torch.tensor(weight, dtype=torch.float64, device="cpu").to(dtype)) == weight
     )
-
-
-def refuse_differentiable(options: Mapping[str, Any]) -> None:
-    if options.get("differentiable"):
-        raise ValueError("differentiable=True is not supported: the step is not recorded by autograd")
-
-
-def check_settings(settings: Settings) -> None:
-    """Refuses settings that this machine or this process cannot serve."""
-    backends.check(settings.backend)
-    if settings.process_group is not None:
-        groups.check_group(settings.process_group)
-
-
-def check_formats(rule: type[Rule], params: list[Tensor], settings: Settings) -> None:
-    """Refuses parameters and states that the settings cannot keep."""
-    kinds.check_states(rule, settings)
-    for param in params:
-        if isinstance(param, Tensor) and param.dtype in (torch.float16, torch.bfloat16):
-            kinds.check_master_weights(param.dtype, settings.master_weights)
-
-
-def check_parameters(params: list[Tensor]) -> None:
-    """Refuses parameters that require a gradient and cannot be updated, and duplicates."""
-    for param in params:
-        if isinstance(param, Tensor) and param.requires_grad and param.device.type != "meta":
-            check_parameter(shards.local(param))
-    if len({id(param) for param in params}) != len(params):
-        raise ValueError("a parameter group holds the same parameter twice; remove one of them")

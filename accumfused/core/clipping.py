@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from accumfused.clipping import Adaptive, Clip, PerGroup, PerTensor, RunningMean, ZScore, group_limits
+from accumfused.core import graphs
 from accumfused.core.norm import clipped, divisor_of, norms
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Outcome, Scaling, Segments, moved
@@ -97,12 +98,12 @@ class Clipping:
         """Each row's coefficient, from the norm of its tensor or group: fp32 [rows]."""
         segments = self._segments_of(prepared.plan, per_group=asked.limits is not None)
         divisor, inverse = divisor_of(scaling)
-        norm = norms(prepared.segment_norms(partials, segments), divisor, inverse)
+        norm = norms(_squares(prepared, partials, segments), divisor, inverse)
         if asked.limits is not None:
             limits = [torch.full_like(inverse, limit) for limit in asked.limits]  # numbers travel in launches
             limit = torch.stack(limits)
         elif isinstance(asked.clip, Adaptive):
-            squares = prepared.segment_norms(_squares_of_params(prepared, grads, partials), segments)
+            squares = _squares(prepared, _squares_of_params(prepared, grads, partials), segments)
             limit = square_root(squares.float()).double().clamp(min=asked.clip.eps) * asked.clip.factor
         else:
             assert isinstance(asked.clip, PerTensor)
@@ -113,6 +114,7 @@ class Clipping:
     def _segments_of(self, plan: Plan, *, per_group: bool) -> Segments:
         known = self._segments.get(plan)
         if known is None or known[0] != per_group:
+            graphs.refuse_new_tensors({plan.device})
             known = self._segments[plan] = per_group, Segments.of(plan, per_group=per_group)
         return known[1]
 
@@ -120,6 +122,7 @@ class Clipping:
         if not any(asked.of_history):
             return _NONE
         if self.history is None:
+            graphs.refuse_new_tensors({device})
             self.history = torch.zeros(2, 3, dtype=torch.float64, device=device)
         elif self.history.device != device:
             self.history = moved(self.history, device)
@@ -150,6 +153,11 @@ def _with(history: Tensor, norm: Tensor, decay: float, warmup: int) -> Tensor:
     new_mean = mean + (norm - mean) * share
     away = norm - torch.where(is_warm, mean, new_mean)
     return torch.stack([count + 1.0, new_mean, variance + (away * (norm - new_mean) - variance) * share])
+
+
+def _squares(prepared: Any, partials: Tensor, segments: Segments) -> Tensor:
+    squares: Tensor = prepared.exchange.segment_norms(prepared.backend, prepared.plan, partials, segments)
+    return squares
 
 
 def _squares_of_params(prepared: Any, grads: Grads, partials: Tensor) -> Tensor:

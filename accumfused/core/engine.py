@@ -32,7 +32,6 @@ from accumfused.core.protocol import (
     Owner,
     Release,
     Scaling,
-    Segments,
     on_device,
 )
 from accumfused.core.rows import Grads, has_memory
@@ -62,10 +61,6 @@ class Prepared:
         if self.exchange.is_alone and not self.plan.is_spread:
             return self.backend.norm(self.plan, grads, partials, scaling)
         return self.exchange.norm(self.backend, self.plan, grads, partials, scaling)
-
-    def segment_norms(self, partials: Tensor, segments: Segments) -> Tensor:
-        """`Backend.segment_norms`, over all shards of the parameters."""
-        return self.exchange.segment_norms(self.backend, self.plan, partials, segments)
 
     def cleared_partials(self, complete: bool) -> Tensor:
         """Memory for the sums of squares; zero for rows without a gradient."""
@@ -443,7 +438,7 @@ class Engine:
         assert skips is not None
         skips.steps += 1
         if not skips.steps % skips.WATCH_EVERY:
-            skips.look()
+            skips.look(or_above=self.settings.skip_above is not None)
 
     def update(self, measured: Measured, step: Callable[[Plan, Grads, Hypers, Outcome], None]) -> None:
         """Makes the step by `step`, which is `Backend.step` or does as much, and what it needs before and after."""
@@ -469,18 +464,6 @@ class Engine:
         """After a step, made or skipped: releases its gradients."""
         if self.window.phase is not Phase.IDLE:
             self.window.consume(self.plans.params)
-
-    def refuse_foreign_scaler(self) -> None:
-        """Refuses gradients that a stock GradScaler cannot unscale and check."""
-        is_idle = self.window.phase is Phase.IDLE
-        if self.window.is_open or (self.settings.process_group is not None and is_idle):
-            what = "a GradScaler cannot see into an open window"
-            if is_idle:
-                what = "gradients are not added up over the processes yet, so a GradScaler would decide on its own"
-            raise RuntimeError(
-                f"{what}; close it with accumulate(..., last=True) before "
-                "scaler.unscale_() or scaler.step() (accumfused.GradScaler.step() needs no closed one)"
-            )
 
     def refuse_open(self, call: str, why: str = "") -> None:
         """Refuses a call while a window is open."""

@@ -21,8 +21,12 @@ class Skips:
         self._arrived: torch.cuda.Event | None = None  # recorded behind the copy
         self._known = 0
 
-    def look(self) -> None:
-        """Warns if most of the last steps were skipped; call it every WATCH_EVERY steps."""
+    def look(self, *, or_above: bool) -> None:
+        """Warns if most of the last steps were skipped; call it every WATCH_EVERY steps.
+
+        Args:
+            or_above: a norm above `skip_above` skips, too.
+        """
         if is_capturing(self.count.device):
             return
         if self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
@@ -35,7 +39,8 @@ class Skips:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record(torch.cuda.current_stream(self.count.device))
         if skipped > self.WATCH_EVERY // 2:
+            above = " or norms above skip_above" if or_above else ""
             warn(
-                f"{skipped} of {self.WATCH_EVERY} steps were skipped because of non-finite gradients; "
+                f"{skipped} of {self.WATCH_EVERY} steps were skipped because of non-finite gradients{above}; "
                 "lower the learning rate or the loss scale, or look for NaN in the loss"
             )

@@ -11,6 +11,7 @@ import copy
 import operator
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +84,18 @@ class Window:
             raise ValueError(
                 "weights for some micro-batches of a window only; this one began "
                 f"{'with' if is_weighted else 'without'} weights: give one to every micro-batch, or to none"
+            )
+
+    def refuse_foreign_scaler(self, process_group: Any) -> None:
+        """Refuses gradients that a stock GradScaler cannot unscale and check."""
+        is_idle = self.phase is Phase.IDLE
+        if self.is_open or (process_group is not None and is_idle):
+            what = "a GradScaler cannot see into an open window"
+            if is_idle:
+                what = "gradients are not added up over the processes yet, so a GradScaler would decide on its own"
+            raise RuntimeError(
+                f"{what}; close it with accumulate(..., last=True) before "
+                "scaler.unscale_() or scaler.step() (accumfused.GradScaler.step() needs no closed one)"
             )
 
     def is_exposed(self, grads: Grads) -> bool:

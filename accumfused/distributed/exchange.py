@@ -20,10 +20,10 @@ from torch import Tensor
 
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Exchange, Outcome, Scaling
+from accumfused.core.protocol import Backend, Exchange, Outcome, Scaling, Segments
 from accumfused.core.rows import Grads, Row
 from accumfused.distributed.groups import has_processes, refuse_reducing
-from accumfused.formats.numeric import chunk_count, ieee, sum_partials
+from accumfused.formats.numeric import chunk_count, ieee, sum_partials, sum_segments
 from accumfused.settings import Settings
 
 BUNDLED_BYTES = 2 * 2**20  # accumulators below this travel together; larger ones have collectives of their own
@@ -96,6 +96,17 @@ class Means(Exchange):
         squares = sum_of_squares(self._kinds[plan], partials)
         with ieee():
             return finish_norm(squares, scaling)
+
+    def segment_norms(self, backend: Backend, plan: Plan, partials: Tensor, segments: Segments) -> Tensor:
+        """The same, over the shards of all processes."""
+        if not plan.is_spread:
+            return super().segment_norms(backend, plan, partials, segments)
+        squares = backend.segment_norms(plan, partials, segments.rows)
+        _all_reduce([() if row.shard is None else row.shard.groups for row in plan.rows], squares)
+        if segments.first is None:
+            return squares
+        with ieee():
+            return sum_segments(squares, segments.first)
 
 
 def _refuse_unreduced(plan: Plan) -> None:
@@ -244,16 +255,21 @@ def sum_of_squares(kinds: Kinds, partials: Tensor) -> Tensor:
     One all-reduce of a few numbers for each dimension of a mesh. One NaN or inf anywhere makes the sum non-finite.
     """
     total = torch.stack([sum_partials(partials if m is None else torch.where(m, partials, 0.0)) for _, m in kinds])
-    for group in dict.fromkeys(group for groups, _ in kinds for group in groups):
-        which = [index for index, (groups, _) in enumerate(kinds) if group in groups]
-        if len(which) == len(kinds):
-            dist.all_reduce(total, group=group)
+    _all_reduce([groups for groups, _ in kinds], total)
+    return total.sum()
+
+
+def _all_reduce(groups_of: list[tuple[Any, ...]], squares: Tensor) -> None:
+    """Adds up each number over its process groups, in place."""
+    for group in dict.fromkeys(group for groups in groups_of for group in groups):
+        which = [index for index, groups in enumerate(groups_of) if group in groups]
+        if len(which) == len(groups_of):
+            dist.all_reduce(squares, group=group)
             continue
-        part = torch.stack([total[index] for index in which])
+        part = torch.stack([squares[index] for index in which])
         dist.all_reduce(part, group=group)
         for index, value in zip(which, part, strict=True):
-            total[index].copy_(value)
-    return total.sum()
+            squares[index].copy_(value)
 
 
 def _kinds(plan: Plan) -> Kinds:

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from accumfused.accepted import check_parameters
 from accumfused.batch_norm import check_model
 from accumfused.loop.fusing import fuse
 from accumfused.loop.grad_scaler import GradScaler
 from accumfused.loop.linears import FusedLinears, fuse_linears
-from accumfused.optimizer import FusedOptimizer, check_parameters
+from accumfused.optimizer import FusedOptimizer
 
 try:
     import transformers

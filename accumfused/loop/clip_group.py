@@ -107,7 +107,7 @@ class ClipGroup:
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a stock GradScaler leaves unscaling and skipping to the step, which does both for all members."""
         for optimizer in self.optimizers:
-            optimizer.engine.refuse_foreign_scaler()
+            optimizer.engine.window.refuse_foreign_scaler(optimizer.engine.settings.process_group)
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -9,14 +9,14 @@ from typing import Any, ClassVar, overload
 import torch
 from typing_extensions import Unpack
 
-from accumfused.clipping import group_limits
+from accumfused.accepted import check_formats, check_parameters, check_settings, refuse_differentiable
 from accumfused.core.engine import Engine, Measured
 from accumfused.core.protocol import Outcome, OwnStep
 from accumfused.core.rows import Grads
 from accumfused.core.window import Phase, Window
 from accumfused.formats.shards import local
 from accumfused.loop.report import growth_of
-from accumfused.optimizer import FusedOptimizer, check_formats, check_parameters, check_settings, refuse_differentiable
+from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers import (
     ASGD,
     PEERS,
@@ -98,9 +98,8 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         raise TypeError(f"{type(optimizer).__name__} wraps another optimizer; fuse that one, before it is wrapped")
     own = chosen("fuse", **settings)
-    check_settings(own)
+    check_settings(own, optimizer.param_groups)
     refuse_differentiable(optimizer.defaults)
-    group_limits(own.clip, own.max_grad_norm, optimizer.param_groups)
     fused: Any = PEERS.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
     for group in optimizer.param_groups:
         check_parameters(group["params"])

@@ -33,7 +33,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled:
             for member in _members(optimizer):
-                member.engine.refuse_foreign_scaler()
+                member.engine.window.refuse_foreign_scaler(member.engine.settings.process_group)
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

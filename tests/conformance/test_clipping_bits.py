@@ -12,7 +12,7 @@ from compare import assert_all_same_bits, assert_same_bits, everything
 from layouts import EDGES, PIECE, edges
 from peers import params_of
 from places import INSTRUCTION_SETS, INTERPRETED, ON_CPU, ON_GPU, Place
-from problems import LOOPS, Loop, Problem, Tail, assert_conforms
+from problems import GRADS, INF, Loop, Problem, Tail, assert_conforms
 from table import random_grads, random_params, set_grads
 
 import accumfused as af
@@ -27,19 +27,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 EVERYWHERE = [*ON_CPU, "two devices", *INTERPRETED, *ON_GPU]
 LONG = Loop(((), (2.0, 0.7), (), (), ()))
 PACKED = edges(0, 3, 129, 8 * PIECE + 130)
+PER_TENSOR, ADAPTIVE = af.PerTensor(0.3), af.Adaptive(0.02)
 PROBLEMS = {
     "per group": Problem("adamw", groups=2, tail=Tail(None, clip=af.PerGroup(0.4), normalizer=1.7)),
-    "per tensor": Problem("sgd_momentum", torch.bfloat16, "split16", loop=LOOPS["steps"], tail=Tail(None, clip=af.PerTensor(0.3))),
-    "per tensor, packed": Problem("adamw", weights="split8", states="int8", tail=Tail(None, clip=af.PerTensor(0.3)), edges=PACKED),
-    "one infinite tensor": Problem("sgd", tail=Tail(None, bad=(float("inf"),), nonfinite="propagate", clip=af.PerTensor(0.3))),
-    "adaptive": Problem("adamw", torch.float16, "fp16_stochastic", tail=Tail(None, clip=af.Adaptive(0.02), grad_scale="4")),
-    "adaptive, any layout": Problem("lion", tail=Tail(None, clip=af.Adaptive(0.02)), tensors="any layout"),
+    "per tensor": Problem("sgd_momentum", torch.bfloat16, "split16", tail=Tail(None, clip=PER_TENSOR)),
+    "per tensor, packed": Problem("adamw", GRADS[0], "split8", "int8", tail=Tail(None, clip=PER_TENSOR), edges=PACKED),
+    "one infinite tensor": Problem("sgd", tail=Tail(None, bad=(INF,), nonfinite="propagate", clip=PER_TENSOR)),
+    "adaptive": Problem("adamw", torch.float16, "fp16_stochastic", tail=Tail(None, clip=ADAPTIVE, grad_scale="4")),
+    "adaptive, any layout": Problem("lion", tail=Tail(None, clip=ADAPTIVE), tensors="any layout"),
     "z-score": Problem("sgd", loop=LONG, tail=Tail(None, clip=af.ZScore(0.1, 0.8, 2))),
     "skip above a mean": Problem("sgd", loop=LONG, tail=Tail(0.5, skip_above=af.RunningMean(1.001, 0.8, 1))),
-    "skip above": Problem("adamw", loop=LONG, tail=Tail(None, clip=af.PerTensor(0.3), skip_above=330.0, grad_scale="0.5")),
+    "skip above": Problem("sgd", loop=LONG, tail=Tail(None, grad_scale="0.5", clip=PER_TENSOR, skip_above=330.0)),
 }  # fmt: skip
 NOT_FOR_CUDA = {
-    "states of tensors": Problem("adamw_schedule_free", groups=2, tail=Tail(None, clip=af.PerTensor(0.3))),
+    "states of tensors": Problem("adamw_schedule_free", groups=2, tail=Tail(None, clip=PER_TENSOR)),
 }
 
 

@@ -1,0 +1,63 @@
+"""The history of norms in checkpoints, and the limits of parameter groups, which no checkpoint brings.
+
+One parameter's state holds the history, because torch.distributed.checkpoint keeps nothing else:
+`state[p]["clip_history"]`, fp64 [2, 3]. It is the first one with a state; torch's optimizers ignore the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumfused.clipping import LIMIT
+
+HISTORY = "clip_history"
+
+
+def with_history(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the checkpoint with the (fused) optimizer's history of norms."""
+    state = dict(state_dict["state"])
+    ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+    key = next((key for key in ids if state.get(key)), None)
+    if key is None and not any(rule.torch_states for rule in optimizer.rules):
+        key = ids[0]  # it never has a state
+    if key is None:
+        return state_dict  # no step was made
+    state[key] = {**state.get(key, {}), HISTORY: optimizer.engine.clipping.history.clone()}
+    return {**state_dict, "state": state}
+
+
+def without_history(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+    """Returns the checkpoint without a history of norms, and that history.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    state = state_dict.get("state")
+    if not isinstance(state, Mapping):
+        return state_dict, None  # refused by the check that follows
+    found, others = None, dict(state)
+    for key, entries in state.items():
+        if isinstance(entries, Mapping) and HISTORY in entries:
+            found = entries[HISTORY]
+            others[key] = {name: value for name, value in entries.items() if name != HISTORY}
+            if not isinstance(found, Tensor) or found.shape != (2, 3):
+                raise ValueError(
+                    f"the checkpoint's {HISTORY!r} of parameter {key} is not a tensor [2, 3]; it is damaged"
+                )
+    if found is None:
+        return state_dict, None
+    return {**state_dict, "state": {k: v for k, v in others.items() if v or state[k] == {}}}, found.to(
+        torch.float64, copy=True
+    )
+
+
+def with_limits(groups: Sequence[Mapping[str, Any]], state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the checkpoint with the limits of these parameter groups in place of its own."""
+    own = [{LIMIT: group[LIMIT]} if LIMIT in group else {} for group in groups]
+    loaded = [{name: value for name, value in group.items() if name != LIMIT} for group in state_dict["param_groups"]]
+    own += [{}] * (len(loaded) - len(own))  # torch refuses another number of groups
+    return {**state_dict, "param_groups": [group | limit for group, limit in zip(loaded, own, strict=False)]}
