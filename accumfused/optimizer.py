@@ -23,7 +23,7 @@ from accumfused.clipping import LIMIT
 from accumfused.core.engine import Engine, Prepared, Surroundings, divisors_of
 from accumfused.core.plan import Plan, rule_of
 from accumfused.core.protocol import Backend, Exchange, OwnStep
-from accumfused.core.window import Phase, Window
+from accumfused.core.window import Phase, Window, refuse_foreign_scaler
 from accumfused.distributed import exchange, groups
 from accumfused.formats import kinds
 from accumfused.rule import Rule
@@ -273,7 +273,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         The scaler reads this first: the only moment to refuse gradients that it cannot see.
         """
-        self.engine.window.refuse_foreign_scaler(self.engine.settings.process_group)
+        refuse_foreign_scaler(self.engine.window, self.engine.settings.process_group)
         return False
 
     @_step_supports_amp_scaling.setter
@@ -370,7 +370,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             first.remove()
         engine.plans.forget()
         engine.plans.masters.see(self.state, but=brought)
-        engine.clipping.history = norms
+        engine.clipping.resume(norms)
         engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
         if window is not None:
             engine.window = window

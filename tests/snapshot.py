@@ -19,13 +19,15 @@ Errors = type[Exception] | tuple[type[Exception], ...]
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> Snapshot:
-    """Parameters, gradients, states, step counts, what an open window holds, and the count of skipped steps."""
+    """All that a step or a fold may write: what is stored, gradients, the open window, skips, the history of norms."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found: Snapshot = {f"param {i}": param for i, param in enumerate(params)}
     found |= {f"grad {i}": param.grad for i, param in enumerate(params)}
     for i, param in enumerate(params):
         found |= {f"state {i} {name}": value for name, value in optimizer.state.get(param, {}).items()}
     found |= inside.open_window(optimizer)
+    if isinstance(optimizer, af.FusedOptimizer):
+        found["history"] = optimizer.engine.clipping.history
     if hasattr(optimizer, "skipped_steps"):
         found["skipped steps"] = int(optimizer.skipped_steps)
     return {name: _bits(value) for name, value in found.items()}

@@ -23,8 +23,6 @@ from accumfused.core.rows import Grads
 from accumfused.formats.numeric import ieee, square_root
 from accumfused.settings import Settings
 
-_NONE = torch.zeros(2, 3, dtype=torch.float64, device="cpu")  # for policies without a history; nobody reads it
-
 
 @dataclass
 class Asked:
@@ -51,6 +49,11 @@ class Clipping:
         # fp64 [2, 3]: of ZScore's norms and of RunningMean's their number, mean, and variance. None: none was seen.
         self.history: Tensor | None = None
         self._segments: WeakKeyDictionary[Plan, tuple[bool, Segments]] = WeakKeyDictionary()
+
+    def resume(self, history: Tensor | None) -> None:
+        """Goes on from a checkpoint's history, if a policy keeps one."""
+        settings = self.settings
+        self.history = history if any(Asked(settings.clip, None, settings.skip_above).of_history) else None
 
     def asked(self, param_groups: Sequence[Mapping[str, Any]]) -> Asked | None:
         """The policies of a step, or None: one coefficient from one norm.
@@ -84,11 +87,11 @@ class Clipping:
                     skipped = skipped | ~own.isfinite().all()
                 outcome.coefficients = own
             if asked.skip_above is not None:
-                skipped = skipped | _is_above(asked.skip_above, history[1], norm)
+                skipped = skipped | _is_above(asked.skip_above, history, norm)
             outcome.values[2].copy_(skipped)
             if scaling.skips is not None:
                 scaling.skips.add_(skipped)
-            for row, policy, seen in zip(history, asked.of_history, (torch.minimum(norm, limit), norm), strict=True):
+            for row, policy, seen in zip(history, asked.of_history, (torch.minimum(norm, limit), norm), strict=False):
                 if policy is not None:  # a norm of 0 tells nothing about the next
                     counts = ~skipped & seen.isfinite() & (seen > 0)
                     row.copy_(torch.where(counts, _with(row, seen, policy.decay, policy.warmup), row))
@@ -118,15 +121,16 @@ class Clipping:
             known = self._segments[plan] = per_group, Segments.of(plan, per_group=per_group)
         return known[1]
 
-    def _history(self, asked: Asked, device: torch.device) -> Tensor:
+    def _history(self, asked: Asked, device: torch.device) -> Sequence[Tensor]:
+        """The rows of the history; empty if no policy keeps one."""
         if not any(asked.of_history):
-            return _NONE
+            return ()
         if self.history is None:
             graphs.refuse_new_tensors({device})
             self.history = torch.zeros(2, 3, dtype=torch.float64, device=device)
         elif self.history.device != device:
             self.history = moved(self.history, device)
-        return self.history
+        return self.history.unbind()
 
 
 def _limit(clip: ZScore, history: Tensor, norm: Tensor) -> Tensor:
@@ -138,10 +142,10 @@ def _limit(clip: ZScore, history: Tensor, norm: Tensor) -> Tensor:
     return torch.where((count >= clip.warmup) & (z > clip.threshold), limit, torch.inf)
 
 
-def _is_above(limit: float | RunningMean, history: Tensor, norm: Tensor) -> Tensor:
+def _is_above(limit: float | RunningMean, history: Sequence[Tensor], norm: Tensor) -> Tensor:
     if not isinstance(limit, RunningMean):
         return norm > limit
-    count, mean, _ = history.unbind()
+    count, mean, _ = history[1].unbind()
     return (count >= limit.warmup) & (norm > mean * limit.times)
 
 
@@ -163,7 +167,7 @@ def _squares(prepared: Any, partials: Tensor, segments: Segments) -> Tensor:
 def _squares_of_params(prepared: Any, grads: Grads, partials: Tensor) -> Tensor:
     """The chunks' sums of squares of the parameters that have a gradient."""
     plan: Plan = prepared.plan
-    tensors = [None if grad is None else row.tensor for row, grad in zip(plan.rows, grads, strict=True)]
+    tensors = [None if grad is None else row.tensor.detach() for row, grad in zip(plan.rows, grads, strict=True)]
     for row, tensor in zip(plan.rows, tensors, strict=True):
         if tensor is not None and row.is_copy:
             tensor.copy_(row.owned)

@@ -341,8 +341,7 @@ class Engine:
             prepared = self.plans.with_states(prepared.plan, matched)
             window.habits.see(window.params)  # make_state wrote a loaded master into its parameter
         plan, complete = prepared.plan, present == len(grads)
-        scaling, takes_norm = self._scaling(plan, divisors, normalization)
-        takes_norm |= asked is not None
+        scaling, takes_norm = self._scaling(plan, divisors, normalization, must=asked is not None)
         stale: Grads | None = matched
         partials: Tensor | None = None
         if is_open:
@@ -383,12 +382,14 @@ class Engine:
         window.weights.check(0.0)
         return window.sums.accumulators, window.sums.count
 
-    def _scaling(self, plan: Plan, divisors: Divisors, normalization: Number | None) -> tuple[Scaling, bool]:
-        """The inputs of the coefficient, and whether the step takes a norm."""
+    def _scaling(
+        self, plan: Plan, divisors: Divisors, normalization: Number | None, *, must: bool
+    ) -> tuple[Scaling, bool]:
+        """The inputs of the coefficient, and whether the step takes a norm, as with `must` it does."""
         settings, found_inf = self.settings, divisors.found_inf
         is_unchecked = divisors.for_scaler and found_inf is None
         # The contract of windows: bad weights skip the step.
-        takes_norm = divisors.is_shared or is_unchecked or self.window.phase is not Phase.IDLE
+        takes_norm = must or divisors.is_shared or is_unchecked or self.window.phase is not Phase.IDLE
         takes_norm = takes_norm or settings.max_grad_norm is not None or settings.nonfinite in ("skip", "raise")
         scaling = Scaling(plan.device, max_grad_norm=settings.max_grad_norm)
         if not divisors.is_shared and self.counts_skips(divisors):

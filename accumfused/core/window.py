@@ -86,18 +86,6 @@ class Window:
                 f"{'with' if is_weighted else 'without'} weights: give one to every micro-batch, or to none"
             )
 
-    def refuse_foreign_scaler(self, process_group: Any) -> None:
-        """Refuses gradients that a stock GradScaler cannot unscale and check."""
-        is_idle = self.phase is Phase.IDLE
-        if self.is_open or (process_group is not None and is_idle):
-            what = "a GradScaler cannot see into an open window"
-            if is_idle:
-                what = "gradients are not added up over the processes yet, so a GradScaler would decide on its own"
-            raise RuntimeError(
-                f"{what}; close it with accumulate(..., last=True) before "
-                "scaler.unscale_() or scaler.step() (accumfused.GradScaler.step() needs no closed one)"
-            )
-
     def is_exposed(self, grads: Grads) -> bool:
         """Whether p.grad is still an accumulator of a closed window."""
         exposed = {id(accumulator) for accumulator in self.sums.accumulators if accumulator is not None}
@@ -253,6 +241,19 @@ class Window:
         twin.weights.factors = self.weights.factors.clone()
         twin._plan, twin._grad_dtypes, twin.habits = None, {}, Habits()
         return twin
+
+
+def refuse_foreign_scaler(window: Window, process_group: Any) -> None:
+    """Refuses gradients that a stock GradScaler cannot unscale and check."""
+    is_idle = window.phase is Phase.IDLE
+    if window.is_open or (process_group is not None and is_idle):
+        what = "a GradScaler cannot see into an open window"
+        if is_idle:
+            what = "gradients are not added up over the processes yet, so a GradScaler would decide on its own"
+        raise RuntimeError(
+            f"{what}; close it with accumulate(..., last=True) before "
+            "scaler.unscale_() or scaler.step() (accumfused.GradScaler.step() needs no closed one)"
+        )
 
 
 def _refuse_moved(row: Row, accumulator: Tensor | None) -> None:

@@ -15,6 +15,7 @@ from accumfused.clipping import check_limit
 from accumfused.core.engine import Measured, divisors_of
 from accumfused.core.norm import finish_norm
 from accumfused.core.protocol import Divisors, Outcome, Scaling, moved
+from accumfused.core.window import refuse_foreign_scaler
 from accumfused.optimizer import FusedOptimizer
 
 
@@ -107,7 +108,7 @@ class ClipGroup:
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a stock GradScaler leaves unscaling and skipping to the step, which does both for all members."""
         for optimizer in self.optimizers:
-            optimizer.engine.window.refuse_foreign_scaler(optimizer.engine.settings.process_group)
+            refuse_foreign_scaler(optimizer.engine.window, optimizer.engine.settings.process_group)
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:

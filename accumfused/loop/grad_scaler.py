@@ -13,6 +13,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from accumfused.core.protocol import LossScale, on_device
+from accumfused.core.window import refuse_foreign_scaler
 from accumfused.loop.clip_group import ClipGroup
 from accumfused.optimizer import FusedOptimizer
 
@@ -33,7 +34,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled:
             for member in _members(optimizer):
-                member.engine.window.refuse_foreign_scaler(member.engine.settings.process_group)
+                refuse_foreign_scaler(member.engine.window, member.engine.settings.process_group)
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

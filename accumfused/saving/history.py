@@ -1,7 +1,7 @@
 """The history of norms in checkpoints, and the limits of parameter groups, which no checkpoint brings.
 
 One parameter's state holds the history, because torch.distributed.checkpoint keeps nothing else:
-`state[p]["clip_history"]`, fp64 [2, 3]. It is the first one with a state; torch's optimizers ignore the key.
+`state[p]["clip_history"]`, fp64 [2, 3]. It is the first one with a state, or that never has one; torch's optimizers ignore the key.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ HISTORY = "clip_history"
 def with_history(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns the checkpoint with the (fused) optimizer's history of norms."""
     state = dict(state_dict["state"])
-    ids = [key for group in state_dict["param_groups"] for key in group["params"]]
-    key = next((key for key in ids if state.get(key)), None)
-    if key is None and not any(rule.torch_states for rule in optimizer.rules):
-        key = ids[0]  # it never has a state
+    groups = zip(state_dict["param_groups"], map(optimizer.rule_of, optimizer.param_groups), strict=True)
+    stateless = {key: not rule.torch_states for group, rule in groups for key in group["params"]}
+    key = next((key for key, has_none in stateless.items() if has_none or state.get(key)), None)
     if key is None:
         return state_dict  # no step was made
     state[key] = {**state.get(key, {}), HISTORY: optimizer.engine.clipping.history.clone()}
