@@ -1,7 +1,8 @@
 """The history of norms in checkpoints, and the limits of parameter groups, which no checkpoint brings.
 
 One parameter's state holds the history, because torch.distributed.checkpoint keeps nothing else:
-`state[p]["clip_history"]`, fp64 [2, 3]. It is the first one with a state, or that never has one; torch's optimizers ignore the key.
+`state[p]["clip_history"]`, fp64 [2, 3]. It is the first parameter that has a state, or never has one. torch's
+optimizers ignore the key.
 """
 
 from __future__ import annotations
