@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
 from reads import NoReads
 
 import accumfused as af
+from accumfused.core import clipping
 
 WEIGHTS = {"sums": (None,) * 3, "numbers": (3.0, 0.0, 2.0), "tensors": (3.0, 0.0, 2.0), "one tensor": (3.0,)}
 
@@ -61,6 +63,31 @@ def test_steps_from_p_grad_read_no_value_and_the_watch_sees_reads(optimizer: af.
         float(optimizer.skipped_steps)
     with NoReads(), pytest.raises(AssertionError, match="goes through the CPU's memory"):
         torch.zeros(2)[1] = 3.0
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"clip": af.PerGroup(0.5)}, {"clip": af.PerTensor(0.5)}, {"clip": af.Adaptive(0.1)},
+        {"clip": af.ZScore(0.1, warmup=2), "skip_above": af.RunningMean(warmup=1)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_no_policy_of_clipping_reads_a_value(
+    policy: dict[str, Any], emulate_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clipping, "ieee", contextlib.nullcontext)  # asks for a CPU's float mode
+    params = [torch.randn(n).requires_grad_() for n in (5, 70)]
+    optimizer = af.AdamW([{"params": [p]} for p in params], backend="cuda", **policy)
+    for step in range(4):
+        for p in params:
+            p.grad = torch.full_like(p, 1.0 + step)
+        with NoReads() if step else contextlib.nullcontext():
+            if step % 2:
+                optimizer.accumulate(torch.tensor(2.0))
+            optimizer.step()
+            optimizer.state_dict()
+    assert int(optimizer.skipped_steps) == 0
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["open", "closed"])

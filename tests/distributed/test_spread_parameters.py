@@ -79,6 +79,39 @@ def test_the_norm_and_the_clip_are_over_the_whole_however_it_lies(name: str, kin
         assert not torch.equal(actual, start)
 
 
+POLICIES: dict[str, dict[str, Any]] = {
+    "per tensor": {"clip": af.PerTensor(0.3)}, "per group": {"clip": af.PerGroup(0.5)},
+    "adaptive": {"clip": af.Adaptive(0.1)},
+    "z-score": {"clip": af.ZScore(0.1, 0.5, 2), "skip_above": af.RunningMean(1.001, 0.5, 1)},
+}  # fmt: skip
+
+
+def step_by_policy(name: str, policy: str, spread: bool) -> tuple[list[Tensor], Tensor | None, int]:
+    laid = LAID[name][1]
+    params: list[Any] = [nn.Parameter(value) for value in values(laid)]
+    if spread:
+        mesh = mesh_over(2, 2) if name == "2 x 2" else mesh_over()
+        params = laid_out(laid, {1: mesh["b"] if mesh.ndim == 2 else mesh, 2: mesh})
+    optimizer = af.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.5, **POLICIES[policy])
+    for step in range(5):
+        give_random_gradients(step, optimizer)
+        optimizer.step()
+    return [whole(param) for param in params], optimizer.engine.clipping.history, int(optimizer.skipped_steps)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", LAID)
+def test_norms_of_tensors_and_groups_are_over_the_whole_too(name: str, policy: str) -> None:
+    found, history, skipped = processes.agreed(LAID[name][0], step_by_policy, name, policy, True)
+    wanted, truth, skips = step_by_policy(name, policy, False)
+    for actual, expected, start in zip(found, wanted, values(LAID[name][1]), strict=True):
+        assert_close(actual, expected, "model")
+        assert not torch.equal(actual, start)
+    assert skipped == skips
+    if truth is not None:
+        assert_close(history, truth, "norm")
+
+
 # ---- rules and formats, bit for bit ----------------------------------------------------------------------------------
 
 
