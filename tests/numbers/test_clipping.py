@@ -53,12 +53,13 @@ def adaptive(params: list[Tensor], grads: list[Tensor]) -> list[float]:
     ],
 )
 @pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("on", [None, "foreach"])
 def test_tensors_and_groups_are_clipped_by_their_own_norms(
-    coefficients: Coefficients, settings: dict[str, Any], windows: bool, backend: str
+    coefficients: Coefficients, settings: dict[str, Any], windows: bool, on: str | None, backend: str
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     params: list[Any] = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-    optimizer = optimizer_of(params, backend, **settings)
+    optimizer = optimizer_of(params, on or backend, **settings)
     if coefficients is per_group:
         optimizer.param_groups[1]["max_grad_norm"] = 3.0
     for _ in range(4):
