@@ -66,7 +66,7 @@ def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False) -> AnyTrainer:
         ImportError: transformers is too old.
         TypeError: `trainer` is no Trainer; a parameter is not fp32, fp16 or bf16; the optimizer cannot be fused.
         ValueError: DeepSpeed, FSDP or other sharding; the optimizer steps inside backward, lacks trainable parameters,
-            or has another max_grad_norm than the Trainer; `linears` with several processes or devices.
+            or clips by another max_grad_norm or policy than the Trainer; `linears` with several processes or devices.
         RuntimeError: the trainer is fused already, or has trained with an optimizer that is not fused.
     """
     if Version(transformers.__version__).release < Version(OLDEST_TRANSFORMERS).release:
@@ -161,7 +161,7 @@ class _FusedTail(TrainerCallback):
         """
         if norm_type != 2:
             raise ValueError(f"accumfused clips the 2-norm, got norm_type={norm_type}")
-        if max_norm != self.optimizer.max_grad_norm:
+        if max_norm != self.optimizer.max_grad_norm and self.optimizer.engine.settings.clip is None:
             self.optimizer.max_grad_norm = float(max_norm)
         self._norm = torch.full((), math.inf, dtype=torch.float32, device=self._trainer.accelerator.device)
         return self._norm
@@ -209,6 +209,11 @@ def _check_optimizer(trainer: Trainer, optimizer: Any) -> None:
         raise ValueError(
             f"the optimizer's max_grad_norm is {optimizer.max_grad_norm}, Trainer's is {trainer.args.max_grad_norm}, "
             "which would replace it: leave the optimizer's out, or make them equal"
+        )
+    if fused and optimizer.engine.settings.clip is not None and trainer.args.max_grad_norm > 0:
+        raise ValueError(
+            f"the optimizer has clip={optimizer.engine.settings.clip}, and Trainer max_grad_norm="
+            f"{trainer.args.max_grad_norm}; give Trainer max_grad_norm=0"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         return  # fuse() names the error

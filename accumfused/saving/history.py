@@ -39,20 +39,19 @@ def without_history(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Tensor 
     state = state_dict.get("state")
     if not isinstance(state, Mapping):
         return state_dict, None  # refused by the check that follows
-    found, others = None, dict(state)
+    found, others = None, dict(state)  # an entry that has nothing else is left out
     for key, entries in state.items():
         if isinstance(entries, Mapping) and HISTORY in entries:
             found = entries[HISTORY]
             others[key] = {name: value for name, value in entries.items() if name != HISTORY}
+            if not others[key]:
+                del others[key]
             if not isinstance(found, Tensor) or found.shape != (2, 3):
                 raise ValueError(
                     f"the checkpoint's {HISTORY!r} of parameter {key} is not a tensor [2, 3]; it is damaged"
                 )
-    if found is None:
-        return state_dict, None
-    return {**state_dict, "state": {k: v for k, v in others.items() if v or state[k] == {}}}, found.to(
-        torch.float64, copy=True
-    )
+    history = None if found is None else found.to(torch.float64, copy=True)
+    return {**state_dict, "state": others}, history
 
 
 def with_limits(groups: Sequence[Mapping[str, Any]], state_dict: dict[str, Any]) -> dict[str, Any]:

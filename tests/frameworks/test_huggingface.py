@@ -233,6 +233,10 @@ def clips_to_a_half(params: Any) -> af.AdamW:
     return af.AdamW(params, max_grad_norm=0.5)
 
 
+def clips_tensors(params: Any) -> af.AdamW:
+    return af.AdamW(params, clip=af.PerTensor(0.5))
+
+
 def some_of(params: Any) -> af.AdamW:
     return af.AdamW([*params][-1:])
 
@@ -263,6 +267,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         lambda at: make(at, optimizer_of=some_of), ValueError, r"not in the optimizer, 'model\.embed_tokens\.weight'"
     ),
     "another clip": (lambda at: make(at, optimizer_of=clips_to_a_half), ValueError, "norm is 0.5, Trainer's is 0.3"),
+    "another policy": (lambda at: make(at, optimizer_of=clips_tensors), ValueError, "give Trainer max_grad_norm=0"),
     "no clip": (
         lambda at: make(at, optimizer_of=clips_to_a_half, max_grad_norm=0.0), ValueError, "norm is 0.5, Trainer's is 0"
     ),
@@ -322,3 +327,11 @@ def test_frozen_parameters_and_an_equal_clip_are_no_reason_to_refuse(tmp_path: P
     trainer.model.model.requires_grad_(False)
     fuse_trainer(trainer)
     fuse_trainer(make(tmp_path, optimizer_of=clips_to_a_half, max_grad_norm=0.5))
+
+
+def test_a_policy_of_the_optimizer_stays_where_trainer_clips_nothing(tmp_path: Path) -> None:
+    trainer = fuse_trainer(make(tmp_path, optimizer_of=clips_tensors, max_grad_norm=0.0, max_steps=2))
+    trainer.train()
+    optimizer = next(each for each in (trainer.optimizer, trainer.optimizer.optimizer) if hasattr(each, "engine"))
+    assert optimizer.max_grad_norm is None
+    assert optimizer.engine.outcome.coefficients is not None

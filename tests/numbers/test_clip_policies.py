@@ -79,6 +79,22 @@ def test_tensors_and_groups_are_clipped_by_their_own_norms(
             torch.testing.assert_close(old - param.detach().double(), grad * factor, rtol=2e-6, atol=4e-7)
 
 
+def test_muons_matrices_are_clipped_by_their_own_norms(backend: str) -> None:
+    """It steps them in stacks of one shape, in another order. What is orthogonalized has no length; its momentum has."""
+    params = [nn.Parameter(torch.zeros(shape)) for shape in ((7,), (20, 30), (40, 40), (20, 30), (40, 40))]
+    groups = [{"params": params[:1], "use_muon": False}, {"params": params[1:]}]
+    if backend == "cuda":
+        pytest.skip("Muon's rules have no CUDA kernel")
+    optimizer = af.Muon(groups, momentum=0.9, backend=backend, clip=af.PerTensor(2.0))
+    slopes = (1.0, 0.03, 10.0, 7.0, 0.01)
+    for param, slope in zip(params, slopes, strict=True):
+        param.grad = torch.full_like(param, slope)
+    optimizer.step()
+    for param, slope in [*zip(params, slopes, strict=True)][1:]:
+        wanted = 0.1 * min(slope * math.sqrt(param.numel()), 2.0)
+        assert norm_of(optimizer.state[param]["momentum_buffer"]) == pytest.approx(wanted, rel=1e-5)
+
+
 def spiked(steps: int, *spikes: int) -> list[float]:
     """Norms around 3, and planted ones."""
     generator = torch.Generator().manual_seed(1)
