@@ -133,6 +133,8 @@ def _adds_too_much(accumulate: Callable[..., None]) -> Callable[..., None]:
 def _steps_too_far(step: Callable[..., None]) -> Callable[..., None]:
     def wrong(self: Any, plan: Any, grads: Any, hypers: Any, outcome: Any) -> None:
         outcome.values[0] *= 1.001
+        if outcome.coefficients is not None:
+            outcome.coefficients *= 1.001
         step(self, plan, grads, hypers, outcome)
 
     return wrong
