@@ -26,7 +26,7 @@ def with_history(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     key = next((key for key, has_none in stateless.items() if has_none or state.get(key)), None)
     if key is None:
         return state_dict  # no step was made
-    state[key] = {**state.get(key, {}), HISTORY: optimizer.engine.clipping.history.clone()}
+    state[key] = {**state.get(key, {}), HISTORY: optimizer.engine.clipping.history}
     return {**state_dict, "state": state}
 
 

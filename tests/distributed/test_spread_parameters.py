@@ -9,6 +9,7 @@ from typing import Any
 import processes
 import pytest
 import torch
+import torch.distributed as dist
 from compare import assert_close, assert_same_bits
 from pairwise import pairwise
 from peers import params_of
@@ -86,13 +87,15 @@ POLICIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def step_by_policy(name: str, policy: str, spread: bool) -> tuple[list[Tensor], Tensor | None, int]:
+def step_by_policy(name: str, policy: str, how: str) -> tuple[list[Tensor], Tensor | None, int]:
     laid = LAID[name][1]
     params: list[Any] = [nn.Parameter(value) for value in values(laid)]
-    if spread:
+    if how == "spread":
         mesh = mesh_over(2, 2) if name == "2 x 2" else mesh_over()
         params = laid_out(laid, {1: mesh["b"] if mesh.ndim == 2 else mesh, 2: mesh})
-    optimizer = af.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.5, **POLICIES[policy])
+    group = dist.group.WORLD if how == "summed" else None  # each process has the whole gradients: so is their mean
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    optimizer = af.SGD(groups, lr=0.5, process_group=group, **POLICIES[policy])
     for step in range(5):
         give_random_gradients(step, optimizer)
         optimizer.step()
@@ -100,10 +103,10 @@ def step_by_policy(name: str, policy: str, spread: bool) -> tuple[list[Tensor], 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", LAID)
-def test_norms_of_tensors_and_groups_are_over_the_whole_too(name: str, policy: str) -> None:
-    found, history, skipped = processes.agreed(LAID[name][0], step_by_policy, name, policy, True)
-    wanted, truth, skips = step_by_policy(name, policy, False)
+@pytest.mark.parametrize(("name", "how"), [*((name, "spread") for name in LAID), ("2", "summed")])
+def test_norms_of_tensors_and_groups_are_over_the_whole_too(name: str, how: str, policy: str) -> None:
+    found, history, skipped = processes.agreed(LAID[name][0], step_by_policy, name, policy, how)
+    wanted, truth, skips = step_by_policy(name, policy, "alone")
     for actual, expected, start in zip(found, wanted, values(LAID[name][1]), strict=True):
         assert_close(actual, expected, "model")
         assert not torch.equal(actual, start)
