@@ -35,7 +35,7 @@ class ClipGroup:
     Raises:
         TypeError: an optimizer is of another package; `max_grad_norm` is no number.
         ValueError: `max_grad_norm` is not > 0; fewer than two optimizers; two optimizers share a parameter; an
-            optimizer is listed twice, has its own `max_grad_norm`, or is in a group already.
+            optimizer is listed twice, has its own `max_grad_norm` or policy, or is in a group already.
 
     Examples:
         >>> muon, adamw = af.fuse(torch.optim.Muon(matrices)), af.AdamW(others)
@@ -56,11 +56,7 @@ class ClipGroup:
                 )
             if optimizer.max_grad_norm is not None:
                 raise ValueError("one of the optimizers has a max_grad_norm of its own; give it to the group alone")
-            if optimizer.engine.clipping.asked(optimizer.param_groups) is not None:
-                raise ValueError(
-                    "one of the optimizers has a clip, a skip_above or a parameter group's max_grad_norm, and a "
-                    "ClipGroup clips by one norm; leave them out"
-                )
+            _refuse_policies(optimizer)
             if optimizer.engine.group is not None and optimizer.engine.group() is not None:
                 raise ValueError("one of the optimizers is in a group already")
         if len(set(self.optimizers)) != len(self.optimizers) or len(self.optimizers) < 2:
@@ -128,7 +124,7 @@ class ClipGroup:
         Raises:
             RuntimeError: as `FusedOptimizer.step` of any member. No member has written anything then, unless a member
                 that keeps its own step (`accumfused.fuse`) raised inside it.
-            ValueError: the normalizer is not > 0; two members share a parameter.
+            ValueError: the normalizer is not > 0; two members share a parameter; a group of parameters has a limit.
         """
         if normalizer is not None:
             normalizer = checked_positive(normalizer, "normalizer")
@@ -158,6 +154,7 @@ class ClipGroup:
         engines = [optimizer.engine for optimizer in self.optimizers]
         for engine in engines:  # before any of them converts its states
             engine.plans.owner.refuse_gradients()
+            _refuse_policies(engine.plans.owner)
             if engine.release is not None:
                 engine.release.end_before_step()
             engine.refuse_live(engine.plans.current().plan.gradients()[1])
@@ -193,6 +190,14 @@ class ClipGroup:
         for part, own in zip(found, coefficients, strict=True):
             values = torch.stack([own * common.coefficient, common.norm, common.values[2]])
             part.outcome = Outcome(moved(values, part.prepared.plan.device), spends_grads=part.outcome.spends_grads)
+
+
+def _refuse_policies(optimizer: Any) -> None:
+    if optimizer.engine.clipping.asked(optimizer.param_groups) is not None:
+        raise ValueError(
+            "one of the optimizers has a clip, a skip_above or a parameter group's max_grad_norm, and a ClipGroup "
+            "clips by one norm; leave them out"
+        )
 
 
 def _step(optimizer: Any, measured: Measured | None) -> None:

@@ -359,6 +359,13 @@ def test_a_clip_group_takes_no_member_with_a_policy(policy: dict[str, Any]) -> N
         group["max_grad_norm"] = 1.0
     with pytest.raises(ValueError, match="a ClipGroup clips by one norm"):
         af.ClipGroup(members, 1.0)
+    if not policy:
+        limits = [group.pop("max_grad_norm") for group in members[0].param_groups]
+        together = af.ClipGroup(members, 1.0)
+        for group, limit in zip(members[0].param_groups, limits, strict=True):
+            group["max_grad_norm"] = limit
+        with refused(members[1], ValueError, "a ClipGroup clips by one norm"):
+            together.step()
 
 
 @pytest.mark.parametrize("bad", [lambda: torch.zeros(3), lambda: 4.0])

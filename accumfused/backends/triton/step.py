@@ -208,7 +208,7 @@ def step_kernel(
         return  # skipped: nothing is written
     rows = table + ROWS
     coefficient = tl.load(outcome)
-    shares = (renewed == 0) & (coefficients == 0)  # rows of one group and step number
+    differ = (renewed > 0) | (coefficients != 0)  # rows of one group and step number, too
     # Scalars cost two powers in fp64, so chunks of one group and step number share them.
     row, last = row_of(rows, count, tl.program_id(0))
     group, number = tl.load(row + GROUP), step_number(row)
@@ -219,7 +219,7 @@ def step_kernel(
         dtype = tl.load(row + DTYPE)
         if (dtype != NO_GRAD) & (tl.load(row + KIND) == kind):
             its_group, its_number = tl.load(row + GROUP), step_number(row)
-            if (its_group != group) | (its_number != number) | ((not shares) & (index != last)):
+            if (its_group != group) | (its_number != number) | (differ & (index != last)):
                 group, number, last = its_group, its_number, index
                 own = own_coefficient(coefficients, index, coefficient)
                 prepared, _ = scalars(group_hypers(hypers, group), tensor_states(row, renewed), number, own)
