@@ -31,6 +31,7 @@ ALL_KERNELS = ("norm", "accumulate", *STATES, *LEAN)
 FIRST = {count: name for name, count in reversed(STATES.items())}
 FEW_KERNELS = ("norm", "accumulate", *FIRST.values(), "muon", *LEAN)
 POINTERS = {"table": "*i64", "weights": "*fp64", "partials": "*fp32", "hypers": "*i64", "outcome": "*fp32"}
+POINTERS |= {"bounds": "*i64", "squares": "*fp64"}
 
 
 def compile_kernels(target: str, folder: Path, *chosen: str) -> None:
@@ -45,6 +46,7 @@ def compile_kernels(target: str, folder: Path, *chosen: str) -> None:
     kernels: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "norm": (verbs.norm_kernel, {}, backend.OPTIONS),
         "accumulate": (verbs.accumulate_kernel, {}, backend.OPTIONS),
+        "segment norms": (verbs.segment_norms_kernel, {}, backend.OPTIONS),
     }
     for name, (rule, form) in ({rule.name: (rule, Format()) for rule in RULES} | LEAN).items():
         kernel = step.step_kernel
@@ -152,7 +154,7 @@ def test_accesses_are_wide_and_roots_and_quotients_those_of_ieee(target: str, ke
 
 
 @each_target
-@each_kernel
+@pytest.mark.parametrize("kernel", [*ALL_KERNELS, "segment norms"])
 def test_nothing_is_contracted_approximated_or_flushed(target: str, kernel: str, compiled: Any) -> None:
     code = compiled(target, kernel)
     operations = set(re.findall(r"\b(?:add|sub|mul|div|sqrt|rcp|rsqrt|fma|mad)\.[a-z0-9.]*f(?:32|64)\w*", code))
