@@ -89,7 +89,8 @@ class Clipping:
                     skipped = skipped | ~own.isfinite().all()
                 outcome.coefficients = own
             if asked.skip_above is not None:
-                skipped = skipped | _is_above(asked.skip_above, history, norm)
+                outcome.is_above = _is_above(asked.skip_above, history, norm) & ~skipped
+                skipped = skipped | outcome.is_above
             outcome.values[2].copy_(skipped)
             if scaling.skips is not None:
                 scaling.skips.add_(skipped)

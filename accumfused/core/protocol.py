@@ -82,6 +82,7 @@ class Outcome:
     normed: bool = True
     spends_grads: bool = False  # nobody reads the gradients after the step, so it may overwrite them
     coefficients: Tensor | None = None  # fp32 [rows]: each row's own, in place of the one
+    is_above: Tensor | None = None  # bool, shape []: skipped because of a finite norm alone
 
     @property
     def coefficient(self) -> Tensor:
@@ -97,6 +98,10 @@ class Outcome:
     @property
     def skipped(self) -> Tensor:
         return self.values[2] != 0
+
+    @property
+    def overflowed(self) -> Tensor:
+        return self.skipped if self.is_above is None else self.skipped & ~self.is_above
 
 
 @dataclass

@@ -75,7 +75,9 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             for engine in members:
                 engine.loss_scale = None
-        skipped = on_device(taker.step_was_skipped, scale.device, torch.float32)  # a new one: update() adds to it
+        outcome = optimizer.engine.outcome if isinstance(optimizer, FusedOptimizer) else None
+        overflowed = taker.step_was_skipped if outcome is None else outcome.overflowed  # a finite norm needs no scale
+        skipped = on_device(overflowed, scale.device, torch.float32)  # a new one: update() adds to it
         state["found_inf_per_device"] = {skipped.device: skipped}
         state["stage"] = OptState.STEPPED
         return result

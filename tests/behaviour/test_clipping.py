@@ -173,6 +173,17 @@ def test_a_norm_above_the_limit_skips_and_counts_and_later_ones_do_not(limit: An
     assert int(optimizer.skipped_steps) == 1
 
 
+def test_a_loss_scale_backs_off_for_overflows_and_not_for_norms_above_the_limit() -> None:
+    optimizer, scaler = optimizer_of(Model(), skip_above=10.0), af.GradScaler("cpu", init_scale=4.0)
+    for factor, scale in ((4.0, 4.0), (1e3, 4.0), (math.inf, 2.0)):
+        set_grads(optimizer, 0, factor)
+        scaler.scale(torch.ones(()))  # makes its scale
+        scaler.step(optimizer)
+        assert bool(optimizer.step_was_skipped) is (factor > 4.0)
+        scaler.update()
+        assert scaler.get_scale() == scale
+
+
 def test_a_norm_of_zero_is_not_remembered() -> None:
     """torch.distributed.checkpoint makes states by a step with zeros."""
     optimizer = optimizer_of(Model(), **HISTORIES[0])
