@@ -47,7 +47,8 @@ class Windows:
         self.weights = on_device if weights == "device" else weights or (None, None, None)
         self.streams = [torch.cuda.Stream(device) for _ in range(streams)]
         rule = {"lr": self.lr, "betas": (0.5, 0.7), "weight_decay": 0.3}
-        self.optimizers = [af.AdamW(self.params, **rule, max_grad_norm=0.5, backend=gpu, **options)]  # type: ignore[arg-type]
+        options = {"max_grad_norm": 0.5, **options}
+        self.optimizers = [af.AdamW(self.params, **rule, backend=gpu, **options)]  # type: ignore[arg-type]
         if bucket is not None:
             af.release_gradients(self.optimizers[0], bucket)
 

@@ -27,12 +27,20 @@ def of_format(weights: str, states: str) -> Any:
     return partial(Windows, dtype=dtype, **known, **settings)
 
 
+def of_policy(clip: Any) -> Any:
+    return partial(Windows, max_grad_norm=None, clip=clip)
+
+
 # What is captured, what runs eagerly beside it, and the windows that are no replays.
 PAIRS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "windows": (Windows, Windows, ()),
     "eager windows between replays": (Windows, Windows, (2, 4)),
     "our scaler, and torch's": (Scaled, partial(Scaled, kind=torch.amp.GradScaler), ()),
     **{f"released in {size}": (partial(Windows, bucket=size), Windows, ()) for size in (1, 2000, 2**30)},
+    **{
+        str(clip): (of_policy(clip), of_policy(clip), ())
+        for clip in (af.PerTensor(0.5), af.PerGroup(0.5), af.Adaptive(0.1), af.ZScore(0.1, 0.5, 2))
+    },
     **{f"{w}, {s}": (of_format(w, s), of_format(w, s), ()) for w in HALVES for s in STATES},
 }
 
