@@ -20,6 +20,8 @@ settings, and `python -m accumfused` lists the backends that run on this machine
 """
 
 from accumfused import versions as versions  # first: it refuses an old torch
+from accumfused.auditing.calls import audit
+from accumfused.auditing.report import AuditReport
 from accumfused.batch_norm import BatchNormWarning, check_model
 from accumfused.clipping import Adaptive, GlobalNorm, PerGroup, PerTensor, RunningMean, ZScore
 from accumfused.loop.batch_size import gradient_accumulation_steps, scale_lr, updates_per_epoch
@@ -71,6 +73,7 @@ __all__ = [
     "Adamax",
     "Adan",
     "Adaptive",
+    "AuditReport",
     "BatchNormWarning",
     "ClipGroup",
     "FusedLinears",
@@ -92,6 +95,7 @@ __all__ = [
     "Signum",
     "ZScore",
     "attach_ddp",
+    "audit",
     "check_model",
     "fuse",
     "fuse_linears",

@@ -1,0 +1,121 @@
+"""From what was seen to causes: each function looks for some, and says in which window and by how much."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from accumfused.auditing.evidence import MicroBatch, Window, is_close
+
+Found = dict[str, str]  # causes with the detail that shows them
+_UNEXPLAINED = 0.02  # of the step's gradient; sums in 16 bits stay below
+
+
+def expected_of(windows: Sequence[Window]) -> int:
+    """The number of micro-batches in most windows."""
+    counts = Counter(window.arrived for window in windows)
+    return max(counts, key=lambda count: (counts[count], count)) if counts else 1
+
+
+def diagnose(windows: Sequence[Window], left: Sequence[MicroBatch], steps: int | None) -> Found:
+    """The causes that one optimizer's windows show.
+
+    Args:
+        left: micro-batches after the last step.
+        steps: gradient_accumulation_steps; None: as in most windows.
+    """
+    found: Found = {}
+    expected = steps or expected_of(windows)
+    for index, window in enumerate(windows):
+        own = _in_window(window, expected, is_last=len(windows) > 1 and index == len(windows) - 1)
+        for cause, detail in own.items():
+            found.setdefault(cause, f"step {index + 1}: {detail}")
+    if "never_arrived" in found:
+        found.pop("remainder_under_weighted", None)  # the last step is as wrong as the others
+    if left and windows and not any(each.is_used for each in left) and "remainder_leaked" not in found:
+        found.setdefault("remainder_dropped", f"{len(left)} after the last step")
+    return found
+
+
+def _in_window(window: Window, expected: int, *, is_last: bool) -> Found:
+    found = {cause: "seen as it happened" for cause in sorted(window.flags)}
+    everyone = window.micro_batches
+    if len(everyone) > 1:
+        for is_seen, cause in (
+            (any(each.has_batch_norm for each in everyone), "batch_norm"),
+            (any(each.is_random for each in everyone), "dropout"),
+        ):
+            if is_seen:
+                found[cause] = "in forward"
+        for cause in sorted(set().union(*(each.couplings for each in everyone))):
+            found[cause] = "a sample's gradient depends on another sample"
+    found |= _order(window, expected, is_last=is_last)
+    if not found.keys() & {"clip", "unscale", "remainder_leaked", "zero_grad"}:
+        found |= _weights(window) | _size(window, expected, found)
+    if window.residual > _UNEXPLAINED and not found:
+        found["unexplained"] = f"{window.residual:.1%} of the gradient"
+    return found
+
+
+def _order(window: Window, expected: int, *, is_last: bool) -> Found:
+    """Micro-batches that are lost, or are there and should not be."""
+    found: Found = {}
+    arrived = window.arrived
+    lost = 0 if "clip" in window.flags else sum(window.lost) // window.world  # each clip shrinks the first ones again
+    if abs(window.stale) > 0.01:
+        found["zero_grad"] = f"{window.stale:.2f} times the gradient from before the window is still there"
+    if lost and arrived - lost >= expected:
+        found["remainder_dropped"] = f"{lost} before this window"
+    elif lost:
+        found["zero_grad"] = f"the first {lost} of {arrived} are lost"
+    elif arrived > expected:
+        found["remainder_leaked"] = f"{arrived} micro-batches where {expected} belong"
+    elif arrived < expected and not is_last:
+        found["never_arrived"] = f"{arrived} of {expected}"
+    return found
+
+
+def _weights(window: Window) -> Found:
+    """Whether all terms of the window count alike."""
+    kept = window.kept
+    if not all(each.is_known for _, each in kept) or _alike([share for share, _ in kept]):
+        return {}
+    counts = [each.count for _, each in kept]
+    of_ranks = [[pair for pair in kept if pair[1].rank == rank] for rank in range(window.world)]
+    detail = f"counts from {min(counts):g} to {max(counts):g}"
+    if window.world > 1 and all(_alike([share for share, _ in own]) for own in of_ranks):
+        return {"ranks": detail}
+    if _alike([share * each.count for share, each in kept]):
+        return {"mean_of_means": detail}
+    ratios = [share for share, _ in kept]
+    return {"uneven": f"weights from {min(ratios):.3g} to {max(ratios):.3g}"}
+
+
+def _size(window: Window, expected: int, found: Found) -> Found:
+    """Whether the step's gradient is that of a mean over the window, up to factors of the loss itself."""
+    ratio, arrived = window.ratio, window.arrived
+    allowed = window.scales(expected)
+    if any(is_close(ratio, scale) for scale in allowed):
+        return {}
+    scaled = [ratio / scale for scale in allowed]
+    detail = f"{ratio / allowed[0]:.4g} times that of the large batch"
+
+    def fits(*targets: float) -> bool:
+        return any(is_close(one, target) for one in scaled for target in targets)
+
+    if arrived < expected and fits(arrived / expected):
+        return {} if "never_arrived" in found else {"remainder_under_weighted": f"{arrived} of {expected}: {detail}"}
+    scales = [] if window.micro_batches[0].term is None else window.micro_batches[0].term.scales
+    if fits(*scales):
+        return {"unscale": detail}
+    if window.world > 1 and fits(window.world, 1 / window.world):
+        return {"ranks": detail}
+    if fits(arrived, expected):
+        return {"not_divided": detail}
+    if fits(1 / arrived, 1 / expected):
+        return {"divided_twice": detail}
+    return {"factor": detail}
+
+
+def _alike(numbers: Sequence[float]) -> bool:
+    return all(is_close(number, numbers[0]) for number in numbers)

@@ -1,0 +1,79 @@
+"""The arithmetic of an audit: which weights turn micro-batches' gradients into the step's, and what is left over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Grads = Sequence[Tensor | None]  # one for each parameter
+_SMALLEST = 1e-9  # of the largest eigenvalue: below, gradients are too alike to be told apart in fp32
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How far one tensor's gradient is from that of the large batch."""
+
+    name: str
+    factor: float  # that fits best
+    difference: float  # relative, before that factor is taken out
+
+    def as_dict(self) -> dict[str, float | str]:
+        """As plain data."""
+        return {"name": self.name, "factor": self.factor, "difference": self.difference}
+
+
+def weights_of(pieces: Sequence[Grads], taken: Grads) -> tuple[list[float], float]:
+    """Solves `taken = sum of weight * piece` by least squares.
+
+    Where pieces are too alike to be told apart, they get equal weights.
+
+    Returns:
+        A weight for each piece, and the relative size of what no weights explain.
+    """
+    count = len(pieces)
+    gram, right, square = torch.zeros(count, count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64), 0.0
+    for _, stacked, target in _tensors(pieces, taken):
+        gram += stacked @ stacked.T
+        right += stacked @ target
+        square += float(target @ target)
+    together = float(gram.sum())
+    prior = torch.full((count,), float(right.sum()) / together if together > 0 else 0.0, dtype=torch.float64)
+    weights = prior + torch.linalg.pinv(gram, rtol=_SMALLEST, hermitian=True) @ (right - gram @ prior)
+    left = max(0.0, square - float(2 * weights @ right - weights @ gram @ weights))
+    return weights.tolist(), (left / square) ** 0.5 if square else 0.0
+
+
+def differences(
+    pieces: Sequence[Grads], weights: Sequence[float], taken: Grads, names: Sequence[str]
+) -> list[TensorDifference]:
+    """Compares `taken` with the sum of `weight * piece`: all tensors together (named ""), then each."""
+    found, totals = [], [0.0, 0.0, 0.0]
+    for index, stacked, target in _tensors(pieces, taken):
+        wanted = torch.tensor(weights, dtype=torch.float64) @ stacked
+        sums = [float(wanted @ wanted), float(wanted @ target), float((target - wanted).square().sum())]
+        totals = [total + own for total, own in zip(totals, sums, strict=True)]
+        found.append(_difference(names[index], sums))
+    return [_difference("", totals), *found]
+
+
+def _difference(name: str, sums: list[float]) -> TensorDifference:
+    square, product, off = sums
+    if square == 0.0:
+        return TensorDifference(name, 1.0 if off == 0.0 else float("inf"), 0.0 if off == 0.0 else float("inf"))
+    return TensorDifference(name, product / square, (off / square) ** 0.5)
+
+
+def _tensors(pieces: Sequence[Grads], taken: Grads) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For each parameter with both: its index, the pieces, fp64 [pieces, elements], and the step's, fp64 [elements]."""
+    for index, target in enumerate(taken):
+        own = [piece[index] for piece in pieces]
+        if target is not None and any(grad is not None for grad in own):
+            flat = _flat(target)
+            yield index, torch.stack([torch.zeros_like(flat) if grad is None else _flat(grad) for grad in own]), flat
+
+
+def _flat(grad: Tensor) -> Tensor:
+    return grad.detach().cpu().double().reshape(-1)

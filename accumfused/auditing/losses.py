@@ -1,0 +1,169 @@
+"""Reads from a loss's graph how its terms are weighted: numbers in front of sums and means, and counts of terms.
+
+In: the tensor whose backward() is called, before it runs. Out: one `Term` for each loss that was added up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+_MEAN, _SUM = 1, 2  # torch's numbers for `reduction`
+_MOST_TERMS = 64
+_LOSSES = "Nll", "Mse", "Smooth", "Huber", "BinaryCross", "KlDiv", "SoftMargin", "MultiMargin", "MultilabelMargin"
+_SAME_VALUE = (
+    "ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias", "Contiguous", "Expand",
+)  # fmt: skip
+
+
+@dataclass
+class Term:
+    """One of the losses in a sum: `factors * (sum or mean of count terms)`."""
+
+    edge: GradientEdge | None  # None: let go, after backward
+    factors: list[float]
+    scales: list[float]  # those of the factors that are tensors in floating point, as a scaler's
+    count: float
+    is_mean: bool
+    is_known: bool  # False: the graph does not say; a mean over samples is supposed
+    is_loss: bool  # a loss function of torch.nn, not a bare sum or mean
+
+    @property
+    def coefficient(self) -> float:
+        """The number in front of each of the terms."""
+        return math.prod(self.factors) / (self.count if self.is_mean and self.count else 1.0)
+
+
+def terms_of(loss: Tensor, size: int) -> list[Term]:
+    """The losses that add up to this one. Args: size: samples of the micro-batch, the count of an unknown loss."""
+    found: list[Term] = []
+    if loss.grad_fn is None:
+        return found
+    waiting: list[tuple[Any, int, list[float], list[float]]] = [(loss.grad_fn, loss.output_nr, [], [])]
+    while waiting and len(found) < _MOST_TERMS:
+        node, number, factors, scales = waiting.pop(0)
+        children = [child for child in node.next_functions if child[0] is not None]
+        kind = _kind(node)
+        factor = _factor(node, kind, len(children))
+        if kind in ("Add", "Sub") and len(children) == 2:
+            second = getattr(node, "_saved_alpha", 1) * (1.0 if kind == "Add" else -1.0)
+            waiting[:0] = [(*children[0], factors, scales), (*children[1], [*factors, second], scales)]
+        elif factor is not None:
+            own = getattr(node, "_saved_other", None)
+            is_scale = kind == "Mul" and isinstance(own, Tensor) and own.dtype is torch.float32
+            waiting.insert(0, (*children[0], [*factors, factor], [*scales, factor] if is_scale else scales))
+        elif len(children) == 1 and (kind in _SAME_VALUE or kind in ("Add", "Sub")):
+            waiting.insert(0, (*children[0], factors, scales))
+        else:
+            count, is_mean = _reduction(node, kind) or (size, None)
+            edge = GradientEdge(node, number)
+            is_loss = kind.startswith(_LOSSES)
+            found.append(Term(edge, factors, scales, float(count), is_mean is not False, is_mean is not None, is_loss))
+    return found
+
+
+def main_of(terms: Sequence[Term]) -> Term | None:
+    """The term that counts samples or tokens: a loss function rather than a bare mean, then the heaviest."""
+    weight = [(term.is_known, term.is_loss, abs(math.prod(term.factors))) for term in terms]
+    return terms[max(range(len(terms)), key=weight.__getitem__)] if terms else None
+
+
+def couples(term: Term, outputs: Sequence[Tensor]) -> bool:
+    """Whether a sample's gradient depends on another sample's output: the loss is not a sum over samples.
+
+    The second derivative of a sum over samples is zero between them. Needs the graph, and leaves it.
+    """
+    outputs = [o for o in outputs if o.requires_grad and o.ndim and len(o) > 1 and o.is_floating_point()]
+    if not outputs:
+        return False
+    one = torch.ones(())
+    assert term.edge is not None
+    try:
+        grads = torch.autograd.grad([term.edge], outputs, [one], create_graph=True, allow_unused=True)  # type: ignore[arg-type]
+        known = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and g.requires_grad]
+        if not known:
+            return False
+        index = int(known[0][1].detach().reshape(len(known[0][0]), -1).abs().sum(1).argmax())
+        probe = sum(((g[index] * torch.linspace(1, 2, g[index].numel()).view_as(g[index]).to(g)).sum() for _, g in known))
+        second = torch.autograd.grad(probe, [o for o, _ in known], retain_graph=True, allow_unused=True)
+    except RuntimeError:  # no second derivative, or parts of the graph are gone
+        return False
+    for derivative in second:
+        if derivative is not None:
+            size = derivative.detach().reshape(len(derivative), -1).abs().amax(1).double()
+            others = torch.cat([size[:index], size[index + 1 :]])
+            if len(others) and float(others.max()) > 1e-4 * float(size.max()) > 0:
+                return True
+    return False
+
+
+def _kind(node: Any) -> str:
+    """The operation of a node: "Mul" of MulBackward0."""
+    return str(node.name()).rpartition("::")[2].partition("Backward")[0]
+
+
+def _factor(node: Any, kind: str, children: int) -> float | None:
+    """The number by which the node multiplies its only input; None: it does not."""
+    if children != 1:
+        return None
+    if kind == "Neg":
+        return -1.0
+    if kind not in ("Mul", "Div"):
+        return None
+    other = getattr(node, "_saved_other", None)
+    if isinstance(other, Tensor):
+        other = float(other) if other.numel() == 1 else None
+    elif other is None and kind == "Mul":  # number * loss: the number is on the left
+        left = getattr(node, "_saved_self", None)
+        other = float(left) if isinstance(left, Tensor) and left.numel() == 1 else None
+    if other is None:
+        return None
+    return float(other) if kind == "Mul" else 1.0 / float(other) if other else math.inf
+
+
+def _reduction(node: Any, kind: str) -> tuple[float, bool] | None:
+    """The number of terms, and whether it is their mean (or their sum); None: not known."""
+    if kind in ("Mean", "Sum"):
+        sizes = list(node._saved_self_sym_sizes)
+        dims = getattr(node, "_saved_dim", None)
+        if dims is not None and len(dims) < len(sizes):
+            sizes = [sizes[(dim + 2**63) % 2**64 - 2**63] for dim in dims]
+        count = float(math.prod(sizes))
+        return (count, True) if kind == "Mean" else (_present(node, count), False)
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction not in (_MEAN, _SUM):
+        return None
+    if kind.startswith("NllLoss"):
+        count = float(node._saved_total_weight) if reduction == _MEAN else _targets(node)
+    else:
+        count = float(node._saved_self.numel())
+    return count, reduction == _MEAN
+
+
+def _present(node: Any, count: float) -> float:
+    """How many terms of a sum a mask or ignored targets leave."""
+    node = node.next_functions[0][0]
+    while node is not None:
+        kind, children = _kind(node), [child for child, _ in node.next_functions if child is not None]
+        if kind == "Mul" and len(children) == 1:
+            mask = next((m for m in (node._saved_other, node._saved_self) if isinstance(m, Tensor)), None)
+            if mask is not None and mask.numel() > 1 and ((mask == 0) | (mask == 1)).all():
+                return float(mask.sum()) * count / mask.numel()
+        elif kind.startswith("NllLoss"):
+            return _targets(node)
+        if len(children) != 1 or kind not in (*_SAME_VALUE, "Mul", "Neg"):
+            return count
+        node = children[0]
+    return count
+
+
+def _targets(node: Any) -> float:
+    """The targets of a cross entropy that are not ignored."""
+    ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63
+    return float((node._saved_target != ignored).sum())

@@ -1,0 +1,247 @@
+"""One batch, and the same samples as micro-batches, from one state of all generators, on a copy of the model."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves, tree_map
+
+from accumfused.auditing.fit import Grads, TensorDifference, differences, weights_of
+from accumfused.auditing.losses import Term, main_of, terms_of
+from accumfused.auditing.randomness import Generators
+from accumfused.auditing.report import AuditReport, Finding, StepFit
+
+LossFunction = Callable[[Any, Any], Tensor]
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+
+
+@dataclass
+class Piece:
+    """The loss of one batch or micro-batch, with its gradients."""
+
+    loss: float
+    terms: list[Term]
+    of_terms: list[list[Tensor | None]]  # gradients, for each term
+    grads: list[Tensor | None]
+    is_random: bool
+
+    @property
+    def count(self) -> float:
+        """Samples or tokens of its loss."""
+        main = main_of(self.terms)
+        return 1.0 if main is None else main.count
+
+    @property
+    def is_sum(self) -> bool:
+        main = main_of(self.terms)
+        return main is not None and not main.is_mean
+
+
+class Subject:
+    """A copy of model and loss function, which runs batches from one state of the generators."""
+
+    def __init__(self, model: Module, loss_fn: LossFunction, dtype: torch.dtype | None, generators: Generators) -> None:
+        try:
+            self.model, self.loss_fn = copy.deepcopy((model, loss_fn))
+        except Exception as error:
+            raise RuntimeError(f"the model cannot be copied ({error}), and an audit must not change yours") from error
+        if dtype is not None:
+            self.model.to(device="cpu", dtype=dtype)
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        self._generators, self._states = generators, generators.states()
+        named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        self.names, self.params = list(named), list(named.values())
+        if not self.params:
+            raise ValueError("no parameter of the model requires a gradient")
+
+    def run(self, batches: Sequence[Any]) -> list[Piece]:
+        """Runs batches one after another, from the state of generators and buffers at the beginning."""
+        self._generators.restore(self._states)
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+        return [self._piece(batch) for batch in batches]
+
+    def _piece(self, batch: Any) -> Piece:
+        before = self._generators.tensors()
+        loss = self.loss_fn(self.model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise TypeError("loss_fn(model, batch) must return a loss: a tensor with one element and a graph")
+        is_random = not all(map(torch.equal, before, self._generators.tensors()))
+        terms = terms_of(loss, samples_of(batch))
+        of_terms = [self._grads(term) for term in terms] if 1 < len(terms) < 8 else []
+        for term in terms:
+            term.edge = None
+        for param in self.params:
+            param.grad = None
+        torch.autograd.backward(loss)  # not loss.backward(), which a watch would see
+        grads = [param.grad for param in self.params]
+        return Piece(float(loss.detach()), terms, of_terms, grads, is_random)
+
+    def _grads(self, term: Term) -> list[Tensor | None]:
+        assert term.edge is not None
+        found = torch.autograd.grad([term.edge], self.params, [torch.ones(())], retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
+        return list(found)
+
+    def quiet(self, kinds: tuple[type[Module], ...]) -> None:
+        """Puts layers of these kinds into eval mode."""
+        for layer in self.model.modules():
+            if isinstance(layer, kinds):
+                layer.eval()
+
+
+def audited(
+    model: Module, loss_fn: LossFunction, batch: Any, steps: int, weight_fn: Callable[[Any], Any] | None,
+    dtype: torch.dtype | None,
+) -> AuditReport:  # fmt: skip
+    """See `Audit.__call__`."""
+    parts = split(batch, steps)
+    devices = {tensor.device for tensor in itertools.chain(model.parameters(), model.buffers())}
+    if any(device.type == "meta" for device in devices):
+        raise ValueError("the model is on the meta device, and has no numbers")
+    generators = Generators(devices | {leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)})
+    before = generators.states()
+    try:
+        subject = Subject(model, loss_fn, dtype, generators)
+        if dtype is not None:
+            batch, parts = _cast(batch, dtype), [_cast(part, dtype) for part in parts]
+        return _compare(subject, batch, parts, weight_fn)
+    finally:
+        generators.restore(before)
+
+
+def _compare(
+    subject: Subject, batch: Any, parts: list[Any], weight_fn: Callable[[Any], Any] | None
+) -> AuditReport:
+    tolerance = max(_TOLERANCES.get(param.dtype, 1e-4) for param in subject.params)
+    whole, again = subject.run([batch])[0], subject.run([batch])[0]
+    if not math.isclose(whole.loss, again.loss, rel_tol=tolerance):
+        raise ValueError(
+            f"loss_fn keeps state: the same batch gives {whole.loss:.6g}, then {again.loss:.6g}; give one without, or "
+            "draw its random numbers from torch's global generators"
+        )
+    given = None if weight_fn is None else [float(weight_fn(part)) for part in parts]
+    if given is not None and not (sum(given) > 0 and all(0 <= weight < math.inf for weight in given)):
+        raise ValueError(f"weight_fn must return numbers >= 0, not all of them 0, got {given}")
+
+    def compared() -> tuple[Piece, list[Piece], list[float], list[TensorDifference]]:
+        one, pieces = subject.run([batch])[0], subject.run(parts)
+        if given is not None:
+            weights = [weight / sum(given) for weight in given]
+        else:
+            weights = [1.0 if one.is_sum and _sums(one, pieces) else 1.0 / len(parts)] * len(parts)
+        return one, pieces, weights, differences([p.grads for p in pieces], weights, one.grads, subject.names)
+
+    one, pieces, weights, fits = compared()
+    fitted, _ = weights_of([piece.grads for piece in pieces], one.grads)
+    shares = [weight / best if best else math.inf for weight, best in zip(weights, fitted, strict=True)]
+    # The audit's question is turned round: the micro-batches' sum beside the large batch, not the other way.
+    step = StepFit(len(parts), shares, [_turned(fit) for fit in fits])
+    report = AuditReport(steps=[step])
+    if fits[0].difference <= tolerance:
+        return report
+    found: dict[str, str] = {}
+    off = f"{fits[0].difference:.2g} of the gradient"
+    for cause, is_there, kinds in (
+        ("batch_norm", any(isinstance(m, _BatchNorm) and m.training for m in subject.model.modules()), (_BatchNorm,)),
+        ("dropout", one.is_random, (_DropoutNd,)),
+    ):
+        if is_there:
+            found[cause] = off
+            subject.quiet(kinds)
+    if found:
+        one, pieces, weights, fits = compared()
+    if any(piece.is_random for piece in (one, *pieces)):
+        report.notes.append("forward draws random numbers outside of dropout layers: other causes could not be looked at")
+    elif fits[0].difference > tolerance:
+        found |= _rest(one, pieces, tolerance, subject.names, f"{fits[0].difference:.2g} of the gradient")
+    report.causes = [Finding(cause, detail) for cause, detail in found.items()]
+    return report
+
+
+def _rest(one: Piece, pieces: list[Piece], tolerance: float, names: list[str], off: str) -> dict[str, str]:
+    """The cause among weights and terms of the loss, when forward passes are the same."""
+    counts = [piece.count for piece in pieces]
+    if _fits([p.grads for p in pieces], counts, one.grads, tolerance, names):
+        return {"mean_of_means": f"counts from {min(counts):g} to {max(counts):g}; {off}"}
+    wrong = [index for index in range(len(one.of_terms)) if not _term_fits(one, pieces, index, tolerance, names)]
+    if len(one.of_terms) == len(wrong) or any(len(p.of_terms) != len(one.of_terms) for p in pieces):
+        return {"negatives": off}
+    return {"auxiliary" if wrong else "mean_of_means": off}
+
+
+def _term_fits(one: Piece, pieces: list[Piece], index: int, tolerance: float, names: list[str]) -> bool:
+    grads = [piece.of_terms[index] for piece in pieces]
+    weights = [1.0] * len(pieces), [piece.terms[index].count for piece in pieces]
+    return any(_fits(grads, each, one.of_terms[index], tolerance, names) for each in weights) or (
+        not one.terms[index].is_mean
+        and differences(grads, weights[0], one.of_terms[index], names)[0].difference <= tolerance
+    )
+
+
+def _fits(pieces: Sequence[Grads], weights: Sequence[float], taken: Grads, tolerance: float, names: list[str]) -> bool:
+    shares = [weight / sum(weights) for weight in weights]
+    return differences(pieces, shares, taken, names)[0].difference <= tolerance
+
+
+def _sums(one: Piece, pieces: list[Piece]) -> bool:
+    """Whether the loss is a plain sum: the large batch's loss is that of its micro-batches, added up."""
+    total = sum(piece.loss for piece in pieces)
+    return abs(one.loss - total) < abs(one.loss - total / len(pieces))
+
+
+def _turned(fit: TensorDifference) -> TensorDifference:
+    return replace(fit, factor=1.0 / fit.factor if fit.factor else math.inf)
+
+
+def split(batch: Any, steps: int) -> list[Any]:
+    """Cuts all tensors of a batch into equal parts along their first dimension.
+
+    Raises:
+        ValueError: it cannot be cut so.
+    """
+    count = samples_of(batch)
+    if count % steps:
+        raise ValueError(f"{count} samples do not divide into {steps} micro-batches; take a batch of a multiple of it")
+    size = count // steps
+
+    def part(index: int) -> Any:
+        return tree_map(lambda leaf: leaf[index * size : (index + 1) * size] if _is_cut(leaf) else leaf, batch)
+
+    return [part(index) for index in range(steps)]
+
+
+def samples_of(batch: Any) -> int:
+    """The length of the batch's tensors.
+
+    Raises:
+        ValueError: they differ, or there are none.
+    """
+    lengths = {len(leaf) for leaf in tree_leaves(batch) if _is_cut(leaf)}
+    if len(lengths) != 1:
+        found = "has no tensors with a first dimension" if not lengths else f"has tensors of lengths {sorted(lengths)}"
+        raise ValueError(f"the batch cannot be split: it {found}; each tensor's first dimension must be the sample")
+    return lengths.pop()
+
+
+def _is_cut(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to("cpu", dtype) if leaf.is_floating_point() else leaf.to("cpu")
+
+    return tree_map(cast, batch)

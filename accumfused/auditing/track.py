@@ -1,0 +1,182 @@
+"""One optimizer under watch: the micro-batches since its last step, and the windows that its steps have made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accumfused.auditing.evidence import MicroBatch, Window
+from accumfused.auditing.fit import Grads, differences, weights_of
+from accumfused.optimizer import FusedOptimizer
+
+_HALF = torch.float16, torch.bfloat16
+
+
+class Track:
+    """Collects, for one optimizer, what `Watch` sees.
+
+    Args:
+        names: of parameters, by id.
+        group: the process group over which gradients are averaged or summed; None: one process.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], group: Any) -> None:
+        self.optimizer, self.group = optimizer, group
+        self.params: list[Tensor] = [param for each in optimizer.param_groups for param in each["params"]]
+        self.names = [names.get(id(param), f"parameter {index}") for index, param in enumerate(self.params)]
+        self._ids = {id(param) for param in self.params}
+        self.expected: int | None = None
+        self.pending: list[MicroBatch] = []
+        self.windows: list[Window] = []
+        self.is_normed = False  # a norm of gradients was taken since the last backward
+        self._flags: set[str] = set()
+        self._before_clip: list[Tensor | None] | None = None
+        self._stale: dict[int, Tensor] = {}  # p.grad as the window found it, by parameter
+        self._weights: Tensor | None = None  # sums of the parameters, at the window's first forward
+
+    def places(self) -> set[int]:
+        """The addresses of p.grad."""
+        return {param.grad.data_ptr() for param in self.params if param.grad is not None and not param.grad.is_sparse}
+
+    def begin(self) -> None:
+        """A forward pass begins a micro-batch."""
+        sums = torch.stack([param.detach().sum(dtype=torch.float64).cpu() for param in self.params])
+        if not self.pending:
+            self._weights = sums
+        elif self._weights is not None and not torch.equal(sums, self._weights):
+            self._flags.add("weights_changed")
+
+    def see_before(self, micro_batch: MicroBatch | None, param: Tensor) -> None:
+        """A gradient of the micro-batch is about to be added to p.grad."""
+        held = param.grad
+        if id(param) not in self._ids or held is None or held.is_sparse or not bool(held.any()):
+            return
+        if not self.pending or self.pending[0] is micro_batch:
+            self._stale.setdefault(id(param), held.detach().to("cpu", copy=True))
+        elif held.dtype in _HALF:
+            self._flags.add("sums_in_16_bits")
+
+    def add(self, micro_batch: MicroBatch, param: Tensor) -> None:
+        """A micro-batch has brought this parameter's gradient."""
+        if id(param) not in self._ids or any(each is micro_batch for each in self.pending):
+            return
+        if self._before_clip is not None:
+            self._flags.add("clip")
+        if "unscaled" in self._flags:
+            self._flags.add("unscale")
+        self.is_normed, self._before_clip = False, None
+        self.pending.append(micro_batch)
+
+    def clip(self) -> None:
+        """Gradients are about to be clipped."""
+        if self._before_clip is None:
+            self._before_clip = self._grads()
+        self.is_normed = False
+
+    def unscale(self) -> None:
+        """Gradients are about to be unscaled."""
+        self._flags.add("unscaled")
+        if self._before_clip is not None:
+            self._flags.add("unscale")
+
+    def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The optimizer is about to step: its window is complete."""
+        if self.pending:
+            candidates = [_taken(optimizer, self.params, kwargs, self.group)]
+            if self._before_clip is not None:
+                if _scale_of(optimizer) is not None:
+                    self._flags.add("unscale")
+                candidates.insert(0, self._before_clip)
+            windows = [self._window(taken) for taken in candidates]
+            # A norm that is taken for a log looks like a clip if the gradients are divided after it.
+            right = (window for window in windows if window.scale(self.expected or window.arrived) is not None)
+            self.windows.append(next(right, windows[0]))
+            for _, micro_batch in self.windows[-1].kept:
+                micro_batch.is_used = True
+        for micro_batch in self.pending:
+            for param in self._ids:
+                micro_batch.grads.pop(param, None)
+        self.pending, self._flags, self._before_clip, self.is_normed, self._stale = [], set(), None, False, {}
+
+    def _grads(self) -> list[Tensor | None]:
+        return [None if p.grad is None else p.grad.detach().to("cpu", copy=True) for p in self.params]
+
+    def _window(self, taken: Grads) -> Window:
+        micro_batches = self.pending
+        pieces: list[list[Tensor | None]] = [[each.grads.get(id(p)) for p in self.params] for each in micro_batches]
+        world = 1
+        if self.group is not None:
+            micro_batches, pieces, world = _of_all(micro_batches, pieces, self.group)
+        stale = [[self._stale.get(id(param)) for param in self.params]] if self._stale else []
+        fitted, residual = weights_of([*pieces, *stale], taken)
+        total = sum(each.count for each in micro_batches)
+        pairs = list(zip(fitted, micro_batches, strict=False))
+        shares = [weight * each.coefficient * total for weight, each in pairs]
+        flags = self._flags - {"unscaled"}
+        window = Window(micro_batches, shares, fitted[-1] if stale else 0.0, residual, flags, world)
+        scale = window.scale(self.expected or window.arrived) or 1.0
+        target = [scale / (each.coefficient * total) if each.coefficient else 0.0 for each in micro_batches]
+        window.fits = differences(pieces, target, taken, self.names)
+        return window
+
+
+def _scale_of(optimizer: Any) -> Any:
+    """The factor by which the step itself divides."""
+    given = optimizer.engine.loss_scale if isinstance(optimizer, FusedOptimizer) else None
+    return given.scale if given is not None else getattr(optimizer, "grad_scale", None)
+
+
+def _taken(
+    optimizer: Optimizer, params: list[Tensor], kwargs: Mapping[str, Any], group: Any
+) -> list[Tensor | None]:
+    """The gradients that a step takes: p.grad, or an open window's mean, divided as the step divides."""
+    sums: dict[int, Tensor] = {}
+    divisor = 1.0
+    if isinstance(optimizer, FusedOptimizer) and optimizer.engine.window.is_open:
+        window = optimizer.engine.window
+        factors = window.weights.factors.tolist()
+        for param, held, place in zip(window.params, window.sums.accumulators, window.sums.places, strict=True):
+            if held is not None:
+                sums[id(param)] = held.detach().cpu().double() * factors[place]
+        divisor = float(window.weights.total) * float(window.weights.unit) if window.weights.is_weighted else 1.0
+        unit = float(window.weights.unit) if window.weights.is_weighted else 1.0
+        sums = {param: held * unit for param, held in sums.items()}
+        if group is not None and optimizer.engine.settings.process_group is not None:
+            everyone = _gathered([sums.get(id(param)) for param in params] + [torch.tensor(divisor)], group)
+            for index, param in enumerate(params):
+                own = [each[index] for each in everyone if each[index] is not None]
+                if own:
+                    sums[id(param)] = torch.stack(own).sum(0)
+            divisor = sum(float(each[-1]) for each in everyone) if window.weights.is_weighted else 1.0
+    else:
+        sums = {id(param): param.grad.detach().cpu().double() for param in params if param.grad is not None}
+    for number in (_scale_of(optimizer), kwargs.get("normalizer")):
+        divisor *= 1.0 if number is None else float(number)
+    return [sums[id(param)] / divisor if id(param) in sums else None for param in params]
+
+
+def _of_all(
+    micro_batches: list[MicroBatch], pieces: list[list[Tensor | None]], group: Any
+) -> tuple[list[MicroBatch], list[list[Tensor | None]], int]:
+    """The micro-batches of all processes with their gradients, and the number of processes."""
+    mine = [replace(each, grads={}) for each in micro_batches]
+    everyone = _gathered((mine, pieces), group)
+    found: list[MicroBatch] = []
+    for rank, (theirs, _) in enumerate(everyone):
+        own = micro_batches if rank == dist.get_rank(group) else theirs
+        for each in own:
+            each.rank = rank
+        found += own
+    return found, [piece for _, theirs in everyone for piece in theirs], len(everyone)
+
+
+def _gathered(value: Any, group: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found

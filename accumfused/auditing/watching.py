@@ -1,0 +1,191 @@
+"""Watches a training loop: hooks on model, parameters and optimizers see what happens, and change nothing.
+
+A torch function mode sees the calls for which torch has no hooks: backward, norms, clips, unscaling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from accumfused.auditing.evidence import MicroBatch
+from accumfused.auditing.losses import couples, main_of, terms_of
+from accumfused.auditing.randomness import Generators
+from accumfused.auditing.track import Track
+
+_NORMS = {"norm", "linalg_vector_norm", "vector_norm", "_foreach_norm"}
+_SCALINGS = {"mul_", "_foreach_mul_", "div_", "_foreach_div_"}
+_CLAMPS = {"clamp_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
+_UNSCALING = "_amp_foreach_non_finite_check_and_unscale_"
+_CALLS = {*_NORMS, *_SCALINGS, *_CLAMPS, _UNSCALING}
+
+
+class Watch:
+    """Records micro-batches and windows between `start` and `stop`."""
+
+    def __init__(self, model: Module, tracks: Sequence[Track]) -> None:
+        params = {id(param): param for track in tracks for param in track.params}
+        self.tracks, self._params, self._model = tracks, params, model
+        self._norms = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+        devices = {tensor.device for tensor in itertools.chain(model.parameters(), model.buffers())}
+        self._generators = Generators(devices)
+        self._current: MicroBatch | None = None  # from its first forward to the next one after its backward
+        self._incoming: dict[int, Tensor] = {}  # gradients on their way to p.grad
+        self._before: list[Tensor] = []  # the generators' states before forward
+        self._outputs: list[Tensor] = []
+        self._is_probed = False
+        self._hooks = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Registers the hooks."""
+        with contextlib.ExitStack() as hooks:
+            for handle in self._handles():
+                hooks.callback(handle.remove)
+            hooks.enter_context(_Calls(self))
+            self._hooks = hooks.pop_all()
+
+    def stop(self) -> None:
+        """Removes the hooks, and lets go of the loop's tensors."""
+        self._hooks.close()
+        self._current = None
+        self._incoming, self._outputs = {}, []
+
+    def _handles(self) -> Iterator[Any]:
+        yield self._model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        yield self._model.register_forward_hook(self._leave)
+        for param in self._params.values():
+            if param.requires_grad:
+                yield param.register_hook(self._on_its_way(param))
+                yield param.register_post_accumulate_grad_hook(self._arrive)
+        for track in self.tracks:
+            yield track.optimizer.register_step_pre_hook(track.step)
+
+    # ---- what happens in the loop ----------------------------------------------------------------------------------
+
+    def _enter(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._current is None or self._current.has_arrived:
+            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim)
+            self._current = MicroBatch(size=next((len(tensor) for tensor in tensors), 0))
+            self._outputs = []
+            for track in self.tracks:
+                track.begin()
+        self._current.forwards += 1
+        self._current.has_batch_norm |= any(layer.training for layer in self._norms)
+        self._before = self._generators.tensors()
+
+    def _leave(self, module: Module, args: Any, output: Any) -> None:
+        if self._current is None or not torch.is_grad_enabled():
+            return
+        after = self._generators.tensors()
+        self._current.is_random |= not all(map(torch.equal, self._before, after))
+        self._outputs += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+    def backward(self, loss: Tensor, run: Callable[[], Any]) -> Any:
+        """Reads the loss's graph, and runs its backward."""
+        now = self._current = self._current or MicroBatch()
+        if now.term is None:
+            terms = terms_of(loss, now.size)
+            now.term = main_of(terms)
+            if not self._is_probed and now.size > 1:
+                self._is_probed = True
+                coupled = [couples(term, self._outputs) for term in terms]
+                if any(coupled):
+                    now.couplings.add("negatives" if all(coupled) else "auxiliary")
+            for term in terms:
+                term.edge = None
+        self._outputs = []
+        return run()
+
+    def _on_its_way(self, param: Tensor) -> Callable[[Tensor], None]:
+        def see(grad: Tensor) -> None:
+            self._incoming[id(param)] = grad.detach().to("cpu", copy=True)
+            for track in self.tracks:
+                track.see_before(self._current, param)
+
+        return see
+
+    def _arrive(self, param: Tensor) -> None:
+        """After torch has added a gradient to p.grad: autograd.grad() does not come here."""
+        grad = self._incoming.pop(id(param), None)
+        if grad is None:
+            return
+        now = self._current = self._current or MicroBatch()
+        now.has_arrived, known = True, now.grads.get(id(param))
+        now.grads[id(param)] = grad if known is None else known + grad
+        for track in self.tracks:
+            track.add(now, param)
+
+    def call(self, name: str, args: Sequence[Any]) -> None:
+        """Before a call that may read or change gradients in place."""
+        tensors = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+        places = {t.data_ptr() for t in tensors if isinstance(t, Tensor) and not t.requires_grad and _has_memory(t)}
+        for track in self.tracks:
+            if places and not places.isdisjoint(track.places()):
+                if name in _NORMS:
+                    track.is_normed = True
+                elif name == _UNSCALING:
+                    track.unscale()
+                elif name in _CLAMPS or track.is_normed:
+                    track.clip()
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func is Tensor.backward:
+            return self._watch.backward(args[0], lambda: func(*args, **kwargs))
+        if name in _CALLS:
+            self._watch.call(name, args)
+        return func(*args, **kwargs)
+
+
+def tracks_of(model: Module, optimizers: Optimizer | Iterable[Optimizer], group: Any) -> list[Track]:
+    """A track for each optimizer, after all that refuses has been looked at.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: what cannot be watched.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"watch takes a torch.nn.Module, got {type(model).__name__}")
+    several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    for optimizer in several:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"watch takes torch optimizers, got {type(optimizer).__name__}")
+    if not several:
+        raise ValueError("watch needs at least one optimizer")
+    check_training(model)
+    names = {id(param): name for name, param in model.named_parameters()}
+    tracks = [Track(optimizer, names, group) for optimizer in several]
+    if any(isinstance(param, DTensor) for track in tracks for param in track.params):
+        raise RuntimeError("parameters are sharded (DTensor): their gradients are not whole here; audit one process")
+    return tracks
+
+
+def check_training(model: Module) -> None:
+    """Raises a ValueError for a model in eval mode."""
+    if not model.training:
+        raise ValueError("the model is in eval mode, and an audit is about training; call model.train() first")
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
