@@ -1,6 +1,6 @@
-"""Training loops for the audit, as people write them: each has one fault, the name of which is its key, or none.
+"""Training loops for the audit, as people write them: each has the one fault that names it, or none.
 
-`HELD_OUT` was drawn before the audit was written: it was tuned on the others, and these were looked at when it was done.
+`HELD_OUT` was drawn before the audit was written: it was tuned on the others alone, and met these when it was done.
 """
 
 from __future__ import annotations

@@ -114,6 +114,7 @@ class Audit:
                 for cause, detail in diagnose(track.windows, track.pending, steps).items():
                     found.setdefault(cause, detail)
                 report.steps += [StepFit(each.arrived, each.shares, each.fits) for each in track.windows]
+            report.notes += watch.notes()
             report.causes += [Finding(cause, detail) for cause, detail in found.items()]
 
 

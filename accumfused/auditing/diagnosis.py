@@ -38,7 +38,7 @@ def diagnose(windows: Sequence[Window], left: Sequence[MicroBatch], steps: int |
 
 
 def _in_window(window: Window, expected: int, *, is_last: bool) -> Found:
-    found = {cause: "seen as it happened" for cause in sorted(window.flags)}
+    found = dict.fromkeys(sorted(window.flags), "seen as it happened")
     everyone = window.micro_batches
     if len(everyone) > 1:
         for is_seen, cause in (

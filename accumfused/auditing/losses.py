@@ -85,13 +85,14 @@ def couples(term: Term, outputs: Sequence[Tensor]) -> bool:
     one = torch.ones(())
     assert term.edge is not None
     try:
-        grads = torch.autograd.grad([term.edge], outputs, [one], create_graph=True, allow_unused=True)  # type: ignore[arg-type]
+        grads = torch.autograd.grad([term.edge], outputs, [one], create_graph=True, allow_unused=True)
         known = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and g.requires_grad]
         if not known:
             return False
         index = int(known[0][1].detach().reshape(len(known[0][0]), -1).abs().sum(1).argmax())
-        probe = sum(((g[index] * torch.linspace(1, 2, g[index].numel()).view_as(g[index]).to(g)).sum() for _, g in known))
-        second = torch.autograd.grad(probe, [o for o, _ in known], retain_graph=True, allow_unused=True)
+        shape = [torch.linspace(1, 2, g[index].numel()).view_as(g[index]).to(g) for _, g in known]
+        probe = torch.stack([(g[index] * numbers).sum().double() for (_, g), numbers in zip(known, shape, strict=True)])
+        second = torch.autograd.grad(probe.sum(), [o for o, _ in known], retain_graph=True, allow_unused=True)
     except RuntimeError:  # no second derivative, or parts of the graph are gone
         return False
     for derivative in second:

@@ -22,7 +22,7 @@ from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport, Finding, StepFit
 
 LossFunction = Callable[[Any, Any], Tensor]
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
 @dataclass
@@ -64,13 +64,27 @@ class Subject:
         if not self.params:
             raise ValueError("no parameter of the model requires a gradient")
 
+    @property
+    def tolerance(self) -> float:
+        """The rounding that a gradient's comparison allows."""
+        return max(TOLERANCES.get(param.dtype, 1e-4) for param in self.params)
+
     def run(self, batches: Sequence[Any]) -> list[Piece]:
-        """Runs batches one after another, from the state of generators and buffers at the beginning."""
+        """The losses of batches one after another, from the first state of generators and buffers."""
+        self._rewind()
+        return [self._piece(batch) for batch in batches]
+
+    def forward(self, batches: Sequence[Any]) -> list[list[Tensor]]:
+        """The tensors that `loss_fn` returns for batches one after another, from the first state again."""
+        self._rewind()
+        outputs = [self.loss_fn(self.model, batch) for batch in batches]
+        return [[leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)] for output in outputs]
+
+    def _rewind(self) -> None:
         self._generators.restore(self._states)
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
-        return [self._piece(batch) for batch in batches]
 
     def _piece(self, batch: Any) -> Piece:
         before = self._generators.tensors()
@@ -90,14 +104,18 @@ class Subject:
 
     def _grads(self, term: Term) -> list[Tensor | None]:
         assert term.edge is not None
-        found = torch.autograd.grad([term.edge], self.params, [torch.ones(())], retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
+        found = torch.autograd.grad([term.edge], self.params, [torch.ones(())], retain_graph=True, allow_unused=True)
         return list(found)
 
-    def quiet(self, kinds: tuple[type[Module], ...]) -> None:
-        """Puts layers of these kinds into eval mode."""
+    def be_quiet(self) -> list[str]:
+        """Puts BatchNorm and dropout into eval mode, and returns the causes that this takes away."""
+        found = set()
         for layer in self.model.modules():
-            if isinstance(layer, kinds):
-                layer.eval()
+            for cause, kind in (("batch_norm", _BatchNorm), ("dropout", _DropoutNd)):
+                if isinstance(layer, kind) and layer.training:
+                    layer.eval()
+                    found.add(cause)
+        return sorted(found)
 
 
 def audited(
@@ -120,10 +138,8 @@ def audited(
         generators.restore(before)
 
 
-def _compare(
-    subject: Subject, batch: Any, parts: list[Any], weight_fn: Callable[[Any], Any] | None
-) -> AuditReport:
-    tolerance = max(_TOLERANCES.get(param.dtype, 1e-4) for param in subject.params)
+def _compare(subject: Subject, batch: Any, parts: list[Any], weight_fn: Callable[[Any], Any] | None) -> AuditReport:
+    tolerance = subject.tolerance
     whole, again = subject.run([batch])[0], subject.run([batch])[0]
     if not math.isclose(whole.loss, again.loss, rel_tol=tolerance):
         raise ValueError(
@@ -150,19 +166,16 @@ def _compare(
     report = AuditReport(steps=[step])
     if fits[0].difference <= tolerance:
         return report
-    found: dict[str, str] = {}
     off = f"{fits[0].difference:.2g} of the gradient"
-    for cause, is_there, kinds in (
-        ("batch_norm", any(isinstance(m, _BatchNorm) and m.training for m in subject.model.modules()), (_BatchNorm,)),
-        ("dropout", one.is_random, (_DropoutNd,)),
-    ):
-        if is_there:
-            found[cause] = off
-            subject.quiet(kinds)
+    found = dict.fromkeys(subject.be_quiet(), off)
+    if one.is_random:
+        found["dropout"] = off
     if found:
         one, pieces, weights, fits = compared()
     if any(piece.is_random for piece in (one, *pieces)):
-        report.notes.append("forward draws random numbers outside of dropout layers: other causes could not be looked at")
+        report.notes.append(
+            "forward draws random numbers outside of dropout layers: other causes could not be looked at"
+        )
     elif fits[0].difference > tolerance:
         found |= _rest(one, pieces, tolerance, subject.names, f"{fits[0].difference:.2g} of the gradient")
     report.causes = [Finding(cause, detail) for cause, detail in found.items()]
@@ -172,21 +185,34 @@ def _compare(
 def _rest(one: Piece, pieces: list[Piece], tolerance: float, names: list[str], off: str) -> dict[str, str]:
     """The cause among weights and terms of the loss, when forward passes are the same."""
     counts = [piece.count for piece in pieces]
+    cause = coupling_of(one, pieces, tolerance, names)
+    return {cause: off} if cause else {"mean_of_means": f"counts from {min(counts):g} to {max(counts):g}; {off}"}
+
+
+def coupling_of(one: Piece, pieces: list[Piece], tolerance: float, names: list[str]) -> str | None:
+    """The cause if the loss, or one of its terms, is not a sum (or mean) over samples."""
+    counts = [piece.count for piece in pieces]
     if _fits([p.grads for p in pieces], counts, one.grads, tolerance, names):
-        return {"mean_of_means": f"counts from {min(counts):g} to {max(counts):g}; {off}"}
-    wrong = [index for index in range(len(one.of_terms)) if not _term_fits(one, pieces, index, tolerance, names)]
-    if len(one.of_terms) == len(wrong) or any(len(p.of_terms) != len(one.of_terms) for p in pieces):
-        return {"negatives": off}
-    return {"auxiliary" if wrong else "mean_of_means": off}
+        return None
+    if len(one.terms) > 1 and all(len(piece.of_terms) == len(one.of_terms) for piece in pieces):
+        wrong = [not _term_fits(one, pieces, index, tolerance, names) for index in range(len(one.of_terms))]
+        if not all(wrong):
+            return "auxiliary" if any(wrong) else None
+    elif _term_fits(one, pieces, None, tolerance, names):
+        return None
+    return "negatives"
 
 
-def _term_fits(one: Piece, pieces: list[Piece], index: int, tolerance: float, names: list[str]) -> bool:
-    grads = [piece.of_terms[index] for piece in pieces]
-    weights = [1.0] * len(pieces), [piece.terms[index].count for piece in pieces]
-    return any(_fits(grads, each, one.of_terms[index], tolerance, names) for each in weights) or (
-        not one.terms[index].is_mean
-        and differences(grads, weights[0], one.of_terms[index], names)[0].difference <= tolerance
-    )
+def _term_fits(one: Piece, pieces: list[Piece], index: int | None, tolerance: float, names: list[str]) -> bool:
+    """Whether a term (None: the loss) is a mean over samples, over its own counts, or a sum."""
+
+    def part(piece: Piece) -> tuple[list[Tensor | None], float]:
+        return (piece.grads, piece.count) if index is None else (piece.of_terms[index], piece.terms[index].count)
+
+    grads, counts = [part(piece)[0] for piece in pieces], [part(piece)[1] for piece in pieces]
+    target, alike = part(one)[0], [1.0] * len(pieces)
+    is_sum = differences(grads, alike, target, names)[0].difference <= tolerance
+    return is_sum or any(_fits(grads, each, target, tolerance, names) for each in (alike, counts))
 
 
 def _fits(pieces: Sequence[Grads], weights: Sequence[float], taken: Grads, tolerance: float, names: list[str]) -> bool:
@@ -204,13 +230,13 @@ def _turned(fit: TensorDifference) -> TensorDifference:
     return replace(fit, factor=1.0 / fit.factor if fit.factor else math.inf)
 
 
-def split(batch: Any, steps: int) -> list[Any]:
-    """Cuts all tensors of a batch into equal parts along their first dimension.
+def split(batch: Any, steps: int, count: int | None = None) -> list[Any]:
+    """Cuts all tensors of a batch, or the first `count` samples, into equal parts along their first dimension.
 
     Raises:
         ValueError: it cannot be cut so.
     """
-    count = samples_of(batch)
+    count = samples_of(batch) if count is None else count
     if count % steps:
         raise ValueError(f"{count} samples do not divide into {steps} micro-batches; take a batch of a multiple of it")
     size = count // steps

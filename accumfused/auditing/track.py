@@ -132,9 +132,7 @@ def _scale_of(optimizer: Any) -> Any:
     return given.scale if given is not None else getattr(optimizer, "grad_scale", None)
 
 
-def _taken(
-    optimizer: Optimizer, params: list[Tensor], kwargs: Mapping[str, Any], group: Any
-) -> list[Tensor | None]:
+def _taken(optimizer: Optimizer, params: list[Tensor], kwargs: Mapping[str, Any], group: Any) -> list[Tensor | None]:
     """The gradients that a step takes: p.grad, or an open window's mean, divided as the step divides."""
     sums: dict[int, Tensor] = {}
     divisor = 1.0

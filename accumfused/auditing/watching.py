@@ -6,21 +6,23 @@ A torch function mode sees the calls for which torch has no hooks: backward, nor
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from accumfused.auditing.evidence import MicroBatch
-from accumfused.auditing.losses import couples, main_of, terms_of
+from accumfused.auditing.losses import main_of, terms_of
+from accumfused.auditing.probe import Probe, leaves
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.track import Track
 
@@ -44,7 +46,7 @@ class Watch:
         self._incoming: dict[int, Tensor] = {}  # gradients on their way to p.grad
         self._before: list[Tensor] = []  # the generators' states before forward
         self._outputs: list[Tensor] = []
-        self._is_probed = False
+        self._probe = Probe(model, self._generators)
         self._hooks = contextlib.ExitStack()
 
     def start(self) -> None:
@@ -66,10 +68,22 @@ class Watch:
         yield self._model.register_forward_hook(self._leave)
         for param in self._params.values():
             if param.requires_grad:
-                yield param.register_hook(self._on_its_way(param))
-                yield param.register_post_accumulate_grad_hook(self._arrive)
+                yield param.register_hook(self._on_its_way(param))  # type: ignore[no-untyped-call]
+                yield param.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
         for track in self.tracks:
             yield track.optimizer.register_step_pre_hook(track.step)
+
+    def notes(self) -> list[str]:
+        """What could not be judged."""
+        seen = [each for track in self.tracks for window in track.windows for each in window.micro_batches]
+        found = [self._probe.note]
+        if any(each.term is None for each in seen):
+            found.append("backward() was not called on a loss: counts of samples are those of the model's inputs")
+        elif not all(each.is_known for each in seen):
+            found.append("the graph of the loss does not show its counts: whether they are equal was not judged")
+        if self.tracks[0].group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            found.append("there are several processes; with process_group= they are audited together")
+        return [note for note in found if note]
 
     # ---- what happens in the loop ----------------------------------------------------------------------------------
 
@@ -77,11 +91,13 @@ class Watch:
         if not torch.is_grad_enabled():
             return
         if self._current is None or self._current.has_arrived:
-            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim)
-            self._current = MicroBatch(size=next((len(tensor) for tensor in tensors), 0))
+            sizes = (len(leaf) for leaf in leaves((args, kwargs)) if leaf.ndim)
+            self._current = MicroBatch(size=next(sizes, 0))
             self._outputs = []
             for track in self.tracks:
                 track.begin()
+            if self._current.size > 1:
+                self._probe.inputs(args, kwargs)
         self._current.forwards += 1
         self._current.has_batch_norm |= any(layer.training for layer in self._norms)
         self._before = self._generators.tensors()
@@ -91,7 +107,7 @@ class Watch:
             return
         after = self._generators.tensors()
         self._current.is_random |= not all(map(torch.equal, self._before, after))
-        self._outputs += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self._outputs += leaves(output)
 
     def backward(self, loss: Tensor, run: Callable[[], Any]) -> Any:
         """Reads the loss's graph, and runs its backward."""
@@ -99,11 +115,8 @@ class Watch:
         if now.term is None:
             terms = terms_of(loss, now.size)
             now.term = main_of(terms)
-            if not self._is_probed and now.size > 1:
-                self._is_probed = True
-                coupled = [couples(term, self._outputs) for term in terms]
-                if any(coupled):
-                    now.couplings.add("negatives" if all(coupled) else "auxiliary")
+            if now.size > 1:
+                now.couplings = self._probe.causes(terms, self._outputs)
             for term in terms:
                 term.edge = None
         self._outputs = []
@@ -153,7 +166,7 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if func is Tensor.backward:
-            return self._watch.backward(args[0], lambda: func(*args, **kwargs))
+            return self._watch.backward(args[0], functools.partial(func, *args, **kwargs))
         if name in _CALLS:
             self._watch.call(name, args)
         return func(*args, **kwargs)
