@@ -105,16 +105,18 @@ class Audit:
             track.expected = steps
         watch, report = Watch(model, tracks), AuditReport()
         watch.start()
+        is_whole = False
         try:
             yield report
+            is_whole = True
         finally:
             watch.stop()
+            report.notes += watch.notes()
             found: dict[str, str] = {}
             for track in tracks:
-                for cause, detail in diagnose(track.windows, track.pending, steps).items():
-                    found.setdefault(cause, detail)
-                report.steps += [StepFit(each.arrived, each.shares, each.fits) for each in track.windows]
-            report.notes += watch.notes()
+                left = track.pending if is_whole else []  # an exception has cut the last window short
+                found = diagnose(track.windows, left, steps) | found
+                report.steps += [StepFit(len(each.shares), each.shares, each.fits) for each in track.windows]
             report.causes += [Finding(cause, detail) for cause, detail in found.items()]
 
 

@@ -13,7 +13,7 @@ _UNEXPLAINED = 0.02  # of the step's gradient; sums in 16 bits stay below
 
 def expected_of(windows: Sequence[Window]) -> int:
     """The number of micro-batches in most windows."""
-    counts = Counter(window.arrived for window in windows)
+    counts = Counter(len(window.micro_batches) // window.world for window in windows)
     return max(counts, key=lambda count: (counts[count], count)) if counts else 1
 
 
@@ -47,8 +47,8 @@ def _in_window(window: Window, expected: int, *, is_last: bool) -> Found:
         ):
             if is_seen:
                 found[cause] = "in forward"
-        for cause in sorted(set().union(*(each.couplings for each in everyone))):
-            found[cause] = "a sample's gradient depends on another sample"
+        for cause in sorted(set().union(*(each.causes for each in everyone))):
+            found[cause] = "seen in its loss"
     found |= _order(window, expected, is_last=is_last)
     if not found.keys() & {"clip", "unscale", "remainder_leaked", "zero_grad"}:
         found |= _weights(window) | _size(window, expected, found)
@@ -60,7 +60,7 @@ def _in_window(window: Window, expected: int, *, is_last: bool) -> Found:
 def _order(window: Window, expected: int, *, is_last: bool) -> Found:
     """Micro-batches that are lost, or are there and should not be."""
     found: Found = {}
-    arrived = window.arrived
+    arrived = window.arrived(expected)
     lost = 0 if "clip" in window.flags else sum(window.lost) // window.world  # each clip shrinks the first ones again
     if abs(window.stale) > 0.01:
         found["zero_grad"] = f"{window.stale:.2f} times the gradient from before the window is still there"
@@ -93,7 +93,9 @@ def _weights(window: Window) -> Found:
 
 def _size(window: Window, expected: int, found: Found) -> Found:
     """Whether the step's gradient is that of a mean over the window, up to factors of the loss itself."""
-    ratio, arrived = window.ratio, window.arrived
+    ratio, arrived = window.ratio, window.arrived(expected)
+    if any(each.term is None for each in window.micro_batches):
+        return {}
     allowed = window.scales(expected)
     if any(is_close(ratio, scale) for scale in allowed):
         return {}
@@ -105,8 +107,7 @@ def _size(window: Window, expected: int, found: Found) -> Found:
 
     if arrived < expected and fits(arrived / expected):
         return {} if "never_arrived" in found else {"remainder_under_weighted": f"{arrived} of {expected}: {detail}"}
-    scales = [] if window.micro_batches[0].term is None else window.micro_batches[0].term.scales
-    if fits(*scales):
+    if any(fits(*each.term.scales) for each in window.micro_batches[:1] if each.term is not None):
         return {"unscale": detail}
     if window.world > 1 and fits(window.world, 1 / window.world):
         return {"ranks": detail}

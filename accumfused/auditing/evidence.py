@@ -20,12 +20,12 @@ class MicroBatch:
     """One backward pass, or several from the same forward pass."""
 
     size: int = 0  # samples: the length of the first tensor that the model took; 0: unknown
-    forwards: int = 0
+    parts: int = 1  # losses of as many forward passes that were added up before backward
     rank: int = 0
     term: Term | None = None  # of its loss; None: the loss was not seen
     is_random: bool = False  # forward drew random numbers
     has_batch_norm: bool = False  # in training mode
-    couplings: set[str] = field(default_factory=set)  # causes: "negatives", "auxiliary"
+    causes: set[str] = field(default_factory=set)  # that its loss shows
     has_arrived: bool = False  # a gradient of it is in p.grad
     is_used: bool = False  # a step has taken it
     grads: dict[int, Tensor] = field(default_factory=dict)  # on the host, by parameter, until the step
@@ -70,10 +70,10 @@ class Window:
         """Which of `scales` the step's gradient has; None: none of them."""
         return next((scale for scale in self.scales(expected) if is_close(self.ratio, scale)), None)
 
-    @property
-    def arrived(self) -> int:
-        """Micro-batches of each process; forward passes may share one backward pass."""
-        return max(len(self.micro_batches), sum(each.forwards for each in self.micro_batches)) // self.world
+    def arrived(self, expected: int) -> int:
+        """Micro-batches of each process; several may share one backward pass."""
+        parts = sum(each.parts for each in self.micro_batches) // self.world
+        return parts if parts == expected else len(self.micro_batches) // self.world
 
     @property
     def lost(self) -> list[bool]:
@@ -99,16 +99,19 @@ class Window:
 
     def scales(self, expected: int) -> list[float]:
         """The ratios that the loss itself explains: numbers in front of it, and sums in place of means."""
+        arrived = self.arrived(expected)
         term = next((each.term for each in self.micro_batches if each.term is not None), None)
         if term is None:
             return [1.0]
-        parts = {1.0, 1.0 / expected, float(expected), 1.0 / self.arrived, float(self.arrived)}
+        parts = {1.0, 1.0 / expected, float(expected), 1.0 / arrived, float(arrived)}
         own = [
             abs(factor)
             for factor in term.factors
             if factor not in term.scales and not any(is_close(abs(factor), part) for part in parts)
         ]
         found = [math.prod(some) for n in range(len(own[:6]) + 1) for some in itertools.combinations(own[:6], n)]
+        if not term.is_known:
+            found += [float(arrived), float(expected)]  # it may be a sum
         if not term.is_mean:
             terms = sum(each.count for each in self.micro_batches)
             found += [terms, terms / (sum(each.size for each in self.micro_batches) or terms)]

@@ -25,10 +25,10 @@ class TensorDifference:
         return {"name": self.name, "factor": self.factor, "difference": self.difference}
 
 
-def weights_of(pieces: Sequence[Grads], taken: Grads) -> tuple[list[float], float]:
+def weights_of(pieces: Sequence[Grads], taken: Grads, likely: Sequence[bool]) -> tuple[list[float], float]:
     """Solves `taken = sum of weight * piece` by least squares.
 
-    Where pieces are too alike to be told apart, they get equal weights.
+    Where pieces are too alike to be told apart, the `likely` ones get equal weights.
 
     Returns:
         A weight for each piece, and the relative size of what no weights explain.
@@ -39,8 +39,9 @@ def weights_of(pieces: Sequence[Grads], taken: Grads) -> tuple[list[float], floa
         gram += stacked @ stacked.T
         right += stacked @ target
         square += float(target @ target)
-    together = float(gram.sum())
-    prior = torch.full((count,), float(right.sum()) / together if together > 0 else 0.0, dtype=torch.float64)
+    prior = torch.tensor(likely, dtype=torch.float64)
+    together = float(prior @ gram @ prior)
+    prior *= float(prior @ right) / together if together > 0 else 0.0
     weights = prior + torch.linalg.pinv(gram, rtol=_SMALLEST, hermitian=True) @ (right - gram @ prior)
     left = max(0.0, square - float(2 * weights @ right - weights @ gram @ weights))
     return weights.tolist(), (left / square) ** 0.5 if square else 0.0

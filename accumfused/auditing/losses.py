@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,12 @@ class Term:
     count: float
     is_mean: bool
     is_known: bool  # False: the graph does not say; a mean over samples is supposed
-    is_loss: bool  # a loss function of torch.nn, not a bare sum or mean
+    kind: str  # the operation
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is a loss function of torch.nn, not a bare sum or mean."""
+        return self.kind.startswith(_LOSSES)
 
     @property
     def coefficient(self) -> float:
@@ -63,8 +68,7 @@ def terms_of(loss: Tensor, size: int) -> list[Term]:
         else:
             count, is_mean = _reduction(node, kind) or (size, None)
             edge = GradientEdge(node, number)
-            is_loss = kind.startswith(_LOSSES)
-            found.append(Term(edge, factors, scales, float(count), is_mean is not False, is_mean is not None, is_loss))
+            found.append(Term(edge, factors, scales, float(count), is_mean is not False, is_mean is not None, kind))
     return found
 
 
@@ -72,6 +76,17 @@ def main_of(terms: Sequence[Term]) -> Term | None:
     """The term that counts samples or tokens: a loss function rather than a bare mean, then the heaviest."""
     weight = [(term.is_known, term.is_loss, abs(math.prod(term.factors))) for term in terms]
     return terms[max(range(len(terms)), key=weight.__getitem__)] if terms else None
+
+
+def joined(terms: Sequence[Term], parts: int) -> Term | None:
+    """One term for the losses of several forward passes that were added up; None: there are not so many alike."""
+    main = main_of(terms)
+    alike = [term for term in terms if main is not None and (term.kind, term.is_mean) == (main.kind, main.is_mean)]
+    if main is None or parts < 2 or len(alike) != parts:
+        return None
+    return replace(
+        main, factors=[*main.factors, *([float(parts)] if main.is_mean else [])], count=sum(t.count for t in alike)
+    )
 
 
 def couples(term: Term, outputs: Sequence[Tensor]) -> bool:

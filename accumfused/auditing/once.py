@@ -159,12 +159,14 @@ def _compare(subject: Subject, batch: Any, parts: list[Any], weight_fn: Callable
         return one, pieces, weights, differences([p.grads for p in pieces], weights, one.grads, subject.names)
 
     one, pieces, weights, fits = compared()
-    fitted, _ = weights_of([piece.grads for piece in pieces], one.grads)
+    fitted, _ = weights_of([piece.grads for piece in pieces], one.grads, [True] * len(pieces))
     shares = [weight / best if best else math.inf for weight, best in zip(weights, fitted, strict=True)]
     # The audit's question is turned round: the micro-batches' sum beside the large batch, not the other way.
     step = StepFit(len(parts), shares, [_turned(fit) for fit in fits])
     report = AuditReport(steps=[step])
     if fits[0].difference <= tolerance:
+        if one.is_random and len(parts) > 1:  # one layer's masks may be the same: the next shape's are not
+            report.causes = [Finding("dropout", "the same masks, by chance")]
         return report
     off = f"{fits[0].difference:.2g} of the gradient"
     found = dict.fromkeys(subject.be_quiet(), off)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accumfused.auditing.evidence import MicroBatch, Window
+from accumfused.auditing.evidence import LOST, MicroBatch, Window
 from accumfused.auditing.fit import Grads, differences, weights_of
 from accumfused.optimizer import FusedOptimizer
 
@@ -35,6 +36,7 @@ class Track:
         self.pending: list[MicroBatch] = []
         self.windows: list[Window] = []
         self.is_normed = False  # a norm of gradients was taken since the last backward
+        self._reset = 0  # micro-batches before this one were gone from p.grad
         self._flags: set[str] = set()
         self._before_clip: list[Tensor | None] | None = None
         self._stale: dict[int, Tensor] = {}  # p.grad as the window found it, by parameter
@@ -55,9 +57,14 @@ class Track:
     def see_before(self, micro_batch: MicroBatch | None, param: Tensor) -> None:
         """A gradient of the micro-batch is about to be added to p.grad."""
         held = param.grad
-        if id(param) not in self._ids or held is None or held.is_sparse or not bool(held.any()):
+        if id(param) not in self._ids or (held is not None and held.is_sparse):
             return
-        if not self.pending or self.pending[0] is micro_batch:
+        is_later = bool(self.pending) and self.pending[0] is not micro_batch
+        if held is None or not bool(held.any()):
+            was_there = any(id(param) in each.grads for each in self.pending if each is not micro_batch)
+            if was_there and not self._folds:
+                self._reset = len(self.pending) - (self.pending[-1] is micro_batch)
+        elif not is_later:
             self._stale.setdefault(id(param), held.detach().to("cpu", copy=True))
         elif held.dtype in _HALF:
             self._flags.add("sums_in_16_bits")
@@ -95,7 +102,7 @@ class Track:
                 candidates.insert(0, self._before_clip)
             windows = [self._window(taken) for taken in candidates]
             # A norm that is taken for a log looks like a clip if the gradients are divided after it.
-            right = (window for window in windows if window.scale(self.expected or window.arrived) is not None)
+            right = (window for window in windows if window.scale(self._expected(window)) is not None)
             self.windows.append(next(right, windows[0]))
             for _, micro_batch in self.windows[-1].kept:
                 micro_batch.is_used = True
@@ -103,6 +110,16 @@ class Track:
             for param in self._ids:
                 micro_batch.grads.pop(param, None)
         self.pending, self._flags, self._before_clip, self.is_normed, self._stale = [], set(), None, False, {}
+        self._reset = 0
+
+    @property
+    def _folds(self) -> bool:
+        """Whether p.grad is empty between micro-batches, because the sums are in the optimizer."""
+        optimizer = self.optimizer
+        return isinstance(optimizer, FusedOptimizer) and optimizer.engine.window.is_open
+
+    def _expected(self, window: Window) -> int:
+        return self.expected or max(1, len(window.micro_batches) // window.world)
 
     def _grads(self) -> list[Tensor | None]:
         return [None if p.grad is None else p.grad.detach().to("cpu", copy=True) for p in self.params]
@@ -114,13 +131,21 @@ class Track:
         if self.group is not None:
             micro_batches, pieces, world = _of_all(micro_batches, pieces, self.group)
         stale = [[self._stale.get(id(param)) for param in self.params]] if self._stale else []
-        fitted, residual = weights_of([*pieces, *stale], taken)
+        of_rank = len(micro_batches) // world
+        likely = [index % of_rank >= self._reset for index in range(len(micro_batches))] + [False] * len(stale)
+        fitted, residual = weights_of([*pieces, *stale], taken, likely)
+        # A loss of another optimizer's step may have passed through these parameters.
+        largest = max(abs(w) for w in fitted)
+        own = [not each.is_used or abs(w) > LOST * largest for w, each in zip(fitted, micro_batches, strict=False)]
+        micro_batches, pieces = list(itertools.compress(micro_batches, own)), list(itertools.compress(pieces, own))
+        fitted = [*itertools.compress(fitted, own), *fitted[len(own) :]]
         total = sum(each.count for each in micro_batches)
         pairs = list(zip(fitted, micro_batches, strict=False))
         shares = [weight * each.coefficient * total for weight, each in pairs]
         flags = self._flags - {"unscaled"}
         window = Window(micro_batches, shares, fitted[-1] if stale else 0.0, residual, flags, world)
-        scale = window.scale(self.expected or window.arrived) or 1.0
+        is_seen = all(each.term is not None for each in micro_batches)
+        scale = (window.scale(self._expected(window)) or 1.0) if is_seen else window.ratio
         target = [scale / (each.coefficient * total) if each.coefficient else 0.0 for each in micro_batches]
         window.fits = differences(pieces, target, taken, self.names)
         return window

@@ -20,13 +20,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from accumfused.auditing.evidence import MicroBatch
-from accumfused.auditing.losses import main_of, terms_of
+from accumfused.auditing.evidence import MicroBatch, is_close
+from accumfused.auditing.losses import joined, main_of, terms_of
 from accumfused.auditing.probe import Probe, leaves
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.track import Track
 
-_NORMS = {"norm", "linalg_vector_norm", "vector_norm", "_foreach_norm"}
+_NORMS = {"norm", "linalg_vector_norm", "vector_norm", "_foreach_norm", "pow", "__pow__", "square", "dot", "abs"}
 _SCALINGS = {"mul_", "_foreach_mul_", "div_", "_foreach_div_"}
 _CLAMPS = {"clamp_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
 _UNSCALING = "_amp_foreach_non_finite_check_and_unscale_"
@@ -45,6 +45,7 @@ class Watch:
         self._current: MicroBatch | None = None  # from its first forward to the next one after its backward
         self._incoming: dict[int, Tensor] = {}  # gradients on their way to p.grad
         self._before: list[Tensor] = []  # the generators' states before forward
+        self._forwards = 0
         self._outputs: list[Tensor] = []
         self._probe = Probe(model, self._generators)
         self._hooks = contextlib.ExitStack()
@@ -78,7 +79,7 @@ class Watch:
         seen = [each for track in self.tracks for window in track.windows for each in window.micro_batches]
         found = [self._probe.note]
         if any(each.term is None for each in seen):
-            found.append("backward() was not called on a loss: counts of samples are those of the model's inputs")
+            found.append("loss.backward() was not called: divisions and counts of tokens were not judged")
         elif not all(each.is_known for each in seen):
             found.append("the graph of the loss does not show its counts: whether they are equal was not judged")
         if self.tracks[0].group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -93,12 +94,12 @@ class Watch:
         if self._current is None or self._current.has_arrived:
             sizes = (len(leaf) for leaf in leaves((args, kwargs)) if leaf.ndim)
             self._current = MicroBatch(size=next(sizes, 0))
-            self._outputs = []
+            self._outputs, self._forwards = [], 0
             for track in self.tracks:
                 track.begin()
             if self._current.size > 1:
                 self._probe.inputs(args, kwargs)
-        self._current.forwards += 1
+        self._forwards += 1
         self._current.has_batch_norm |= any(layer.training for layer in self._norms)
         self._before = self._generators.tensors()
 
@@ -109,16 +110,24 @@ class Watch:
         self._current.is_random |= not all(map(torch.equal, self._before, after))
         self._outputs += leaves(output)
 
-    def backward(self, loss: Tensor, run: Callable[[], Any]) -> Any:
+    def backward(self, loss: Tensor, gradient: Any, run: Callable[[], Any]) -> Any:
         """Reads the loss's graph, and runs its backward."""
         now = self._current = self._current or MicroBatch()
-        if now.term is None:
+        if now.term is None and loss.numel() == 1:
             terms = terms_of(loss, now.size)
-            now.term = main_of(terms)
+            several = joined(terms, self._forwards)
+            now.term, now.parts = (several, self._forwards) if several else (main_of(terms), 1)
+            if now.term is not None and gradient is not None:
+                now.term.factors.append(float(gradient))
+            if several and not all(
+                is_close(t.coefficient, terms[0].coefficient) for t in terms if t.kind == several.kind
+            ):
+                now.causes.add("mean_of_means")
             if now.size > 1:
-                now.couplings = self._probe.causes(terms, self._outputs)
-            for term in terms:
-                term.edge = None
+                now.causes |= self._probe.causes(terms, self._outputs)
+            for term in (*terms, now.term):
+                if term is not None:
+                    term.edge = None
         self._outputs = []
         return run()
 
@@ -166,7 +175,8 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if func is Tensor.backward:
-            return self._watch.backward(args[0], functools.partial(func, *args, **kwargs))
+            gradient = args[1] if len(args) > 1 else kwargs.get("gradient")
+            return self._watch.backward(args[0], gradient, functools.partial(func, *args, **kwargs))
         if name in _CALLS:
             self._watch.call(name, args)
         return func(*args, **kwargs)
