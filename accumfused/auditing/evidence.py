@@ -33,7 +33,7 @@ class MicroBatch:
     @property
     def count(self) -> float:
         """Samples or tokens that its loss counts."""
-        return self.term.count if self.term is not None and self.term.count else float(self.size or 1)
+        return self.term.count if self.term is not None else float(self.size or 1)
 
     @property
     def coefficient(self) -> float:
@@ -80,7 +80,10 @@ class Window:
         """Flags micro-batches that neither this step nor another optimizer's has taken."""
         largest = max(abs(share * each.count) for share, each in self._pairs)
         weak = [abs(share * each.count) < LOST * largest for share, each in self._pairs]
-        return [is_weak and not each.is_used for is_weak, each in zip(weak, self.micro_batches, strict=True)]
+        return [
+            is_weak and each.count > 0 and not each.is_used
+            for is_weak, each in zip(weak, self.micro_batches, strict=True)
+        ]
 
     @property
     def kept(self) -> list[tuple[float, MicroBatch]]:

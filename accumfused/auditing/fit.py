@@ -77,4 +77,10 @@ def _tensors(pieces: Sequence[Grads], taken: Grads) -> Iterator[tuple[int, Tenso
 
 
 def _flat(grad: Tensor) -> Tensor:
-    return grad.detach().cpu().double().reshape(-1)
+    return (torch.view_as_real(grad) if grad.is_complex() else grad).double().reshape(-1)
+
+
+def on_host(grad: Tensor) -> Tensor:
+    """A copy of a gradient, dense."""
+    grad = grad.detach()
+    return grad.to_dense().cpu() if grad.is_sparse else grad.to("cpu", copy=True)

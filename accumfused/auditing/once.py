@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map
 
-from accumfused.auditing.fit import Grads, TensorDifference, differences, weights_of
+from accumfused.auditing.fit import Grads, TensorDifference, differences, on_host, weights_of
 from accumfused.auditing.losses import Term, main_of, terms_of
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport, Finding, StepFit
@@ -99,13 +99,13 @@ class Subject:
         for param in self.params:
             param.grad = None
         torch.autograd.backward(loss)  # not loss.backward(), which a watch would see
-        grads = [param.grad for param in self.params]
+        grads = [None if param.grad is None else on_host(param.grad) for param in self.params]
         return Piece(float(loss.detach()), terms, of_terms, grads, is_random)
 
     def _grads(self, term: Term) -> list[Tensor | None]:
         assert term.edge is not None
         found = torch.autograd.grad([term.edge], self.params, [torch.ones(())], retain_graph=True, allow_unused=True)
-        return list(found)
+        return [None if grad is None else on_host(grad) for grad in found]
 
     def be_quiet(self) -> list[str]:
         """Puts BatchNorm and dropout into eval mode, and returns the causes that this takes away."""
@@ -156,14 +156,13 @@ def _compare(subject: Subject, batch: Any, parts: list[Any], weight_fn: Callable
             weights = [weight / sum(given) for weight in given]
         else:
             weights = [1.0 if one.is_sum and _sums(one, pieces) else 1.0 / len(parts)] * len(parts)
-        return one, pieces, weights, differences([p.grads for p in pieces], weights, one.grads, subject.names)
+        together = _added([piece.grads for piece in pieces], weights)
+        return one, pieces, weights, differences([one.grads], [1.0], together, subject.names)
 
     one, pieces, weights, fits = compared()
     fitted, _ = weights_of([piece.grads for piece in pieces], one.grads, [True] * len(pieces))
     shares = [weight / best if best else math.inf for weight, best in zip(weights, fitted, strict=True)]
-    # The audit's question is turned round: the micro-batches' sum beside the large batch, not the other way.
-    step = StepFit(len(parts), shares, [_turned(fit) for fit in fits])
-    report = AuditReport(steps=[step])
+    report = AuditReport(steps=[StepFit(len(parts), shares, fits)])
     if fits[0].difference <= tolerance:
         if one.is_random and len(parts) > 1:  # one layer's masks may be the same: the next shape's are not
             report.causes = [Finding("dropout", "the same masks, by chance")]
@@ -228,8 +227,12 @@ def _sums(one: Piece, pieces: list[Piece]) -> bool:
     return abs(one.loss - total) < abs(one.loss - total / len(pieces))
 
 
-def _turned(fit: TensorDifference) -> TensorDifference:
-    return replace(fit, factor=1.0 / fit.factor if fit.factor else math.inf)
+def _added(pieces: Sequence[Grads], weights: Sequence[float]) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    for grads in zip(*pieces, strict=True):
+        own = [weight * grad.double() for weight, grad in zip(weights, grads, strict=True) if grad is not None]
+        found.append(torch.stack(own).sum(0) if own else None)
+    return found
 
 
 def split(batch: Any, steps: int, count: int | None = None) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accumfused.auditing.evidence import LOST, MicroBatch, Window
-from accumfused.auditing.fit import Grads, differences, weights_of
+from accumfused.auditing.fit import Grads, differences, on_host, weights_of
 from accumfused.optimizer import FusedOptimizer
 
 _HALF = torch.float16, torch.bfloat16
@@ -48,7 +48,8 @@ class Track:
 
     def begin(self) -> None:
         """A forward pass begins a micro-batch."""
-        sums = torch.stack([param.detach().sum(dtype=torch.float64).cpu() for param in self.params])
+        parts = (torch.view_as_real(param) if param.is_complex() else param for param in self.params)
+        sums = torch.stack([part.detach().sum(dtype=torch.float64).cpu() for part in parts])
         if not self.pending:
             self._weights = sums
         elif self._weights is not None and not torch.equal(sums, self._weights):
@@ -65,7 +66,7 @@ class Track:
             if was_there and not self._folds:
                 self._reset = len(self.pending) - (self.pending[-1] is micro_batch)
         elif not is_later:
-            self._stale.setdefault(id(param), held.detach().to("cpu", copy=True))
+            self._stale.setdefault(id(param), on_host(held))
         elif held.dtype in _HALF:
             self._flags.add("sums_in_16_bits")
 
@@ -73,6 +74,8 @@ class Track:
         """A micro-batch has brought this parameter's gradient."""
         if id(param) not in self._ids or any(each is micro_batch for each in self.pending):
             return
+        if "unscaled" in self._flags and not all(map(_is_finite, self.pending)):
+            self._close()  # a GradScaler has skipped the step
         if self._before_clip is not None:
             self._flags.add("clip")
         if "unscaled" in self._flags:
@@ -94,23 +97,26 @@ class Track:
 
     def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The optimizer is about to step: its window is complete."""
-        if self.pending:
-            candidates = [_taken(optimizer, self.params, kwargs, self.group)]
+        taken = _taken(optimizer, self.params, kwargs, self.group) if self.pending else []
+        if all(grad is None or bool(grad.isfinite().all()) for grad in taken) and self.pending:
+            candidates = [taken]
             if self._before_clip is not None:
                 if _scale_of(optimizer) is not None:
                     self._flags.add("unscale")
                 candidates.insert(0, self._before_clip)
-            windows = [self._window(taken) for taken in candidates]
+            windows = [self._window(each) for each in candidates]
             # A norm that is taken for a log looks like a clip if the gradients are divided after it.
             right = (window for window in windows if window.scale(self._expected(window)) is not None)
             self.windows.append(next(right, windows[0]))
             for _, micro_batch in self.windows[-1].kept:
                 micro_batch.is_used = True
-        for micro_batch in self.pending:
-            for param in self._ids:
-                micro_batch.grads.pop(param, None)
-        self.pending, self._flags, self._before_clip, self.is_normed, self._stale = [], set(), None, False, {}
-        self._reset = 0
+        self._close()
+
+    def _close(self) -> None:
+        for micro_batch, param in itertools.product(self.pending, self._ids):
+            micro_batch.grads.pop(param, None)
+        self.pending, self._flags, self._stale, self._reset = [], set(), {}, 0
+        self._before_clip, self.is_normed = None, False
 
     @property
     def _folds(self) -> bool:
@@ -122,11 +128,13 @@ class Track:
         return self.expected or max(1, len(window.micro_batches) // window.world)
 
     def _grads(self) -> list[Tensor | None]:
-        return [None if p.grad is None else p.grad.detach().to("cpu", copy=True) for p in self.params]
+        return [None if param.grad is None else on_host(param.grad) for param in self.params]
 
     def _window(self, taken: Grads) -> Window:
         micro_batches = self.pending
-        pieces: list[list[Tensor | None]] = [[each.grads.get(id(p)) for p in self.params] for each in micro_batches]
+        pieces: list[list[Tensor | None]] = [
+            [each.grads.get(id(param)) if _is_finite(each) else None for param in self.params] for each in micro_batches
+        ]
         world = 1
         if self.group is not None:
             micro_batches, pieces, world = _of_all(micro_batches, pieces, self.group)
@@ -151,6 +159,11 @@ class Track:
         return window
 
 
+def _is_finite(micro_batch: MicroBatch) -> bool:
+    """False also for one without a single target: its mean is NaN, and a weight of 0 leaves it out."""
+    return all(bool(grad.isfinite().all()) for grad in micro_batch.grads.values())
+
+
 def _scale_of(optimizer: Any) -> Any:
     """The factor by which the step itself divides."""
     given = optimizer.engine.loss_scale if isinstance(optimizer, FusedOptimizer) else None
@@ -166,19 +179,16 @@ def _taken(optimizer: Optimizer, params: list[Tensor], kwargs: Mapping[str, Any]
         factors = window.weights.factors.tolist()
         for param, held, place in zip(window.params, window.sums.accumulators, window.sums.places, strict=True):
             if held is not None:
-                sums[id(param)] = held.detach().cpu().double() * factors[place]
-        divisor = float(window.weights.total) * float(window.weights.unit) if window.weights.is_weighted else 1.0
-        unit = float(window.weights.unit) if window.weights.is_weighted else 1.0
-        sums = {param: held * unit for param, held in sums.items()}
-        if group is not None and optimizer.engine.settings.process_group is not None:
-            everyone = _gathered([sums.get(id(param)) for param in params] + [torch.tensor(divisor)], group)
+                sums[id(param)] = on_host(held) * factors[place]
+        divisor = float(window.weights.total) if window.weights.is_weighted else 1.0
+        if group is not None and optimizer.engine.settings.process_group is not None:  # the step will add them up
+            everyone = _gathered(([sums.get(id(param)) for param in params], divisor), group)
             for index, param in enumerate(params):
-                own = [each[index] for each in everyone if each[index] is not None]
-                if own:
-                    sums[id(param)] = torch.stack(own).sum(0)
-            divisor = sum(float(each[-1]) for each in everyone) if window.weights.is_weighted else 1.0
+                own = [grads[index] for grads, _ in everyone if grads[index] is not None]
+                sums |= {id(param): torch.stack(own).sum(0)} if own else {}
+            divisor = sum(each for _, each in everyone) if window.weights.is_weighted else 1.0
     else:
-        sums = {id(param): param.grad.detach().cpu().double() for param in params if param.grad is not None}
+        sums = {id(param): on_host(param.grad) for param in params if param.grad is not None}
     for number in (_scale_of(optimizer), kwargs.get("normalizer")):
         divisor *= 1.0 if number is None else float(number)
     return [sums[id(param)] / divisor if id(param) in sums else None for param in params]

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from accumfused.auditing.evidence import MicroBatch, is_close
+from accumfused.auditing.fit import on_host
 from accumfused.auditing.losses import joined, main_of, terms_of
 from accumfused.auditing.probe import Probe, leaves
 from accumfused.auditing.randomness import Generators
@@ -133,7 +134,7 @@ class Watch:
 
     def _on_its_way(self, param: Tensor) -> Callable[[Tensor], None]:
         def see(grad: Tensor) -> None:
-            self._incoming[id(param)] = grad.detach().to("cpu", copy=True)
+            self._incoming[id(param)] = on_host(grad)
             for track in self.tracks:
                 track.see_before(self._current, param)
 
