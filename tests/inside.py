@@ -47,6 +47,16 @@ def forget_what_loads() -> None:
     backends._loads_on.cache_clear()
 
 
+def attached(*things: Any) -> list[int]:
+    """How many hooks modules, tensors and optimizers have, and then how many function modes there are."""
+    kinds = (
+        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
+        "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
+    )  # fmt: skip
+    hooks = [len(getattr(thing, kind, None) or ()) for thing in things for kind in kinds]
+    return [*hooks, torch._C._len_torch_function_stack()]
+
+
 def plan(optimizer: af.FusedOptimizer) -> Any:
     """The plan of the last step."""
     return optimizer.engine.plans.last and optimizer.engine.plans.last.plan

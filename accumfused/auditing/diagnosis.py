@@ -50,11 +50,12 @@ def _in_window(window: Window, expected: int, *, is_last: bool) -> Found:
         for cause in sorted(set().union(*(each.causes for each in everyone))):
             found[cause] = "seen in its loss"
     found |= _order(window, expected, is_last=is_last)
-    if not found.keys() & {"clip", "unscale", "remainder_leaked", "zero_grad"}:
-        found |= _weights(window) | _size(window, expected, found)
-    if window.residual > _UNEXPLAINED and not found:
-        found["unexplained"] = f"{window.residual:.1%} of the gradient"
-    return found
+    if window.is_partial or found.keys() & {"clip", "unscale", "remainder_leaked", "zero_grad"}:
+        return found
+    if window.residual > _UNEXPLAINED:
+        return found | {"unexplained": f"{window.residual:.1%} of the gradient"}
+    found |= _weights(window)
+    return found if "uneven" in found else found | _size(window, expected, found)
 
 
 def _order(window: Window, expected: int, *, is_last: bool) -> Found:

@@ -55,6 +55,8 @@ class Window:
         stale: the weight of the gradient that was there before the window.
         residual: the relative part of the step's gradient that no micro-batch explains.
         flags: causes seen as they happened.
+        world: processes whose micro-batches these are.
+        is_partial: other processes may have brought gradients that are not here.
         fits: the comparison with the large batch: all tensors, then each.
     """
 
@@ -64,6 +66,7 @@ class Window:
     residual: float
     flags: set[str]
     world: int = 1
+    is_partial: bool = False
     fits: list[TensorDifference] = field(default_factory=list)
 
     def scale(self, expected: int) -> float | None:

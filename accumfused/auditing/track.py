@@ -119,6 +119,12 @@ class Track:
         self._before_clip, self.is_normed = None, False
 
     @property
+    def is_partial(self) -> bool:
+        """Whether there are other processes, and no group over which to ask them."""
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return self.group is None and several
+
+    @property
     def _folds(self) -> bool:
         """Whether p.grad is empty between micro-batches, because the sums are in the optimizer."""
         optimizer = self.optimizer
@@ -151,7 +157,7 @@ class Track:
         pairs = list(zip(fitted, micro_batches, strict=False))
         shares = [weight * each.coefficient * total for weight, each in pairs]
         flags = self._flags - {"unscaled"}
-        window = Window(micro_batches, shares, fitted[-1] if stale else 0.0, residual, flags, world)
+        window = Window(micro_batches, shares, fitted[-1] if stale else 0.0, residual, flags, world, self.is_partial)
         is_seen = all(each.term is not None for each in micro_batches)
         scale = (window.scale(self._expected(window)) or 1.0) if is_seen else window.ratio
         target = [scale / (each.coefficient * total) if each.coefficient else 0.0 for each in micro_batches]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -83,8 +82,8 @@ class Watch:
             found.append("loss.backward() was not called: divisions and counts of tokens were not judged")
         elif not all(each.is_known for each in seen):
             found.append("the graph of the loss does not show its counts: whether they are equal was not judged")
-        if self.tracks[0].group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            found.append("there are several processes; with process_group= they are audited together")
+        if any(track.is_partial for track in self.tracks):
+            found.append("there are several processes: gradients are compared only with process_group=")
         return [note for note in found if note]
 
     # ---- what happens in the loop ----------------------------------------------------------------------------------

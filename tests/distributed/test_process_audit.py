@@ -74,6 +74,7 @@ def test_processes_that_weigh_their_tokens_alike_are_sound(loop: Any) -> None:
         assert max(step.difference for step in report.steps) < 1e-5
 
 
-def test_without_a_group_a_note_says_that_each_process_was_audited_alone() -> None:
+def test_without_a_group_gradients_are_not_compared_and_a_note_says_so() -> None:
     for report in processes.run(2, alone):
+        assert report.causes == []
         assert any("process_group=" in note for note in report.notes)
