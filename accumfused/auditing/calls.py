@@ -114,7 +114,7 @@ class Audit:
             report.notes += watch.notes()
             found: dict[str, str] = {}
             for track in tracks:
-                left = track.pending if is_whole else []  # an exception has cut the last window short
+                left = track.now.micro_batches if is_whole else []  # an exception has cut the last window short
                 found = diagnose(track.windows, left, steps) | found
                 report.steps += [StepFit(len(each.shares), each.shares, each.fits) for each in track.windows]
             report.causes += [Finding(cause, detail) for cause, detail in found.items()]

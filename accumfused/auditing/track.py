@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,28 @@ from accumfused.auditing.fit import Grads, differences, on_host, weights_of
 from accumfused.optimizer import FusedOptimizer
 
 _HALF = torch.float16, torch.bfloat16
+
+
+@dataclass
+class Opened:
+    """What is seen of a window before its step.
+
+    Args:
+        flags: causes that are seen as they happen; "unscaled" is none yet.
+        is_normed: a norm of gradients was taken since the last backward.
+        before_clip: the gradients that a clip has found.
+        stale: p.grad as the window found it, by parameter.
+        reset: micro-batches before this one were gone from p.grad.
+        sums: of each parameter, at the window's first forward.
+    """
+
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    flags: set[str] = field(default_factory=set)
+    is_normed: bool = False
+    before_clip: list[Tensor | None] | None = None
+    stale: dict[int, Tensor] = field(default_factory=dict)
+    reset: int = 0
+    sums: Tensor | None = None
 
 
 class Track:
@@ -33,14 +55,8 @@ class Track:
         self.names = [names.get(id(param), f"parameter {index}") for index, param in enumerate(self.params)]
         self._ids = {id(param) for param in self.params}
         self.expected: int | None = None
-        self.pending: list[MicroBatch] = []
         self.windows: list[Window] = []
-        self.is_normed = False  # a norm of gradients was taken since the last backward
-        self._reset = 0  # micro-batches before this one were gone from p.grad
-        self._flags: set[str] = set()
-        self._before_clip: list[Tensor | None] | None = None
-        self._stale: dict[int, Tensor] = {}  # p.grad as the window found it, by parameter
-        self._weights: Tensor | None = None  # sums of the parameters, at the window's first forward
+        self.now = Opened()
 
     def places(self) -> set[int]:
         """The addresses of p.grad."""
@@ -50,60 +66,60 @@ class Track:
         """A forward pass begins a micro-batch."""
         parts = (torch.view_as_real(param) if param.is_complex() else param for param in self.params)
         sums = torch.stack([part.detach().sum(dtype=torch.float64).cpu() for part in parts])
-        if not self.pending:
-            self._weights = sums
-        elif self._weights is not None and not torch.equal(sums, self._weights):
-            self._flags.add("weights_changed")
+        if not self.now.micro_batches:
+            self.now.sums = sums
+        elif self.now.sums is not None and not torch.equal(sums, self.now.sums):
+            self.now.flags.add("weights_changed")
 
     def see_before(self, micro_batch: MicroBatch | None, param: Tensor) -> None:
         """A gradient of the micro-batch is about to be added to p.grad."""
         held = param.grad
         if id(param) not in self._ids or (held is not None and held.is_sparse):
             return
-        is_later = bool(self.pending) and self.pending[0] is not micro_batch
+        is_later = bool(self.now.micro_batches) and self.now.micro_batches[0] is not micro_batch
         if held is None or not bool(held.any()):
-            was_there = any(id(param) in each.grads for each in self.pending if each is not micro_batch)
+            was_there = any(id(param) in each.grads for each in self.now.micro_batches if each is not micro_batch)
             if was_there and not self._folds:
-                self._reset = len(self.pending) - (self.pending[-1] is micro_batch)
+                self.now.reset = len(self.now.micro_batches) - (self.now.micro_batches[-1] is micro_batch)
         elif not is_later:
-            self._stale.setdefault(id(param), on_host(held))
+            self.now.stale.setdefault(id(param), on_host(held))
         elif held.dtype in _HALF:
-            self._flags.add("sums_in_16_bits")
+            self.now.flags.add("sums_in_16_bits")
 
     def add(self, micro_batch: MicroBatch, param: Tensor) -> None:
         """A micro-batch has brought this parameter's gradient."""
-        if id(param) not in self._ids or any(each is micro_batch for each in self.pending):
+        if id(param) not in self._ids or any(each is micro_batch for each in self.now.micro_batches):
             return
-        if "unscaled" in self._flags and not all(map(_is_finite, self.pending)):
+        if "unscaled" in self.now.flags and not all(map(_is_finite, self.now.micro_batches)):
             self._close()  # a GradScaler has skipped the step
-        if self._before_clip is not None:
-            self._flags.add("clip")
-        if "unscaled" in self._flags:
-            self._flags.add("unscale")
-        self.is_normed, self._before_clip = False, None
-        self.pending.append(micro_batch)
+        if self.now.before_clip is not None:
+            self.now.flags.add("clip")
+        if "unscaled" in self.now.flags:
+            self.now.flags.add("unscale")
+        self.now.is_normed, self.now.before_clip = False, None
+        self.now.micro_batches.append(micro_batch)
 
     def clip(self) -> None:
         """Gradients are about to be clipped."""
-        if self._before_clip is None:
-            self._before_clip = self._grads()
-        self.is_normed = False
+        if self.now.before_clip is None:
+            self.now.before_clip = self._grads()
+        self.now.is_normed = False
 
     def unscale(self) -> None:
         """Gradients are about to be unscaled."""
-        self._flags.add("unscaled")
-        if self._before_clip is not None:
-            self._flags.add("unscale")
+        self.now.flags.add("unscaled")
+        if self.now.before_clip is not None:
+            self.now.flags.add("unscale")
 
     def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The optimizer is about to step: its window is complete."""
-        taken = _taken(optimizer, self.params, kwargs, self.group) if self.pending else []
-        if all(grad is None or bool(grad.isfinite().all()) for grad in taken) and self.pending:
+        taken = _taken(optimizer, self.params, kwargs, self.group) if self.now.micro_batches else []
+        if all(grad is None or bool(grad.isfinite().all()) for grad in taken) and self.now.micro_batches:
             candidates = [taken]
-            if self._before_clip is not None:
+            if self.now.before_clip is not None:
                 if _scale_of(optimizer) is not None:
-                    self._flags.add("unscale")
-                candidates.insert(0, self._before_clip)
+                    self.now.flags.add("unscale")
+                candidates.insert(0, self.now.before_clip)
             windows = [self._window(each) for each in candidates]
             # A norm that is taken for a log looks like a clip if the gradients are divided after it.
             right = (window for window in windows if window.scale(self._expected(window)) is not None)
@@ -113,10 +129,9 @@ class Track:
         self._close()
 
     def _close(self) -> None:
-        for micro_batch, param in itertools.product(self.pending, self._ids):
+        for micro_batch, param in itertools.product(self.now.micro_batches, self._ids):
             micro_batch.grads.pop(param, None)
-        self.pending, self._flags, self._stale, self._reset = [], set(), {}, 0
-        self._before_clip, self.is_normed = None, False
+        self.now = Opened()
 
     @property
     def is_partial(self) -> bool:
@@ -137,16 +152,16 @@ class Track:
         return [None if param.grad is None else on_host(param.grad) for param in self.params]
 
     def _window(self, taken: Grads) -> Window:
-        micro_batches = self.pending
+        micro_batches = self.now.micro_batches
         pieces: list[list[Tensor | None]] = [
             [each.grads.get(id(param)) if _is_finite(each) else None for param in self.params] for each in micro_batches
         ]
         world = 1
         if self.group is not None:
             micro_batches, pieces, world = _of_all(micro_batches, pieces, self.group)
-        stale = [[self._stale.get(id(param)) for param in self.params]] if self._stale else []
+        stale = [[self.now.stale.get(id(param)) for param in self.params]] if self.now.stale else []
         of_rank = len(micro_batches) // world
-        likely = [index % of_rank >= self._reset for index in range(len(micro_batches))] + [False] * len(stale)
+        likely = [index % of_rank >= self.now.reset for index in range(len(micro_batches))] + [False] * len(stale)
         fitted, residual = weights_of([*pieces, *stale], taken, likely)
         # A loss of another optimizer's step may have passed through these parameters.
         largest = max(abs(w) for w in fitted)
@@ -156,7 +171,7 @@ class Track:
         total = sum(each.count for each in micro_batches)
         pairs = list(zip(fitted, micro_batches, strict=False))
         shares = [weight * each.coefficient * total for weight, each in pairs]
-        flags = self._flags - {"unscaled"}
+        flags = self.now.flags - {"unscaled"}
         window = Window(micro_batches, shares, fitted[-1] if stale else 0.0, residual, flags, world, self.is_partial)
         is_seen = all(each.term is not None for each in micro_batches)
         scale = (window.scale(self._expected(window)) or 1.0) if is_seen else window.ratio

@@ -157,10 +157,10 @@ class Watch:
         for track in self.tracks:
             if places and not places.isdisjoint(track.places()):
                 if name in _NORMS:
-                    track.is_normed = True
+                    track.now.is_normed = True
                 elif name == _UNSCALING:
                     track.unscale()
-                elif name in _CLAMPS or track.is_normed:
+                elif name in _CLAMPS or track.now.is_normed:
                     track.clip()
 
 

@@ -16,6 +16,7 @@ import pytest
 
 import accumfused as af
 from accumfused import settings
+from accumfused.auditing.causes import CAUSES
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "tools").exists():
@@ -90,6 +91,10 @@ def test_every_error_on_the_page_is_in_the_code() -> None:
     known = texts()
     pieces = [(message, piece) for message in messages for piece in message.split("…") if piece]
     assert [message for message, piece in pieces if not any(piece in text for text in known)] == []
+
+
+def test_the_table_of_an_audits_causes_is_that_of_the_code() -> None:
+    assert rows("guide/audit.md") == [[f"`{name}`", cause.text, cause.remedy] for name, cause in CAUSES.items()]
 
 
 def test_the_reference_has_every_public_name() -> None:
