@@ -26,8 +26,10 @@ def diagnose(windows: Sequence[Window], left: Sequence[MicroBatch], steps: int |
     """
     found: Found = {}
     expected = steps or expected_of(windows)
+    is_coupled = any("negatives" in each.causes for window in windows for each in window.micro_batches)
     for index, window in enumerate(windows):
-        own = _in_window(window, expected, is_last=len(windows) > 1 and index == len(windows) - 1)
+        is_last = len(windows) > 1 and index == len(windows) - 1
+        own = _in_window(window, expected, is_last=is_last, is_coupled=is_coupled)
         for cause, detail in own.items():
             found.setdefault(cause, f"step {index + 1}: {detail}")
     if "never_arrived" in found:
@@ -37,7 +39,7 @@ def diagnose(windows: Sequence[Window], left: Sequence[MicroBatch], steps: int |
     return found
 
 
-def _in_window(window: Window, expected: int, *, is_last: bool) -> Found:
+def _in_window(window: Window, expected: int, *, is_last: bool, is_coupled: bool) -> Found:
     found = dict.fromkeys(sorted(window.flags), "seen as it happened")
     everyone = window.micro_batches
     if len(everyone) > 1:
@@ -52,6 +54,8 @@ def _in_window(window: Window, expected: int, *, is_last: bool) -> Found:
     found |= _order(window, expected, is_last=is_last)
     if window.is_partial or found.keys() & {"clip", "unscale", "remainder_leaked", "zero_grad"}:
         return found
+    if is_coupled and not all(each.term is not None and each.term.is_loss for each in everyone):
+        return found  # its outermost sum may have other terms than samples
     if window.residual > _UNEXPLAINED:
         return found | {"unexplained": f"{window.residual:.1%} of the gradient"}
     found |= _weights(window)

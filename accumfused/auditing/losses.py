@@ -146,12 +146,7 @@ def _factor(node: Any, kind: str, children: int) -> float | None:
 def _reduction(node: Any, kind: str) -> tuple[float, bool] | None:
     """The number of terms, and whether it is their mean (or their sum); None: not known."""
     if kind in ("Mean", "Sum"):
-        sizes = list(node._saved_self_sym_sizes)
-        dims = getattr(node, "_saved_dim", None)
-        if dims is not None and len(dims) < len(sizes):
-            sizes = [sizes[(dim + 2**63) % 2**64 - 2**63] for dim in dims]
-        count = float(math.prod(sizes))
-        return (count, True) if kind == "Mean" else (_present(node, count), False)
+        return (_terms(node), True) if kind == "Mean" else _below_sum(node)
     reduction = getattr(node, "_saved_reduction", None)
     if reduction not in (_MEAN, _SUM):
         return None
@@ -162,21 +157,31 @@ def _reduction(node: Any, kind: str) -> tuple[float, bool] | None:
     return count, reduction == _MEAN
 
 
-def _present(node: Any, count: float) -> float:
-    """How many terms of a sum a mask or ignored targets leave."""
-    node = node.next_functions[0][0]
+def _terms(node: Any) -> float:
+    """How many elements a sum or mean has for each of its results."""
+    sizes, dims = list(node._saved_self_sym_sizes), getattr(node, "_saved_dim", None)
+    if dims is not None and len(dims) < len(sizes):
+        sizes = [sizes[(dim + 2**63) % 2**64 - 2**63] for dim in dims]
+    return float(math.prod(sizes))
+
+
+def _below_sum(top: Any) -> tuple[float, bool]:
+    """The terms of a sum that a mask or ignored targets leave; or it is a sum of means, over features for instance."""
+    count, node = _terms(top), top.next_functions[0][0]
     while node is not None:
         kind, children = _kind(node), [child for child, _ in node.next_functions if child is not None]
+        if kind == "Mean":
+            return _terms(node), True
         if kind == "Mul" and len(children) == 1:
             mask = next((m for m in (node._saved_other, node._saved_self) if isinstance(m, Tensor)), None)
             if mask is not None and mask.numel() > 1 and ((mask == 0) | (mask == 1)).all():
-                return float(mask.sum()) * count / mask.numel()
+                return float(mask.sum()) * count / mask.numel(), False
         elif kind.startswith("NllLoss"):
-            return _targets(node)
-        if len(children) != 1 or kind not in (*_SAME_VALUE, "Mul", "Neg"):
-            return count
+            return _targets(node), False
+        if len(children) != 1 or kind not in (*_SAME_VALUE, "Mul", "Div", "Neg"):
+            break
         node = children[0]
-    return count
+    return count, False
 
 
 def _targets(node: Any) -> float:

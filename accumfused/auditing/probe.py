@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from accumfused.auditing.losses import Term, couples
 from accumfused.auditing.once import TOLERANCES, Subject, coupling_of, samples_of, split
@@ -18,19 +18,14 @@ from accumfused.auditing.randomness import Generators
 
 
 class Probe:
-    """Looks at one micro-batch. It holds a copy of the model, made before any hook of ours is on it."""
+    """Looks at the first micro-batch of several samples."""
 
     def __init__(self, model: Module, generators: Generators) -> None:
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        self._generators, self._is_coupled, self._is_done = generators, False, False
-        self._subject: Subject | None = None
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._generators = generators
+        self._is_coupled: bool | None = None  # None: not looked at
+        self._is_done = False
         self.note = ""
-        try:
-            self._subject = Subject(inner, _call, None, generators)
-        except (RuntimeError, ValueError) as error:
-            self.note = f"losses within the model were not looked at: {error}"
-        else:
-            self._subject.be_quiet()
 
     def causes(self, terms: Sequence[Term], outputs: Sequence[Tensor]) -> set[str]:
         """The causes of a loss that is not a sum over samples; the first time, then none.
@@ -47,30 +42,33 @@ class Probe:
             return set()
         return {"negatives" if all(coupled) or len(terms) == 1 else "auxiliary"}
 
-    def inputs(self, args: Any, kwargs: Any) -> None:
-        """Runs the model with the inputs of a forward pass, if it returns a loss. Generators stay as they are."""
-        if self._subject is None:
+    def see(self, inputs: tuple[Any, Any], outputs: Sequence[Tensor]) -> None:
+        """If the model returns a loss, runs a copy of it with the same inputs. Generators stay as they are.
+
+        Args:
+            inputs: args and kwargs of its forward pass.
+        """
+        if self._is_coupled is not None or not any(_is_number(output) for output in outputs):
             return
-        states = self._generators.states()
+        states, self._is_coupled = self._generators.states(), False
         try:
-            inputs = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             size = samples_of(inputs) // 2 * 2
             if size:
-                self._is_coupled = _is_coupled(self._subject, split(inputs, 1, size)[0], split(inputs, 2, size))
-        except Exception as error:  # inputs without samples, a loss without a graph: whatever the model says to halves
+                subject = Subject(self._model, _call, None, self._generators)
+                subject.be_quiet()
+                self._is_coupled = _is_coupled(subject, split(inputs, 1, size)[0], split(inputs, 2, size))
+        except Exception as error:  # it cannot be copied, has other inputs than samples, or does not like halves
             self.note = f"losses within the model were not looked at: {error}"
         finally:
-            self._subject = None
             self._generators.restore(states)
 
 
 def _is_coupled(subject: Subject, whole: Any, halves: Sequence[Any]) -> bool:
     """Whether a number that the model returns is not a sum (or mean) over the samples of its inputs."""
     outputs = subject.forward([whole])[0]
-    numbers = [index for index, leaf in enumerate(outputs) if leaf.numel() == 1 and leaf.requires_grad]
-    if not numbers or not _are_rows(outputs, subject.forward(halves)):
+    if not _are_rows(outputs, subject.forward(halves)):
         return False
-    for index in numbers:
+    for index in (index for index, output in enumerate(outputs) if _is_number(output)):
         subject.loss_fn = functools.partial(_number, index)
         one, pieces = subject.run([whole])[0], subject.run(halves)
         is_random = any(piece.is_random for piece in (one, *pieces))
@@ -90,6 +88,10 @@ def _are_rows(whole: list[Tensor], halves: Sequence[list[Tensor]]) -> bool:
             if off > TOLERANCES.get(output.dtype, 1e-4) * float(output.detach().double().norm()):
                 return False
     return True
+
+
+def _is_number(output: Tensor) -> bool:
+    return output.numel() == 1 and output.requires_grad
 
 
 def _call(model: Any, inputs: Any) -> Any:

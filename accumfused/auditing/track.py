@@ -111,13 +111,28 @@ class Track:
         if self.now.before_clip is not None:
             self.now.flags.add("unscale")
 
-    def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The optimizer is about to step: its window is complete."""
-        taken = _taken(optimizer, self.params, kwargs, self.group) if self.now.micro_batches else []
+    def step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The optimizer is about to step: its window is complete now, or when the step's closure returns."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._complete(kwargs)
+            return None
+
+        def watched() -> Any:
+            result = closure()
+            self._complete(kwargs)
+            return result
+
+        return (*args[:1], watched, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
+
+    def _complete(self, kwargs: Mapping[str, Any]) -> None:
+        taken = _taken(self.optimizer, self.params, kwargs, self.group) if self.now.micro_batches else []
         if all(grad is None or bool(grad.isfinite().all()) for grad in taken) and self.now.micro_batches:
             candidates = [taken]
             if self.now.before_clip is not None:
-                if _scale_of(optimizer) is not None:
+                if _scale_of(self.optimizer) is not None:
                     self.now.flags.add("unscale")
                 candidates.insert(0, self.now.before_clip)
             windows = [self._window(each) for each in candidates]

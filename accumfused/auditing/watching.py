@@ -50,6 +50,10 @@ class Watch:
         self._probe = Probe(model, self._generators)
         self._hooks = contextlib.ExitStack()
 
+    def __deepcopy__(self, memo: Any) -> Watch:
+        """A copy of the model has the same hooks, which know their model."""
+        return self
+
     def start(self) -> None:
         """Registers the hooks."""
         with contextlib.ExitStack() as hooks:
@@ -66,7 +70,7 @@ class Watch:
 
     def _handles(self) -> Iterator[Any]:
         yield self._model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        yield self._model.register_forward_hook(self._leave)
+        yield self._model.register_forward_hook(self._leave, with_kwargs=True)
         for param in self._params.values():
             if param.requires_grad:
                 yield param.register_hook(self._on_its_way(param))  # type: ignore[no-untyped-call]
@@ -89,7 +93,7 @@ class Watch:
     # ---- what happens in the loop ----------------------------------------------------------------------------------
 
     def _enter(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if module is not self._model or not torch.is_grad_enabled():
             return
         if self._current is None or self._current.has_arrived:
             sizes = (len(leaf) for leaf in leaves((args, kwargs)) if leaf.ndim)
@@ -97,18 +101,18 @@ class Watch:
             self._outputs, self._forwards = [], 0
             for track in self.tracks:
                 track.begin()
-            if self._current.size > 1:
-                self._probe.inputs(args, kwargs)
         self._forwards += 1
         self._current.has_batch_norm |= any(layer.training for layer in self._norms)
         self._before = self._generators.tensors()
 
-    def _leave(self, module: Module, args: Any, output: Any) -> None:
-        if self._current is None or not torch.is_grad_enabled():
+    def _leave(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if module is not self._model or self._current is None or not torch.is_grad_enabled():
             return
         after = self._generators.tensors()
         self._current.is_random |= not all(map(torch.equal, self._before, after))
         self._outputs += leaves(output)
+        if self._current.size > 1:
+            self._probe.see((args, kwargs), self._outputs)
 
     def backward(self, loss: Tensor, gradient: Any, run: Callable[[], Any]) -> Any:
         """Reads the loss's graph, and runs its backward."""
@@ -153,7 +157,7 @@ class Watch:
     def call(self, name: str, args: Sequence[Any]) -> None:
         """Before a call that may read or change gradients in place."""
         tensors = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
-        places = {t.data_ptr() for t in tensors if isinstance(t, Tensor) and not t.requires_grad and _has_memory(t)}
+        places = {_place(t) for t in tensors if isinstance(t, Tensor) and not t.requires_grad} - {None}
         for track in self.tracks:
             if places and not places.isdisjoint(track.places()):
                 if name in _NORMS:
@@ -210,5 +214,9 @@ def check_training(model: Module) -> None:
         raise ValueError("the model is in eval mode, and an audit is about training; call model.train() first")
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
+def _place(tensor: Tensor) -> int | None:
+    """The address of a tensor that has one: those within torch.func or a trace do not."""
+    try:
+        return tensor.data_ptr() or None
+    except RuntimeError:
+        return None

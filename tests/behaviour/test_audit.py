@@ -67,6 +67,11 @@ def smoothed(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
     end(optimizer, i)
 
 
+def summed_over_features(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    ((model(x) - F.one_hot(y, 3)).square().mean(0).sum() / K).backward()
+    end(optimizer, i)
+
+
 def summed(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
     F.cross_entropy(model(x), y, reduction="sum").backward()
     end(optimizer, i)
@@ -126,8 +131,8 @@ def clipped_by_value(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -
 @pytest.mark.parametrize(
     "body",
     [
-        halved, smoothed, summed, two_losses, penalized, with_gradient, differentiated, evaluated, normed_and_divided,
-        clipped_by_value,
+        halved, smoothed, summed_over_features, summed, two_losses, penalized, with_gradient, differentiated, evaluated,
+        normed_and_divided, clipped_by_value,
     ],
 )  # fmt: skip
 def test_other_sound_loops_raise_no_alarm(body: Any) -> None:
@@ -286,6 +291,55 @@ def test_a_loss_that_is_not_seen_is_not_judged() -> None:
     report = watched(body)
     assert report.matches
     assert report.notes == ["loss.backward() was not called: divisions and counts of tokens were not judged"]
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, af.SGD, torch.optim.LBFGS])
+def test_a_backward_in_the_closure_of_a_step_belongs_to_it(make: Any) -> None:
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        def closure() -> Tensor:
+            if make is torch.optim.LBFGS:
+                optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) / (1 if make is torch.optim.LBFGS else 2)
+            loss.backward()
+            return loss
+
+        if i % 2 or make is torch.optim.LBFGS:
+            optimizer.step(closure)
+            optimizer.zero_grad()
+        else:
+            closure()
+
+    report = watched(body, make=make, steps=1 if make is torch.optim.LBFGS else 2)
+    assert report.matches, str(report)
+
+
+def test_models_may_use_functions_of_torch_func() -> None:
+    class Mapped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.func.vmap(lambda row: row.pow(2).mul_(2.0))(x))
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        (F.cross_entropy(model(x), y) / K).backward()
+        end(optimizer, i)
+
+    assert watched(body, Mapped(6, 3)).matches
+
+
+def test_a_loss_within_the_model_is_run_again_in_halves() -> None:
+    class Whole(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            out = super().forward(x)
+            loss = F.cross_entropy(out, y) if self.plain else (out.mean(0).square().sum())
+            return {"loss": loss, "logits": out}
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        (model(x, y=y)["loss"] / K).backward()
+        end(optimizer, i)
+
+    for plain, names in ((True, []), (False, ["negatives"])):
+        model = Whole(6, 3)
+        model.plain = plain  # type: ignore[assignment]
+        assert watched(body, model).names == names
 
 
 def test_sparse_and_complex_gradients_are_compared() -> None:
