@@ -27,19 +27,18 @@ def diagnose(windows: Sequence[Window], left: Sequence[MicroBatch], steps: int |
     found: Found = {}
     expected = steps or expected_of(windows)
     is_coupled = any("negatives" in each.causes for window in windows for each in window.micro_batches)
+    short = [window for window in windows if window.arrived(expected) < expected]
+    has_remainders = 2 * len(short) <= len(windows)  # those of epochs
     for index, window in enumerate(windows):
-        is_last = len(windows) > 1 and index == len(windows) - 1
-        own = _in_window(window, expected, is_last=is_last, is_coupled=is_coupled)
+        own = _in_window(window, expected, has_remainders=has_remainders, is_coupled=is_coupled)
         for cause, detail in own.items():
             found.setdefault(cause, f"step {index + 1}: {detail}")
-    if "never_arrived" in found:
-        found.pop("remainder_under_weighted", None)  # the last step is as wrong as the others
     if left and windows and not any(each.is_used for each in left) and "remainder_leaked" not in found:
         found.setdefault("remainder_dropped", f"{len(left)} after the last step")
     return found
 
 
-def _in_window(window: Window, expected: int, *, is_last: bool, is_coupled: bool) -> Found:
+def _in_window(window: Window, expected: int, *, has_remainders: bool, is_coupled: bool) -> Found:
     found = dict.fromkeys(sorted(window.flags), "seen as it happened")
     everyone = window.micro_batches
     if len(everyone) > 1:
@@ -51,7 +50,7 @@ def _in_window(window: Window, expected: int, *, is_last: bool, is_coupled: bool
                 found[cause] = "in forward"
         for cause in sorted(set().union(*(each.causes for each in everyone))):
             found[cause] = "seen in its loss"
-    found |= _order(window, expected, is_last=is_last)
+    found |= _order(window, expected, has_remainders=has_remainders)
     if window.is_partial or found.keys() & {"clip", "unscale", "remainder_leaked", "zero_grad"}:
         return found
     if is_coupled and not all(each.term is not None and each.term.is_loss for each in everyone):
@@ -62,7 +61,7 @@ def _in_window(window: Window, expected: int, *, is_last: bool, is_coupled: bool
     return found if "uneven" in found else found | _size(window, expected, found)
 
 
-def _order(window: Window, expected: int, *, is_last: bool) -> Found:
+def _order(window: Window, expected: int, *, has_remainders: bool) -> Found:
     """Micro-batches that are lost, or are there and should not be."""
     found: Found = {}
     arrived = window.arrived(expected)
@@ -75,7 +74,7 @@ def _order(window: Window, expected: int, *, is_last: bool) -> Found:
         found["zero_grad"] = f"the first {lost} of {arrived} are lost"
     elif arrived > expected:
         found["remainder_leaked"] = f"{arrived} micro-batches where {expected} belong"
-    elif arrived < expected and not is_last:
+    elif arrived < expected and not has_remainders:
         found["never_arrived"] = f"{arrived} of {expected}"
     return found
 

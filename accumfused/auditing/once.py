@@ -14,14 +14,21 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from accumfused.auditing.fit import Grads, TensorDifference, differences, on_host, weights_of
 from accumfused.auditing.losses import Term, main_of, terms_of
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport, Finding, StepFit
+from accumfused.auditing.samples import cast_batch, samples_of, split
 
 LossFunction = Callable[[Any, Any], Tensor]
+Cast = Callable[[Module], object]
+CASTS: dict[torch.dtype, Cast] = {  # complex parameters stay complex, as they do not with Module.to
+    torch.float64: Module.double, torch.float32: Module.float, torch.float16: Module.half,
+    torch.bfloat16: Module.bfloat16,
+}  # fmt: skip
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
@@ -47,16 +54,36 @@ class Piece:
         return main is not None and not main.is_mean
 
 
-class Subject:
-    """A copy of model and loss function, which runs batches from one state of the generators."""
+class _Dtypes(TorchFunctionMode):
+    """Notes the 16-bit dtypes in which a model computes."""
 
-    def __init__(self, model: Module, loss_fn: LossFunction, dtype: torch.dtype | None, generators: Generators) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16):
+            self.seen.add(result.dtype)
+        return result
+
+
+class Subject:
+    """A copy of model and loss function, which runs batches from one state of the generators.
+
+    Args:
+        cast: moves or casts the copy.
+    """
+
+    def __init__(self, model: Module, loss_fn: LossFunction, generators: Generators, cast: Cast) -> None:
         try:
             self.model, self.loss_fn = copy.deepcopy((model, loss_fn))
         except Exception as error:
             raise RuntimeError(f"the model cannot be copied ({error}), and an audit must not change yours") from error
-        if dtype is not None:
-            self.model.to(device="cpu", dtype=dtype)
+        cast(self.model)
+        self._dtypes = _Dtypes()
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         self._generators, self._states = generators, generators.states()
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
@@ -66,8 +93,9 @@ class Subject:
 
     @property
     def tolerance(self) -> float:
-        """The rounding that a gradient's comparison allows."""
-        return max(TOLERANCES.get(param.dtype, 1e-4) for param in self.params)
+        """The rounding that a comparison of gradients allows, after a run: autocast counts."""
+        dtypes = self._dtypes.seen | {param.dtype for param in self.params}
+        return max(TOLERANCES.get(dtype, 1e-4) for dtype in dtypes)
 
     def run(self, batches: Sequence[Any]) -> list[Piece]:
         """The losses of batches one after another, from the first state of generators and buffers."""
@@ -77,7 +105,8 @@ class Subject:
     def forward(self, batches: Sequence[Any]) -> list[list[Tensor]]:
         """The tensors that `loss_fn` returns for batches one after another, from the first state again."""
         self._rewind()
-        outputs = [self.loss_fn(self.model, batch) for batch in batches]
+        with self._dtypes:
+            outputs = [self.loss_fn(self.model, batch) for batch in batches]
         return [[leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)] for output in outputs]
 
     def _rewind(self) -> None:
@@ -88,7 +117,8 @@ class Subject:
 
     def _piece(self, batch: Any) -> Piece:
         before = self._generators.tensors()
-        loss = self.loss_fn(self.model, batch)
+        with self._dtypes:
+            loss = self.loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError("loss_fn(model, batch) must return a loss: a tensor with one element and a graph")
         is_random = not all(map(torch.equal, before, self._generators.tensors()))
@@ -123,6 +153,8 @@ def audited(
     dtype: torch.dtype | None,
 ) -> AuditReport:  # fmt: skip
     """See `Audit.__call__`."""
+    if dtype is not None and dtype not in CASTS:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, CASTS))}, got {dtype}")
     parts = split(batch, steps)
     devices = {tensor.device for tensor in itertools.chain(model.parameters(), model.buffers())}
     if any(device.type == "meta" for device in devices):
@@ -130,17 +162,17 @@ def audited(
     generators = Generators(devices | {leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)})
     before = generators.states()
     try:
-        subject = Subject(model, loss_fn, dtype, generators)
+        subject = Subject(model, loss_fn, generators, lambda copied: dtype is None or CASTS[dtype](copied.cpu()))
         if dtype is not None:
-            batch, parts = _cast(batch, dtype), [_cast(part, dtype) for part in parts]
+            batch, parts = cast_batch(batch, dtype), [cast_batch(part, dtype) for part in parts]
         return _compare(subject, batch, parts, weight_fn)
     finally:
         generators.restore(before)
 
 
 def _compare(subject: Subject, batch: Any, parts: list[Any], weight_fn: Callable[[Any], Any] | None) -> AuditReport:
-    tolerance = subject.tolerance
     whole, again = subject.run([batch])[0], subject.run([batch])[0]
+    tolerance = subject.tolerance
     if not math.isclose(whole.loss, again.loss, rel_tol=tolerance):
         raise ValueError(
             f"loss_fn keeps state: the same batch gives {whole.loss:.6g}, then {again.loss:.6g}; give one without, or "
@@ -233,46 +265,3 @@ def _added(pieces: Sequence[Grads], weights: Sequence[float]) -> list[Tensor | N
         own = [weight * grad.double() for weight, grad in zip(weights, grads, strict=True) if grad is not None]
         found.append(torch.stack(own).sum(0) if own else None)
     return found
-
-
-def split(batch: Any, steps: int, count: int | None = None) -> list[Any]:
-    """Cuts all tensors of a batch, or the first `count` samples, into equal parts along their first dimension.
-
-    Raises:
-        ValueError: it cannot be cut so.
-    """
-    count = samples_of(batch) if count is None else count
-    if count % steps:
-        raise ValueError(f"{count} samples do not divide into {steps} micro-batches; take a batch of a multiple of it")
-    size = count // steps
-
-    def part(index: int) -> Any:
-        return tree_map(lambda leaf: leaf[index * size : (index + 1) * size] if _is_cut(leaf) else leaf, batch)
-
-    return [part(index) for index in range(steps)]
-
-
-def samples_of(batch: Any) -> int:
-    """The length of the batch's tensors.
-
-    Raises:
-        ValueError: they differ, or there are none.
-    """
-    lengths = {len(leaf) for leaf in tree_leaves(batch) if _is_cut(leaf)}
-    if len(lengths) != 1:
-        found = "has no tensors with a first dimension" if not lengths else f"has tensors of lengths {sorted(lengths)}"
-        raise ValueError(f"the batch cannot be split: it {found}; each tensor's first dimension must be the sample")
-    return lengths.pop()
-
-
-def _is_cut(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0
-
-
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    def cast(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.to("cpu", dtype) if leaf.is_floating_point() else leaf.to("cpu")
-
-    return tree_map(cast, batch)

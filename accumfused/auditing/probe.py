@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from accumfused.auditing.losses import Term, couples
-from accumfused.auditing.once import TOLERANCES, Subject, coupling_of, samples_of, split
+from accumfused.auditing.once import Subject, coupling_of
 from accumfused.auditing.randomness import Generators
+from accumfused.auditing.samples import samples_of, split
 
 
 class Probe:
@@ -54,9 +55,11 @@ class Probe:
         try:
             size = samples_of(inputs) // 2 * 2
             if size:
-                subject = Subject(self._model, _call, None, self._generators)
+                subject = Subject(self._model, _call, self._generators, Module.float)
                 subject.be_quiet()
-                self._is_coupled = _is_coupled(subject, split(inputs, 1, size)[0], split(inputs, 2, size))
+                inputs = tree_map(_widened, inputs)
+                with torch.autocast(subject.params[0].device.type, enabled=False):
+                    self._is_coupled = _is_coupled(subject, split(inputs, 1, size)[0], split(inputs, 2, size))
         except Exception as error:  # it cannot be copied, has other inputs than samples, or does not like halves
             self.note = f"losses within the model were not looked at: {error}"
         finally:
@@ -66,7 +69,7 @@ class Probe:
 def _is_coupled(subject: Subject, whole: Any, halves: Sequence[Any]) -> bool:
     """Whether a number that the model returns is not a sum (or mean) over the samples of its inputs."""
     outputs = subject.forward([whole])[0]
-    if not _are_rows(outputs, subject.forward(halves)):
+    if not _are_rows(outputs, subject.forward(halves), subject.tolerance):
         return False
     for index in (index for index, output in enumerate(outputs) if _is_number(output)):
         subject.loss_fn = functools.partial(_number, index)
@@ -77,7 +80,7 @@ def _is_coupled(subject: Subject, whole: Any, halves: Sequence[Any]) -> bool:
     return False
 
 
-def _are_rows(whole: list[Tensor], halves: Sequence[list[Tensor]]) -> bool:
+def _are_rows(whole: list[Tensor], halves: Sequence[list[Tensor]], tolerance: float) -> bool:
     """Whether each output belongs to a sample: else the inputs' first dimension is something else."""
     for index, output in enumerate(whole):
         if output.is_floating_point() and output.numel() > 1:
@@ -85,9 +88,13 @@ def _are_rows(whole: list[Tensor], halves: Sequence[list[Tensor]]) -> bool:
             if parts.shape != output.shape:
                 return False
             off = float((parts - output).detach().double().norm())
-            if off > TOLERANCES.get(output.dtype, 1e-4) * float(output.detach().double().norm()):
+            if off > tolerance * float(output.detach().double().norm()):
                 return False
     return True
+
+
+def _widened(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) else leaf
 
 
 def _is_number(output: Tensor) -> bool:

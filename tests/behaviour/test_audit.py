@@ -342,6 +342,42 @@ def test_a_loss_within_the_model_is_run_again_in_halves() -> None:
         assert watched(body, model).names == names
 
 
+def test_autocast_rounds_and_raises_no_alarm() -> None:
+    class Whole(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            out = super().forward(x)
+            return {"loss": F.cross_entropy(out.float(), y), "logits": out}
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x, y)["loss"]
+        (loss / K).backward()
+        end(optimizer, i)
+
+    assert watched(body, Whole(6, 3)).matches
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+    assert af.audit(net(), loss, samples(1, 16)[0], K).matches
+
+
+def test_short_windows_at_the_ends_of_epochs_are_remainders() -> None:
+    for division, names in ((lambda left: left, []), (lambda left: K, ["remainder_under_weighted"])):
+        model, batches = net(), samples(K + 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
+            for _ in range(3):
+                for start in (0, K):
+                    window = batches[start : start + K]
+                    for x, y in window:
+                        (F.cross_entropy(model(x), y) / division(len(window))).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert report.names == names
+
+
 def test_sparse_and_complex_gradients_are_compared() -> None:
     torch.manual_seed(0)
     words = nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Flatten(), nn.Linear(32, 3))
@@ -482,10 +518,11 @@ def test_what_cannot_be_audited_is_refused() -> None:
         ("no tensors", (model, square, ("text",), K)),
         ("keeps state", (model, counting, x, K)),
         ("meta device", (net().to("meta"), square, x, K)),
+        ("dtype must be one of", (model, square, x, K, torch.int8)),
         ("requires a gradient", (net().requires_grad_(False), square, x, K)),
     ):
         with pytest.raises(ValueError, match=text):
-            af.audit(*arguments)
+            af.audit(*arguments[:4], dtype=arguments[4] if len(arguments) > 4 else None)
     with pytest.raises(ValueError, match="weight_fn must return"):
         af.audit(model, square, x, K, weight_fn=lambda _: -1.0)
     with pytest.raises(TypeError, match="must return a loss"):

@@ -1,0 +1,54 @@
+"""Batches of any shape, cut into micro-batches along the first dimension of their tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def split(batch: Any, steps: int, count: int | None = None) -> list[Any]:
+    """Cuts all tensors of a batch, or the first `count` samples, into equal parts along their first dimension.
+
+    Raises:
+        ValueError: it cannot be cut so.
+    """
+    count = samples_of(batch) if count is None else count
+    if count % steps:
+        raise ValueError(f"{count} samples do not divide into {steps} micro-batches; take a batch of a multiple of it")
+    size = count // steps
+
+    def part(index: int) -> Any:
+        return tree_map(lambda leaf: leaf[index * size : (index + 1) * size] if _is_cut(leaf) else leaf, batch)
+
+    return [part(index) for index in range(steps)]
+
+
+def samples_of(batch: Any) -> int:
+    """The length of the batch's tensors.
+
+    Raises:
+        ValueError: they differ, or there are none.
+    """
+    lengths = {len(leaf) for leaf in tree_leaves(batch) if _is_cut(leaf)}
+    if len(lengths) != 1:
+        found = "has no tensors with a first dimension" if not lengths else f"has tensors of lengths {sorted(lengths)}"
+        raise ValueError(f"the batch cannot be split: it {found}; each tensor's first dimension must be the sample")
+    return lengths.pop()
+
+
+def _is_cut(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0
+
+
+def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch on the CPU, its floating-point tensors in this dtype."""
+
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to("cpu", dtype) if leaf.is_floating_point() else leaf.to("cpu")
+
+    return tree_map(cast, batch)

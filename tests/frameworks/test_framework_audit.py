@@ -1,0 +1,57 @@
+"""The audit of frameworks' own loops: what they do with unequal micro-batches and remainders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning_loops import Stock, Weighted, fit, lightning
+from regression import K
+from trainers import MeanOfEachMicroBatch, fuse_trainer, make, sum_over_tokens
+
+import accumfused as af
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        ([], {}),
+        ([], {"bf16": True}),
+        ([], {"compute_loss_func": sum_over_tokens}),
+        (["mean_of_means"], {"model_of": MeanOfEachMicroBatch}),
+    ],
+)
+def test_a_trainer_is_sound_if_the_model_takes_the_count_of_tokens(
+    tmp_path: Path, is_fused: bool, names: list[str], options: Any
+) -> None:
+    trainer = make(tmp_path, **options)
+    if is_fused:
+        fuse_trainer(trainer)
+    optimizer = trainer.create_optimizer()
+    with af.audit.watch(trainer.model, optimizer, gradient_accumulation_steps=4) as report:
+        trainer.train()
+    assert report.names == names
+    assert [step.micro_batches for step in report.steps] == [4, 4, 3] * 2
+
+
+class Watching(lightning.Callback):
+    """Watches a training from its beginning to its end."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.block = af.audit.watch(module.net, module.optimizers().optimizer, gradient_accumulation_steps=K)
+        self.report = self.block.__enter__()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.block.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [(Stock, ["mean_of_means", "remainder_under_weighted"]), (Weighted, [])],
+)
+def test_lightning_weighs_micro_batches_alike_and_the_mixin_samples(module: Any, names: list[str]) -> None:
+    watching = Watching()
+    fit(module(), callbacks=[watching], accumulate_grad_batches=K)
+    assert watching.report.names == names
