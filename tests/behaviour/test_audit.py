@@ -476,7 +476,7 @@ def test_a_mean_over_tokens_needs_their_counts() -> None:
 
 
 def test_batch_norm_and_an_auxiliary_loss_are_named_for_one_batch() -> None:
-    model, batch = net(nn.BatchNorm1d(16), nn.Tanh()), samples(1, 16)[0]
+    model, batch = net(nn.BatchNorm1d(16), nn.Dropout(0.0)), samples(1, 16)[0]
     assert af.audit(model, lambda net, b: F.cross_entropy(net(b[0]), b[1]), batch, K).names == ["batch_norm"]
 
     def balanced(model: Any, batch: Any) -> Tensor:
@@ -485,6 +485,17 @@ def test_batch_norm_and_an_auxiliary_loss_are_named_for_one_batch() -> None:
 
     assert af.audit(net(), balanced, batch, K).names == ["auxiliary"]
     assert af.audit(model, balanced, batch, K).names == ["batch_norm", "auxiliary"]
+
+
+def test_random_numbers_outside_of_dropout_layers_are_named_and_hide_other_causes() -> None:
+    def noisy(model: Any, x: Tensor) -> Tensor:
+        return model(x + torch.randn_like(x) + torch.rand(())).square().mean(0).sum()
+
+    report = af.audit(net(), noisy, torch.randn(8, 6), K)
+    assert report.names == ["dropout"]
+    assert report.notes == [
+        "forward draws random numbers outside of dropout layers: other causes could not be looked at"
+    ]
 
 
 def test_sums_and_double_precision() -> None:
