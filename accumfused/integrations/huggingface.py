@@ -9,14 +9,18 @@ micro-batches of the window, so the window is a plain sum.
 from __future__ import annotations
 
 import functools
+import logging
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from accumfused.accepted import check_parameters
+from accumfused.auditing.calls import audit as audit_of
+from accumfused.auditing.report import AuditReport
 from accumfused.batch_norm import check_model
 from accumfused.loop.fusing import fuse
 from accumfused.loop.grad_scaler import GradScaler
@@ -38,10 +42,11 @@ except ModuleNotFoundError as missing:
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 OLDEST_TRANSFORMERS = "5.0"
+_AUDITED_STEPS = 4
 _ONE_COPY_OF_THE_MODEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # Accelerate's names: one process, or DDP
 
 
-def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False) -> AnyTrainer:
+def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False, audit: bool = False) -> AnyTrainer:
     """Makes a Trainer accumulate, clip and step with accumfused; call it before `train()`.
 
     The optimizer is Trainer's argument, or Trainer makes it later. A torch optimizer is fused in place; one of
@@ -58,6 +63,8 @@ def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False) -> AnyTrainer:
             `accelerator.backward` and `accelerator.clip_grad_norm_` when training begins.
         linears: whether linear layers add their weights' gradients to the optimizer's sums within backward, see
             `accumfused.fuse_linears`. It needs one process with one device.
+        audit: whether the first four steps of each training are watched, see `accumfused.audit`. The report goes to
+            the log "accumfused": as a warning if it names a cause, else as information.
 
     Returns:
         The trainer.
@@ -99,6 +106,10 @@ def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False) -> AnyTrainer:
 
     trainer.create_optimizer = create_optimizer
     trainer.add_callback(tail)
+    if audit:
+        audited = _AuditedSteps(trainer, tail)
+        trainer.train = functools.partial(audited.train, trainer.train)
+        trainer.add_callback(audited)
     return trainer
 
 
@@ -176,6 +187,45 @@ class _FusedTail(TrainerCallback):
             self._norm.zero_()  # no parameter had a gradient
         else:
             self._norm.copy_(norm)
+
+
+class _AuditedSteps(TrainerCallback):
+    """Watches the first steps of each training, and logs the report."""
+
+    def __init__(self, trainer: Trainer, tail: _FusedTail) -> None:
+        self._trainer, self._tail = trainer, tail
+        self._block: Any = None  # while steps are watched
+        self._report: AuditReport | None = None
+        self._left = 0
+
+    def train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Trainer's own, and the end of the audit, also after an exception."""
+        try:
+            return train(*args, **kwargs)
+        finally:
+            self._end()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Trainer begins again with smaller batches if memory runs out."""
+        self._end()
+        model = self._trainer.model.train()  # as Trainer has it from the first micro-batch on
+        steps = args.gradient_accumulation_steps
+        self._block = audit_of.watch(model, self._tail.optimizer, gradient_accumulation_steps=steps)
+        self._report, self._left = self._block.__enter__(), _AUDITED_STEPS
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Counts the steps."""
+        self._left -= 1
+        if self._left == 0:
+            self._end()
+
+    def _end(self) -> None:
+        block, self._block = self._block, None
+        if block is None or self._report is None:
+            return
+        block.__exit__(*sys.exc_info())  # an exception that ends the training has cut a window short
+        level = logging.WARNING if self._report.causes else logging.INFO
+        logging.getLogger("accumfused").log(level, "%s", self._report)
 
 
 def _unwrapped(optimizer: Any) -> Any:
