@@ -33,6 +33,8 @@ def diagnose(windows: Sequence[Window], left: Sequence[MicroBatch], steps: int |
         own = _in_window(window, expected, has_remainders=has_remainders, is_coupled=is_coupled)
         for cause, detail in own.items():
             found.setdefault(cause, f"step {index + 1}: {detail}")
+    if found.keys() & {"not_divided", "divided_twice"}:
+        found.pop("factor", None)  # of a shorter window
     if left and windows and not any(each.is_used for each in left) and "remainder_leaked" not in found:
         found.setdefault("remainder_dropped", f"{len(left)} after the last step")
     return found
@@ -65,7 +67,8 @@ def _order(window: Window, expected: int, *, has_remainders: bool) -> Found:
     """Micro-batches that are lost, or are there and should not be."""
     found: Found = {}
     arrived = window.arrived(expected)
-    lost = 0 if "clip" in window.flags else sum(window.lost) // window.world  # each clip shrinks the first ones again
+    # What is clipped or unscaled within a window may be as small as what is lost.
+    lost = 0 if window.flags & {"clip", "unscale"} else sum(window.lost) // window.world
     if abs(window.stale) > 0.01:
         found["zero_grad"] = f"{window.stale:.2f} times the gradient from before the window is still there"
     if lost and arrived - lost >= expected:

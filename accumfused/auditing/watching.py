@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -25,6 +24,7 @@ from accumfused.auditing.losses import joined, main_of, terms_of
 from accumfused.auditing.probe import Probe, leaves
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.track import Track
+from accumfused.formats.shards import is_dtensor
 
 _NORMS = {"norm", "linalg_vector_norm", "vector_norm", "_foreach_norm", "pow", "__pow__", "square", "dot", "abs"}
 _SCALINGS = {"mul_", "_foreach_mul_", "div_", "_foreach_div_"}
@@ -194,7 +194,8 @@ def tracks_of(model: Module, optimizers: Optimizer | Iterable[Optimizer], group:
     """
     if not isinstance(model, Module):
         raise TypeError(f"watch takes a torch.nn.Module, got {type(model).__name__}")
-    several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    given: Any = optimizers
+    several = [_unwrapped(each) for each in ([given] if isinstance(_unwrapped(given), Optimizer) else given)]
     for optimizer in several:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"watch takes torch optimizers, got {type(optimizer).__name__}")
@@ -203,9 +204,16 @@ def tracks_of(model: Module, optimizers: Optimizer | Iterable[Optimizer], group:
     check_training(model)
     names = {id(param): name for name, param in model.named_parameters()}
     tracks = [Track(optimizer, names, group) for optimizer in several]
-    if any(isinstance(param, DTensor) for track in tracks for param in track.params):
+    if any(is_dtensor(param) for track in tracks for param in track.params):
         raise RuntimeError("parameters are sharded (DTensor): their gradients are not whole here; audit one process")
     return tracks
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer within those of Accelerate and Lightning."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def check_training(model: Module) -> None:

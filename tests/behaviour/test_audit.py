@@ -378,6 +378,38 @@ def test_short_windows_at_the_ends_of_epochs_are_remainders() -> None:
         assert report.names == names
 
 
+def test_gradients_that_are_unscaled_within_a_window_are_not_lost_but_unscaled_too_early() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        scaler.scale(F.cross_entropy(model(x), y) / K).backward()
+        if i % K == 0:
+            scaler.unscale_(optimizer)
+        if i % K == K - 1:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    assert watched(body).names == ["unscale"]
+
+
+def test_the_optimizer_within_a_wrapper_is_watched() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        """As Accelerate's: it has no hooks."""
+
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with af.audit.watch(model, Wrapper(inner), gradient_accumulation_steps=1) as report:
+        for x, y in samples(2):
+            F.cross_entropy(model(x), y).backward()
+            inner.step()
+            inner.zero_grad()
+    assert report.matches
+
+
 def test_sparse_and_complex_gradients_are_compared() -> None:
     torch.manual_seed(0)
     words = nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Flatten(), nn.Linear(32, 3))
