@@ -452,14 +452,25 @@ def test_an_audit_leaves_everything_as_it_was_bit_for_bit() -> None:
 
 
 def test_a_watched_run_is_the_same_run_bit_for_bit() -> None:
+    class Whole(nn.Module):
+        """Returns a loss, which is looked at again, and draws with a function, which no copy can switch off."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net(nn.BatchNorm1d(16), nn.Dropout(0.2))
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            out = self.inner(F.dropout(x, 0.2))
+            return {"loss": F.cross_entropy(out, y), "logits": out}
+
     def run(is_watched: bool) -> list[Any]:
-        model = net(nn.BatchNorm1d(16), nn.Dropout(0.2))
+        model = Whole()
         optimizer = af.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.1)
         watch: Any = af.audit.watch(model, optimizer) if is_watched else torch.enable_grad()
         torch.manual_seed(5)
         with watch:
             for (x, y), last in af.windows(samples(K, seed=5), 2):
-                F.cross_entropy(model(x), y).backward()
+                model(x, y)["loss"].backward()
                 optimizer.accumulate(weight=len(y))
                 if last:
                     optimizer.step()
@@ -528,6 +539,23 @@ def test_random_numbers_outside_of_dropout_layers_are_named_and_hide_other_cause
     assert report.notes == [
         "forward draws random numbers outside of dropout layers: other causes could not be looked at"
     ]
+
+
+def test_every_run_begins_with_the_models_buffers() -> None:
+    class Warming(nn.Linear):
+        """Its output is halved from the fifth call on."""
+
+        calls: Tensor
+
+        def __init__(self) -> None:
+            super().__init__(6, 3)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * torch.where(self.calls > K, 0.5, 1.0)
+
+    assert af.audit(Warming(), square, torch.randn(8, 6), K).matches
 
 
 def test_sums_and_double_precision() -> None:
