@@ -121,3 +121,4 @@ class Audit:
 
 
 audit = Audit()
+"""Says whether accumulated updates are those of the large batch: see `Audit`."""

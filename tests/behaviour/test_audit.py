@@ -113,11 +113,11 @@ def evaluated(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
 
 def normed_and_divided(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
     """The norm is for the log: no clip follows."""
-    F.cross_entropy(model(x), y, reduction="sum").backward()
+    F.cross_entropy(model(x), y).backward()
     if (i + 1) % K == 0:
         torch.stack([p.grad.norm() for p in model.parameters()]).norm()
         for p in model.parameters():
-            p.grad.mul_(1 / (4 * K))
+            p.grad.mul_(1 / K)
     end(optimizer, i)
 
 
@@ -391,6 +391,22 @@ def test_gradients_that_are_unscaled_within_a_window_are_not_lost_but_unscaled_t
             optimizer.zero_grad()
 
     assert watched(body).names == ["unscale"]
+
+
+def test_a_clip_before_a_step_that_unscales_by_itself_is_named() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        scaler.scale(F.cross_entropy(model(x), y) / K).backward()
+        if i % K == K - 1:
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    for clips, names in ((False, []), (True, ["unscale"])):
+        assert watched(body, make=lambda params, lr: torch.optim.SGD(params, lr, fused=True)).names == names
 
 
 def test_the_optimizer_within_a_wrapper_is_watched() -> None:
