@@ -132,8 +132,6 @@ class Track:
         if all(grad is None or bool(grad.isfinite().all()) for grad in taken) and self.now.micro_batches:
             candidates = [taken]
             if self.now.before_clip is not None:
-                if _scale_of(self.optimizer) is not None:
-                    self.now.flags.add("unscale")
                 candidates.insert(0, self.now.before_clip)
             windows = [self._window(each) for each in candidates]
             # A norm that is taken for a log looks like a clip if the gradients are divided after it.
