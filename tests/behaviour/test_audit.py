@@ -270,15 +270,28 @@ def test_windows_that_are_released_or_accumulated_by_linears_are_seen() -> None:
         assert report.matches, str(report)
 
 
-def test_the_optimizers_normalizer_and_a_closed_window_are_seen() -> None:
+@pytest.mark.parametrize("closes", [False, True])
+def test_the_optimizers_normalizer_is_seen_with_open_and_closed_windows(closes: bool) -> None:
+    model = net()
+    optimizer = af.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.1)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
+        for i, (x, y) in enumerate(samples(2 * K)):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.accumulate(last=closes and i % K == K - 1)
+            if i % K == K - 1:
+                optimizer.step(normalizer=K)
+    assert report.matches, str(report)
+
+
+def test_sums_over_tokens_that_the_step_divides_are_sound() -> None:
     model = Language()
     optimizer = af.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.1)
     with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
         for window in range(2):
             batches = tokens(K, seed=window)
-            for i, (x, y) in enumerate(batches):
+            for x, y in batches:
                 token_loss(model, x, y, "sum").backward()
-                optimizer.accumulate(last=i + 1 == K)
+                optimizer.accumulate()
             optimizer.step(normalizer=sum((y != -100).sum() for _, y in batches))
     assert report.matches, str(report)
 
