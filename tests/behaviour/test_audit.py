@@ -283,6 +283,17 @@ def test_the_optimizers_normalizer_is_seen_with_open_and_closed_windows(closes: 
     assert report.matches, str(report)
 
 
+def test_a_weight_that_waits_for_the_next_fold_is_seen() -> None:
+    model = net()
+    optimizer = af.AdamW(model.parameters(), lr=0.01)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=1) as report:
+        for x, y in samples(2, 3):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.accumulate(weight=len(y))
+            optimizer.step()
+    assert report.matches, str(report)
+
+
 def test_sums_over_tokens_that_the_step_divides_are_sound() -> None:
     model = Language()
     optimizer = af.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.1)
