@@ -103,14 +103,6 @@ def differentiated(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> 
     end(optimizer, i)
 
 
-def evaluated(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    (F.cross_entropy(model(x), y) / K).backward()
-    with torch.no_grad():
-        model.eval()(x)
-    model.train()
-    end(optimizer, i)
-
-
 def normed_and_divided(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
     """The norm is for the log: no clip follows."""
     F.cross_entropy(model(x), y).backward()
@@ -131,7 +123,7 @@ def clipped_by_value(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -
 @pytest.mark.parametrize(
     "body",
     [
-        halved, smoothed, summed_over_features, summed, two_losses, penalized, with_gradient, differentiated, evaluated,
+        halved, smoothed, summed_over_features, summed, two_losses, penalized, with_gradient, differentiated,
         normed_and_divided, clipped_by_value,
     ],
 )  # fmt: skip
@@ -449,6 +441,18 @@ def test_the_optimizer_within_a_wrapper_is_watched() -> None:
             inner.step()
             inner.zero_grad()
     assert report.matches
+
+
+def test_a_pass_without_gradients_is_no_micro_batch() -> None:
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        (F.cross_entropy(model(x), y) / K).backward()
+        with torch.no_grad():
+            model[1].train()(torch.tanh(model[0](x)))
+            model(x)
+        model[1].eval()
+        end(optimizer, i)
+
+    assert watched(body, net(nn.BatchNorm1d(16).eval(), nn.Tanh())).matches
 
 
 def test_sparse_and_complex_gradients_are_compared() -> None:
