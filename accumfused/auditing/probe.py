@@ -58,8 +58,7 @@ class Probe:
                 subject = Subject(self._model, _call, self._generators, Module.float)
                 subject.be_quiet()
                 inputs = tree_map(_widened, inputs)
-                with torch.autocast(subject.params[0].device.type, enabled=False):
-                    self._is_coupled = _is_coupled(subject, split(inputs, 1, size)[0], split(inputs, 2, size))
+                self._is_coupled = _is_coupled(subject, split(inputs, 1, size)[0], split(inputs, 2, size))
         except Exception as error:  # it cannot be copied, has other inputs than samples, or does not like halves
             self.note = f"losses within the model were not looked at: {error}"
         finally:
