@@ -358,6 +358,20 @@ def test_a_loss_within_the_model_is_run_again_in_halves() -> None:
         assert watched(body, model).names == names
 
 
+def test_a_model_whose_first_dimension_is_time_is_not_cut_there() -> None:
+    class Sequence(nn.LSTM):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            out = super().forward(x)[0]
+            return {"loss": F.mse_loss(out, y), "out": out}
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        (model(torch.randn(6, 4, 5), torch.randn(6, 4, 3))["loss"] / K).backward()
+        end(optimizer, i)
+
+    torch.manual_seed(0)
+    assert watched(body, Sequence(5, 3)).matches
+
+
 def test_autocast_rounds_and_raises_no_alarm() -> None:
     class Whole(nn.Linear):
         def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
