@@ -97,7 +97,8 @@ class Window:
     @property
     def ratio(self) -> float:
         """The size of the step's gradient beside the mean over all terms: 1, K if nobody has divided, 1 / K..."""
-        return sum(share * each.count for share, each in self._pairs) / sum(each.count for each in self.micro_batches)
+        everything = sum(each.count for each in self.micro_batches)
+        return sum(share * each.count for share, each in self._pairs) / everything if everything else 1.0
 
     @property
     def _pairs(self) -> list[tuple[float, MicroBatch]]:
@@ -120,7 +121,7 @@ class Window:
             found += [float(arrived), float(expected)]  # it may be a sum
         if not term.is_mean:
             terms = sum(each.count for each in self.micro_batches)
-            found += [terms, terms / (sum(each.size for each in self.micro_batches) or terms)]
+            found += [terms, terms / (sum(each.size for each in self.micro_batches) or 1.0)]
         return found
 
 

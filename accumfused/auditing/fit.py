@@ -41,7 +41,7 @@ def weights_of(pieces: Sequence[Grads], taken: Grads, likely: Sequence[bool]) ->
         square += float(target @ target)
     prior = torch.tensor(likely, dtype=torch.float64)
     together = float(prior @ gram @ prior)
-    prior *= float(prior @ right) / together if together > 0 else 0.0
+    prior *= float(prior @ right) / together if together > 0 else float(square == 0.0)  # nothing but zeros: all is well
     weights = prior + torch.linalg.pinv(gram, rtol=_SMALLEST, hermitian=True) @ (right - gram @ prior)
     left = max(0.0, square - float(2 * weights @ right - weights @ gram @ weights))
     return weights.tolist(), (left / square) ** 0.5 if square else 0.0

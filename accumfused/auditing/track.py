@@ -78,7 +78,8 @@ class Track:
             return
         is_later = bool(self.now.micro_batches) and self.now.micro_batches[0] is not micro_batch
         if held is None or not bool(held.any()):
-            was_there = any(id(param) in each.grads for each in self.now.micro_batches if each is not micro_batch)
+            earlier = [each.grads.get(id(param)) for each in self.now.micro_batches if each is not micro_batch]
+            was_there = any(grad is not None and bool(grad.any()) for grad in earlier)
             if was_there and not self._folds:
                 self.now.reset = len(self.now.micro_batches) - (self.now.micro_batches[-1] is micro_batch)
         elif not is_later:
@@ -178,7 +179,7 @@ class Track:
         fitted, residual = weights_of([*pieces, *stale], taken, likely)
         # A loss of another optimizer's step may have passed through these parameters.
         largest = max(abs(w) for w in fitted)
-        own = [not each.is_used or abs(w) > LOST * largest for w, each in zip(fitted, micro_batches, strict=False)]
+        own = [not each.is_used or abs(w) >= LOST * largest for w, each in zip(fitted, micro_batches, strict=False)]
         micro_batches, pieces = list(itertools.compress(micro_batches, own)), list(itertools.compress(pieces, own))
         fitted = [*itertools.compress(fitted, own), *fitted[len(own) :]]
         total = sum(each.count for each in micro_batches)
@@ -188,7 +189,7 @@ class Track:
         window = Window(micro_batches, shares, fitted[-1] if stale else 0.0, residual, flags, world, self.is_partial)
         is_seen = all(each.term is not None for each in micro_batches)
         scale = (window.scale(self._expected(window)) or 1.0) if is_seen else window.ratio
-        target = [scale / (each.coefficient * total) if each.coefficient else 0.0 for each in micro_batches]
+        target = [scale / (each.coefficient * total) if each.coefficient * total else 0.0 for each in micro_batches]
         window.fits = differences(pieces, target, taken, self.names)
         return window
 

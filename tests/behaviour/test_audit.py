@@ -457,6 +457,21 @@ def test_the_optimizer_within_a_wrapper_is_watched() -> None:
     assert report.matches
 
 
+def test_gradients_of_zero_and_windows_without_targets_are_no_fault() -> None:
+    model = net()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[2], model[0])]
+    nn.init.zeros_(model[2].weight)  # the first layer's gradients are 0
+    with af.audit.watch(model, optimizers, gradient_accumulation_steps=K) as report:
+        for i, (x, y) in enumerate(samples(2 * K)):
+            targets = y if i < K else torch.full_like(y, -100)
+            F.cross_entropy(model(x), targets, reduction="sum").backward()
+            for optimizer in optimizers if i % K == K - 1 else ():
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(report.steps) == 4
+    assert report.matches, str(report)
+
+
 def test_a_pass_without_gradients_is_no_micro_batch() -> None:
     def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
         (F.cross_entropy(model(x), y) / K).backward()
