@@ -1,11 +1,14 @@
 """Training loops for the audit, as people write them: each has the one fault that names it, or none.
 
-`HELD_OUT` was drawn before the audit was written: it was tuned on the others alone, and met these when it was done.
+The audit was tuned on half of them. The other half was drawn before it was written, and looked at when it was done:
+remainder_under_weighted, dropout, not_divided, auxiliary, sums_in_16_bits, mean_of_means, divided_twice,
+remainder_leaked; token_sums, one_batch, weighted_windows, plain. At first sight it named seven of these eight faults,
+and raised no alarm. It missed dropout: one layer on a CPU draws the same masks for a batch and for its micro-batches,
+so there was no difference. It names random numbers since, whether or not they happen to be the same.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +65,24 @@ class Language(nn.Module):
 
 def token_loss(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction=reduction)
+
+
+def watched(
+    body: Callable[..., Any], model: nn.Module | None = None, make: Any = torch.optim.SGD, steps: int = K
+) -> Any:
+    """The report of two windows: `body(model, optimizer, index, x, y)` runs for each micro-batch."""
+    model = model or net()
+    optimizer = make(model.parameters(), lr=0.1)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=steps) as report:
+        for i, (x, y) in enumerate(samples(2 * K)):
+            body(model, optimizer, i, x, y)
+    return report
+
+
+def end(optimizer: Any, i: int) -> None:
+    if (i + 1) % K == 0:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -443,5 +464,3 @@ SOUND: dict[str, Loop] = {
         one_batch,
     )
 }  # fmt: skip
-_drawn = random.Random(22)
-HELD_OUT = {*_drawn.sample(list(FAULTS), 8), *_drawn.sample(list(SOUND), 4)}

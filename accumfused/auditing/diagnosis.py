@@ -30,7 +30,9 @@ def diagnose(windows: Sequence[Window], left: Sequence[MicroBatch], steps: int |
     short = [window for window in windows if window.arrived(expected) < expected]
     has_remainders = 2 * len(short) <= len(windows)  # those of epochs
     for index, window in enumerate(windows):
-        own = _in_window(window, expected, has_remainders=has_remainders, is_coupled=is_coupled)
+        # Without a number given, windows may have any length, as long as their gradients have the right size.
+        own_length = window.arrived(expected) if steps is None and window.scale(expected) is not None else expected
+        own = _in_window(window, own_length, has_remainders=has_remainders, is_coupled=is_coupled)
         for cause, detail in own.items():
             found.setdefault(cause, f"step {index + 1}: {detail}")
     if found.keys() & {"not_divided", "divided_twice"}:

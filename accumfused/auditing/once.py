@@ -50,6 +50,7 @@ class Piece:
 
     @property
     def is_sum(self) -> bool:
+        """Whether its loss is a sum, not a mean."""
         main = main_of(self.terms)
         return main is not None and not main.is_mean
 

@@ -64,8 +64,7 @@ class Track:
 
     def begin(self) -> None:
         """A forward pass begins a micro-batch."""
-        parts = (torch.view_as_real(param) if param.is_complex() else param for param in self.params)
-        sums = torch.stack([part.detach().sum(dtype=torch.float64).cpu() for part in parts])
+        sums = torch.stack([_sum(param.detach()) for param in self.params])
         if not self.now.micro_batches:
             self.now.sums = sums
         elif self.now.sums is not None and not torch.equal(sums, self.now.sums):
@@ -192,6 +191,12 @@ class Track:
         target = [scale / (each.coefficient * total) if each.coefficient * total else 0.0 for each in micro_batches]
         window.fits = differences(pieces, target, taken, self.names)
         return window
+
+
+def _sum(param: Tensor) -> Tensor:
+    part = torch.view_as_real(param) if param.is_complex() else param
+    dtype = torch.float32 if param.device.type == "mps" else torch.float64  # which Apple's GPUs lack
+    return part.sum(dtype=dtype).cpu().double()
 
 
 def _is_finite(micro_batch: MicroBatch) -> bool:

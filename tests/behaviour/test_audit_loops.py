@@ -1,0 +1,470 @@
+"""The audit beside more loops: other losses, other steps, and what only looks like a fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from audited_loops import K, Language, end, net, samples, token_loss, tokens, watched
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import accumfused as af
+
+
+def halved(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    (0.5 * F.mse_loss(model(x), F.one_hot(y, 3).float()) / K).backward()
+    end(optimizer, i)
+
+
+def smoothed(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    (F.cross_entropy(model(x), y, label_smoothing=0.1) / K).backward()
+    end(optimizer, i)
+
+
+def summed_over_features(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    ((model(x) - F.one_hot(y, 3)).square().mean(0).sum() / K).backward()
+    end(optimizer, i)
+
+
+def summed(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(model(x), y, reduction="sum").backward()
+    end(optimizer, i)
+
+
+def two_losses(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    out = model(x)
+    (F.cross_entropy(out, y) / K).backward(retain_graph=True)
+    (0.1 * out.square().mean() / K).backward()
+    end(optimizer, i)
+
+
+def penalized(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    loss = F.cross_entropy(model(x), y) + 1e-3 * sum(p.square().sum() for p in model.parameters())
+    (loss / K).backward()
+    end(optimizer, i)
+
+
+def with_gradient(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(model(x), y).backward(gradient=torch.tensor(1 / K))
+    end(optimizer, i)
+
+
+def differentiated(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    """torch.autograd.grad brings no gradient to p.grad."""
+    out = model(x)
+    torch.autograd.grad(out.sum(), list(model.parameters()), retain_graph=True)
+    (F.cross_entropy(out, y) / K).backward()
+    end(optimizer, i)
+
+
+def normed_and_divided(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    """The norm is for the log: no clip follows."""
+    F.cross_entropy(model(x), y).backward()
+    if (i + 1) % K == 0:
+        torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        for p in model.parameters():
+            p.grad.mul_(1 / K)
+    end(optimizer, i)
+
+
+def clipped_by_value(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    (F.cross_entropy(model(x), y) / K).backward()
+    if (i + 1) % K == 0:
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    end(optimizer, i)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        halved, smoothed, summed_over_features, summed, two_losses, penalized, with_gradient, differentiated,
+        normed_and_divided, clipped_by_value,
+    ],
+)  # fmt: skip
+def test_other_sound_loops_raise_no_alarm(body: Any) -> None:
+    report = watched(body)
+    assert report.matches, str(report)
+    assert max(step.difference for step in report.steps) < 1e-5
+
+
+def never_zeroed(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    (F.cross_entropy(model(x), y) / K).backward()
+    if (i + 1) % K == 0:
+        optimizer.step()
+
+
+def never_unscaled(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    (F.cross_entropy(model(x), y) / K * torch.tensor(1024.0)).backward()
+    end(optimizer, i)
+
+
+def contrasted(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    one, other = model(x), model(x + 0.1)
+    (F.cross_entropy(one @ other.T, torch.arange(len(x))) / K).backward()
+    end(optimizer, i)
+
+
+def uneven(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    (F.cross_entropy(model(x), y) / (1 + i % K)).backward()
+    end(optimizer, i)
+
+
+def divided_by_another_number(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+    if (i + 1) % K == 0:
+        for param in model.parameters():
+            param.grad /= 7
+    end(optimizer, i)
+
+
+def changed(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    (F.cross_entropy(model(x), y) / K).backward()
+    if (i + 1) % K == 0:
+        model[0].weight.grad += 1
+    end(optimizer, i)
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        (never_zeroed, "zero_grad"), (never_unscaled, "unscale"), (contrasted, "negatives"), (uneven, "uneven"),
+        (divided_by_another_number, "factor"), (changed, "unexplained"),
+    ],
+)  # fmt: skip
+def test_other_faults_are_named(body: Any, cause: str) -> None:
+    assert watched(body).names == [cause]
+
+
+def test_a_lost_micro_batch_is_seen_even_if_all_are_the_same() -> None:
+    model = net()
+    optimizer, (x, y) = torch.optim.SGD(model.parameters(), lr=0.1), samples(1)[0]
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
+        for i in range(2 * K):
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) / K).backward()
+            if (i + 1) % K == 0:
+                optimizer.step()
+    assert report.names == ["zero_grad"]
+
+
+def test_losses_that_share_a_backward_are_so_many_micro_batches() -> None:
+    model, batches = net(), samples(2 * K)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
+        for start in range(0, 2 * K, K):
+            losses = [F.cross_entropy(model(x), y) / K for x, y in batches[start : start + K]]
+            torch.add(losses[0] + losses[1], losses[2] + losses[3]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert report.matches, str(report)
+
+
+def test_another_loss_that_passes_through_is_not_lost() -> None:
+    """A GAN: the generator's loss leaves gradients in the discriminator, which its zero_grad() drops."""
+    torch.manual_seed(0)
+    generator, judge = nn.Linear(4, 6), nn.Linear(6, 1)
+    making, judging = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (generator, judge))
+    with af.audit.watch(judge, [making, judging], gradient_accumulation_steps=K) as report:
+        for _ in range(2):
+            for optimizer, answer in ((judging, 0.0), (making, 1.0)):
+                optimizer.zero_grad()
+                for _ in range(K):
+                    out = judge(generator(torch.randn(5, 4)).detach() if answer == 0 else generator(torch.randn(5, 4)))
+                    (F.binary_cross_entropy_with_logits(out, torch.full((5, 1), answer)) / K).backward()
+                optimizer.step()
+    assert report.matches, str(report)
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, af.GradScaler])
+def test_a_step_that_a_scaler_skips_is_no_fault(scaler: Any) -> None:
+    model, scale = net(), scaler("cpu", init_scale=1024.0)
+    optimizer = af.SGD(model.parameters(), lr=0.1) if scaler is af.GradScaler else torch.optim.SGD(model.parameters())
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
+        for i, (x, y) in enumerate(samples(3 * K)):
+            scale.scale(F.cross_entropy(model(x), y) / K * (torch.inf if i == K + 1 else 1)).backward()
+            if (i + 1) % K == 0:
+                scale.unscale_(optimizer)
+                scale.step(optimizer)
+                scale.update()
+                optimizer.zero_grad()
+    assert (report.matches, len(report.steps)) == (True, 2), str(report)
+
+
+def test_an_empty_micro_batch_with_a_weight_of_0_is_no_fault() -> None:
+    model = Language()
+    optimizer = af.SGD(model.parameters(), lr=0.1)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
+        for i, ((x, y), last) in enumerate(af.windows(tokens(2 * K), K)):
+            targets = torch.full_like(y, -100) if i == 1 else y
+            token_loss(model, x, targets).backward()
+            optimizer.accumulate(weight=int((targets != -100).sum()))
+            if last:
+                optimizer.step()
+    assert report.matches, str(report)
+
+
+def test_windows_that_are_released_or_accumulated_by_linears_are_seen() -> None:
+    for prepare in (lambda _, optimizer: af.release_gradients(optimizer, bucket_bytes=64), af.fuse_linears):
+        model = net()
+        optimizer = af.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.1)
+        prepare(model, optimizer)
+        with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
+            for (x, y), last in af.windows(samples(2 * K), K):
+                optimizer.backward(F.cross_entropy(model(x), y), weight=len(y))
+                if last:
+                    optimizer.step()
+        assert report.matches, str(report)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_the_optimizers_normalizer_is_seen_with_open_and_closed_windows(closes: bool) -> None:
+    model = net()
+    optimizer = af.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.1)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
+        for i, (x, y) in enumerate(samples(2 * K)):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.accumulate(last=closes and i % K == K - 1)
+            if i % K == K - 1:
+                optimizer.step(normalizer=K)
+    assert report.matches, str(report)
+
+
+def test_a_weight_that_waits_for_the_next_fold_is_seen() -> None:
+    model = net()
+    optimizer = af.AdamW(model.parameters(), lr=0.01)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=1) as report:
+        for x, y in samples(2, 3):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.accumulate(weight=len(y))
+            optimizer.step()
+    assert report.matches, str(report)
+
+
+def test_sums_over_tokens_that_the_step_divides_are_sound() -> None:
+    model = Language()
+    optimizer = af.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.1)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
+        for window in range(2):
+            batches = tokens(K, seed=window)
+            for x, y in batches:
+                token_loss(model, x, y, "sum").backward()
+                optimizer.accumulate()
+            optimizer.step(normalizer=sum((y != -100).sum() for _, y in batches))
+    assert report.matches, str(report)
+
+
+def test_a_loss_that_is_not_seen_is_not_judged() -> None:
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        torch.autograd.backward(F.cross_entropy(model(x), y))
+        end(optimizer, i)
+
+    report = watched(body)
+    assert report.matches
+    assert report.notes == ["loss.backward() was not called: divisions and counts of tokens were not judged"]
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, af.SGD, torch.optim.LBFGS])
+def test_a_backward_in_the_closure_of_a_step_belongs_to_it(make: Any) -> None:
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        def closure() -> Tensor:
+            if make is torch.optim.LBFGS:
+                optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) / (1 if make is torch.optim.LBFGS else 2)
+            loss.backward()
+            return loss
+
+        if i % 2 or make is torch.optim.LBFGS:
+            optimizer.step(closure)
+            optimizer.zero_grad()
+        else:
+            closure()
+
+    report = watched(body, make=make, steps=1 if make is torch.optim.LBFGS else 2)
+    assert report.matches, str(report)
+
+
+def test_models_may_use_functions_of_torch_func() -> None:
+    class Mapped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.func.vmap(lambda row: row.pow(2).mul_(2.0))(x))
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        (F.cross_entropy(model(x), y) / K).backward()
+        end(optimizer, i)
+
+    assert watched(body, Mapped(6, 3)).matches
+
+
+def test_a_loss_within_the_model_is_run_again_in_halves() -> None:
+    class Whole(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            out = super().forward(x)
+            loss = F.cross_entropy(out, y) if self.plain else (out.mean(0).square().sum())
+            return {"loss": loss, "logits": out}
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        (model(x, y=y)["loss"] / K).backward()
+        end(optimizer, i)
+
+    for plain, names in ((True, []), (False, ["negatives"])):
+        model = Whole(6, 3)
+        model.plain = plain  # type: ignore[assignment]
+        assert watched(body, model).names == names
+
+
+def test_a_model_whose_first_dimension_is_time_is_not_cut_there() -> None:
+    class Sequence(nn.LSTM):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            out = super().forward(x)[0]
+            return {"loss": F.mse_loss(out, y), "out": out}
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        (model(torch.randn(6, 4, 5), torch.randn(6, 4, 3))["loss"] / K).backward()
+        end(optimizer, i)
+
+    torch.manual_seed(0)
+    assert watched(body, Sequence(5, 3)).matches
+
+
+def test_autocast_rounds_and_raises_no_alarm() -> None:
+    class Whole(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            out = super().forward(x)
+            return {"loss": F.cross_entropy(out.float(), y), "logits": out}
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x, y)["loss"]
+        (loss / K).backward()
+        end(optimizer, i)
+
+    assert watched(body, Whole(6, 3)).matches
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+    assert af.audit(net(), loss, samples(1, 16)[0], K).matches
+
+
+def test_short_windows_at_the_ends_of_epochs_are_remainders() -> None:
+    for division, names in ((lambda left: left, []), (lambda left: K, ["remainder_under_weighted"])):
+        model, batches = net(), samples(K + 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
+            for _ in range(3):
+                for start in (0, K):
+                    window = batches[start : start + K]
+                    for x, y in window:
+                        (F.cross_entropy(model(x), y) / division(len(window))).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert report.names == names
+
+
+def test_gradients_that_are_unscaled_within_a_window_are_not_lost_but_unscaled_too_early() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        scaler.scale(F.cross_entropy(model(x), y) / K).backward()
+        if i % K == 0:
+            scaler.unscale_(optimizer)
+        if i % K == K - 1:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    assert watched(body).names == ["unscale"]
+
+
+def test_a_clip_before_a_step_that_unscales_by_itself_is_named() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        scaler.scale(F.cross_entropy(model(x), y) / K).backward()
+        if i % K == K - 1:
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    for clips in (False, True):
+        report = watched(body, make=lambda params, lr: torch.optim.SGD(params, lr, fused=True))
+        assert report.names == (["unscale"] if clips else [])
+
+
+def test_the_optimizer_within_a_wrapper_is_watched() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        """As Accelerate's: it has no hooks."""
+
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with af.audit.watch(model, Wrapper(inner), gradient_accumulation_steps=1) as report:
+        for x, y in samples(2):
+            F.cross_entropy(model(x), y).backward()
+            inner.step()
+            inner.zero_grad()
+    assert report.matches
+
+
+def test_gradients_of_zero_and_windows_without_targets_are_no_fault() -> None:
+    model = net()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[2], model[0])]
+    nn.init.zeros_(model[2].weight)  # the first layer's gradients are 0
+    with af.audit.watch(model, optimizers, gradient_accumulation_steps=K) as report:
+        for i, (x, y) in enumerate(samples(2 * K)):
+            targets = y if i < K else torch.full_like(y, -100)
+            F.cross_entropy(model(x), targets, reduction="sum").backward()
+            for optimizer in optimizers if i % K == K - 1 else ():
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(report.steps) == 4
+    assert report.matches, str(report)
+
+
+def test_a_pass_without_gradients_is_no_micro_batch() -> None:
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        (F.cross_entropy(model(x), y) / K).backward()
+        with torch.no_grad():
+            model[1].train()(torch.tanh(model[0](x)))
+            model(x)
+        model[1].eval()
+        end(optimizer, i)
+
+    assert watched(body, net(nn.BatchNorm1d(16).eval(), nn.Tanh())).matches
+
+
+def test_sparse_and_complex_gradients_are_compared() -> None:
+    torch.manual_seed(0)
+    words = nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Flatten(), nn.Linear(32, 3))
+    waves = nn.Linear(6, 3, dtype=torch.complex64)
+
+    def word(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        (F.cross_entropy(model(torch.randint(16, (4, 4))), y) / K).backward()
+        end(optimizer, i)
+
+    def wave(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        model(x + 0j).abs().square().mean().backward()
+        end(optimizer, i)
+
+    assert watched(word, words).matches
+    assert watched(wave, waves).names == ["not_divided"]
+
+
+def test_windows_may_have_any_length_if_no_number_is_given() -> None:
+    model, lengths = net(), (2, 4, 4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for division, names in ((lambda length: length, []), (lambda _: 4, ["remainder_under_weighted"])):
+        with af.audit.watch(model, optimizer) as report:
+            for length in lengths:
+                for x, y in samples(length):
+                    (F.cross_entropy(model(x), y) / division(length)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert report.names == names
