@@ -458,9 +458,12 @@ def test_sparse_and_complex_gradients_are_compared() -> None:
 
 
 def test_windows_may_have_any_length_if_no_number_is_given() -> None:
-    model, lengths = net(), (2, 4, 4, 3)
+    model, lengths = net(), (2, 4, 4, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for division, names in ((lambda length: length, []), (lambda _: 4, ["remainder_under_weighted"])):
+    for division, names in (
+        (lambda length: length, []),
+        (lambda _: 4, ["remainder_under_weighted", "remainder_leaked"]),
+    ):
         with af.audit.watch(model, optimizer) as report:
             for length in lengths:
                 for x, y in samples(length):
