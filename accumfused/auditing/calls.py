@@ -86,7 +86,8 @@ class Audit:
         Args:
             model: the module that the loop calls, in training mode.
             optimizer: the optimizer, or several.
-            gradient_accumulation_steps: the micro-batches that belong to a step; None: as in most steps.
+            gradient_accumulation_steps: the micro-batches that belong to a step. None: as in most steps, and any other
+                number whose gradients have the right size.
             process_group: compares with the large batch of all its processes. Each of them must watch the same steps.
 
         Yields:
