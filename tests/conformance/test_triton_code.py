@@ -77,7 +77,7 @@ def compiled(folder: Any) -> Any:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     """folder(target): where everything is that was compiled for it."""
-    chosen = ALL_KERNELS if request.config.getoption("--full") else FEW_KERNELS
+    chosen = (*(ALL_KERNELS if request.config.getoption("--full") else FEW_KERNELS), "segment norms")
     root = Path(__file__).parents[2]
     import triton
 
@@ -102,9 +102,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 each_target = pytest.mark.parametrize(
     "target", [pytest.param(target, marks=[] if target == "90" else pytest.mark.full) for target in NVIDIA]
 )
-each_kernel = pytest.mark.parametrize(
-    "kernel", [pytest.param(name, marks=[] if name in FEW_KERNELS else pytest.mark.full) for name in ALL_KERNELS]
-)
+KERNELS = [pytest.param(name, marks=[] if name in FEW_KERNELS else pytest.mark.full) for name in ALL_KERNELS]
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 
 @each_target
@@ -154,7 +153,7 @@ def test_accesses_are_wide_and_roots_and_quotients_those_of_ieee(target: str, ke
 
 
 @each_target
-@pytest.mark.parametrize("kernel", [*ALL_KERNELS, "segment norms"])
+@pytest.mark.parametrize("kernel", [*KERNELS, "segment norms"])
 def test_nothing_is_contracted_approximated_or_flushed(target: str, kernel: str, compiled: Any) -> None:
     code = compiled(target, kernel)
     operations = set(re.findall(r"\b(?:add|sub|mul|div|sqrt|rcp|rsqrt|fma|mad)\.[a-z0-9.]*f(?:32|64)\w*", code))
