@@ -24,6 +24,8 @@ from accumfused.auditing.calls import audit
 from accumfused.auditing.report import AuditReport
 from accumfused.batch_norm import BatchNormWarning, check_model
 from accumfused.clipping import Adaptive, GlobalNorm, PerGroup, PerTensor, RunningMean, ZScore
+from accumfused.core.metrics import Metrics
+from accumfused.core.noise import NoiseEstimate
 from accumfused.loop.batch_size import gradient_accumulation_steps, scale_lr, updates_per_epoch
 from accumfused.loop.batches import windows
 from accumfused.loop.clip_group import ClipGroup
@@ -31,6 +33,7 @@ from accumfused.loop.ddp import attach_ddp
 from accumfused.loop.fusing import fuse
 from accumfused.loop.grad_scaler import GradScaler
 from accumfused.loop.linears import FusedLinears, fuse_linears
+from accumfused.loop.noise_scale import NoiseScale
 from accumfused.loop.release import release_gradients
 from accumfused.loop.report import MemoryReport, memory_report
 from accumfused.optimizer import FusedOptimizer
@@ -82,8 +85,11 @@ __all__ = [
     "GradScaler",
     "Lion",
     "MemoryReport",
+    "Metrics",
     "Muon",
     "NAdam",
+    "NoiseEstimate",
+    "NoiseScale",
     "PerGroup",
     "PerTensor",
     "RAdam",

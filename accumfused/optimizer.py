@@ -26,6 +26,7 @@ from accumfused.core.protocol import Backend, Exchange, OwnStep
 from accumfused.core.window import Phase, Window, refuse_foreign_scaler
 from accumfused.distributed import exchange, groups
 from accumfused.formats import kinds
+from accumfused.measures import Measures
 from accumfused.rule import Rule
 from accumfused.saving import checkpoint, full_precision, history
 from accumfused.settings import Settings, setting_like
@@ -68,7 +69,7 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(Measures, torch.optim.Optimizer):
     """An optimizer whose step also normalizes, unscales and clips, in one pass over the gradients.
 
     Subclasses set `rules`. docs/internals/state-machine.md shows the allowed order of calls.
@@ -374,6 +375,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
         if window is not None:
             engine.window = window
+            window.measures = engine.noise is not None
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state_dict; `state` holds an open window, under keys that torch's optimizers ignore.

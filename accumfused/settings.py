@@ -36,6 +36,8 @@ class SettingArguments(TypedDict, total=False):
     process_group: Any
     grads_are_reduced: bool
     reduce_dtype: torch.dtype | None
+    noise_scale: bool | float
+    metrics: bool | int
 
 
 @dataclass
@@ -72,6 +74,10 @@ class Settings:
             no process_group, `accumulate()` raises without it.
         reduce_dtype: the dtype in which gradients travel in process_group: torch.float32, torch.bfloat16 (which also
             adds them up in bf16), or None: the dtype of the accumulators.
+        noise_scale: True measures the gradient noise scale in windows, for `optimizer.noise_scale()`. A number > 0 and
+            < 1 is the decay of its means, for each window, in place of 0.99. Processes cannot share windows then.
+        metrics: True measures every step for `optimizer.metrics()`: norms of gradients, parameters and updates. A whole
+            number n measures every n-th step.
     """
 
     max_grad_norm: float | None = None
@@ -86,6 +92,8 @@ class Settings:
     process_group: Any = None  # torch.distributed.ProcessGroup
     grads_are_reduced: bool = False
     reduce_dtype: torch.dtype | None = None
+    noise_scale: bool | float = False
+    metrics: bool | int = False
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:
@@ -100,6 +108,27 @@ class Settings:
             raise ValueError(f"backend must be one of {', '.join(get_args(BackendName))}, got {self.backend!r}")
         self._check_formats()
         self._check_groups()
+        self._check_measures()
+
+    @property
+    def noise_decay(self) -> float | None:
+        """The decay of the noise scale's means; None: it is not measured."""
+        if isinstance(self.noise_scale, bool):
+            return 0.99 if self.noise_scale else None
+        return self.noise_scale
+
+    def _check_measures(self) -> None:
+        decay = self.noise_scale
+        if not isinstance(decay, bool) and not (isinstance(decay, float) and 0.0 < decay < 1.0):
+            raise ValueError(f"noise_scale must be True, False, or a decay > 0 and < 1, got {decay!r}")
+        every = self.metrics
+        if not isinstance(every, int) or every < 0:
+            raise ValueError(f"metrics must be True, False, or every how many steps (a whole number), got {every!r}")
+        if decay and (self.process_group is not None or self.grads_are_reduced):
+            raise ValueError(
+                "noise_scale compares micro-batches of one process, and these gradients are those of several; leave "
+                "process_group and grads_are_reduced out, or noise_scale"
+            )
 
     def _check_formats(self) -> None:
         masters = get_args(MasterWeights)

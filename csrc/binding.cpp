@@ -62,11 +62,12 @@ cpu::Work work_on(const Table& table, int threads) {
 }
 
 void accumulate(const std::string& instruction_set, const Table& table, int threads, uintptr_t weights, int64_t weight,
-                double scale, uintptr_t device_scale, uintptr_t partials) {
+                double scale, uintptr_t device_scale, uintptr_t partials, uintptr_t squares, uintptr_t shares) {
   const cpu::Kernels& run = kernels(instruction_set);
   const py::gil_scoped_release release;
-  run.accumulate(work_on(table, threads), {pointer<const double>(weights), weight, scale,
-                                           pointer<const double>(device_scale), pointer<float>(partials)});
+  run.accumulate(work_on(table, threads),
+                 {pointer<const double>(weights), weight, scale, pointer<const double>(device_scale),
+                  pointer<float>(partials), pointer<float>(squares), pointer<const double>(shares)});
 }
 
 void norm(const std::string& instruction_set, const Table& table, int threads, uintptr_t partials) {
@@ -97,7 +98,7 @@ void segment_norms(uintptr_t partials, uintptr_t bounds, int64_t segments, uintp
 
 // hypers[group]: its numbers in its rule's order, or tensors of one element. rules[group]: the address of its RuleCode.
 void step(const std::string& instruction_set, const Table& table, int threads, const std::vector<py::tuple>& hypers,
-          const std::vector<uintptr_t>& rules, uintptr_t outcome, uintptr_t coefficients) {
+          const std::vector<uintptr_t>& rules, uintptr_t outcome, uintptr_t coefficients, uintptr_t changes) {
   const cpu::Kernels& run = kernels(instruction_set);
   size_t stride = 0;
   for (const py::tuple& group : hypers) stride = std::max(stride, group.size());
@@ -113,7 +114,7 @@ void step(const std::string& instruction_set, const Table& table, int threads, c
   for (const uintptr_t rule : rules) codes.push_back(pointer<const cpu::RuleCode>(rule));
   const py::gil_scoped_release release;
   run.step(work_on(table, threads), {numbers.data(), codes.data(), int64_t(stride), pointer<const float>(outcome),
-                                     pointer<const float>(coefficients)});
+                                     pointer<const float>(coefficients), pointer<float>(changes), table.chunks()});
 }
 
 }  // namespace

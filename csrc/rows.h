@@ -85,8 +85,11 @@ struct Fold {
   double scale;
   const double* device_scale;  // nullable; multiplies `scale`
   float* partials;
+  float* squares;        // nullable; [chunks]: see accumfused/core/protocol.py, Squares
+  const double* shares;  // like weights
 
   AF_METHOD double whole_scale() const { return device_scale ? scale * *device_scale : scale; }
+  AF_METHOD float share(int64_t index) const { return squares ? float(shares[index]) : 0.0f; }
 };
 
 // A hyper-parameter of a GPU's launch: a number, or one that the device holds and a graph's replay reads anew.

@@ -36,7 +36,7 @@ class CpuBackend:
         self._c.accumulate(
             self.instruction_set, plan.table, torch.get_num_threads(),
             fold.weights.data_ptr(), fold.weight, *as_number_and_address(fold.scale),
-            partials.data_ptr(),
+            partials.data_ptr(), *squares_of(fold),
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -60,12 +60,17 @@ class CpuBackend:
         plan.point_at(grads)
         self._c.step(
             self.instruction_set, plan.table, torch.get_num_threads(),
-            hypers, plan.functors, outcome.values.data_ptr(), address(outcome.coefficients),
+            hypers, plan.functors, outcome.values.data_ptr(), address(outcome.coefficients), address(outcome.changes),
         )  # fmt: skip
 
 
 def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def squares_of(fold: Fold) -> tuple[int, int]:
+    """The addresses of a fold's squares and of their shares; (0, 0): it takes none."""
+    return (0, 0) if fold.squares is None else (fold.squares.sums.data_ptr(), fold.squares.shares.data_ptr())
 
 
 def as_number_and_address(value: float | Tensor) -> tuple[float, int]:

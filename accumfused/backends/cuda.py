@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accumfused import compiled
 from accumfused.backends import native_rules
-from accumfused.backends.cpu import address, as_number_and_address
+from accumfused.backends.cpu import address, as_number_and_address, squares_of
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import Grads
@@ -41,7 +41,7 @@ class CudaBackend:
         copy, stream = self._on_device(plan, [fold.weights, partials, *fold.accumulators])
         copy.accumulate(
             plan.table, stream, fold.weights.data_ptr(), fold.weight, *as_number_and_address(fold.scale),
-            partials.data_ptr(),
+            partials.data_ptr(), *squares_of(fold),
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -65,12 +65,12 @@ class CudaBackend:
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         plan.point_at(grads)
-        copy, stream = self._on_device(plan, [*grads, outcome.coefficients])
+        copy, stream = self._on_device(plan, [*grads, outcome.coefficients, outcome.changes])
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         stride = max(map(len, kept), default=0)
         flat = [hyper for values in kept for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
-        each = address(outcome.coefficients)
-        copy.step(plan.table, stream, flat, plan.functors, outcome.values.data_ptr(), each)
+        each, changes = address(outcome.coefficients), address(outcome.changes)
+        copy.step(plan.table, stream, flat, plan.functors, outcome.values.data_ptr(), each, changes)
 
     def _on_device(self, plan: Plan, used: Sequence[Tensor | None]) -> tuple[Any, int]:
         """The table's copy for this call, and the stream; another stream may have made the tensors in `used`.

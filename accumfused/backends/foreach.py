@@ -19,7 +19,7 @@ from accumfused.backends import foreach_step
 from accumfused.backends.batches import WHOLE, Batch, Tensors, cut
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling
+from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, Squares
 from accumfused.core.rows import Grads
 from accumfused.formats.kinds import Format
 from accumfused.formats.numeric import CHUNK, ieee, sum_partials, sum_segments
@@ -50,6 +50,9 @@ class ForeachBackend:
         kinds = [accumulator is not None and (held, grad is not None) for accumulator, held, grad in rows]
         for batch in self._batches(plan, WHOLE, kinds):
             held, values, grads = fold.held[batch.rows[0]], batch.of(fold.accumulators), batch.of(fold.grads)
+            if held != OVERWRITE and fold.squares is not None:
+                _add_squares(plan, batch, values, fold.squares, held)
+                _add_squares(plan, batch, grads, fold.squares, fold.weight)
             if held == OVERWRITE:
                 torch._foreach_copy_(values, grads)
             else:
@@ -94,7 +97,7 @@ class ForeachBackend:
                 given = batch.scaled(given, coefficients or coefficient, scratch)
             if batch.stored is None:
                 batch.stored = foreach_step.stored(plan, batch)
-            foreach_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped)
+            foreach_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped, outcome.changes)
 
     def _batches(self, plan: Plan, size: int, kinds: Sequence[Any]) -> Iterator[Batch]:
         """Batches of about `size` elements of one kind, from all rows whose kind is not false."""
@@ -118,6 +121,15 @@ def _are_plain(plan: Plan, grads: Grads) -> bool:
     """Whether parameters, states and gradients are all fp32."""
     every = all(row.form == Format() for row in plan.rows)
     return every and all(grad is None or grad.dtype == torch.float32 for grad in grads)
+
+
+def _add_squares(plan: Plan, batch: Batch, values: Tensors, squares: Squares, place: int) -> None:
+    if not values:
+        return
+    sums = torch.zeros_like(squares.sums)
+    batch.measure(plan, values, sums)
+    share = squares.shares[place].float()
+    squares.sums.add_(torch.where(share != 0, share * sums, 0.0))
 
 
 def _add_numbers(values: Tensors, grads: Tensors, keep: float, add: float) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from accumfused.backends import evaluate
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling
+from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, Squares
 from accumfused.core.rows import Grads
 from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
@@ -47,6 +47,9 @@ class ReferenceBackend:
                     accumulator.copy_(grad)
                     continue
                 keep = factors[held]
+                if fold.squares is not None:
+                    _add_squares(fold.squares, row.first_chunk, accumulator, held, keep)
+                    _add_squares(fold.squares, row.first_chunk, grad, fold.weight, add)
                 kept = torch.where(keep != 0, accumulator * keep, 0.0)
                 if grad is None:
                     accumulator.copy_(kept)
@@ -83,7 +86,10 @@ class ReferenceBackend:
                     own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
                     factor = evaluate.signed(named, outcome.coefficient_of(row))
                     grad = memory_order(grads[row]).float() * factor  # type: ignore[arg-type]
-                    _update(plan, row, own, grad, steps[j], outcome.skipped)
+                    changes = _update(plan, row, own, grad, steps[j], outcome.skipped)
+                    if outcome.changes is not None:
+                        for sums, own_part in zip(outcome.changes, changes, strict=True):
+                            _write_partials(sums, plan.rows[row].first_chunk, own_part)
 
 
 def _steps_made(plan: Plan, row: int) -> Tensor:
@@ -99,10 +105,15 @@ def _kept(plan: Plan, rule: type[Rule], rows: list[int]) -> dict[str, Tensor]:
     return {name: torch.stack([s.tensor_states[k] for s in storages]) for k, name in enumerate(rule.tensor_states)}
 
 
-def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor, step: Tensor, skipped: Tensor) -> None:
+def _update(
+    plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor, step: Tensor, skipped: Tensor
+) -> tuple[Tensor, Tensor]:
     """Updates one parameter in memory order: decodes it and its states to fp32, updates, and encodes again.
 
     `grad`: fp32, times its coefficient.
+
+    Returns:
+        The parameter before, and its change, in fp32.
     """
     row = plan.rows[index]
     rule, form, storage, param = row.rule, row.form, row.storage, memory_order(row.tensor)
@@ -112,7 +123,8 @@ def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor,
     scales: Grads = [*storage.scales] or [None] * len(values)
     kinds = [name in rule.second_moments for name in rule.states]
     states = [load_state(*part) for part in zip(values, scales, kinds, strict=True)]
-    new_param, *new_states = evaluate.update(rule, scalars, load_weights(form, param, master), grad, states)
+    old_param = load_weights(form, param, master).clone()
+    new_param, *new_states = evaluate.update(rule, scalars, old_param, grad, states)
     bits = torch.zeros_like(param, dtype=torch.int32)
     if storage.seed is not None:
         bits = codecs.noise(codecs.key(storage.seed, step, index), param.numel(), row.origin)
@@ -127,6 +139,15 @@ def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor,
     for old, new_value in stored:
         if old is not None and new_value is not None:
             old.copy_(torch.where(skipped, old, new_value))
+    return old_param, new_param - old_param
+
+
+def _add_squares(squares: Squares, first_chunk: int, values: Tensor | None, place: int, factor: Tensor) -> None:
+    if values is None:
+        return
+    share, sums = squares.shares[place].float(), sums_of_squares(memory_order(values).float())
+    own = squares.sums[first_chunk : first_chunk + len(sums)]
+    own.copy_(torch.where((share != 0) & (factor != 0), own + share * sums, own))
 
 
 def _write_partials(partials: Tensor, first_chunk: int, values: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Fold, Hypers, Outcome, Scaling, moved
+from accumfused.core.protocol import Backend, Fold, Hypers, Outcome, Scaling, Squares, moved
 from accumfused.core.rows import Grads
 
 T = TypeVar("T")
@@ -41,13 +41,18 @@ class SeveralDevices:
             if not any(own and a is not None for own, a in zip(rows, fold.accumulators, strict=True)):
                 continue
             scale = moved(fold.scale, part.device) if isinstance(fold.scale, Tensor) else fold.scale
+            squares = fold.squares
+            if squares is not None:
+                squares = Squares(moved(squares.sums, part.device), moved(squares.shares, part.device))
             own_fold = replace(
                 fold, grads=_only(rows, fold.grads), accumulators=_only(rows, fold.accumulators),
-                weights=moved(fold.weights, part.device), scale=scale,
+                weights=moved(fold.weights, part.device), scale=scale, squares=squares,
             )  # fmt: skip
             sums = moved(partials, part.device)
             self.backends[part.device].accumulate(part, own_fold, sums)
             _bring(sums, partials)
+            if fold.squares is not None and squares is not None:
+                _bring(squares.sums, fold.squares.sums)
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         for part in plan.parts:
@@ -68,8 +73,11 @@ class SeveralDevices:
             own = _only(_rows(part), grads)
             if any(grad is not None for grad in own):
                 each = None if outcome.coefficients is None else moved(outcome.coefficients, part.device)
-                of_part = Outcome(moved(outcome.values, part.device), coefficients=each)
+                sums = None if outcome.changes is None else moved(outcome.changes, part.device)
+                of_part = Outcome(moved(outcome.values, part.device), coefficients=each, changes=sums)
                 self.backends[part.device].step(part, own, hypers, of_part)
+                if sums is not None and outcome.changes is not None:
+                    _bring(sums, outcome.changes)
 
 
 def _rows(part: Plan) -> list[bool]:

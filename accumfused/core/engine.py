@@ -20,6 +20,8 @@ from accumfused.clipping import LIMIT
 from accumfused.core import graphs
 from accumfused.core.clipping import Clipping
 from accumfused.core.masters import Masters
+from accumfused.core.metrics import Meter
+from accumfused.core.noise import Noise
 from accumfused.core.plan import EMPTY, Plan, build, rule_of
 from accumfused.core.protocol import (
     Backend,
@@ -210,6 +212,9 @@ class Engine:
         self.settings = settings
         self.clipping = Clipping(settings)
         self.window = window or Window()
+        self.noise = Noise(settings.noise_decay) if settings.noise_decay else None
+        self.window.measures = self.noise is not None
+        self.meter = Meter(int(settings.metrics)) if settings.metrics else None
         self.outcome: Outcome | None = None  # of the last step
         self.release: Release | None = None  # while gradients are folded during backward
         self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of DistributedDataParallel, from attach_ddp
@@ -243,6 +248,8 @@ class Engine:
         elif self.release is not None:
             self.release.end(weight, in_loss=in_loss)
         self.window.begin(plan, grads, weight)
+        if self.noise is not None:
+            self.noise.check(plan)
         return prepared, grads, present
 
     def check_total(self, prepared: Prepared, weight: Number | None) -> None:
@@ -342,6 +349,8 @@ class Engine:
             window.habits.see(window.params)  # make_state wrote a loaded master into its parameter
         plan, complete = prepared.plan, present == len(grads)
         scaling, takes_norm = self._scaling(plan, divisors, normalization, must=asked is not None)
+        meter = self.meter if self.meter is not None and self.meter.is_due(plan) else None
+        takes_norm |= meter is not None
         stale: Grads | None = matched
         partials: Tensor | None = None
         if is_open:
@@ -353,6 +362,10 @@ class Engine:
         else:
             outcome = self.clipping.norm(asked, prepared, stale, matched, partials, scaling)
         outcome.spends_grads = is_open
+        if meter is not None and partials is not None:
+            meter.begin(plan, groups, partials, scaling, outcome)
+        if self.noise is not None:
+            self.noise.see(prepared.backend, plan, window, matched, scaling)
         return Measured(prepared, grads, matched, complete, outcome)
 
     def refuse_live(self, present: int) -> None:
@@ -432,11 +445,16 @@ class Engine:
 
     def _apply(self, measured: Measured) -> None:
         owner, skips = self.plans.owner, self.plans.skips
+        if self.noise is not None:
+            self.noise.take(measured.outcome.skipped)
         if owner.own_step is not None:
             owner.own_step(owner, self, measured)
         else:
             self.update(measured, measured.prepared.backend.step)
         assert skips is not None
+        if self.meter is not None:
+            prepared = measured.prepared
+            self.meter.end(prepared.backend, prepared.plan, measured.outcome, skips.count)
         skips.steps += 1
         if not skips.steps % skips.WATCH_EVERY:
             skips.look(or_above=self.settings.skip_above is not None)

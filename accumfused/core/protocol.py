@@ -25,6 +25,18 @@ Number = float | Tensor  # a tensor has one element, which nobody reads
 OVERWRITE = -1  # stands for the weight's index of an accumulator that is still empty
 
 
+@dataclass(frozen=True)
+class Squares:
+    """The squares of each micro-batch's own gradient, for the noise scale.
+
+    sums[chunk] <- sums[chunk] + shares[index] * (sum of squares), first of an accumulator that still holds its
+    micro-batch's gradient as it came (index: held), then of the gradient (index: weight). A share of 0 leaves it out.
+    """
+
+    sums: Tensor  # [plan.chunks], fp32
+    shares: Tensor  # like Fold.weights; each is rounded to fp32 once
+
+
 @dataclass
 class Fold:
     """One micro-batch's fold into the accumulators.
@@ -39,6 +51,7 @@ class Fold:
     weights: Tensor  # [micro-batches + 1], fp64; index 0 holds 1: "already weighted"
     weight: int  # this micro-batch's index
     scale: float | Tensor  # a number, or fp64 of shape []
+    squares: Squares | None = None  # None also where accumulators are empty
 
     def refuse_overwritten(self) -> None:
         """Refuses gradients in the memory of their accumulators, for backends without a table (a table checks that)."""
@@ -83,6 +96,9 @@ class Outcome:
     spends_grads: bool = False  # nobody reads the gradients after the step, so it may overwrite them
     coefficients: Tensor | None = None  # fp32 [rows]: each row's own, in place of the one
     is_above: Tensor | None = None  # bool, shape []: skipped because of a finite norm alone
+    # fp32 [2, plan.chunks], for the step to write: the chunks' sums of squares of the parameters before the step, and
+    # of their changes, as fp32 values before these are rounded to their format. None: nobody asks.
+    changes: Tensor | None = None
 
     @property
     def coefficient(self) -> Tensor:

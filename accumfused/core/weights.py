@@ -21,9 +21,11 @@ _EXPONENT = 0x7FF << 52  # the exponent's bits of an fp64 number
 class Weights:
     """The weights of one window. Device tensors are not read: a bad one makes the norm non-finite."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        """Args: device: of the kernels; None: no window is open."""
+    def __init__(self, device: torch.device | None = None, measures: bool = False) -> None:
+        """Args: device: of the kernels; None: no window is open. measures: the squares of each micro-batch, too."""
         self.factors = torch.ones(0 if device is None else 4, dtype=torch.float64, device=device or "cpu")
+        self.shares = torch.zeros_like(self.factors) if measures else None  # of squares: see protocol.Squares
+        self.parts: Number = 0  # micro-batches whose weight is not 0
         self.is_weighted: bool | None = None  # None: no micro-batch yet
         self.total: Number = 0.0
         self.unit: Number = 1.0  # a power of two that divides the weights, so that squares stay in fp32's range
@@ -39,7 +41,7 @@ class Weights:
         self.is_weighted = weight is not None
         if weight is None:
             self.count += 1
-            return READY
+            return READY if self.shares is None else self._place(1.0, 1.0)
         if isinstance(weight, Tensor):
             weight = on_device(weight, self.factors.device, torch.float64)
             weight = torch.where(weight >= 0, weight, torch.nan)  # so that the step is skipped
@@ -55,11 +57,13 @@ class Weights:
             return None
         self.count += 1
         if not in_loss:
-            return self._place(weight)
+            return self._place(weight, weight)
         if is_own and isinstance(weight, Tensor):
-            return self._place((weight != 0) / self.unit)  # a masked mean of nothing is NaN, also times 0
-        if isinstance(self.unit, Tensor) or self.unit != 1.0:
-            return self._place(1.0 / self.unit)
+            return self._place(
+                (weight != 0) / self.unit, weight, in_loss
+            )  # a masked mean of nothing is NaN, also times 0
+        if self.shares is not None or isinstance(self.unit, Tensor) or self.unit != 1.0:
+            return self._place(1.0 / self.unit, weight, in_loss)
         return READY
 
     def check(self, weight: Number | None) -> None:
@@ -84,7 +88,7 @@ class Weights:
 
     def close_in_parts(self) -> None:
         """Protects divided sums from the division of the others: the factor CLOSED is 1 over the scale."""
-        self._fill(CLOSED, self.total)
+        _fill(self.factors, CLOSED, self.total if self.is_weighted else 1.0)
 
     def saved(self, places: list[int], total: Number) -> list[Tensor]:
         """The numbers of each accumulator for `restored`: fp64 [4], see saving/checkpoint.py.
@@ -109,16 +113,24 @@ class Weights:
         weights.count, weights.is_weighted, weights.unit = int(count), unit != 0, abs(unit) or 1.0
         return weights
 
-    def _place(self, factor: Number) -> int:
+    def _place(self, factor: Number, weight: Number, in_loss: bool = False) -> int:
         place = FIRST if self.count == 1 else CURRENT
-        self._fill(place, factor)
+        _fill(self.factors, place, factor)
+        if self.shares is not None:
+            share = weight
+            if in_loss:  # the gradient's square has the weight in it twice
+                share = 1.0 / (weight * self.unit * self.unit)
+                share = torch.where(weight != 0, share, 0.0) if isinstance(weight, Tensor) else share
+            _fill(self.shares, place, share)
+            self.parts = self.parts + (weight != 0)
         return place
 
-    def _fill(self, place: int, factor: Number) -> None:
-        if isinstance(factor, Tensor):
-            self.factors[place].copy_(factor)
-        else:
-            self.factors[place].fill_(factor)  # `self.factors[place] = number` would wait for a GPU
+
+def _fill(numbers: Tensor, place: int, value: Number) -> None:
+    if isinstance(value, Tensor):
+        numbers[place].copy_(value)
+    else:
+        numbers[place].fill_(value)  # `numbers[place] = value` would wait for a GPU
 
 
 def _power_of_two(weight: Number) -> Number:

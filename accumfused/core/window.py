@@ -50,6 +50,7 @@ class Window:
         self.entered = False  # a micro-batch is in progress: it is counted, and more of its gradients may come
         self.habits = Habits()
         self._place: int | None = None  # of the micro-batch's factor; None: it is left out
+        self.measures = False  # the squares of each micro-batch's own gradient, from the next window on
         self._plan: Plan | None = None
         self._pin = Pin()
         self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another dtype
@@ -98,7 +99,7 @@ class Window:
             self.params, arena = list(plan.params), Arena(len(plan.params))
             self._grad_dtypes.clear()
         self.phase, self._plan = Phase.OPEN, plan
-        self.sums, self.weights = Sums(plan, arena), Weights(plan.device)
+        self.sums, self.weights = Sums(plan, arena, self.measures), Weights(plan.device, self.measures)
         self.habits.see(self.params)
 
     def follow(self, plan: Plan) -> None:
@@ -239,6 +240,7 @@ class Window:
         twin = copy.copy(self)
         twin.params, twin.sums, twin.weights = list(self.params), self.sums.copied(), copy.copy(self.weights)
         twin.weights.factors = self.weights.factors.clone()
+        twin.weights.shares = None if self.weights.shares is None else self.weights.shares.clone()
         twin._plan, twin._grad_dtypes, twin.habits = None, {}, Habits()
         return twin
 

@@ -51,7 +51,8 @@ def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False, audit: bool = Fa
 
     The optimizer is Trainer's argument, or Trainer makes it later. A torch optimizer is fused in place; one of
     accumfused keeps its settings. `step()` clips to `args.max_grad_norm`. Trainer logs the norm before clipping as
-    `grad_norm`, also with `max_grad_norm=0`. Losses, steps, learning rates and checkpoints stay Trainer's.
+    `grad_norm`, also with `max_grad_norm=0`. It logs `optimizer.metrics()` if the optimizer measures them. Losses,
+    steps, learning rates and checkpoints stay Trainer's.
 
     BatchNorm in training mode causes a warning if a window has several micro-batches (`accumfused.check_model`).
 
@@ -59,7 +60,7 @@ def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False, audit: bool = Fa
     several processes (DDP), `p.grad` sums the micro-batches as before, and only clip and step are fused.
 
     Args:
-        trainer: the trainer. This call replaces its `create_optimizer` and adds a callback, which replaces
+        trainer: the trainer. This call replaces its `create_optimizer` and `log`, and adds a callback, which replaces
             `accelerator.backward` and `accelerator.clip_grad_norm_` when training begins.
         linears: whether linear layers add their weights' gradients to the optimizer's sums within backward, see
             `accumfused.fuse_linears`. It needs one process with one device.
@@ -104,7 +105,13 @@ def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False, audit: bool = Fa
         tail.optimizer.zero_grad()
         return optimizer
 
-    trainer.create_optimizer = create_optimizer
+    log = trainer.log
+
+    @functools.wraps(log)
+    def log_metrics(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        log({**logs, **tail.metrics()} if "loss" in logs else logs, *args, **kwargs)
+
+    trainer.create_optimizer, trainer.log = create_optimizer, log_metrics
     trainer.add_callback(tail)
     if audit:
         audited = _AuditedSteps(trainer, tail)
@@ -136,6 +143,12 @@ class _FusedTail(TrainerCallback):
         self.optimizer = optimizer if isinstance(optimizer, FusedOptimizer) else fuse(optimizer)
         if self._fuses_linears:
             self._linears = fuse_linears(self._trainer.model, self.optimizer)
+
+    def metrics(self) -> dict[str, float]:
+        """The optimizer's last metrics, if it measures them."""
+        meter = None if self.optimizer is None else self.optimizer.engine.meter
+        found = None if meter is None else meter.read()
+        return {} if found is None else {f"metrics/{name}": value for name, value in found.as_dict().items()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Hooks the accelerator: only now it is final (a search makes one per trial) and has prepared the optimizer."""

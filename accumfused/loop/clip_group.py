@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from accumfused.arguments import checked_positive
 from accumfused.clipping import check_limit
 from accumfused.core.engine import Measured, divisors_of
 from accumfused.core.norm import finish_norm
-from accumfused.core.protocol import Divisors, Outcome, Scaling, moved
+from accumfused.core.protocol import Divisors, Scaling, moved
 from accumfused.core.window import refuse_foreign_scaler
 from accumfused.optimizer import FusedOptimizer
 
@@ -189,7 +190,7 @@ class ClipGroup:
         common = finish_norm(squares, scaling)
         for part, own in zip(found, coefficients, strict=True):
             values = torch.stack([own * common.coefficient, common.norm, common.values[2]])
-            part.outcome = Outcome(moved(values, part.prepared.plan.device), spends_grads=part.outcome.spends_grads)
+            part.outcome = replace(part.outcome, values=moved(values, part.prepared.plan.device), normed=True)
 
 
 def _refuse_policies(optimizer: Any) -> None:

@@ -87,8 +87,8 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     Raises:
         TypeError: `optimizer` is none, wraps another one, or is fused already; its step needs a closure (LBFGS) or
             sparse gradients (SparseAdam); a parameter is not fp32, fp16 or bf16; an unknown setting.
-        ValueError: a wrong setting; masters, or formats of states or accumulators, for an optimizer that keeps its own
-            step.
+        ValueError: a wrong setting; masters, metrics, or formats of states or accumulators, for an optimizer that keeps
+            its own step.
         RuntimeError: the backend cannot run; something other than a scheduler has replaced `optimizer.step`.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -107,6 +107,10 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
         refuse_differentiable(group)
     if issubclass(fused, ForeignStep):
         _refuse_formats(type(optimizer).__name__, own)
+        if own.metrics:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps its own step, whose update nobody measures; leave metrics= out"
+            )
 
     # An LR scheduler binds the old class's step to the object: that step would silently go on running.
     bound = vars(optimizer).get("step")

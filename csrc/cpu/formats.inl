@@ -129,7 +129,8 @@ void draw_all(Draw draw, int64_t n) {
 
 template <class Rule>
 void step_formatted(const Rule& rule, const Row& row, int64_t index, const Operands& in, int64_t count, int64_t offset,
-                    int64_t n) {
+                    int64_t n, ChangeSums& sums) {
+  static_assert(kLanes % kTile == 0, "a tile lies in a row of lanes");
   const Noise noise(row, index, count, offset);
   const bool plain_states = row.states == States::kFloat32;
   Tile tile;
@@ -146,16 +147,25 @@ void step_formatted(const Rule& rule, const Row& row, int64_t index, const Opera
     };
     const auto nothing = [](int) {};
     if constexpr (Rule::kIsCommon) {  // draws while roots and divisions run
-      with_grad(in, at, [&](const auto* grad) {
-        if (!row.seed) update<Rule, true>(rule, tile.param, grad, state, int(length), nothing, kAllStates<Rule>);
-        else if (plain_states) update<Rule, true>(rule, tile.param, grad, state, int(length), draw, kAllStates<Rule>);
-        else update<Rule, false>(rule, tile.param, grad, state, int(length), draw, kAllStates<Rule>);
-      });
+      if (sums.wanted) {
+        const float* const grad = fp32_grad(in, at, length, tile.grad);
+        if (row.seed) draw_all(draw, length);
+        update_measured(rule, tile.param, grad, state, int(length), plain_states, sums, first, kAllStates<Rule>);
+      } else {
+        with_grad(in, at, [&](const auto* grad) {
+          if (!row.seed) update<Rule, true>(rule, tile.param, grad, state, int(length), nothing, kAllStates<Rule>);
+          else if (plain_states) update<Rule, true>(rule, tile.param, grad, state, int(length), draw, kAllStates<Rule>);
+          else update<Rule, false>(rule, tile.param, grad, state, int(length), draw, kAllStates<Rule>);
+        });
+      }
     } else {
       const float* const grad = fp32_grad(in, at, length, tile.grad);
       if (row.seed) draw_all(draw, length);
+      float before[kTile];
+      if (sums.wanted) memcpy(before, tile.param, sizeof before);
       if (plain_states) update<Rule, true>(rule, tile.param, grad, state, int(length), nothing, kAllStates<Rule>);
       else update<Rule, false>(rule, tile.param, grad, state, int(length), nothing, kAllStates<Rule>);
+      if (sums.wanted) sums.add(before, tile.param, first, length);
     }
     kStoreWeights[int(row.weights)](row, at, length, tile.param, tile.noise);
     for_each_state<Rule>([&](auto k) {

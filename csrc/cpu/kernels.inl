@@ -45,35 +45,6 @@ void for_each_chunk(const Work& work, const Body& body) {
 }
 
 // ---- norm -----------------------------------------------------------------------------------------------------------
-// Lane l of a chunk sums the squares of elements l, l + 1024, ... in sequence; a halving tree sums the lanes.
-
-// Missing lanes are zeros, and none is -0: more or fewer of them change no bit of the sum.
-constexpr int64_t kNarrow = 16;  // lanes are handled by so many: loops of known length need no scalar rest
-
-int64_t tree_width(int64_t n) {
-  int64_t width = kNarrow;
-  while (width < n && width < kLanes) width *= 2;
-  return width;
-}
-
-template <int64_t kWidth>
-AF_INLINE float narrow_tree_sum(float* lanes) {
-  if constexpr (kWidth > 1) {
-    for (int64_t l = 0; l < kWidth / 2; ++l) lanes[l] += lanes[l + kWidth / 2];
-    return narrow_tree_sum<kWidth / 2>(lanes);
-  }
-  return lanes[0];
-}
-
-AF_INLINE float tree_sum(float* __restrict lanes, int64_t width) {
-  while (width > kNarrow) {
-    width /= 2;
-    for (int64_t l = 0; l < width; l += kNarrow) {
-      for (int64_t k = 0; k < kNarrow; ++k) lanes[l + k] += lanes[l + k + width];
-    }
-  }
-  return narrow_tree_sum<kNarrow>(lanes);
-}
 
 template <class G>
 float sum_of_squares(const G* __restrict grad, int64_t n) {
@@ -144,29 +115,53 @@ void norm(const Work& work, float* partials) {
 
 // ---- accumulate -----------------------------------------------------------------------------------------------------
 
+// Sums of squares of a fold's operands, as they come.
+struct OwnSquares {
+  float held = 0.0f, grad = 0.0f;
+};
+
 // One row of 1024 at a time, so that squares are summed while the result is in registers.
-template <bool kKeep, bool kAdd, class G>
-float fold_chunk(float* __restrict accumulator, const G* __restrict grad, float keep, float add, int64_t n) {
+template <bool kKeep, bool kAdd, bool kMeasure, class G>
+float fold_chunk(float* __restrict accumulator, const G* __restrict grad, float keep, float add, int64_t n,
+                 OwnSquares& own) {
   alignas(64) float lanes[kLanes];
+  alignas(64) float held[kMeasure && kKeep ? kLanesApart : 1], added[kMeasure && kAdd ? kLanesApart : 1];
   const int64_t width = tree_width(n);
   for (int64_t l = 0; l < width; ++l) lanes[l] = 0.0f;
+  if constexpr (kMeasure && kKeep) memset(held, 0, sizeof held);
+  if constexpr (kMeasure && kAdd) memset(added, 0, sizeof added);
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t length = smaller(kLanes, n - i);
     float* __restrict out = accumulator + i;
     const G* __restrict in = kAdd ? grad + i : nullptr;
     for (int64_t l = 0; l < length; ++l) {
+      if constexpr (kMeasure && kKeep) held[l] += out[l] * out[l];
+      if constexpr (kMeasure && kAdd) added[l] += to_float(in[l]) * to_float(in[l]);
       float value = kKeep ? out[l] * keep : 0.0f;
       if constexpr (kAdd) value = kKeep ? value + to_float(in[l]) * add : to_float(in[l]) * add;
       out[l] = value;
       lanes[l] += value * value;
     }
   }
+  if constexpr (kMeasure && kKeep) own.held = tree_sum(held, width);
+  if constexpr (kMeasure && kAdd) own.grad = tree_sum(added, width);
   return tree_sum(lanes, width);
+}
+
+template <bool kMeasure, class G>
+float fold_any(float* accumulator, const G* grad, float keep, float add, int64_t n, OwnSquares& own) {
+  if (grad == nullptr) {
+    return keep != 0.0f ? fold_chunk<true, false, kMeasure>(accumulator, grad, keep, add, n, own)
+                        : fold_chunk<false, false, kMeasure>(accumulator, grad, keep, add, n, own);
+  }
+  return keep != 0.0f ? fold_chunk<true, true, kMeasure>(accumulator, grad, keep, add, n, own)
+                      : fold_chunk<false, true, kMeasure>(accumulator, grad, keep, add, n, own);
 }
 
 void accumulate(const Work& work, const Fold& fold) {
   const double scale = fold.whole_scale();
   const float add = float(fold.weights[fold.weight] * scale);
+  const float grad_share = fold.share(fold.weight);
   int64_t written_bytes = 0;
   for (int64_t i = 0; i < work.count; ++i)
     written_bytes += work.operands[i].weight == kOverwrite ? work.rows[i].numel * 4 : 0;
@@ -179,17 +174,16 @@ void accumulate(const Work& work, const Fold& fold) {
       return;
     }
     const float keep = float(fold.weights[in.weight] * scale);
-    const bool adds = in.grad != nullptr && add != 0.0f;
-    if (!adds) {
-      const float* none = nullptr;
-      fold.partials[chunk] = keep != 0.0f ? fold_chunk<true, false>(accumulator, none, keep, add, n)
-                                          : fold_chunk<false, false>(accumulator, none, keep, add, n);
-      return;
-    }
-    fold.partials[chunk] = with_grad(in, offset, [=](auto grad) {
-      return keep != 0.0f ? fold_chunk<true, true>(accumulator, grad, keep, add, n)
-                          : fold_chunk<false, true>(accumulator, grad, keep, add, n);
-    });
+    const float held_share = fold.share(in.weight);
+    OwnSquares own;
+    const auto run = [&](auto* grad) {
+      fold.partials[chunk] = fold.squares ? fold_any<true>(accumulator, grad, keep, add, n, own)
+                                          : fold_any<false>(accumulator, grad, keep, add, n, own);
+    };
+    if (in.grad == nullptr || add == 0.0f) run(static_cast<const float*>(nullptr));
+    else with_grad(in, offset, run);
+    if (held_share != 0.0f) fold.squares[chunk] += held_share * own.held;
+    if (grad_share != 0.0f && in.grad != nullptr) fold.squares[chunk] += grad_share * own.grad;
   });
 }
 

@@ -62,4 +62,52 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kFoldBlocks)
   }
 }
 
+// As fold_chunk, with the sums of squares of both operands as they come: `own`, of the accumulator and of the gradient.
+// One loop for all factors, because it is seldom asked for.
+template <class G>
+__device__ void fold_measured(float* accumulator, const G* grad, int n, bool aligned, float keep, float add, float* sum,
+                              float* own) {
+  float lanes[3][kWidth] = {};
+  for_each_row<1>(n, aligned && is_aligned(accumulator, 4), [&](auto access, int i) {
+    float value[1][kWidth], g[1][kWidth];
+    access.load(accumulator, i, n, value);
+    access.load(grad, i, n, g);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      lanes[1][k] += value[0][k] * value[0][k];
+      lanes[2][k] += g[0][k] * g[0][k];
+      const float kept = keep != 0.0f ? value[0][k] * keep : 0.0f, added = g[0][k] * add;
+      value[0][k] = add == 0.0f ? kept : keep == 0.0f ? added : kept + added;
+      lanes[0][k] += value[0][k] * value[0][k];
+    }
+    access.store(accumulator, i, n, value);
+  });
+  store_sum(lanes[0], sum);
+  store_sum(lanes[1], own);
+  store_sum(lanes[2], own + 1);
+}
+
+// A fold that also measures: see rows.h, Fold::squares. None of its accumulators is empty.
+__global__ void __launch_bounds__(Policy::kThreads) measure_kernel(const Work work, const Fold fold) {
+  __shared__ float own[2];
+  const double scale = fold.whole_scale();
+  for (int chunk = int(blockIdx.x); chunk < work.chunks; chunk += int(gridDim.x)) {
+    const Chunk at = chunk_of(work, chunk);
+    Operands in = at.in;
+    if (in.accumulator == nullptr) continue;
+    const float keep = float(fold.weights[in.weight] * scale);
+    const float add = in.grad ? float(fold.weights[fold.weight] * scale) : 0.0f;
+    if (add == 0.0f) in.grad = in.accumulator, in.grad_dtype = Dtype::kFloat32;  // read, and left out
+    with_grad(in, at.offset, [&](const auto* grad, bool aligned) {
+      fold_measured(global(in.accumulator + at.offset), grad, at.n, aligned, keep, add, fold.partials + chunk, own);
+    });
+    if (threadIdx.x != 0) continue;  // this thread has written them
+    const float held_share = fold.share(in.weight), grad_share = fold.share(fold.weight);
+    float sum = fold.squares[chunk];
+    if (held_share != 0.0f && keep != 0.0f) sum += held_share * own[0];
+    if (grad_share != 0.0f && add != 0.0f) sum += grad_share * own[1];
+    fold.squares[chunk] = sum;
+  }
+}
+
 }  // namespace accumfused::AF_TARGET

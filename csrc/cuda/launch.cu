@@ -20,7 +20,7 @@ using gpu::Kind;
 using gpu::Packet;
 using gpu::Policy;
 
-using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, const float*, int);
+using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, const float*, float*, int);
 
 // For rows in any format; of rules with one or two states, with loops for the usual formats.
 template <class Rule>
@@ -184,12 +184,17 @@ DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream, bool 
 }
 
 void DeviceTable::accumulate(const Rows& table, uintptr_t stream, uintptr_t weights, int64_t weight, double scale,
-                             uintptr_t device_scale, uintptr_t partials) {
+                             uintptr_t device_scale, uintptr_t partials, uintptr_t squares, uintptr_t shares) {
   const Device device(device_);
   const Layout layout = send(table, stream, true);
-  const Fold fold{pointer<const double>(weights), weight, scale, pointer<const double>(device_scale),
-                  pointer<float>(partials)};
-  launch("accumulate", gpu::accumulate_kernel, table.chunks, stream, layout.work, fold);
+  const Fold fold{pointer<const double>(weights),
+                  weight,
+                  scale,
+                  pointer<const double>(device_scale),
+                  pointer<float>(partials),
+                  pointer<float>(squares),
+                  pointer<const double>(shares)};
+  launch("accumulate", squares ? gpu::measure_kernel : gpu::accumulate_kernel, table.chunks, stream, layout.work, fold);
 }
 
 void DeviceTable::norm(const Rows& table, uintptr_t stream, bool reads, uintptr_t partials, double normalization,
@@ -211,7 +216,8 @@ void DeviceTable::segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t 
 }
 
 void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
-                       const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients) {
+                       const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients,
+                       uintptr_t changes) {
   if (hypers.size() != hypers_.size() || rules.size() != rules_.size()) {
     throw std::invalid_argument("hypers and rules of other groups than the table's");
   }
@@ -221,8 +227,8 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
   const Layout layout = send(table, stream, false);
   for (int32_t rule = 0; rule < int32_t(std::size(kStep)); ++rule) {  // nearly always one for all groups
     if (std::find(rules.begin(), rules.end(), rule) == rules.end()) continue;
-    launch("step", kStep[rule][!table.plain], table.chunks, stream, layout.work, layout.step,
-           pointer<const float>(outcome), pointer<const float>(coefficients), rule);
+    launch("step", kStep[rule][!table.plain || changes], table.chunks, stream, layout.work, layout.step,
+           pointer<const float>(outcome), pointer<const float>(coefficients), pointer<float>(changes), rule);
   }
 }
 
@@ -234,6 +240,7 @@ std::string why_not(int device) {
       check(cudaFuncGetAttributes(&attributes, kernel), name);
     };
     load("accumulate", gpu::accumulate_kernel);
+    load("accumulate", gpu::measure_kernel);
     load("norm", gpu::norm_kernel);
     load("segment norms", gpu::segment_norms_kernel);
     load("table", gpu::write_kernel<Policy::kSmallPacket>);

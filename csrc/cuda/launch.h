@@ -23,14 +23,14 @@ class DeviceTable {
   DeviceTable(int device, uintptr_t memory, int64_t groups, int64_t stride);
 
   void accumulate(const Rows& table, uintptr_t stream, uintptr_t weights, int64_t weight, double scale,
-                  uintptr_t device_scale, uintptr_t partials);
+                  uintptr_t device_scale, uintptr_t partials, uintptr_t squares, uintptr_t shares);
   // `reads`: the table's gradients are read; otherwise their sums of squares are all in `partials`.
   void norm(const Rows& table, uintptr_t stream, bool reads, uintptr_t partials, double normalization,
             uintptr_t device_normalization, uintptr_t found_inf, bool takes_norm, std::optional<double> max_grad_norm,
             bool skips_nonfinite, uintptr_t outcome, uintptr_t skips);
   void segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t bounds, int64_t segments, uintptr_t squares);
   void step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
-            const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients);
+            const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients, uintptr_t changes);
 
  private:
   struct Layout;

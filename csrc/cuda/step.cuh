@@ -67,7 +67,8 @@ __device__ int step_chunk(const Rule& rule, const Chunk& at, const G* grad, bool
 enum class Kind { kPlain, kAny, kPacked };
 
 template <Kind kKind, class Rule>
-__device__ void step_any(const Rule& rule, const Work& work, int chunk, const Chunk& at, int count) {
+__device__ void step_any(const Rule& rule, const Work& work, int chunk, const Chunk& at, int count,
+                         [[maybe_unused]] float* changes) {
   [[maybe_unused]] int done = 0;
   [[maybe_unused]] const auto step_floats = [&](auto weights) {
     with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
@@ -77,26 +78,28 @@ __device__ void step_any(const Rule& rule, const Work& work, int chunk, const Ch
   if constexpr (kKind == Kind::kPlain) {
     step_floats(Float32Weights());
   } else if constexpr (kKind == Kind::kAny) {
-    step_formatted(rule, at, count, 0);
+    step_formatted(rule, at, count, 0, changes, work.chunks);
   } else {
-    if (at.row.is_plain()) {
-      step_floats(Float32Weights());
-    } else if (at.row.states == States::kFloat32 && at.row.weights == Weights::kBfloat16Split16) {
-      step_floats(Split16Weights());
-    } else {
-      done = step_packed(rule, at, count);
+    if (changes == nullptr) {
+      if (at.row.is_plain()) {
+        step_floats(Float32Weights());
+      } else if (at.row.states == States::kFloat32 && at.row.weights == Weights::kBfloat16Split16) {
+        step_floats(Split16Weights());
+      } else {
+        done = step_packed(rule, at, count);
+      }
     }
     if (done == at.n) return;
     const Chunk rest = chunk_of(work, chunk);  // looked up again: nothing of it takes registers in the loops above
-    step_formatted(rule, rest, count, done);
+    step_formatted(rule, rest, count, done, changes, work.chunks);
   }
 }
 
 // Steps the rows of the groups that have this rule, the index-th of AF_CUDA_RULES. `coefficients`: nullable, each
-// row's.
+// row's. `changes`: nullable, see cpu/kernels.h; only kernels for rows in any format have them.
 template <Kind kKind, class Rule>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks)
-    step_kernel(const Work work, const Hypers hypers, const float* outcome, const float* coefficients,
+    step_kernel(const Work work, const Hypers hypers, const float* outcome, const float* coefficients, float* changes,
                 const int index) {
   static_assert(sizeof(Rule) <= kMaxFunctorBytes && Rule::kHypers <= kMaxHypers, "Prepared is too small");
   static_assert(Rule::kTensorStates == 0, "Prepared is for all tensors of a group");
@@ -121,7 +124,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks)
       }
       __syncthreads();
     }
-    step_any<kKind>(*reinterpret_cast<const Rule*>(prepared.rule), work, chunk, at, count);
+    step_any<kKind>(*reinterpret_cast<const Rule*>(prepared.rule), work, chunk, at, count, changes);
   }
   if (!is_last_block(work.ticket)) return;
   for (int64_t i = threadIdx.x; i < work.count; i += Policy::kThreads) {

@@ -45,7 +45,7 @@ def compile_kernels(target: str, folder: Path, *chosen: str) -> None:
 
     kernels: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "norm": (verbs.norm_kernel, {}, backend.OPTIONS),
-        "accumulate": (verbs.accumulate_kernel, {}, backend.OPTIONS),
+        "accumulate": (verbs.accumulate_kernel, {"measures": False}, backend.OPTIONS),
         "segment norms": (verbs.segment_norms_kernel, {}, backend.OPTIONS),
     }
     for name, (rule, form) in ({rule.name: (rule, Format()) for rule in RULES} | LEAN).items():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accumfused import compiled
-from accumfused.backends.cpu import address, as_number_and_address
+from accumfused.backends.cpu import address, as_number_and_address, squares_of
 from accumfused.backends.triton import kernels, memory, rules
 from accumfused.backends.triton.step import step_kernel
 from accumfused.core.plan import Plan
@@ -88,6 +88,7 @@ class TritonBackend:
             _launch(
                 kernels.accumulate_kernel, plan, plan.chunks,
                 table, len(plan.rows), plan.chunks, fold.weights, fold.weight, _bits(number), at, partials,
+                *squares_of(fold), fold.squares is not None,
             )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -125,7 +126,8 @@ class TritonBackend:
                 _launch(
                     step_kernel, plan, plan.chunks,
                     table, len(plan.rows), plan.chunks, hyper_table, index, outcome.values,
-                    address(outcome.coefficients), *constants(*kind),
+                    address(outcome.coefficients), address(outcome.changes),
+                    *constants(*kind, measured=outcome.changes is not None),
                     options=NOISY_OPTIONS if kind[1].needs_noise else OPTIONS,
                 )  # fmt: skip
 
@@ -151,7 +153,7 @@ class TritonBackend:
         return copy
 
 
-def constants(rule: type[Rule], form: Format) -> tuple[Any, ...]:
+def constants(rule: type[Rule], form: Format, measured: bool = False) -> tuple[Any, ...]:
     """The constants that Triton compiles into the step's kernel, in the order of its arguments."""
     first_moments = sum(name not in rule.second_moments for name in rule.states)
     numbers = (
@@ -161,6 +163,7 @@ def constants(rule: type[Rule], form: Format) -> tuple[Any, ...]:
         int(form.weights),
         int(form.states),
         form.needs_noise,
+        measured,
     )
     return *rules.compiled(rule), *numbers
 

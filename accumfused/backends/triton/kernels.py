@@ -37,7 +37,7 @@ from accumfused.backends.triton.numeric import LANES, LEAST_DIVISOR, LEAST_SUM, 
 # Values of these arguments must not make another kernel: Triton compiles anew for a 1 and for multiples of 16.
 NUMBERS = (
     "count", "chunks", "chunks_to_read", "partials", "normalization", "device_normalization", "found_inf", "clips",
-    "max_grad_norm", "skips_nonfinite", "skips", "weight", "scale", "device_scale",
+    "max_grad_norm", "skips_nonfinite", "skips", "weight", "scale", "device_scale", "squares", "shares",
 )  # fmt: skip
 
 
@@ -137,8 +137,13 @@ def folded(kept, g, keep, add, has_grad: tl.constexpr):
 
 
 @triton.jit
-def fold_chunk(accumulator, grad, n, aligned, keep, add, has_grad: tl.constexpr, total):
+def fold_chunk(
+    accumulator, grad, n, aligned, keep, add, has_grad: tl.constexpr, total, squares, held_share, grad_share,
+    measures: tl.constexpr
+):  # fmt: skip
     lanes = tl.zeros([LANES], tl.float32)
+    held = tl.zeros([LANES], tl.float32)
+    added = tl.zeros([LANES], tl.float32)
     whole = whole_elements(n, 2 * LANES, aligned)
     for first in range(0, whole, 2 * LANES):
         second = first + LANES
@@ -146,6 +151,11 @@ def fold_chunk(accumulator, grad, n, aligned, keep, add, has_grad: tl.constexpr,
         g, h = a, b
         if has_grad:
             g, h = load(grad, first, n, LANES, True), load(grad, second, n, LANES, True)
+        if measures:
+            held += a * a
+            held += b * b
+            added += g * g
+            added += h * h
         a, b = folded(a, g, keep, add, has_grad), folded(b, h, keep, add, has_grad)
         lanes += a * a
         lanes += b * b
@@ -156,14 +166,24 @@ def fold_chunk(accumulator, grad, n, aligned, keep, add, has_grad: tl.constexpr,
         g = a
         if has_grad:
             g = load(grad, first, n, LANES, False)
+        if measures:
+            held += a * a
+            added += g * g
         a = folded(a, g, keep, add, has_grad)
         lanes += a * a
         store(accumulator, a, first, n, LANES, False)
     tl.store(total, tree(lanes))
+    if measures:
+        if (held_share != 0) & (keep != 0):
+            tl.store(squares, tl.load(squares) + held_share * tree(held))
+        if has_grad & (grad_share != 0) & (add != 0):
+            tl.store(squares, tl.load(squares) + grad_share * tree(added))
 
 
 @triton.jit
-def fold_or_copy(accumulator, grad, n, aligned, copies, keep, add, total):
+def fold_or_copy(
+    accumulator, grad, n, aligned, copies, keep, add, total, squares, held_share, grad_share, measures: tl.constexpr
+):
     if copies:
         whole = whole_elements(n, BLOCK, aligned)
         for first in range(0, whole, BLOCK):
@@ -171,7 +191,7 @@ def fold_or_copy(accumulator, grad, n, aligned, copies, keep, add, total):
         for first in range(whole, n, BLOCK):
             store(accumulator, load(grad, first, n, BLOCK, False), first, n, BLOCK, False)
     else:
-        fold_chunk(accumulator, grad, n, aligned, keep, add, True, total)
+        fold_chunk(accumulator, grad, n, aligned, keep, add, True, total, squares, held_share, grad_share, measures)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -184,8 +204,17 @@ def accumulate_kernel(
     scale: tl.int64,
     device_scale: tl.int64,
     partials,
+    squares: tl.int64,  # 0: see protocol.Squares
+    shares: tl.int64,
+    measures: tl.constexpr,
 ):
     rows = table + ROWS
+    sums = pointer_to(squares, tl.float32)
+    of_squares = pointer_to(shares, tl.float64)
+    grad_share = 0.0
+    held_share = 0.0
+    if measures:
+        grad_share = tl.load(of_squares + weight).to(tl.float32)
     factor = float64_from(scale)
     if device_scale != 0:
         factor *= tl.load(pointer_to(device_scale, tl.float64))
@@ -199,16 +228,27 @@ def accumulate_kernel(
             held = tl.load(row + WEIGHT)
             keep = (tl.load(weights + tl.maximum(held, 0)) * factor).to(tl.float32)
             copies = held == OVERWRITE
+            if measures:
+                held_share = tl.load(of_squares + tl.maximum(held, 0)).to(tl.float32)
+            own = sums + chunk
             aligned = is_aligned(row, ACCUMULATOR) & is_aligned(row, GRAD)
             dtype = tl.load(row + DTYPE)
             if dtype == NO_GRAD:
-                fold_chunk(accumulator, accumulator, n, aligned, keep, add, False, total)
+                fold_chunk(
+                    accumulator, accumulator, n, aligned, keep, add, False, total, own, held_share, grad_share, measures
+                )
             elif dtype == FLOAT32:
                 grad = pointer(row, GRAD, tl.float32, offset)
-                fold_or_copy(accumulator, grad, n, aligned, copies, keep, add, total)
+                fold_or_copy(
+                    accumulator, grad, n, aligned, copies, keep, add, total, own, held_share, grad_share, measures
+                )
             elif dtype == FLOAT16:
                 half = pointer(row, GRAD, tl.float16, offset)
-                fold_or_copy(accumulator, half, n, aligned, copies, keep, add, total)
+                fold_or_copy(
+                    accumulator, half, n, aligned, copies, keep, add, total, own, held_share, grad_share, measures
+                )
             else:
                 brain = pointer(row, GRAD, BFLOAT16_BITS, offset)
-                fold_or_copy(accumulator, brain, n, aligned, copies, keep, add, total)
+                fold_or_copy(
+                    accumulator, brain, n, aligned, copies, keep, add, total, own, held_share, grad_share, measures
+                )

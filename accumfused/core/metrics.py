@@ -1,0 +1,157 @@
+"""Norms and ratios of every tensor, group, and all: from sums of squares that the norm and the step make anyway.
+
+In: the chunks' sums of squares of gradients, and those of parameters and changes, which a step's kernels add up while
+both are in registers. Out: one small tensor on the device, whose names are on the host. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from accumfused.core.norm import divisor_of, norms
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import Backend, Outcome, Scaling
+from accumfused.formats.numeric import ieee, square_root
+
+_Kept = tuple[tuple[Tensor, ...], Tensor, tuple[str, ...]]  # bounds, sums, names
+
+_OF_EACH = ("grad_norm", "param_norm", "update_norm", "update_ratio")
+_OF_STEP = ("clip", "clip_share", "skipped_steps")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The numbers of one step.
+
+    Attributes:
+        values: fp64, [len(names)], on the device; to read it waits for the device.
+        names: of each value: "grad_norm", "group0/grad_norm", "layer.weight/grad_norm"... docs/guide/metrics.md lists
+            them.
+    """
+
+    values: Tensor
+    names: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, float]:
+        """The values by name; waits for the device."""
+        return dict(zip(self.names, self.values.tolist(), strict=True))
+
+
+@dataclass
+class _Begun:
+    """A measured step that has its coefficient, and waits for its update."""
+
+    scaling: Scaling
+    sums: Tensor  # fp32 [3, chunks]: of gradients, parameters before, changes
+
+
+@dataclass
+class _Made:
+    """A measured step that is over."""
+
+    squares: list[Tensor]  # fp64 [3, segments]: of all, of groups, of tensors
+    scaling: Scaling
+    skipped: Tensor
+    coefficient: Tensor  # the smallest one
+    clips: Tensor  # int64 [2]: clipped steps, and all that were measured and made
+    skips: Tensor
+    names: tuple[str, ...]
+
+    def metrics(self) -> Metrics:
+        with ieee():
+            grads, params, changes = torch.cat(self.squares, dim=1)
+            divisor, inverse = divisor_of(self.scaling)
+            param_norm, change = (square_root(each.float()).double() for each in (params, changes))
+            ratio = torch.where(param_norm > 0, change / param_norm, 0.0)
+            param_norm = torch.where(self.skipped, torch.nan, param_norm)
+            change, ratio = (torch.where(self.skipped, 0.0, each) for each in (change, ratio))
+            of_each = torch.stack([norms(grads, divisor, inverse), param_norm, change, ratio], dim=1)
+            clip = torch.where(self.coefficient < inverse.float(), self.coefficient.double() * divisor, 1.0)
+            clipped, every = self.clips.double().unbind()
+            share = torch.where(every > 0, clipped / every, 0.0)
+            values = torch.cat([of_each.view(-1), torch.stack([clip, share, self.skips.double()])])
+        return Metrics(values, self.names)
+
+
+class Meter:
+    """Measures every n-th step of an optimizer.
+
+    Args:
+        every: n.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._steps = 0
+        self._begun: _Begun | None = None
+        self._clips: Tensor | None = None
+        self._last: _Made | None = None
+        self._kept: WeakKeyDictionary[Plan, _Kept] = WeakKeyDictionary()
+
+    def is_due(self, plan: Plan) -> bool:
+        """Whether the step to come is measured.
+
+        Raises:
+            RuntimeError: parameters are shards.
+        """
+        if plan.is_spread:
+            raise RuntimeError("parameters are DTensors, and metrics do not add up over shards; leave metrics= out")
+        return (self._steps + 1) % self._every == 0
+
+    def begin(
+        self, plan: Plan, groups: Sequence[Mapping[str, Any]], partials: Tensor, scaling: Scaling, outcome: Outcome
+    ) -> None:
+        """Before a measured step: keeps its gradients' sums of squares, and asks the step for the others."""
+        if plan not in self._kept:
+            sums = torch.empty(3, plan.chunks, dtype=torch.float32, device=plan.device)
+            self._kept[plan] = _bounds(plan), sums, _names(plan, groups)
+        sums = self._kept[plan][1]
+        sums[0].copy_(partials)
+        outcome.changes = sums[1:].zero_()
+        self._begun = _Begun(scaling, sums)
+
+    def end(self, backend: Backend, plan: Plan, outcome: Outcome, skips: Tensor) -> None:
+        """After a step, made or skipped: adds up the sums if it was measured; the rest can wait until it is read."""
+        self._steps += 1
+        if self._begun is None:
+            return
+        scaling, sums, self._begun = self._begun.scaling, self._begun.sums, None
+        bounds, _, names = self._kept[plan]
+        squares = [backend.segment_norms(plan, sums.view(-1), bound).view(3, -1) for bound in bounds]
+        clip = outcome.coefficient if outcome.coefficients is None else outcome.coefficients.amin()
+        inverse: Any = 1.0 / scaling.normalization
+        if scaling.device_normalization is not None:
+            inverse = divisor_of(scaling)[1].float()
+        made = ~outcome.skipped
+        counts = torch.stack([(clip < inverse) & made, made])
+        self._clips = counts.long() if self._clips is None else self._clips.to(counts.device) + counts
+        self._last = _Made(squares, scaling, outcome.skipped, clip, self._clips, skips.clone(), names)
+
+    def read(self) -> Metrics | None:
+        """The metrics of the last measured step; None: there was none yet."""
+        return None if self._last is None else self._last.metrics()
+
+
+def _bounds(plan: Plan) -> tuple[Tensor, ...]:
+    """The bounds of all, of the groups, and of the tensors, in three concatenated lists of chunks."""
+    tensors = [row.first_chunk for row in plan.rows]
+    of_groups = [row.group for row in plan.rows]
+    groups = [[*tensors, plan.chunks][bisect_left(of_groups, group)] for group in range(len(plan.rules))]
+    parts = [k * plan.chunks for k in range(3)]
+    bounds = [[part + first for part in parts for first in firsts] for firsts in ([0], groups, tensors)]
+    return tuple(torch.tensor([*own, 3 * plan.chunks], dtype=torch.int64).to(plan.device) for own in bounds)
+
+
+def _names(plan: Plan, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    tensors = [name for group in groups for name in group.get("param_names", ())]
+    if len(tensors) != len(plan.rows):
+        tensors = [f"param{index}" for index in range(len(plan.rows))]
+    prefixes = ["", *(f"group{index}/" for index in range(len(groups))), *(f"{name}/" for name in tensors)]
+    return (*(prefix + name for prefix in prefixes for name in _OF_EACH), *_OF_STEP)

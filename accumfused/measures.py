@@ -1,0 +1,56 @@
+"""What an optimizer tells of its steps: metrics, and the gradient noise scale. core/ measures both."""
+
+from __future__ import annotations
+
+from accumfused.core.engine import Engine
+from accumfused.core.metrics import Metrics
+from accumfused.core.noise import NoiseEstimate
+
+
+class Measures:
+    """The base of optimizers that has these calls."""
+
+    engine: Engine
+
+    def metrics(self) -> Metrics:
+        """The norms of the last measured step: of gradients, parameters and updates, for every tensor and group.
+
+        Returns:
+            One small tensor on the device with its names; to read it waits for the device.
+
+        Raises:
+            RuntimeError: the optimizer was made without metrics=True (or n); no step was measured yet.
+        """
+        meter = self.engine.meter
+        if meter is None:
+            raise RuntimeError(
+                "no metrics are measured; make the optimizer with metrics=True, or metrics=n for every n steps"
+            )
+        found = meter.read()
+        if found is None:
+            raise RuntimeError("no step was measured yet; call metrics() after step() (with metrics=n after the n-th)")
+        return found
+
+    def noise_scale(self) -> NoiseEstimate:
+        """Estimates the gradient noise scale from the windows so far: how large a batch still helps.
+
+        Signal and noise are exponential means over windows (the setting `noise_scale`), the noise scale is their ratio.
+        The estimate assumes that
+
+        - micro-batches are drawn independently, each of samples that are independent, too;
+        - a micro-batch's gradient is a mean over its weight (samples or tokens), which the window's weights say;
+          without weights all micro-batches are of one size, and that size is the unit;
+        - the true gradient changes little within the windows that the mean holds;
+        - a parameter's gradient of a micro-batch comes in one piece.
+
+        Windows of one micro-batch do not enter, nor do skipped steps. The means are not in checkpoints.
+
+        Returns:
+            Tensors on the device; to read one waits for it.
+
+        Raises:
+            RuntimeError: the optimizer was made without noise_scale=True; no window of two micro-batches was stepped.
+        """
+        if self.engine.noise is None:
+            raise RuntimeError("the noise scale is not measured; make the optimizer with noise_scale=True")
+        return self.engine.noise.estimate()

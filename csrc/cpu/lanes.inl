@@ -1,0 +1,68 @@
+// Sums over a chunk in the norm's order: lane l sums elements l, l + 1024, ... in sequence, a halving tree the lanes.
+#include <cstring>
+
+namespace accumfused::AF_TARGET {
+namespace {
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Missing lanes are zeros, and none is -0: more or fewer of them change no bit of the sum.
+constexpr int64_t kLanesApart = kLanes + 64;  // arrays of lanes that are used together do not lie 4096 bytes apart
+constexpr int64_t kNarrow = 16;               // lanes are handled by so many: loops of known length need no scalar rest
+
+int64_t tree_width(int64_t n) {
+  int64_t width = kNarrow;
+  while (width < n && width < kLanes) width *= 2;
+  return width;
+}
+
+template <int64_t kWidth>
+AF_INLINE float narrow_tree_sum(float* lanes) {
+  if constexpr (kWidth > 1) {
+    for (int64_t l = 0; l < kWidth / 2; ++l) lanes[l] += lanes[l + kWidth / 2];
+    return narrow_tree_sum<kWidth / 2>(lanes);
+  }
+  return lanes[0];
+}
+
+AF_INLINE float tree_sum(float* __restrict lanes, int64_t width) {
+  while (width > kNarrow) {
+    width /= 2;
+    for (int64_t l = 0; l < width; l += kNarrow) {
+      for (int64_t k = 0; k < kNarrow; ++k) lanes[l + k] += lanes[l + k + width];
+    }
+  }
+  return narrow_tree_sum<kNarrow>(lanes);
+}
+
+// The lanes of a chunk's parameters before the step, and of their changes.
+struct ChangeSums {
+  const bool wanted;
+  alignas(64) float params[kLanesApart], changes[kLanesApart];
+
+  explicit ChangeSums(const cpu::Step& step) : wanted(step.changes != nullptr) {
+    if (!wanted) return;
+    memset(params, 0, sizeof params);
+    memset(changes, 0, sizeof changes);
+  }
+
+  // Elements before and after their step, which begin at the chunk's `first` and lie in one row of lanes.
+  void add(const float* __restrict before, const float* __restrict after, int64_t first, int64_t n) {
+    float* __restrict param = params + first % kLanes;
+    float* __restrict change = changes + first % kLanes;
+    for (int64_t i = 0; i < n; ++i) {
+      const float moved = after[i] - before[i];
+      param[i] += before[i] * before[i];
+      change[i] += moved * moved;
+    }
+  }
+
+  void write(const cpu::Step& step, int64_t chunk, int64_t n) {
+    if (!wanted) return;
+    step.changes[chunk] = tree_sum(params, tree_width(n));
+    step.changes[step.chunks + chunk] = tree_sum(changes, tree_width(n));
+  }
+};
+
+}  // namespace
+}  // namespace accumfused::AF_TARGET

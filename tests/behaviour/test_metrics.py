@@ -1,0 +1,202 @@
+"""When noise scale and metrics are there, what they leave alone, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_all_same_bits, everything
+
+import accumfused as af
+
+
+def made(backend: str = "auto", **settings: Any) -> tuple[torch.Tensor, Any]:
+    param = torch.ones(5, requires_grad=True)
+    return param, af.SGD([param], lr=0.1, momentum=0.5, backend=backend, **settings)
+
+
+def window(param: torch.Tensor, optimizer: Any, *, parts: int = 2, value: float = 1.0) -> None:
+    for _ in range(parts):
+        param.grad = torch.full_like(param, value)
+        optimizer.accumulate(2.0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["metrics", "noise_scale"])
+def test_what_is_not_measured_is_refused_with_the_remedy(name: str) -> None:
+    param, optimizer = made()
+    with pytest.raises(RuntimeError, match=f"make the optimizer with {name}=True"):
+        getattr(optimizer, name)()
+    param, optimizer = made(**{name: True})
+    with pytest.raises(RuntimeError, match="yet"):
+        getattr(optimizer, name)()
+    window(param, optimizer)
+    assert getattr(optimizer, name)()
+
+
+def test_windows_of_one_micro_batch_and_plain_steps_have_no_noise_scale(backend: str) -> None:
+    param, optimizer = made(backend, noise_scale=True)
+    window(param, optimizer, parts=1)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="no window of two or more micro-batches"):
+        optimizer.noise_scale()
+
+
+@pytest.mark.parametrize("bad", [{"metrics": -1}, {"metrics": 0.5}, {"noise_scale": 1.5}, {"noise_scale": "yes"}])
+def test_wrong_settings(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        made(**bad)
+
+
+def test_reduced_gradients_have_no_noise_scale() -> None:
+    with pytest.raises(ValueError, match="grads_are_reduced"):
+        made(noise_scale=True, grads_are_reduced=True)
+
+
+def test_a_step_of_torchs_own_is_not_measured() -> None:
+    torchs = type("Own", (torch.optim.SGD,), {})
+    with pytest.raises(ValueError, match="whose update nobody measures"):
+        af.fuse(torchs([torch.ones(2, requires_grad=True)], lr=0.1), metrics=True)
+
+
+def test_measuring_changes_no_bit(backend: str) -> None:
+    """Nor whether a step without clipping skips."""
+    found = []
+    for settings in ({}, {"metrics": True, "noise_scale": True}):
+        param, optimizer = made(backend, **settings)
+        window(param, optimizer)
+        window(param, optimizer, value=math.inf)
+        window(param, optimizer, parts=3)
+        param.grad = torch.tensor([1.0, math.nan, 2.0, 3.0, 4.0])
+        optimizer.step()
+        found.append(everything(optimizer))
+        assert int(optimizer.skipped_steps) == 1
+    assert_all_same_bits(found[1], found[0])
+
+
+def test_a_skipped_step_updates_nothing_and_counts(backend: str) -> None:
+    param, optimizer = made(backend, metrics=True, noise_scale=True, max_grad_norm=0.5)
+    window(param, optimizer)
+    noise = optimizer.noise_scale()
+    window(param, optimizer, value=math.inf)
+    found = optimizer.metrics().as_dict()
+    assert (found["update_norm"], found["update_ratio"], found["skipped_steps"]) == (0.0, 0.0, 1.0)
+    assert math.isnan(found["param_norm"])
+    assert found["clip_share"] == 1.0
+    after = optimizer.noise_scale()
+    assert torch.equal(after.signal, noise.signal)
+    assert int(after.windows) == 1
+
+
+def test_every_nth_step_is_measured(backend: str) -> None:
+    param, optimizer = made(backend, metrics=3)
+    found = []
+    for step in range(1, 7):
+        param.grad = torch.full_like(param, float(step))
+        optimizer.step()
+        if step >= 3:
+            found.append(optimizer.metrics().as_dict()["grad_norm"])
+        assert (optimizer.grad_norm is not None) == (step % 3 == 0)
+    assert found == pytest.approx([3 * 5**0.5] * 3 + [6 * 5**0.5])
+
+
+def test_a_tensor_without_a_gradient_counts_zero(backend: str) -> None:
+    params = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    optimizer = af.SGD(params, lr=0.1, backend=backend, metrics=True)
+    for grads in ([True, True], [True, False]):
+        for param, has_one in zip(params, grads, strict=True):
+            param.grad = torch.ones_like(param) if has_one else None
+        optimizer.step()
+    found = optimizer.metrics().as_dict()
+    assert [found[f"param1/{name}"] for name in ("grad_norm", "param_norm", "update_norm")] == [0.0, 0.0, 0.0]
+    assert found["param_norm"] == found["param0/param_norm"] > 0
+
+
+def test_a_copy_of_an_open_window_measures_it_too(backend: str) -> None:
+    param, optimizer = made(backend, noise_scale=True)
+    for value in (1.0, 3.0):
+        param.grad = torch.full_like(param, value)
+        optimizer.accumulate(1.0)
+    twin = copy.deepcopy(optimizer)
+    optimizer.step()
+    twin.step()
+    assert float(optimizer.noise_scale().noise) == pytest.approx(5 * 2.0)
+    assert torch.equal(twin.noise_scale().noise, optimizer.noise_scale().noise)
+
+
+def test_a_resumed_window_does_not_enter(backend: str) -> None:
+    param, optimizer = made(backend, noise_scale=True)
+    window(param, optimizer)
+    param.grad = torch.ones_like(param)
+    optimizer.accumulate(1.0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    param, resumed = made(backend, noise_scale=True)
+    resumed.load_state_dict(saved)
+    param.grad = torch.ones_like(param)
+    resumed.accumulate(1.0)
+    resumed.step()
+    with pytest.raises(RuntimeError, match="no window of two"):
+        resumed.noise_scale()
+    window(param, resumed)
+    assert int(resumed.noise_scale().windows) == 1
+
+
+def test_parameters_in_one_micro_batch_only_enter(backend: str) -> None:
+    """A window's gradient is then zero in the others; adopted first gradients and late ones count once."""
+    params = [torch.zeros(2, requires_grad=True) for _ in range(3)]
+    for weight in (None, 1.0):
+        optimizer = af.SGD(params, lr=0.1, backend=backend, noise_scale=True)
+        for index in range(3):
+            for own, param in enumerate(params):
+                param.grad = torch.full_like(param, 3.0) if own == index else None
+            optimizer.accumulate(weight)
+        optimizer.step()
+        # Of orthogonal gradients of squared norm 18: (3 * 18 - 3 * 6) / 2 as means, thrice the gradients as a sum.
+        scale = 1.0 if weight else 9.0
+        assert float(optimizer.noise_scale().noise) == pytest.approx(18.0 * scale)
+        assert float(optimizer.noise_scale().signal) == pytest.approx(0.0, abs=1e-5)
+
+
+def test_muons_update_is_that_of_the_weights() -> None:
+    param = torch.randn(30, 20, requires_grad=True)
+    optimizer = af.Muon([param], lr=0.1, weight_decay=0.0, metrics=True)
+    before = param.detach().clone()
+    param.grad = torch.randn_like(param)
+    optimizer.step()
+    found = optimizer.metrics().as_dict()
+    assert found["update_norm"] == pytest.approx(float((param.detach() - before).norm()), rel=1e-5)
+    assert found["param_norm"] == pytest.approx(float(before.norm()), rel=1e-5)
+
+
+def growing(optimizer: Any, **options: Any) -> Any:
+    return af.NoiseScale(optimizer, 1.0, start=2, every=2, **options)
+
+
+def test_windows_grow_with_the_noise_scale_and_never_shrink() -> None:
+    """By a factor of two at most, up to the most; the learning rate follows where it is asked to."""
+    param, optimizer = made(noise_scale=0.5)
+    sizes, noise = [], {True: 30.0, False: 0.0}
+    steps = growing(optimizer, most=12, rule="sqrt")
+    for update in range(12):
+        sizes.append(steps(update))
+        for _ in range(sizes[-1]):
+            param.grad = 1.0 + torch.randn_like(param) * noise[update < 8]
+            optimizer.accumulate(1.0)
+        optimizer.step()
+    assert sizes == [2, 2, 4, 4, 8, 8] + [12] * 6
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 6**0.5)
+    assert [last for _, last in af.windows(range(24), growing(optimizer, most=12))].count(True) == 6
+
+
+@pytest.mark.parametrize("bad", [{"most": 1}, {"micro_batch": 0.0}, {"rule": "cubic"}, {"start": 1}])
+def test_wrong_growth_is_refused(bad: dict[str, Any]) -> None:
+    _, optimizer = made(noise_scale=True)
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        af.NoiseScale(optimizer, **bad)
+    _, optimizer = made()
+    with pytest.raises(ValueError, match="does not measure the noise scale"):
+        af.NoiseScale(optimizer)
