@@ -125,7 +125,7 @@ void run_rule(const Row& row, int64_t index, const Operands& in, const Step& ste
       }
     }
   }
-  sums.write(step, row.first_chunk + offset / kChunk, n);
+  if (sums.wanted) sums.write(step, row.first_chunk + offset / kChunk, n);
 }
 
 // After a row's last chunk: its new tensor states, which no coefficient enters, and step count.
