@@ -239,10 +239,11 @@ class FusedOptimizer(Measures, torch.optim.Optimizer):
         def __setattr__(self, name: str, value: Any) -> None:
             """Refuses new attributes with the name of a setting, or nearly: they would do nothing."""
             setting = setting_like(name)
-            if setting is not None and hasattr(self, "engine") and not hasattr(self, name):
-                if name == setting:
+            if setting is not None and hasattr(self, "engine"):
+                if name == setting != "max_grad_norm":
                     raise AttributeError(f"{name} is fixed when the optimizer is made; give it to the class or fuse()")
-                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; did you mean {setting!r}?")
+                if not hasattr(self, name):
+                    raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; did you mean {setting!r}?")
             super().__setattr__(name, value)
 
     # ---- the results of a step --------------------------------------------------------------------------------------

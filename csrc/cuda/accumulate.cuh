@@ -6,8 +6,8 @@
 namespace accumfused::AF_TARGET {
 
 template <bool kKeep, bool kAdd, class G>
-__device__ void fold_chunk(float* accumulator, const G* grad, int n, bool aligned, float keep, float add, float* sum) {
-  float lanes[kWidth] = {};
+__device__ void fold_chunk(float* accumulator, const G* grad, int n, bool aligned, float keep, float add,
+                           float (&lanes)[kWidth]) {
   for_each_row<Policy::kFoldRows>(n, aligned && is_aligned(accumulator, 4), [&](auto access, int i) {
     float value[access.kCount][kWidth];
     [[maybe_unused]] float g[access.kCount][kWidth];
@@ -26,7 +26,6 @@ __device__ void fold_chunk(float* accumulator, const G* grad, int n, bool aligne
     }
     access.store(accumulator, i, n, value);
   });
-  store_sum(lanes, sum);
 }
 
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kFoldBlocks)
@@ -37,7 +36,6 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kFoldBlocks)
     const Chunk at = chunk_of(work, chunk);
     if (at.in.accumulator == nullptr) continue;
     float* const accumulator = global(at.in.accumulator + at.offset);
-    float* const sum = fold.partials + chunk;
     const int n = at.n;
     if (at.in.weight == kOverwrite) {
       with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
@@ -50,24 +48,25 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kFoldBlocks)
       continue;
     }
     const float keep = float(fold.weights[at.in.weight] * scale);
+    float lanes[kWidth] = {};
     if (at.in.grad == nullptr || add == 0.0f) {
-      if (keep != 0.0f) fold_chunk<true, false>(accumulator, accumulator, n, true, keep, add, sum);
-      else fold_chunk<false, false>(accumulator, accumulator, n, true, keep, add, sum);
-      continue;
+      if (keep != 0.0f) fold_chunk<true, false>(accumulator, accumulator, n, true, keep, add, lanes);
+      else fold_chunk<false, false>(accumulator, accumulator, n, true, keep, add, lanes);
+    } else {
+      with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
+        if (keep != 0.0f) fold_chunk<true, true>(accumulator, grad, n, aligned, keep, add, lanes);
+        else fold_chunk<false, true>(accumulator, grad, n, aligned, keep, add, lanes);
+      });
     }
-    with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
-      if (keep != 0.0f) fold_chunk<true, true>(accumulator, grad, n, aligned, keep, add, sum);
-      else fold_chunk<false, true>(accumulator, grad, n, aligned, keep, add, sum);
-    });
+    store_sum(lanes, fold.partials + chunk);
   }
 }
 
-// As fold_chunk, with the sums of squares of both operands as they come: `own`, of the accumulator and of the gradient.
-// One loop for all factors, because it is seldom asked for.
+// As fold_chunk; the lanes are those of the result, of the accumulator before, and of the gradient as it comes. One
+// loop for all factors, because it is seldom asked for.
 template <class G>
-__device__ void fold_measured(float* accumulator, const G* grad, int n, bool aligned, float keep, float add, float* sum,
-                              float* own) {
-  float lanes[3][kWidth] = {};
+__device__ void fold_measured(float* accumulator, const G* grad, int n, bool aligned, float keep, float add,
+                              float (&lanes)[3][kWidth]) {
   for_each_row<1>(n, aligned && is_aligned(accumulator, 4), [&](auto access, int i) {
     float value[1][kWidth], g[1][kWidth];
     access.load(accumulator, i, n, value);
@@ -82,9 +81,6 @@ __device__ void fold_measured(float* accumulator, const G* grad, int n, bool ali
     }
     access.store(accumulator, i, n, value);
   });
-  store_sum(lanes[0], sum);
-  store_sum(lanes[1], own);
-  store_sum(lanes[2], own + 1);
 }
 
 // A fold that also measures: see rows.h, Fold::squares. None of its accumulators is empty.
@@ -98,9 +94,13 @@ __global__ void __launch_bounds__(Policy::kThreads) measure_kernel(const Work wo
     const float keep = float(fold.weights[in.weight] * scale);
     const float add = in.grad ? float(fold.weights[fold.weight] * scale) : 0.0f;
     if (add == 0.0f) in.grad = in.accumulator, in.grad_dtype = Dtype::kFloat32;  // read, and left out
+    float lanes[3][kWidth] = {};
     with_grad(in, at.offset, [&](const auto* grad, bool aligned) {
-      fold_measured(global(in.accumulator + at.offset), grad, at.n, aligned, keep, add, fold.partials + chunk, own);
+      fold_measured(global(in.accumulator + at.offset), grad, at.n, aligned, keep, add, lanes);
     });
+    store_sum(lanes[0], fold.partials + chunk);
+    store_sum(lanes[1], own);
+    store_sum(lanes[2], own + 1);
     if (threadIdx.x != 0) continue;  // this thread has written them
     const float held_share = fold.share(in.weight), grad_share = fold.share(fold.weight);
     float sum = fold.squares[chunk];
