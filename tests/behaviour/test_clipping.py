@@ -252,6 +252,7 @@ def test_who_resumes_goes_on_bit_for_bit(route: Route, policy: dict[str, Any], o
         optimizer.accumulate(2.0)
     other, resumed = route(model, optimizer, policy)
     history = optimizer.engine.clipping.history
+    assert resumed.engine.clipping.history is not None
     assert_same_bits(resumed.engine.clipping.history, history)
     assert resumed.engine.clipping.history is not history
     for each in (optimizer, resumed):
