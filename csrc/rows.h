@@ -48,9 +48,10 @@ struct Row {
   void* state[kMaxStates] = {};
   uint8_t* scale[kMaxStates] = {};  // biased exponents, one per quantisation block of a state
   int64_t numel = 0;
-  int64_t first_chunk = 0;
-  int64_t group = 0;
-  int64_t origin = 0;  // the first element's place in the whole tensor
+  int64_t origin = 0;       // the first element's place in the whole tensor
+  int32_t first_chunk = 0;  // 2^31 chunks would be 2^46 elements
+  int32_t first_unit = 0;   // of cuda/work.cuh
+  int32_t group = 0;
   Weights weights = Weights::kFloat32;
   States states = States::kFloat32;
 
@@ -110,15 +111,5 @@ T* pointer(uintptr_t address) {
 }
 
 AF_INLINE int64_t chunk_count(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
-
-// The row that a chunk belongs to: the last one whose first chunk is not behind it. Rows without elements have none.
-AF_INLINE int64_t row_of(const Row* rows, int64_t count, int64_t chunk) {
-  int64_t low = 0, high = count;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (rows[middle].first_chunk <= chunk ? low : high) = middle;
-  }
-  return low;
-}
 
 }  // namespace accumfused

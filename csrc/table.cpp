@@ -130,8 +130,8 @@ Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py:
     Row& row = rows_[i];
     row.numel = tensor.attr("numel")().cast<int64_t>();
     row.origin = given.attr("origin").cast<int64_t>();
-    row.first_chunk = chunks_;
-    row.group = given.attr("group").cast<int64_t>();
+    row.first_chunk = int32_t(chunks_);
+    row.group = given.attr("group").cast<int32_t>();
     chunks_ += chunk_count(row.numel);
     numel_ += row.numel;
     if (!layouts_[i].readable) continue;  // frozen, say: a gradient for it is refused

@@ -13,11 +13,21 @@ using cpu::Work;
 
 struct Nothing {};
 
+// The row that a chunk belongs to: the last one whose first chunk is not behind it. Rows without elements have none.
+AF_INLINE int64_t row_of(const Work& work, int64_t chunk) {
+  int64_t low = 0, high = work.count;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (work.rows[middle].first_chunk <= chunk ? low : high) = middle;
+  }
+  return low;
+}
+
 // Calls body(local, row, operands, chunk, offset, n) for every chunk; each thread has a `Local` of its own.
 template <class Local, class Body>
 void for_each_chunk(const Work& work, const Body& body) {
   const auto walk = [&](Local& local, int64_t chunk, int64_t end) {
-    for (int64_t i = row_of(work.rows, work.count, chunk); chunk < end; ++i) {
+    for (int64_t i = row_of(work, chunk); chunk < end; ++i) {
       const Row& row = work.rows[i];
       const int64_t behind = smaller(row.first_chunk + chunk_count(row.numel), end);
       for (; chunk < behind; ++chunk) {

@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kFoldBlocks)
     accumulate_kernel(const Work work, const Fold fold) {
   const double scale = fold.whole_scale();
   const float add = float(fold.weights[fold.weight] * scale);
-  for (int chunk = int(blockIdx.x); chunk < work.chunks; chunk += int(gridDim.x)) {
-    const Chunk at = chunk_of(work, chunk);
+  for (int piece = int(blockIdx.x); piece < work.pieces; piece += int(gridDim.x)) {
+    const Piece at = piece_of(work, piece);
     if (at.in.accumulator == nullptr) continue;
     float* const accumulator = global(at.in.accumulator + at.offset);
     const int n = at.n;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kFoldBlocks)
         else fold_chunk<false, true>(accumulator, grad, n, aligned, keep, add, lanes);
       });
     }
-    store_sum(lanes, fold.partials + chunk);
+    store_sum(lanes, fold.partials + piece);
   }
 }
 
@@ -87,8 +87,8 @@ __device__ void fold_measured(float* accumulator, const G* grad, int n, bool ali
 __global__ void __launch_bounds__(Policy::kThreads) measure_kernel(const Work work, const Fold fold) {
   __shared__ float own[2];
   const double scale = fold.whole_scale();
-  for (int chunk = int(blockIdx.x); chunk < work.chunks; chunk += int(gridDim.x)) {
-    const Chunk at = chunk_of(work, chunk);
+  for (int chunk = int(blockIdx.x); chunk < work.pieces; chunk += int(gridDim.x)) {
+    const Piece at = piece_of(work, chunk);
     Operands in = at.in;
     if (in.accumulator == nullptr) continue;
     const float keep = float(fold.weights[in.weight] * scale);

@@ -14,7 +14,7 @@ template <int kBytes>
 struct Raw {
   Four<uint32_t> words = {};
 
-  __device__ Raw(const Chunk& at, const void* base, int bytes, int i) {
+  __device__ Raw(const Piece& at, const void* base, int bytes, int i) {
     if (kBytes == 4 && bytes == 4) keep(load_four<false>(stream_at<const uint32_t>(base, at), i, at.n));
     if (bytes == 2) keep(load_four<false>(stream_at<const uint16_t>(base, at), i, at.n));
     if (bytes == 1) keep(load_four<false>(stream_at<const uint8_t>(base, at), i, at.n));
@@ -48,7 +48,7 @@ struct RawWeights {
   Raw<2> half;
   Raw<4> rest;
 
-  __device__ RawWeights(const Chunk& at, int i)
+  __device__ RawWeights(const Piece& at, int i)
       : half(at, at.row.param, at.row.weights == Weights::kFloat32 ? 0 : 2, i),
         rest(at, at.row.weights == Weights::kFloat32 ? at.row.param : at.row.master, rest_bytes(at.row.weights), i) {}
 
@@ -86,7 +86,7 @@ __device__ void with_weights(Weights weights, const Body& body) {
 }
 
 template <class W>
-__device__ void store_weights(const Chunk& at, int i, const float (&p)[kWidth], const uint32_t (&noise)[kWidth]) {
+__device__ void store_weights(const Piece& at, int i, const float (&p)[kWidth], const uint32_t (&noise)[kWidth]) {
   Four<typename W::Param> param;
   if constexpr (__is_same(typename W::Master, void)) {
 #pragma unroll
@@ -106,7 +106,7 @@ struct WeightStreams {
   typename W::Param* const param;
   typename W::Master* const master;
 
-  __device__ explicit WeightStreams(const Chunk& at)
+  __device__ explicit WeightStreams(const Piece& at)
       : param(stream_at<typename W::Param>(at.row.param, at)),
         master(stream_at<typename W::Master>(at.row.master, at)) {}
 
@@ -143,7 +143,7 @@ template <>
 struct WeightStreams<Float32Weights> {
   float* const param;
 
-  __device__ explicit WeightStreams(const Chunk& at) : param(stream_at<float>(at.row.param, at)) {}
+  __device__ explicit WeightStreams(const Piece& at) : param(stream_at<float>(at.row.param, at)) {}
   __device__ bool lie_on_boundaries() const { return is_aligned(param, sizeof *param); }
 
   template <class A, int kRows>
@@ -181,7 +181,7 @@ __device__ void decode_state(States states, const Raw<4>& raw, uint32_t exponent
 
 // A warp holds a quantisation block of 8-bit states: all its threads come here.
 template <bool kSecondMoment, int kStream>
-__device__ void store_state(const Chunk& at, int state, int i, const float (&s)[kWidth],
+__device__ void store_state(const Piece& at, int state, int i, const float (&s)[kWidth],
                             const uint32_t (&noise)[kWidth]) {
   void* const to = at.row.state[state];
   if (at.row.states == States::kFloat32) {

@@ -65,19 +65,35 @@ class Device {
   bool changed_ = false;
 };
 
+int multiprocessors() {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device), "current device");
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
+  return count;
+}
+
+// Cuts the rows into units: chunks, or even parts of those if that makes too few. How many, and of what size.
+std::pair<int, int> cut(std::vector<Row>& rows) {
+  const int64_t enough = int64_t(Policy::kUnitsPerBlock) * Policy::kStepBlocks * multiprocessors();
+  for (int unit = int(kChunk);; unit /= 2) {
+    int64_t units = 0;
+    for (Row& row : rows) row.first_unit = int32_t(units), units += (row.numel + unit - 1) / unit;
+    if (units >= enough || unit == Policy::kLeastUnit) return {int(units), unit};
+  }
+}
+
 // How many thread blocks of a kernel the current device runs at once.
 template <class... Parameters>
 int resident_blocks(void (*kernel)(Parameters...)) {
   static std::mutex mutex;
   static std::map<std::pair<int, const void*>, int> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  int device = 0, multiprocessors = 0, blocks = 0;
+  int device = 0, blocks = 0;
   check(cudaGetDevice(&device), "current device");
   int& found = known[{device, reinterpret_cast<const void*>(kernel)}];
   if (found == 0) {
-    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, Policy::kThreads, 0), "occupancy");
-    found = std::max(1, multiprocessors * blocks);
+    found = std::max(1, multiprocessors() * blocks);
   }
   return found;
 }
@@ -141,7 +157,7 @@ size_t rounded(size_t bytes) { return (bytes + sizeof(uint4) - 1) / sizeof(uint4
 // loop whose tensors keep their addresses, neither they nor the step's change.
 struct DeviceTable::Layout {
   size_t rows, operands, hypers, rules, ticket, end;
-  gpu::Work work;
+  gpu::Work chunks, units;
   gpu::Hypers step;
 
   Layout(const Rows& table, uintptr_t memory, int64_t groups, int64_t stride, bool folds)
@@ -151,8 +167,13 @@ struct DeviceTable::Layout {
         rules(hypers + rounded(size_t(groups * stride) * sizeof(HyperParameter))),
         ticket(rules + rounded(size_t(groups) * sizeof(int32_t))),
         end(ticket + sizeof(uint4)),
-        work{pointer<const Row>(memory + rows), pointer<const Operands>(memory + operands), table.count,
-             int(table.chunks), pointer<uint32_t>(memory + ticket)},
+        chunks{pointer<const Row>(memory + rows),
+               pointer<const Operands>(memory + operands),
+               int(table.count),
+               int(table.chunks),
+               int(kChunk),
+               pointer<uint32_t>(memory + ticket)},
+        units(chunks),
         step{pointer<const HyperParameter>(memory + hypers), pointer<const int32_t>(memory + rules), int(stride)} {}
 };
 
@@ -169,12 +190,15 @@ DeviceTable::DeviceTable(int device, uintptr_t memory, int64_t groups, int64_t s
       rules_(size_t(groups)) {}
 
 DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream, bool folds) {
-  const Layout layout(table, memory_, groups_, stride_, folds);
   const size_t count = size_t(table.count);
-  if (!has_rows_) {  // they last as long as the table
-    send_bytes(reinterpret_cast<const unsigned char*>(table.rows), count * sizeof(Row), memory_ + layout.rows, stream);
-    has_rows_ = true;
+  if (units_ < 0) {  // rows last as long as the table
+    std::vector<Row> rows(table.rows, table.rows + count);
+    const auto [units, unit] = cut(rows);
+    send_bytes(reinterpret_cast<const unsigned char*>(rows.data()), count * sizeof(Row), memory_, stream);
+    units_ = units, unit_ = unit;
   }
+  Layout layout(table, memory_, groups_, stride_, folds);
+  layout.units.pieces = units_, layout.units.size = unit_;
   send_changes(operands_[folds], table.operands, count * sizeof(Operands), memory_ + layout.operands, stream);
   std::vector<unsigned char> numbers(layout.end - layout.hypers);  // and the ticket, which is 0 between launches
   memcpy(numbers.data(), hypers_.data(), hypers_.size() * sizeof(HyperParameter));
@@ -194,7 +218,11 @@ void DeviceTable::accumulate(const Rows& table, uintptr_t stream, uintptr_t weig
                   pointer<float>(partials),
                   pointer<float>(squares),
                   pointer<const double>(shares)};
-  launch("accumulate", squares ? gpu::measure_kernel : gpu::accumulate_kernel, table.chunks, stream, layout.work, fold);
+  const bool sums = std::any_of(table.operands, table.operands + table.count, [](const Operands& in) {
+    return in.accumulator != nullptr && in.weight != kOverwrite;
+  });
+  const gpu::Work work = sums ? layout.chunks : layout.units;
+  launch("accumulate", squares ? gpu::measure_kernel : gpu::accumulate_kernel, work.pieces, stream, work, fold);
 }
 
 void DeviceTable::norm(const Rows& table, uintptr_t stream, bool reads, uintptr_t partials, double normalization,
@@ -204,7 +232,7 @@ void DeviceTable::norm(const Rows& table, uintptr_t stream, bool reads, uintptr_
   const Layout layout = send(table, stream, false);
   const gpu::Scaling scaling =
       gpu::make_scaling(normalization, device_normalization, found_inf, takes_norm, max_grad_norm, skips_nonfinite);
-  launch("norm", gpu::norm_kernel, reads ? table.chunks : 1, stream, layout.work, reads, pointer<float>(partials),
+  launch("norm", gpu::norm_kernel, reads ? table.chunks : 1, stream, layout.chunks, reads, pointer<float>(partials),
          scaling, pointer<float>(outcome), pointer<int64_t>(skips));
 }
 
@@ -227,7 +255,8 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
   const Layout layout = send(table, stream, false);
   for (int32_t rule = 0; rule < int32_t(std::size(kStep)); ++rule) {  // nearly always one for all groups
     if (std::find(rules.begin(), rules.end(), rule) == rules.end()) continue;
-    launch("step", kStep[rule][!table.plain || changes], table.chunks, stream, layout.work, layout.step,
+    const gpu::Work work = changes ? layout.chunks : layout.units;
+    launch("step", kStep[rule][!table.plain || changes], work.pieces, stream, work, layout.step,
            pointer<const float>(outcome), pointer<const float>(coefficients), pointer<float>(changes), rule);
   }
 }

@@ -41,7 +41,7 @@ class DeviceTable {
   int64_t groups_, stride_;
   std::vector<HyperParameter> hypers_;
   std::vector<int32_t> rules_;
-  bool has_rows_ = false;                             // on the device
+  int units_ = -1, unit_ = 0;                         // of the rows on the device; -1: they are not there yet
   std::vector<unsigned char> operands_[2], numbers_;  // of steps and of folds; empty: not known
 };
 

@@ -10,8 +10,8 @@ namespace accumfused::AF_TARGET {
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
     norm_kernel(const Work work, const bool reads, float* partials, const Scaling scaling, float* outcome,
                 int64_t* skips) {
-  for (int chunk = int(blockIdx.x); reads && chunk < work.chunks; chunk += int(gridDim.x)) {
-    const Chunk at = chunk_of(work, chunk);
+  for (int chunk = int(blockIdx.x); reads && chunk < work.pieces; chunk += int(gridDim.x)) {
+    const Piece at = piece_of(work, chunk);
     if (at.in.grad == nullptr) continue;
     float lanes[kWidth] = {};
     with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
     store_sum(lanes, partials + chunk);
   }
   if (!is_last_block(work.ticket)) return;
-  const double sum = scaling.takes_norm ? sum_partials_in_block(partials, work.chunks) : 0.0;
+  const double sum = scaling.takes_norm ? sum_partials_in_block(partials, work.pieces) : 0.0;
   if (threadIdx.x == 0) finish_norm(scaling, sum, outcome, skips);
 }
 

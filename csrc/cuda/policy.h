@@ -25,6 +25,10 @@ struct Policy {
   template <int kStates>
   static constexpr int kStepRows = kStates < 2 ? 2 : 1;
 
+  // A pass by units has this many for each thread block that it asks for, as far as units of the least size go; those of
+  // the step in formats are whole rows of 2048 elements.
+  static constexpr int kUnitsPerBlock = 4, kLeastUnit = 2048;
+
   // Bytes of the table that one launch carries; a GPU takes at most 32764 bytes of arguments.
   static constexpr int kSmallPacket = 1024, kLargePacket = 32512;
 };

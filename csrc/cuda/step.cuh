@@ -15,7 +15,7 @@ struct Hypers {
   int stride;
 };
 
-// A rule's scalars cost two powers in double, so one thread computes them for the block, and chunks share them.
+// A rule's scalars cost two powers in double, so one thread computes them for the block, and pieces share them.
 struct Prepared {
   int group;
   int count;
@@ -26,7 +26,7 @@ struct Prepared {
 
 // W: weights that need no noise. kWhole: whole rows alone. How many elements were updated.
 template <class W, bool kWhole, class Rule, class G>
-__device__ int step_chunk(const Rule& rule, const Chunk& at, const G* grad, bool aligned) {
+__device__ int step_chunk(const Rule& rule, const Piece& at, const G* grad, bool aligned) {
   const WeightStreams<W> weights(at);
   float* state[kMaxStates];
   aligned = aligned && weights.lie_on_boundaries();
@@ -67,7 +67,7 @@ __device__ int step_chunk(const Rule& rule, const Chunk& at, const G* grad, bool
 enum class Kind { kPlain, kAny, kPacked };
 
 template <Kind kKind, class Rule>
-__device__ void step_any(const Rule& rule, const Work& work, int chunk, const Chunk& at, int count,
+__device__ void step_any(const Rule& rule, const Work& work, int piece, const Piece& at, int count,
                          [[maybe_unused]] float* changes) {
   [[maybe_unused]] int done = 0;
   [[maybe_unused]] const auto step_floats = [&](auto weights) {
@@ -78,7 +78,7 @@ __device__ void step_any(const Rule& rule, const Work& work, int chunk, const Ch
   if constexpr (kKind == Kind::kPlain) {
     step_floats(Float32Weights());
   } else if constexpr (kKind == Kind::kAny) {
-    step_formatted(rule, at, count, 0, changes, work.chunks);
+    step_formatted(rule, at, count, 0, changes, work.pieces);
   } else {
     if (changes == nullptr) {
       if (at.row.is_plain()) {
@@ -90,8 +90,8 @@ __device__ void step_any(const Rule& rule, const Work& work, int chunk, const Ch
       }
     }
     if (done == at.n) return;
-    const Chunk rest = chunk_of(work, chunk);  // looked up again: nothing of it takes registers in the loops above
-    step_formatted(rule, rest, count, done, changes, work.chunks);
+    const Piece rest = piece_of(work, piece);  // looked up again: nothing of it takes registers in the loops above
+    step_formatted(rule, rest, count, done, changes, work.pieces);
   }
 }
 
@@ -107,24 +107,25 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks)
   __shared__ Prepared prepared;
   if (threadIdx.x == 0) prepared.group = -1;
   __syncthreads();
-  for (int chunk = int(blockIdx.x); chunk < work.chunks; chunk += int(gridDim.x)) {
-    const Chunk at = chunk_of(work, chunk);
+  // Backwards: of the gradients, which the norm has read forwards, the last ones may still be in the cache.
+  for (int piece = work.pieces - 1 - int(blockIdx.x); piece >= 0; piece -= int(gridDim.x)) {
+    const Piece at = piece_of(work, piece);
     const int group = int(at.row.group);
     if (at.in.grad == nullptr || hypers.rules[group] != index) continue;
     const int count = at.row.step ? int(whole_steps(*at.row.step)) + 1 : 0;
     const int row = coefficients ? int(at.index) : -1;
     if (group != prepared.group || count != prepared.count || row != prepared.row) {
+      if (threadIdx.x < Rule::kHypers) {  // each waits for memory, so all at once
+        prepared.hyper[threadIdx.x] = hypers.values[group * hypers.stride + int(threadIdx.x)].value();
+      }
       __syncthreads();  // some threads may still be taking the one before
       if (threadIdx.x == 0) {
-        for (int k = 0; k < Rule::kHypers; ++k) {
-          prepared.hyper[k] = hypers.values[group * hypers.stride + k].value();
-        }
         new (prepared.rule) Rule(prepared.hyper, nullptr, count, coefficients ? coefficients[row] : outcome[0]);
         prepared.group = group, prepared.count = count, prepared.row = row;
       }
       __syncthreads();
     }
-    step_any<kKind>(*reinterpret_cast<const Rule*>(prepared.rule), work, chunk, at, count, changes);
+    step_any<kKind>(*reinterpret_cast<const Rule*>(prepared.rule), work, piece, at, count, changes);
   }
   if (!is_last_block(work.ticket)) return;
   for (int64_t i = threadIdx.x; i < work.count; i += Policy::kThreads) {

@@ -52,11 +52,11 @@ __device__ inline void write_changes(float* to, int64_t chunks) {
 
 // A chunk from its element `first` on; a quantisation block begins there. `changes`: nullable, [2][chunks].
 template <class Rule>
-__device__ void step_formatted(const Rule& rule, const Chunk& at, int count, int first, float* changes, int chunks) {
+__device__ void step_formatted(const Rule& rule, const Piece& at, int count, int first, float* changes, int chunks) {
   constexpr int kStates = Rule::kStates;
   const Row& row = at.row;
-  const Noise noise(row, at.index, count, at.offset);
-  const uint32_t begin = noise.position(0u);
+  const Noise noise(row, at.index, count, at.offset - at.in_chunk());
+  const uint32_t begin = noise.position(uint32_t(at.in_chunk()));
   if (changes != nullptr) change_lanes()[0] = change_lanes()[Policy::kThreads] = float4{0.0f, 0.0f, 0.0f, 0.0f};
   // A warp goes on while one of its threads has elements: it takes all of them to find the largest element.
 #pragma unroll 1

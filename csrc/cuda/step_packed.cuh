@@ -169,7 +169,7 @@ struct Streams {
   Bfloat16* param;
   uint8_t *master, *codes[kStates], *scale[kStates];
 
-  __device__ Streams(const Chunk& at, const G* grads, int lane)
+  __device__ Streams(const Piece& at, const G* grads, int lane)
       : grad(grads + lane),
         param(stream_at<Bfloat16>(at.row.param, at) + lane),
         master(global(static_cast<uint8_t*>(at.row.master)) + (at.offset + lane) * kMasterBytes) {
@@ -196,13 +196,13 @@ __device__ void for_each_state(const Body& body) {
 
 // The whole rows of 2048 elements of a chunk; how many elements that were.
 template <class W, class Rule, class G>
-__device__ int step_blocks(const PackedRule<Rule>& rule, const Chunk& at, int count, const G* grads) {
+__device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int count, const G* grads) {
   using Packed = PackedWeights<W>;
   constexpr int kStates = Rule::kStates, kRow = Streams<W, G, kStates>::kRow, kMaster = Packed::kMasterWords;
   const int lane = int(threadIdx.x) * kEight;
   Streams<W, G, kStates> streams(at, grads, lane);
-  const Noise noise(at.row, at.index, count, at.offset);
-  uint32_t counter = noise.position(uint32_t(lane));
+  const Noise noise(at.row, at.index, count, at.offset - at.in_chunk());
+  uint32_t counter = noise.position(uint32_t(at.in_chunk() + lane));
 #pragma unroll 1
   for (int rows = at.n / kRow; rows > 0; --rows, counter += kRow * Noise::kStride) {
     read_anew();
@@ -260,7 +260,7 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Chunk& at, int co
 }
 
 template <class W, class Rule>
-__device__ int step_packed_as(const PackedRule<Rule>& rule, const Chunk& at, int count) {
+__device__ int step_packed_as(const PackedRule<Rule>& rule, const Piece& at, int count) {
   if (at.in.grad_dtype == Dtype::kFloat32)
     return step_blocks<W>(rule, at, count, stream_at<const float>(at.in.grad, at));
   return step_blocks<W>(rule, at, count, stream_at<const Bfloat16>(at.in.grad, at));
@@ -268,7 +268,7 @@ __device__ int step_packed_as(const PackedRule<Rule>& rule, const Chunk& at, int
 
 // The part of a chunk that the loops above are for, from its first element on; how many elements that were.
 template <class Rule>
-__device__ int step_packed(const PackedRule<Rule>& rule, const Chunk& at, int count) {
+__device__ int step_packed(const PackedRule<Rule>& rule, const Piece& at, int count) {
   const Row& row = at.row;
   const auto lie_on = [](int bytes, auto... addresses) { return (is_aligned(addresses, bytes / kWidth) && ...); };
   if (row.states != States::kInt8 || at.in.grad_dtype == Dtype::kFloat16 || !rule.applies()) return 0;

@@ -1,32 +1,46 @@
-// The work of a launch. A persistent grid: thread block b takes the chunks b, b + gridDim.x, ... of all tensors, and
-// finds their rows by search in the prefix sums.
+// The work of a launch, in pieces: chunks, or for passes that need no whole one, units. A unit is a chunk, or an even
+// part of it if there are too few chunks to keep a device busy. A persistent grid: thread block b takes the pieces b,
+// b + gridDim.x, ... of all tensors, and finds their rows by search in the prefix sums.
 #pragma once
 #include "memory.cuh"
 
 namespace accumfused::AF_TARGET {
 
-// One chunk, the same for all threads of a thread block.
-struct Chunk {
+// One chunk or unit, the same for all threads of a thread block.
+struct Piece {
   const Row& row;
   const Operands& in;
   int64_t index;  // of the row
   int64_t offset;
   int n;
+
+  __device__ int in_chunk() const { return int(offset % kChunk); }  // where in its chunk it begins
 };
 
 struct Work {
   const Row* rows;
   const Operands* operands;
-  int64_t count;
-  int chunks;        // over all rows; 2^31 of them would be 2^46 elements
+  int count;         // of rows
+  int pieces;        // over all rows
+  int size;          // of a piece, in elements
   uint32_t* ticket;  // 0 between launches
 };
 
-__device__ inline Chunk chunk_of(const Work& work, int chunk) {
-  const int64_t index = row_of(work.rows, work.count, chunk);
-  const Row& row = work.rows[index];
-  const int64_t offset = (chunk - row.first_chunk) * kChunk, left = row.numel - offset;
-  return {row, work.operands[index], index, offset, int(left < kChunk ? left : kChunk)};
+// The row is the last one whose first piece is not behind; rows without elements have none. A warp looks at 32 rows at
+// once, because each look waits for memory.
+__device__ inline Piece piece_of(const Work& work, int piece) {
+  const auto first = work.size == int(kChunk) ? &Row::first_chunk : &Row::first_unit;
+  const int lane = int(threadIdx.x) % kWarp;
+  int low = 0, left = work.count;
+  while (left > 1) {
+    const int stride = (left + kWarp - 1) / kWarp, look = lane * stride;
+    const bool is_begun = look < left && work.rows[low + look].*first <= piece;  // the first one always is
+    const int skipped = (__popc(__ballot_sync(0xffffffffu, is_begun)) - 1) * stride;
+    low += skipped, left = left - skipped < stride ? left - skipped : stride;
+  }
+  const Row& row = work.rows[low];
+  const int64_t offset = int64_t(piece - row.*first) * work.size, rest = row.numel - offset;
+  return {row, work.operands[low], low, offset, int(rest < work.size ? rest : work.size)};
 }
 
 // Tells the compiler that a pointer, which was read from memory, is one to global memory: else accesses are generic.
@@ -38,7 +52,7 @@ __device__ T* global(T* pointer) {
 
 // A stream of a chunk, from its first element on.
 template <class T, class Void>
-__device__ T* stream_at(Void* base, const Chunk& at) {
+__device__ T* stream_at(Void* base, const Piece& at) {
   return global(static_cast<T*>(base) + at.offset);
 }
 

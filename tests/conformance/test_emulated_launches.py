@@ -57,6 +57,20 @@ def test_any_mix_of_formats_goes_in_one_launch_per_rule(cuda: CudaBackend, machi
     assert launches(machine, optimizer.step) == 3, "one for the coefficient, one for each rule"
 
 
+def test_a_chunk_occupies_many_blocks(cuda: CudaBackend, machine: Any) -> None:
+    machine.multiprocessors(64)
+    optimizer, params = make(cuda, max_grad_norm=1.0)
+    optimizer.step()
+    assert machine.grid() == 16 + 1 + 1, "of a chunk, of 20 elements, and of 30"
+    optimizer.zero_grad()
+    set_grads(params, [torch.ones_like(p, dtype=torch.bfloat16) for p in params])
+    optimizer.accumulate()
+    assert machine.grid() == 16 + 1 + 1, "a copy"
+    set_grads(params, [torch.ones_like(p, dtype=torch.bfloat16) for p in params])
+    optimizer.accumulate()
+    assert machine.grid() == 3, "a sum"
+
+
 @pytest.mark.parametrize("count", range(6))
 def test_a_launch_that_fails_leaves_the_optimizer_usable(count: int, cuda: CudaBackend, machine: Any) -> None:
     (ours, _), (theirs, _) = make(cuda, max_grad_norm=1.0), make(CpuBackend(), max_grad_norm=1.0)

@@ -102,6 +102,7 @@ struct Block {
   std::vector<unsigned> order;   // of the threads in this pass
   size_t next = 0;               // of them
   bool ran = false;              // one of them, in this pass
+  int sleeper = -1;              // the warp that does not run while others can
   std::vector<int> barriers_of;  // how many each thread has come to
   std::vector<char> shared;
   std::vector<View> views;  // of what is watched
@@ -212,6 +213,7 @@ struct Machine {
     made.order.resize(count);
     std::iota(made.order.begin(), made.order.end(), 0u);
     made.next = count, made.ran = true;
+    made.sleeper = -1;
     made.fences = 0;
     made.views.clear();
     for (const Watched& each : watched) made.views.push_back({each.global, each.global});
@@ -246,14 +248,18 @@ struct Machine {
     for (;;) {
       for (; of.next < of.order.size(); ++of.next) {
         const unsigned index = of.order[of.next];
-        if (of.threads[index].state != State::kReady) continue;
+        if (of.threads[index].state != State::kReady || int(index) / kWarp == of.sleeper) continue;
         ++of.next;
         of.ran = true;
         thread.x = index;
         resume(of.threads[index]);
         return true;
       }
-      if (!of.ran && !release(of)) return false;
+      if (!of.ran && !release_warps(of)) {
+        if (of.sleeper < 0 && !release_block(of)) return false;
+        of.sleeper = -1;
+      }
+      if (of.sleeper < 0 && shuffle() % 2) of.sleeper = shuffle() % 2 ? 0 : int(shuffle() % of.threads.size()) / kWarp;
       std::shuffle(of.order.begin(), of.order.end(), shuffle);
       of.next = 0, of.ran = false;
     }
@@ -297,26 +303,25 @@ struct Machine {
     memcpy(shared.begin, before.data(), shared.bytes);
   }
 
-  // Lets those go on for whom all others have come; false when all are done.
-  bool release(Block& of) {
-    const unsigned count = unsigned(of.threads.size());
-    unsigned at_block = 0, done = 0;
+  // Lets warps go on whose threads have all come to their barrier; false if there is none.
+  static bool release_warps(Block& of) {
     bool released = false;
-    for (unsigned warp = 0; warp < count; warp += kWarp) {
-      unsigned at_warp = 0;
-      for (unsigned i = warp; i < warp + kWarp; ++i) {
-        at_block += of.threads[i].state == State::kAtBlockBarrier;
-        at_warp += of.threads[i].state == State::kAtWarpBarrier;
-        done += of.threads[i].state == State::kDone;
-      }
-      if (at_warp == kWarp) {
-        released = true;
-        for (unsigned i = warp; i < warp + kWarp; ++i) of.threads[i].state = State::kReady;
-      }
+    for (size_t warp = 0; warp < of.threads.size(); warp += kWarp) {
+      const auto begin = of.threads.begin() + long(warp), end = begin + kWarp;
+      if (!std::all_of(begin, end, [](const Thread& each) { return each.state == State::kAtWarpBarrier; })) continue;
+      std::for_each(begin, end, [](Thread& each) { each.state = State::kReady; });
+      released = true;
     }
-    if (released) return true;
-    if (done == count) return false;
-    if (at_block != count) {
+    return released;
+  }
+
+  // Lets a block go on whose threads have all come to its barrier; false when all are done.
+  bool release_block(Block& of) {
+    const auto all_are = [&](State state) {
+      return std::all_of(of.threads.begin(), of.threads.end(), [=](const Thread& each) { return each.state == state; });
+    };
+    if (all_are(State::kDone)) return false;
+    if (!all_are(State::kAtBlockBarrier)) {
       stuck = true;  // they wait at a barrier for threads that have gone, or never come
       return false;
     }
@@ -368,6 +373,14 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int by) {
   return in_warp(value, [=](const T* values, int lane) { return values[lane ^ by]; });
 }
+inline uint32_t __ballot_sync(unsigned, bool is_set) {
+  return in_warp(uint32_t(is_set), [](const uint32_t* values, int) {
+    uint32_t bits = 0;
+    for (int lane = 0; lane < emulation::kWarp; ++lane) bits |= values[lane] << lane;
+    return bits;
+  });
+}
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
   return in_warp(value,
                  [](const uint32_t* values, int) { return *std::max_element(values, values + emulation::kWarp); });

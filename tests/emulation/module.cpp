@@ -55,6 +55,7 @@ PYBIND11_MODULE(AF_EMULATED, m) {
   accumfused::bind_cuda(m);
   m.def("seed", [](unsigned value) { Machine::get().shuffle.seed(value); }, "Of the order of threads and blocks.");
   m.def("multiprocessors", [](int count) { Machine::get().multiprocessors = count; }, "So many blocks run at once.");
+  m.def("grid", [] { return Machine::get().grid.x; }, "The thread blocks of the last launch.");
   m.def(
       "skip_barrier", [](int index) { Machine::get().skipped_barrier = index; },
       "Takes the index-th barrier of every thread away; -1: none.");
