@@ -114,8 +114,8 @@ struct WeightStreams {
     return is_aligned(param, sizeof *param) && is_aligned(master, sizeof *master);
   }
 
-  template <bool kWhole, int kRows, bool kFrugal>
-  __device__ void load(Access<kWhole, kRows, kFrugal>, int i, int n, float (&p)[kRows][kWidth]) const {
+  template <bool kWhole, int kRows>
+  __device__ void load(Access<kWhole, kRows>, int i, int n, float (&p)[kRows][kWidth]) const {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const auto params = load_four<kWhole>(param + r * kLanes, i, n);
@@ -125,8 +125,8 @@ struct WeightStreams {
     }
   }
 
-  template <bool kWhole, int kRows, bool kFrugal>
-  __device__ void store(Access<kWhole, kRows, kFrugal>, int i, int n, const float (&p)[kRows][kWidth]) const {
+  template <bool kWhole, int kRows>
+  __device__ void store(Access<kWhole, kRows>, int i, int n, const float (&p)[kRows][kWidth]) const {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       Four<typename W::Param> params;

@@ -74,7 +74,7 @@ int multiprocessors() {
 
 // Cuts the rows into units: chunks, or even parts of those if that makes too few. How many, and of what size.
 std::pair<int, int> cut(std::vector<Row>& rows) {
-  const int64_t enough = int64_t(Policy::kUnitsPerBlock) * Policy::kStepBlocks * multiprocessors();
+  const int64_t enough = int64_t(Policy::kUnitsPerMultiprocessor) * multiprocessors();
   for (int unit = int(kChunk);; unit /= 2) {
     int64_t units = 0;
     for (Row& row : rows) row.first_unit = int32_t(units), units += (row.numel + unit - 1) / unit;

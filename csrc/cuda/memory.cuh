@@ -26,12 +26,12 @@ struct alignas(kWidth * sizeof(T)) Four {
 
 // Elements i .. i + 3, as one number: an access to a vector's elements the compiler may split.
 // kWhole: they all exist, and lie on a boundary of 4 elements. Otherwise those from n on read as 0 and are not written,
-// and a stream that is off its boundary goes element by element. kFrugal: with fewer registers, so all streams do.
-template <bool kWhole, bool kFrugal = false, class T>
+// and a stream that is off its boundary goes element by element.
+template <bool kWhole, class T>
 __device__ Four<T> load_four(const T* from, int i, int n) {
   Four<T> four = {};
   if constexpr (!kWhole) {
-    if (kFrugal || i + kWidth > n || !is_aligned(from, sizeof(T))) {
+    if (i + kWidth > n || !is_aligned(from, sizeof(T))) {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
         if (i + k < n) four.each[k] = from[i + k];
@@ -48,10 +48,10 @@ __device__ Four<T> load_four(const T* from, int i, int n) {
   return four;
 }
 
-template <bool kWhole, bool kFrugal = false, class T>
+template <bool kWhole, class T>
 __device__ void store_four(T* to, int i, int n, const Four<T>& four) {
   if constexpr (!kWhole) {
-    if (kFrugal || i + kWidth > n || !is_aligned(to, sizeof(T))) {
+    if (i + kWidth > n || !is_aligned(to, sizeof(T))) {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
         if (i + k < n) to[i + k] = four.each[k];
@@ -60,7 +60,7 @@ __device__ void store_four(T* to, int i, int n, const Four<T>& four) {
     }
   }
   Bits<sizeof four> bits = 0;
-  if constexpr (kWhole && !kFrugal && sizeof(T) == 4) {
+  if constexpr (kWhole && sizeof(T) == 4) {
     memcpy(&bits, &four, sizeof bits);
   } else {  // copying would take more registers, or go through local memory
 #pragma unroll
@@ -74,7 +74,7 @@ __device__ void store_four(T* to, int i, int n, const Four<T>& four) {
 }
 
 // The same of kRows successive rows, as fp32 numbers.
-template <bool kWhole, int kRows, bool kFrugal>
+template <bool kWhole, int kRows>
 struct Access {
   static constexpr int kCount = kRows;
 
@@ -82,7 +82,7 @@ struct Access {
   __device__ static void load(const T* from, int i, int n, float (&to)[kRows][kWidth]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const Four<T> four = load_four<kWhole, kFrugal>(from + r * kLanes, i, n);
+      const Four<T> four = load_four<kWhole>(from + r * kLanes, i, n);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) to[r][k] = to_float(four.each[k]);
     }
@@ -94,34 +94,34 @@ struct Access {
       Four<float> four;
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) four.each[k] = from[r][k];
-      store_four<kWhole, kFrugal>(to + r * kLanes, i, n, four);
+      store_four<kWhole>(to + r * kLanes, i, n, four);
     }
   }
 };
 
 // Calls body(access, i) for every whole row of a chunk of n elements, kRows at a time while they last, so that several
 // accesses are in flight; only if all streams lie on boundaries. How many elements that were.
-template <int kRows, bool kFrugal = false, class Body>
+template <int kRows, class Body>
 __device__ int for_each_whole_row(int n, bool aligned, const Body& body) {
   constexpr int kRow = int(kLanes);
   if (!aligned) return 0;
   const int batched = n / (kRows * kRow) * (kRows * kRow), whole = n / kRow * kRow;
   int i = int(threadIdx.x) * kWidth;
 #pragma unroll 1
-  for (; i < batched; i += kRows * kRow) body(Access<true, kRows, kFrugal>(), i);
+  for (; i < batched; i += kRows * kRow) body(Access<true, kRows>(), i);
   if constexpr (kRows > 1) {
 #pragma unroll 1
-    for (; i < whole; i += kRow) body(Access<true, 1, kFrugal>(), i);
+    for (; i < whole; i += kRow) body(Access<true, 1>(), i);
   }
   return whole;
 }
 
 // The same for every row.
-template <int kRows, bool kFrugal = false, class Body>
+template <int kRows, class Body>
 __device__ void for_each_row(int n, bool aligned, const Body& body) {
-  int i = for_each_whole_row<kRows, kFrugal>(n, aligned, body) + int(threadIdx.x) * kWidth;
+  int i = for_each_whole_row<kRows>(n, aligned, body) + int(threadIdx.x) * kWidth;
 #pragma unroll 1
-  for (; i < n; i += int(kLanes)) body(Access<false, 1, kFrugal>(), i);
+  for (; i < n; i += int(kLanes)) body(Access<false, 1>(), i);
 }
 
 }  // namespace accumfused::AF_TARGET

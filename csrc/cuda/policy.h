@@ -12,7 +12,10 @@ struct Policy {
   static constexpr int kThreads = int(kLanes) / kWidth;  // of a thread block: each owns four lanes of the norm
 
   // Thread blocks that a multiprocessor has room for: the compiler limits registers to that. 7.5 has no room for more.
-  static constexpr int kNormBlocks = 4, kStepBlocks = 4;
+  // Of steps with more states fewer suffice, because each thread has more bytes in flight.
+  static constexpr int kNormBlocks = 4;
+  template <int kStates>
+  static constexpr int kStepBlocks = kStates > 2 ? 3 : 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   static constexpr int kFoldBlocks = 4;
 #else
@@ -25,9 +28,9 @@ struct Policy {
   template <int kStates>
   static constexpr int kStepRows = kStates < 2 ? 2 : 1;
 
-  // A pass by units has this many for each thread block that it asks for, as far as units of the least size go; those of
+  // A pass by units has this many for each multiprocessor, as far as units of the least size go; those of
   // the step in formats are whole rows of 2048 elements.
-  static constexpr int kUnitsPerBlock = 4, kLeastUnit = 2048;
+  static constexpr int kUnitsPerMultiprocessor = 16, kLeastUnit = 2048;
 
   // Bytes of the table that one launch carries; a GPU takes at most 32764 bytes of arguments.
   static constexpr int kSmallPacket = 1024, kLargePacket = 32512;

@@ -39,7 +39,6 @@ __device__ int step_chunk(const Rule& rule, const Piece& at, const G* grad, bool
   const int n = at.n;
   const auto update = [&](auto access, int i) {
     constexpr int kCount = decltype(access)::kCount;
-    if constexpr (Rule::kStates > 2) read_anew();  // or some would be spilled
     float p[kCount][kWidth], g[kCount][kWidth], s[kMaxStates][kCount][kWidth];
     access.load(grad, i, n, g);
     weights.load(access, i, n, p);
@@ -59,7 +58,7 @@ __device__ int step_chunk(const Rule& rule, const Piece& at, const G* grad, bool
     for (int k = 0; k < Rule::kStates; ++k) access.store(state[k], i, n, s[k]);
   };
   if constexpr (kWhole) return for_each_whole_row<kRows>(n, aligned, update);
-  for_each_row<kRows, (Rule::kStates > 2)>(n, aligned, update);
+  for_each_row<kRows>(n, aligned, update);
   return n;
 }
 
@@ -98,7 +97,7 @@ __device__ void step_any(const Rule& rule, const Work& work, int piece, const Pi
 // Steps the rows of the groups that have this rule, the index-th of AF_CUDA_RULES. `coefficients`: nullable, each
 // row's. `changes`: nullable, see cpu/kernels.h; only kernels for rows in any format have them.
 template <Kind kKind, class Rule>
-__global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks)
+__global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kStates>)
     step_kernel(const Work work, const Hypers hypers, const float* outcome, const float* coefficients, float* changes,
                 const int index) {
   static_assert(sizeof(Rule) <= kMaxFunctorBytes && Rule::kHypers <= kMaxHypers, "Prepared is too small");

@@ -28,7 +28,7 @@ import machine_code  # noqa: E402
 # Instructions per element and thread: (where weight decay is decoupled or none, otherwise), gradients in fp32.
 BUDGETS = {
     "accumulate": (9, 9), "norm": (4, 4), "step: SGD": (9, 9), "step: SGD with momentum": (12, 16),
-    "step: SGD with Nesterov momentum": (14, 18), "step: Adam": (45, 47), "step: AMSGrad": (53, 55),
+    "step: SGD with Nesterov momentum": (14, 18), "step: Adam": (45, 47), "step: AMSGrad": (51, 53),
     "step: Lion": (21, 21),
 }  # fmt: skip
 # The same on 8-bit states, for AdamW where no root or quotient is unusual: by weights, with bf16 and fp32 gradients.
@@ -98,17 +98,18 @@ def test_no_kernel_uses_local_memory(hopper: dict[str, machine_code.Kernel]) -> 
     assert [loop for *_, loop in hopper[ADAM].packed_loops() if loop.uses_local_memory] == []
 
 
-def test_every_architecture_has_registers_for_half_of_the_threads_and_splits_no_store(
+def test_every_architecture_has_registers_for_enough_threads_and_splits_no_store(
     kernels: dict[int, list[machine_code.Kernel]],
 ) -> None:
     for arch, found in kernels.items():
         for kernel in found:
             assert kernel.local_bytes <= 48, (arch, kernel.name)
-            for loop in kernel.vector_loops():  # on 10.0 AMSGrad's keep a number there
-                assert not loop.uses_local_memory or (arch, kernel.name) == (100, "step: AMSGrad")
+            for loop in kernel.vector_loops():
+                assert not loop.uses_local_memory, (arch, kernel.name)
             for weights, grad, loop in kernel.packed_loops():
                 assert not loop.uses_local_memory, (arch, weights, grad)
-            assert kernel.occupancy >= 0.5, (arch, kernel.name, kernel.registers)
+            # AMSGrad has more in flight: a thread asks for 80 bytes before it computes.
+            assert kernel.occupancy >= (0.375 if "AMSGrad" in kernel.name else 0.5), (arch, kernel.name)
             assert kernel.split_stores() == [], (arch, kernel.name)
 
 
@@ -136,9 +137,9 @@ def test_each_stream_of_a_step_in_any_format_has_wide_accesses(
     assert stores >= writes
 
 
-@pytest.mark.parametrize("name", sorted(BUDGETS.keys() - {"norm", "step: AMSGrad"}))
+@pytest.mark.parametrize("name", sorted(BUDGETS.keys() - {"norm"}))
 def test_a_stream_off_its_boundary_leaves_the_others_wide(name: str, hopper: dict[str, machine_code.Kernel]) -> None:
-    """For each type of gradient a loop that can do both; norm has one stream, and AMSGrad no registers for it."""
+    """For each type of gradient a loop that can do both; norm has one stream."""
     bodies = hopper[name].innermost_loops()
     loops = [{text.split()[-3] for _, text in body if "STG.E" in text} for body in bodies]
     assert sum({"STG.E.128", "STG.E"} <= widths for widths in loops) >= 3
