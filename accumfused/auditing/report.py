@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -10,6 +9,7 @@ from typing import Any
 
 from accumfused.auditing.causes import CAUSES
 from accumfused.auditing.fit import TensorDifference
+from accumfused.drawing import figure
 
 _SHOWN = 8  # steps and tensors in the table
 
@@ -131,13 +131,7 @@ class AuditReport:
         Raises:
             ImportError: matplotlib does not load.
         """
-        try:
-            figure: Any = importlib.import_module("matplotlib.figure").Figure
-        except ImportError as error:
-            raise ImportError(
-                f"picture() draws with matplotlib, which does not load: {error}; pip install matplotlib"
-            ) from error
-        drawing = figure(figsize=(8, 3.5), layout="constrained")
+        drawing = figure("picture", 8, 3.5)
         axes, start = drawing.subplots(), 0
         for step in self.steps:
             places = range(start, start + len(step.shares))

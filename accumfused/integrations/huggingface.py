@@ -9,9 +9,7 @@ micro-batches of the window, so the window is a plain sum.
 from __future__ import annotations
 
 import functools
-import logging
 import math
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -19,9 +17,9 @@ import torch
 from torch import Tensor
 
 from accumfused.accepted import check_parameters
-from accumfused.auditing.calls import audit as audit_of
-from accumfused.auditing.report import AuditReport
 from accumfused.batch_norm import check_model
+from accumfused.integrations.audited import FirstSteps
+from accumfused.integrations.logged import Logged, check_logged, check_measured, readings
 from accumfused.loop.fusing import fuse
 from accumfused.loop.grad_scaler import GradScaler
 from accumfused.loop.linears import FusedLinears, fuse_linears
@@ -42,17 +40,22 @@ except ModuleNotFoundError as missing:
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 OLDEST_TRANSFORMERS = "5.0"
-_AUDITED_STEPS = 4
 _ONE_COPY_OF_THE_MODEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # Accelerate's names: one process, or DDP
 
 
-def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False, audit: bool = False) -> AnyTrainer:
+def fuse_trainer(
+    trainer: AnyTrainer,
+    *,
+    linears: bool = False,
+    audit: bool = False,
+    metrics: Logged | None = None,
+    noise_scale: bool = False,
+) -> AnyTrainer:
     """Makes a Trainer accumulate, clip and step with accumfused; call it before `train()`.
 
     The optimizer is Trainer's argument, or Trainer makes it later. A torch optimizer is fused in place; one of
     accumfused keeps its settings. `step()` clips to `args.max_grad_norm`. Trainer logs the norm before clipping as
-    `grad_norm`, also with `max_grad_norm=0`. It logs `optimizer.metrics()` if the optimizer measures them. Losses,
-    steps, learning rates and checkpoints stay Trainer's.
+    `grad_norm`, also with `max_grad_norm=0`. Losses, steps, learning rates and checkpoints stay Trainer's.
 
     BatchNorm in training mode causes a warning if a window has several micro-batches (`accumfused.check_model`).
 
@@ -66,6 +69,11 @@ def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False, audit: bool = Fa
             `accumfused.fuse_linears`. It needs one process with one device.
         audit: whether the first four steps of each training are watched, see `accumfused.audit`. The report goes to
             the log "accumfused": as a warning if it names a cause, else as information.
+        metrics: measures the steps that Trainer logs, and logs `optimizer.metrics()` there: "groups" as
+            `grad_norm/all`, `grad_norm/group0`..., "tensors" also as `grad_norm/layer.weight`. An optimizer of
+            accumfused measures what it was made to; its groups are logged with None, too.
+        noise_scale: measures the gradient noise scale, and logs it as `noise_scale`. It needs one process, and windows
+            of several micro-batches.
 
     Returns:
         The trainer.
@@ -74,7 +82,8 @@ def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False, audit: bool = Fa
         ImportError: transformers is too old.
         TypeError: `trainer` is no Trainer; a parameter is not fp32, fp16 or bf16; the optimizer cannot be fused.
         ValueError: DeepSpeed, FSDP or other sharding; the optimizer steps inside backward, lacks trainable parameters,
-            or clips by another max_grad_norm or policy than the Trainer; `linears` with several processes or devices.
+            clips by another max_grad_norm or policy than the Trainer, or does not measure `metrics` or `noise_scale`;
+            `linears` or `noise_scale` with several processes or devices.
         RuntimeError: the trainer is fused already, or has trained with an optimizer that is not fused.
     """
     if Version(transformers.__version__).release < Version(OLDEST_TRANSFORMERS).release:
@@ -87,10 +96,12 @@ def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False, audit: bool = Fa
     if any(isinstance(callback, _FusedTail) for callback in trainer.callback_handler.callbacks):
         raise RuntimeError("fuse_trainer() was called on this trainer before; once is enough")
     _check_parallelism(trainer)
-    if linears and (trainer.accelerator.num_processes > 1 or trainer.args.n_gpu > 1):
-        raise ValueError("fuse_trainer(linears=True) needs one process with one device; leave linears out")
+    for name, is_asked in (("linears", linears), ("noise_scale", noise_scale)):
+        if is_asked and (trainer.accelerator.num_processes > 1 or trainer.args.n_gpu > 1):
+            raise ValueError(f"fuse_trainer({name}=True) needs one process with one device; leave {name} out")
+    check_logged(metrics)
     check_parameters(list(trainer.model.parameters()))
-    tail = _FusedTail(trainer, linears)
+    tail = _FusedTail(trainer, linears, metrics, noise_scale)
     if trainer.optimizer is not None:
         tail.adopt()
 
@@ -109,7 +120,7 @@ def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False, audit: bool = Fa
 
     @functools.wraps(log)
     def log_metrics(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        log({**logs, **tail.metrics()} if "loss" in logs else logs, *args, **kwargs)
+        log({**logs, **tail.readings()} if "loss" in logs else logs, *args, **kwargs)
 
     trainer.create_optimizer, trainer.log = create_optimizer, log_metrics
     trainer.add_callback(tail)
@@ -123,9 +134,11 @@ def fuse_trainer(trainer: AnyTrainer, *, linears: bool = False, audit: bool = Fa
 class _FusedTail(TrainerCallback):
     """Replaces the methods of Trainer and of its Accelerator between the loss and the step."""
 
-    def __init__(self, trainer: Trainer, linears: bool) -> None:
+    def __init__(self, trainer: Trainer, linears: bool, metrics: Logged | None, noise_scale: bool) -> None:
         self._trainer = trainer
         self._fuses_linears = linears
+        self._logged = metrics
+        self._noise_scale = noise_scale
         self._linears: FusedLinears | None = None
         self.optimizer: Any = None  # a FusedOptimizer, once the trainer has one
         self._norm: Tensor | None = None  # Trainer holds it as the norm of the step to come
@@ -137,18 +150,21 @@ class _FusedTail(TrainerCallback):
         if optimizer is self.optimizer:
             return
         _check_optimizer(self._trainer, optimizer)
+        if isinstance(optimizer, FusedOptimizer):
+            check_measured(optimizer, metrics=self._logged is not None, noise_scale=self._noise_scale)
         if self._linears is not None:
             self.optimizer.zero_grad()  # a training that ended inside a window has left it open
             self._linears.remove()
-        self.optimizer = optimizer if isinstance(optimizer, FusedOptimizer) else fuse(optimizer)
+        if not isinstance(optimizer, FusedOptimizer):
+            metrics = self._logged is not None and _logging_steps(self._trainer.args)
+            fuse(optimizer, metrics=metrics, noise_scale=self._noise_scale)
+        self.optimizer = optimizer
         if self._fuses_linears:
             self._linears = fuse_linears(self._trainer.model, self.optimizer)
 
-    def metrics(self) -> dict[str, float]:
-        """The optimizer's last metrics, if it measures them."""
-        meter = None if self.optimizer is None else self.optimizer.engine.meter
-        found = None if meter is None else meter.read()
-        return {} if found is None else {f"metrics/{name}": value for name, value in found.as_dict().items()}
+    def readings(self) -> dict[str, float]:
+        """For Trainer's log."""
+        return {} if self.optimizer is None else readings(self.optimizer, self._trainer.model, self._logged)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Hooks the accelerator: only now it is final (a search makes one per trial) and has prepared the optimizer."""
@@ -203,42 +219,32 @@ class _FusedTail(TrainerCallback):
 
 
 class _AuditedSteps(TrainerCallback):
-    """Watches the first steps of each training, and logs the report."""
+    """Watches the first steps of each training."""
 
     def __init__(self, trainer: Trainer, tail: _FusedTail) -> None:
         self._trainer, self._tail = trainer, tail
-        self._block: Any = None  # while steps are watched
-        self._report: AuditReport | None = None
-        self._left = 0
+        self._steps = FirstSteps()
 
     def train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Trainer's own, and the end of the audit, also after an exception."""
         try:
             return train(*args, **kwargs)
         finally:
-            self._end()
+            self._steps.end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Trainer begins again with smaller batches if memory runs out."""
-        self._end()
         model = self._trainer.model.train()  # as Trainer has it from the first micro-batch on
-        steps = args.gradient_accumulation_steps
-        self._block = audit_of.watch(model, self._tail.optimizer, gradient_accumulation_steps=steps)
-        self._report, self._left = self._block.__enter__(), _AUDITED_STEPS
+        self._steps.begin(model, self._tail.optimizer, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Counts the steps."""
-        self._left -= 1
-        if self._left == 0:
-            self._end()
+        self._steps.step()
 
-    def _end(self) -> None:
-        block, self._block = self._block, None
-        if block is None or self._report is None:
-            return
-        block.__exit__(*sys.exc_info())  # an exception that ends the training has cut a window short
-        level = logging.WARNING if self._report.causes else logging.INFO
-        logging.getLogger("accumfused").log(level, "%s", self._report)
+
+def _logging_steps(args: Any) -> bool | int:
+    """How many steps lie between two that are logged; True: it is not known, or not constant."""
+    return int(args.logging_steps) if args.logging_strategy == "steps" and args.logging_steps >= 1 else True
 
 
 def _unwrapped(optimizer: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumfused.drawing import figure
 from accumfused.formats.codecs import block_count
 from accumfused.formats.kinds import (
     MASTER,
@@ -106,16 +106,10 @@ class MemoryReport:
         Raises:
             ImportError: matplotlib does not load.
         """
-        try:
-            figure: Any = importlib.import_module("matplotlib.figure").Figure
-        except ImportError as error:
-            raise ImportError(
-                f"plot() draws with matplotlib, which does not load: {error}; pip install matplotlib"
-            ) from error
         bars = {name: memory for name, memory in self.formats.items() if memory.elements}
         if len(bars) > 1:
             bars["total"] = self.total
-        picture = figure(figsize=(8, 1.6 + 0.6 * len(bars)), layout="constrained")
+        picture = figure("plot", 8, 1.6 + 0.6 * len(bars))
         axes = picture.subplots()
         left = [0.0] * len(bars)
         for part, color in zip(PARTS, _COLORS, strict=True):

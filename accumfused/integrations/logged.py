@@ -1,0 +1,71 @@
+"""What an optimizer tells of its steps, under the names of training logs: `grad_norm/group0`, `noise_scale`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Literal
+
+import torch
+from torch.nn import Module
+
+from accumfused.optimizer import FusedOptimizer
+
+Logged = Literal["groups", "tensors"]
+
+
+def check_logged(logged: Logged | None) -> None:
+    """Raises a ValueError for another choice."""
+    if logged not in (None, "groups", "tensors"):
+        raise ValueError(f'metrics must be "groups", "tensors" or None, got {logged!r}')
+
+
+def check_measured(optimizer: FusedOptimizer, *, metrics: bool, noise_scale: bool) -> None:
+    """Raises a ValueError if the optimizer, made by the user, does not measure this."""
+    for name, is_asked in (("metrics", metrics), ("noise_scale", noise_scale)):
+        if is_asked and not getattr(optimizer.engine.settings, name):
+            raise ValueError(
+                f"{name} is asked for, but the optimizer of accumfused does not measure it; make it with {name}=True"
+            )
+
+
+def readings(optimizer: FusedOptimizer, model: Module, logged: Logged | None) -> dict[str, float]:
+    """The metrics of the last measured step, and the noise scale, as far as the optimizer measures them.
+
+    One copy from the device; none where nothing is measured.
+
+    Args:
+        model: names the parameters of an optimizer that has no names for them.
+        logged: "tensors": those of each tensor, too.
+    """
+    engine, names, parts = optimizer.engine, list[str](), list[torch.Tensor]()
+    found = None if engine.meter is None else engine.meter.read()
+    if found is not None:
+        names += _names(found.names, optimizer, model, logged == "tensors")
+        parts.append(found.values)
+    if engine.noise is not None:
+        with contextlib.suppress(RuntimeError):  # no window of two micro-batches was stepped yet
+            parts.append(optimizer.noise_scale().noise_scale.view(1))
+            names.append("noise_scale")
+    if not parts:
+        return {}
+    values = torch.cat([part.to(parts[0].device) for part in parts]).tolist()
+    return {name: value for name, value in zip(names, values, strict=True) if name}
+
+
+def _names(names: tuple[str, ...], optimizer: FusedOptimizer, model: Module, with_tensors: bool) -> list[str]:
+    """`grad_norm/layer.weight` for `layer.weight/grad_norm`; "" for those to leave out."""
+    groups = {f"group{index}" for index in range(len(optimizer.param_groups))}
+    of_each = {name.rpartition("/")[2] for name in names if "/" in name}
+    known: dict[str, str] = {}
+    if any("param_names" not in group for group in optimizer.param_groups):
+        of_model = {id(param): name for name, param in model.named_parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        known = {f"param{index}": of_model.get(id(param), f"param{index}") for index, param in enumerate(params)}
+    made = []
+    for name in names:
+        owner, _, column = name.rpartition("/")
+        if not owner:
+            made.append(f"{column}/all" if column in of_each else column)
+        else:
+            made.append(f"{column}/{known.get(owner, owner)}" if owner in groups or with_tensors else "")
+    return made
