@@ -1,19 +1,189 @@
-"""Windows in Lightning's automatic optimization: exact means of unequal micro-batches, the Trainer's clip in the step.
+"""accumfused under Lightning: a Trainer whose optimizers are fused, measured, audited; and a mixin for exact windows.
 
-A mixin overrides three public hooks. It imports neither `lightning` nor `pytorch_lightning`, so it works with both.
+`fuse_trainer` adds a callback. The mixin overrides three public hooks, and moves the Trainer's clip into the step. Both
+import neither `lightning` nor `pytorch_lightning`, so they work with both.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.nn import Module, Parameter
 
 from accumfused.batch_norm import check_model
+from accumfused.integrations.audited import FirstSteps
+from accumfused.integrations.logged import Logged, check_logged, check_measured, readings
+from accumfused.loop.fusing import fuse
 from accumfused.optimizer import FusedOptimizer
 
 OLDEST = 2  # major version; older optimizer_step() and backward() take other arguments
+PACKAGES = ("lightning", "pytorch_lightning")
+
+AnyTrainer = TypeVar("AnyTrainer")
+
+
+def fuse_trainer(
+    trainer: AnyTrainer, *, audit: bool = False, metrics: Logged | None = None, noise_scale: bool = False
+) -> AnyTrainer:
+    """Makes a Lightning Trainer clip and step with accumfused, and log what it measures; call it before `fit()`.
+
+    torch's optimizers of `configure_optimizers` are fused in place; those of accumfused keep their settings. Windows
+    stay Lightning's own: `FusedAccumulation` makes them exact. Numbers go to the Trainer's loggers when Lightning logs,
+    every `log_every_n_steps`; with several optimizers their names begin with `optimizer0/`, `optimizer1/`...
+
+    Args:
+        trainer: the trainer, of `lightning` or `pytorch_lightning`. It gets a callback.
+        audit: whether the first four steps of each training are watched, see `accumfused.audit`. The report goes to
+            the log "accumfused": as a warning if it names a cause, else as information. The forward pass of the audit
+            is `training_step`. It needs automatic optimization.
+        metrics: measures the steps that Lightning logs, and logs `optimizer.metrics()` there: "groups" as
+            `grad_norm/all`, `grad_norm/group0`..., "tensors" also as `grad_norm/layer.weight`. An optimizer of
+            accumfused measures what it was made to; its groups are logged with None, too.
+        noise_scale: measures the gradient noise scale, and logs it as `noise_scale`. It needs windows that the
+            optimizer accumulates: `FusedAccumulation`, or manual optimization.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        TypeError: `trainer` is no Trainer of Lightning; in `fit()`: the optimizer cannot be fused.
+        RuntimeError: the trainer is fused already; in `fit()`: `audit` in manual optimization.
+        ValueError: `metrics` is another word; in `fit()`: an optimizer of accumfused does not measure what is asked.
+    """
+    package = next((_package(base) for base in type(trainer).__mro__ if base.__name__ == "Trainer"), "")
+    if package not in PACKAGES:
+        raise TypeError(f"fuse_trainer() takes a Trainer of Lightning, got {type(trainer).__name__}")
+    given: Any = trainer
+    if any(isinstance(callback, _FusedSteps) for callback in given.callbacks):
+        raise RuntimeError("fuse_trainer() was called on this trainer before; once is enough")
+    check_logged(metrics)
+    given.callbacks.insert(0, _callback(package, audit, metrics, noise_scale))
+    return trainer
+
+
+class _FusedSteps:
+    """A callback, once a package's `Callback` is its other base: fuses, audits and logs."""
+
+    def __init__(self, package: str, audit: bool, metrics: Logged | None, noise_scale: bool) -> None:
+        self._given = package, audit, metrics, noise_scale
+        self._audited = _AuditedSteps() if audit else None
+        self._logged = metrics
+        self._noise_scale = noise_scale
+        self._steps = 0
+
+    def __reduce__(self) -> Any:
+        """For launchers that pickle the trainer, because the class has no name in this module."""
+        return _callback, self._given
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Fuses: the optimizers are made, and not restored from a checkpoint yet."""
+        if self._audited is not None and not pl_module.automatic_optimization:
+            raise RuntimeError(
+                "fuse_trainer(audit=True) takes a training_step for a micro-batch, and in manual optimization it is "
+                "what you make of it; put `with accumfused.audit.watch(model, optimizer)` around your loop"
+            )
+        stock = [optimizer for optimizer in trainer.optimizers if not isinstance(optimizer, FusedOptimizer)]
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, FusedOptimizer):
+                check_measured(optimizer, metrics=self._logged is not None, noise_scale=self._noise_scale)
+        for optimizer in stock:
+            metrics = self._logged is not None and max(1, trainer.log_every_n_steps)
+            fuse(optimizer, metrics=metrics, noise_scale=self._noise_scale)
+        if stock:
+            trainer.optimizers = trainer.optimizers  # Lightning's wrappers are of the optimizers' classes
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begins the audit."""
+        self._steps = trainer.global_step
+        if self._audited is not None:
+            self._audited.attach(pl_module, trainer.optimizers[0], trainer.accumulate_grad_batches)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Logs, and counts the steps of the audit."""
+        stepped, self._steps = trainer.global_step > self._steps, trainer.global_step
+        if stepped and self._audited is not None:
+            self._audited.step()
+        # As Lightning decides it for its own logs and callbacks; nothing public tells.
+        logged = trainer.fit_loop.epoch_loop._batches_that_stepped
+        is_due = trainer.log_every_n_steps and (logged + 1) % trainer.log_every_n_steps == 0
+        if not (is_due or trainer.should_stop) or (pl_module.automatic_optimization and not stepped):
+            return
+        if not trainer.loggers or not trainer.is_global_zero:
+            return
+        found: dict[str, float] = {}
+        for index, optimizer in enumerate(trainer.optimizers):
+            prefix = f"optimizer{index}/" if len(trainer.optimizers) > 1 else ""
+            own = readings(optimizer, pl_module, self._logged)
+            found |= {f"{prefix}{name}": value for name, value in own.items()}
+        for logger in trainer.loggers if found else ():
+            logger.log_metrics(found, step=logged)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Ends the audit."""
+        if self._audited is not None:
+            self._audited.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Ends the audit, too."""
+        self.on_train_end(trainer, pl_module)
+
+
+@functools.cache
+def _class_of(package: str) -> Any:
+    return type("FusedSteps", (_FusedSteps, sys.modules[package].Callback), {})
+
+
+def _callback(package: str, *given: Any) -> Any:
+    return _class_of(package)(package, *given)
+
+
+class _AuditedSteps(FirstSteps):
+    """Watches `training_step`, for Lightning does not call `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._attached: Any = None  # the module whose training_step goes through a hook
+        self._own: Any = None  # what stood there: a compiled one
+
+    def attach(self, pl_module: Any, optimizer: FusedOptimizer, micro_batches: int) -> None:
+        """Begins to watch."""
+        step = _TrainingStep(pl_module)
+        self.begin(step, optimizer, micro_batches)
+        self._attached, self._own = pl_module, vars(pl_module).get("training_step")
+        pl_module.training_step = lambda *args, **kwargs: step(*args, **kwargs)
+
+    def end(self) -> None:
+        super().end()
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            del attached.training_step
+            vars(attached).update({} if self._own is None else {"training_step": self._own})
+
+
+class _TrainingStep(Module):
+    """`training_step` as the forward pass of a module, which an audit hooks, and copies for its probe."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy is in no training: it logs nothing, and Lightning would warn of that."""
+        made = _TrainingStep(copy.deepcopy(self.inner, memo))
+        made.inner.log = made.inner.log_dict = lambda *args, **kwargs: None
+        return made
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.inner).training_step(self.inner, *args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
+        """As the module itself names them."""
+        yield from self.inner.named_parameters(*args, **kwargs)
 
 
 class FusedAccumulation:
@@ -120,11 +290,15 @@ class FusedAccumulation:
         return optimizer
 
 
+def _package(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
+
+
 def _check_bases(cls: type) -> None:
     """Refuses bases under which Lightning would never call these hooks, or with other arguments."""
     for position, base in enumerate(cls.__mro__):
-        package = base.__module__.partition(".")[0]
-        if base.__name__ != "LightningModule" or package not in ("lightning", "pytorch_lightning"):
+        package = _package(base)
+        if base.__name__ != "LightningModule" or package not in PACKAGES:
             continue
         if position < cls.__mro__.index(FusedAccumulation):
             raise TypeError(
