@@ -19,6 +19,7 @@ _MOST_TERMS = 64
 _LOSSES = "Nll", "Mse", "Smooth", "Huber", "BinaryCross", "KlDiv", "SoftMargin", "MultiMargin", "MultilabelMargin"
 _SAME_VALUE = (
     "ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias", "Contiguous", "Expand",
+    "_DDPSink",
 )  # fmt: skip
 
 
@@ -53,8 +54,10 @@ def terms_of(loss: Tensor, size: int) -> list[Term]:
     waiting: list[tuple[Any, int, list[float], list[float]]] = [(loss.grad_fn, loss.output_nr, [], [])]
     while waiting and len(found) < _MOST_TERMS:
         node, number, factors, scales = waiting.pop(0)
-        children = [child for child in node.next_functions if child[0] is not None]
-        kind = _kind(node)
+        kind, edges = _kind(node), node.next_functions
+        if kind == "_DDPSink":  # DDP passes all outputs through one node
+            edges = edges[number : number + 1]
+        children = [child for child in edges if child[0] is not None]
         factor = _factor(node, kind, len(children))
         if kind in ("Add", "Sub") and len(children) == 2:
             second = getattr(node, "_saved_alpha", 1) * (1.0 if kind == "Add" else -1.0)
