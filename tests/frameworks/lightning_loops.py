@@ -14,7 +14,7 @@ lightning = pytest.importorskip("lightning", minversion="2.4")
 
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
-from accumfused.integrations.lightning import FusedAccumulation  # noqa: E402
+from accumfused.integrations.lightning import FusedAccumulation, fuse_trainer  # noqa: E402
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 # Lightning's own: a small loader needs no workers, a small network no GPU; Lightning calls what torch 2.13 has
@@ -63,10 +63,14 @@ def precision(name: str, init_scale: float = 2.0**10) -> dict[str, Any]:
     return {"plugins": MixedPrecision("16-mixed", "cpu", scaler=scaler)}
 
 
+FUSES = ("audit", "metrics", "noise_scale")  # arguments of fuse_trainer; the others are the Trainer's
+
+
 def fit(
     model: Any, data: list[Batch] | None = None, *, ckpt_path: Any = None, package: Any = lightning, **settings: Any
 ) -> Any:
-    """Trains in silence; one epoch over `data` unless told otherwise."""
+    """Trains in silence; one epoch over `data` unless told otherwise. With FUSES the trainer is fused."""
+    fuses = {name: settings.pop(name) for name in FUSES if name in settings}
     settings = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "logger": False, **settings}
     settings |= {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     loader = torch.utils.data.DataLoader(data or batches(), batch_size=None, num_workers=0)
@@ -74,5 +78,7 @@ def fit(
         for text in QUIET:
             warnings.filterwarnings("ignore", text)
         trainer = package.Trainer(**settings)
+        if fuses:
+            fuse_trainer(trainer, **fuses)
         trainer.fit(model, loader, ckpt_path=ckpt_path)
     return trainer

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from inside import attached
-from lightning_loops import Stock, Weighted, fit, lightning
-from regression import K
+from lightning_loops import Stock, Weighted, fit
+from regression import Batch, K
+from torch import Tensor
 from trainers import MeanOfEachMicroBatch, fuse_trainer, language_model, make, sum_over_tokens, transformers
 
 import accumfused as af
+from accumfused.auditing.causes import CAUSES
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
@@ -72,22 +76,63 @@ def test_an_exception_in_an_audited_training_passes_and_leaves_no_hook(
     assert caplog.records[-1].message.startswith("The update is that of the large batch.")
 
 
-class Watching(lightning.Callback):
-    """Watches a training from its beginning to its end."""
+class Logging(Stock):
+    """Logs in its training step, as most modules do."""
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.block = af.audit.watch(module.net, module.optimizers().optimizer, gradient_accumulation_steps=K)
-        self.report = self.block.__enter__()
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.block.__exit__(None, None, None)
+
+class LoggingAndWeighted(Weighted, Logging):
+    """Both."""
 
 
 @pytest.mark.parametrize(
-    ("module", "names"),
-    [(Stock, ["mean_of_means", "remainder_under_weighted"]), (Weighted, [])],
+    ("kind", "causes"), [(Logging, ["mean_of_means", "remainder_under_weighted"]), (LoggingAndWeighted, [])]
 )
-def test_lightning_weighs_micro_batches_alike_and_the_mixin_samples(module: Any, names: list[str]) -> None:
-    watching = Watching()
-    fit(module(), callbacks=[watching], accumulate_grad_batches=K)
-    assert watching.report.names == names
+def test_lightning_weighs_micro_batches_alike_and_the_mixin_samples(
+    caplog: pytest.LogCaptureFixture, kind: Any, causes: list[str]
+) -> None:
+    caplog.set_level(logging.INFO, "accumfused")
+    module, plain = kind(), kind()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*`self.log\\(\\)`.*")  # of the probe's copy, which is in no training
+        trainer = fit(module, audit=True, max_epochs=2, accumulate_grad_batches=K)
+    (record,) = (each for each in caplog.records if each.name == "accumfused")
+    assert [cause for cause in CAUSES if f"\n{cause} (" in record.message] == causes
+    assert record.message.startswith(f"The update is {'NOT ' if causes else ''}that of the large batch.")
+    assert (record.levelno == logging.WARNING) == bool(causes)
+    assert "net.0.weight" in record.message
+    assert "\n4 " in record.message
+    assert "\n5 " not in record.message
+    fit(plain, max_epochs=2, accumulate_grad_batches=K)
+    assert all(map(torch.equal, module.parameters(), plain.parameters()))
+    assert "training_step" not in vars(module)
+    assert sum(attached(module, *trainer.optimizers, *module.parameters())) == 0
+
+
+def test_an_exception_in_an_audited_lightning_training_passes_and_leaves_no_hook(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(Weighted):
+        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+            if batch_idx == K:
+                raise KeyError("data")
+
+    caplog.set_level(logging.INFO, "accumfused")
+    module = Broken()
+    module.training_step = own = module.training_step  # as a compiled module has one
+    with pytest.raises(KeyError, match="data"):
+        fit(module, audit=True, accumulate_grad_batches=K)
+    assert vars(module)["training_step"] is own
+    assert sum(attached(module, *module.parameters())) == 0
+    assert caplog.records[-1].message.startswith("The update is that of the large batch.")
+
+
+def test_manual_optimization_is_not_audited() -> None:
+    module = Stock()
+    module.automatic_optimization = False
+    with pytest.raises(RuntimeError, match=r"put `with accumfused\.audit\.watch\(model, optimizer\)` around your loop"):
+        fit(module, audit=True)

@@ -299,7 +299,8 @@ def test_other_engines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     refuses(trainer, ValueError, f"distributed type {kind}.*use one process or DDP")
     monkeypatch.undo()
     monkeypatch.setattr(type(trainer.args), "n_gpu", 2)
-    refuses(trainer, ValueError, "needs one process with one device", linears=True)
+    for name in ("linears", "noise_scale"):
+        refuses(trainer, ValueError, rf"{name}=True\) needs one process with one device", **{name: True})
 
 
 def test_an_old_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,13 +336,3 @@ def test_a_policy_of_the_optimizer_stays_where_trainer_clips_nothing(tmp_path: P
     optimizer = next(each for each in (trainer.optimizer, trainer.optimizer.optimizer) if hasattr(each, "engine"))
     assert optimizer.max_grad_norm is None
     assert optimizer.engine.outcome.coefficients is not None
-
-
-def test_metrics_are_in_the_logs(tmp_path: Path) -> None:
-    def measuring(params: Any) -> torch.optim.Optimizer:
-        return af.AdamW(params, lr=1e-2, eps=EPS, metrics=True)
-
-    ours = trained(fuse_trainer(make(tmp_path, optimizer_of=measuring)))
-    for entry in history(ours):
-        assert entry["metrics/grad_norm"] == pytest.approx(entry["grad_norm"], rel=1e-6)
-        assert entry["metrics/update_norm"] > 0
