@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from text_noise import Noise
 from text_question import Answers
 from text_watch import Stopwatch
 
@@ -78,6 +80,7 @@ class Result:
     clocks: dict[str, Stopwatch]
     peak_bytes: dict[str, int]  # of gradients and accumulators
     parameter_differences: list[float]  # the largest, after each update
+    noise: Noise | None = None  # of accumfused's model, at the end
 
     def final_loss(self, run: str) -> float:
         return mean(update.loss for update in self.updates[run][-FINAL_UPDATES:])
@@ -167,7 +170,8 @@ def print_result(console: Console, result: Result) -> None:
         "accumulators until folded.\n",
         style="dim",
     )
-    console.print("\n".join([said_of_losses(result), *said_of_times(result)]), highlight=False, soft_wrap=True)
+    said = [said_of_losses(result), *said_of_times(result), *([result.noise.in_words()] if result.noise else [])]
+    console.print("\n".join(said), highlight=False, soft_wrap=True)
 
 
 def said_of_losses(result: Result) -> str:
@@ -189,20 +193,22 @@ def said_of_times(result: Result) -> list[str]:
 
 
 def draw(result: Result, output: Path) -> None:
-    """Both loss curves, how far apart they are, and the tail's time by part."""
+    """Both loss curves, how far apart they are, the tail's time by part, and what a larger window brings."""
     figure = picture(result)
     figure.savefig(output, dpi=150)
 
 
 def picture(result: Result) -> Figure:
-    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure = Figure(figsize=(11, 7.2), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr,call-arg]
-    grid = figure.add_gridspec(2, 2, height_ratios=(3, 1), width_ratios=(6, 5))
+    grid = figure.add_gridspec(3, 2, height_ratios=(3, 1, 2), width_ratios=(6, 5))
     losses = figure.add_subplot(grid[0, 0])
     difference = figure.add_subplot(grid[1, 0], sharex=losses)
-    tail = figure.add_subplot(grid[:, 1])
+    tail = figure.add_subplot(grid[:2, 1])
     _draw_losses(result, losses, difference)
     _draw_tail(result, tail)
+    if result.noise is not None:
+        _draw_noise(result.noise, figure.add_subplot(grid[2, :]))
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -264,3 +270,28 @@ def _draw_tail(result: Result, tail: Axes) -> None:
         xticklabels=names.values(),
     )
     tail.set_ylim(0, top)
+
+
+def _draw_noise(noise: Noise, axes: Axes) -> None:
+    """Updates and samples that windows of any length need; both are twice the fewest at the noise scale."""
+    axes.set_title(noise.in_words().capitalize(), loc="left", fontsize=10)
+    if not math.isfinite(noise.tokens):
+        axes.set_axis_off()
+        return
+    end = 4 * max(noise.micro_batches, noise.window)
+    lengths = [end ** (step / 100) for step in range(101)]
+    curves = {"updates": (noise.updates, "#0072b2"), "samples": (noise.samples, "#d55e00")}
+    for name, (needed, color) in curves.items():
+        axes.plot(lengths, [needed(length) for length in lengths], color=color, label=f"{name} needed")
+    marks = {"this training": noise.window, "noise scale": noise.micro_batches}
+    for name, length in marks.items():
+        axes.axvline(length, color="0.6", linestyle=":", linewidth=1)
+        axes.annotate(
+            f"{name}, N = {length:.0f}", (length, 1), xycoords=("data", "axes fraction"), xytext=(3, -2),
+            textcoords="offset points", fontsize=8, color="0.3", va="top", rotation=90 * (name != "this training"),
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(*([2**n for n in range(int(math.log2(end)) + 1)],) * 2)
+    axes.minorticks_off()
+    axes.set(xlabel="N, micro-batches in a window", ylabel="times the fewest", xlim=(1, end), ylim=(0, 8))
+    axes.legend(frameon=False, loc="upper right")

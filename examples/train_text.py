@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from text_data import Batch, collate, paragraphs
 from text_model import GPT
+from text_noise import noise_of
 from text_question import one_batch_or_four
 from text_report import Result, Update, draw, print_question, print_result
 from text_watch import MemoryWatch, Stopwatch, Watch
@@ -32,7 +33,8 @@ import accumfused as af
 LONGEST_SAMPLE = 128
 MICRO_BATCH_SIZE = 4
 GRADIENT_ACCUMULATION_STEPS = 4
-QUICK_UPDATES = 6
+UPDATES, QUICK_UPDATES = 69, 6
+NOISE_MICRO_BATCHES, QUICK_NOISE_MICRO_BATCHES = 48, 8  # as long as six updates of both runs
 MAX_GRAD_NORM = 1.0
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -108,17 +110,19 @@ def cosine_with_warmup(updates: int) -> Schedule:
 RECIPES = {"accumfused": train_with_accumfused, "stock": train_with_stock}
 
 
-def compare(updates: int, seed: int) -> Result:
-    """Trains two copies of one model, one with each recipe, in turn, update by update."""
+def compare(updates: int, seed: int, noise_micro_batches: int) -> Result:
+    """Trains two copies of one model, one with each recipe, in turn, update by update; then measures the noise."""
     torch.manual_seed(seed)
     initial = GPT(LONGEST_SAMPLE)
     samples = paragraphs(LONGEST_SAMPLE)
 
+    def shuffled(seed: int) -> DataLoader[Batch]:
+        shuffle = torch.Generator().manual_seed(seed)
+        return DataLoader(samples, MICRO_BATCH_SIZE, shuffle=True, collate_fn=collate, generator=shuffle)
+
     def start(recipe: str, watch: Watch) -> tuple[GPT, Iterator[Update]]:
         model = copy.deepcopy(initial)
-        shuffle = torch.Generator().manual_seed(seed)
-        loader = DataLoader(samples, MICRO_BATCH_SIZE, shuffle=True, collate_fn=collate, generator=shuffle)
-        return model, RECIPES[recipe](model, loader, cosine_with_warmup(updates), watch)
+        return model, RECIPES[recipe](model, shuffled(seed), cosine_with_warmup(updates), watch)
 
     memory = {recipe: MemoryWatch() for recipe in RECIPES}
     for recipe in RECIPES:
@@ -140,6 +144,8 @@ def compare(updates: int, seed: int) -> Result:
                 clocks[recipe].end_update()
             result.parameter_differences.append(largest_difference(*models.values()))
             progress.update(task, advance=1, description=f"loss {result.updates['accumfused'][-1].loss:.3f}")
+    loader = shuffled(seed + 1)  # in another order: the true gradient is that of all samples
+    result.noise = noise_of(models["accumfused"], loader, noise_micro_batches, GRADIENT_ACCUMULATION_STEPS)
     return result
 
 
@@ -160,7 +166,7 @@ def positive(text: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--updates", type=positive, default=75, help="of each run (default: %(default)s)")
+    parser.add_argument("--updates", type=positive, default=UPDATES, help="of each run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="(default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("train_text.png"), help="picture (default: %(default)s)")
@@ -173,7 +179,8 @@ def main() -> int:
     console = Console()
     answers = one_batch_or_four(paragraphs(LONGEST_SAMPLE), args.seed)
     print_question(console, answers)
-    result = compare(QUICK_UPDATES if args.quick else args.updates, args.seed)
+    updates = QUICK_UPDATES if args.quick else args.updates
+    result = compare(updates, args.seed, QUICK_NOISE_MICRO_BATCHES if args.quick else NOISE_MICRO_BATCHES)
     print_result(console, result)
     draw(result, args.output)
     console.print(f"The picture is {args.output}.")
