@@ -43,7 +43,9 @@ class Measures:
         - the true gradient changes little within the windows that the mean holds;
         - a parameter's gradient of a micro-batch comes in one piece.
 
-        Windows of one micro-batch do not enter, nor do skipped steps. The means are not in checkpoints.
+        Windows of one micro-batch do not enter, nor do skipped steps. Processes that add up their windows have one
+        estimate, from the micro-batches of all. Where gradients are means over processes before they are folded, a
+        micro-batch is that of all processes together.
 
         Returns:
             Tensors on the device; to read one waits for it.

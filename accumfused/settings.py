@@ -75,7 +75,7 @@ class Settings:
         reduce_dtype: the dtype in which gradients travel in process_group: torch.float32, torch.bfloat16 (which also
             adds them up in bf16), or None: the dtype of the accumulators.
         noise_scale: True measures the gradient noise scale in windows, for `optimizer.noise_scale()`. A number > 0 and
-            < 1 is the decay of its means, for each window, in place of 0.99. Processes cannot share windows then.
+            < 1 is the decay of its means, for each window, in place of 0.99. The same in all processes.
         metrics: True measures every step for `optimizer.metrics()`: norms of gradients, parameters and updates. A whole
             number n measures every n-th step.
     """
@@ -124,11 +124,6 @@ class Settings:
         every = self.metrics
         if not isinstance(every, int) or every < 0:
             raise ValueError(f"metrics must be True, False, or every how many steps (a whole number), got {every!r}")
-        if decay and (self.process_group is not None or self.grads_are_reduced):
-            raise ValueError(
-                "noise_scale compares micro-batches of one process, and these gradients are those of several; leave "
-                "process_group and grads_are_reduced out, or noise_scale"
-            )
 
     def _check_formats(self) -> None:
         masters = get_args(MasterWeights)

@@ -249,7 +249,7 @@ class Engine:
             self.release.end(weight, in_loss=in_loss)
         self.window.begin(plan, grads, weight)
         if self.noise is not None:
-            self.noise.check(plan)
+            self.noise.check(prepared.exchange, weight)
         return prepared, grads, present
 
     def check_total(self, prepared: Prepared, weight: Number | None) -> None:
@@ -266,9 +266,16 @@ class Engine:
         prepared, grads, present = self.begin(weight, in_loss=in_loss, rows=rows)
         window, plan, exchange, ends = self.window, prepared.plan, prepared.exchange, rows is None
         empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
-        # (Without synchronization, fully_shard keeps gradients in the module, and delivers their sum later.)
-        if not present and not empty and not window.entered and not (in_loss and plan.is_spread):
-            raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
+        if not present and not empty and not window.entered:
+            if not (in_loss and plan.is_spread):
+                raise RuntimeError(
+                    "there is no new gradient to accumulate; call loss.backward() before each accumulate()"
+                )
+            if self.noise is not None:  # without synchronization, fully_shard keeps gradients in the module
+                raise RuntimeError(
+                    "fully_shard keeps the gradients of this micro-batch, and delivers them in a sum with others, "
+                    "which tells no noise; call set_requires_gradient_sync(True) for each, or leave noise_scale= out"
+                )
         if last:
             self.check_total(prepared, weight)
         if last and ends and window.is_open:
@@ -284,8 +291,10 @@ class Engine:
                 self._agree(prepared, matched, last=True)
             window.fold(plan, prepared.backend, matched, present == len(grads), last=closes, ends=ends)
         if last and ends:
-            self._add_up(prepared)
+            self._add_up(prepared, closes=True)
             window.expose()
+            if self.noise is not None:
+                self.noise.close(prepared.backend, plan, window)
         if not self.plans.owner.state and window.is_open:
             # torch.distributed.checkpoint makes a missing optimizer state by a step of its own, with zeros in p.grad.
             # An open window refuses that step, and the learning rate of 0 that it sets would stay.
@@ -307,13 +316,15 @@ class Engine:
         if agreed is not None:
             window.agree(prepared.plan, *agreed)
 
-    def _add_up(self, prepared: Prepared) -> None:
-        """Adds up the accumulators of all processes."""
+    def _add_up(self, prepared: Prepared, *, closes: bool = False) -> None:
+        """Adds up the accumulators of all processes, and what the noise scale counts; `closes`: they are divided."""
         window = self.window
         if not prepared.exchange.adds_up or window.phase is Phase.SEALED:
             return
+        plan, sums = prepared.plan, window.sums
         try:
-            prepared.exchange.add_up(window.sums.arena.memory_of(prepared.plan, window.sums.accumulators))
+            numbers = [] if self.noise is None else self.noise.count(prepared.backend, plan, window, closes=closes)
+            prepared.exchange.add_up([*numbers, *sums.arena.memory_of(plan, sums.accumulators)])
         except BaseException:
             window.drop()  # some are added up, some are not
             raise
@@ -365,7 +376,7 @@ class Engine:
         if meter is not None and partials is not None:
             meter.begin(plan, groups, partials, scaling, outcome)
         if self.noise is not None:
-            self.noise.see(prepared.backend, plan, window, matched, scaling)
+            self.noise.see(prepared.backend, plan, prepared.exchange, window, scaling)
         return Measured(prepared, grads, matched, complete, outcome)
 
     def refuse_live(self, present: int) -> None:

@@ -6,6 +6,9 @@ al. 2018 (arXiv:1812.06162), appendix A.1; for micro-batches of unequal weights 
     G = sum(w g) / W                                       a window's gradient
     signal = (N |G|^2 - sum(w |g|^2) / W) / (N - 1)        its mean is the squared norm of the true gradient
     noise = (sum(w |g|^2) - W |G|^2) / (N - 1)             its mean is the trace of the covariance, of weight 1
+
+Where processes add up their windows, the sums go over the micro-batches of all of them: three numbers of each process
+travel with its accumulators. Where gradients are means over processes before they are folded, g is such a mean.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accumfused.core import graphs
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Number, Scaling
-from accumfused.core.rows import Grads
+from accumfused.core.protocol import Backend, Exchange, Number, Scaling, moved
+from accumfused.core.weights import Weights
 from accumfused.core.window import Phase, Window
 
 
@@ -27,7 +31,8 @@ class NoiseEstimate:
 
     Attributes:
         noise_scale: `noise / signal`: the batch at which noise and gradient are equally large. In the unit of the
-            windows' weights (samples or tokens, say); without weights in micro-batches. inf: no signal was found.
+            windows' weights (samples or tokens, say); without weights in micro-batches, as they are folded. inf: no
+            signal was found.
         signal: the squared norm of the true gradient.
         noise: the trace of the covariance of the gradient of one unit of weight.
         windows: how many windows have entered.
@@ -47,53 +52,75 @@ class Noise:
     """
 
     def __init__(self, decay: float) -> None:
+        self.means: Tensor | None = None  # fp64 [signal, noise, the weight of both, windows]; see saving/history.py
         self._decay = decay
-        self._means: Tensor | None = None  # fp64, [signal, noise, the weights of both, windows]
         self._sample: tuple[Tensor, Tensor] | None = None  # signal and noise of the window whose step is to come
 
-    def check(self, plan: Plan) -> None:
-        """Refuses gradients that are not those of one process's micro-batches.
+    def check(self, exchange: Exchange, weight: Number | None) -> None:
+        """Refuses gradients that are means over processes, with a weight: each process knows its own weight only.
 
         Raises:
-            RuntimeError: parameters are shards.
+            RuntimeError: weights of such gradients.
         """
-        if plan.is_spread:
-            raise RuntimeError("parameters are DTensors, whose gradients are of all processes; leave noise_scale= out")
+        if weight is not None and exchange.has_means:
+            raise RuntimeError(
+                "the noise scale needs the weight of a micro-batch, and its gradients are means over processes, each "
+                "with a weight of its own; leave the weights out (micro-batches of one size), or noise_scale="
+            )
 
-    def see(self, backend: Backend, plan: Plan, window: Window, grads: Grads, scaling: Scaling) -> None:
-        """Takes a sample from a window that is complete, and whose norm is taken.
+    def count(self, backend: Backend, plan: Plan, window: Window, *, closes: bool) -> list[Tensor]:
+        """Begins the numbers that processes add up beside their accumulators.
 
         Args:
-            grads: the window's sums, as kernels read them.
+            closes: the accumulators are divided by the weights already.
+        """
+        sums = window.sums
+        if sums.squares is None:
+            return []
+        own = Exchange().sums_of_squares(backend, plan, [sums.squares])[0]
+        sums.counted = _numbers(own, window.weights, is_divided=closes)
+        return [sums.counted]
+
+    def close(self, backend: Backend, plan: Plan, window: Window) -> None:
+        """Takes what the sums of a closed window lack, before others change `p.grad`."""
+        sums = window.sums
+        stale = None if sums.squares is None else sums.stale(plan.match(sums.accumulators))
+        if stale is not None and (sums.counted is not None or window.weights.count > 1):
+            backend.norm(plan, stale, sums.partials, Scaling(plan.device))
+            sums.is_measured = [True] * len(stale)
+
+    def see(self, backend: Backend, plan: Plan, exchange: Exchange, window: Window, scaling: Scaling) -> None:
+        """Takes a sample from a window that is complete, and whose sums are measured.
+
+        Args:
             scaling: has the divisors of the step, those of an open window's weights among them.
         """
         self._sample = None
         sums, weights = window.sums, window.weights
-        if window.phase is Phase.IDLE or sums.squares is None or weights.count < 2:
+        if window.phase is Phase.IDLE or sums.squares is None or (sums.counted is None and weights.count < 2):
             return
-        if window.phase is Phase.CLOSED:
-            stale = sums.stale(grads)
-            if stale is not None:
-                backend.norm(plan, stale, sums.partials, Scaling(plan.device))
-        bounds = torch.arange(3, device=plan.device) * plan.chunks
-        own, whole = backend.segment_norms(plan, torch.cat([sums.squares, sums.partials]), bounds).unbind()
+        if sums.counted is None:
+            own, whole = exchange.sums_of_squares(backend, plan, [sums.squares, sums.partials]).unbind()
+            numbers = _numbers(own, weights, is_divided=window.phase is Phase.CLOSED)
+        else:
+            numbers, whole = sums.counted, exchange.sums_of_squares(backend, plan, [sums.partials])[0]
+        own, parts, total = numbers.unbind()
         divisor: Number = scaling.normalization
         if scaling.device_normalization is not None:
             divisor = divisor * scaling.device_normalization
-        total = weights.total if weights.is_weighted else weights.parts
         own = own * total / (divisor * divisor)
-        if window.phase is Phase.CLOSED and weights.is_weighted:
-            own = own / (total * total)
-        whole, rest = whole / (divisor * divisor), weights.parts - 1
-        self._sample = (weights.parts * whole - own) / rest, (own - whole) * total * weights.unit / rest
+        whole, rest = whole / (divisor * divisor), parts - 1
+        self._sample = (parts * whole - own) / rest, (own - whole) * total * weights.unit / rest
+        if self.means is None or self.means.device != whole.device:
+            graphs.refuse_new_tensors({whole.device})
+            self.means = whole.new_zeros(4) if self.means is None else moved(self.means, whole.device)
 
     def take(self, skipped: Tensor) -> None:
         """Adds the sample to the means, unless the step was skipped or the sample is not finite."""
-        if self._sample is None:
+        if self._sample is None or self.means is None:
             return
         sample, self._sample = torch.stack(self._sample), None
-        self._means = sample.new_zeros(4) if self._means is None else self._means.to(sample.device)
-        known, rest = self._means, 1.0 - self._decay
+        known, rest = self.means, 1.0 - self._decay
         means = torch.cat([sample, torch.ones_like(sample[:1])])
         made = torch.cat([known[:3] * self._decay + means * rest, known[3:] + 1.0])
         is_good = sample.isfinite().all() & ~skipped.to(sample.device)
@@ -105,11 +132,22 @@ class Noise:
         Raises:
             RuntimeError: no window of two or more micro-batches has been stepped.
         """
-        if self._means is None:
+        if self.means is None:
             raise RuntimeError(
                 "no window of two or more micro-batches was stepped yet, so there is no noise scale; call it after "
                 "accumulate(), accumulate(), step(). (A window that was resumed from a checkpoint does not count)"
             )
-        signal, noise = (self._means[:2] / self._means[2]).unbind()
+        signal, noise = (self.means[:2] / self.means[2]).unbind()
         ratio = torch.where(signal > 0, noise / signal, torch.inf)
-        return NoiseEstimate(ratio, signal, noise, self._means[3].clone())
+        return NoiseEstimate(ratio, signal, noise, self.means[3].clone())
+
+
+def _numbers(own: Tensor, weights: Weights, *, is_divided: bool) -> Tensor:
+    """A window's weighted sum of squares, number of micro-batches, and weight: fp64 [3], which processes add up."""
+    numbers = own.new_zeros(3)
+    total = weights.total if weights.is_weighted else weights.parts
+    for place, number in zip(numbers.unbind(), (own, weights.parts, total), strict=True):
+        place.add_(number)  # not assigned: to assign a number would wait for a GPU
+    if is_divided:
+        numbers[0].mul_(weights.closing_scale).mul_(weights.closing_scale)
+    return numbers

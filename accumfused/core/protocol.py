@@ -201,7 +201,7 @@ class Exchange:
         return None
 
     def add_up(self, flats: Iterable[Tensor]) -> None:
-        """Replaces flat tensors by their sums over all processes."""
+        """Replaces flat tensors, fp32 accumulators or fp64 numbers, by their sums over all processes."""
 
     def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
         """The sum of weights that a checkpoint of an open window holds."""
@@ -216,6 +216,11 @@ class Exchange:
     def segment_norms(self, backend: Backend, plan: Plan, partials: Tensor, segments: Segments) -> Tensor:
         """`Backend.segment_norms`, over all shards of the parameters."""
         return backend.segment_norms(plan, partials, segments.bounds)
+
+    def sums_of_squares(self, backend: Backend, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
+        """The sum of each of these lists of chunks' sums, over all shards of the parameters: fp64 [lists]."""
+        bounds = torch.arange(len(partials) + 1, device=plan.device) * plan.chunks
+        return backend.segment_norms(plan, torch.cat(list(partials)), bounds)
 
 
 class Owner(Protocol):

@@ -28,6 +28,7 @@ class Sums:
         self.partials = torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)  # sums of squares, per chunk
         # Those of each micro-batch's own gradient: see protocol.Squares. None: nobody asks for them.
         self.squares = torch.zeros_like(self.partials) if measures else None
+        self.counted: Tensor | None = None  # what the noise scale takes of all processes: see noise.py
         self.arena = arena  # for gradients that cannot be adopted; kept between windows
 
     @property
@@ -143,6 +144,7 @@ class Sums:
         twin.places, twin.is_measured = list(self.places), [False] * len(self.places)
         twin.partials, twin.arena = self.partials[:0], Arena(len(self.places))
         twin.squares = None if self.squares is None else self.squares.clone()
+        twin.counted = None
         return twin
 
     def _waits_for_closing(self, weights: Weights, scale: float) -> bool:

@@ -10,7 +10,7 @@ must then step these parameters too. Frozen parameters ask for nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,7 +39,7 @@ def select(settings: Settings, plan: Plan, known: Exchange | None) -> Exchange:
     if group is not None:
         if isinstance(known, Summed) and known.serves(group, settings.reduce_dtype):
             return known  # it remembers the parameters on which all processes agreed
-        return Summed(group, settings.reduce_dtype)
+        return Summed(group, settings.reduce_dtype, bool(settings.noise_scale))
     if plan.is_spread or settings.grads_are_reduced:
         return Means(settings)
     return Alone()
@@ -91,11 +91,24 @@ class Means(Exchange):
         if not plan.is_spread or partials is None:
             return backend.norm(plan, grads, partials, scaling)
         backend.norm(plan, grads, partials, Scaling(plan.device))
+        squares = self.sums_of_squares(backend, plan, [partials])
+        with ieee():
+            return finish_norm(squares[0], scaling)
+
+    def sums_of_squares(self, backend: Backend, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
+        """The same; one all-reduce of a few numbers for each dimension of a mesh.
+
+        One NaN or inf anywhere makes a sum non-finite.
+        """
+        if not plan.is_spread:
+            return super().sums_of_squares(backend, plan, partials)
         if plan not in self._kinds:
             self._kinds[plan] = _kinds(plan)
-        squares = sum_of_squares(self._kinds[plan], partials)
-        with ieee():
-            return finish_norm(squares, scaling)
+        kinds = self._kinds[plan]
+        own = [[sum_partials(each if m is None else torch.where(m, each, 0.0)) for each in partials] for _, m in kinds]
+        sums = torch.stack([torch.stack(each) for each in own])
+        _all_reduce([groups for groups, _ in kinds], sums)
+        return sums.sum(0)
 
     def segment_norms(self, backend: Backend, plan: Plan, partials: Tensor, segments: Segments) -> Tensor:
         """The same, over the shards of all processes."""
@@ -125,16 +138,18 @@ class Summed(Exchange):
     Args:
         group: torch.distributed.ProcessGroup.
         wire_dtype: the dtype in which gradients travel; None: the accumulators' own.
+        measures: the noise scale is measured, whose numbers travel with the sums.
     """
 
     adds_up = True
     is_alone = False
 
-    def __init__(self, group: Any, wire_dtype: torch.dtype | None) -> None:
+    def __init__(self, group: Any, wire_dtype: torch.dtype | None, measures: bool) -> None:
         self.bundled_bytes = BUNDLED_BYTES
         self.group = group
         self.size: int = dist.get_world_size(group)
         self._wire_dtype = wire_dtype
+        self._measures = measures
         self._agreed: list[tuple[Tensor, bool]] = []  # parameters, and whether each requires a gradient
 
     def serves(self, group: Any, wire_dtype: torch.dtype | None) -> bool:
@@ -207,9 +222,12 @@ class Summed(Exchange):
         made = [None if row.storage is None else row.storage.seed for row in plan.rows]
         seeds = [seed if value is None else int(value) for value in made]
         own = [
-            (tuple(p.shape), tuple(p.stride()), str(p.dtype), p.requires_grad, row.form.needs_noise and seed)
+            (
+                tuple(p.shape), tuple(p.stride()), str(p.dtype), p.requires_grad, row.form.needs_noise and seed,
+                self._measures,
+            )
             for p, row, seed in zip(params, plan.rows, seeds, strict=True)
-        ]
+        ]  # fmt: skip
         every: list[list[Any]] = [[]] * self.size
         dist.all_gather_object(every, own, group=self.group)
         for rank, other in enumerate(every):
@@ -222,13 +240,16 @@ class Summed(Exchange):
                 if first != there:
                     raise ValueError(
                         f"parameter {index} is {there} in process {rank} of the group and {first} in process 0 (shape, "
-                        "strides, dtype, requires_grad, seed of its noise if there is any); give every optimizer "
-                        "the same parameters in the same order, and the same rounding_seed"
+                        "strides, dtype, requires_grad, seed of its noise if there is any, noise_scale); give every "
+                        "optimizer the same parameters in the same order, and the same rounding_seed and noise_scale"
                     )
         self._agreed = [(param, param.requires_grad) for param in params]
 
     def add_up(self, flats: Iterable[Tensor]) -> None:
-        """Replaces these flat tensors by their sums over all processes, piece by piece in memory order."""
+        """Replaces these flat tensors by their sums over all processes, piece by piece in memory order.
+
+        Only fp32 ones travel in another dtype.
+        """
         begun = deque[tuple[Any, Tensor, Tensor]]()
 
         def finish_first() -> None:
@@ -243,24 +264,15 @@ class Summed(Exchange):
                 if len(begun) == _UNDER_WAY:
                     finish_first()
                 piece = flat[start : start + length]
-                wire = piece if self._wire_dtype is None else piece.to(self._wire_dtype)
+                casts = self._wire_dtype is not None and piece.dtype == torch.float32
+                wire = piece.to(self._wire_dtype) if casts else piece
                 begun.append((dist.all_reduce(wire, group=self.group, async_op=True), piece, wire))
         while begun:
             finish_first()
 
 
-def sum_of_squares(kinds: Kinds, partials: Tensor) -> Tensor:
-    """Adds up all parameters' squares over the processes that shard each: fp64, shape [], the same in all.
-
-    One all-reduce of a few numbers for each dimension of a mesh. One NaN or inf anywhere makes the sum non-finite.
-    """
-    total = torch.stack([sum_partials(partials if m is None else torch.where(m, partials, 0.0)) for _, m in kinds])
-    _all_reduce([groups for groups, _ in kinds], total)
-    return total.sum()
-
-
 def _all_reduce(groups_of: list[tuple[Any, ...]], squares: Tensor) -> None:
-    """Adds up each number over its process groups, in place."""
+    """Adds up each number, or row of numbers, over its process groups, in place."""
     for group in dict.fromkeys(group for groups in groups_of for group in groups):
         which = [index for index, groups in enumerate(groups_of) if group in groups]
         if len(which) == len(groups_of):

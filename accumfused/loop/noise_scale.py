@@ -18,7 +18,8 @@ class NoiseScale:
 
     Args:
         optimizer: made with `noise_scale=True`.
-        micro_batch: the weight of a micro-batch, in the unit of the windows' weights; 1 for windows without weights.
+        micro_batch: the weight of a micro-batch of one process, in the unit of the windows' weights; 1 for windows
+            without weights. Processes with a `process_group` have as many in each window, and all grow alike.
         start: micro-batches in the first windows, >= 2.
         most: the largest number of micro-batches.
         every: windows between two looks.
@@ -75,7 +76,8 @@ class NoiseScale:
 
     def _grow(self, noise_scale: float) -> None:
         bound = min(self._most, 2 * self.steps)
-        wanted = noise_scale * self._wanted
+        group = self._optimizer.engine.settings.process_group
+        wanted = noise_scale * self._wanted / (1 if group is None else group.size())
         steps = max(self.steps, min(bound, math.ceil(wanted)) if math.isfinite(wanted) else bound)
         if steps == self.steps:
             return

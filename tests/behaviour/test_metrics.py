@@ -52,11 +52,6 @@ def test_wrong_settings(bad: dict[str, Any]) -> None:
         made(**bad)
 
 
-def test_reduced_gradients_have_no_noise_scale() -> None:
-    with pytest.raises(ValueError, match="grads_are_reduced"):
-        made(noise_scale=True, grads_are_reduced=True)
-
-
 def test_a_step_of_torchs_own_is_not_measured() -> None:
     torchs = type("Own", (torch.optim.SGD,), {})
     with pytest.raises(ValueError, match="whose update nobody measures"):
