@@ -348,13 +348,14 @@ class FusedOptimizer(Measures, torch.optim.Optimizer):
         window: Window | None = None
         kept: dict[Tensor, dict[str, Tensor]] = {}
         brought: set[Tensor] = set()
-        norms: Tensor | None = None
+        histories: history.Histories = {}
 
         def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            nonlocal window, kept, brought, norms
-            loaded, norms = history.without_history(loaded)
+            nonlocal window, kept, brought, histories
+            loaded, histories = history.without_histories(loaded)
             checkpoint.check(self, loaded)
             loaded = history.with_limits(self.param_groups, loaded)
+            accepted.check_limits(engine.settings, loaded["param_groups"])
             loaded, window = checkpoint.without_window(self, loaded)
             loaded, kept, brought = checkpoint.without_formats(self, loaded)
             return loaded
@@ -372,7 +373,7 @@ class FusedOptimizer(Measures, torch.optim.Optimizer):
             first.remove()
         engine.plans.forget()
         engine.plans.masters.see(self.state, but=brought)
-        engine.clipping.resume(norms)
+        history.resume(engine, histories)
         engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
         if window is not None:
             engine.window = window
@@ -388,8 +389,8 @@ class FusedOptimizer(Measures, torch.optim.Optimizer):
         if self.engine.window.is_open:
             checkpoint.refuse_part(self.engine)
             first.append(self.register_state_dict_post_hook(checkpoint.with_window, prepend=True))
-        if self.engine.clipping.history is not None:
-            first.append(self.register_state_dict_post_hook(history.with_history, prepend=True))
+        if history.of(self.engine):
+            first.append(self.register_state_dict_post_hook(history.with_histories, prepend=True))
         try:
             return super().state_dict()
         finally:
@@ -433,8 +434,7 @@ class FusedOptimizer(Measures, torch.optim.Optimizer):
         engine.plans.masters.settle()
         settings = replace(engine.settings, process_group=None, reduce_dtype=None)
         carried = {**super().__getstate__(), "settings": settings, "is_grouped": engine.group is not None}
-        if engine.clipping.history is not None:
-            carried["history"] = engine.clipping.history.clone()
+        carried["histories"] = {name: own.clone() for name, own in history.of(engine).items()}
         if engine.window.is_open:
             checkpoint.refuse_part(engine)
             carried["window"] = engine.window.copied()
@@ -442,8 +442,8 @@ class FusedOptimizer(Measures, torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_copy = not hasattr(self, "engine")  # a wrapper may have it outside its __dict__
-        names = ("settings", "window", "is_grouped", "history")
-        settings, window, is_grouped, norms = (state.pop(name, None) for name in names)
+        names = ("settings", "window", "is_grouped", "histories")
+        settings, window, is_grouped, histories = (state.pop(name, None) for name in names)
         states = state["state"]  # torch's Adagrad looks for a step count in all, and a window's mark has none
         marks = {key: states.pop(key) for key in [*states] if isinstance(states[key], dict) and not states[key]}
         super().__setstate__(state)
@@ -451,7 +451,7 @@ class FusedOptimizer(Measures, torch.optim.Optimizer):
         if is_copy:
             self.engine = Engine(self, settings, _SURROUNDINGS, window)
             self.engine.plans.masters.see(self.state)
-            self.engine.clipping.history = norms
+            history.resume(self.engine, histories or {})
             self.engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up
 
 

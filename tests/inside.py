@@ -99,6 +99,12 @@ def norm_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManage
     return mock.patch.object(backend, "norm", side_effect=RuntimeError("out of memory"))
 
 
+def step_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManager[Any]:
+    """A block in which the backend has no memory to make a step."""
+    backend = optimizer.engine.plans.current().backend
+    return mock.patch.object(backend, "step", side_effect=RuntimeError("out of memory"))
+
+
 def version(tensor: Tensor | None) -> int:
     """How often it was written, as torch counts; nothing public tells it."""
     return -1 if tensor is None else tensor._version

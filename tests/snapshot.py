@@ -19,7 +19,7 @@ Errors = type[Exception] | tuple[type[Exception], ...]
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> Snapshot:
-    """All that a step or a fold may write: what is stored, gradients, the open window, skips, the history of norms."""
+    """All that a step or a fold may write: what is stored, gradients, open window, skips, norms and noise so far."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found: Snapshot = {f"param {i}": param for i, param in enumerate(params)}
     found |= {f"grad {i}": param.grad for i, param in enumerate(params)}
@@ -28,6 +28,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> Snapshot:
     found |= inside.open_window(optimizer)
     if isinstance(optimizer, af.FusedOptimizer):
         found["history"] = optimizer.engine.clipping.history
+        found["noise"] = None if optimizer.engine.noise is None else optimizer.engine.noise.means
     if hasattr(optimizer, "skipped_steps"):
         found["skipped steps"] = int(optimizer.skipped_steps)
     return {name: _bits(value) for name, value in found.items()}

@@ -92,13 +92,21 @@ class Clipping:
                 outcome.is_above = _is_above(asked.skip_above, history, norm) & ~skipped
                 skipped = skipped | outcome.is_above
             outcome.values[2].copy_(skipped)
-            if scaling.skips is not None:
-                scaling.skips.add_(skipped)
-            for row, policy, seen in zip(history, asked.of_history, (torch.minimum(norm, limit), norm), strict=False):
+            rows = list(history)
+            both = zip(history, asked.of_history, (torch.minimum(norm, limit), norm), strict=False)
+            for index, (row, policy, seen) in enumerate(both):
                 if policy is not None:  # a norm of 0 tells nothing about the next
                     counts = ~skipped & seen.isfinite() & (seen > 0)
-                    row.copy_(torch.where(counts, _with(row, seen, policy.decay, policy.warmup), row))
+                    rows[index] = torch.where(counts, _with(row, seen, policy.decay, policy.warmup), row)
+            outcome.history = torch.stack(rows) if rows else None
+            if scaling.skips is not None:
+                scaling.skips.add_(skipped)
         return outcome
+
+    def remember(self, outcome: Outcome) -> None:
+        """Keeps the history of a step that was made, or skipped."""
+        if outcome.history is not None and self.history is not None:
+            self.history.copy_(outcome.history)
 
     def _coefficients(self, asked: Asked, prepared: Any, grads: Grads, partials: Tensor, scaling: Scaling) -> Tensor:
         """Each row's coefficient, from the norm of its tensor or group: fp32 [rows]."""

@@ -95,6 +95,16 @@ class Measured:
     matched: Grads  # as the kernels read them
     complete: bool  # every parameter has a gradient
     outcome: Outcome
+    skips: Tensor | None = None  # the count that holds this step's skip already
+
+    def count(self, skips: Tensor) -> None:
+        """Counts the step's skip, where `Backend.norm` has not."""
+        self.skips = skips.add_(self.outcome.skipped)
+
+    def uncount(self) -> None:
+        """Takes the skip of a step that failed back."""
+        if self.skips is not None:
+            self.skips.sub_(self.outcome.skipped.long())
 
 
 def divisors_of(
@@ -373,11 +383,16 @@ class Engine:
         else:
             outcome = self.clipping.norm(asked, prepared, stale, matched, partials, scaling)
         outcome.spends_grads = is_open
-        if meter is not None and partials is not None:
-            meter.begin(plan, groups, partials, scaling, outcome)
-        if self.noise is not None:
-            self.noise.see(prepared.backend, plan, prepared.exchange, window, scaling)
-        return Measured(prepared, grads, matched, complete, outcome)
+        measured = Measured(prepared, grads, matched, complete, outcome, scaling.skips)
+        try:
+            if meter is not None and partials is not None:
+                meter.begin(plan, groups, partials, scaling, outcome)
+            if self.noise is not None:
+                self.noise.see(prepared.backend, plan, prepared.exchange, window, scaling)
+        except BaseException:
+            measured.uncount()
+            raise
+        return measured
 
     def refuse_live(self, present: int) -> None:
         """Refuses a step of an open window if there are gradients that it does not hold."""
@@ -449,20 +464,34 @@ class Engine:
             )
 
     def finish(self, measured: Measured | None) -> None:
-        """Makes the step, if there is a gradient, and ends the window."""
+        """Makes the step, if there is a gradient, and ends the window; then the step counts.
+
+        A step that fails leaves histories, noise scale and skips as they were, and the window open.
+        """
         if measured is not None:
             self._apply(measured)
         self.end_window()
+        if measured is not None:
+            self._note(measured)
 
     def _apply(self, measured: Measured) -> None:
-        owner, skips = self.plans.owner, self.plans.skips
+        owner = self.plans.owner
+        try:
+            if owner.own_step is not None:
+                owner.own_step(owner, self, measured)
+            else:
+                self.update(measured, measured.prepared.backend.step)
+        except BaseException:
+            measured.uncount()
+            raise
+
+    def _note(self, measured: Measured) -> None:
+        """After the step: what comes after it may fail, and must not repeat it."""
+        skips = self.plans.skips
+        assert skips is not None
+        self.clipping.remember(measured.outcome)
         if self.noise is not None:
             self.noise.take(measured.outcome.skipped)
-        if owner.own_step is not None:
-            owner.own_step(owner, self, measured)
-        else:
-            self.update(measured, measured.prepared.backend.step)
-        assert skips is not None
         if self.meter is not None:
             prepared = measured.prepared
             self.meter.end(prepared.backend, prepared.plan, measured.outcome, skips.count)

@@ -112,14 +112,14 @@ class Noise:
         whole, rest = whole / (divisor * divisor), parts - 1
         self._sample = (parts * whole - own) / rest, (own - whole) * total * weights.unit / rest
         if self.means is None or self.means.device != whole.device:
-            graphs.refuse_new_tensors({whole.device})
-            self.means = whole.new_zeros(4) if self.means is None else moved(self.means, whole.device)
+            graphs.refuse_new_tensors({whole.device})  # `take` makes them
 
     def take(self, skipped: Tensor) -> None:
         """Adds the sample to the means, unless the step was skipped or the sample is not finite."""
-        if self._sample is None or self.means is None:
+        if self._sample is None:
             return
         sample, self._sample = torch.stack(self._sample), None
+        self.means = sample.new_zeros(4) if self.means is None else moved(self.means, sample.device)
         known, rest = self.means, 1.0 - self._decay
         means = torch.cat([sample, torch.ones_like(sample[:1])])
         made = torch.cat([known[:3] * self._decay + means * rest, known[3:] + 1.0])

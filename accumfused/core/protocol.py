@@ -99,6 +99,7 @@ class Outcome:
     # fp32 [2, plan.chunks], for the step to write: the chunks' sums of squares of the parameters before the step, and
     # of their changes, as fp32 values before these are rounded to their format. None: nobody asks.
     changes: Tensor | None = None
+    history: Tensor | None = None  # of clipping, with this step's norm: kept if the step is made
 
     @property
     def coefficient(self) -> Tensor:

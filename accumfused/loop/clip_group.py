@@ -144,6 +144,9 @@ class ClipGroup:
         try:
             with torch.no_grad():
                 for optimizer, measured in zip(self.optimizers, self._measure(divisors), strict=True):
+                    skips = optimizer.engine.plans.skips
+                    if measured is not None and skips is not None and optimizer.engine.counts_skips(divisors):
+                        measured.count(skips.count)
                     _step(optimizer, measured)
         finally:
             for optimizer in self.optimizers:
@@ -176,9 +179,6 @@ class ClipGroup:
             engine.outcome = part.outcome
         for engine, part in both:  # before any member steps or counts a skip
             engine.refuse_nonfinite(part, divisors)
-        for engine, part in both:
-            if engine.plans.skips is not None and engine.counts_skips(divisors):
-                engine.plans.skips.count.add_(part.outcome.skipped)
         return parts
 
     def _share(self, found: list[Measured], *, skips: bool) -> None:

@@ -1,8 +1,8 @@
-"""The history of norms in checkpoints, and the limits of parameter groups, which no checkpoint brings.
+"""Histories in checkpoints: of the norms that clipping has seen, and the means of the noise scale.
 
-One parameter's state holds the history, because torch.distributed.checkpoint keeps nothing else:
-`state[p]["clip_history"]`, fp64 [2, 3]. It is the first parameter that has a state, or never has one. torch's
-optimizers ignore the key.
+One parameter's state holds them, because torch.distributed.checkpoint keeps nothing else: `state[p]["clip_history"]`,
+fp64 [2, 3], and `state[p]["noise_scale"]`, fp64 [4]. It is the first parameter that has a state, or never has one.
+torch's optimizers ignore the keys. The limits of parameter groups are in the groups, as every option of a group is.
 """
 
 from __future__ import annotations
@@ -14,49 +14,75 @@ import torch
 from torch import Tensor
 
 from accumfused.clipping import LIMIT
+from accumfused.core.engine import Engine
 
-HISTORY = "clip_history"
+_SHAPES = {"clip_history": (2, 3), "noise_scale": (4,)}
+
+Histories = dict[str, Tensor]  # by their keys
 
 
-def with_history(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns the checkpoint with the (fused) optimizer's history of norms."""
+def of(engine: Engine) -> Histories:
+    """The histories that an optimizer keeps, and has begun."""
+    means = None if engine.noise is None else engine.noise.means
+    both = {"clip_history": engine.clipping.history, "noise_scale": means}
+    return {name: history for name, history in both.items() if history is not None}
+
+
+def resume(engine: Engine, histories: Histories) -> None:
+    """Goes on from the histories that the optimizer keeps; those that are missing begin anew.
+
+    So do those that are not finite: torch's optimizers cast them to the parameter's dtype, and fp16 ends at 65504.
+    """
+    whole = {name: history for name, history in histories.items() if bool(history.isfinite().all())}
+    engine.clipping.resume(whole.get("clip_history"))
+    if engine.noise is not None:
+        engine.noise.means = whole.get("noise_scale")
+
+
+def with_histories(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the checkpoint with the (fused) optimizer's histories."""
     state = dict(state_dict["state"])
     groups = zip(state_dict["param_groups"], map(optimizer.rule_of, optimizer.param_groups), strict=True)
     stateless = {key: not rule.torch_states for group, rule in groups for key in group["params"]}
     key = next((key for key, has_none in stateless.items() if has_none or state.get(key)), None)
     if key is None:
         return state_dict  # no step was made
-    state[key] = {**state.get(key, {}), HISTORY: optimizer.engine.clipping.history}
+    state[key] = {**state.get(key, {}), **of(optimizer.engine)}
     return {**state_dict, "state": state}
 
 
-def without_history(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-    """Returns the checkpoint without a history of norms, and that history.
+def without_histories(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Histories]:
+    """Returns the checkpoint without histories, and copies of these.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: one is damaged.
     """
     state = state_dict.get("state")
     if not isinstance(state, Mapping):
-        return state_dict, None  # refused by the check that follows
-    found, others = None, dict(state)  # an entry that has nothing else is left out
+        return state_dict, {}  # refused by the check that follows
+    found, others = dict[str, Tensor](), dict(state)
     for key, entries in state.items():
-        if isinstance(entries, Mapping) and HISTORY in entries:
-            found = entries[HISTORY]
-            others[key] = {name: value for name, value in entries.items() if name != HISTORY}
-            if not others[key]:
-                del others[key]
-            if not isinstance(found, Tensor) or found.shape != (2, 3):
+        if not isinstance(entries, Mapping) or entries.keys().isdisjoint(_SHAPES):
+            continue
+        for name in _SHAPES.keys() & entries.keys():
+            value, shape = entries[name], _SHAPES[name]
+            if not isinstance(value, Tensor) or value.shape != shape:
                 raise ValueError(
-                    f"the checkpoint's {HISTORY!r} of parameter {key} is not a tensor [2, 3]; it is damaged"
+                    f"the checkpoint's {name!r} of parameter {key} is not a tensor {list(shape)}; it is damaged"
                 )
-    history = None if found is None else found.to(torch.float64, copy=True)
-    return {**state_dict, "state": others}, history
+            found[name] = value.to(torch.float64, copy=True)
+        others[key] = {name: value for name, value in entries.items() if name not in _SHAPES}
+        if not others[key]:  # an entry that has nothing else is left out
+            del others[key]
+    return {**state_dict, "state": others}, found
 
 
 def with_limits(groups: Sequence[Mapping[str, Any]], state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns the checkpoint with the limits of these parameter groups in place of its own."""
-    own = [{LIMIT: group[LIMIT]} if LIMIT in group else {} for group in groups]
-    loaded = [{name: value for name, value in group.items() if name != LIMIT} for group in state_dict["param_groups"]]
+    """Returns the checkpoint with these parameter groups' limits where its own groups have none.
+
+    Those of torch's optimizers have none, nor those from before there were any.
+    """
+    own: list[dict[str, Any]] = [{LIMIT: group[LIMIT]} if LIMIT in group else {} for group in groups]
+    loaded = state_dict["param_groups"]
     own += [{}] * (len(loaded) - len(own))  # torch refuses another number of groups
-    return {**state_dict, "param_groups": [group | limit for group, limit in zip(loaded, own, strict=False)]}
+    return {**state_dict, "param_groups": [limit | group for limit, group in zip(own, loaded, strict=False)]}

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import inside
 import pytest
 import torch
 from compare import assert_same_bits
@@ -47,9 +48,11 @@ def set_grads(optimizer: Any, seed: int, factor: float = 1.0) -> None:
             param.grad = torch.randn(param.shape, generator=generator) * factor
 
 
-def train(optimizer: Any, *seeds: int) -> None:
+def train(optimizer: Any, *seeds: int, windows: bool = False) -> None:
     for seed in seeds:
         set_grads(optimizer, seed, 30.0 if seed % 4 == 3 else 1.0)
+        if windows:
+            optimizer.accumulate()
         optimizer.step()
 
 
@@ -199,6 +202,50 @@ def test_many_skips_above_the_limit_are_told(caplog: pytest.LogCaptureFixture) -
         train(optimizer, *range(3 * 32))
 
 
+# ---- steps that fail ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [*HISTORIES, {"noise_scale": 0.5, "metrics": True}], ids=str)
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_step_that_fails_behind_its_norm_is_none_and_can_be_made_again(policy: dict[str, Any], bad: bool) -> None:
+    """Nothing has advanced: the step that is made in the end has the bits of one that never failed."""
+    found = []
+    for fails in (False, True):
+        model = Model()
+        optimizer = optimizer_of(model, **policy)
+        train(optimizer, 0, 1, 2)
+        for seed in (3, 4):
+            for micro in (0, 1):
+                set_grads(optimizer, 10 * seed + micro, math.inf if bad and seed == 3 else 1.0)
+                optimizer.accumulate(2.0)
+            for _ in range(2 if fails else 0):
+                with inside.step_fails(optimizer), refused(optimizer, RuntimeError, "out of memory"):
+                    optimizer.step()
+            optimizer.step()
+        assert int(optimizer.skipped_steps) == bad
+        found.append(snapshot(optimizer))
+    assert differences(*found) == []
+
+
+@pytest.mark.parametrize("bad", [1.0, math.inf])
+def test_members_of_a_clip_group_count_only_the_skips_of_their_steps(bad: float) -> None:
+    members = [optimizer_of(Model()), optimizer_of(Model())]
+    together = af.ClipGroup(members, 1.0)
+    for member in members:
+        set_grads(member, 0, bad)
+    with inside.step_fails(members[1]), pytest.raises(RuntimeError, match="out of memory"):
+        together.step()
+    assert [int(member.skipped_steps) for member in members] == [bad == math.inf, 0]
+
+
+def test_a_warning_that_is_an_error_does_not_repeat_the_step() -> None:
+    """af.strict() makes one of the warning of many skips, which comes after a step."""
+    optimizer = optimizer_of(Model(), skip_above=1e-3)
+    with pytest.raises(UserWarning, match="steps were skipped"):
+        train(optimizer, *range(3 * 32), windows=True)
+    assert not inside.open_window(optimizer)
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 Route = Callable[[Model, Any, dict[str, Any]], tuple[Model, Any]]
@@ -287,18 +334,41 @@ def test_a_checkpoint_without_a_history_begins_one_and_a_stranger_drops_it(kind:
     assert float(optimizer.engine.clipping.history[0, 0]) == 3
 
 
-def test_checkpoints_bring_no_limits_of_groups() -> None:
-    """As no other setting: a checkpoint of before has none."""
+def limits_of(optimizer: Any) -> list[Any]:
+    return [group.get("max_grad_norm", "none") for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("route", [by_file, by_names, by_torch, by_copy, by_pickle])
+def test_checkpoints_bring_the_limits_of_groups_as_any_option_of_a_group(route: Route) -> None:
+    model = Model()
+    optimizer = optimizer_of(model, max_grad_norm=1.0)
+    optimizer.param_groups[0]["max_grad_norm"], optimizer.param_groups[1]["max_grad_norm"] = 0.5, None
+    train(optimizer, 0)
+    _, resumed = route(model, optimizer, {"max_grad_norm": 1.0})
+    assert limits_of(resumed) == [0.5, None]
+
+
+def test_a_checkpoint_without_limits_leaves_those_that_are_there() -> None:
     limited, plain = optimizer_of(Model()), optimizer_of(Model())
-    for group in limited.param_groups:
-        group["max_grad_norm"] = 0.5
-    train(limited, 0)
+    limited.param_groups[0]["max_grad_norm"] = limited.param_groups[1]["max_grad_norm"] = 0.5
     train(plain, 0)
-    saved = limited.state_dict(), plain.state_dict()
-    limited.load_state_dict(saved[1])
-    assert [group["max_grad_norm"] for group in limited.param_groups] == [0.5, 0.5]
-    plain.load_state_dict(saved[0])
-    assert all("max_grad_norm" not in group for group in plain.param_groups)
+    limited.load_state_dict(plain.state_dict())
+    assert limits_of(limited) == [0.5, 0.5]
+
+
+def test_limits_in_a_checkpoint_are_checked_before_anything_is_changed() -> None:
+    limited, others = optimizer_of(Model()), optimizer_of(Model(), clip=af.PerTensor(1.0))
+    for group, limit in zip(limited.param_groups, (0.5, 0.25), strict=True):
+        group["max_grad_norm"] = limit
+    train(limited, 0)
+    train(others, 1)
+    saved = limited.state_dict()
+    with refused(others, ValueError, "does not clip groups"):
+        others.load_state_dict(saved)
+    saved["param_groups"][1]["max_grad_norm"] = math.nan
+    with refused(limited, ValueError, "max_grad_norm of parameter group 1 must be > 0"):
+        limited.load_state_dict(saved)
+    torch.optim.AdamW([{"params": [p]} for p in Model().parameters()]).load_state_dict(saved)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
