@@ -337,7 +337,8 @@ class FusedOptimizer(Measures, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this optimizer, or of torch's of the same name, and resumes its open window.
 
-        It releases this optimizer's closed window. Master weights that the checkpoint lacks stay as they are.
+        It releases this optimizer's closed window. Master weights, and limits of groups, that the checkpoint lacks stay
+        as they are.
 
         Raises:
             ValueError: a checkpoint that does not fit; this optimizer stays as it was.

@@ -19,9 +19,9 @@ from accumfused.clipping import Adaptive, Clip, PerGroup, PerTensor, RunningMean
 from accumfused.core import graphs
 from accumfused.core.norm import clipped, divisor_of, norms
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Outcome, Scaling, Segments, moved
+from accumfused.core.protocol import Divisors, Outcome, Scaling, Segments, moved
 from accumfused.core.rows import Grads
-from accumfused.formats.numeric import ieee, square_root
+from accumfused.formats.numeric import LEAST_DIVISOR, ieee, square_root
 from accumfused.settings import Settings
 
 
@@ -32,6 +32,23 @@ class Asked:
     clip: Clip | None
     limits: list[float] | None  # per group
     skip_above: float | RunningMean | None
+
+    def check(self, divisors: Divisors) -> None:
+        """Refuses a tiny divisor beside several norms.
+
+        Squares of small gradients vanish in fp32, and such a divisor would make them large: the norm of a tensor of
+        zeros could be any number. One norm over all gradients is rarely as small.
+        """
+        if self.limits is None and not isinstance(self.clip, (PerTensor, Adaptive)):
+            return
+        divisor = 1.0
+        for number in (divisors.normalizer, divisors.grad_scale):
+            divisor *= 1.0 if number is None or isinstance(number, Tensor) else number
+        if divisor < LEAST_DIVISOR:
+            raise ValueError(
+                f"the gradients are to be divided by {divisor}, which is below 2^-50: fp32 loses norms of tensors or "
+                "groups there, those of zeros too; multiply the loss instead, or clip by one norm (max_grad_norm)"
+            )
 
     @property
     def of_history(self) -> tuple[ZScore | None, RunningMean | None]:
@@ -103,10 +120,10 @@ class Clipping:
                 scaling.skips.add_(skipped)
         return outcome
 
-    def remember(self, outcome: Outcome) -> None:
-        """Keeps the history of a step that was made, or skipped."""
-        if outcome.history is not None and self.history is not None:
-            self.history.copy_(outcome.history)
+    def remember(self, history: Tensor) -> None:
+        """Goes on from the history of a step that was made, or skipped; the tensor stays, for CUDA graphs."""
+        assert self.history is not None
+        self.history.copy_(history)
 
     def _coefficients(self, asked: Asked, prepared: Any, grads: Grads, partials: Tensor, scaling: Scaling) -> Tensor:
         """Each row's coefficient, from the norm of its tensor or group: fp32 [rows]."""

@@ -90,19 +90,80 @@ def test_a_group_is_clipped_as_by_an_optimizer_of_its_own(windows: bool, backend
         assert_same_bits(param.detach(), other.detach())
 
 
-def test_limits_of_groups_may_change_between_steps() -> None:
+def moved_by_ones(model: Model, optimizer: Any) -> list[float]:
+    """How far a step of SGD moves weight and bias, for gradients of ones and a learning rate of 1."""
+    before = [param.detach().clone() for param in model.parameters()]
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    both = zip(model.parameters(), optimizer.param_groups, before, strict=True)
+    return [float((param.detach() - old).norm()) / group["lr"] for param, group, old in both]
+
+
+LENGTHS = math.sqrt(60), math.sqrt(6)
+SHARES = [length / math.sqrt(66) for length in LENGTHS]  # of a global norm of 1
+MEETINGS = {  # settings, limits of the two groups ("none": no key), and how far each may move
+    "one norm": ({"max_grad_norm": 1.0}, ("none", "none"), SHARES),
+    "one norm beside None": ({"max_grad_norm": 1.0}, (None, None), SHARES),
+    "no limit": ({}, (None, None), LENGTHS),
+    "a default": ({"max_grad_norm": 1.0}, (0.5, "none"), (0.5, 1.0)),
+    "a default for None": ({"max_grad_norm": 1.0}, (None, 0.5), (1.0, 0.5)),
+    "all have one": ({}, (0.5, 0.25), (0.5, 0.25)),
+    "infinity": ({"max_grad_norm": 0.1}, (0.5, math.inf), (0.5, LENGTHS[1])),
+    "PerGroup's default": ({"clip": af.PerGroup(1.0)}, ("none", "none"), (1.0, 1.0)),
+    "PerGroup and one": ({"clip": af.PerGroup(1.0)}, (0.5, None), (0.5, 1.0)),
+    "PerGroup without a default": ({"clip": af.PerGroup()}, (0.5, 2), (0.5, 2.0)),
+    "skip_above beside them": ({"skip_above": 9.0}, (0.5, 0.25), (0.5, 0.25)),
+    "skip_above is global": ({"skip_above": 8.0}, (0.5, 0.25), (0.0, 0.0)),
+    "no default": ({}, (0.5, "none"), "parameter group 1 has no max_grad_norm, and others have"),
+    "None is none": ({}, (0.5, None), "parameter group 1 has no max_grad_norm, and others have"),
+    "PerGroup() and one": ({"clip": af.PerGroup()}, (0.5, "none"), "parameter group 1 has no max_grad_norm"),
+    "PerTensor": ({"clip": af.PerTensor(1.0)}, (0.5, 0.5), "does not clip groups"),
+    "Adaptive": ({"clip": af.Adaptive()}, (0.5, "none"), "does not clip groups"),
+    "ZScore": ({"clip": af.ZScore()}, ("none", 0.5), "does not clip groups"),
+}
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+@pytest.mark.parametrize("later", [False, True])
+def test_limits_of_groups_meet_the_settings(name: str, later: bool) -> None:
+    """Given with the group, or written into it between two steps, beside a scheduler."""
+    settings, limits, expected = MEETINGS[name]
     model = Model()
-    optimizer = optimizer_of(model, af.SGD)
-    for limit in (None, 0.5, 0.25, math.inf):
-        before = model.bias.detach().clone()
-        for group in optimizer.param_groups:
-            if limit is not None:
-                group["max_grad_norm"] = limit
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
+    groups: list[dict[str, Any]] = [{"params": [param]} for param in model.parameters()]
+    given = [{} if limit == "none" else {"max_grad_norm": limit} for limit in limits]
+    optimizer: Any = None
+    if later and settings.get("clip") != af.PerGroup():
+        optimizer = af.SGD(groups, lr=1.0, backend="cpu", **settings)
+        moved_by_ones(model, optimizer)
+        for group, limit in zip(optimizer.param_groups, given, strict=True):
+            group.update(limit)
+    else:
+        groups = [group | limit for group, limit in zip(groups, given, strict=True)]
+    if isinstance(expected, str):
+        with (
+            pytest.raises(ValueError, match=expected) if optimizer is None else refused(optimizer, ValueError, expected)
+        ):
+            moved_by_ones(model, optimizer or af.SGD(groups, lr=1.0, **settings))
+        return
+    optimizer = optimizer or af.SGD(groups, lr=1.0, backend="cpu", **settings)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(2):
+        assert moved_by_ones(model, optimizer) == pytest.approx(list(expected), rel=1e-5)
+        scheduler.step()
+
+
+@pytest.mark.parametrize("name", ["clip", "skip_above"])
+def test_what_is_one_for_all_groups_is_refused_in_one_also_between_steps(name: str) -> None:
+    optimizer = optimizer_of(Model())
+    train(optimizer, 0)
+    set_grads(optimizer, 1)
+    optimizer.param_groups[1][name] = 3.0
+    with refused(optimizer, ValueError, f"parameter group 1 has '{name}', which is one for all groups"):
         optimizer.step()
-        moved = float((model.bias.detach() - before).norm()) / 0.2
-        assert moved == pytest.approx(min(limit or math.inf, math.sqrt(6)), rel=1e-5)
+    own: Any = af.fuse(Own([{"params": [nn.Parameter(torch.ones(2))], name: 3.0}], lr=1.0))  # its step may read it
+    set_grads(own, 0)
+    own.step()
 
 
 @pytest.mark.parametrize("clip", [af.PerTensor(1.0), af.PerGroup(1.0)])
@@ -160,8 +221,28 @@ def test_a_tensor_whose_norm_is_lost_skips_the_step() -> None:
     for (param,), slope in zip((group["params"] for group in optimizer.param_groups), (1e-30, 1e-12), strict=True):
         param.grad = torch.full_like(param, slope)
     with writes_nothing_but_skips(optimizer):
-        optimizer.step(normalizer=1e-20)
+        optimizer.step(normalizer=torch.tensor(1e-20))
     assert math.isfinite(float(optimizer.grad_norm))
+
+
+@pytest.mark.parametrize("policy", [{"clip": af.PerTensor(1.0)}, {"clip": af.Adaptive()}, {"clip": af.PerGroup(1.0)}])
+def test_a_tiny_divisor_beside_several_norms_is_refused_because_zeros_would_skip(policy: dict[str, Any]) -> None:
+    optimizer = optimizer_of(Model(), **policy)
+    train(optimizer, 0)
+    set_grads(optimizer, 1, 1e-12)
+    optimizer.param_groups[0]["params"][0].grad.zero_()
+    with refused(optimizer, ValueError, r"divided by 1e-20, which is below 2\^-50"):
+        optimizer.step(normalizer=1e-20)
+    optimizer.grad_scale = 1e-10
+    with refused(optimizer, ValueError, "below 2"):
+        optimizer.step(normalizer=1e-10)
+    optimizer.step(normalizer=1e-5)
+    assert not optimizer.step_was_skipped
+    globally = optimizer_of(Model(), max_grad_norm=1.0)
+    set_grads(globally, 1)
+    globally.param_groups[0]["params"][0].grad.zero_()
+    globally.step(normalizer=1e-20)
+    assert not globally.step_was_skipped
 
 
 @pytest.mark.parametrize("limit", [10.0, af.RunningMean(2.0, 0.9, 2)])
