@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import inside
 import processes
 import pytest
 import torch
 import torch.distributed as dist
 from peers import params_of
-from snapshot import refused
+from snapshot import differences, refused, snapshot
 from spread import Net, loss_of, mesh_over, sharded
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -168,6 +169,30 @@ def collectives(over: str, measures: bool) -> int:
 def test_a_window_sends_one_small_message_more(over: str) -> None:
     plain, measured = (processes.agreed(2, collectives, over, measures) for measures in (False, True))
     assert measured == plain + 1
+
+
+def repeat(last: bool) -> None:
+    """In a worker: steps that fail once the processes have added up their windows, and are made again."""
+    found = []
+    for fails in (False, True):
+        model = Net()
+        settings: dict[str, Any] = {"clip": af.ZScore(1.0, 0.9, 2), "process_group": dist.group.WORLD}
+        optimizer = af.AdamW(model.parameters(), lr=0.1, noise_scale=0.5, **settings)
+        for step in range(3):
+            for index in range(2):
+                loss_of(model, 3, seed_of(step, dist.get_rank(), index)).backward()
+                optimizer.accumulate(2.0, last=last and index == 1)
+            for failing in (inside.step_fails, inside.norm_fails, inside.step_fails) if fails else ():
+                with failing(optimizer), pytest.raises(RuntimeError, match="out of memory"):
+                    optimizer.step()
+            optimizer.step()
+        found.append(snapshot(optimizer))
+    assert differences(*found) == []
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_steps_that_fail_and_are_made_again_count_once(last: bool) -> None:
+    processes.run(2, repeat, last)
 
 
 def grow() -> list[int]:
