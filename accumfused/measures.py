@@ -13,7 +13,7 @@ class Measures:
     engine: Engine
 
     def metrics(self) -> Metrics:
-        """The norms of the last measured step: of gradients, parameters and updates, for every tensor and group.
+        """The norms and counts of the last measured step: of gradients, parameters and updates, per tensor and group.
 
         Returns:
             One small tensor on the device with its names; to read it waits for the device.

@@ -76,6 +76,12 @@ void norm(const std::string& instruction_set, const Table& table, int threads, u
   run.norm(work_on(table, threads), pointer<float>(partials));
 }
 
+void count(const std::string& instruction_set, const Table& table, int threads, uintptr_t partials, uintptr_t counts) {
+  const cpu::Kernels& run = kernels(instruction_set);
+  const py::gil_scoped_release release;
+  run.count(work_on(table, threads), pointer<float>(partials), pointer<float>(counts));
+}
+
 void finish_norm(const Table& table, uintptr_t partials, double normalization, uintptr_t device_normalization,
                  uintptr_t found_inf, bool takes_norm, std::optional<double> max_grad_norm, bool skips_nonfinite,
                  uintptr_t outcome, uintptr_t skips) {
@@ -147,6 +153,7 @@ PYBIND11_MODULE(_C, m) {
 #endif
   m.def("accumulate", accumulate);
   m.def("norm", norm);
+  m.def("count", count);
   m.def("finish_norm", finish_norm);
   m.def("segment_norms", segment_norms);
   m.def("step", step);

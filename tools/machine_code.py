@@ -33,7 +33,7 @@ RULES = {  # functors' names
 }  # fmt: skip
 NAMES = {
     "accumulate_kernel": "accumulate", "measure_kernel": "accumulate and measure",
-    "norm_kernel": "norm", "segment_norms_kernel": "segment norms",
+    "norm_kernel": "norm", "count_kernel": "count", "segment_norms_kernel": "segment norms",
     "write_kernelILi1024": "table (1 kB)", "write_kernelILi32512": "table (32 kB)",
     **{
         before + f"{len(rule) + 7}{rule}FunctorE": f"step: {name}{formats}"

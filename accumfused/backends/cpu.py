@@ -51,6 +51,11 @@ class CpuBackend:
         )  # fmt: skip
         return outcome
 
+    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
+        plan.point_at(grads)
+        threads = torch.get_num_threads()
+        self._c.count(self.instruction_set, plan.table, threads, partials.data_ptr(), counts.data_ptr())
+
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         squares = torch.empty(len(bounds) - 1, dtype=torch.float64, device=plan.device)
         self._c.segment_norms(partials.data_ptr(), bounds.data_ptr(), len(squares), squares.data_ptr())

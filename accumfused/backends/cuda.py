@@ -57,6 +57,11 @@ class CudaBackend:
         )  # fmt: skip
         return outcome
 
+    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
+        plan.point_at(grads)
+        copy, stream = self._on_device(plan, [partials, counts, *grads])
+        copy.count(plan.table, stream, partials.data_ptr(), counts.data_ptr())
+
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         squares = torch.empty(len(bounds) - 1, dtype=torch.float64, device=plan.device)
         copy, stream = self._on_device(plan, [partials, bounds])

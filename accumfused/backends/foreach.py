@@ -60,13 +60,17 @@ class ForeachBackend:
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         if partials is not None and grads is not None:
-            is_fp32 = all(grad is None or grad.dtype == torch.float32 for grad in grads)
-            for batch in self._batches(
-                plan, _LARGE if is_fp32 else _cached(plan), [grad is not None for grad in grads]
-            ):
+            for batch in self._measured(plan, grads):
                 batch.measure(plan, batch.of(grads), partials)
         with ieee():
             return finish_norm(None if partials is None else sum_partials(partials), scaling)
+
+    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
+        with ieee():
+            for batch in self._measured(plan, grads):
+                values = batch.of(grads)
+                batch.measure(plan, values, partials)
+                batch.count(plan, values, counts)
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         with ieee():
@@ -98,6 +102,10 @@ class ForeachBackend:
             if batch.stored is None:
                 batch.stored = foreach_step.stored(plan, batch)
             foreach_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped, outcome.changes)
+
+    def _measured(self, plan: Plan, grads: Grads) -> Iterator[Batch]:
+        is_fp32 = all(grad is None or grad.dtype == torch.float32 for grad in grads)
+        return self._batches(plan, _LARGE if is_fp32 else _cached(plan), [grad is not None for grad in grads])
 
     def _batches(self, plan: Plan, size: int, kinds: Sequence[Any]) -> Iterator[Batch]:
         """Batches of about `size` elements of one kind, from all rows whose kind is not false."""

@@ -17,6 +17,7 @@ from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
 from accumfused.formats.numeric import (
     chunk_count,
+    count_values,
     ieee,
     memory_order,
     sum_partials,
@@ -67,6 +68,14 @@ class ReferenceBackend:
                 if grad is not None:
                     _write_partials(partials, row.first_chunk, grad)
             return finish_norm(sum_partials(partials), scaling)
+
+    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
+        with ieee():
+            for row, grad in zip(plan.rows, grads, strict=True):
+                if grad is not None:
+                    _write_partials(partials, row.first_chunk, grad)
+                    own = count_values(memory_order(grad))
+                    counts[:, row.first_chunk : row.first_chunk + own.shape[1]] = own
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         with ieee():

@@ -64,6 +64,13 @@ class SeveralDevices:
         leading = plan.parts[0]
         return self.backends[leading.device].norm(leading, None, partials, scaling)
 
+    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
+        for part in plan.parts:
+            own, sums = _only(_rows(part), grads), moved(torch.cat([partials[None], counts]), part.device)
+            self.backends[part.device].count(part, own, sums[0], sums[1:])
+            _bring(sums[0], partials)
+            _bring(sums[1:], counts)
+
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         leading = plan.parts[0]
         return self.backends[leading.device].segment_norms(leading, partials, bounds)

@@ -378,6 +378,9 @@ class Engine:
             stale, partials = window.sums.stale(matched), window.sums.partials
         elif takes_norm:
             partials = prepared.cleared_partials(complete)
+        if meter is not None and partials is not None:
+            meter.count(prepared.backend, plan, groups, matched, partials)
+            stale = None
         if asked is None or partials is None:
             outcome = prepared.norm(stale, partials, scaling)
         else:
@@ -386,7 +389,7 @@ class Engine:
         measured = Measured(prepared, grads, matched, complete, outcome, scaling.skips)
         try:
             if meter is not None and partials is not None:
-                meter.begin(plan, groups, partials, scaling, outcome)
+                meter.begin(plan, scaling, outcome)
             if self.noise is not None:
                 self.noise.see(prepared.backend, plan, prepared.exchange, window, scaling)
         except BaseException:

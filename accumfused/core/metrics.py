@@ -1,7 +1,7 @@
-"""Norms and ratios of every tensor, group, and all: from sums of squares that the norm and the step make anyway.
+"""Norms, counts and ratios of every tensor, group, and all.
 
-In: the chunks' sums of squares of gradients, and those of parameters and changes, which a step's kernels add up while
-both are in registers. Out: one small tensor on the device, whose names are on the host. Nothing waits for the device.
+In: the chunks' sums of squares of gradients, with counts of zeros and of non-finite values; and those of parameters and
+changes, which a step's kernels add up while both are in registers. Out: one small tensor on the device, whose names are on the host. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from torch import Tensor
 from accumfused.core.norm import divisor_of, norms
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Backend, Outcome, Scaling
+from accumfused.core.rows import Grads
 from accumfused.formats.numeric import ieee, square_root
 
 _Kept = tuple[tuple[Tensor, ...], Tensor, tuple[str, ...]]  # bounds, sums, names
 
-_OF_EACH = ("grad_norm", "param_norm", "update_norm", "update_ratio")
+_OF_EACH = ("grad_norm", "grad_zeros", "grad_nonfinite", "param_norm", "update_norm", "update_ratio")
+_SUMS = 5  # of squares of gradients, of zeros, of non-finite values; of squares of parameters before, and of changes
 _OF_STEP = ("clip", "clip_share", "skipped_steps")
 
 
@@ -49,14 +51,14 @@ class _Begun:
     """A measured step that has its coefficient, and waits for its update."""
 
     scaling: Scaling
-    sums: Tensor  # fp32 [3, chunks]: of gradients, parameters before, changes
+    sums: Tensor  # of each chunk: fp32 [_SUMS, chunks]
 
 
 @dataclass
 class _Made:
     """A measured step that is over."""
 
-    squares: list[Tensor]  # fp64 [3, segments]: of all, of groups, of tensors
+    sums: list[Tensor]  # fp64 [_SUMS, segments]: of all, of groups, of tensors
     scaling: Scaling
     skipped: Tensor
     coefficient: Tensor  # the smallest one
@@ -66,13 +68,14 @@ class _Made:
 
     def metrics(self) -> Metrics:
         with ieee():
-            grads, params, changes = torch.cat(self.squares, dim=1)
+            grads, zeros, nonfinite, params, changes = torch.cat(self.sums, dim=1)
             divisor, inverse = divisor_of(self.scaling)
             param_norm, change = (square_root(each.float()).double() for each in (params, changes))
             ratio = torch.where(param_norm > 0, change / param_norm, 0.0)
             param_norm = torch.where(self.skipped, torch.nan, param_norm)
             change, ratio = (torch.where(self.skipped, 0.0, each) for each in (change, ratio))
-            of_each = torch.stack([norms(grads, divisor, inverse), param_norm, change, ratio], dim=1)
+            grad_norm = norms(grads, divisor, inverse)
+            of_each = torch.stack([grad_norm, zeros, nonfinite, param_norm, change, ratio], dim=1)
             clip = torch.where(self.coefficient < inverse.float(), self.coefficient.double() * divisor, 1.0)
             clipped, every = self.clips.double().unbind()
             share = torch.where(every > 0, clipped / every, 0.0)
@@ -105,16 +108,21 @@ class Meter:
             raise RuntimeError("parameters are DTensors, and metrics do not add up over shards; leave metrics= out")
         return (self._steps + 1) % self._every == 0
 
-    def begin(
-        self, plan: Plan, groups: Sequence[Mapping[str, Any]], partials: Tensor, scaling: Scaling, outcome: Outcome
+    def count(
+        self, backend: Backend, plan: Plan, groups: Sequence[Mapping[str, Any]], grads: Grads, partials: Tensor
     ) -> None:
-        """Before a measured step: keeps its gradients' sums of squares, and asks the step for the others."""
+        """Reads the gradients of a measured step, before its norm: writes their sums of squares, and counts."""
         if plan not in self._kept:
-            sums = torch.empty(3, plan.chunks, dtype=torch.float32, device=plan.device)
+            sums = torch.empty(_SUMS, plan.chunks, dtype=torch.float32, device=plan.device)
             self._kept[plan] = _bounds(plan), sums, _names(plan, groups)
-        sums = self._kept[plan][1]
+        sums = self._kept[plan][1].zero_()
+        backend.count(plan, grads, partials, sums[1:3])
         sums[0].copy_(partials)
-        outcome.changes = sums[1:].zero_()
+
+    def begin(self, plan: Plan, scaling: Scaling, outcome: Outcome) -> None:
+        """Before a measured step that has its coefficient: asks it for the sums of parameters and changes."""
+        sums = self._kept[plan][1]
+        outcome.changes = sums[3:]
         self._begun = _Begun(scaling, sums)
 
     def end(self, backend: Backend, plan: Plan, outcome: Outcome, skips: Tensor) -> None:
@@ -124,7 +132,7 @@ class Meter:
             return
         scaling, sums, self._begun = self._begun.scaling, self._begun.sums, None
         bounds, _, names = self._kept[plan]
-        squares = [backend.segment_norms(plan, sums.view(-1), bound).view(3, -1) for bound in bounds]
+        squares = [backend.segment_norms(plan, sums.view(-1), bound).view(_SUMS, -1) for bound in bounds]
         clip = outcome.coefficient if outcome.coefficients is None else outcome.coefficients.amin()
         inverse: Any = 1.0 / scaling.normalization
         if scaling.device_normalization is not None:
@@ -140,13 +148,13 @@ class Meter:
 
 
 def _bounds(plan: Plan) -> tuple[Tensor, ...]:
-    """The bounds of all, of the groups, and of the tensors, in three concatenated lists of chunks."""
+    """The bounds of all, of the groups, and of the tensors, in `_SUMS` concatenated lists of chunks."""
     tensors = [row.first_chunk for row in plan.rows]
     of_groups = [row.group for row in plan.rows]
     groups = [[*tensors, plan.chunks][bisect_left(of_groups, group)] for group in range(len(plan.rules))]
-    parts = [k * plan.chunks for k in range(3)]
+    parts = [k * plan.chunks for k in range(_SUMS)]
     bounds = [[part + first for part in parts for first in firsts] for firsts in ([0], groups, tensors)]
-    return tuple(torch.tensor([*own, 3 * plan.chunks], dtype=torch.int64).to(plan.device) for own in bounds)
+    return tuple(torch.tensor([*own, _SUMS * plan.chunks], dtype=torch.int64).to(plan.device) for own in bounds)
 
 
 def _names(plan: Plan, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

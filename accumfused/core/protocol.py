@@ -168,6 +168,15 @@ class Backend(Protocol):
             partials: None: it takes no norm, and only the normalization enters.
         """
 
+    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
+        """The first half of `norm`, in a step that is measured: reads gradients, and makes no coefficient of them.
+
+        Args:
+            grads: None leaves a row's partials and counts alone.
+            partials: gets the chunks' sums of squares.
+            counts: fp32 [2, plan.chunks], gets how many values of a chunk are zeros, and how many are not finite.
+        """
+
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         """The sums of squares of runs of chunks, each added up as `norm` adds up all of them: fp64 [segments].
 

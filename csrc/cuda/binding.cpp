@@ -37,6 +37,7 @@ void bind_cuda(py::module_& m) {
           py::arg("table"), py::arg("groups"), py::arg("stride"))
       .def("accumulate", on_rows(&DeviceTable::accumulate), release)
       .def("norm", on_rows(&DeviceTable::norm), release)
+      .def("count", on_rows(&DeviceTable::count), release)
       .def("segment_norms", &DeviceTable::segment_norms, release)
       .def(
           "step",

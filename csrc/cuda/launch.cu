@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "accumulate.cuh"
+#include "count.cuh"
 #include "launch.h"
 #include "norm.cuh"
 #include "packet.cuh"
@@ -236,6 +237,13 @@ void DeviceTable::norm(const Rows& table, uintptr_t stream, bool reads, uintptr_
          scaling, pointer<float>(outcome), pointer<int64_t>(skips));
 }
 
+void DeviceTable::count(const Rows& table, uintptr_t stream, uintptr_t partials, uintptr_t counts) {
+  const Device device(device_);
+  const Layout layout = send(table, stream, false);
+  launch("count", gpu::count_kernel, table.chunks, stream, layout.work, pointer<float>(partials),
+         pointer<float>(counts));
+}
+
 void DeviceTable::segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t bounds, int64_t segments,
                                 uintptr_t squares) {
   const Device device(device_);
@@ -271,6 +279,7 @@ std::string why_not(int device) {
     load("accumulate", gpu::accumulate_kernel);
     load("accumulate", gpu::measure_kernel);
     load("norm", gpu::norm_kernel);
+    load("count", gpu::count_kernel);
     load("segment norms", gpu::segment_norms_kernel);
     load("table", gpu::write_kernel<Policy::kSmallPacket>);
     load("table", gpu::write_kernel<Policy::kLargePacket>);

@@ -28,6 +28,8 @@ class DeviceTable {
   void norm(const Rows& table, uintptr_t stream, bool reads, uintptr_t partials, double normalization,
             uintptr_t device_normalization, uintptr_t found_inf, bool takes_norm, std::optional<double> max_grad_norm,
             bool skips_nonfinite, uintptr_t outcome, uintptr_t skips);
+  // The gradients' sums of squares; counts: [2][chunks], how many of them are zeros, and how many are not finite.
+  void count(const Rows& table, uintptr_t stream, uintptr_t partials, uintptr_t counts);
   void segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t bounds, int64_t segments, uintptr_t squares);
   void step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
             const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients, uintptr_t changes);

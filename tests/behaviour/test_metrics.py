@@ -91,6 +91,43 @@ def test_a_skipped_step_updates_nothing_and_counts(backend: str) -> None:
     assert int(after.windows) == 1
 
 
+@pytest.mark.parametrize("how", ["plain", "window", "closed", "released", "clipped"])
+def test_zeros_and_non_finite_values_are_counted_in_skipped_steps_too(backend: str, how: str) -> None:
+    """Of the accumulated gradient: what one micro-batch fills up is no zero."""
+    params = [torch.ones(n, requires_grad=True) for n in (6, 4, 3)]
+    clip: dict[str, Any] = {"clip": af.PerTensor(1.0)} if how == "clipped" else {"nonfinite": "propagate"}
+    optimizer = af.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.1, backend=backend, metrics=True, **clip)
+    if how == "released":
+        af.release_gradients(optimizer)
+    first = [[0.0, -0.0, 1.0, 2.0, math.inf, 0.0], [0.0, 1.0, 0.0, 0.0], [math.nan, 1.0, 1.0]]
+    second = [[3.0, 0.0, 1.0, 2.0, -math.inf, 0.0], [1e-40, 2.0, 0.0, 0.0], [1.0, math.inf, 1.0]]
+    for grads in [second] if how in ("plain", "clipped") else [first, second]:
+        if how == "released":
+            optimizer.backward(sum((p * torch.tensor(g)).sum() for p, g in zip(params, grads, strict=True)))  # type: ignore[arg-type]
+            continue
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = torch.tensor(grad)
+        if how not in ("plain", "clipped"):
+            optimizer.accumulate(last=how == "closed" and grads is second)
+    optimizer.step()
+    found = optimizer.metrics().as_dict()
+    zeros, bad = (2.0, 2.0, 0.0), (1.0, 0.0, 1.0 if how in ("plain", "clipped") else 2.0)
+    assert tuple(found[f"param{index}/grad_zeros"] for index in range(3)) == zeros
+    assert tuple(found[f"param{index}/grad_nonfinite"] for index in range(3)) == bad
+    assert [found[f"{name}grad_zeros"] for name in ("", "group0/", "group1/")] == [4.0, 4.0, 0.0]
+    assert [found[f"{name}grad_nonfinite"] for name in ("", "group0/", "group1/")] == [sum(bad), bad[0], bad[2]]
+
+
+def test_an_overflow_of_a_scaled_gradient_counts(backend: str) -> None:
+    param, optimizer = made(backend, metrics=True)
+    scaler = af.GradScaler("cpu", init_scale=2.0**127)
+    scaler.scale((param * torch.tensor([0.0, 1.0, 3.0, -3.0, 0.0])).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    found = optimizer.metrics().as_dict()
+    assert (found["grad_zeros"], found["grad_nonfinite"], found["skipped_steps"]) == (2.0, 2.0, 1.0)
+
+
 def test_every_nth_step_is_measured(backend: str) -> None:
     param, optimizer = made(backend, metrics=3)
     found = []
@@ -108,10 +145,12 @@ def test_a_tensor_without_a_gradient_counts_zero(backend: str) -> None:
     optimizer = af.SGD(params, lr=0.1, backend=backend, metrics=True)
     for grads in ([True, True], [True, False]):
         for param, has_one in zip(params, grads, strict=True):
-            param.grad = torch.ones_like(param) if has_one else None
+            param.grad = torch.tensor([0.0, 1.0, 1.0]) if has_one else None
         optimizer.step()
     found = optimizer.metrics().as_dict()
-    assert [found[f"param1/{name}"] for name in ("grad_norm", "param_norm", "update_norm")] == [0.0, 0.0, 0.0]
+    for name in ("grad_norm", "grad_zeros", "param_norm", "update_norm"):
+        assert found[f"param1/{name}"] == 0.0
+    assert found["grad_zeros"] == 1.0
     assert found["param_norm"] == found["param0/param_norm"] > 0
 
 

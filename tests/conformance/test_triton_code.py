@@ -30,8 +30,9 @@ ALL_KERNELS = ("norm", "accumulate", *STATES, *LEAN)
 # The first rule with each number of states, and Muon, which writes no parameter: the others are printed alike.
 FIRST = {count: name for name, count in reversed(STATES.items())}
 FEW_KERNELS = ("norm", "accumulate", *FIRST.values(), "muon", *LEAN)
+MEASURES = ("count", "segment norms")
 POINTERS = {"table": "*i64", "weights": "*fp64", "partials": "*fp32", "hypers": "*i64", "outcome": "*fp32"}
-POINTERS |= {"bounds": "*i64", "squares": "*fp64"}
+POINTERS |= {"bounds": "*i64", "squares": "*fp64", "counts": "*fp32"}
 
 
 def compile_kernels(target: str, folder: Path, *chosen: str) -> None:
@@ -46,6 +47,7 @@ def compile_kernels(target: str, folder: Path, *chosen: str) -> None:
     kernels: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "norm": (verbs.norm_kernel, {}, backend.OPTIONS),
         "accumulate": (verbs.accumulate_kernel, {"measures": False}, backend.OPTIONS),
+        "count": (verbs.count_kernel, {}, backend.OPTIONS),
         "segment norms": (verbs.segment_norms_kernel, {}, backend.OPTIONS),
     }
     for name, (rule, form) in ({rule.name: (rule, Format()) for rule in RULES} | LEAN).items():
@@ -77,7 +79,7 @@ def compiled(folder: Any) -> Any:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     """folder(target): where everything is that was compiled for it."""
-    chosen = (*(ALL_KERNELS if request.config.getoption("--full") else FEW_KERNELS), "segment norms")
+    chosen = (*(ALL_KERNELS if request.config.getoption("--full") else FEW_KERNELS), *MEASURES)
     root = Path(__file__).parents[2]
     import triton
 
@@ -153,7 +155,7 @@ def test_accesses_are_wide_and_roots_and_quotients_those_of_ieee(target: str, ke
 
 
 @each_target
-@pytest.mark.parametrize("kernel", [*KERNELS, "segment norms"])
+@pytest.mark.parametrize("kernel", [*KERNELS, *MEASURES])
 def test_nothing_is_contracted_approximated_or_flushed(target: str, kernel: str, compiled: Any) -> None:
     code = compiled(target, kernel)
     operations = set(re.findall(r"\b(?:add|sub|mul|div|sqrt|rcp|rsqrt|fma|mad)\.[a-z0-9.]*f(?:32|64)\w*", code))

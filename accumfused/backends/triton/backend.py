@@ -108,6 +108,13 @@ class TritonBackend:
             )  # fmt: skip
         return outcome
 
+    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
+        if partials.numel():
+            with _on(plan.device):
+                table = self._send(plan, "rows", self._kept[plan].table(grads))
+                arguments = table, len(plan.rows), plan.chunks, partials, counts
+                _launch(kernels.count_kernel, plan, plan.chunks, *arguments)
+
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         squares = torch.zeros(len(bounds) - 1, dtype=torch.float64, device=plan.device)
         if partials.numel() and len(squares):

@@ -114,6 +114,50 @@ def norm_kernel(
             tl.store(counter, tl.load(counter) + skipped.to(tl.int64))
 
 
+@triton.jit
+def count_values(grad, n, aligned, squares, zeros, nonfinite):
+    others = tl.zeros([LANES], tl.int32)  # than zeros, which stand in the place of missing elements too
+    bad = tl.zeros([LANES], tl.int32)
+    lanes = tl.zeros([LANES], tl.float32)
+    whole = whole_elements(n, LANES, aligned)
+    for first in range(0, whole, LANES):
+        g = load(grad, first, n, LANES, True)
+        size = g.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        others += (size != 0).to(tl.int32)
+        bad += (size >= 0x7F800000).to(tl.int32)
+        lanes += g * g
+    for first in range(whole, n, LANES):
+        g = load(grad, first, n, LANES, False)
+        size = g.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        others += (size != 0).to(tl.int32)
+        bad += (size >= 0x7F800000).to(tl.int32)
+        lanes += g * g
+    tl.store(squares, tree(lanes))
+    tl.store(zeros, (n - tl.sum(others, axis=0)).to(tl.float32))
+    tl.store(nonfinite, tl.sum(bad, axis=0).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def count_kernel(table, count: tl.int32, chunks: tl.int32, partials, counts):
+    """Of each chunk: its sum of squares, as the norm takes it, and how many values are zeros, or not finite."""
+    rows = table + ROWS
+    for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+        row, _ = row_of(rows, count, chunk)
+        dtype = tl.load(row + DTYPE)
+        if dtype != NO_GRAD:
+            offset, n = extent(row, chunk)
+            aligned = is_aligned(row, GRAD)
+            squares = partials + chunk
+            zeros = counts + chunk
+            bad = zeros + chunks
+            if dtype == FLOAT32:
+                count_values(pointer(row, GRAD, tl.float32, offset), n, aligned, squares, zeros, bad)
+            elif dtype == FLOAT16:
+                count_values(pointer(row, GRAD, tl.float16, offset), n, aligned, squares, zeros, bad)
+            else:
+                count_values(pointer(row, GRAD, BFLOAT16_BITS, offset), n, aligned, squares, zeros, bad)
+
+
 @triton.jit(do_not_specialize=("segments",))
 def segment_norms_kernel(partials, bounds, segments: tl.int32, squares):
     """squares[s]: the sum of partials[bounds[s]] up to partials[bounds[s + 1]]; a program for each."""

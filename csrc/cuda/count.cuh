@@ -1,0 +1,42 @@
+// Count: a pass over the gradients of a measured step. Each chunk's sum of squares, as the norm takes it, how many of
+// its values are zeros, and how many are not finite. Both numbers are whole and at most 32768, so floats add them up
+// exactly.
+#pragma once
+#include "block.cuh"
+#include "work.cuh"
+
+namespace accumfused::AF_TARGET {
+
+// counts: [2][chunks].
+__global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
+    count_kernel(const Work work, float* partials, float* counts) {
+  for (int chunk = int(blockIdx.x); chunk < work.chunks; chunk += int(gridDim.x)) {
+    const Chunk at = chunk_of(work, chunk);
+    if (at.in.grad == nullptr) continue;
+    float lanes[kWidth] = {};
+    int others = 0, nonfinite = 0;  // others than zeros, which stand in the place of missing elements too
+    with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
+      for_each_row<Policy::kNormRows>(at.n, aligned, [&](auto access, int i) {
+        float g[access.kCount][kWidth];
+        access.load(grad, i, at.n, g);
+#pragma unroll
+        for (int r = 0; r < access.kCount; ++r) {
+#pragma unroll
+          for (int k = 0; k < kWidth; ++k) {
+            const uint32_t size = bits_of(g[r][k]) & 0x7fffffffu;
+            others += size != 0;
+            nonfinite += size >= 0x7f800000u;
+            lanes[k] += g[r][k] * g[r][k];
+          }
+        }
+      });
+    });
+    store_sum(lanes, partials + chunk);
+    const float of_others[kWidth] = {float(others)}, of_nonfinite[kWidth] = {float(nonfinite)};
+    store_sum(of_others, counts + chunk);
+    store_sum(of_nonfinite, counts + work.chunks + chunk);
+    if (threadIdx.x == 0) counts[chunk] = float(at.n) - counts[chunk];  // written by the thread that reads it
+  }
+}
+
+}  // namespace accumfused::AF_TARGET
