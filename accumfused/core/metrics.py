@@ -1,7 +1,8 @@
 """Norms, counts and ratios of every tensor, group, and all.
 
 In: the chunks' sums of squares of gradients, with counts of zeros and of non-finite values; and those of parameters and
-changes, which a step's kernels add up while both are in registers. Out: one small tensor on the device, whose names are on the host. Nothing waits for the device.
+changes, which a step's kernels add up while both are in registers. Out: one small tensor on the device, whose names are
+on the host. Nothing waits for the device.
 """
 
 from __future__ import annotations
