@@ -37,12 +37,10 @@ class Noise(NamedTuple):
     def in_words(self) -> str:
         if not math.isfinite(self.tokens):
             return f"noise scale: {self.measured} micro-batches do not show it; a window of N > {self.window} helps"
-        is_below = self.window < self.micro_batches
-        helps = "still saves updates" if is_below else "hardly saves updates, and takes more text"
-        return (
-            f"noise scale: {self.tokens:,.0f} tokens, a window of N = {self.micro_batches:.0f} micro-batches; this "
-            f"training had {self.window}, so a larger one {helps}"
-        )
+        ratio = self.window / self.micro_batches
+        helps = "still saves updates" if ratio < 0.5 else "saves few updates" if ratio < 2 else "only takes more text"
+        about = f"{float(f'{self.tokens:.2g}'):,.0f} tokens, a window of N = {self.micro_batches:.2g} micro-batches"
+        return f"noise scale: about {about}; this training had N = {self.window}: a larger one {helps}"
 
 
 def noise_of(model: GPT, loader: DataLoader[Batch], measured: int, window: int) -> Noise:

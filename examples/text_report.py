@@ -274,24 +274,25 @@ def _draw_tail(result: Result, tail: Axes) -> None:
 
 def _draw_noise(noise: Noise, axes: Axes) -> None:
     """Updates and samples that windows of any length need; both are twice the fewest at the noise scale."""
-    axes.set_title(noise.in_words().capitalize(), loc="left", fontsize=10)
+    said = noise.in_words()
+    axes.set_title(said[0].upper() + said[1:], loc="left", fontsize=10)
     if not math.isfinite(noise.tokens):
         axes.set_axis_off()
         return
-    end = 4 * max(noise.micro_batches, noise.window)
-    lengths = [end ** (step / 100) for step in range(101)]
-    curves = {"updates": (noise.updates, "#0072b2"), "samples": (noise.samples, "#d55e00")}
-    for name, (needed, color) in curves.items():
-        axes.plot(lengths, [needed(length) for length in lengths], color=color, label=f"{name} needed")
-    marks = {"this training": noise.window, "noise scale": noise.micro_batches}
-    for name, length in marks.items():
+    begin, end = min(1.0, noise.micro_batches / 2), 4 * max(noise.micro_batches, noise.window)
+    lengths = [begin * (end / begin) ** (step / 100) for step in range(101)]
+    axes.plot(lengths, list(map(noise.updates, lengths)), color="#0072b2", label="updates needed")
+    axes.plot(lengths, list(map(noise.samples, lengths)), color="#d55e00", label="samples needed")
+    smaller, larger = sorted([(noise.micro_batches, "noise scale"), (noise.window, "this training")])
+    for (length, name), side, shift in ((smaller, "right", -3), (larger, "left", 3)):
         axes.axvline(length, color="0.6", linestyle=":", linewidth=1)
         axes.annotate(
-            f"{name}, N = {length:.0f}", (length, 1), xycoords=("data", "axes fraction"), xytext=(3, -2),
-            textcoords="offset points", fontsize=8, color="0.3", va="top", rotation=90 * (name != "this training"),
+            f"{name}\nN = {length:.2g}", (length, 1), xycoords=("data", "axes fraction"), xytext=(shift, -2),
+            textcoords="offset points", fontsize=8, color="0.3", ha=side, va="top",
         )  # fmt: skip
     axes.set_xscale("log", base=2)
-    axes.set_xticks(*([2**n for n in range(int(math.log2(end)) + 1)],) * 2)
+    ticks = [2**n for n in range(int(math.log2(end)) + 1)]
+    axes.set_xticks(ticks, ticks)
     axes.minorticks_off()
-    axes.set(xlabel="N, micro-batches in a window", ylabel="times the fewest", xlim=(1, end), ylim=(0, 8))
+    axes.set(xlabel="N, micro-batches in a window", ylabel="times the fewest", xlim=(begin, end), ylim=(0, 8))
     axes.legend(frameon=False, loc="upper right")
