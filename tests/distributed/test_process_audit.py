@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import audited_loops
@@ -9,11 +10,13 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from audited_loops import K, Language, token_loss, tokens
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import accumfused as af
+from accumfused.integrations.audited import FirstSteps
 
 
 def unequal(rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -52,6 +55,34 @@ def summed() -> Any:
     return report
 
 
+class WithLoss(Language):
+    """Returns its loss, as models of transformers do: DDP hides its graph behind a node that all outputs pass."""
+
+    def forward(self, text: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(text)
+        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def first_steps() -> list[str]:
+    """What is logged of a training of five steps in each process, whose tokens differ."""
+    logged: list[str] = []
+    logger = logging.getLogger("accumfused")
+    logger.addFilter(lambda record: logged.append(record.getMessage()) or False)
+    logger.setLevel(logging.INFO)
+    model = DistributedDataParallel(WithLoss(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = FirstSteps()
+    steps.begin(model.module, optimizer, 1)
+    for x, y in unequal(dist.get_rank())[:5]:
+        model(x, y)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.step()
+    steps.end()
+    logger.filters.clear()
+    return logged
+
+
 def alone() -> Any:
     model = DistributedDataParallel(Language())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -72,6 +103,15 @@ def test_processes_that_weigh_their_tokens_alike_are_sound(loop: Any) -> None:
     for report in processes.run(2, loop):
         assert report.matches, str(report)
         assert max(step.difference for step in report.steps) < 1e-5
+
+
+def test_a_trainings_first_steps_are_compared_with_the_batches_of_all_processes_and_one_logs() -> None:
+    (report,), none = processes.run(2, first_steps)
+    assert none == []
+    assert "\nranks (" in report
+    assert "the graph of the loss does not show" not in report
+    assert "\n4 " in report
+    assert "\n5 " not in report
 
 
 def test_without_a_group_gradients_are_not_compared_and_a_note_says_so() -> None:
