@@ -84,9 +84,11 @@ class Noise:
     def close(self, backend: Backend, plan: Plan, window: Window) -> None:
         """Takes what the sums of a closed window lack, before others change `p.grad`."""
         sums = window.sums
-        stale = None if sums.squares is None else sums.stale(plan.match(sums.accumulators))
-        if stale is not None and (sums.counted is not None or window.weights.count > 1):
-            backend.norm(plan, stale, sums.partials, Scaling(plan.device))
+        if sums.squares is None or (sums.counted is None and window.weights.count < 2):
+            return
+        stale = sums.stale(sums.accumulators)
+        if stale is not None:
+            backend.norm(plan, plan.match(stale), sums.partials, Scaling(plan.device))
             sums.is_measured = [True] * len(stale)
 
     def see(self, backend: Backend, plan: Plan, exchange: Exchange, window: Window, scaling: Scaling) -> None:
@@ -99,6 +101,8 @@ class Noise:
         sums, weights = window.sums, window.weights
         if window.phase is Phase.IDLE or sums.squares is None or (sums.counted is None and weights.count < 2):
             return
+        if window.phase is Phase.CLOSED:
+            self.close(backend, plan, window)  # an error may have kept it
         if sums.counted is None:
             own, whole = exchange.sums_of_squares(backend, plan, [sums.squares, sums.partials]).unbind()
             numbers = _numbers(own, weights, is_divided=window.phase is Phase.CLOSED)
