@@ -38,7 +38,7 @@ class CudaBackend:
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         plan.point_at(fold.grads, fold.accumulators, fold.held)
-        copy, stream = self._on_device(plan, [fold.weights, partials, *fold.accumulators])
+        copy, stream = self._on_device(plan, [fold.weights, partials, *fold.grads, *fold.accumulators])
         copy.accumulate(
             plan.table, stream, fold.weights.data_ptr(), fold.weight, *as_number_and_address(fold.scale),
             partials.data_ptr(), *squares_of(fold),
@@ -94,7 +94,7 @@ class CudaBackend:
             memory = torch.empty(size, dtype=torch.uint8, device=plan.device)
             known[capture] = (memory, self._c.DeviceTable(index, memory.data_ptr(), groups, stride), stream)
         memory, copy, made_on = known[capture]
-        if stream != made_on and capture == 0:
+        if (stream or made_on) and capture == 0:
             # Otherwise torch would reuse freed memory on the stream that made it, before this call has ended.
             for tensor in (memory, *(tensor for tensor in used if tensor is not None)):
                 tensor.record_stream(torch.cuda.current_stream(plan.device))
