@@ -1,13 +1,13 @@
-"""The CUDA kernels over the emulation, every access checked, and launches that run later.
+"""The CUDA kernels over the emulation, every access checked, and launches that run later, Triton's too.
 
 An access lies in a tensor, on its boundary. Launches wait until the test synchronizes, or replays a captured graph;
-before that, memory that nobody has any more goes to others. Only steps from `p.grad`: what torch's own operations write
-is not put off.
+before that, memory that nobody has any more goes to others. What torch's own operations write is not put off.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,9 @@ import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, everything
+from deferred_launches import Launches
 from emulated_memory import DeviceMemory
+from places import INTERPRETED, interpreted
 from table import ADAMW_CASE, random_params
 from torch import Tensor
 
@@ -35,11 +37,15 @@ def gradients(optimizer: Any, value: float) -> list[Tensor]:
     return [torch.full_like(p, value) for p in optimizer.param_groups[0]["params"]]
 
 
+def give(optimizer: Any, grads: list[Tensor]) -> None:
+    for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
+        param.grad = grad
+
+
 def step(optimizer: Any, grads: list[Tensor], lr: float = 0.1) -> None:
     """One that leaves no gradient behind."""
     optimizer.param_groups[0]["lr"] = lr
-    for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
-        param.grad = grad
+    give(optimizer, grads)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -90,11 +96,11 @@ def test_a_kernel_is_refused(
 class Gpu(DeviceMemory):
     """The emulated device, as torch.cuda shows it."""
 
-    def __init__(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, machine: Any, backend: Any, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(machine)
-        self.backend = CudaBackend(machine, machine.Table)
-        machine.defer(True)
-        monkeypatch.setattr(accumfused.backends.cuda, "current_stream", lambda device: (0, self.stream))
+        self.backend = backend
+        self.synchronize, self.capture, self.replay = machine.synchronize, machine.capture, machine.replay
+        monkeypatch.setattr(module, "current_stream", lambda device: (0, self.stream))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream))
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, to: self.record_stream(tensor, to.cuda_stream))
 
@@ -104,10 +110,23 @@ class Gpu(DeviceMemory):
         self.poison(self.stream)
 
 
-@pytest.fixture
-def later(checked: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    with Gpu(checked, monkeypatch) as found:
-        yield found
+@pytest.fixture(params=["emulated", *INTERPRETED])
+def later(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    if request.param == "emulated":
+        checked = request.getfixturevalue("checked")
+        checked.defer(True)
+        with Gpu(checked, CudaBackend(checked, checked.Table), accumfused.backends.cuda, monkeypatch) as found:
+            yield found
+    else:
+        for place in interpreted():
+            module, launches = sys.modules[type(place.backend).__module__], Launches()
+            monkeypatch.setattr(module, "is_capturing", launches.is_capturing)
+            for owner, name in (
+                (module.kernels, "norm_kernel"), (module.kernels, "accumulate_kernel"), (module, "step_kernel"),
+            ):  # fmt: skip
+                monkeypatch.setattr(owner, name, launches.put_off(getattr(owner, name)))
+            with Gpu(launches, place.backend, module, monkeypatch) as found:
+                yield found
 
 
 def assert_made(optimizer: Any, *steps: tuple[float, float]) -> None:
@@ -119,49 +138,59 @@ def assert_made(optimizer: Any, *steps: tuple[float, float]) -> None:
 
 
 @pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize(("first", "micro_batches"), [(0, 1), (SIDE, 1), (0, 2)])
 def test_a_side_stream_keeps_what_it_reads(
-    records: bool, later: Gpu, checked: Any, monkeypatch: pytest.MonkeyPatch
+    first: int, micro_batches: int, records: bool, later: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It may be the stream of all steps. Gradients come from the default stream."""
     if not records:  # then the test has to fail
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, to: None)
     optimizer = new_optimizer(later.backend)
+    later.stream = first
     step(optimizer, gradients(optimizer, 1.0))
-    checked.synchronize()
-    grads = gradients(optimizer, -2.0)
+    later.synchronize()
+    later.stream = 0
+    grads = [gradients(optimizer, -2.0) for _ in range(micro_batches)]
     later.stream = SIDE
-    step(optimizer, grads)
-    grads.clear()
+    while grads:
+        give(optimizer, grads.pop())
+        if micro_batches > 1:
+            optimizer.accumulate()
+            later.give_away()
+            later.synchronize()
+    optimizer.step()
+    optimizer.zero_grad()
     later.give_away()
-    checked.synchronize()
+    later.synchronize()
     if records:
-        assert_made(optimizer, (1.0, 0.1), (-2.0, 0.1))
+        assert_made(optimizer, (1.0, 0.1), (-2.0 * micro_batches, 0.1))
     else:
         assert int(optimizer.skipped_steps) == 1, "the gradients are NaN"
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_graph_reads_what_it_was_captured_with(keeps: bool, later: Gpu, checked: Any) -> None:
+def test_a_graph_reads_what_it_was_captured_with(keeps: bool, later: Gpu) -> None:
     optimizer = new_optimizer(later.backend)
     step(optimizer, gradients(optimizer, 1.0))
-    checked.synchronize()
+    later.synchronize()
     static = gradients(optimizer, -2.0)  # the graph's, as long as the test keeps them
     later.stream = SIDE
-    checked.capture(7)
+    later.capture(7)
     step(optimizer, static)
-    checked.capture(0)
+    later.capture(0)
     later.stream = 0
     if not keeps:
         static.clear()
     step(optimizer, gradients(optimizer, 3.0), lr=0.05)
-    checked.synchronize()
+    later.synchronize()
     later.stream = SIDE
     later.give_away()
     for _ in range(2):
-        checked.replay()
+        later.replay()
     later.stream = 0
     step(optimizer, gradients(optimizer, 4.0))
     later.give_away()
-    checked.synchronize()
+    later.synchronize()
     if keeps:
         assert_made(optimizer, (1.0, 0.1), (3.0, 0.05), (-2.0, 0.1), (-2.0, 0.1), (4.0, 0.1))
     else:

@@ -1,14 +1,16 @@
 """Launches the Triton kernels on torch's current stream; with TRITON_INTERPRET=1 they run on a CPU too, slowly.
 
-The kernels read a plan as a table of 64-bit words: a ticket, then a row per parameter (see memory.py). They need no
-native module.
+The kernels read a plan as a table of 64-bit words: a ticket, then a row per parameter (see memory.py). A call adds its
+operands to the plan's rows, and sends the table if they are not the last call's. No native module is needed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import operator
 import struct
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,8 +20,10 @@ from torch import Tensor
 
 from accumfused import compiled
 from accumfused.backends.cpu import address, as_number_and_address, squares_of
+from accumfused.backends.cuda import current_stream
 from accumfused.backends.triton import kernels, memory, rules
 from accumfused.backends.triton.step import step_kernel
+from accumfused.core.graphs import is_capturing
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import Grads, has_memory
@@ -28,10 +32,9 @@ from accumfused.formats.numeric import ieee
 from accumfused.rule import Rule
 
 _NO_SLOTS = Storage(None, None, [], None, [], []).slots()
+_DTYPES = {dtype: index for index, dtype in enumerate(DTYPES)}
 
-_PROGRAMS_PER_MULTIPROCESSOR = 4  # of 256 threads, as in csrc/cuda
-_INTERPRETED_PROGRAMS = 3
-
+_PROGRAMS_PER_MULTIPROCESSOR = 4  # of kernels that have not been loaded; on AMD's GPUs, which tell less, of all
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # for every kernel; no contraction into FMA
 # For a step that rounds stochastically. Adam's would take 190 registers a thread for INT8 states, so one program would
 # fill a multiprocessor. With 128 registers two fit, and hardly any spill. (AMD's compiler does not know the option.)
@@ -39,31 +42,14 @@ NOISY_OPTIONS = OPTIONS if torch.version.hip else {**OPTIONS, "maxnreg": 128}
 
 
 @dataclass
-class _Sent:
-    """A copy of words on the device, for calls on one stream."""
-
-    words: list[int]
-    stream: int
-    copy: Tensor  # int64
-
-
-@dataclass
 class _Kept:
     """The backend's data of one plan, which lasts as long as the plan."""
 
     kinds: list[tuple[type[Rule], Format]]  # all kinds of the rows
-    rows: list[tuple[int, ...]]  # each row's words, up to ORIGIN
-    sent: dict[str, _Sent] = field(default_factory=dict)  # the "rows" and "hypers" of the last call
-
-    def table(self, grads: Grads | None, accumulators: Grads | None = None, held: list[int] | None = None) -> list[int]:
-        """The ticket, and every row's words in the order of memory.py."""
-        words = [0]
-        nothing: Grads = [None] * len(self.rows)
-        rows = zip(self.rows, grads or nothing, accumulators or nothing, held or [0] * len(nothing), strict=True)
-        for fixed, grad, accumulator, weight in rows:
-            dtype = memory.NO_GRAD.value if grad is None else DTYPES.index(grad.dtype)
-            words += (*fixed, address(grad), address(accumulator), weight, dtype)
-        return words
+    rows: Tensor  # int64, on the host: the ticket's row and all others, without operands
+    stream: int  # that made the plan
+    # The last copy on the device of each kind of words, behind what it was made of: stream and words.
+    sent: dict[str, tuple[tuple[int, list[int]], Tensor]] = field(default_factory=dict)
 
 
 class TritonBackend:
@@ -71,8 +57,9 @@ class TritonBackend:
     measures_folds = True
 
     def __init__(self) -> None:
-        self._captured: list[tuple[Tensor, Tensor]] = []  # words on the host, their copy: a graph's replay reads both
+        self._captured: list[Tensor] = []  # words on the host: a graph's replay sends them again
         self._kept: WeakKeyDictionary[Plan, _Kept] = WeakKeyDictionary()
+        self._programs: dict[tuple[Any, ...], int] = {}  # that a device holds at once, of a kernel with its constants
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         """Adds the native module's table if it loads: the table tells whether a plan still holds, kernels ignore it."""
@@ -81,26 +68,28 @@ class TritonBackend:
         self._kept[plan] = _kept(plan)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
-        fold.refuse_overwritten()
+        grads, accumulators = _addresses(fold.grads), _addresses(fold.accumulators)
+        if any(map(operator.eq, grads, accumulators)):
+            fold.refuse_overwritten()
         number, at = as_number_and_address(fold.scale)
-        with _on(plan.device):
-            table = self._send(plan, "rows", self._kept[plan].table(fold.grads, fold.accumulators, fold.held))
-            _launch(
+        with self._on(plan, [fold.weights, partials, *fold.grads, *fold.accumulators]):
+            table = self._send(plan, "fold", [*grads, *_dtypes(fold.grads), *accumulators, *fold.held])
+            self._launch(
                 kernels.accumulate_kernel, plan, plan.chunks,
                 table, len(plan.rows), plan.chunks, fold.weights, fold.weight, _bits(number), at, partials,
-                *squares_of(fold), fold.squares is not None,
+                *squares_of(fold), constants=(fold.squares is not None,),
             )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
-        reads = grads is not None and partials is not None
-        chunks_to_read = plan.chunks if reads else 0
+        read = None if partials is None else grads
+        chunks_to_read = 0 if read is None else plan.chunks
         limit = scaling.max_grad_norm
         # A tensor without elements has no address, and without an address the kernel takes no norm.
         sums = partials if partials is None or partials.numel() else outcome.values
-        with _on(plan.device):
-            table = self._send(plan, "rows", self._kept[plan].table(grads if reads else None))
-            _launch(
+        with self._on(plan, [partials, *(read or [])]):
+            table = self._send(plan, "ticket", [0]) if read is None else self._send(plan, "step", _operands(read))
+            self._launch(
                 kernels.norm_kernel, plan, chunks_to_read,
                 table, len(plan.rows), plan.chunks, chunks_to_read, address(sums), _bits(scaling.normalization),
                 address(scaling.device_normalization), address(scaling.found_inf), int(limit is not None),
@@ -118,46 +107,75 @@ class TritonBackend:
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         squares = torch.zeros(len(bounds) - 1, dtype=torch.float64, device=plan.device)
         if partials.numel() and len(squares):
-            with _on(plan.device):
-                _launch(kernels.segment_norms_kernel, plan, len(squares), partials, bounds, len(squares), squares)
+            with self._on(plan, [partials, bounds]):
+                self._launch(kernels.segment_norms_kernel, plan, len(squares), partials, bounds, len(squares), squares)
         return squares
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
         """Launches once per kind of row: nearly always once, twice if small states stay fp32."""
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         words = [word for values in kept for word in _hyper_words(values)]
-        with _on(plan.device):
-            table = self._send(plan, "rows", self._kept[plan].table(grads))
+        with self._on(plan, [outcome.coefficients, outcome.changes, *grads]):
+            table = self._send(plan, "step", _operands(grads))
             hyper_table = self._send(plan, "hypers", words)
             for index, kind in enumerate(self._kept[plan].kinds):
-                _launch(
+                self._launch(
                     step_kernel, plan, plan.chunks,
                     table, len(plan.rows), plan.chunks, hyper_table, index, outcome.values,
                     address(outcome.coefficients), address(outcome.changes),
-                    *constants(*kind, measured=outcome.changes is not None),
+                    constants=constants(*kind, measured=outcome.changes is not None),
                     options=NOISY_OPTIONS if kind[1].needs_noise else OPTIONS,
                 )  # fmt: skip
 
-    def _send(self, plan: Plan, key: str, words: list[int]) -> Tensor:
-        """A copy of the words on the plan's device; unchanged words reuse the last call's copy.
+    def _on(self, plan: Plan, used: Iterable[Tensor | None]) -> contextlib.AbstractContextManager[Any]:
+        """Sets the current device, on which Triton launches, or the float mode, which its interpreter takes over.
 
-        A kernel may still read the old copy, so changed words go into fresh memory. A capturing graph gets its own
-        copy, which its replay sends again.
+        Another stream may have made the tensors in `used`: torch keeps their memory until this stream has read it.
         """
-        if plan.device.type != "cuda":
-            return torch.tensor(words, dtype=torch.int64, device=plan.device)
-        captures = torch.cuda.is_current_stream_capturing()
-        stream = torch.cuda.current_stream(plan.device).cuda_stream
-        sent = self._kept[plan].sent.get(key)
-        if not captures and sent is not None and sent.stream == stream and sent.words == words:
-            return sent.copy
-        host = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=True)
+        stream, captures = _stream(plan.device)
+        if (stream or self._kept[plan].stream) and not captures:
+            for tensor in used:
+                if tensor is not None:
+                    tensor.record_stream(torch.cuda.current_stream(plan.device))
+        return torch.cuda.device(plan.device) if plan.device.type == "cuda" else ieee()
+
+    def _send(self, plan: Plan, key: str, words: list[int]) -> Tensor:
+        """A copy of the words on the plan's device; "fold", "step": of its rows, with the words as their operands.
+
+        The last call's copy, if nothing has changed. A kernel may still read that one, so changed words go into fresh
+        memory. A capturing graph gets its own copy, which its replay sends again.
+        """
+        kept, (stream, captures) = self._kept[plan], _stream(plan.device)
+        made_of = stream, words
+        if not captures and key in kept.sent and kept.sent[key][0] == made_of:
+            return kept.sent[key][1]
+        given = torch.frombuffer(array("q", words), dtype=torch.int64)
+        table = kept.rows if key in ("fold", "step") else given
+        host = torch.empty_like(table, pin_memory=plan.device.type == "cuda").copy_(table)
+        if table is kept.rows:
+            columns = given.view(-1, len(plan.rows)).T
+            host[1:, memory.GRAD.value :][:, : columns.shape[1]] = columns
         copy = host.to(plan.device, non_blocking=True)
         if captures:
-            self._captured.append((host, copy))
+            self._captured.append(host)
         else:
-            self._kept[plan].sent[key] = _Sent(words, stream, copy)
+            kept.sent[key] = made_of, copy
         return copy
+
+    def _launch(
+        self, kernel: Any, plan: Plan, chunks: int, *args: Any, constants: tuple[Any, ...] = (),
+        options: dict[str, Any] = OPTIONS,
+    ) -> None:  # fmt: skip
+        """Launches as many programs as run at once; at least one, because the last one finishes the work.
+
+        How many do is known when the kernel has been loaded, which its first launch does.
+        """
+        key = kernel, plan.device, constants
+        most = self._programs.get(key)
+        programs = max(1, min(chunks, most or resident_programs(plan.device)))
+        loaded = kernel[(programs,)](*args, *constants, **options)
+        if most is None:
+            self._programs[key] = resident_programs(plan.device, loaded)
 
 
 def constants(rule: type[Rule], form: Format, measured: bool = False) -> tuple[Any, ...]:
@@ -175,32 +193,50 @@ def constants(rule: type[Rule], form: Format, measured: bool = False) -> tuple[A
     return *rules.compiled(rule), *numbers
 
 
-def _launch(kernel: Any, plan: Plan, chunks: int, *args: Any, options: dict[str, Any] = OPTIONS) -> None:
-    """Launches at least one program, because the last one finishes the work."""
-    on_gpu = plan.device.type == "cuda"
-    limit = _resident_programs(plan.device) if on_gpu else _INTERPRETED_PROGRAMS
-    kernel[(max(1, min(chunks, limit)),)](*args, **options)
+def resident_programs(device: torch.device, kernel: Any = None) -> int:
+    """How many programs of a loaded kernel a device holds at once; about so many, if it has not been loaded."""
+    if device.type != "cuda":
+        return 3  # interpreted, one after the other
+    has: Any = torch.cuda.get_device_properties(device)
+    if kernel is None or torch.version.hip:
+        return _PROGRAMS_PER_MULTIPROCESSOR * int(has.multi_processor_count)
+    # A multiprocessor's four parts give each warp registers by 256. A program's shared memory is given out by 128
+    # bytes, and 1 kB beside it.
+    warps, registers = kernel.metadata.num_warps, -(-kernel.n_regs * has.warp_size // 256) * 256
+    by_registers = has.regs_per_multiprocessor // 4 // registers * 4 // warps
+    by_memory = has.shared_memory_per_multiprocessor // (-(-kernel.metadata.shared // 128) * 128 + 1024)
+    by_threads = has.max_threads_per_multi_processor // (warps * has.warp_size)
+    return int(has.multi_processor_count * max(1, min(by_registers, by_memory, by_threads)))
 
 
-@functools.cache
-def _resident_programs(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_MULTIPROCESSOR
+def _stream(device: torch.device) -> tuple[int, bool]:
+    """torch's current stream there, and whether a graph captures it. The default stream, 0, cannot be captured."""
+    stream = current_stream(device)[1]
+    return stream, stream != 0 and is_capturing(device)
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Sets the current device, on which Triton launches, or the float mode, which its interpreter takes over."""
-    return torch.cuda.device(device) if device.type == "cuda" else ieee()
+def _addresses(tensors: Grads) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _dtypes(grads: Grads) -> list[int]:
+    return [memory.NO_GRAD.value if grad is None else _DTYPES[grad.dtype] for grad in grads]
+
+
+def _operands(grads: Grads) -> list[int]:
+    return _addresses(grads) + _dtypes(grads)
 
 
 def _kept(plan: Plan) -> _Kept:
     kinds = list(dict.fromkeys((row.rule, row.form) for row in plan.rows))
-    rows = []
+    rows = [[0] * memory.WORDS.value]
+    operands = [0] * (memory.WORDS.value - memory.GRAD.value)
     for row in plan.rows:
         slots = _NO_SLOTS if row.storage is None else row.storage.slots()
         param, kind = row.tensor.data_ptr() if has_memory(row.tensor) else 0, kinds.index((row.rule, row.form))
         words = row.tensor.numel(), row.first_chunk, row.group, kind, row.origin
-        rows.append((param, *map(address, slots), *words))
-    return _Kept(kinds, rows)
+        rows.append([param, *_addresses(slots), *words, *operands])
+    return _Kept(kinds, torch.tensor(rows, dtype=torch.int64, device="cpu"), _stream(plan.device)[0])
 
 
 def _hyper_words(values: list[float | Tensor]) -> list[int]:

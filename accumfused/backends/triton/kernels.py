@@ -36,8 +36,9 @@ from accumfused.backends.triton.numeric import LANES, LEAST_DIVISOR, LEAST_SUM, 
 
 # Values of these arguments must not make another kernel: Triton compiles anew for a 1 and for multiples of 16.
 NUMBERS = (
-    "count", "chunks", "chunks_to_read", "partials", "normalization", "device_normalization", "found_inf", "clips",
-    "max_grad_norm", "skips_nonfinite", "skips", "weight", "scale", "device_scale", "squares", "shares",
+    "table", "hypers", "outcome", "weights", "count", "chunks", "chunks_to_read", "partials", "normalization",
+    "device_normalization", "found_inf", "clips", "max_grad_norm", "skips_nonfinite", "skips", "weight", "scale",
+    "device_scale", "squares", "shares",
 )  # fmt: skip
 
 

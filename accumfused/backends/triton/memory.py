@@ -12,9 +12,9 @@ from accumfused import rule
 from accumfused.backends.triton.codecs import from_bfloat16
 from accumfused.backends.triton.numeric import CHUNK, whole_steps
 
-# The table: the ticket, which is 0 between launches, then a row of these words per parameter.
-ROWS = tl.constexpr(1)
-WORDS = tl.constexpr(24)
+# The table: a row that begins with the ticket, which is 0 between launches; then a row of these words per parameter.
+ROWS = tl.constexpr(24)
+WORDS = ROWS
 PARAM = tl.constexpr(0)
 STEP = tl.constexpr(1)  # from here on the order of formats.kinds.Storage
 SEED = tl.constexpr(2)
@@ -27,10 +27,10 @@ FIRST_CHUNK = tl.constexpr(16)
 GROUP = tl.constexpr(17)
 KIND = tl.constexpr(18)  # rule and formats
 ORIGIN = tl.constexpr(19)
-GRAD = tl.constexpr(20)
-ACCUMULATOR = tl.constexpr(21)
-WEIGHT = tl.constexpr(22)
-DTYPE = tl.constexpr(23)
+GRAD = tl.constexpr(20)  # from here on a call's operands; a step's are the first two
+DTYPE = tl.constexpr(21)
+ACCUMULATOR = tl.constexpr(22)
+WEIGHT = tl.constexpr(23)
 
 NO_GRAD, FLOAT32, FLOAT16 = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)  # values of DTYPE; bfloat16 is the last
 BFLOAT16_BITS = tl.constexpr(tl.uint16)  # kernels read bfloat16 as this: Triton's interpreter gets its subnormals wrong
