@@ -200,10 +200,9 @@ def resident_programs(device: torch.device, kernel: Any = None) -> int:
     has: Any = torch.cuda.get_device_properties(device)
     if kernel is None or torch.version.hip:
         return _PROGRAMS_PER_MULTIPROCESSOR * int(has.multi_processor_count)
-    # A multiprocessor's four parts give each warp registers by 256. A program's shared memory is given out by 128
-    # bytes, and 1 kB beside it.
+    # A warp gets registers by 256; a program gets shared memory by 128 bytes, and 1 kB beside it.
     warps, registers = kernel.metadata.num_warps, -(-kernel.n_regs * has.warp_size // 256) * 256
-    by_registers = has.regs_per_multiprocessor // 4 // registers * 4 // warps
+    by_registers = has.regs_per_multiprocessor // (registers * warps)
     by_memory = has.shared_memory_per_multiprocessor // (-(-kernel.metadata.shared // 128) * 128 + 1024)
     by_threads = has.max_threads_per_multi_processor // (warps * has.warp_size)
     return int(has.multi_processor_count * max(1, min(by_registers, by_memory, by_threads)))
