@@ -19,7 +19,6 @@ from table import ADAMW_CASE, random_params
 from torch import Tensor
 
 from accumfused.backends.cpu import CpuBackend
-from accumfused.formats.numeric import CHUNK
 
 if not INTERPRETED:
     pytest.skip("kernels are not interpreted where there is a GPU", allow_module_level=True)
@@ -84,7 +83,7 @@ def launches(module: Any, monkeypatch: pytest.MonkeyPatch) -> Launches:
     return Launches(monkeypatch, module)
 
 
-SHAPES = [(CHUNK + 3,), (CHUNK,), (30,)]
+SHAPES = [(300,), (30,), (7,), (65,)]  # a chunk each
 
 
 def gradients(value: float) -> list[Tensor]:
