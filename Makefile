@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .SECONDARY:
 
 demo: $(VENV)/examples.stamp
-	$(RUN) examples/train_text.py
+	$(RUN) examples/train_text.py $(ARGS)
 
 test: $(VENV)/test.stamp
 	$(PYTEST) $(ARGS)

@@ -311,10 +311,11 @@ def ninja_file(build: Path, nvcc: "Nvcc | None") -> str:
     openmp = ["-Xpreprocessor", "-fopenmp"] if mac else ["-fopenmp"]
     link = ["-undefined", "dynamic_lookup"] if mac else []
     link += nvcc.link_flags if nvcc else []
-    include = [f"-I{build}", f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
+    # Kernels know neither Python nor pybind11, whose folder is another one in each isolated build: they stay compiled.
+    python = [f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
     cxxflags, ldflags = os.environ.get("CXXFLAGS", ""), os.environ.get("LDFLAGS", "")
     check_compiler([*compiling.FLAGS, *shlex.split(cxxflags)])
-    flags = f"{shlex.join([*compiling.FLAGS, *openmp, *include])} {cxxflags}"
+    flags = f"{shlex.join([*compiling.FLAGS, *openmp, f'-I{build}'])} {cxxflags}"
     lines = [
         f"cxx = {compiling.compiler().replace('$', '$$')}",
         f"flags = {flags.replace('$', '$$')}",
@@ -343,10 +344,10 @@ def ninja_file(build: Path, nvcc: "Nvcc | None") -> str:
     for source in sources:
         objects.append(source.replace("/", "_") + ".o")
         lines.append(f"build {objects[-1]}: compile {escape(CSRC / source)}")
-        extra = compiling.INSTRUCTION_SETS.get(Path(source).stem, [])
+        extra = compiling.INSTRUCTION_SETS.get(Path(source).stem, python)
         if source.endswith("binding.cpp"):
-            extra = [f'-DAF_INTERFACE="{compiling.interface(CSRC)}"', *(nvcc.defines if nvcc else [])]
-        lines.append(f"  extra = {shlex.join(extra)}")
+            extra = [*python, f'-DAF_INTERFACE="{compiling.interface(CSRC)}"', *(nvcc.defines if nvcc else [])]
+        lines.append(f"  extra = {shlex.join(extra).replace('$', '$$')}")
     lines += [f"build _C.so: link {' '.join(objects)}", ""]
     return "\n".join(lines)
 

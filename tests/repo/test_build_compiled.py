@@ -9,8 +9,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pybind11
 import pytest
 from building import MODULE, OBJECTS, REASON, build_in_place, built, needs_source, says, setup_py, written
+
+from accumfused.compiling import INSTRUCTION_SETS
 
 pytestmark = [needs_source, pytest.mark.full]
 x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
@@ -81,6 +84,16 @@ def test_nothing_shared_is_compiled_for_an_instruction_set(source: Path, target:
     symbols = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     shared = [line for line in symbols if line.split(maxsplit=2)[1] == "W"]
     assert [line for line in shared if f"accumfused::{target}::" not in line] == []
+
+
+def test_kernels_stay_compiled_where_pybind11_lies_elsewhere(source: Path, tmp_path: Path) -> None:
+    """As it does in each isolated build."""
+    shutil.copytree(Path(pybind11.__file__).parent, tmp_path / "pybind11")
+    before = written(source)
+    assert build_in_place(source, PYTHONPATH=str(tmp_path), ACCUMFUSED_NATIVE="1").returncode == 0
+    changed = {name for name, when in written(source).items() if when != before[name]}
+    assert "binding.cpp.o" in changed
+    assert not changed & {f"cpu_{name}.cpp.o" for name in INSTRUCTION_SETS}
 
 
 def test_a_wheel_after_a_failed_build_carries_the_reason_and_no_stale_module(source: Path) -> None:
