@@ -9,7 +9,8 @@ so there was no difference. It names random numbers since, whether or not they h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import processes
@@ -22,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 import accumfused as af
 
 Batch = tuple[Tensor, Tensor]
+Loss = Callable[..., Tensor]  # of a model, x and y
+Body = Callable[..., None]  # what a loop does for each micro-batch, with a model, an optimizer, its number, x and y
 Loop = Callable[[], Any]  # its report
 K = 4
 
@@ -67,112 +70,94 @@ def token_loss(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") 
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction=reduction)
 
 
+def mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def count(y: Tensor) -> Tensor:
+    """The tokens that count."""
+    return (y != -100).sum()
+
+
+def adamw(params: Any, **_: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
 def watched(
-    body: Callable[..., Any], model: nn.Module | None = None, make: Any = torch.optim.SGD, steps: int = K
-) -> Any:
-    """The report of two windows: `body(model, optimizer, index, x, y)` runs for each micro-batch."""
+    body: Body, model: nn.Module | None = None, make: Any = torch.optim.SGD, steps: int = K,
+    batches: Sequence[Batch] | None = None,
+) -> Any:  # fmt: skip
+    """The report of two windows."""
     model = model or net()
     optimizer = make(model.parameters(), lr=0.1)
     with af.audit.watch(model, optimizer, gradient_accumulation_steps=steps) as report:
-        for i, (x, y) in enumerate(samples(2 * K)):
+        for i, (x, y) in enumerate(batches or samples(2 * K)):
             body(model, optimizer, i, x, y)
     return report
 
 
-def end(optimizer: Any, i: int) -> None:
-    if (i + 1) % K == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-# ---- faults ----------------------------------------------------------------------------------------------------------
-
-
-def not_divided() -> Any:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+def folded(
+    loss: Loss = mean, weight: Callable[[Tensor], Any] = len, model: nn.Module | None = None,
+    batches: Sequence[Batch] | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """The report of this package's windows."""
+    model = model or net()
+    optimizer = af.AdamW(model.parameters(), lr=0.01, **options)
     with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, (x, y) in enumerate(samples(2 * K)):
-            F.cross_entropy(model(x), y).backward()
-            if (i + 1) % K == 0:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-    return report
-
-
-def divided_twice() -> Any:
-    model = net()
-    optimizer = af.AdamW(model.parameters(), lr=0.01)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for (x, y), last in af.windows(samples(2 * K), K):
-            (F.cross_entropy(model(x), y) / K).backward()
-            optimizer.accumulate(weight=1.0)
+        for (x, y), last in af.windows(batches or samples(2 * K), K):
+            loss(model, x, y).backward()
+            optimizer.accumulate(weight=weight(y))
             if last:
                 optimizer.step()
     return report
 
 
-def mean_of_means() -> Any:
-    model = Language()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, (x, y) in enumerate(tokens(2 * K)):
-            (token_loss(model, x, y) / K).backward()
-            if (i + 1) % K == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    return report
+def ends(i: int) -> bool:
+    """Whether a micro-batch is the last of its window."""
+    return (i + 1) % K == 0
 
 
-def remainder_dropped() -> Any:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for _ in range(2):
-            optimizer.zero_grad()
-            for i, (x, y) in enumerate(samples(2 * K + 2)):
-                (F.cross_entropy(model(x), y) / K).backward()
-                if (i + 1) % K == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-    return report
+def update(optimizer: Any) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def remainder_under_weighted() -> Any:
-    model, batches = net(), samples(2 * K + 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, (x, y) in enumerate(batches):
-            loss = F.cross_entropy(model(x), y) / K
-            loss.backward()
-            if (i + 1) % K == 0 or i + 1 == len(batches):
-                optimizer.step()
-                optimizer.zero_grad()
-    return report
+def end(optimizer: Any, i: int) -> None:
+    if ends(i):
+        update(optimizer)
 
 
-def remainder_leaked() -> Any:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+def dividing(loss: Loss = mean) -> Body:
+    """The loop of every tutorial."""
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        (loss(model, x, y) / K).backward()
+        end(optimizer, i)
+
+    return body
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def not_divided(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    mean(model, x, y).backward()
+    if ends(i):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    end(optimizer, i)
+
+
+def remainder(count: int, at_the_end: str, make: Any = torch.optim.SGD) -> Any:
+    """Two epochs of two whole windows and so many micro-batches, which a loop zeroes, steps with, or forgets."""
+    model, batches = net(), samples(2 * K + count)
+    optimizer = make(model.parameters(), lr=0.1)
     with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
         for _ in range(2):
-            for i, (x, y) in enumerate(samples(2 * K + 1)):
-                (F.cross_entropy(model(x), y) / K).backward()
-                if (i + 1) % K == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-    return report
-
-
-def batch_norm() -> Any:
-    model = net(nn.BatchNorm1d(16), nn.ReLU())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, (x, y) in enumerate(samples(2 * K)):
-            (F.cross_entropy(model(x), y) / K).backward()
-            if (i + 1) % K == 0:
-                optimizer.step()
+            for i, (x, y) in enumerate(batches):
+                dividing()(model, optimizer, i, x, y)
+            if at_the_end == "step":
+                update(optimizer)
+            elif at_the_end == "zero_grad":
                 optimizer.zero_grad()
     return report
 
@@ -211,70 +196,44 @@ class Experts(nn.Module):
         return out * chances.gather(1, chosen[:, None]), balance
 
 
-def auxiliary() -> Any:
-    model = Experts()
-    optimizer = af.AdamW(model.parameters(), lr=0.01)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for (x, y), last in af.windows(samples(2 * K, 8), K):
-            out, balance = model(x)
-            (F.cross_entropy(out, y) + 0.1 * balance).backward()
-            optimizer.accumulate(weight=len(x))
-            if last:
-                optimizer.step()
-    return report
+def balanced(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out, balance = model(x)
+    return F.cross_entropy(out, y) + 0.1 * balance
 
 
-def never_arrived() -> Any:
+def never_arrived(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
     """A framework that takes the first micro-batch of each window, and divides by all."""
-    model, batches = net(), iter(samples(4 * K))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for window in zip(*[batches] * K, strict=True):
-            x, y = window[0]
-            (F.cross_entropy(model(x), y) / K).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return report
+    if i % K == 0:
+        (mean(model, x, y) / K).backward()
+        update(optimizer)
 
 
-def clip() -> Any:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, (x, y) in enumerate(samples(2 * K)):
-            (F.cross_entropy(model(x), y) / K).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            if (i + 1) % K == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    return report
+def clip(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    (mean(model, x, y) / K).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    end(optimizer, i)
 
 
 def unscale() -> Any:
     """Clips what is still multiplied by the scale."""
-    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, (x, y) in enumerate(samples(2 * K)):
-            scaler.scale(F.cross_entropy(model(x), y) / K).backward()
-            if (i + 1) % K == 0:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-    return report
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
-
-def zero_grad() -> Any:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, (x, y) in enumerate(samples(2 * K)):
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        scaler.scale(mean(model, x, y) / K).backward()
+        if ends(i):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
-            (F.cross_entropy(model(x), y) / K).backward()
-            if (i + 1) % K == 0:
-                optimizer.step()
-    return report
+
+    return watched(body, make=adamw)
+
+
+def zero_grad(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    (mean(model, x, y) / K).backward()
+    if ends(i):
+        optimizer.step()
 
 
 def ranks_of_one() -> Any:
@@ -284,14 +243,9 @@ def ranks_of_one() -> Any:
     batches = [(x, y if dist.get_rank() else y.where(torch.arange(12) < 2, -100)) for x, y in tokens(1) * 2 * K]
     with af.audit.watch(model, optimizer, gradient_accumulation_steps=K, process_group=dist.group.WORLD) as report:
         for i, (x, y) in enumerate(batches):
-            loss = token_loss(model, x, y) / K
-            if (i + 1) % K:
-                with model.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            with contextlib.nullcontext() if ends(i) else model.no_sync():
+                (token_loss(model, x, y) / K).backward()
+            end(optimizer, i)
     return report
 
 
@@ -299,99 +253,65 @@ def ranks() -> Any:
     return processes.run(2, ranks_of_one)[0]
 
 
-def sums_in_16_bits() -> Any:
-    model = net().bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, (x, y) in enumerate(samples(2 * K)):
-            (F.cross_entropy(model(x.bfloat16()).float(), y) / K).backward()
-            if (i + 1) % K == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    return report
+def in_16_bits(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x.bfloat16()).float(), y)
 
 
 def weights_changed() -> Any:
     """An average of the weights is swapped in for a look at it, and stays."""
     model = net()
     average = {name: 0.9 * tensor for name, tensor in model.state_dict().items()}
-    optimizer = af.SGD(model.parameters(), lr=0.1)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, (x, y) in enumerate(samples(2 * K)):
-            (F.cross_entropy(model(x), y) / K).backward()
-            if i % K == 1:
-                for name, param in model.named_parameters():
-                    param.data.copy_(average[name])
-            if (i + 1) % K == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    return report
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        (mean(model, x, y) / K).backward()
+        if i % K == 1:
+            for name, param in model.named_parameters():
+                param.data.copy_(average[name])
+        end(optimizer, i)
+
+    return watched(body, model, af.SGD)
 
 
 # ---- sound loops -----------------------------------------------------------------------------------------------------
 
 
-def plain() -> Any:
-    """The loop of every tutorial; a BatchNorm in it is frozen, and a window's clip is at its end."""
-    model = net(nn.BatchNorm1d(16).eval(), nn.Tanh())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, (x, y) in enumerate(samples(3 * K)):
-            loss = F.cross_entropy(model(x), y) / K
-            loss.backward()
-            if (i + 1) % K == 0:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-    return report
+def plain(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    """A window's clip is at its end."""
+    (mean(model, x, y) / K).backward()
+    if ends(i):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    end(optimizer, i)
 
 
 def token_sums() -> Any:
     """A masked sum of losses, divided by the tokens of the whole window, as newer trainers do."""
-    model = Language()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     batches = tokens(3 * K)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for start in range(0, len(batches), K):
-            window = batches[start : start + K]
-            count = sum((y != -100).sum() for _, y in window)
-            for x, y in window:
-                losses = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none")
-                ((losses * (y != -100).flatten()).sum() / count).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return report
 
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        window = batches[i - i % K :][:K]
+        losses = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none")
+        ((losses * (y != -100).flatten()).sum() / sum(count(y) for _, y in window)).backward()
+        end(optimizer, i)
 
-def weighted_windows() -> Any:
-    """This package's windows: unequal numbers of tokens, a remainder, a clip."""
-    model = Language()
-    optimizer = af.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.1)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for (x, y), last in af.windows(tokens(2 * K + 3), K):
-            token_loss(model, x, y).backward()
-            optimizer.accumulate(weight=(y != -100).sum())
-            if last:
-                optimizer.step()
-    return report
+    return watched(body, Language(), adamw, batches=batches)
 
 
 def scaled() -> Any:
     """A stock scaler, its calls in the order of torch's manual."""
-    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, (x, y) in enumerate(samples(2 * K)):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = F.cross_entropy(model(x).float(), y) / K
-            scaler.scale(loss).backward()
-            if (i + 1) % K == 0:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-    return report
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(x).float(), y) / K
+        scaler.scale(loss).backward()
+        if ends(i):
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    return watched(body, make=adamw)
 
 
 def two_optimizers() -> Any:
@@ -399,27 +319,12 @@ def two_optimizers() -> Any:
     model = Language()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    first, second = af.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.01)
-    with af.audit.watch(model, [first, second], gradient_accumulation_steps=K) as report:
+    optimizers = [af.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.01)]
+    with af.audit.watch(model, optimizers, gradient_accumulation_steps=K) as report:
         for i, (x, _) in enumerate(tokens(2 * K)):
             (token_loss(model, x[:, :-1].repeat(1, 2)[:, :12], x) / K).backward()
-            if (i + 1) % K == 0:
-                for optimizer in (first, second):
-                    optimizer.step()
-                    optimizer.zero_grad()
-    return report
-
-
-def half_parameters() -> Any:
-    """Parameters in bf16, and sums in fp32."""
-    model = net().bfloat16()
-    optimizer = af.AdamW(model.parameters(), lr=0.01)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for (x, y), last in af.windows(samples(2 * K), K):
-            F.cross_entropy(model(x.bfloat16()).float(), y).backward()
-            optimizer.accumulate(weight=len(y))
-            if last:
-                optimizer.step()
+            for optimizer in optimizers:
+                end(optimizer, i)
     return report
 
 
@@ -427,17 +332,12 @@ def remainder_of_a_plain_loop() -> Any:
     """The last micro-batch has fewer samples, the last window fewer micro-batches, and the loop counts both."""
     model, batches = net(), [*samples(K + 1), *samples(1, 3)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def windows() -> Iterator[list[Batch]]:
-        for start in range(0, len(batches), K):
-            yield batches[start : start + K]
-
     with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for window in windows():
+        for window in (batches[:K], batches[K:]):
             optimizer.zero_grad(set_to_none=False)
-            count = sum(len(y) for _, y in window)
+            total = sum(len(y) for _, y in window)
             for x, y in window:
-                (F.mse_loss(model(x), F.one_hot(y, 3).float()) * len(y) / count).backward()
+                (F.mse_loss(model(x), F.one_hot(y, 3).float()) * len(y) / total).backward()
             optimizer.step()
     return report
 
@@ -450,17 +350,31 @@ def one_batch() -> Any:
 
 
 FAULTS: dict[str, Loop] = {
-    loop.__name__: loop
-    for loop in (
-        not_divided, divided_twice, mean_of_means, remainder_dropped, remainder_under_weighted, remainder_leaked,
-        batch_norm, dropout, negatives, auxiliary, never_arrived, clip, unscale, zero_grad, ranks, sums_in_16_bits,
-        weights_changed,
-    )
-}  # fmt: skip
+    "not_divided": lambda: watched(not_divided, make=adamw),
+    "divided_twice": lambda: folded(lambda model, x, y: mean(model, x, y) / K, lambda y: 1.0),
+    "mean_of_means": lambda: watched(dividing(token_loss), Language(), adamw, batches=tokens(2 * K)),
+    "remainder_dropped": lambda: remainder(2, "zero_grad"),
+    "remainder_under_weighted": lambda: remainder(2, "step"),
+    "remainder_leaked": lambda: remainder(1, "nothing", adamw),
+    "batch_norm": lambda: watched(dividing(), net(nn.BatchNorm1d(16), nn.ReLU())),
+    "dropout": dropout,
+    "negatives": negatives,
+    "auxiliary": lambda: folded(balanced, model=Experts(), batches=samples(2 * K, 8)),
+    "never_arrived": lambda: watched(never_arrived, make=adamw),
+    "clip": lambda: watched(clip),
+    "unscale": unscale,
+    "zero_grad": lambda: watched(zero_grad, make=adamw),
+    "ranks": ranks,
+    "sums_in_16_bits": lambda: watched(dividing(in_16_bits), net().bfloat16()),
+    "weights_changed": weights_changed,
+}
 SOUND: dict[str, Loop] = {
-    loop.__name__: loop
-    for loop in (
-        plain, token_sums, weighted_windows, scaled, two_optimizers, half_parameters, remainder_of_a_plain_loop,
-        one_batch,
-    )
-}  # fmt: skip
+    "plain": lambda: watched(plain, net(nn.BatchNorm1d(16).eval(), nn.Tanh()), adamw, batches=samples(3 * K)),
+    "token_sums": token_sums,
+    "weighted_windows": lambda: folded(token_loss, count, Language(), tokens(2 * K + 3), max_grad_norm=0.1),
+    "scaled": scaled,
+    "two_optimizers": two_optimizers,
+    "half_parameters": lambda: folded(in_16_bits, model=net().bfloat16()),
+    "remainder_of_a_plain_loop": remainder_of_a_plain_loop,
+    "one_batch": one_batch,
+}

@@ -6,26 +6,35 @@ from typing import Any
 
 import pytest
 import torch
-from audited_loops import K, Language, end, net, samples, token_loss, tokens, watched
+from audited_loops import (
+    K,
+    Language,
+    Loss,
+    count,
+    dividing,
+    end,
+    ends,
+    folded,
+    mean,
+    net,
+    samples,
+    token_loss,
+    tokens,
+    update,
+    watched,
+    zero_grad,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import accumfused as af
 
-
-def halved(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    (0.5 * F.mse_loss(model(x), F.one_hot(y, 3).float()) / K).backward()
-    end(optimizer, i)
-
-
-def smoothed(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    (F.cross_entropy(model(x), y, label_smoothing=0.1) / K).backward()
-    end(optimizer, i)
-
-
-def summed_over_features(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    ((model(x) - F.one_hot(y, 3)).square().mean(0).sum() / K).backward()
-    end(optimizer, i)
+LOSSES: dict[str, Loss] = {
+    "halved": lambda model, x, y: 0.5 * F.mse_loss(model(x), F.one_hot(y, 3).float()),
+    "smoothed": lambda model, x, y: F.cross_entropy(model(x), y, label_smoothing=0.1),
+    "summed over features": lambda model, x, y: (model(x) - F.one_hot(y, 3)).square().mean(0).sum(),
+    "penalized": lambda model, x, y: mean(model, x, y) + 1e-3 * sum(p.square().sum() for p in model.parameters()),
+}
 
 
 def summed(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
@@ -40,14 +49,8 @@ def two_losses(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None
     end(optimizer, i)
 
 
-def penalized(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    loss = F.cross_entropy(model(x), y) + 1e-3 * sum(p.square().sum() for p in model.parameters())
-    (loss / K).backward()
-    end(optimizer, i)
-
-
 def with_gradient(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    F.cross_entropy(model(x), y).backward(gradient=torch.tensor(1 / K))
+    mean(model, x, y).backward(gradient=torch.tensor(1 / K))
     end(optimizer, i)
 
 
@@ -61,8 +64,8 @@ def differentiated(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> 
 
 def normed_and_divided(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
     """The norm is for the log: no clip follows."""
-    F.cross_entropy(model(x), y).backward()
-    if (i + 1) % K == 0:
+    mean(model, x, y).backward()
+    if ends(i):
         torch.stack([p.grad.norm() for p in model.parameters()]).norm()
         for p in model.parameters():
             p.grad.mul_(1 / K)
@@ -70,8 +73,8 @@ def normed_and_divided(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor)
 
 
 def clipped_by_value(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    (F.cross_entropy(model(x), y) / K).backward()
-    if (i + 1) % K == 0:
+    (mean(model, x, y) / K).backward()
+    if ends(i):
         nn.utils.clip_grad_value_(model.parameters(), 1e-3)
     end(optimizer, i)
 
@@ -79,8 +82,8 @@ def clipped_by_value(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -
 @pytest.mark.parametrize(
     "body",
     [
-        halved, smoothed, summed_over_features, summed, two_losses, penalized, with_gradient, differentiated,
-        normed_and_divided, clipped_by_value,
+        *map(dividing, LOSSES.values()), summed, two_losses, with_gradient, differentiated, normed_and_divided,
+        clipped_by_value,
     ],
 )  # fmt: skip
 def test_other_sound_loops_raise_no_alarm(body: Any) -> None:
@@ -90,38 +93,36 @@ def test_other_sound_loops_raise_no_alarm(body: Any) -> None:
 
 
 def never_zeroed(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    (F.cross_entropy(model(x), y) / K).backward()
-    if (i + 1) % K == 0:
+    (mean(model, x, y) / K).backward()
+    if ends(i):
         optimizer.step()
 
 
-def never_unscaled(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    (F.cross_entropy(model(x), y) / K * torch.tensor(1024.0)).backward()
-    end(optimizer, i)
+def never_unscaled(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return mean(model, x, y) * torch.tensor(1024.0)
 
 
-def contrasted(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+def contrasted(model: Any, x: Tensor, y: Tensor) -> Tensor:
     one, other = model(x), model(x + 0.1)
-    (F.cross_entropy(one @ other.T, torch.arange(len(x))) / K).backward()
-    end(optimizer, i)
+    return F.cross_entropy(one @ other.T, torch.arange(len(x)))
 
 
 def uneven(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    (F.cross_entropy(model(x), y) / (1 + i % K)).backward()
+    (mean(model, x, y) / (1 + i % K)).backward()
     end(optimizer, i)
 
 
 def divided_by_another_number(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    F.cross_entropy(model(x), y).backward()
-    if (i + 1) % K == 0:
+    mean(model, x, y).backward()
+    if ends(i):
         for param in model.parameters():
             param.grad /= 7
     end(optimizer, i)
 
 
 def changed(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    (F.cross_entropy(model(x), y) / K).backward()
-    if (i + 1) % K == 0:
+    (mean(model, x, y) / K).backward()
+    if ends(i):
         model[0].weight.grad += 1
     end(optimizer, i)
 
@@ -129,8 +130,8 @@ def changed(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
 @pytest.mark.parametrize(
     ("body", "cause"),
     [
-        (never_zeroed, "zero_grad"), (never_unscaled, "unscale"), (contrasted, "negatives"), (uneven, "uneven"),
-        (divided_by_another_number, "factor"), (changed, "unexplained"),
+        (never_zeroed, "zero_grad"), (dividing(never_unscaled), "unscale"), (dividing(contrasted), "negatives"),
+        (uneven, "uneven"), (divided_by_another_number, "factor"), (changed, "unexplained"),
     ],
 )  # fmt: skip
 def test_other_faults_are_named(body: Any, cause: str) -> None:
@@ -138,15 +139,7 @@ def test_other_faults_are_named(body: Any, cause: str) -> None:
 
 
 def test_a_lost_micro_batch_is_seen_even_if_all_are_the_same() -> None:
-    model = net()
-    optimizer, (x, y) = torch.optim.SGD(model.parameters(), lr=0.1), samples(1)[0]
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i in range(2 * K):
-            optimizer.zero_grad()
-            (F.cross_entropy(model(x), y) / K).backward()
-            if (i + 1) % K == 0:
-                optimizer.step()
-    assert report.names == ["zero_grad"]
+    assert watched(zero_grad, batches=samples(1) * 2 * K).names == ["zero_grad"]
 
 
 def test_losses_that_share_a_backward_are_so_many_micro_batches() -> None:
@@ -154,10 +147,9 @@ def test_losses_that_share_a_backward_are_so_many_micro_batches() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
         for start in range(0, 2 * K, K):
-            losses = [F.cross_entropy(model(x), y) / K for x, y in batches[start : start + K]]
+            losses = [mean(model, x, y) / K for x, y in batches[start : start + K]]
             torch.add(losses[0] + losses[1], losses[2] + losses[3]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     assert report.matches, str(report)
 
 
@@ -177,31 +169,26 @@ def test_another_loss_that_passes_through_is_not_lost() -> None:
     assert report.matches, str(report)
 
 
-@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, af.GradScaler])
-def test_a_step_that_a_scaler_skips_is_no_fault(scaler: Any) -> None:
-    model, scale = net(), scaler("cpu", init_scale=1024.0)
-    optimizer = af.SGD(model.parameters(), lr=0.1) if scaler is af.GradScaler else torch.optim.SGD(model.parameters())
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, (x, y) in enumerate(samples(3 * K)):
-            scale.scale(F.cross_entropy(model(x), y) / K * (torch.inf if i == K + 1 else 1)).backward()
-            if (i + 1) % K == 0:
-                scale.unscale_(optimizer)
-                scale.step(optimizer)
-                scale.update()
-                optimizer.zero_grad()
+@pytest.mark.parametrize(("scaler", "make"), [(torch.amp.GradScaler, torch.optim.SGD), (af.GradScaler, af.SGD)])
+def test_a_step_that_a_scaler_skips_is_no_fault(scaler: Any, make: Any) -> None:
+    scale = scaler("cpu", init_scale=1024.0)
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        scale.scale(mean(model, x, y) / K * (torch.inf if i == K + 1 else 1)).backward()
+        if ends(i):
+            scale.unscale_(optimizer)
+            scale.step(optimizer)
+            scale.update()
+            optimizer.zero_grad()
+
+    report = watched(body, make=make, batches=samples(3 * K))
     assert (report.matches, len(report.steps)) == (True, 2), str(report)
 
 
 def test_an_empty_micro_batch_with_a_weight_of_0_is_no_fault() -> None:
-    model = Language()
-    optimizer = af.SGD(model.parameters(), lr=0.1)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, ((x, y), last) in enumerate(af.windows(tokens(2 * K), K)):
-            targets = torch.full_like(y, -100) if i == 1 else y
-            token_loss(model, x, targets).backward()
-            optimizer.accumulate(weight=int((targets != -100).sum()))
-            if last:
-                optimizer.step()
+    batches = tokens(2 * K)
+    batches[1] = batches[1][0], torch.full_like(batches[1][1], -100)
+    report = folded(token_loss, lambda y: int(count(y)), Language(), batches)
     assert report.matches, str(report)
 
 
@@ -212,52 +199,54 @@ def test_windows_that_are_released_or_accumulated_by_linears_are_seen() -> None:
         prepare(model, optimizer)
         with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
             for (x, y), last in af.windows(samples(2 * K), K):
-                optimizer.backward(F.cross_entropy(model(x), y), weight=len(y))
+                optimizer.backward(mean(model, x, y), weight=len(y))
                 if last:
                     optimizer.step()
         assert report.matches, str(report)
 
 
+def clipping(params: Any, **_: Any) -> af.AdamW:
+    return af.AdamW(params, lr=0.01, max_grad_norm=0.1)
+
+
 @pytest.mark.parametrize("closes", [False, True])
 def test_the_optimizers_normalizer_is_seen_with_open_and_closed_windows(closes: bool) -> None:
-    model = net()
-    optimizer = af.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.1)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for i, (x, y) in enumerate(samples(2 * K)):
-            F.cross_entropy(model(x), y).backward()
-            optimizer.accumulate(last=closes and i % K == K - 1)
-            if i % K == K - 1:
-                optimizer.step(normalizer=K)
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        mean(model, x, y).backward()
+        optimizer.accumulate(last=closes and ends(i))
+        if ends(i):
+            optimizer.step(normalizer=K)
+
+    report = watched(body, make=clipping)
     assert report.matches, str(report)
 
 
 def test_a_weight_that_waits_for_the_next_fold_is_seen() -> None:
-    model = net()
-    optimizer = af.AdamW(model.parameters(), lr=0.01)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=1) as report:
-        for x, y in samples(2, 3):
-            F.cross_entropy(model(x), y).backward()
-            optimizer.accumulate(weight=len(y))
-            optimizer.step()
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        mean(model, x, y).backward()
+        optimizer.accumulate(weight=len(y))
+        optimizer.step()
+
+    report = watched(body, make=af.AdamW, steps=1, batches=samples(2, 3))
     assert report.matches, str(report)
 
 
 def test_sums_over_tokens_that_the_step_divides_are_sound() -> None:
-    model = Language()
-    optimizer = af.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.1)
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-        for window in range(2):
-            batches = tokens(K, seed=window)
-            for x, y in batches:
-                token_loss(model, x, y, "sum").backward()
-                optimizer.accumulate()
-            optimizer.step(normalizer=sum((y != -100).sum() for _, y in batches))
+    batches = tokens(2 * K)
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        token_loss(model, x, y, "sum").backward()
+        optimizer.accumulate()
+        if ends(i):
+            optimizer.step(normalizer=sum(count(y) for _, y in batches[i + 1 - K : i + 1]))
+
+    report = watched(body, Language(), clipping, batches=batches)
     assert report.matches, str(report)
 
 
 def test_a_loss_that_is_not_seen_is_not_judged() -> None:
     def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        torch.autograd.backward(F.cross_entropy(model(x), y))
+        torch.autograd.backward(mean(model, x, y))
         end(optimizer, i)
 
     report = watched(body)
@@ -290,11 +279,7 @@ def test_models_may_use_functions_of_torch_func() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(torch.func.vmap(lambda row: row.pow(2).mul_(2.0))(x))
 
-    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        (F.cross_entropy(model(x), y) / K).backward()
-        end(optimizer, i)
-
-    assert watched(body, Mapped(6, 3)).matches
+    assert watched(dividing(), Mapped(6, 3)).matches
 
 
 def test_a_loss_within_the_model_is_run_again_in_halves() -> None:
@@ -304,14 +289,10 @@ def test_a_loss_within_the_model_is_run_again_in_halves() -> None:
             loss = F.cross_entropy(out, y) if self.plain else (out.mean(0).square().sum())
             return {"loss": loss, "logits": out}
 
-    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        (model(x, y=y)["loss"] / K).backward()
-        end(optimizer, i)
-
     for plain, names in ((True, []), (False, ["negatives"])):
         model = Whole(6, 3)
         model.plain = plain  # type: ignore[assignment]
-        assert watched(body, model).names == names
+        assert watched(dividing(lambda model, x, y: model(x, y=y)["loss"]), model).names == names
 
 
 def test_a_model_whose_first_dimension_is_time_is_not_cut_there() -> None:
@@ -320,12 +301,11 @@ def test_a_model_whose_first_dimension_is_time_is_not_cut_there() -> None:
             out = super().forward(x)[0]
             return {"loss": F.mse_loss(out, y), "out": out}
 
-    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        (model(torch.randn(6, 4, 5), torch.randn(6, 4, 3))["loss"] / K).backward()
-        end(optimizer, i)
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return model(torch.randn(6, 4, 5), torch.randn(6, 4, 3))["loss"]  # type: ignore[no-any-return]
 
     torch.manual_seed(0)
-    assert watched(body, Sequence(5, 3)).matches
+    assert watched(dividing(loss), Sequence(5, 3)).matches
 
 
 def test_autocast_rounds_and_raises_no_alarm() -> None:
@@ -354,46 +334,34 @@ def test_short_windows_at_the_ends_of_epochs_are_remainders() -> None:
         model, batches = net(), samples(K + 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-            for _ in range(3):
-                for start in (0, K):
-                    window = batches[start : start + K]
-                    for x, y in window:
-                        (F.cross_entropy(model(x), y) / division(len(window))).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+            for window in [batches[:K], batches[K:]] * 3:
+                for x, y in window:
+                    (mean(model, x, y) / division(len(window))).backward()
+                update(optimizer)
         assert report.names == names
 
 
-def test_gradients_that_are_unscaled_within_a_window_are_not_lost_but_unscaled_too_early() -> None:
+@pytest.mark.parametrize(("early", "clips", "fused", "names"), [
+    (True, False, False, ["unscale"]), (False, False, True, []), (False, True, True, ["unscale"]),
+])  # fmt: skip
+def test_what_is_unscaled_within_a_window_or_clipped_before_it_is_named(
+    early: bool, clips: bool, fused: bool, names: list[str]
+) -> None:
+    """A fused step unscales by itself; gradients that are unscaled too early are not lost."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        scaler.scale(F.cross_entropy(model(x), y) / K).backward()
-        if i % K == 0:
+        scaler.scale(mean(model, x, y) / K).backward()
+        if early and i % K == 0:
             scaler.unscale_(optimizer)
-        if i % K == K - 1:
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-
-    assert watched(body).names == ["unscale"]
-
-
-def test_a_clip_before_a_step_that_unscales_by_itself_is_named() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        scaler.scale(F.cross_entropy(model(x), y) / K).backward()
-        if i % K == K - 1:
+        if ends(i):
             if clips:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
 
-    for clips in (False, True):
-        report = watched(body, make=lambda params, lr: torch.optim.SGD(params, lr, fused=True))
-        assert report.names == (["unscale"] if clips else [])
+    assert watched(body, make=lambda params, lr: torch.optim.SGD(params, lr, fused=fused)).names == names
 
 
 def test_the_optimizer_within_a_wrapper_is_watched() -> None:
@@ -407,9 +375,8 @@ def test_the_optimizer_within_a_wrapper_is_watched() -> None:
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with af.audit.watch(model, Wrapper(inner), gradient_accumulation_steps=1) as report:
         for x, y in samples(2):
-            F.cross_entropy(model(x), y).backward()
-            inner.step()
-            inner.zero_grad()
+            mean(model, x, y).backward()
+            update(inner)
     assert report.matches
 
 
@@ -421,16 +388,15 @@ def test_gradients_of_zero_and_windows_without_targets_are_no_fault() -> None:
         for i, (x, y) in enumerate(samples(2 * K)):
             targets = y if i < K else torch.full_like(y, -100)
             F.cross_entropy(model(x), targets, reduction="sum").backward()
-            for optimizer in optimizers if i % K == K - 1 else ():
-                optimizer.step()
-                optimizer.zero_grad()
+            for optimizer in optimizers:
+                end(optimizer, i)
     assert len(report.steps) == 4
     assert report.matches, str(report)
 
 
 def test_a_pass_without_gradients_is_no_micro_batch() -> None:
     def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        (F.cross_entropy(model(x), y) / K).backward()
+        (mean(model, x, y) / K).backward()
         with torch.no_grad():
             model[1].train()(torch.tanh(model[0](x)))
             model(x)
@@ -445,15 +411,11 @@ def test_sparse_and_complex_gradients_are_compared() -> None:
     words = nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Flatten(), nn.Linear(32, 3))
     waves = nn.Linear(6, 3, dtype=torch.complex64)
 
-    def word(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        (F.cross_entropy(model(torch.randint(16, (4, 4))), y) / K).backward()
-        end(optimizer, i)
-
     def wave(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
         model(x + 0j).abs().square().mean().backward()
         end(optimizer, i)
 
-    assert watched(word, words).matches
+    assert watched(dividing(lambda model, x, y: mean(model, torch.randint(16, (4, 4)), y)), words).matches
     assert watched(wave, waves).names == ["not_divided"]
 
 
@@ -467,7 +429,6 @@ def test_windows_may_have_any_length_if_no_number_is_given() -> None:
         with af.audit.watch(model, optimizer) as report:
             for length in lengths:
                 for x, y in samples(length):
-                    (F.cross_entropy(model(x), y) / division(length)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                    (mean(model, x, y) / division(length)).backward()
+                update(optimizer)
         assert report.names == names
