@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from compare import assert_close
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -83,3 +84,11 @@ def fused(model: nn.Module, backend: str = "auto") -> af.SGD:
     optimizer = af.SGD(model.parameters(), lr=0.1, backend=backend)
     af.fuse_linears(model, optimizer)
     return optimizer
+
+
+def assert_same_gradients(model: nn.Module, truth: nn.Module, divisor: float = 1.0) -> None:
+    """The gradients of the one are those of the other, divided; none where that has none."""
+    for (name, param), right in zip(model.named_parameters(), truth.parameters(), strict=True):
+        assert (param.grad is None) == (right.grad is None), name
+        if param.grad is not None and right.grad is not None:
+            assert_close(param.grad, right.grad / divisor, "model", name)

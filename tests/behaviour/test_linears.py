@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_all_same_bits, assert_close, everything
-from layers import WAYS, WIDTH, Net, backward, batch, fused, loss_of, mlp
+from layers import WAYS, WIDTH, Net, assert_same_gradients, backward, batch, fused, loss_of, mlp
 from torch import Tensor, nn
 
 import accumfused as af
@@ -193,12 +193,7 @@ def hold_to_fp64(model: nn.Module, backend: str, weights: Any = (2, 3, 1), loss:
         if exact_x.grad is not None:
             assert x.grad is not None
             assert_close(x.grad, exact_x.grad, "model", "input")
-    for (name, param), right in zip(model.named_parameters(), exact.parameters(), strict=True):
-        if right.grad is None:
-            assert param.grad is None, name
-            continue
-        assert param.grad is not None, name
-        assert_close(param.grad, right.grad / (1 if weights[0] is None else total), "model", name)
+    assert_same_gradients(model, exact, 1 if weights[0] is None else total)
     return handle
 
 
@@ -285,10 +280,7 @@ def test_several_backward_passes_of_other_kinds(backend: str, loss: Loss) -> Non
     for each in (net, exact):
         loss(each, batch(each, 0).requires_grad_()).backward()
     optimizer.accumulate(last=True)
-    for param, right in zip(net.parameters(), exact.parameters(), strict=True):
-        assert param.grad is not None
-        assert right.grad is not None
-        assert_close(param.grad, right.grad, "model")
+    assert_same_gradients(net, exact)
 
 
 @pytest.mark.parametrize("kind", ["tensor hook", "hook after accumulation"])
