@@ -82,8 +82,8 @@ def clipped_by_value(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -
 @pytest.mark.parametrize(
     "body",
     [
-        *map(dividing, LOSSES.values()), summed, two_losses, with_gradient, differentiated, normed_and_divided,
-        clipped_by_value,
+        *(pytest.param(dividing(loss), id=name) for name, loss in LOSSES.items()), summed, two_losses, with_gradient,
+        differentiated, normed_and_divided, clipped_by_value,
     ],
 )  # fmt: skip
 def test_other_sound_loops_raise_no_alarm(body: Any) -> None:
