@@ -68,7 +68,8 @@ def fuse_trainer(
         linears: whether linear layers add their weights' gradients to the optimizer's sums within backward, see
             `accumfused.fuse_linears`. It needs one process with one device.
         audit: whether the first four steps of each training are watched, see `accumfused.audit`. The report goes to
-            the log "accumfused": as a warning if it names a cause, else as information.
+            the log "accumfused": as a warning if it names a cause, else as information. DDP is compared with the
+            batches of all processes.
         metrics: measures the steps that Trainer logs, and logs `optimizer.metrics()` there: "groups" as
             `grad_norm/all`, `grad_norm/group0`..., "tensors" also as `grad_norm/layer.weight`. An optimizer of
             accumfused measures what it was made to; its groups are logged with None, too.

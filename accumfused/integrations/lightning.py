@@ -30,7 +30,7 @@ AnyTrainer = TypeVar("AnyTrainer")
 def fuse_trainer(
     trainer: AnyTrainer, *, audit: bool = False, metrics: Logged | None = None, noise_scale: bool = False
 ) -> AnyTrainer:
-    """Makes a Lightning Trainer clip and step with accumfused, and log what it measures; call it before `fit()`.
+    """Makes a Lightning Trainer step with accumfused, and log what its optimizers measure; call it before `fit()`.
 
     torch's optimizers of `configure_optimizers` are fused in place; those of accumfused keep their settings. Windows
     stay Lightning's own: `FusedAccumulation` makes them exact. Numbers go to the Trainer's loggers when Lightning logs,
@@ -39,8 +39,8 @@ def fuse_trainer(
     Args:
         trainer: the trainer, of `lightning` or `pytorch_lightning`. It gets a callback.
         audit: whether the first four steps of each training are watched, see `accumfused.audit`. The report goes to
-            the log "accumfused": as a warning if it names a cause, else as information. The forward pass of the audit
-            is `training_step`. It needs automatic optimization.
+            the log "accumfused": as a warning if it names a cause, else as information. DDP is compared with the
+            batches of all processes. It needs automatic optimization, where `training_step` is a micro-batch.
         metrics: measures the steps that Lightning logs, and logs `optimizer.metrics()` there: "groups" as
             `grad_norm/all`, `grad_norm/group0`..., "tensors" also as `grad_norm/layer.weight`. An optimizer of
             accumfused measures what it was made to; its groups are logged with None, too.
@@ -110,8 +110,8 @@ class _FusedSteps:
             self._audited.step()
         # As Lightning decides it for its own logs and callbacks; nothing public tells.
         logged = trainer.fit_loop.epoch_loop._batches_that_stepped
-        is_due = trainer.log_every_n_steps and (logged + 1) % trainer.log_every_n_steps == 0
-        if not (is_due or trainer.should_stop) or (pl_module.automatic_optimization and not stepped):
+        is_due = trainer.log_every_n_steps and ((logged + 1) % trainer.log_every_n_steps == 0 or trainer.should_stop)
+        if not is_due or (pl_module.automatic_optimization and not stepped):
             return
         if not trainer.loggers or not trainer.is_global_zero:
             return
