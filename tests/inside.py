@@ -142,6 +142,11 @@ def device_tables(optimizer: af.FusedOptimizer) -> Any:
     return backend(optimizer)._copies[plan(optimizer)]
 
 
+def partials(optimizer: af.FusedOptimizer) -> Any:
+    """The sums of squares of gradients from p.grad, in the last step."""
+    return optimizer.engine.plans.last and optimizer.engine.plans.last.partials
+
+
 def window_memory(optimizer: af.FusedOptimizer) -> list[Tensor]:
     """What kernels read of an open window beside its sums."""
     return [optimizer.engine.window.weights.factors, optimizer.engine.window.sums.partials]

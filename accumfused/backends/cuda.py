@@ -47,14 +47,18 @@ class CudaBackend:
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
         reads = partials is not None and grads is not None
+        norm = (
+            reads, address(partials), scaling.normalization, address(scaling.device_normalization),
+            address(scaling.found_inf), outcome.normed, scaling.max_grad_norm, scaling.skips_nonfinite,
+            outcome.values.data_ptr(), address(scaling.skips),
+        )  # fmt: skip
+        copy, stream = self._on_device(plan, [partials, *(grads or [])])
+        if scaling.step_follows and copy.steps_with_norm(plan.table, plan.functors):
+            outcome.owed = norm, partials, scaling  # which keep the memory
+            return outcome
         if reads:
             plan.point_at(grads)  # type: ignore[arg-type]
-        copy, stream = self._on_device(plan, [partials, *(grads or [])])
-        copy.norm(
-            plan.table, stream, reads, address(partials), scaling.normalization,
-            address(scaling.device_normalization), address(scaling.found_inf), outcome.normed, scaling.max_grad_norm,
-            scaling.skips_nonfinite, outcome.values.data_ptr(), address(scaling.skips),
-        )  # fmt: skip
+        copy.norm(plan.table, stream, norm)
         return outcome
 
     def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
@@ -75,7 +79,9 @@ class CudaBackend:
         stride = max(map(len, kept), default=0)
         flat = [hyper for values in kept for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
         each, changes = address(outcome.coefficients), address(outcome.changes)
-        copy.step(plan.table, stream, flat, plan.functors, outcome.values.data_ptr(), each, changes)
+        norm = outcome.owed and outcome.owed[0]
+        copy.step(plan.table, stream, flat, plan.functors, outcome.values.data_ptr(), each, changes, norm)
+        outcome.owed = None
 
     def _on_device(self, plan: Plan, used: Sequence[Tensor | None]) -> tuple[Any, int]:
         """The table's copy for this call, and the stream; another stream may have made the tensors in `used`.

@@ -382,6 +382,7 @@ class Engine:
             meter.count(prepared.backend, plan, groups, matched, partials)
             stale = None
         if asked is None or partials is None:
+            scaling.step_follows = meter is None and self._step_follows(prepared, divisors)
             outcome = prepared.norm(stale, partials, scaling)
         else:
             outcome = self.clipping.norm(asked, prepared, stale, matched, partials, scaling)
@@ -456,6 +457,12 @@ class Engine:
         checked = takes_norm or scaling.device_normalization is not None
         scaling.skips_nonfinite = checked and (settings.nonfinite != "propagate" or is_unchecked)
         return scaling, takes_norm
+
+    def _step_follows(self, prepared: Prepared, divisors: Divisors) -> bool:
+        """Whether a step by the backend follows the norm, and nobody reads the outcome before."""
+        if divisors.is_shared or self.noise is not None or self.plans.owner.own_step is not None:
+            return False
+        return self.counts_skips(divisors) and prepared.exchange.is_alone and not prepared.plan.is_spread
 
     def counts_skips(self, divisors: Divisors) -> bool:
         """Whether a skipped step is counted; otherwise it raises."""

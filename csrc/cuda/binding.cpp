@@ -17,6 +17,14 @@ auto on_rows(void (cuda::DeviceTable::*verb)(const Rows&, Arguments...)) {
   };
 }
 
+// In the order of Norm.
+using NormTuple =
+    std::tuple<bool, uintptr_t, double, uintptr_t, uintptr_t, bool, std::optional<double>, bool, uintptr_t, uintptr_t>;
+
+cuda::Norm norm_of(const NormTuple& values) {
+  return std::apply([](const auto&... each) { return cuda::Norm{each...}; }, values);
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
@@ -36,19 +44,29 @@ void bind_cuda(py::module_& m) {
           },
           py::arg("table"), py::arg("groups"), py::arg("stride"))
       .def("accumulate", on_rows(&DeviceTable::accumulate), release)
-      .def("norm", on_rows(&DeviceTable::norm), release)
       .def("count", on_rows(&DeviceTable::count), release)
+      .def(
+          "norm",
+          [](DeviceTable& self, const Table& table, uintptr_t stream, const NormTuple& norm) {
+            self.norm(table.rows(), stream, norm_of(norm));
+          },
+          release)
       .def("segment_norms", &DeviceTable::segment_norms, release)
+      .def("steps_with_norm",
+           [](const DeviceTable& self, const Table& table, const std::vector<int32_t>& rules) {
+             return self.steps_with_norm(table.rows(), rules);
+           })
       .def(
           "step",
           [](DeviceTable& self, const Table& table, uintptr_t stream,
              const std::vector<std::tuple<double, uintptr_t, uintptr_t>>& hypers, const std::vector<int32_t>& rules,
-             uintptr_t outcome, uintptr_t coefficients, uintptr_t changes) {
+             uintptr_t outcome, uintptr_t coefficients, uintptr_t changes, const std::optional<NormTuple>& norm) {
             std::vector<HyperParameter> values;
             for (const auto& [number, device_float, device_double] : hypers) {
               values.push_back({number, pointer<const float>(device_float), pointer<const double>(device_double)});
             }
-            self.step(table.rows(), stream, values, rules, outcome, coefficients, changes);
+            self.step(table.rows(), stream, values, rules, outcome, coefficients, changes,
+                      norm ? std::optional<cuda::Norm>(norm_of(*norm)) : std::nullopt);
           },
           release);
 }

@@ -1,4 +1,5 @@
-// The common work of a thread block: summing 1024 lanes, and finding out that it is the last thread block.
+// The common work of a thread block: summing 1024 lanes, finding out that it is the last thread block, and waiting for
+// the others.
 #pragma once
 #include "../numeric.h"
 #include "policy.h"
@@ -31,11 +32,12 @@ __device__ inline void store_sum(const float (&lanes)[kWidth], float* to) {
   if (threadIdx.x == 0) *to = (sum.x + sum.z) + (sum.y + sum.w);
 }
 
-// norm.h's sum_partials by one thread block; the result is thread 0's.
-__device__ inline double sum_partials_in_block(const float* partials, int64_t chunks) {
+// norm.h's sum_partials by one thread block; the result is thread 0's. kLoads: in flight for each of its lanes.
+template <int kLoads>
+__device__ double sum_partials_in_block(const float* partials, int64_t chunks) {
   __shared__ double lanes[kLanes];
   double sums[kWidth] = {};  // of lanes t, t + 256, ...
-#pragma unroll 4
+#pragma unroll kLoads
   for (int64_t c = threadIdx.x; c < chunks; c += kLanes) {
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
@@ -43,14 +45,16 @@ __device__ inline double sum_partials_in_block(const float* partials, int64_t ch
     }
   }
   for (int k = 0; k < kWidth; ++k) lanes[threadIdx.x + k * Policy::kThreads] = sums[k];
+#pragma unroll 1
   for (int half = int(kLanes) / 2; half > 0; half /= 2) {
     if (half < Policy::kThreads) __syncthreads();  // before, each thread adds what it has written
+#pragma unroll 1
     for (int lane = int(threadIdx.x); lane < half; lane += Policy::kThreads) lanes[lane] += lanes[lane + half];
   }
   return lanes[0];  // written by the thread that reads it
 }
 
-// ---- the last block -------------------------------------------------------------------------------------------------
+// ---- all blocks -----------------------------------------------------------------------------------------------------
 
 // Whether all other thread blocks have done their work; this one then sees it. The ticket is as before the launch.
 __device__ inline bool is_last_block(uint32_t* ticket) {
@@ -63,6 +67,17 @@ __device__ inline bool is_last_block(uint32_t* ticket) {
   }
   __syncthreads();
   return last;
+}
+
+// Waits until all thread blocks have come here; each then sees the writes of all. They must run at once, and come once
+// in a launch. The ticket is this barrier's alone: as before the launch, while some may still be waiting for that.
+__device__ inline void wait_for_grid(uint32_t* ticket) {
+  if (is_last_block(ticket)) return;
+  if (threadIdx.x == 0) {
+    while (*static_cast<volatile uint32_t*>(ticket) != 0) __nanosleep(20);
+    __threadfence();
+  }
+  __syncthreads();
 }
 
 }  // namespace accumfused::AF_TARGET

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -21,7 +22,7 @@ using gpu::Kind;
 using gpu::Packet;
 using gpu::Policy;
 
-using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, const float*, float*, int);
+using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, const float*, float*, int, gpu::Norm);
 
 // For rows in any format; of rules with one or two states, with loops for the usual formats.
 template <class Rule>
@@ -66,12 +67,15 @@ class Device {
   bool changed_ = false;
 };
 
-int multiprocessors() {
-  int device = 0, count = 0;
+// Of the current device.
+int attribute(cudaDeviceAttr of, const char* name) {
+  int device = 0, value = 0;
   check(cudaGetDevice(&device), "current device");
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
-  return count;
+  check(cudaDeviceGetAttribute(&value, of, device), name);
+  return value;
 }
+
+int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount, "multiprocessors"); }
 
 // Cuts the rows into units: chunks, or even parts of those if that makes too few. How many, and of what size.
 std::pair<int, int> cut(std::vector<Row>& rows) {
@@ -99,14 +103,26 @@ int resident_blocks(void (*kernel)(Parameters...)) {
   return found;
 }
 
+// `at_once`: its thread blocks wait for each other, so none may wait for room.
 template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, uintptr_t stream,
-            const Arguments&... arguments) {
+void launch_grid(bool at_once, const char* name, void (*kernel)(Parameters...), int64_t blocks, uintptr_t stream,
+                 const Arguments&... arguments) {
+  cudaLaunchAttribute cooperative = {};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
   cudaLaunchConfig_t config = {};
+  config.attrs = &cooperative;
+  config.numAttrs = at_once ? 1 : 0;
   config.gridDim = dim3(unsigned(std::clamp<int64_t>(blocks, 1, resident_blocks(kernel))));
   config.blockDim = dim3(Policy::kThreads);
   config.stream = reinterpret_cast<cudaStream_t>(stream);
   check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
+}
+
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, uintptr_t stream,
+            const Arguments&... arguments) {
+  launch_grid(false, name, kernel, blocks, stream, arguments...);
 }
 
 template <int kBytes>
@@ -150,6 +166,16 @@ void send_changes(std::vector<unsigned char>& sent, const void* now, size_t size
   sent.swap(known);
 }
 
+gpu::Norm norm_of(const Rows& table, const Norm& norm) {
+  return {int(table.chunks),
+          norm.reads,
+          pointer<float>(norm.partials),
+          gpu::make_scaling(norm.normalization, norm.device_normalization, norm.found_inf, norm.takes_norm,
+                            norm.max_grad_norm, norm.skips_nonfinite),
+          pointer<float>(norm.outcome),
+          pointer<int64_t>(norm.skips)};
+}
+
 size_t rounded(size_t bytes) { return (bytes + sizeof(uint4) - 1) / sizeof(uint4) * sizeof(uint4); }
 
 }  // namespace
@@ -175,7 +201,11 @@ struct DeviceTable::Layout {
                int(kChunk),
                pointer<uint32_t>(memory + ticket)},
         units(chunks),
-        step{pointer<const HyperParameter>(memory + hypers), pointer<const int32_t>(memory + rules), int(stride)} {}
+        step{pointer<const HyperParameter>(memory + hypers),
+             pointer<const int32_t>(memory + rules),
+             int(stride),
+             {},
+             {}} {}
 };
 
 int64_t DeviceTable::bytes(const Rows& table, int64_t groups, int64_t stride) {
@@ -226,15 +256,12 @@ void DeviceTable::accumulate(const Rows& table, uintptr_t stream, uintptr_t weig
   launch("accumulate", squares ? gpu::measure_kernel : gpu::accumulate_kernel, work.pieces, stream, work, fold);
 }
 
-void DeviceTable::norm(const Rows& table, uintptr_t stream, bool reads, uintptr_t partials, double normalization,
-                       uintptr_t device_normalization, uintptr_t found_inf, bool takes_norm,
-                       std::optional<double> max_grad_norm, bool skips_nonfinite, uintptr_t outcome, uintptr_t skips) {
+void DeviceTable::norm(const Rows& table, uintptr_t stream, const Norm& norm) {
   const Device device(device_);
   const Layout layout = send(table, stream, false);
-  const gpu::Scaling scaling =
-      gpu::make_scaling(normalization, device_normalization, found_inf, takes_norm, max_grad_norm, skips_nonfinite);
-  launch("norm", gpu::norm_kernel, reads ? table.chunks : 1, stream, layout.chunks, reads, pointer<float>(partials),
-         scaling, pointer<float>(outcome), pointer<int64_t>(skips));
+  const gpu::Norm args = norm_of(table, norm);
+  launch("norm", gpu::norm_kernel, norm.reads ? table.chunks : 1, stream, layout.chunks, args.reads, args.partials,
+         args.scaling, args.outcome, args.skips);
 }
 
 void DeviceTable::count(const Rows& table, uintptr_t stream, uintptr_t partials, uintptr_t counts) {
@@ -251,21 +278,35 @@ void DeviceTable::segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t 
          pointer<const int64_t>(bounds), segments, pointer<double>(squares));
 }
 
+bool DeviceTable::steps_with_norm(const Rows& table, const std::vector<int32_t>& rules) const {
+  const bool has_one_rule = std::adjacent_find(rules.begin(), rules.end(), std::not_equal_to<>()) == rules.end();
+  if (!table.plain || !has_one_rule || table.chunks > Policy::kMostChunksOfOneLaunch) return false;
+  const Device device(device_);
+  return attribute(cudaDevAttrCooperativeLaunch, "cooperative launch") != 0;
+}
+
 void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
-                       const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients,
-                       uintptr_t changes) {
+                       const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients, uintptr_t changes,
+                       const std::optional<Norm>& norm) {
   if (hypers.size() != hypers_.size() || rules.size() != rules_.size()) {
     throw std::invalid_argument("hypers and rules of other groups than the table's");
   }
   const Device device(device_);
-  hypers_ = hypers;
-  rules_ = rules;
-  const Layout layout = send(table, stream, false);
+  const bool carries =
+      hypers.size() <= size_t(Policy::kCarriedHypers) && rules.size() <= size_t(Policy::kCarriedGroups);
+  if (!carries) hypers_ = hypers, rules_ = rules;
+  Layout layout = send(table, stream, false);
+  if (carries) {
+    layout.step.values = nullptr;
+    std::copy(hypers.begin(), hypers.end(), layout.step.carried);
+    std::copy(rules.begin(), rules.end(), layout.step.carried_rules);
+  }
+  const gpu::Norm own = norm ? norm_of(table, *norm) : gpu::Norm{};
   for (int32_t rule = 0; rule < int32_t(std::size(kStep)); ++rule) {  // nearly always one for all groups
     if (std::find(rules.begin(), rules.end(), rule) == rules.end()) continue;
     const gpu::Work work = changes ? layout.chunks : layout.units;
-    launch("step", kStep[rule][!table.plain || changes], work.pieces, stream, work, layout.step,
-           pointer<const float>(outcome), pointer<const float>(coefficients), pointer<float>(changes), rule);
+    launch_grid(norm.has_value(), "step", kStep[rule][!table.plain || changes], work.pieces, stream, work, layout.step,
+                pointer<const float>(outcome), pointer<const float>(coefficients), pointer<float>(changes), rule, own);
   }
 }
 

@@ -9,6 +9,19 @@
 
 namespace accumfused::cuda {
 
+// A norm's operands; addresses are of the device's memory. `reads`: the table's gradients are read; otherwise their
+// sums of squares are all in `partials`.
+struct Norm {
+  bool reads;
+  uintptr_t partials;
+  double normalization;
+  uintptr_t device_normalization, found_inf;
+  bool takes_norm;
+  std::optional<double> max_grad_norm;
+  bool skips_nonfinite;
+  uintptr_t outcome, skips;
+};
+
 // A table's copy on a device, and the verbs that work on it. Every launch brings the changes since the last one with
 // it, so nothing waits and no staging memory is shared. A copy that is made while a graph is captured belongs to that
 // graph, since its replays write it. One stream at a time.
@@ -24,15 +37,15 @@ class DeviceTable {
 
   void accumulate(const Rows& table, uintptr_t stream, uintptr_t weights, int64_t weight, double scale,
                   uintptr_t device_scale, uintptr_t partials, uintptr_t squares, uintptr_t shares);
-  // `reads`: the table's gradients are read; otherwise their sums of squares are all in `partials`.
-  void norm(const Rows& table, uintptr_t stream, bool reads, uintptr_t partials, double normalization,
-            uintptr_t device_normalization, uintptr_t found_inf, bool takes_norm, std::optional<double> max_grad_norm,
-            bool skips_nonfinite, uintptr_t outcome, uintptr_t skips);
+  void norm(const Rows& table, uintptr_t stream, const Norm& norm);
   // The gradients' sums of squares; counts: [2][chunks], how many of them are zeros, and how many are not finite.
   void count(const Rows& table, uintptr_t stream, uintptr_t partials, uintptr_t counts);
   void segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t bounds, int64_t segments, uintptr_t squares);
+  // Whether a step of a small model can take its norm in the same launch.
+  bool steps_with_norm(const Rows& table, const std::vector<int32_t>& rules) const;
   void step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
-            const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients, uintptr_t changes);
+            const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients, uintptr_t changes,
+            const std::optional<Norm>& norm);
 
  private:
   struct Layout;

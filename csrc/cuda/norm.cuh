@@ -1,4 +1,5 @@
-// Norm: each chunk's sum of squares; the last thread block makes the coefficient of them. And sums of runs of chunks.
+// Norm: each chunk's sum of squares; the last thread block makes the coefficient of them, or in a step each thread
+// block for itself. And sums of runs of chunks.
 #pragma once
 #include "../norm.h"
 #include "block.cuh"
@@ -6,11 +7,9 @@
 
 namespace accumfused::AF_TARGET {
 
-// `reads`: there are gradients whose sums of squares are missing from partials.
-__global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
-    norm_kernel(const Work work, const bool reads, float* partials, const Scaling scaling, float* outcome,
-                int64_t* skips) {
-  for (int chunk = int(blockIdx.x); reads && chunk < work.pieces; chunk += int(gridDim.x)) {
+// partials[chunk]: the sum of squares of each chunk that has a gradient.
+__device__ inline void sum_squares(const Work& work, float* partials) {
+  for (int chunk = int(blockIdx.x); chunk < work.pieces; chunk += int(gridDim.x)) {
     const Piece at = piece_of(work, chunk);
     if (at.in.grad == nullptr) continue;
     float lanes[kWidth] = {};
@@ -27,16 +26,49 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
     });
     store_sum(lanes, partials + chunk);
   }
+}
+
+// `reads`: there are gradients whose sums of squares are missing from partials.
+__global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
+    norm_kernel(const Work work, const bool reads, float* partials, const Scaling scaling, float* outcome,
+                int64_t* skips) {
+  if (reads) sum_squares(work, partials);
   if (!is_last_block(work.ticket)) return;
-  const double sum = scaling.takes_norm ? sum_partials_in_block(partials, work.pieces) : 0.0;
+  const double sum = scaling.takes_norm ? sum_partials_in_block<4>(partials, work.pieces) : 0.0;
   if (threadIdx.x == 0) finish_norm(scaling, sum, outcome, skips);
+}
+
+// A norm that a step takes itself.
+struct Norm {
+  int chunks;  // over all rows
+  bool reads;  // as above; it then reads all gradients
+  float* partials;
+  Scaling scaling;
+  float* outcome;  // null: there is one already
+  int64_t* skips;
+};
+
+// The thread blocks run at once. Each computes the outcome for itself, in shared memory; the first one writes it down.
+__device__ inline void take_norm(Work work, const Norm& norm, float* outcome) {
+  work.pieces = norm.chunks, work.size = int(kChunk);
+  if (norm.reads) {
+    sum_squares(work, norm.partials);
+    wait_for_grid(work.ticket + 1);
+  }
+  const double sum = norm.scaling.takes_norm ? sum_partials_in_block<1>(norm.partials, norm.chunks) : 0.0;
+  if (threadIdx.x == 0) {
+    const bool is_first = blockIdx.x == 0;
+    finish_norm(norm.scaling, sum, outcome, is_first ? norm.skips : nullptr);
+    for (int k = 0; k < 3 && is_first; ++k) norm.outcome[k] = outcome[k];
+  }
+  __syncthreads();
 }
 
 // squares[s]: the sum of partials[bounds[s]] up to partials[bounds[s + 1]]; a thread block for each.
 __global__ void __launch_bounds__(Policy::kThreads)
     segment_norms_kernel(const float* partials, const int64_t* bounds, const int64_t segments, double* squares) {
   for (int64_t s = blockIdx.x; s < segments; s += gridDim.x) {
-    const double sum = sum_partials_in_block(partials + bounds[s], bounds[s + 1] - bounds[s]);
+    const double sum = sum_partials_in_block<4>(partials + bounds[s], bounds[s + 1] - bounds[s]);
     if (threadIdx.x == 0) squares[s] = sum;
     __syncthreads();  // the next sum uses the same lanes
   }

@@ -32,6 +32,13 @@ struct Policy {
   // the step in formats are whole rows of 2048 elements.
   static constexpr int kUnitsPerMultiprocessor = 16, kLeastUnit = 2048;
 
+  // A step takes the norm itself, in one launch, where there are no more chunks: a sum for each lane of the tree in
+  // which every thread block adds them up. Its gradients, read twice, then mostly fit into the L2 cache.
+  static constexpr int kMostChunksOfOneLaunch = int(kLanes);
+
+  // Hyper-parameters, and groups, that a step's launch carries; of more, the table has them.
+  static constexpr int kCarriedHypers = 36, kCarriedGroups = 16;
+
   // Bytes of the table that one launch carries; a GPU takes at most 32764 bytes of arguments.
   static constexpr int kSmallPacket = 1024, kLargePacket = 32512;
 };

@@ -4,15 +4,24 @@
 
 #include "../rules.h"
 #include "block.cuh"
+#include "norm.cuh"
 #include "step_formatted.cuh"
 #include "step_packed.cuh"
 
 namespace accumfused::AF_TARGET {
 
 struct Hypers {
-  const HyperParameter* values;  // [groups][stride]
+  const HyperParameter* values;  // [groups][stride]; null: `carried` and `carried_rules` have them
   const int32_t* rules;          // [groups], indices into AF_CUDA_RULES
   int stride;
+  int32_t carried_rules[Policy::kCarriedGroups];
+  HyperParameter carried[Policy::kCarriedHypers];
+
+  __device__ int32_t rule_of(int group) const { return values ? rules[group] : carried_rules[group]; }
+  __device__ double value(int group, int index) const {
+    const int place = group * stride + index;
+    return values ? values[place].value() : carried[place].value();
+  }
 };
 
 // A rule's scalars cost two powers in double, so one thread computes them for the block, and pieces share them.
@@ -20,6 +29,7 @@ struct Prepared {
   int group;
   int count;
   int row;  // -1 where rows share it
+  float outcome[3];
   double hyper[kMaxHypers];
   alignas(16) unsigned char rule[kMaxFunctorBytes];
 };
@@ -95,31 +105,38 @@ __device__ void step_any(const Rule& rule, const Work& work, int piece, const Pi
 }
 
 // Steps the rows of the groups that have this rule, the index-th of AF_CUDA_RULES. `coefficients`: nullable, each
-// row's. `changes`: nullable, see cpu/kernels.h; only kernels for rows in any format have them.
+// row's. `changes`: nullable, see cpu/kernels.h; only kernels for rows in any format have them. `norm`: taken first, by
+// kernels for rows in fp32 alone.
 template <Kind kKind, class Rule>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kStates>)
-    step_kernel(const Work work, const Hypers hypers, const float* outcome, const float* coefficients, float* changes,
-                const int index) {
+    step_kernel(const Work work, const __grid_constant__ Hypers hypers, const float* outcome, const float* coefficients,
+                float* changes, const int index, const __grid_constant__ Norm norm) {
   static_assert(sizeof(Rule) <= kMaxFunctorBytes && Rule::kHypers <= kMaxHypers, "Prepared is too small");
   static_assert(Rule::kTensorStates == 0, "Prepared is for all tensors of a group");
-  if (outcome[2] != 0.0f) return;  // skipped: nothing is written
   __shared__ Prepared prepared;
   if (threadIdx.x == 0) prepared.group = -1;
-  __syncthreads();
+  if (kKind == Kind::kPlain && norm.outcome != nullptr) {
+    take_norm(work, norm, prepared.outcome);
+  } else {
+    if (threadIdx.x < 3) prepared.outcome[threadIdx.x] = outcome[threadIdx.x];
+    __syncthreads();
+  }
+  if (prepared.outcome[2] != 0.0f) return;  // skipped: nothing is written
   // Backwards: of the gradients, which the norm has read forwards, the last ones may still be in the cache.
   for (int piece = work.pieces - 1 - int(blockIdx.x); piece >= 0; piece -= int(gridDim.x)) {
     const Piece at = piece_of(work, piece);
     const int group = int(at.row.group);
-    if (at.in.grad == nullptr || hypers.rules[group] != index) continue;
+    if (at.in.grad == nullptr || hypers.rule_of(group) != index) continue;
     const int count = at.row.step ? int(whole_steps(*at.row.step)) + 1 : 0;
     const int row = coefficients ? int(at.index) : -1;
     if (group != prepared.group || count != prepared.count || row != prepared.row) {
       if (threadIdx.x < Rule::kHypers) {  // each waits for memory, so all at once
-        prepared.hyper[threadIdx.x] = hypers.values[group * hypers.stride + int(threadIdx.x)].value();
+        prepared.hyper[threadIdx.x] = hypers.value(group, int(threadIdx.x));
       }
       __syncthreads();  // some threads may still be taking the one before
       if (threadIdx.x == 0) {
-        new (prepared.rule) Rule(prepared.hyper, nullptr, count, coefficients ? coefficients[row] : outcome[0]);
+        new (prepared.rule)
+            Rule(prepared.hyper, nullptr, count, coefficients ? coefficients[row] : prepared.outcome[0]);
         prepared.group = group, prepared.count = count, prepared.row = row;
       }
       __syncthreads();
@@ -129,7 +146,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kS
   if (!is_last_block(work.ticket)) return;
   for (int64_t i = threadIdx.x; i < work.count; i += Policy::kThreads) {
     const Row& row = work.rows[i];
-    if (work.operands[i].grad && row.step && hypers.rules[row.group] == index) *row.step += 1.0f;
+    if (work.operands[i].grad && row.step && hypers.rule_of(row.group) == index) *row.step += 1.0f;
   }
 }
 

@@ -23,7 +23,7 @@ struct Work {
   int count;         // of rows
   int pieces;        // over all rows
   int size;          // of a piece, in elements
-  uint32_t* ticket;  // 0 between launches
+  uint32_t* ticket;  // 0 between launches, as is the next: of the last thread block, and of a barrier
 };
 
 // The row is the last one whose first piece is not behind; rows without elements have none. A warp looks at 32 rows at

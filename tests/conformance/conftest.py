@@ -79,6 +79,8 @@ def machine(emulated: Any) -> Iterator[Any]:
     emulated.multiprocessors(3)
     emulated.skip_barrier(-1)
     emulated.skip_fence(-1)
+    emulated.skip_ticket(-1)
+    emulated.cooperates(True)
     emulated.unwatch()
     emulated.fail_after(-1)
     emulated.capture(0)

@@ -209,7 +209,8 @@ class Watched:
 
     def norm(self, *args: Any) -> Any:
         outcome = self._inner.norm(*args)
-        self.outcomes.append(outcome.values.clone())
+        # Clipping may write into it, unless the step takes the norm.
+        self.outcomes.append(outcome.values.clone() if outcome.owed is None else outcome.values)
         return outcome
 
 

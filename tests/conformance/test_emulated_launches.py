@@ -13,6 +13,7 @@ from snapshot import refused
 from table import ADAMW_CASE, STATES, WEIGHTS, random_grads, random_params, set_grads
 from torch import Tensor
 
+import accumfused as af
 import accumfused.backends.cuda
 import accumfused.core.graphs
 from accumfused.backends.cpu import CpuBackend
@@ -36,14 +37,104 @@ def launches(machine: Any, call: Callable[[], Any]) -> int:
     return int(machine.launches() - before)
 
 
-def test_only_what_has_changed_is_sent(cuda: CudaBackend, machine: Any) -> None:
+@pytest.mark.parametrize("cooperates", [True, False])
+def test_only_what_has_changed_is_sent(cooperates: bool, cuda: CudaBackend, machine: Any) -> None:
+    machine.cooperates(cooperates)
     optimizer, params = make(cuda, max_grad_norm=1.0)
     optimizer.step()
-    assert launches(machine, optimizer.step) == 2, "norm and step"
+    usual = 1 if cooperates else 2
+    assert launches(machine, optimizer.step) == usual, "norm and step"
     optimizer.param_groups[0]["lr"] = 0.01
-    assert launches(machine, optimizer.step) == 3, "and the new lr"
+    assert launches(machine, optimizer.step) == usual, "a new lr travels with the step"
     params[0].grad = params[0].grad.clone()
-    assert launches(machine, optimizer.step) == 3, "and the new address"
+    assert launches(machine, optimizer.step) == usual + 1, "and the new address"
+
+
+def test_hyper_parameters_of_many_groups_lie_in_the_table(cuda: CudaBackend, machine: Any) -> None:
+    """A launch carries 36, and AdamW has 7."""
+    for groups in (5, 6):
+        found = []
+        for backend in (cuda, CpuBackend()):
+            optimizer = ADAMW_CASE.make(random_params([(20,)]), backend)
+            for index in range(1, groups):
+                optimizer.add_param_group({"params": random_params([(3,)], seed=index), "lr": 0.1 * index})
+            every = [param for group in optimizer.param_groups for param in group["params"]]
+            set_grads(every, random_grads(every, 0))
+            optimizer.step()
+            optimizer.param_groups[1]["lr"] = 0.7
+            before = machine.launches()
+            optimizer.step()
+            assert machine.launches() - before == (0 if backend is not cuda else 1 if groups == 5 else 2)
+            found.append(everything(optimizer))
+        assert_all_same_bits(found[0], found[1])
+
+
+def with_two_rules(optimizer: Any) -> None:
+    extra = random_params([(20,)])
+    optimizer.add_param_group({"params": extra, "amsgrad": True})
+    set_grads(extra, random_grads(extra, 0))
+
+
+def one_of_a_thousand(optimizer: Any, count: int = 1024 - 3) -> None:
+    """The model then has as many chunks as one launch takes."""
+    extra = [torch.ones(1, requires_grad=True) for _ in range(count)]
+    optimizer.add_param_group({"params": extra})
+    set_grads(extra, [torch.ones(1) for _ in extra])
+
+
+def too_many(optimizer: Any) -> None:
+    one_of_a_thousand(optimizer, 1024 - 2)
+
+
+def folded(optimizer: Any) -> None:
+    """Two micro-batches a window; the other cases step from `p.grad`."""
+
+
+def in_a_clip_group(optimizer: Any) -> None:
+    other = ADAMW_CASE.make(random_params([(9,)], seed=1), optimizer.engine.plans.backend)
+    set_grads(other.param_groups[0]["params"], [torch.ones(9)])
+    optimizer.step = af.ClipGroup([optimizer, other], max_grad_norm=1.0).step
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "count"),
+    [
+        ({}, None, 1),
+        ({"max_grad_norm": None, "nonfinite": "propagate"}, None, 1),
+        ({}, folded, 1),
+        ({}, one_of_a_thousand, 1),
+        ({}, too_many, 2),
+        ({"state_dtype": torch.bfloat16, "state_dtype_min_numel": 2}, None, 2),
+        ({}, with_two_rules, 3),
+        ({"nonfinite": "raise"}, None, 2),  # somebody reads the outcome, or changes it, before the step
+        ({"max_grad_norm": None}, in_a_clip_group, 4),
+        ({"skip_above": 50.0}, None, 2),
+        ({"clip": af.clipping.PerTensor(0.5), "max_grad_norm": None}, None, 3),
+        ({"noise_scale": 0.9}, folded, 3),
+        ({"metrics": 1}, None, 5),
+    ],
+)
+def test_a_step_takes_its_norm_where_nobody_reads_that_before(
+    settings: dict[str, Any], change: Callable[[Any], None] | None, count: int, cuda: CudaBackend, machine: Any
+) -> None:
+    found, made = [], []
+    for backend in (cuda, CpuBackend()):
+        optimizer, params = make(backend, **{"max_grad_norm": 1.0, **settings})
+        grads = random_grads(params, 0), random_grads(params, 1)
+        for number in range(3):
+            for kept in grads if change is folded else grads[:1]:  # where they are, so that nothing is sent
+                for param, grad in zip(params, kept, strict=True):
+                    param.grad = grad
+                if change is folded:
+                    optimizer.accumulate()
+            if change is not None and change is not folded and number == 0:
+                change(optimizer)
+            before = machine.launches()
+            optimizer.step()
+        made.append(machine.launches() - before)
+        found.append(everything(optimizer) | {"skipped": optimizer.skipped_steps})
+    assert_all_same_bits(found[0], found[1])
+    assert made == [count, 0]
 
 
 def test_any_mix_of_formats_goes_in_one_launch_per_rule(cuda: CudaBackend, machine: Any) -> None:
@@ -111,8 +202,8 @@ def test_a_capture_has_a_table_of_its_own(cuda: CudaBackend, machine: Any, captu
     before = eager.clone()
     captures(7)
     set_grads(params, [torch.full_like(p, 2.0) for p in params])  # other addresses
-    assert launches(machine, optimizer.step) == 6, "rows, operands, numbers; norm, hyper-parameters, step"
-    assert launches(machine, optimizer.step) == 2
+    assert launches(machine, optimizer.step) == 4, "rows, operands, numbers; step"
+    assert launches(machine, optimizer.step) == 1
     assert sorted(tables) == [0, 7]
     assert torch.equal(eager, before), "a replay at any later time leaves eager calls alone"
     captures(8)

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import emulation
+import inside
 import pytest
 import torch
-from compare import assert_all_same_bits
+from compare import assert_all_same_bits, everything
 from layouts import PIECE, edges
 from problems import LOOPS, Loop, Problem, assert_conforms, expected, play
+from table import ADAMW_CASE, set_grads
 from torch import Tensor
 
 from accumfused.backends.cpu import CpuBackend
@@ -34,6 +36,7 @@ def test_the_grid_and_the_order_of_threads_change_nothing(
 ) -> None:
     machine.multiprocessors(blocks)
     machine.seed(seed)
+    machine.cooperates(seed == 0)
     sizes = edges(CHUNK + PIECE + 5, 5000, *[40] * 9)
     for case, weights, states in (("adamw_amsgrad", "fp32", "fp32"), ("adamw", "split8", "int8")):
         problem = Problem(case, torch.bfloat16, weights, states, LOOPS["steps"], edges=sizes)
@@ -57,7 +60,9 @@ def test_a_launch_carries_no_more_than_a_gpu_takes(tmp_path: Path) -> None:
 
 
 def without_barrier(cuda: CudaBackend, machine: Any, verb: str, index: int) -> CudaBackend:
-    """The backend, one barrier of one verb's kernel taken away."""
+    """The backend, one barrier of one verb's kernel taken away; "both": of the step that takes its norm."""
+    machine.cooperates(verb == "both")
+    verb = "step" if verb == "both" else verb
     inner = getattr(cuda, verb)
 
     def call(*arguments: Any) -> Any:
@@ -88,6 +93,8 @@ def differs(run: Callable[[], Any], wanted: Any, machine: Any) -> bool:
 # which nobody has read, and the one before a norm's ticket, which the thread takes that has written the sums.
 BARRIERS = [*(("accumulate", index) for index in (1, 2, 3)), *(("norm", index) for index in (1, 2, 3, 7))]
 BARRIERS += [("step", index) for index in range(5)]
+# In one launch: the sums; the barrier of all blocks; the outcome, which thread 0 computes for the others.
+BARRIERS += [("both", index) for index in (1, 2, 3, 7, 8, 17)]
 
 
 @pytest.mark.parametrize(("verb", "index"), [(None, 0), *BARRIERS])
@@ -119,6 +126,29 @@ def test_a_missing_fence_before_the_ticket_is_seen(fence: int, machine: Any, cud
     machine.watch(partials.data_ptr(), partials.nbytes)
     machine.skip_fence(fence)
     assert differs(lambda: norms(cuda, sizes, partials, 1.0, 3.0), wanted, machine) == (fence == 0)
+
+
+@pytest.mark.parametrize("missing", [None, "skip_fence", "skip_ticket"])
+def test_a_missing_barrier_of_all_blocks_is_seen(missing: str | None, machine: Any, cuda: CudaBackend) -> None:
+    """In a step that takes its norm: the fence before its ticket, or the wait for the others."""
+    machine.multiprocessors(2)
+
+    def run(backend: Any) -> dict[str, Tensor]:
+        params = [torch.ones(size, requires_grad=True) for size in (3 * CHUNK + 5, 70, 5)]
+        optimizer = ADAMW_CASE.make(params, backend, max_grad_norm=1.0)
+        for value in (1.0, 3.0):
+            set_grads(params, [torch.full_like(p, value) for p in params])
+            optimizer.step()
+            if backend is cuda and missing is not None and value == 1.0:  # then sums of the step before lie there
+                machine.watch(inside.partials(optimizer).data_ptr(), inside.partials(optimizer).nbytes)
+                getattr(machine, missing)(0)
+        machine.skip_fence(-1)
+        machine.skip_ticket(-1)
+        machine.unwatch()
+        return everything(optimizer)
+
+    wanted = run(CpuBackend())
+    assert differs(lambda: run(cuda), wanted, machine) == (missing is not None)
 
 
 @pytest.mark.parametrize("index", [None, *range(2, 10)])  # after those by which a block finds that it is the last

@@ -1,7 +1,7 @@
 // CUDA on the CPU, as far as csrc/cuda needs it, in place of the real header: every thread of a block is a fiber, which
-// runs until it waits for others. All blocks of a grid are there at once, and take turns: at barriers, fences and
-// atomics, and between any two threads. Threads between two barriers, and blocks, run in an order that is shuffled anew
-// each time: what relies on a barrier that is not there goes wrong.
+// runs until it waits for others. Blocks of a grid are there at once, all of a cooperative launch and of others perhaps
+// not, and take turns: at barriers, fences and atomics, and between any two threads. Threads between two barriers, and
+// blocks, run in an order that is shuffled anew each time: what relies on a barrier that is not there goes wrong.
 #pragma once
 #include <link.h>
 #include <setjmp.h>
@@ -106,7 +106,7 @@ struct Block {
   std::vector<int> barriers_of;  // how many each thread has come to
   std::vector<char> shared;
   std::vector<View> views;  // of what is watched
-  int fences = 0;
+  int fences = 0, tickets = 0;
   uint32_t exchanged[1024];
 };
 
@@ -127,6 +127,8 @@ struct Machine {
   int multiprocessors = 3;
   int skipped_barrier = -1;  // of the barriers that each thread of a block comes to, the one that is not there
   int skipped_fence = -1;    // the same of a block's fences
+  int skipped_ticket = -1;   // of the tickets that a block takes, the one that lets it go on as the last
+  bool cooperates = true;    // it knows cooperative launches
   std::vector<Watched> watched;
   std::map<uintptr_t, size_t> memory;                                // the device's, address to bytes; empty: not known
   bool defers = false;                                               // launches wait to be synchronized with
@@ -138,6 +140,7 @@ struct Machine {
   long launches = 0;
   bool stuck = false;
   bool offers = false;  // the running thread, to let other blocks go on
+  long naps = 0;        // of a launch's threads
 
   static Machine& get() {
     static Machine machine;
@@ -214,7 +217,7 @@ struct Machine {
     std::iota(made.order.begin(), made.order.end(), 0u);
     made.next = count, made.ran = true;
     made.sleeper = -1;
-    made.fences = 0;
+    made.fences = made.tickets = 0;
     made.views.clear();
     for (const Watched& each : watched) made.views.push_back({each.global, each.global});
   }
@@ -265,8 +268,10 @@ struct Machine {
     }
   }
 
-  void run_grid(unsigned count, unsigned threads) {
+  void run_grid(unsigned count, unsigned threads, bool at_once) {
+    constexpr long kMostNaps = 100000;
     grid.x = count;
+    naps = 0;
     shared = SharedMemory::find();
     while (blocks.size() < count) blocks.push_back(std::make_unique<Block>());
     for (Watched& each : watched) each.global.assign(each.at, each.at + each.global.size());
@@ -276,8 +281,15 @@ struct Machine {
     std::vector<bool> has_begun(count);
     // From blocks one after another to turns of a few threads, in one launch or another.
     const unsigned longest = shuffle() % 4 == 0 ? unsigned(-1) : threads << shuffle() % 5;
+    // Of a usual launch, blocks may wait until others are done.
+    const size_t room = at_once || shuffle() % 2 ? count : 1 + shuffle() % count;
+    std::shuffle(left.begin(), left.end(), shuffle);
     while (!left.empty()) {
-      const size_t which = shuffle() % left.size();
+      if (naps > kMostNaps) {
+        stuck = true;  // they wait for blocks that have no room
+        break;
+      }
+      const size_t which = shuffle() % std::min(room, left.size());
       Block& next = *blocks[left[which]];
       if (!has_begun[next.index = left[which]]) begin(next, threads, shared.bytes);
       has_begun[next.index] = true;
@@ -411,8 +423,20 @@ inline void __threadfence() {
   auto& machine = emulation::Machine::get();
   if (machine.running->fences++ != machine.skipped_fence) machine.fence(*machine.running);
 }
+inline void __nanosleep(unsigned) {
+  take_turns();
+  const emulation::InMachine in_machine;
+  ++emulation::Machine::get().naps;
+}
+// This ticket lets the block go on as the last, whatever the others have taken.
+inline bool skips_ticket() {
+  const emulation::InMachine in_machine;
+  auto& machine = emulation::Machine::get();
+  return machine.running->tickets++ == machine.skipped_ticket;
+}
 inline uint32_t atomicInc(uint32_t* to, uint32_t last) {
   take_turns();
+  if (skips_ticket()) return last;
   return std::exchange(*to, *to >= last ? 0 : *to + 1);
 }
 inline bool __isGlobal(const void*) { return true; }
@@ -430,24 +454,35 @@ enum cudaError_t {
   cudaErrorLaunchOutOfResources = 701,
   cudaErrorLaunchTimeout = 702,
   cudaErrorLaunchFailure = 719,
+  cudaErrorCooperativeLaunchTooLarge = 720,
   cudaErrorUnknown = 999
 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrCooperativeLaunch = 95 };
+enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative = 2 };
 using cudaStream_t = struct CUstream_st*;
 struct cudaFuncAttributes {};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int cooperative;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes = 0;
   cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
 };
 
 inline const char* cudaGetErrorString(cudaError_t status) {
-  return status == cudaErrorLaunchOutOfResources ? "too many resources requested for launch"
-         : status == cudaErrorLaunchTimeout      ? "threads wait for others at a barrier"
-         : status == cudaErrorLaunchFailure      ? emulation::Machine::get().fault.c_str()
-         : status == cudaErrorUnknown            ? emulation::Machine::get().trouble.c_str()
-                                                 : "an error";
+  return status == cudaErrorLaunchOutOfResources        ? "too many resources requested for launch"
+         : status == cudaErrorLaunchTimeout             ? "threads wait for others at a barrier"
+         : status == cudaErrorCooperativeLaunchTooLarge ? "too many blocks in cooperative launch"
+         : status == cudaErrorLaunchFailure             ? emulation::Machine::get().fault.c_str()
+         : status == cudaErrorUnknown                   ? emulation::Machine::get().trouble.c_str()
+                                                        : "an error";
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 // The launches remember per device how many blocks it runs at once.
@@ -456,8 +491,9 @@ inline cudaError_t cudaGetDevice(int* device) {
   return *device = machine.multiprocessors, machine.trouble.empty() ? cudaSuccess : cudaErrorUnknown;
 }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  return *value = emulation::Machine::get().multiprocessors, cudaSuccess;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr of, int) {
+  const auto& machine = emulation::Machine::get();
+  return *value = of == cudaDevAttrCooperativeLaunch ? machine.cooperates : machine.multiprocessors, cudaSuccess;
 }
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
@@ -486,16 +522,20 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (machine.launches_until_failure >= 0 && machine.launches_until_failure-- == 0) {
     return cudaErrorLaunchOutOfResources;
   }
+  const bool at_once = config->numAttrs == 1 && config->attrs->id == cudaLaunchAttributeCooperative;
+  if (at_once && int(config->gridDim.x) > std::max(machine.multiprocessors, 1)) {
+    return cudaErrorCooperativeLaunchTooLarge;
+  }
   ++machine.launches;
   using Call = std::pair<void (*)(Parameters...), std::tuple<std::remove_cv_t<Parameters>...>>;
   static_assert(sizeof(Call::second) <= 32764, "a launch carries no more");
-  const auto run = [&machine, config = *config, call = Call{kernel, {std::forward<Arguments>(given)...}}] {
+  const auto run = [&machine, config = *config, at_once, call = Call{kernel, {std::forward<Arguments>(given)...}}] {
     machine.arguments = &call, machine.arguments_bytes = sizeof call;
     machine.body = [](const void* arguments) {
       const auto& [function, values] = *static_cast<const Call*>(arguments);
       std::apply(function, values);
     };
-    machine.run_grid(config.gridDim.x, config.blockDim.x);
+    machine.run_grid(config.gridDim.x, config.blockDim.x, at_once);
   };
   machine.fault.clear();
   if (machine.capture != 0) machine.captured.push_back(run);

@@ -59,6 +59,10 @@ PYBIND11_MODULE(AF_EMULATED, m) {
   m.def(
       "skip_barrier", [](int index) { Machine::get().skipped_barrier = index; },
       "Takes the index-th barrier of every thread away; -1: none.");
+  m.def(
+      "skip_ticket", [](int index) { Machine::get().skipped_ticket = index; },
+      "Lets every block go on as the last at its index-th ticket.");
+  m.def("cooperates", [](bool does) { Machine::get().cooperates = does; }, "Whether it knows cooperative launches.");
   m.def("skip_fence", [](int index) { Machine::get().skipped_fence = index; }, "The same for the fences of a block.");
   m.def(
       "watch",
