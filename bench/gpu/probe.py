@@ -13,7 +13,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 
 from accumfused.backends import why_not
 from accumfused.backends.cuda import CudaBackend
+from accumfused.core.protocol import Outcome, Scaling
 from bench.ceilings import MIXES, Ceilings
 from bench.clock import Clock, CudaClock, EnqueueClock, HostClock
 from bench.gpu import counters, predictions
@@ -54,9 +55,26 @@ STEPS = (
 )
 
 
+class NormApart:
+    """A backend whose steps never take the norm: two launches at any size.
+
+    Beside the backend itself it shows up to which size one launch is faster (csrc/cuda/policy.h has the limit).
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def norm(self, plan: Any, grads: Any, partials: Any, scaling: Scaling) -> Outcome:
+        outcome: Outcome = self._inner.norm(plan, grads, partials, replace(scaling, step_follows=False))
+        return outcome
+
+
 @dataclass
 class Probe:
-    """Args: subjects: backends by name, timed in turn; copy: bytes a second, measured first."""
+    """Args: subjects: backends by name, timed in turn; copy: bytes a second, measured first; apart: replayed too."""
 
     journal: Journal
     device: torch.device
@@ -66,6 +84,7 @@ class Probe:
     host_clock: Clock
     rounds: int = _ROUNDS
     copy: float = 0.0
+    apart: Mapping[str, Any] = field(default_factory=dict)
 
     def time(
         self, kind: str, what: str, moved: float, runs: Mapping[str, Callable[[], Any]], *, often: int = 1, **facts: Any
@@ -169,7 +188,7 @@ class Probe:
         from bench.suites.graph import captured  # with rich, which the rest does not need
 
         runs, host, count = {}, {}, 0
-        for who, backend in self.subjects.items():
+        for who, backend in {**self.subjects, **self.apart}.items():
             work = Workload(shapes, self.device)
             optimizer = work.ours("auto" if not isinstance(backend, str) else backend)
             if not isinstance(backend, str):
@@ -201,7 +220,8 @@ def models(quick: bool = False) -> dict[str, Shapes]:
     few = 50 if quick else 1000
     large: Shapes = gpt2(64, 2, 512, 64) if quick else gpt2()
     names = list(predictions.MICROSECONDS)
-    return dict(zip(names, (flat(2_000_000), small(few), small(10 * few), large), strict=True))
+    found = dict(zip(names, (flat(2_000_000), small(few), small(10 * few), large), strict=True))
+    return found if quick else {**found, "one tensor of 8M": flat(8_000_000), "one tensor of 32M": flat(32_000_000)}
 
 
 def module_at(path: Path) -> Any:
@@ -246,7 +266,9 @@ def main() -> None:
     clock: Clock = CudaClock(device) if on_gpu else HostClock()
     host_clock: Clock = EnqueueClock(device) if on_gpu else HostClock()
     rounds = _ROUNDS if on_gpu else 1
-    Probe(journal, device, subjects, elements, clock, host_clock, rounds).measure_all(models(quick=not on_gpu))
+    apart = {"cuda, norm apart": NormApart(CudaBackend())} if name == "cuda" else {}
+    probe = Probe(journal, device, subjects, elements, clock, host_clock, rounds, apart=apart)
+    probe.measure_all(models(quick=not on_gpu))
     if asked.counters:
         count(journal)
 

@@ -119,7 +119,8 @@ def test_the_probe_measures_all_that_was_predicted_and_two_modules_in_turn(cuda:
     subjects = {"this": cuda, "that": probe.module_at(emulation.build(ROOT / "build" / "emulation"))}
     own = Journal(tmp_path / "lines", "probe")
     clock = HostClock()
-    tiny = probe.Probe(own, CPU, subjects, 3000, clock, clock, rounds=1)
+    apart = {"apart": probe.NormApart(cuda)}
+    tiny = probe.Probe(own, CPU, subjects, 3000, clock, clock, rounds=1, apart=apart)
     tiny.measure_ceilings = lambda: None  # type: ignore[method-assign]  # test_bench_gpu.py has them
     tiny.measure_all({name: [(300,), (7,)] for name in predictions.MICROSECONDS})
     lines = journal.read(tmp_path / "lines")
@@ -132,8 +133,24 @@ def test_the_probe_measures_all_that_was_predicted_and_two_modules_in_turn(cuda:
         if known.bytes and found is not None:
             assert found == pytest.approx(known.bytes, abs=0.1), name
     timed = [line for line in lines if "by" in line]
-    assert [line["by"] for line in timed] == ["this", "that"] * (len(timed) // 2)
+    by = [line["by"] for line in timed if line["kind"] != "graph replay"]
+    assert by == ["this", "that"] * (len(by) // 2)
+    replays = [line["by"] for line in timed if line["kind"] == "graph replay"]
+    assert replays == ["this", "that", "apart"] * len(predictions.MICROSECONDS)
     assert all(line["times_as_fast_as_the_first"] > 0 for line in timed)
+
+
+def test_the_probe_compares_one_launch_with_two(cuda: CudaBackend, emulated: Any) -> None:
+    made = []
+    for backend in (cuda, probe.NormApart(cuda)):
+        param = torch.ones(9, requires_grad=True)
+        param.grad = torch.ones(9)
+        optimizer = Case().optimizer([param], backend)
+        optimizer.step()
+        before = emulated.launches()
+        optimizer.step()
+        made.append(emulated.launches() - before)
+    assert made == [1, 2]
 
 
 def test_what_fails_in_the_probe_is_said_and_the_next_part_follows(tmp_path: Path) -> None:
