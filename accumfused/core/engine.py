@@ -476,7 +476,8 @@ class Engine:
         Raises:
             RuntimeError: the norm is not finite, or a scaler found a non-finite gradient.
         """
-        self.outcome = measured.outcome
+        if measured.outcome.owed is None:
+            self.outcome = measured.outcome
         if not self.counts_skips(divisors) and bool(measured.outcome.skipped):
             raise RuntimeError(
                 f"the global norm of the gradients is {float(measured.outcome.norm)}, nothing was updated; look for "
@@ -490,6 +491,7 @@ class Engine:
         """
         if measured is not None:
             self._apply(measured)
+            self.outcome = measured.outcome
         self.end_window()
         if measured is not None:
             self._note(measured)

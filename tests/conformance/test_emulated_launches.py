@@ -178,6 +178,15 @@ def test_a_launch_that_fails_leaves_the_optimizer_usable(count: int, cuda: CudaB
     assert_all_same_bits(everything(ours), everything(theirs))
 
 
+def test_a_step_that_fails_tells_no_norm_that_it_has_not_taken(cuda: CudaBackend, machine: Any) -> None:
+    optimizer, _ = make(cuda, max_grad_norm=1.0)
+    optimizer.step()
+    machine.fail_after(0)
+    with pytest.raises(RuntimeError, match="too many resources"):
+        optimizer.step()
+    assert optimizer.grad_norm is None
+
+
 # ---- graphs ---------------------------------------------------------------------------------------------------------
 
 
