@@ -103,7 +103,7 @@ class Measured:
 
     def uncount(self) -> None:
         """Takes the skip of a step that failed back."""
-        if self.skips is not None:
+        if self.skips is not None and self.outcome.owed is None:
             self.skips.sub_(self.outcome.skipped.long())
 
 

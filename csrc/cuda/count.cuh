@@ -10,8 +10,8 @@ namespace accumfused::AF_TARGET {
 // counts: [2][chunks].
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
     count_kernel(const Work work, float* partials, float* counts) {
-  for (int chunk = int(blockIdx.x); chunk < work.chunks; chunk += int(gridDim.x)) {
-    const Chunk at = chunk_of(work, chunk);
+  for (int chunk = int(blockIdx.x); chunk < work.pieces; chunk += int(gridDim.x)) {
+    const Piece at = piece_of(work, chunk);
     if (at.in.grad == nullptr) continue;
     float lanes[kWidth] = {};
     int others = 0, nonfinite = 0;  // others than zeros, which stand in the place of missing elements too
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
     store_sum(lanes, partials + chunk);
     const float of_others[kWidth] = {float(others)}, of_nonfinite[kWidth] = {float(nonfinite)};
     store_sum(of_others, counts + chunk);
-    store_sum(of_nonfinite, counts + work.chunks + chunk);
+    store_sum(of_nonfinite, counts + work.pieces + chunk);
     if (threadIdx.x == 0) counts[chunk] = float(at.n) - counts[chunk];  // written by the thread that reads it
   }
 }

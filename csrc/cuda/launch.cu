@@ -267,7 +267,7 @@ void DeviceTable::norm(const Rows& table, uintptr_t stream, const Norm& norm) {
 void DeviceTable::count(const Rows& table, uintptr_t stream, uintptr_t partials, uintptr_t counts) {
   const Device device(device_);
   const Layout layout = send(table, stream, false);
-  launch("count", gpu::count_kernel, table.chunks, stream, layout.work, pointer<float>(partials),
+  launch("count", gpu::count_kernel, table.chunks, stream, layout.chunks, pointer<float>(partials),
          pointer<float>(counts));
 }
 
