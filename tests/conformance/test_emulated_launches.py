@@ -18,6 +18,7 @@ import accumfused.backends.cuda
 import accumfused.core.graphs
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
+from accumfused.backends.several import SeveralDevices
 from accumfused.formats.numeric import CHUNK
 
 SIDE = 77  # a stream
@@ -90,6 +91,11 @@ def folded(optimizer: Any) -> None:
     """Two micro-batches a window; the other cases step from `p.grad`."""
 
 
+def not_finite(optimizer: Any) -> None:
+    """The steps are skipped, and each counts once."""
+    optimizer.param_groups[0]["params"][0].grad[5] = torch.inf
+
+
 def in_a_clip_group(optimizer: Any) -> None:
     other = ADAMW_CASE.make(random_params([(9,)], seed=1), optimizer.engine.plans.backend)
     set_grads(other.param_groups[0]["params"], [torch.ones(9)])
@@ -102,6 +108,7 @@ def in_a_clip_group(optimizer: Any) -> None:
         ({}, None, 1),
         ({"max_grad_norm": None, "nonfinite": "propagate"}, None, 1),
         ({}, folded, 1),
+        ({}, not_finite, 1),
         ({}, one_of_a_thousand, 1),
         ({}, too_many, 2),
         ({"state_dtype": torch.bfloat16, "state_dtype_min_numel": 2}, None, 2),
@@ -176,6 +183,19 @@ def test_a_launch_that_fails_leaves_the_optimizer_usable(count: int, cuda: CudaB
         machine.fail_after(-1)
         theirs.step()
     assert_all_same_bits(everything(ours), everything(theirs))
+
+
+def test_several_devices_have_a_norm_of_their_own(
+    cuda: CudaBackend, devices_apart: tuple[torch.device, torch.device]
+) -> None:
+    """Also where the one that adds up all sums could step in one launch."""
+    other, leading = devices_apart
+    found = []
+    for backend in (SeveralDevices({leading: cuda, other: CpuBackend()}), CpuBackend()):
+        optimizer, _ = make(backend, max_grad_norm=1.0)
+        optimizer.step()
+        found.append(everything(optimizer))
+    assert_all_same_bits(found[0], found[1])
 
 
 def test_a_step_that_fails_tells_no_norm_that_it_has_not_taken(cuda: CudaBackend, machine: Any) -> None:
