@@ -3,27 +3,58 @@
 #pragma once
 #include "../norm.h"
 #include "block.cuh"
-#include "work.cuh"
+#include "formats.cuh"
 
 namespace accumfused::AF_TARGET {
 
+template <int kRows>
+__device__ void add_squares(const float (&g)[kRows][kWidth], float (&lanes)[kWidth]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) lanes[k] += g[r][k] * g[r][k];
+  }
+}
+
+// Of a chunk's gradient, the lanes of its sum of squares.
+__device__ inline void measure_chunk(const Piece& at, float (&lanes)[kWidth]) {
+  with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
+    for_each_row<Policy::kNormRows>(at.n, aligned, [&](auto access, int i) {
+      float g[access.kCount][kWidth];
+      access.load(grad, i, at.n, g);
+      add_squares(g, lanes);
+    });
+  });
+}
+
+// The same with little code, which each rule has a copy of: several rows at a time of fp32 gradients alone.
+__device__ inline void measure_chunk_briefly(const Piece& at, float (&lanes)[kWidth]) {
+  const bool is_float = at.in.grad_dtype == Dtype::kFloat32;
+  const auto add_rows = [&](auto access, int i) {
+    float g[access.kCount][kWidth];
+    access.load(stream_at<const float>(at.in.grad, at), i, at.n, g);
+    add_squares(g, lanes);
+  };
+  const int done = for_each_whole_row<Policy::kNormRows>(at.n, is_float && is_aligned(at.in.grad, 4), add_rows);
+#pragma unroll 1
+  for (int i = done + int(threadIdx.x) * kWidth; i < at.n; i += int(kLanes)) {
+    const Raw<4> raw(at, at.in.grad, is_float ? 4 : 2, i);
+    float g[1][kWidth];
+    if (is_float) raw.to_floats<float>(g[0]);
+    else if (at.in.grad_dtype == Dtype::kFloat16) raw.to_floats<Float16>(g[0]);
+    else raw.to_floats<Bfloat16>(g[0]);
+    add_squares(g, lanes);
+  }
+}
+
 // partials[chunk]: the sum of squares of each chunk that has a gradient.
-__device__ inline void sum_squares(const Work& work, float* partials) {
+template <class Measure>
+__device__ void sum_squares(const Work& work, float* partials, const Measure& measure) {
   for (int chunk = int(blockIdx.x); chunk < work.pieces; chunk += int(gridDim.x)) {
     const Piece at = piece_of(work, chunk);
     if (at.in.grad == nullptr) continue;
     float lanes[kWidth] = {};
-    with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
-      for_each_row<Policy::kNormRows>(at.n, aligned, [&](auto access, int i) {
-        float g[access.kCount][kWidth];
-        access.load(grad, i, at.n, g);
-#pragma unroll
-        for (int r = 0; r < access.kCount; ++r) {
-#pragma unroll
-          for (int k = 0; k < kWidth; ++k) lanes[k] += g[r][k] * g[r][k];
-        }
-      });
-    });
+    measure(at, lanes);
     store_sum(lanes, partials + chunk);
   }
 }
@@ -32,7 +63,7 @@ __device__ inline void sum_squares(const Work& work, float* partials) {
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
     norm_kernel(const Work work, const bool reads, float* partials, const Scaling scaling, float* outcome,
                 int64_t* skips) {
-  if (reads) sum_squares(work, partials);
+  if (reads) sum_squares(work, partials, measure_chunk);
   if (!is_last_block(work.ticket)) return;
   const double sum = scaling.takes_norm ? sum_partials_in_block<4>(partials, work.pieces) : 0.0;
   if (threadIdx.x == 0) finish_norm(scaling, sum, outcome, skips);
@@ -52,7 +83,7 @@ struct Norm {
 __device__ inline void take_norm(Work work, const Norm& norm, float* outcome) {
   work.pieces = norm.chunks, work.size = int(kChunk);
   if (norm.reads) {
-    sum_squares(work, norm.partials);
+    sum_squares(work, norm.partials, measure_chunk_briefly);
     wait_for_grid(work.ticket + 1);
   }
   const double sum = norm.scaling.takes_norm ? sum_partials_in_block<1>(norm.partials, norm.chunks) : 0.0;
