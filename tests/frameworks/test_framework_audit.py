@@ -105,6 +105,7 @@ def test_lightning_weighs_micro_batches_alike_and_the_mixin_samples(
     assert record.message.startswith(f"The update is {'NOT ' if causes else ''}that of the large batch.")
     assert (record.levelno == logging.WARNING) == bool(causes)
     assert "net.0.weight" in record.message
+    assert "not looked at" not in record.message  # the probe's copy has met no warning
     assert "\n4 " in record.message
     assert "\n5 " not in record.message
     fit(plain, max_epochs=2, accumulate_grad_batches=K)
