@@ -31,6 +31,18 @@ __device__ void store_words(void* to, const uint32_t (&from)[kWords]) {
   else *static_cast<uint4*>(to) = {from[0], from[1], from[2], from[3]};
 }
 
+// An element's noise for one of its numbers, where only upper bits count that the turn does not bring round. Shifted to
+// the left, and right again with the sum: a multiplication, and one instruction with the addition. Masking the lower
+// bits would take one more, of the busiest units.
+template <int kNumber>
+__device__ uint32_t shifted_up(uint32_t noise) {
+  uint32_t up = noise << 11 * kNumber;
+#if defined(__CUDA_ARCH__)
+  asm("" : "+r"(up));  // or the compiler shifts and masks
+#endif
+  return up;
+}
+
 // ---- weights: a quad of elements, two words of bf16 -----------------------------------------------------------------
 
 template <class W>
@@ -85,7 +97,8 @@ struct PackedWeights<Split8Weights> {
   __device__ static void store(const float* p, const uint32_t* noise, uint32_t* param, uint32_t* master) {
     uint32_t y[kWidth];
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) y[k] = bits_of(p[k]) + 0x8000u + (stream<kWeightStream>(noise[k]) >> 24);
+    for (int k = 0; k < kWidth; ++k)
+      y[k] = bits_of(p[k]) + __funnelshift_l(shifted_up<kWeightStream>(noise[k]), 0x80, 8);
     param[0] = __byte_perm(y[0], y[1], 0x7632), param[1] = __byte_perm(y[2], y[3], 0x7632);
     const uint32_t first = __byte_perm(y[0], y[1], 0x0051), second = __byte_perm(y[2], y[3], 0x0051);
     *master = __byte_perm(first, second, 0x5410) ^ 0x80808080u;
@@ -164,7 +177,7 @@ __device__ uint32_t encode_quad(const float* s, float inverse, const uint32_t* n
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
     x[k] = bits_of(exact_fma(fabsf(s[k]), inverse, float_from_bits(kBase))) +
-           (stream<kStream>(noise[k]) >> (32 - kCodeShift));
+           (shifted_up<kStream>(noise[k]) >> (32 - kCodeShift));
   }
   const uint32_t even = __byte_perm(x[0], x[2], 0x7632), odd = __byte_perm(x[1], x[3], 0x7632);
   if constexpr (kSecondMoment) {
@@ -181,7 +194,7 @@ __device__ uint32_t encode_quad(const float* s, float inverse, const uint32_t* n
 // A quantisation block's, of two states at once: the upper halves of their largest magnitudes are compared as 16-bit
 // numbers.
 struct Scales {
-  uint32_t exponent[2];
+  uint32_t exponent[2];  // the lowest bytes
   float inverse[2];
 
   __device__ Scales(uint32_t largest_first, uint32_t largest_second) {
@@ -194,9 +207,9 @@ struct Scales {
     }
     if (__vminu2(__vmaxu2(largest, kBelow), kAbove) == largest) {
       largest += kRaise * kBoth;
-      exponent[0] = largest << 16 >> 23, exponent[1] = largest >> 23;
-      inverse[0] = float_from_bits((254u << 23) - (largest << 16 & 0xff800000u));
-      inverse[1] = float_from_bits((254u << 23) - (largest & 0xff800000u));
+      exponent[0] = largest >> 7, exponent[1] = largest >> 23;  // of which a byte is stored
+      const uint32_t inverses = (254u << 7) * kBoth - (largest & 0xff80ff80u);
+      inverse[0] = float_from_bits(inverses << 16), inverse[1] = float_from_bits(inverses & 0xffff0000u);
     } else {  // a second moment that is NaN may have a sign
       exponent[0] = scale_of(largest << 16), exponent[1] = scale_of(largest & 0x7fff0000u);
       inverse[0] = inverse_scale(exponent[0]), inverse[1] = inverse_scale(exponent[1]);

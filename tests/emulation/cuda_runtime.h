@@ -408,6 +408,9 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return result;
 }
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t by) {
+  return uint32_t((uint64_t(high) << 32 | low) << (by & 31) >> 32);
+}
 
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
