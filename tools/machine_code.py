@@ -26,6 +26,10 @@ NARROW_STORE = re.compile(
     r"(?:@(?P<guard>!?U?P\d+) )?STG\.E(?:\.[A-Z]+)*(?:\.U?(?P<bits>8|16|64))?(?:\.[A-Z]+)* "
     r".*?\[(?P<base>R\d+)(?:\.U?\d+)?(?:\+(?:UR\d+\+)?(?P<offset>-?0x[0-9a-f]+))?\]"
 )
+# Integer operations, comparisons, and moves: of 128 instructions a clock, a multiprocessor takes 64 of these.
+ALU = re.compile(
+    r"^(?:@!?U?P\d+ )?(?:LOP3|PLOP3|SHF|PRMT|IADD3|VIADD|LEA|V?[FI]MNMX3?|ISETP|FSETP|SEL|FSEL|MOV|CS2R|FCHK)\b"
+)
 _ENDS = re.compile(r"\b(BRA|BSYNC|CALL|RET|EXIT)\b")
 RULES = {  # functors' names
     "Sgd": "SGD", "SgdMomentum": "SGD with momentum", "SgdNesterov": "SGD with Nesterov momentum", "Adam": "Adam",
@@ -64,6 +68,7 @@ class Loop:
     least: float  # instructions for one element, where neither division nor root takes its slow path
     most: float  # the same, for other hyper-parameters
     uses_local_memory: bool
+    alu: float = 0.0  # of `least`, those of the ALU; counted for packed formats
 
 
 @dataclass
@@ -111,7 +116,8 @@ class Kernel:
                 continue
             ways, key = _ways(body), (half - scales, stores)
             if ways is not None and key in PACKED:
-                loop = Loop(wide, half, stores, ways[0] / 8, ways[1] / 8, _uses_local_memory(body))
+                alu = (_ways(body, ALU) or (0, 0))[0] / 8
+                loop = Loop(wide, half, stores, ways[0] / 8, ways[1] / 8, _uses_local_memory(body), alu)
                 yield PACKED[key], "fp32" if wide == stores + 2 else "bf16", loop
 
     def wide_accesses(self) -> tuple[int, int]:
@@ -174,12 +180,15 @@ def _target(text: str) -> int:
     return int(found[1], 16) if found else -1
 
 
-def _ways(body: list[tuple[int, str]]) -> tuple[int, int] | None:
-    """Instructions on the shortest and the longest way through a loop that makes no call, if there is one."""
+def _ways(body: list[tuple[int, str]], counted: re.Pattern[str] = re.compile("")) -> tuple[int, int] | None:
+    """Instructions on the shortest and the longest way through a loop that makes no call, if there is one.
+
+    Counts those that match.
+    """
     place = {address: index for index, (address, _) in enumerate(body)}
     ways: list[tuple[int, int] | None] = [(0, 0), *[None] * (len(body) - 1)]
     for index, (_, text) in enumerate(body[:-1]):
-        here = ways[index]
+        here, count = ways[index], int(counted.match(text) is not None)
         if here is None or re.search(r"\bCALL\b", text):
             continue
         branches = re.search(r"\bBRA\b", text)
@@ -187,9 +196,9 @@ def _ways(body: list[tuple[int, str]]) -> tuple[int, int] | None:
         for following in {place.get(_target(text), 0) if branches else 0, 0 if always else index + 1}:
             if following > index:
                 least, most = ways[following] or (10**9, 0)
-                ways[following] = (min(least, here[0] + 1), max(most, here[1] + 1))
-    end = ways[-1]
-    return None if end is None else (end[0] + 1, end[1] + 1)
+                ways[following] = (min(least, here[0] + count), max(most, here[1] + count))
+    end, count = ways[-1], int(counted.match(body[-1][1]) is not None)
+    return None if end is None else (end[0] + count, end[1] + count)
 
 
 def module() -> Path:
@@ -251,7 +260,10 @@ def table(archs: list[int]) -> str:
             )
             for weights, grad, loop in sorted(kernel.packed_loops(), key=lambda found: found[:2]):
                 wide = f"{loop.loads} / {loop.stores}"
-                lines.append(f"| ... {weights}, {grad} gradients | {arch} | | | | {wide} | {loop.least:.1f} |")
+                lines.append(
+                    f"| ... {weights}, {grad} gradients | {arch} | | | | {wide} "
+                    f"| {loop.least:.1f}, {loop.alu:.1f} of the ALU |"
+                )
     return "\n".join(lines)
 
 
