@@ -61,13 +61,13 @@ cpu::Work work_on(const Table& table, int threads) {
   return {table.rows(), threads};
 }
 
-void accumulate(const std::string& instruction_set, const Table& table, int threads, uintptr_t weights, int64_t weight,
-                double scale, uintptr_t device_scale, uintptr_t partials, uintptr_t squares, uintptr_t shares) {
+void accumulate(const std::string& instruction_set, const Table& table, int threads, const GivenNumbers& weights,
+                int64_t weight, const GivenNumber& scale, uintptr_t partials, uintptr_t squares,
+                const GivenNumbers& shares) {
   const cpu::Kernels& run = kernels(instruction_set);
+  const Fold fold = make_fold(weights, weight, scale, partials, squares, shares);
   const py::gil_scoped_release release;
-  run.accumulate(work_on(table, threads),
-                 {pointer<const double>(weights), weight, scale, pointer<const double>(device_scale),
-                  pointer<float>(partials), pointer<float>(squares), pointer<const double>(shares)});
+  run.accumulate(work_on(table, threads), fold);
 }
 
 void norm(const std::string& instruction_set, const Table& table, int threads, uintptr_t partials) {

@@ -77,20 +77,29 @@ struct Rows {
   bool plain;      // so is every row
 };
 
+// A number that a call brings along, or one that the device holds: a graph's replay reads that one anew.
+struct Number {
+  double number;
+  const double* on_device;  // nullable
+
+  AF_METHOD double value() const { return on_device ? *on_device : number; }
+};
+
+constexpr int kPlaces = 4;  // of a window's weights: accumfused/core/weights.py
+
 // accumulator <- (w[operands.weight] * scale) * accumulator + (w[weight] * scale) * grad, in fp32; a weight of 0 leaves
 // its term out, whatever it holds. An accumulator that holds nothing (kOverwrite) takes the gradient as it is. Where a
 // gradient was added, or the accumulator rescaled, `partials[chunk]` becomes the sum of squares of the result.
 struct Fold {
-  const double* weights;
+  Number weights[kPlaces];
   int64_t weight;
-  double scale;
-  const double* device_scale;  // nullable; multiplies `scale`
+  Number scale;
   float* partials;
-  float* squares;        // nullable; [chunks]: see accumfused/core/protocol.py, Squares
-  const double* shares;  // like weights
+  float* squares;  // nullable; [chunks]: see accumfused/core/protocol.py, Squares
+  Number shares[kPlaces];
 
-  AF_METHOD double whole_scale() const { return device_scale ? scale * *device_scale : scale; }
-  AF_METHOD float share(int64_t index) const { return squares ? float(shares[index]) : 0.0f; }
+  AF_METHOD float factor(int64_t place) const { return float(weights[place].value() * scale.value()); }
+  AF_METHOD float share(int64_t place) const { return squares ? float(shares[place].value()) : 0.0f; }
 };
 
 // A hyper-parameter of a GPU's launch: a number, or one that the device holds and a graph's replay reads anew.

@@ -326,6 +326,17 @@ void Table::clear() {
   for (Operands& in : operands_) in = {};
 }
 
+Fold make_fold(const GivenNumbers& weights, int64_t weight, const GivenNumber& scale, uintptr_t partials,
+               uintptr_t squares, const GivenNumbers& shares) {
+  const auto number = [](const GivenNumber& given) { return Number{given.first, pointer<const double>(given.second)}; };
+  Fold fold{{}, weight, number(scale), pointer<float>(partials), pointer<float>(squares), {}};
+  for (size_t i = 0; i < size_t(kPlaces); ++i) {
+    fold.weights[i] = number(weights.at(i));
+    if (squares) fold.shares[i] = number(shares.at(i));
+  }
+  return fold;
+}
+
 void bind_table(py::module_& m) {
   py::class_<Table>(m, "Table", py::module_local())
       .def(py::init<const py::capsule&, const py::tuple&, const py::list&>(), py::arg("exchange_api"),

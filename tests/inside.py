@@ -149,7 +149,8 @@ def partials(optimizer: af.FusedOptimizer) -> Any:
 
 def window_memory(optimizer: af.FusedOptimizer) -> list[Tensor]:
     """What kernels read of an open window beside its sums."""
-    return [optimizer.engine.window.weights.factors, optimizer.engine.window.sums.partials]
+    weights, sums = optimizer.engine.window.weights, optimizer.engine.window.sums
+    return [sums.partials, *(factor for factor in weights.factors if isinstance(factor, Tensor))]
 
 
 def allocations(profiler: Any) -> list[int]:

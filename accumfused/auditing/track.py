@@ -216,7 +216,7 @@ def _taken(optimizer: Optimizer, params: list[Tensor], kwargs: Mapping[str, Any]
     divisor = 1.0
     if isinstance(optimizer, FusedOptimizer) and optimizer.engine.window.is_open:
         window = optimizer.engine.window
-        factors = window.weights.factors.tolist()
+        factors = [float(factor) for factor in window.weights.factors]
         for param, held, place in zip(window.params, window.sums.accumulators, window.sums.places, strict=True):
             if held is not None:
                 sums[id(param)] = on_host(held) * factors[place]

@@ -10,7 +10,7 @@ from torch import Tensor
 from accumfused import compiled
 from accumfused.backends import native_rules
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling
+from accumfused.core.protocol import Fold, Hypers, Number, Outcome, Scaling
 from accumfused.core.rows import Grads
 
 
@@ -35,8 +35,7 @@ class CpuBackend:
         plan.point_at(fold.grads, fold.accumulators, fold.held)
         self._c.accumulate(
             self.instruction_set, plan.table, torch.get_num_threads(),
-            fold.weights.data_ptr(), fold.weight, *as_number_and_address(fold.scale),
-            partials.data_ptr(), *squares_of(fold),
+            *factors_of(fold), partials.data_ptr(), *squares_of(fold),
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -73,11 +72,18 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def squares_of(fold: Fold) -> tuple[int, int]:
-    """The addresses of a fold's squares and of their shares; (0, 0): it takes none."""
-    return (0, 0) if fold.squares is None else (fold.squares.sums.data_ptr(), fold.squares.shares.data_ptr())
+def factors_of(fold: Fold) -> tuple[list[tuple[float, int]], int, tuple[float, int]]:
+    """A fold's weights, the index of the micro-batch's own, and the scale."""
+    return [_number(weight) for weight in fold.weights], fold.weight, _number(fold.scale)
 
 
-def as_number_and_address(value: float | Tensor) -> tuple[float, int]:
-    """A kernel's two factors: a number of the host, and the address of an fp64 number on the device."""
-    return (1.0, value.data_ptr()) if isinstance(value, Tensor) else (value, 0)
+def squares_of(fold: Fold) -> tuple[int, list[tuple[float, int]]]:
+    """The address of a fold's squares, and their shares; (0, []): it takes none."""
+    if fold.squares is None:
+        return 0, []
+    return fold.squares.sums.data_ptr(), [_number(share) for share in fold.squares.shares]
+
+
+def _number(value: Number) -> tuple[float, int]:
+    """A number of the host and 0, or the address of an fp64 number on the device."""
+    return (0.0, value.data_ptr()) if isinstance(value, Tensor) else (value, 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accumfused import compiled
 from accumfused.backends import native_rules
-from accumfused.backends.cpu import address, as_number_and_address, squares_of
+from accumfused.backends.cpu import address, factors_of, squares_of
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import Grads
@@ -38,11 +38,8 @@ class CudaBackend:
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         plan.point_at(fold.grads, fold.accumulators, fold.held)
-        copy, stream = self._on_device(plan, [fold.weights, partials, *fold.grads, *fold.accumulators])
-        copy.accumulate(
-            plan.table, stream, fold.weights.data_ptr(), fold.weight, *as_number_and_address(fold.scale),
-            partials.data_ptr(), *squares_of(fold),
-        )  # fmt: skip
+        copy, stream = self._on_device(plan, [*fold.tensors(), partials, *fold.grads, *fold.accumulators])
+        copy.accumulate(plan.table, stream, *factors_of(fold), partials.data_ptr(), *squares_of(fold))
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)

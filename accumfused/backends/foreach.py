@@ -19,7 +19,7 @@ from accumfused.backends import foreach_step
 from accumfused.backends.batches import WHOLE, Batch, Tensors, cut
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, Squares
+from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, Squares, stacked
 from accumfused.core.rows import Grads
 from accumfused.formats.kinds import Format
 from accumfused.formats.numeric import CHUNK, ieee, sum_partials, sum_segments
@@ -41,7 +41,7 @@ class ForeachBackend:
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
-        factors: Any = (fold.weights * fold.scale).float()
+        factors: Any = fold.factors(plan.device)
         add_up: Any = _add_on_device
         if _can_read(plan):
             factors, add_up = factors.tolist(), _add_numbers
@@ -136,7 +136,7 @@ def _add_squares(plan: Plan, batch: Batch, values: Tensors, squares: Squares, pl
         return
     sums = torch.zeros_like(squares.sums)
     batch.measure(plan, values, sums)
-    share = squares.shares[place].float()
+    share = stacked(squares.shares, squares.sums.device)[place].float()
     squares.sums.add_(torch.where(share != 0, share * sums, 0.0))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from accumfused.backends import evaluate
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, Squares
+from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, Squares, stacked
 from accumfused.core.rows import Grads
 from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
@@ -38,7 +38,7 @@ class ReferenceBackend:
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
         with ieee():
-            factors = (fold.weights * fold.scale).float()
+            factors = fold.factors(plan.device)
             add = factors[fold.weight]
             for row, accumulator, grad, held in zip(plan.rows, fold.accumulators, fold.grads, fold.held, strict=True):
                 if accumulator is None:
@@ -154,7 +154,10 @@ def _update(
 def _add_squares(squares: Squares, first_chunk: int, values: Tensor | None, place: int, factor: Tensor) -> None:
     if values is None:
         return
-    share, sums = squares.shares[place].float(), sums_of_squares(memory_order(values).float())
+    share, sums = (
+        stacked(squares.shares, squares.sums.device)[place].float(),
+        sums_of_squares(memory_order(values).float()),
+    )
     own = squares.sums[first_chunk : first_chunk + len(sums)]
     own.copy_(torch.where((share != 0) & (factor != 0), own + share * sums, own))
 

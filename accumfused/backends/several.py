@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Fold, Hypers, Outcome, Scaling, Squares, moved
+from accumfused.core.protocol import Backend, Fold, Hypers, Number, Outcome, Scaling, Squares, moved
 from accumfused.core.rows import Grads
 
 T = TypeVar("T")
@@ -40,13 +40,14 @@ class SeveralDevices:
             rows = _rows(part)
             if not any(own and a is not None for own, a in zip(rows, fold.accumulators, strict=True)):
                 continue
-            scale = moved(fold.scale, part.device) if isinstance(fold.scale, Tensor) else fold.scale
             squares = fold.squares
             if squares is not None:
-                squares = Squares(moved(squares.sums, part.device), moved(squares.shares, part.device))
+                shares = [_number_at(share, part.device) for share in squares.shares]
+                squares = Squares(moved(squares.sums, part.device), shares)
             own_fold = replace(
                 fold, grads=_only(rows, fold.grads), accumulators=_only(rows, fold.accumulators),
-                weights=moved(fold.weights, part.device), scale=scale, squares=squares,
+                weights=[_number_at(weight, part.device) for weight in fold.weights],
+                scale=_number_at(fold.scale, part.device), squares=squares,
             )  # fmt: skip
             sums = moved(partials, part.device)
             self.backends[part.device].accumulate(part, own_fold, sums)
@@ -85,6 +86,10 @@ class SeveralDevices:
                 self.backends[part.device].step(part, own, hypers, of_part)
                 if sums is not None and outcome.changes is not None:
                     _bring(sums, outcome.changes)
+
+
+def _number_at(value: Number, device: torch.device) -> Number:
+    return moved(value, device) if isinstance(value, Tensor) else value
 
 
 def _rows(part: Plan) -> list[bool]:

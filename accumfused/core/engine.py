@@ -375,7 +375,7 @@ class Engine:
         stale: Grads | None = matched
         partials: Tensor | None = None
         if is_open:
-            stale, partials = window.sums.stale(matched), window.sums.partials
+            stale, partials = window.sums.stale(plan, matched), window.sums.partials
         elif takes_norm:
             partials = prepared.cleared_partials(complete)
         if meter is not None and partials is not None:

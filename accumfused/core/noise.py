@@ -86,7 +86,7 @@ class Noise:
         sums = window.sums
         if sums.squares is None or (sums.counted is None and window.weights.count < 2):
             return
-        stale = sums.stale(sums.accumulators)
+        stale = sums.stale(plan, sums.accumulators)
         if stale is not None:
             backend.norm(plan, plan.match(stale), sums.partials, Scaling(plan.device))
             sums.is_measured = [True] * len(stale)

@@ -34,7 +34,7 @@ class Squares:
     """
 
     sums: Tensor  # [plan.chunks], fp32
-    shares: Tensor  # like Fold.weights; each is rounded to fp32 once
+    shares: list[Number]  # like Fold.weights; each is rounded to fp32 once
 
 
 @dataclass
@@ -48,10 +48,19 @@ class Fold:
     grads: Grads  # None: the accumulator is only rescaled
     accumulators: Grads  # fp32; None: left alone
     held: list[int]  # per row: the index of the weight that the accumulator waits for, or OVERWRITE
-    weights: Tensor  # [micro-batches + 1], fp64; index 0 holds 1: "already weighted"
+    weights: list[Number]  # those of weights.py's places; a tensor is fp64, of shape []
     weight: int  # this micro-batch's index
-    scale: float | Tensor  # a number, or fp64 of shape []
+    scale: Number  # as a weight
     squares: Squares | None = None  # None also where accumulators are empty
+
+    def tensors(self) -> list[Tensor]:
+        """The numbers that the device holds."""
+        shares = [] if self.squares is None else self.squares.shares
+        return [number for number in (*self.weights, self.scale, *shares) if isinstance(number, Tensor)]
+
+    def factors(self, device: torch.device) -> Tensor:
+        """Each weight by the scale, fp32, for backends that compute with tensors."""
+        return (stacked(self.weights, device) * self.scale).float()
 
     def refuse_overwritten(self) -> None:
         """Refuses gradients in the memory of their accumulators, for backends without a table (a table checks that)."""
@@ -305,6 +314,14 @@ def on_device(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a tensor of another device: without a wait towards a GPU; the CPU waits, because it reads the values."""
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def stacked(numbers: Sequence[Number], device: torch.device) -> Tensor:
+    """One fp64 tensor of numbers, which a GPU takes in launches: nothing waits."""
+    if device.type == "cpu" and not any(isinstance(number, Tensor) for number in numbers):
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+    each = [n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.float64, device=device) for n in numbers]
+    return torch.stack(each)
 
 
 def at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:

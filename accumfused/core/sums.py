@@ -20,12 +20,18 @@ from accumfused.core.weights import CLOSED, CURRENT, FIRST, READY, Weights
 class Sums:
     """Lists over the plan's rows, as kernels take them: 1000 objects would cost more host time than a launch."""
 
-    def __init__(self, plan: Plan, arena: Arena, measures: bool = False) -> None:
+    def __init__(self, plan: Plan, arena: Arena, measures: bool = False, *, lacks_rows: bool = False) -> None:
+        """Args: lacks_rows: some rows will have no accumulator, if this window is as the last one."""
         rows = len(plan.rows)
         self.accumulators: Grads = [None] * rows
         self.places = [OVERWRITE] * rows  # of the factors that accumulators wait for, as in Fold.held
         self.is_measured = [False] * rows  # the row's partials belong to its accumulator
-        self.partials = torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)  # sums of squares, per chunk
+        # Sums of squares, per chunk: folds and the norm write them. Those of rows without an accumulator are cleared
+        # now or before the norm.
+        self.partials = torch.empty(plan.chunks, dtype=torch.float32, device=plan.device)
+        self._is_cleared = lacks_rows
+        if lacks_rows:
+            self.partials.zero_()
         # Those of each micro-batch's own gradient: see protocol.Squares. None: nobody asks for them.
         self.squares = torch.zeros_like(self.partials) if measures else None
         self.counted: Tensor | None = None  # what the noise scale takes of all processes: see noise.py
@@ -131,8 +137,13 @@ class Sums:
                 self.accumulators[index] = zeros.zero_()
                 self.places[index] = READY
 
-    def stale(self, grads: Grads) -> Grads | None:
+    def stale(self, plan: Plan, grads: Grads) -> Grads | None:
         """The accumulators (as kernels read them) without sums of squares in `partials`; None: all have them."""
+        if not self._is_cleared and self.count < len(self.accumulators):
+            bounds = [*(row.first_chunk for row in plan.rows), plan.chunks]
+            rows = zip(self.accumulators, bounds, bounds[1:], strict=False)
+            torch._foreach_zero_([self.partials[begin:end] for a, begin, end in rows if a is None])
+            self._is_cleared = True
         if False not in self.is_measured:
             return None
         return [None if known else grad for grad, known in zip(grads, self.is_measured, strict=True)]
@@ -142,7 +153,7 @@ class Sums:
         twin = object.__new__(Sums)
         twin.accumulators = [None if a is None else a.clone() for a in self.accumulators]
         twin.places, twin.is_measured = list(self.places), [False] * len(self.places)
-        twin.partials, twin.arena = self.partials[:0], Arena(len(self.places))
+        twin.partials, twin.arena, twin._is_cleared = self.partials[:0], Arena(len(self.places)), True
         twin.squares = None if self.squares is None else self.squares.clone()
         twin.counted = None
         return twin

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from accumfused.core.protocol import Exchange, Number, on_device
+from accumfused.core.protocol import Exchange, Number, on_device, stacked
 
 READY, FIRST, CURRENT, CLOSED = range(4)  # places of factors: 1, the first weight, this one's, 1 / closing scale
 _EXPONENT = 0x7FF << 52  # the exponent's bits of an fp64 number
@@ -23,8 +23,9 @@ class Weights:
 
     def __init__(self, device: torch.device | None = None, measures: bool = False) -> None:
         """Args: device: of the kernels; None: no window is open. measures: the squares of each micro-batch, too."""
-        self.factors = torch.ones(0 if device is None else 4, dtype=torch.float64, device=device or "cpu")
-        self.shares = torch.zeros_like(self.factors) if measures else None  # of squares: see protocol.Squares
+        self.device = device or torch.device("cpu")
+        self.factors: list[Number] = [1.0] * 4  # by place; they travel in launches, a tensor is on the device
+        self.shares: list[Number] | None = [0.0] * 4 if measures else None  # of squares: see protocol.Squares
         self.parts: Number = 0  # micro-batches whose weight is not 0
         self.is_weighted: bool | None = None  # None: no micro-batch yet
         self.total: Number = 0.0
@@ -43,7 +44,7 @@ class Weights:
             self.count += 1
             return READY if self.shares is None else self._place(1.0, 1.0)
         if isinstance(weight, Tensor):
-            weight = on_device(weight, self.factors.device, torch.float64)
+            weight = on_device(weight, self.device, torch.float64)
             weight = torch.where(weight >= 0, weight, torch.nan)  # so that the step is skipped
         is_first = not isinstance(self.total, Tensor) and self.total == 0
         if is_first and not in_loss and exchange.is_alone:
@@ -60,7 +61,7 @@ class Weights:
             return self._place(weight, weight)
         if is_own and isinstance(weight, Tensor):
             return self._place(
-                (weight != 0) / self.unit, weight, in_loss
+                (weight != 0).double() / self.unit, weight, in_loss
             )  # a masked mean of nothing is NaN, also times 0
         if self.shares is not None or isinstance(self.unit, Tensor) or self.unit != 1.0:
             return self._place(1.0 / self.unit, weight, in_loss)
@@ -88,7 +89,7 @@ class Weights:
 
     def close_in_parts(self) -> None:
         """Protects divided sums from the division of the others: the factor CLOSED is 1 over the scale."""
-        _fill(self.factors, CLOSED, self.total if self.is_weighted else 1.0)
+        self.factors[CLOSED] = self.total if self.is_weighted else 1.0
 
     def saved(self, places: list[int], total: Number) -> list[Tensor]:
         """The numbers of each accumulator for `restored`: fp64 [4], see saving/checkpoint.py.
@@ -98,8 +99,8 @@ class Weights:
             total: the sum of the weights.
         """
         unit = (-self.unit if isinstance(self.total, Tensor) else self.unit) if self.is_weighted else 0.0
-        numbers = [torch.as_tensor(n, dtype=torch.float64).to(self.factors) for n in (total, self.count, unit)]
-        rows = {p: torch.stack([self.factors[p], *(n.reshape(()) for n in numbers)]) for p in set(places)}
+        total, unit = (on_device(n, self.device, torch.float64) if isinstance(n, Tensor) else n for n in (total, unit))
+        rows = {p: stacked([self.factors[p], total, self.count, unit], self.device) for p in set(places)}
         return [rows[place] for place in places]
 
     @classmethod
@@ -115,22 +116,15 @@ class Weights:
 
     def _place(self, factor: Number, weight: Number, in_loss: bool = False) -> int:
         place = FIRST if self.count == 1 else CURRENT
-        _fill(self.factors, place, factor)
+        self.factors[place] = factor
         if self.shares is not None:
             share = weight
             if in_loss:  # the gradient's square has the weight in it twice
                 share = 1.0 / (weight * self.unit * self.unit)
                 share = torch.where(weight != 0, share, 0.0) if isinstance(weight, Tensor) else share
-            _fill(self.shares, place, share)
+            self.shares[place] = share
             self.parts = self.parts + (weight != 0)
         return place
-
-
-def _fill(numbers: Tensor, place: int, value: Number) -> None:
-    if isinstance(value, Tensor):
-        numbers[place].copy_(value)
-    else:
-        numbers[place].fill_(value)  # `numbers[place] = value` would wait for a GPU
 
 
 def _power_of_two(weight: Number) -> Number:

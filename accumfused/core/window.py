@@ -53,6 +53,7 @@ class Window:
         self.measures = False  # the squares of each micro-batch's own gradient, from the next window on
         self._plan: Plan | None = None
         self._pin = Pin()
+        self._lacked_rows = False  # the last window
         self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another dtype
 
     @property
@@ -99,7 +100,8 @@ class Window:
             self.params, arena = list(plan.params), Arena(len(plan.params))
             self._grad_dtypes.clear()
         self.phase, self._plan = Phase.OPEN, plan
-        self.sums, self.weights = Sums(plan, arena, self.measures), Weights(plan.device, self.measures)
+        self.sums = Sums(plan, arena, self.measures, lacks_rows=self._lacked_rows)
+        self.weights = Weights(plan.device, self.measures)
         self.habits.see(self.params)
 
     def follow(self, plan: Plan) -> None:
@@ -113,7 +115,7 @@ class Window:
             )
         for row, accumulator in zip(plan.rows, self.sums.accumulators, strict=False):
             _refuse_moved(row, accumulator)
-        self.weights.factors = self.weights.factors.to(plan.device)  # a resumed window has them on the host
+        self.weights.device = plan.device  # a resumed window has its numbers on the host
         self.sums.follow(self._plan, plan)
         self._plan, self.params = plan, list(plan.params)
         self.habits.see_new(self.params)
@@ -215,6 +217,7 @@ class Window:
                 self.params[index].grad_dtype = dtype
                 del self._grad_dtypes[index]
         self.phase, self.entered, self._plan = Phase.IDLE, False, None
+        self._lacked_rows = self.sums.count < len(self.params)
         self.weights, self.sums = Weights(), Sums(EMPTY, self.sums.arena)
 
     @contextlib.contextmanager
@@ -239,8 +242,8 @@ class Window:
         """Copies the window, with sums in memory of their own, for a copy of the optimizer."""
         twin = copy.copy(self)
         twin.params, twin.sums, twin.weights = list(self.params), self.sums.copied(), copy.copy(self.weights)
-        twin.weights.factors = self.weights.factors.clone()
-        twin.weights.shares = None if self.weights.shares is None else self.weights.shares.clone()
+        twin.weights.factors = list(self.weights.factors)
+        twin.weights.shares = None if self.weights.shares is None else list(self.weights.shares)
         twin._plan, twin._grad_dtypes, twin.habits = None, {}, Habits()
         return twin
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import accumfused as af
 from accumfused.core.protocol import OVERWRITE, Fold, Outcome, Scaling
+from accumfused.core.weights import READY, Weights
 from accumfused.formats.kinds import MASTER
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-_READY = 0  # index of the weight 1
 _MAX_GRAD_NORM = 0.5
 
 RULES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -82,7 +82,6 @@ class Verbs:
         self.plan = self.optimizer.engine.plans.current().plan
         self.backend: Any = self.optimizer.engine.plans.current().backend
         self.partials = torch.zeros(self.plan.chunks, device=self.plan.device)
-        self._weights = torch.ones(3, dtype=torch.float64, device=self.plan.device)
         self._hypers = self.plan.hypers(self.optimizer.param_groups)
 
     @torch.no_grad()
@@ -93,9 +92,9 @@ class Verbs:
 
     @torch.no_grad()
     def accumulate(self, grads: Sequence[Tensor], accumulators: Sequence[Tensor], *, first: bool = False) -> None:
-        held = [OVERWRITE if first else _READY] * len(grads)
+        held = [OVERWRITE if first else READY] * len(grads)
         self.backend.accumulate(
-            self.plan, Fold([*grads], [*accumulators], held, self._weights, _READY, 1.0), self.partials
+            self.plan, Fold([*grads], [*accumulators], held, Weights().factors, READY, 1.0), self.partials
         )
 
     @torch.no_grad()

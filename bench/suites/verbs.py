@@ -10,14 +10,13 @@ from torch import Tensor
 from accumfused.backends import select
 from accumfused.core.protocol import OVERWRITE, Fold, Scaling
 from accumfused.core.rows import Grads
+from accumfused.core.weights import READY, Weights
 from bench import shapes
 from bench.exact import MAX_GRAD_NORM
 from bench.measure import Variant
 from bench.report import Table, timed
 from bench.suites import Bench
 from bench.workload import Workload
-
-_READY = 0  # index of the weight 1
 
 
 def run(bench: Bench) -> list[Table]:
@@ -53,7 +52,6 @@ def _verbs(
     backend = select(name, [work.device])
     rows = len(work.shapes)
     partials = torch.zeros(plan.chunks, device=work.device)
-    weights = torch.ones(8, dtype=torch.float64, device=work.device)
     scaling = Scaling(plan.device, max_grad_norm=MAX_GRAD_NORM)
     hypers = plan.hypers(optimizer.param_groups)
     grads_fp32: Grads = [*work.grads]
@@ -64,16 +62,16 @@ def _verbs(
     assert difference < 1e-6, f"the norm is {difference:.1e} off"
 
     def accumulate(grads: list[Tensor], held: int) -> None:
-        fold = Fold(list(grads), list(accumulators), [held] * rows, weights, _READY, 1.0)
+        fold = Fold(list(grads), list(accumulators), [held] * rows, Weights().factors, READY, 1.0)
         backend.accumulate(plan, fold, partials)
 
     def step() -> None:
         backend.step(plan, grads_fp32, hypers, outcome)
 
     # Overwriting goes last: what the accumulators hold before does not matter to it.
-    for grads, held in ((work.grads, _READY), (grads_bf16, _READY), (grads_bf16, OVERWRITE)):
+    for grads, held in ((work.grads, READY), (grads_bf16, READY), (grads_bf16, OVERWRITE)):
         expected = [
-            grad.double() + (accumulator.double() if held == _READY else 0.0)
+            grad.double() + (accumulator.double() if held == READY else 0.0)
             for grad, accumulator in zip(grads, accumulators, strict=True)
         ]
         accumulate(grads, held)
@@ -84,9 +82,9 @@ def _verbs(
     work.error(step)
     variants = [
         Variant("norm", lambda: backend.norm(plan, grads_fp32, partials, scaling), passes=("read",)),
-        Variant("accumulate, fp32", lambda: accumulate(work.grads, _READY), passes=("accumulate",)),
+        Variant("accumulate, fp32", lambda: accumulate(work.grads, READY), passes=("accumulate",)),
         Variant("first accumulate, bf16", lambda: accumulate(grads_bf16, OVERWRITE), passes=("overwrite_bf16",)),
-        Variant("accumulate, bf16", lambda: accumulate(grads_bf16, _READY), passes=("accumulate_bf16",)),
+        Variant("accumulate, bf16", lambda: accumulate(grads_bf16, READY), passes=("accumulate_bf16",)),
         Variant("step, AdamW", step, passes=("step",)),
     ]
     note = (

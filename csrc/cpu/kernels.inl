@@ -234,8 +234,7 @@ float fold_any(float* accumulator, const G* grad, float keep, float add, int64_t
 }
 
 void accumulate(const Work& work, const Fold& fold) {
-  const double scale = fold.whole_scale();
-  const float add = float(fold.weights[fold.weight] * scale);
+  const float add = fold.factor(fold.weight);
   const float grad_share = fold.share(fold.weight);
   int64_t written_bytes = 0;
   for (int64_t i = 0; i < work.count; ++i)
@@ -248,7 +247,7 @@ void accumulate(const Work& work, const Fold& fold) {
       with_grad(in, offset, [=](auto grad) { overwrite(accumulator, grad, n, beyond_cache); });
       return;
     }
-    const float keep = float(fold.weights[in.weight] * scale);
+    const float keep = fold.factor(in.weight);
     const float held_share = fold.share(in.weight);
     OwnSquares own;
     const auto run = [&](auto* grad) {

@@ -5,6 +5,9 @@
 
 namespace accumfused::AF_TARGET {
 
+// In the place of the weight that all accumulators of a launch wait for.
+constexpr int32_t kEachItsOwn = kOverwrite - 1;
+
 template <bool kKeep, bool kAdd, class G>
 __device__ void fold_chunk(float* accumulator, const G* grad, int n, bool aligned, float keep, float add,
                            float (&lanes)[kWidth]) {
@@ -29,15 +32,15 @@ __device__ void fold_chunk(float* accumulator, const G* grad, int n, bool aligne
 }
 
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kFoldBlocks)
-    accumulate_kernel(const Work work, const Fold fold) {
-  const double scale = fold.whole_scale();
-  const float add = float(fold.weights[fold.weight] * scale);
+    accumulate_kernel(const Work work, const __grid_constant__ Fold fold, const int32_t common) {
+  const float add = fold.factor(fold.weight);
   for (int piece = int(blockIdx.x); piece < work.pieces; piece += int(gridDim.x)) {
     const Piece at = piece_of(work, piece);
     if (at.in.accumulator == nullptr) continue;
     float* const accumulator = global(at.in.accumulator + at.offset);
     const int n = at.n;
-    if (at.in.weight == kOverwrite) {
+    const int32_t held = common == kEachItsOwn ? at.in.weight : common;
+    if (held == kOverwrite) {
       with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
         for_each_row<Policy::kFoldRows>(n, aligned && is_aligned(accumulator, 4), [&](auto access, int i) {
           float g[access.kCount][kWidth];
@@ -47,7 +50,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kFoldBlocks)
       });
       continue;
     }
-    const float keep = float(fold.weights[at.in.weight] * scale);
+    const float keep = fold.factor(held);
     float lanes[kWidth] = {};
     if (at.in.grad == nullptr || add == 0.0f) {
       if (keep != 0.0f) fold_chunk<true, false>(accumulator, accumulator, n, true, keep, add, lanes);
@@ -84,15 +87,16 @@ __device__ void fold_measured(float* accumulator, const G* grad, int n, bool ali
 }
 
 // A fold that also measures: see rows.h, Fold::squares. None of its accumulators is empty.
-__global__ void __launch_bounds__(Policy::kThreads) measure_kernel(const Work work, const Fold fold) {
+__global__ void __launch_bounds__(Policy::kThreads)
+    measure_kernel(const Work work, const __grid_constant__ Fold fold, const int32_t common) {
   __shared__ float own[2];
-  const double scale = fold.whole_scale();
   for (int chunk = int(blockIdx.x); chunk < work.pieces; chunk += int(gridDim.x)) {
     const Piece at = piece_of(work, chunk);
     Operands in = at.in;
     if (in.accumulator == nullptr) continue;
-    const float keep = float(fold.weights[in.weight] * scale);
-    const float add = in.grad ? float(fold.weights[fold.weight] * scale) : 0.0f;
+    const int32_t held = common == kEachItsOwn ? in.weight : common;
+    const float keep = fold.factor(held);
+    const float add = in.grad ? fold.factor(fold.weight) : 0.0f;
     if (add == 0.0f) in.grad = in.accumulator, in.grad_dtype = Dtype::kFloat32;  // read, and left out
     float lanes[3][kWidth] = {};
     with_grad(in, at.offset, [&](const auto* grad, bool aligned) {
@@ -102,7 +106,7 @@ __global__ void __launch_bounds__(Policy::kThreads) measure_kernel(const Work wo
     store_sum(lanes[1], own);
     store_sum(lanes[2], own + 1);
     if (threadIdx.x != 0) continue;  // this thread has written them
-    const float held_share = fold.share(in.weight), grad_share = fold.share(fold.weight);
+    const float held_share = fold.share(held), grad_share = fold.share(fold.weight);
     float sum = fold.squares[chunk];
     if (held_share != 0.0f && keep != 0.0f) sum += held_share * own[0];
     if (grad_share != 0.0f && add != 0.0f) sum += grad_share * own[1];

@@ -1,8 +1,6 @@
 // Python's view of the GPU's kernels: `_C.cuda`.
 #include "../binding.h"
 
-#include <pybind11/stl.h>
-
 #include "../table.h"
 #include "launch.h"
 
@@ -43,7 +41,13 @@ void bind_cuda(py::module_& m) {
             return DeviceTable::bytes(table.rows(), groups, stride);
           },
           py::arg("table"), py::arg("groups"), py::arg("stride"))
-      .def("accumulate", on_rows(&DeviceTable::accumulate), release)
+      .def("accumulate",
+           [](DeviceTable& self, const Table& table, uintptr_t stream, const GivenNumbers& weights, int64_t weight,
+              const GivenNumber& scale, uintptr_t partials, uintptr_t squares, const GivenNumbers& shares) {
+             const Fold fold = make_fold(weights, weight, scale, partials, squares, shares);
+             const py::gil_scoped_release released;
+             self.accumulate(table.rows(), stream, fold);
+           })
       .def("count", on_rows(&DeviceTable::count), release)
       .def(
           "norm",

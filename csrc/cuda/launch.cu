@@ -176,6 +176,19 @@ gpu::Norm norm_of(const Rows& table, const Norm& norm) {
           pointer<int64_t>(norm.skips)};
 }
 
+// The weight that all accumulators wait for, if it is one: the launch brings it along. A window's weights take turns,
+// so operands without them stay the same from launch to launch, and need not be sent.
+int32_t take_common_weight(std::vector<Operands>& operands) {
+  int32_t common = gpu::kEachItsOwn;
+  for (const Operands& in : operands) {
+    if (in.accumulator == nullptr || in.weight == common) continue;
+    if (common != gpu::kEachItsOwn) return gpu::kEachItsOwn;
+    common = in.weight;
+  }
+  for (Operands& in : operands) in.weight = 0;
+  return common;
+}
+
 size_t rounded(size_t bytes) { return (bytes + sizeof(uint4) - 1) / sizeof(uint4) * sizeof(uint4); }
 
 }  // namespace
@@ -238,22 +251,16 @@ DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream, bool 
   return layout;
 }
 
-void DeviceTable::accumulate(const Rows& table, uintptr_t stream, uintptr_t weights, int64_t weight, double scale,
-                             uintptr_t device_scale, uintptr_t partials, uintptr_t squares, uintptr_t shares) {
+void DeviceTable::accumulate(const Rows& table, uintptr_t stream, const Fold& fold) {
   const Device device(device_);
-  const Layout layout = send(table, stream, true);
-  const Fold fold{pointer<const double>(weights),
-                  weight,
-                  scale,
-                  pointer<const double>(device_scale),
-                  pointer<float>(partials),
-                  pointer<float>(squares),
-                  pointer<const double>(shares)};
-  const bool sums = std::any_of(table.operands, table.operands + table.count, [](const Operands& in) {
-    return in.accumulator != nullptr && in.weight != kOverwrite;
-  });
-  const gpu::Work work = sums ? layout.chunks : layout.units;
-  launch("accumulate", squares ? gpu::measure_kernel : gpu::accumulate_kernel, work.pieces, stream, work, fold);
+  std::vector<Operands> operands(table.operands, table.operands + table.count);
+  const int32_t common = take_common_weight(operands);
+  Rows rows = table;
+  rows.operands = operands.data();
+  const Layout layout = send(rows, stream, true);
+  const gpu::Work work = common == kOverwrite ? layout.units : layout.chunks;
+  launch("accumulate", fold.squares ? gpu::measure_kernel : gpu::accumulate_kernel, work.pieces, stream, work, fold,
+         common);
 }
 
 void DeviceTable::norm(const Rows& table, uintptr_t stream, const Norm& norm) {

@@ -35,8 +35,7 @@ class DeviceTable {
 
   DeviceTable(int device, uintptr_t memory, int64_t groups, int64_t stride);
 
-  void accumulate(const Rows& table, uintptr_t stream, uintptr_t weights, int64_t weight, double scale,
-                  uintptr_t device_scale, uintptr_t partials, uintptr_t squares, uintptr_t shares);
+  void accumulate(const Rows& table, uintptr_t stream, const Fold& fold);
   void norm(const Rows& table, uintptr_t stream, const Norm& norm);
   // The gradients' sums of squares; counts: [2][chunks], how many of them are zeros, and how many are not finite.
   void count(const Rows& table, uintptr_t stream, uintptr_t partials, uintptr_t counts);

@@ -12,6 +12,7 @@ from compare import assert_all_same_bits, everything
 from snapshot import refused
 from table import ADAMW_CASE, STATES, WEIGHTS, random_grads, random_params, set_grads
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accumfused as af
 import accumfused.backends.cuda
@@ -167,6 +168,65 @@ def test_a_chunk_occupies_many_blocks(cuda: CudaBackend, machine: Any) -> None:
     set_grads(params, [torch.ones_like(p, dtype=torch.bfloat16) for p in params])
     optimizer.accumulate()
     assert machine.grid() == 3, "a sum"
+
+
+VIEWS = ("empty", "empty_like", "detach", "select", "slice")  # these launch nothing
+
+
+class Operations(TorchDispatchMode):
+    """Torch's own operations that a GPU would run, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in VIEWS and not name.startswith("_record_function"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Loop:
+    """Windows of four micro-batches, whose gradients stay where they are; the parameter `missing` has none."""
+
+    def __init__(self, backend: Any, weights: list[Any], missing: int | None = None) -> None:
+        self.optimizer, self.params = make(backend, max_grad_norm=1.0)
+        self.weights, self.missing = weights, missing
+        self.grads = random_grads(self.params, 0)
+
+    def run(self) -> None:
+        for weight in self.weights:
+            for index, (param, grad) in enumerate(zip(self.params, self.grads, strict=True)):
+                param.grad = None if index == self.missing else grad
+            self.optimizer.accumulate(weight)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+PLAIN, WEIGHTED = [None] * 4, [3.0, 1.0, 5.0, 2.0]
+
+
+@pytest.mark.parametrize("weights", [PLAIN, WEIGHTED])
+def test_a_window_is_its_folds_a_norm_and_a_step(weights: list[Any], cuda: CudaBackend, machine: Any) -> None:
+    loop = Loop(cuda, weights)
+    for _ in range(2):  # the first step makes the states
+        loop.run()
+    with Operations() as operations:
+        assert launches(machine, loop.run) == 4 + 2, "the first fold copies, because the test keeps the gradients"
+    assert operations.seen == []
+
+
+def test_only_a_window_without_some_gradients_clears_their_sums(cuda: CudaBackend) -> None:
+    ours, theirs = Loop(cuda, WEIGHTED), Loop(CpuBackend(), WEIGHTED)
+    ours.run(), theirs.run()
+    for missing, wanted in ((None, []), (1, ["_foreach_zero_"]), (1, ["zero_"]), (None, ["zero_"]), (None, [])):
+        ours.missing = theirs.missing = missing
+        with Operations() as operations:
+            ours.run()
+        theirs.run()
+        assert operations.seen == wanted
+    assert_all_same_bits(everything(ours.optimizer), everything(theirs.optimizer))
 
 
 @pytest.mark.parametrize("count", range(6))

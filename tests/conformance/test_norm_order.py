@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.core import plan
 from accumfused.core.protocol import Fold, Scaling
+from accumfused.core.weights import READY, Weights
 from accumfused.formats.numeric import CHUNK, LANES, sum_partials
 from accumfused.optimizers import RULES
 from accumfused.settings import Settings
@@ -106,8 +107,7 @@ def test_the_sum_within_a_chunk(place: Place) -> None:
         zeros: list[Tensor | None] = [torch.zeros(size, device=device) for _ in apart]
         read, folded = torch.zeros(2, len(apart), device=device)
         backend.norm(built, grads, read, Scaling(built.device))
-        weights = torch.ones(2, dtype=torch.float64, device=device)
-        backend.accumulate(built, Fold(grads, zeros, [0] * len(apart), weights, 1, 1.0), folded)
+        backend.accumulate(built, Fold(grads, zeros, [0] * len(apart), Weights().factors, READY, 1.0), folded)
         found.append(torch.stack([read, folded]).cpu())
     assert_same_bits(found[1], found[0])
     assert_same_bits(found[0][0], found[0][1])

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from accumfused import compiled
-from accumfused.backends.cpu import address, as_number_and_address, squares_of
+from accumfused.backends.cpu import address
 from accumfused.backends.cuda import current_stream
 from accumfused.backends.triton import kernels, memory, rules
 from accumfused.backends.triton.step import step_kernel
 from accumfused.core.graphs import is_capturing
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
+from accumfused.core.protocol import Fold, Hypers, Number, Outcome, Scaling, at_hand, stacked
 from accumfused.core.rows import Grads, has_memory
 from accumfused.formats.kinds import DTYPES, Format, Storage
 from accumfused.formats.numeric import ieee
@@ -71,13 +71,16 @@ class TritonBackend:
         grads, accumulators = _addresses(fold.grads), _addresses(fold.accumulators)
         if any(map(operator.eq, grads, accumulators)):
             fold.refuse_overwritten()
-        number, at = as_number_and_address(fold.scale)
-        with self._on(plan, [fold.weights, partials, *fold.grads, *fold.accumulators]):
+        squares = fold.squares
+        scale, at = (1.0, fold.scale.data_ptr()) if isinstance(fold.scale, Tensor) else (fold.scale, 0)
+        with self._on(plan, [*fold.tensors(), partials, *fold.grads, *fold.accumulators]):
             table = self._send(plan, "fold", [*grads, *_dtypes(fold.grads), *accumulators, *fold.held])
+            shares = None if squares is None else self._numbers(plan, "shares", squares.shares)
             self._launch(
                 kernels.accumulate_kernel, plan, plan.chunks,
-                table, len(plan.rows), plan.chunks, fold.weights, fold.weight, _bits(number), at, partials,
-                *squares_of(fold), constants=(fold.squares is not None,),
+                table, len(plan.rows), plan.chunks, self._numbers(plan, "weights", fold.weights), fold.weight,
+                _bits(scale), at, partials, address(squares.sums if squares else None), address(shares),
+                constants=(squares is not None,),
             )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -99,10 +102,10 @@ class TritonBackend:
 
     def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
         if partials.numel():
-            with _on(plan.device):
-                table = self._send(plan, "rows", self._kept[plan].table(grads))
+            with self._on(plan, [partials, counts, *grads]):
+                table = self._send(plan, "step", _operands(grads))
                 arguments = table, len(plan.rows), plan.chunks, partials, counts
-                _launch(kernels.count_kernel, plan, plan.chunks, *arguments)
+                self._launch(kernels.count_kernel, plan, plan.chunks, *arguments)
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         squares = torch.zeros(len(bounds) - 1, dtype=torch.float64, device=plan.device)
