@@ -38,6 +38,7 @@ RULES = {  # functors' names
 NAMES = {
     "accumulate_kernel": "accumulate", "measure_kernel": "accumulate and measure",
     "norm_kernel": "norm", "count_kernel": "count", "segment_norms_kernel": "segment norms",
+    "counts_kernel": "step counts",
     "write_kernelILi1024": "table (1 kB)", "write_kernelILi32512": "table (32 kB)",
     **{
         before + f"{len(rule) + 7}{rule}FunctorE": f"step: {name}{formats}"

@@ -70,7 +70,7 @@ __device__ inline bool is_last_block(uint32_t* ticket) {
 }
 
 // Waits until all thread blocks have come here; each then sees the writes of all. They must run at once, and come once
-// in a launch. The ticket is this barrier's alone: as before the launch, while some may still be waiting for that.
+// in a launch, which has no other use for the ticket: that is as before the launch, while some may still be waiting for it.
 __device__ inline void wait_for_grid(uint32_t* ticket) {
   if (is_last_block(ticket)) return;
   if (threadIdx.x == 0) {

@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 
 #include "accumulate.cuh"
 #include "count.cuh"
@@ -125,13 +126,15 @@ void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, uin
   launch_grid(false, name, kernel, blocks, stream, arguments...);
 }
 
+// So many that each thread has one.
+int64_t blocks_for(int64_t count) { return (count + Policy::kThreads - 1) / Policy::kThreads; }
+
 template <int kBytes>
 void send_packet(const unsigned char* from, size_t size, uintptr_t to, uintptr_t stream) {
   Packet<kBytes> packet;
   memcpy(packet.bytes, from, size);
   const int count = int(size / sizeof(uint4));
-  launch("table", gpu::write_kernel<kBytes>, (count + Policy::kThreads - 1) / Policy::kThreads, stream, packet,
-         reinterpret_cast<uint4*>(to), count);
+  launch("table", gpu::write_kernel<kBytes>, blocks_for(count), stream, packet, reinterpret_cast<uint4*>(to), count);
 }
 
 // As many launches as it takes.
@@ -196,7 +199,7 @@ size_t rounded(size_t bytes) { return (bytes + sizeof(uint4) - 1) / sizeof(uint4
 // The places of the tables in memory; each begins at a multiple of 16 bytes. Folds have operands of their own: in a
 // loop whose tensors keep their addresses, neither they nor the step's change.
 struct DeviceTable::Layout {
-  size_t rows, operands, hypers, rules, ticket, end;
+  size_t rows, operands, hypers, rules, ticket, counts, end;
   gpu::Work chunks, units;
   gpu::Hypers step;
 
@@ -206,13 +209,15 @@ struct DeviceTable::Layout {
         hypers(size_t(table.count) * (sizeof(Row) + 2 * sizeof(Operands))),
         rules(hypers + rounded(size_t(groups * stride) * sizeof(HyperParameter))),
         ticket(rules + rounded(size_t(groups) * sizeof(int32_t))),
-        end(ticket + sizeof(uint4)),
+        counts(ticket + sizeof(uint4)),
+        end(counts + rounded(size_t(table.count) * sizeof(float))),
         chunks{pointer<const Row>(memory + rows),
                pointer<const Operands>(memory + operands),
                int(table.count),
                int(table.chunks),
                int(kChunk),
-               pointer<uint32_t>(memory + ticket)},
+               pointer<uint32_t>(memory + ticket),
+               pointer<float>(memory + counts)},
         units(chunks),
         step{pointer<const HyperParameter>(memory + hypers),
              pointer<const int32_t>(memory + rules),
@@ -244,7 +249,7 @@ DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream, bool 
   Layout layout(table, memory_, groups_, stride_, folds);
   layout.units.pieces = units_, layout.units.size = unit_;
   send_changes(operands_[folds], table.operands, count * sizeof(Operands), memory_ + layout.operands, stream);
-  std::vector<unsigned char> numbers(layout.end - layout.hypers);  // and the ticket, which is 0 between launches
+  std::vector<unsigned char> numbers(layout.counts - layout.hypers);  // and the ticket, which is 0 between launches
   memcpy(numbers.data(), hypers_.data(), hypers_.size() * sizeof(HyperParameter));
   memcpy(numbers.data() + layout.rules - layout.hypers, rules_.data(), rules_.size() * sizeof(int32_t));
   send_changes(numbers_, numbers.data(), numbers.size(), memory_ + layout.hypers, stream);
@@ -258,6 +263,7 @@ void DeviceTable::accumulate(const Rows& table, uintptr_t stream, const Fold& fo
   Rows rows = table;
   rows.operands = operands.data();
   const Layout layout = send(rows, stream, true);
+  has_counts_ = false;
   const gpu::Work work = common == kOverwrite ? layout.units : layout.chunks;
   launch("accumulate", fold.squares ? gpu::measure_kernel : gpu::accumulate_kernel, work.pieces, stream, work, fold,
          common);
@@ -267,8 +273,9 @@ void DeviceTable::norm(const Rows& table, uintptr_t stream, const Norm& norm) {
   const Device device(device_);
   const Layout layout = send(table, stream, false);
   const gpu::Norm args = norm_of(table, norm);
-  launch("norm", gpu::norm_kernel, norm.reads ? table.chunks : 1, stream, layout.chunks, args.reads, args.partials,
-         args.scaling, args.outcome, args.skips);
+  launch("norm", gpu::norm_kernel, std::max(norm.reads ? table.chunks : 1, blocks_for(table.count)), stream,
+         layout.chunks, args.reads, args.partials, args.scaling, args.outcome, args.skips);
+  has_counts_ = true;
 }
 
 void DeviceTable::count(const Rows& table, uintptr_t stream, uintptr_t partials, uintptr_t counts) {
@@ -308,6 +315,9 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
     std::copy(hypers.begin(), hypers.end(), layout.step.carried);
     std::copy(rules.begin(), rules.end(), layout.step.carried_rules);
   }
+  if (!std::exchange(has_counts_, false) && !norm) {
+    launch("step counts", gpu::counts_kernel, blocks_for(table.count), stream, layout.chunks);
+  }
   const gpu::Norm own = norm ? norm_of(table, *norm) : gpu::Norm{};
   for (int32_t rule = 0; rule < int32_t(std::size(kStep)); ++rule) {  // nearly always one for all groups
     if (std::find(rules.begin(), rules.end(), rule) == rules.end()) continue;
@@ -328,6 +338,7 @@ std::string why_not(int device) {
     load("accumulate", gpu::measure_kernel);
     load("norm", gpu::norm_kernel);
     load("count", gpu::count_kernel);
+    load("step counts", gpu::counts_kernel);
     load("segment norms", gpu::segment_norms_kernel);
     load("table", gpu::write_kernel<Policy::kSmallPacket>);
     load("table", gpu::write_kernel<Policy::kLargePacket>);

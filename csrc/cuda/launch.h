@@ -57,6 +57,7 @@ class DeviceTable {
   std::vector<int32_t> rules_;
   int units_ = -1, unit_ = 0;                         // of the rows on the device; -1: they are not there yet
   std::vector<unsigned char> operands_[2], numbers_;  // of steps and of folds; empty: not known
+  bool has_counts_ = false;                           // a norm has copied them since the last step
 };
 
 // Why the kernels cannot run on a device, or "". Loads them, so that no capture has to.

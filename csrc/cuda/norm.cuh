@@ -1,8 +1,9 @@
 // Norm: each chunk's sum of squares; the last thread block makes the coefficient of them, or in a step each thread
-// block for itself. And sums of runs of chunks.
+// block for itself. It copies the step counts besides. And sums of runs of chunks.
 #pragma once
 #include "../norm.h"
 #include "block.cuh"
+#include "counts.cuh"
 #include "formats.cuh"
 
 namespace accumfused::AF_TARGET {
@@ -64,6 +65,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
     norm_kernel(const Work work, const bool reads, float* partials, const Scaling scaling, float* outcome,
                 int64_t* skips) {
   if (reads) sum_squares(work, partials, measure_chunk);
+  copy_counts(work);
   if (!is_last_block(work.ticket)) return;
   const double sum = scaling.takes_norm ? sum_partials_in_block<4>(partials, work.pieces) : 0.0;
   if (threadIdx.x == 0) finish_norm(scaling, sum, outcome, skips);
@@ -80,12 +82,12 @@ struct Norm {
 };
 
 // The thread blocks run at once. Each computes the outcome for itself, in shared memory; the first one writes it down.
-__device__ inline void take_norm(Work work, const Norm& norm, float* outcome) {
-  work.pieces = norm.chunks, work.size = int(kChunk);
-  if (norm.reads) {
-    sum_squares(work, norm.partials, measure_chunk_briefly);
-    wait_for_grid(work.ticket + 1);
-  }
+__device__ inline void take_norm(const Work& units, const Norm& norm, float* outcome) {
+  Work chunks = units;
+  chunks.pieces = norm.chunks, chunks.size = int(kChunk);
+  if (norm.reads) sum_squares(chunks, norm.partials, measure_chunk_briefly);
+  copy_counts(chunks);
+  wait_for_grid(chunks.ticket);
   const double sum = norm.scaling.takes_norm ? sum_partials_in_block<1>(norm.partials, norm.chunks) : 0.0;
   if (threadIdx.x == 0) {
     const bool is_first = blockIdx.x == 0;

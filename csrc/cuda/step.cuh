@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kS
     const Piece at = piece_of(work, piece);
     const int group = int(at.row.group);
     if (at.in.grad == nullptr || hypers.rule_of(group) != index) continue;
-    const int count = at.row.step ? int(whole_steps(*at.row.step)) + 1 : 0;
+    const int count = at.row.step ? int(whole_steps(work.counts[at.index])) + 1 : 0;
     const int row = coefficients ? int(at.index) : -1;
     if (group != prepared.group || count != prepared.count || row != prepared.row) {
       if (threadIdx.x < Rule::kHypers) {  // each waits for memory, so all at once
@@ -143,11 +143,9 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kS
     }
     step_any<kKind>(*reinterpret_cast<const Rule*>(prepared.rule), work, piece, at, count, changes);
   }
-  if (!is_last_block(work.ticket)) return;
-  for (int64_t i = threadIdx.x; i < work.count; i += Policy::kThreads) {
-    const Row& row = work.rows[i];
-    if (work.operands[i].grad && row.step && hypers.rule_of(row.group) == index) *row.step += 1.0f;
-  }
+  for_each_count(work, [&](int i, const Row& row) {
+    if (work.operands[i].grad && hypers.rule_of(row.group) == index) *row.step = work.counts[i] + 1.0f;
+  });
 }
 
 }  // namespace accumfused::AF_TARGET

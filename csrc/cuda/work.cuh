@@ -23,7 +23,8 @@ struct Work {
   int count;         // of rows
   int pieces;        // over all rows
   int size;          // of a piece, in elements
-  uint32_t* ticket;  // 0 between launches, as is the next: of the last thread block, and of a barrier
+  uint32_t* ticket;  // 0 between launches
+  float* counts;     // each row's steps before the next one: see counts.cuh
 };
 
 // The row is the last one whose first piece is not behind; rows without elements have none. A warp looks at 32 rows at

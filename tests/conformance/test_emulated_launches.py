@@ -20,6 +20,7 @@ import accumfused.core.graphs
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.several import SeveralDevices
+from accumfused.core.protocol import Outcome
 from accumfused.formats.numeric import CHUNK
 
 SIDE = 77  # a stream
@@ -154,6 +155,23 @@ def test_any_mix_of_formats_goes_in_one_launch_per_rule(cuda: CudaBackend, machi
     for _ in range(2):
         optimizer.step()
     assert launches(machine, optimizer.step) == 3, "one for the coefficient, one for each rule"
+
+
+@torch.no_grad()
+def test_a_step_without_a_norm_in_front_counts_too(cuda: CudaBackend, machine: Any) -> None:
+    found = []
+    for backend in (cuda, CpuBackend()):
+        optimizer, params = make(backend)
+        optimizer.step()
+        plan = inside.plan(optimizer)
+        outcome = Outcome(torch.tensor([1.0, 0.0, 0.0]))
+        for _ in range(2):
+            before = machine.launches()
+            backend.step(plan, [p.grad for p in params], plan.hypers(optimizer.param_groups), outcome)
+            assert machine.launches() - before in (0, 2), "the step counts, and the step"
+        found.append(everything(optimizer))
+    assert_all_same_bits(found[0], found[1])
+    assert int(found[0]["step 0"]) == 3
 
 
 def test_a_chunk_occupies_many_blocks(cuda: CudaBackend, machine: Any) -> None:

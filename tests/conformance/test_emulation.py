@@ -92,7 +92,7 @@ def differs(run: Callable[[], Any], wanted: Any, machine: Any) -> bool:
 # Those that a block of several chunks comes to, but for two that nobody needs yet: the one before a block's first sum,
 # which nobody has read, and the one before a norm's ticket, which the thread takes that has written the sums.
 BARRIERS = [*(("accumulate", index) for index in (1, 2, 3)), *(("norm", index) for index in (1, 2, 3, 7))]
-BARRIERS += [("step", index) for index in range(5)]
+BARRIERS += [("step", index) for index in range(3)]
 # In one launch: the sums; the barrier of all blocks; the outcome, which thread 0 computes for the others.
 BARRIERS += [("both", index) for index in (1, 2, 3, 7, 8, 17)]
 
