@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from accumfused import compiled
 from accumfused.backends import why_not
 from accumfused.backends.cuda import CudaBackend
 from accumfused.core.protocol import Outcome, Scaling
@@ -200,6 +201,25 @@ class Probe:
         facts = {"predicted_us": predictions.MICROSECONDS.get(name), "host_us_without_graph": host}
         self.time("graph replay", name, 32 * count, runs, often=5, **facts)
 
+    def measure_overlap(self, name: str, shapes: Shapes) -> None:
+        """A window of four, captured: with launches that begin while the one in front ends, and without."""
+        from bench.suites.graph import captured  # with rich, which the rest does not need
+        from bench.suites.window import window
+
+        runs, count, on_gpu = {}, 0, self.device.type == "cuda"
+        if on_gpu and compiled.cuda_unavailable is not None:
+            return
+        for who, allowed in (("overlapping", True), ("one after another", False)):
+            work = Workload(shapes, self.device)
+            run = window(work, work.ours(), [work.random() for _ in range(4)])
+            if on_gpu:
+                compiled.module.cuda.overlap(allowed)
+            runs[who] = captured(run) if on_gpu else run
+            count = work.count
+        if on_gpu:
+            compiled.module.cuda.overlap(True)
+        self.time("graph replay", f"{name}, window of 4", (8 + 3 * 12 + 28) * count, runs, often=5)
+
     def measure_all(self, models: Mapping[str, Shapes]) -> None:
         self.section("ceilings", "copy", self.measure_copy)
         self.section("ceilings", "mixes", self.measure_ceilings)
@@ -209,6 +229,7 @@ class Probe:
             self.section("accumulate", text(dtype), partial(self.measure_folds, dtype))
         for name, shapes in models.items():
             self.section("graph replay", name, partial(self.measure_replay, name, shapes))
+            self.section("graph replay", f"{name}, window of 4", partial(self.measure_overlap, name, shapes))
         self.section("step", "a gradient off its boundary", partial(self.measure_step, Case(), off=1))
         for case in STEPS[3:]:
             self.section("step", case.name, partial(self.measure_step, case))

@@ -33,6 +33,7 @@ __device__ void fold_chunk(float* accumulator, const G* grad, int n, bool aligne
 
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kFoldBlocks)
     accumulate_kernel(const Work work, const __grid_constant__ Fold fold, const int32_t common) {
+  wait_for_launches_in_front();
   const float add = fold.factor(fold.weight);
   for (int piece = int(blockIdx.x); piece < work.pieces; piece += int(gridDim.x)) {
     const Piece at = piece_of(work, piece);
@@ -89,6 +90,7 @@ __device__ void fold_measured(float* accumulator, const G* grad, int n, bool ali
 // A fold that also measures: see rows.h, Fold::squares. None of its accumulators is empty.
 __global__ void __launch_bounds__(Policy::kThreads)
     measure_kernel(const Work work, const __grid_constant__ Fold fold, const int32_t common) {
+  wait_for_launches_in_front();
   __shared__ float own[2];
   for (int chunk = int(blockIdx.x); chunk < work.pieces; chunk += int(gridDim.x)) {
     const Piece at = piece_of(work, chunk);

@@ -70,7 +70,8 @@ __device__ inline bool is_last_block(uint32_t* ticket) {
 }
 
 // Waits until all thread blocks have come here; each then sees the writes of all. They must run at once, and come once
-// in a launch, which has no other use for the ticket: that is as before the launch, while some may still be waiting for it.
+// in a launch, which has no other use for the ticket: it is as before the launch while some may still be waiting for
+// that.
 __device__ inline void wait_for_grid(uint32_t* ticket) {
   if (is_last_block(ticket)) return;
   if (threadIdx.x == 0) {

@@ -10,6 +10,8 @@ namespace accumfused::AF_TARGET {
 // counts: [2][chunks].
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
     count_kernel(const Work work, float* partials, float* counts) {
+  wait_for_launches_in_front();
+  let_next_launch_begin();
   for (int chunk = int(blockIdx.x); chunk < work.pieces; chunk += int(gridDim.x)) {
     const Piece at = piece_of(work, chunk);
     if (at.in.grad == nullptr) continue;

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -88,18 +89,30 @@ std::pair<int, int> cut(std::vector<Row>& rows) {
   }
 }
 
-// How many thread blocks of a kernel the current device runs at once.
+std::atomic<bool> overlaps{true};
+
+// A kernel on a device.
+struct Fit {
+  int blocks = 0;         // so many thread blocks at once
+  bool overlaps = false;  // it knows how to wait for the launch in front
+};
+
 template <class... Parameters>
-int resident_blocks(void (*kernel)(Parameters...)) {
+Fit fit_here(void (*kernel)(Parameters...)) {
   static std::mutex mutex;
-  static std::map<std::pair<int, const void*>, int> known;
+  static std::map<std::pair<int, const void*>, Fit> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  int device = 0, blocks = 0;
+  int device = 0, blocks = 0, driver = 0;
   check(cudaGetDevice(&device), "current device");
-  int& found = known[{device, reinterpret_cast<const void*>(kernel)}];
-  if (found == 0) {
+  Fit& found = known[{device, reinterpret_cast<const void*>(kernel)}];
+  if (found.blocks == 0) {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kernel), "attributes");
+    check(cudaDriverGetVersion(&driver), "driver");
+    // What was compiled for older cards has no wait, on whatever card it runs. Graphs know such launches from 12.3 on.
+    found.overlaps = attributes.ptxVersion >= 90 && driver >= 12030;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, Policy::kThreads, 0), "occupancy");
-    found = std::max(1, multiprocessors() * blocks);
+    found.blocks = std::max(1, multiprocessors() * blocks);
   }
   return found;
 }
@@ -108,13 +121,19 @@ int resident_blocks(void (*kernel)(Parameters...)) {
 template <class... Parameters, class... Arguments>
 void launch_grid(bool at_once, const char* name, void (*kernel)(Parameters...), int64_t blocks, uintptr_t stream,
                  const Arguments&... arguments) {
-  cudaLaunchAttribute cooperative = {};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
+  const Fit fit = fit_here(kernel);
+  cudaLaunchAttribute attribute = {};
+  if (at_once) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config = {};
-  config.attrs = &cooperative;
-  config.numAttrs = at_once ? 1 : 0;
-  config.gridDim = dim3(unsigned(std::clamp<int64_t>(blocks, 1, resident_blocks(kernel))));
+  config.attrs = &attribute;
+  config.numAttrs = at_once || (fit.overlaps && overlaps);
+  config.gridDim = dim3(unsigned(std::clamp<int64_t>(blocks, 1, fit.blocks)));
   config.blockDim = dim3(Policy::kThreads);
   config.stream = reinterpret_cast<cudaStream_t>(stream);
   check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
@@ -350,6 +369,8 @@ std::string why_not(int device) {
   }
   return "";
 }
+
+void overlap(bool allowed) { overlaps = allowed; }
 
 uint64_t capture_id(int device, uintptr_t stream) {
   const Device current(device);

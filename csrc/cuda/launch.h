@@ -63,6 +63,10 @@ class DeviceTable {
 // Why the kernels cannot run on a device, or "". Loads them, so that no capture has to.
 std::string why_not(int device);
 
+// Whether launches may begin before the one in front of them has ended; they may at first, where the device can. Off to
+// compare.
+void overlap(bool allowed);
+
 // An id that no other capture has; 0 where the stream is not being captured.
 uint64_t capture_id(int device, uintptr_t stream);
 

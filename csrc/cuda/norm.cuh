@@ -64,6 +64,8 @@ __device__ void sum_squares(const Work& work, float* partials, const Measure& me
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
     norm_kernel(const Work work, const bool reads, float* partials, const Scaling scaling, float* outcome,
                 int64_t* skips) {
+  wait_for_launches_in_front();
+  let_next_launch_begin();
   if (reads) sum_squares(work, partials, measure_chunk);
   copy_counts(work);
   if (!is_last_block(work.ticket)) return;
@@ -100,6 +102,7 @@ __device__ inline void take_norm(const Work& units, const Norm& norm, float* out
 // squares[s]: the sum of partials[bounds[s]] up to partials[bounds[s + 1]]; a thread block for each.
 __global__ void __launch_bounds__(Policy::kThreads)
     segment_norms_kernel(const float* partials, const int64_t* bounds, const int64_t segments, double* squares) {
+  wait_for_launches_in_front();
   for (int64_t s = blockIdx.x; s < segments; s += gridDim.x) {
     const double sum = sum_partials_in_block<4>(partials + bounds[s], bounds[s + 1] - bounds[s]);
     if (threadIdx.x == 0) squares[s] = sum;

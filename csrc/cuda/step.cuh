@@ -111,6 +111,7 @@ template <Kind kKind, class Rule>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kStates>)
     step_kernel(const Work work, const __grid_constant__ Hypers hypers, const float* outcome, const float* coefficients,
                 float* changes, const int index, const __grid_constant__ Norm norm) {
+  wait_for_launches_in_front();
   static_assert(sizeof(Rule) <= kMaxFunctorBytes && Rule::kHypers <= kMaxHypers, "Prepared is too small");
   static_assert(Rule::kTensorStates == 0, "Prepared is for all tensors of a group");
   __shared__ Prepared prepared;

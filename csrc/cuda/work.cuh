@@ -3,6 +3,7 @@
 // b + gridDim.x, ... of all tensors, and finds their rows by search in the prefix sums.
 #pragma once
 #include "memory.cuh"
+#include "overlap.cuh"
 
 namespace accumfused::AF_TARGET {
 

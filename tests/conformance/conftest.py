@@ -81,6 +81,7 @@ def machine(emulated: Any) -> Iterator[Any]:
     emulated.skip_fence(-1)
     emulated.skip_ticket(-1)
     emulated.cooperates(True)
+    emulated.ptx_version(90)
     emulated.unwatch()
     emulated.fail_after(-1)
     emulated.capture(0)
@@ -107,6 +108,7 @@ def checked(_checked: Any) -> Iterator[Any]:
     _checked.seed(0)
     yield _checked
     _checked.defer(False)
+    _checked.skip_wait(False)
     _checked.capture(0)
     _checked.forbid()
 

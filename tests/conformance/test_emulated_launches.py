@@ -247,6 +247,19 @@ def test_only_a_window_without_some_gradients_clears_their_sums(cuda: CudaBacken
     assert_all_same_bits(everything(ours.optimizer), everything(theirs.optimizer))
 
 
+@pytest.mark.parametrize(("blocks", "version"), [(5, 90), (6, 80)])  # each is another device
+def test_launches_overlap_where_the_kernels_wait(blocks: int, version: int, cuda: CudaBackend, machine: Any) -> None:
+    machine.multiprocessors(blocks)
+    machine.ptx_version(version)
+    optimizer, _ = make(cuda, max_grad_norm=1.0)
+    for allowed in (True, False):
+        machine.overlap(allowed)
+        before = machine.overlapping()
+        made = launches(machine, optimizer.step)
+        assert machine.overlapping() - before == (made if allowed and version >= 90 else 0)
+    machine.overlap(True)
+
+
 @pytest.mark.parametrize("count", range(6))
 def test_a_launch_that_fails_leaves_the_optimizer_usable(count: int, cuda: CudaBackend, machine: Any) -> None:
     (ours, _), (theirs, _) = make(cuda, max_grad_norm=1.0), make(CpuBackend(), max_grad_norm=1.0)

@@ -1,7 +1,8 @@
 """The CUDA kernels over the emulation, every access checked, and launches that run later, Triton's too.
 
 An access lies in a tensor, on its boundary. Launches wait until the test synchronizes, or replays a captured graph;
-before that, memory that nobody has any more goes to others. What torch's own operations write is not put off.
+before that, memory that nobody has any more goes to others. What torch's own operations write is not put off, so there
+are steps from `p.grad`, and windows that need none.
 """
 
 from __future__ import annotations
@@ -195,3 +196,42 @@ def test_a_graph_reads_what_it_was_captured_with(keeps: bool, later: Gpu) -> Non
         assert_made(optimizer, (1.0, 0.1), (3.0, 0.05), (-2.0, 0.1), (-2.0, 0.1), (4.0, 0.1))
     else:
         assert int(optimizer.skipped_steps) == 2, "the gradients are NaN"
+
+
+def window(optimizer: Any, grads: list[list[Tensor]], lr: float) -> None:
+    """One of gradients that others hold, so that torch has nothing to do beside the launches."""
+    optimizer.param_groups[0]["lr"] = lr
+    for micro, weight in zip(grads, (3.0, 1.0, 2.0), strict=True):
+        for param, grad in zip(optimizer.param_groups[0]["params"], micro, strict=True):
+            param.grad = grad
+        optimizer.accumulate(weight)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_launch_may_begin_before_the_one_in_front_has_run(waits: bool, later: Gpu, checked: Any) -> None:
+    checked.skip_wait(not waits)
+    found = []
+    for backend in (later.backend, CpuBackend()):
+        optimizer = new_optimizer(backend)
+        grads = [gradients(optimizer, value) for value in (1.0, -2.0, 0.5)]
+        for lr in (0.1, 0.2, 0.3):
+            window(optimizer, grads, lr)
+        if backend is later.backend:
+            checked.synchronize()
+            later.stream = SIDE
+            checked.capture(7)
+            window(optimizer, grads, 0.4)
+            checked.capture(0)
+            for _ in range(2):
+                checked.replay()
+            later.stream = 0
+        else:
+            for _ in range(2):
+                window(optimizer, grads, 0.4)
+        found.append(everything(optimizer))
+    if waits:
+        assert_all_same_bits(found[0], found[1])
+    else:  # then the test has to fail
+        with pytest.raises(AssertionError):
+            assert_all_same_bits(found[0], found[1])

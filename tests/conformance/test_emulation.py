@@ -5,6 +5,7 @@ The threads of a block run in an order that is shuffled between any two barriers
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,16 @@ def test_a_missing_barrier_is_seen(verb: str | None, index: int, machine: Any, c
     backend = cuda if verb is None else without_barrier(cuda, machine, verb, index)
     wanted = expected(problem)[0]
     assert differs(lambda: play(problem, backend)[0], wanted, machine) == (verb is not None)
+
+
+def test_every_kernel_waits_for_the_launch_in_front_before_all_else() -> None:
+    first = [
+        body.split(";")[0].strip()
+        for path in (emulation.ROOT / "csrc" / "cuda").glob("*.cu*")
+        for body in re.findall(r"__global__ void[^{]*\{([^}]*)", path.read_text())
+    ]
+    assert len(first) == 7
+    assert set(first) == {"wait_for_launches_in_front()"}
 
 
 def norms(backend: Any, sizes: list[int], partials: Tensor, *reads: float | Tensor) -> dict[str, Tensor]:

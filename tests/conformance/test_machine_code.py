@@ -120,6 +120,14 @@ def test_every_architecture_has_registers_for_enough_threads_and_splits_no_store
             assert kernel.split_stores() == [], (arch, kernel.name)
 
 
+def test_every_kernel_waits_for_the_launch_in_front_before_it_touches_memory(
+    hopper: dict[str, machine_code.Kernel],
+) -> None:
+    for name, kernel in hopper.items():
+        first = next(text for _, text in kernel.code if re.search(r"ACQBULK|\b(LD|ST|LDG|STG|ATOM|ATOMG|RED)\.", text))
+        assert "ACQBULK" in first, name
+
+
 @pytest.mark.parametrize("name", BUDGETS)
 def test_the_loops_access_16_bytes_at_a_time(name: str, hopper: dict[str, machine_code.Kernel]) -> None:
     reads, writes = machine_code.STREAMS[name]

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -46,7 +47,7 @@ struct dim3 {
 namespace emulation {
 
 constexpr int kWarp = 32;
-enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kDone };
+enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kAtLaunchInFront, kDone };
 
 static thread_local volatile char known = 0;
 
@@ -110,9 +111,24 @@ struct Block {
   uint32_t exchanged[1024];
 };
 
+struct Grid {
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<unsigned> left;  // of those
+  std::vector<bool> has_begun;
+};
+
+struct Launch {
+  const void* stream;
+  bool overlaps;  // it begins before the one in front of it in its stream runs, as far as to its wait for that
+  std::function<void(Grid&, bool is_early)> run;
+  std::shared_ptr<Grid> grid;
+};
+
 struct Machine {
   std::mt19937 shuffle{0};
-  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Block>> spare;
+  Grid* now = nullptr;
+  bool is_early = false;  // threads stop where they wait for the launch in front
   Block* running = nullptr;
   jmp_buf scheduler;
   void (*body)(const void*) = nullptr;  // the kernel, and its arguments
@@ -129,15 +145,17 @@ struct Machine {
   int skipped_fence = -1;    // the same of a block's fences
   int skipped_ticket = -1;   // of the tickets that a block takes, the one that lets it go on as the last
   bool cooperates = true;    // it knows cooperative launches
+  bool skips_wait = false;   // for the launch in front
+  int ptx_version = 90;      // of the kernels
   std::vector<Watched> watched;
-  std::map<uintptr_t, size_t> memory;                                // the device's, address to bytes; empty: not known
-  bool defers = false;                                               // launches wait to be synchronized with
-  std::vector<std::pair<const void*, std::function<void()>>> queue;  // of streams
+  std::map<uintptr_t, size_t> memory;  // the device's, address to bytes; empty: not known
+  bool defers = false;                 // launches wait to be synchronized with
+  std::vector<Launch> queue;
   int launches_until_failure = -1;
   uint64_t capture = 0;
-  std::vector<std::function<void()>> captured;  // launches, to be made again
-  std::string trouble;                          // CUDA's reason why nothing runs
-  long launches = 0;
+  std::vector<Launch> captured;  // to be made again
+  std::string trouble;           // CUDA's reason why nothing runs
+  long launches = 0, overlapping = 0;
   bool stuck = false;
   bool offers = false;  // the running thread, to let other blocks go on
   long naps = 0;        // of a launch's threads
@@ -211,7 +229,7 @@ struct Machine {
     for (unsigned i = 0; i < count; ++i) prepare(made, i);
     for (Thread& each : made.threads) each.state = State::kReady;
     made.barriers_of.assign(count, 0);
-    made.shared = blocks[shuffle() % grid.x]->shared;  // as another block has left it
+    made.shared = now->blocks[shuffle() % grid.x]->shared;  // as another block has left it
     if (made.shared.size() != shared_bytes || shuffle() % 2) made.shared.assign(shared_bytes, char(0xa5));
     made.order.resize(count);
     std::iota(made.order.begin(), made.order.end(), 0u);
@@ -268,17 +286,29 @@ struct Machine {
     }
   }
 
-  void run_grid(unsigned count, unsigned threads, bool at_once) {
+  // Early: until all threads wait for the launch in front. Otherwise all, or what is left then.
+  void run_grid(Grid& of, unsigned count, unsigned threads, bool at_once, bool early) {
     constexpr long kMostNaps = 100000;
     grid.x = count;
     naps = 0;
     shared = SharedMemory::find();
-    while (blocks.size() < count) blocks.push_back(std::make_unique<Block>());
+    now = &of, is_early = early;
+    if (of.blocks.empty()) {
+      while (spare.size() < count) spare.push_back(std::make_unique<Block>());
+      std::move(spare.end() - count, spare.end(), std::back_inserter(of.blocks));
+      spare.resize(spare.size() - count);
+      of.left.resize(count), of.has_begun.assign(count, false);
+      std::iota(of.left.begin(), of.left.end(), 0u);
+    }
+    for (const auto& each : of.blocks) {
+      each->ran = true;
+      for (Thread& thread : each->threads) {
+        if (thread.state == State::kAtLaunchInFront) thread.state = State::kReady;
+      }
+    }
     for (Watched& each : watched) each.global.assign(each.at, each.at + each.global.size());
     const std::vector<char> before(shared.begin, shared.begin + shared.bytes);  // others have such variables, too
-    std::vector<unsigned> left(count);
-    std::iota(left.begin(), left.end(), 0u);
-    std::vector<bool> has_begun(count);
+    std::vector<unsigned> left = of.left;
     // From blocks one after another to turns of a few threads, in one launch or another.
     const unsigned longest = shuffle() % 4 == 0 ? unsigned(-1) : threads << shuffle() % 5;
     // Of a usual launch, blocks may wait until others are done.
@@ -290,9 +320,9 @@ struct Machine {
         break;
       }
       const size_t which = shuffle() % std::min(room, left.size());
-      Block& next = *blocks[left[which]];
-      if (!has_begun[next.index = left[which]]) begin(next, threads, shared.bytes);
-      has_begun[next.index] = true;
+      Block& next = *of.blocks[left[which]];
+      if (!of.has_begun[next.index = left[which]]) begin(next, threads, shared.bytes);
+      of.has_begun[next.index] = true;
       running = &next, block.x = next.index;
       memcpy(shared.begin, next.shared.data(), shared.bytes);
       for (size_t w = 0; w < watched.size(); ++w) {
@@ -305,7 +335,13 @@ struct Machine {
         if (shuffle() % 2) --next.next;  // it goes on before others of its block
         if (shuffle() % 2) break;
       }
-      if (!goes_on) fence(next), left.erase(left.begin() + long(which));
+      if (!goes_on) {
+        const auto waits = [](const Thread& each) { return each.state == State::kAtLaunchInFront; };
+        if (std::none_of(next.threads.begin(), next.threads.end(), waits)) {
+          fence(next), of.left.erase(std::find(of.left.begin(), of.left.end(), next.index));
+        }
+        left.erase(left.begin() + long(which));
+      }
       memcpy(next.shared.data(), shared.begin, shared.bytes);
       for (size_t w = 0; w < watched.size(); ++w) {
         memcpy(next.views[w].now.data(), watched[w].at, next.views[w].now.size());
@@ -313,6 +349,17 @@ struct Machine {
     }
     for (Watched& each : watched) memcpy(each.at, each.global.data(), each.global.size());
     memcpy(shared.begin, before.data(), shared.bytes);
+    if (!early) std::move(of.blocks.begin(), of.blocks.end(), std::back_inserter(spare)), of.blocks.clear();
+  }
+
+  // The next one of its stream begins before it, if it may.
+  void run(std::vector<Launch>& order, size_t index) {
+    for (size_t next = index + 1; next < order.size(); ++next) {
+      if (order[next].stream != order[index].stream) continue;
+      if (order[next].overlaps && shuffle() % 4) order[next].run(*order[next].grid, true);
+      break;
+    }
+    order[index].run(*order[index].grid, false);
   }
 
   // Lets warps go on whose threads have all come to their barrier; false if there is none.
@@ -333,6 +380,8 @@ struct Machine {
       return std::all_of(of.threads.begin(), of.threads.end(), [=](const Thread& each) { return each.state == state; });
     };
     if (all_are(State::kDone)) return false;
+    const auto waits = [](const Thread& each) { return each.state == State::kAtLaunchInFront; };
+    if (std::any_of(of.threads.begin(), of.threads.end(), waits)) return false;
     if (!all_are(State::kAtBlockBarrier)) {
       stuck = true;  // they wait at a barrier for threads that have gone, or never come
       return false;
@@ -442,6 +491,11 @@ inline uint32_t atomicInc(uint32_t* to, uint32_t last) {
   if (skips_ticket()) return last;
   return std::exchange(*to, *to >= last ? 0 : *to + 1);
 }
+inline void cudaGridDependencySynchronize() {
+  const emulation::InMachine in_machine;
+  auto& machine = emulation::Machine::get();
+  if (machine.is_early && !machine.skips_wait) machine.wait(emulation::State::kAtLaunchInFront);
+}
 inline bool __isGlobal(const void*) { return true; }
 inline float __ldcg(const float* from) {
   const float value = *from;
@@ -462,13 +516,18 @@ enum cudaError_t {
 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrCooperativeLaunch = 95 };
-enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative = 2 };
 using cudaStream_t = struct CUstream_st*;
-struct cudaFuncAttributes {};
+struct cudaFuncAttributes {
+  int ptxVersion = 0;
+};
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeCooperative = 2,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
-    int cooperative;
+    int cooperative, programmaticStreamSerializationAllowed;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -503,9 +562,10 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, i
   return *blocks = 1, cudaSuccess;
 }
 template <class Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
-  return cudaSuccess;
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* of, Kernel) {
+  return of->ptxVersion = emulation::Machine::get().ptx_version, cudaSuccess;
 }
+inline cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id) {
   *id = emulation::Machine::get().capture;
   *status = *id != 0 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
@@ -532,17 +592,21 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   ++machine.launches;
   using Call = std::pair<void (*)(Parameters...), std::tuple<std::remove_cv_t<Parameters>...>>;
   static_assert(sizeof(Call::second) <= 32764, "a launch carries no more");
-  const auto run = [&machine, config = *config, at_once, call = Call{kernel, {std::forward<Arguments>(given)...}}] {
+  const auto run = [&machine, config = *config, at_once, call = Call{kernel, {std::forward<Arguments>(given)...}}](
+                       emulation::Grid& grid, bool is_early) {
     machine.arguments = &call, machine.arguments_bytes = sizeof call;
     machine.body = [](const void* arguments) {
       const auto& [function, values] = *static_cast<const Call*>(arguments);
       std::apply(function, values);
     };
-    machine.run_grid(config.gridDim.x, config.blockDim.x, at_once);
+    machine.run_grid(grid, config.gridDim.x, config.blockDim.x, at_once, is_early);
   };
+  const emulation::Launch launch{config->stream, config->numAttrs > 0 && !at_once, run,
+                                 std::make_shared<emulation::Grid>()};
+  machine.overlapping += launch.overlaps;
   machine.fault.clear();
-  if (machine.capture != 0) machine.captured.push_back(run);
-  if (!machine.defers) run();
-  else if (machine.capture == 0) machine.queue.emplace_back(config->stream, run);
+  if (machine.capture != 0) machine.captured.push_back(launch);
+  if (!machine.defers) run(*launch.grid, false);
+  else if (machine.capture == 0) machine.queue.push_back(launch);
   return launches_status();
 }

@@ -64,6 +64,9 @@ PYBIND11_MODULE(AF_EMULATED, m) {
       "Lets every block go on as the last at its index-th ticket.");
   m.def("cooperates", [](bool does) { Machine::get().cooperates = does; }, "Whether it knows cooperative launches.");
   m.def("skip_fence", [](int index) { Machine::get().skipped_fence = index; }, "The same for the fences of a block.");
+  m.def("skip_wait", [](bool skips) { Machine::get().skips_wait = skips; }, "The one for the launch in front.");
+  m.def("ptx_version", [](int version) { Machine::get().ptx_version = version; }, "That kernels are compiled for.");
+  m.def("overlapping", [] { return Machine::get().overlapping; }, "So many launches might begin early, so far.");
   m.def(
       "watch",
       [](uintptr_t address, size_t bytes) {
@@ -84,7 +87,9 @@ PYBIND11_MODULE(AF_EMULATED, m) {
   m.def(
       "replay",
       [] {
-        for (const auto& run : Machine::get().captured) run();
+        std::vector<emulation::Launch> order = Machine::get().captured;
+        for (emulation::Launch& each : order) each.grid = std::make_shared<emulation::Grid>();
+        for (size_t i = 0; i < order.size(); ++i) Machine::get().run(order, i);
       },
       "Makes the launches since the capture began again.");
   m.def(
@@ -96,10 +101,10 @@ PYBIND11_MODULE(AF_EMULATED, m) {
         auto& machine = Machine::get();
         machine.fault.clear();
         while (!machine.queue.empty()) {  // of one stream in order
-          const void* stream = machine.queue[machine.shuffle() % machine.queue.size()].first;
+          const void* stream = machine.queue[machine.shuffle() % machine.queue.size()].stream;
           const auto next = std::find_if(machine.queue.begin(), machine.queue.end(),
-                                         [&](const auto& each) { return each.first == stream; });
-          next->second();
+                                         [&](const auto& each) { return each.stream == stream; });
+          machine.run(machine.queue, size_t(next - machine.queue.begin()));
           machine.queue.erase(next);
         }
         const cudaError_t status = launches_status();
