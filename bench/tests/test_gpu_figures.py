@@ -133,9 +133,12 @@ def test_the_probe_measures_all_that_was_predicted_and_two_modules_in_turn(cuda:
         if known.bytes and found is not None:
             assert found == pytest.approx(known.bytes, abs=0.1), name
     timed = [line for line in lines if "by" in line]
-    by = [line["by"] for line in timed if line["kind"] != "graph replay"]
+    orders = [line["by"] for line in timed if line["what"].endswith(", window of 4")]
+    assert orders == ["overlapping", "one after another"] * len(predictions.MICROSECONDS)
+    modules = [line for line in timed if not line["what"].endswith(", window of 4")]
+    by = [line["by"] for line in modules if line["kind"] != "graph replay"]
     assert by == ["this", "that"] * (len(by) // 2)
-    replays = [line["by"] for line in timed if line["kind"] == "graph replay"]
+    replays = [line["by"] for line in modules if line["kind"] == "graph replay"]
     assert replays == ["this", "that", "apart"] * len(predictions.MICROSECONDS)
     assert all(line["times_as_fast_as_the_first"] > 0 for line in timed)
 
