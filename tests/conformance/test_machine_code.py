@@ -43,7 +43,7 @@ ALU_BUDGETS = {
     "Adam": {"split8": 31, "split16": 30, "bf16 stochastic": 28.5},
     "Lion": {"split8": 29, "split16": 28, "bf16 stochastic": 25},
     "SGD with momentum": {"split8": 25, "split16": 24, "bf16 stochastic": 21},
-    "SGD with Nesterov momentum": {"split8": 25, "split16": 24.5, "bf16 stochastic": 21},
+    "SGD with Nesterov momentum": {"split8": 25.25, "split16": 24.5, "bf16 stochastic": 21.25},
 }
 ADAM = "step: Adam in any format"
 

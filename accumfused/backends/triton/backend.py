@@ -142,6 +142,13 @@ class TritonBackend:
                     tensor.record_stream(torch.cuda.current_stream(plan.device))
         return torch.cuda.device(plan.device) if plan.device.type == "cuda" else ieee()
 
+    def _numbers(self, plan: Plan, key: str, numbers: list[Number]) -> Tensor:
+        """Numbers on the plan's device, fp64; those of the host are sent when they change."""
+        given = [number for number in numbers if not isinstance(number, Tensor)]
+        if len(given) < len(numbers):
+            return stacked(numbers, plan.device)
+        return self._send(plan, key, [_bits(number) for number in given]).view(torch.float64)
+
     def _send(self, plan: Plan, key: str, words: list[int]) -> Tensor:
         """A copy of the words on the plan's device; "fold", "step": of its rows, with the words as their operands.
 
