@@ -15,11 +15,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from accumfused.clipping import Adaptive, Clip, PerGroup, PerTensor, RunningMean, ZScore, group_limits
+from accumfused.clipping import (
+    Adaptive,
+    Clip,
+    PerGroup,
+    PerTensor,
+    RunningMean,
+    ZScore,
+    group_limits,
+    refuse_policies_of_groups,
+)
 from accumfused.core import graphs
 from accumfused.core.norm import clipped, divisor_of, norms
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Divisors, Outcome, Scaling, Segments, moved
+from accumfused.core.protocol import Divisors, Outcome, Owner, Scaling, Segments, moved
 from accumfused.core.rows import Grads
 from accumfused.formats.numeric import LEAST_DIVISOR, ieee, square_root
 from accumfused.settings import Settings
@@ -84,6 +93,15 @@ class Clipping:
         if limits is not None:
             clip = PerGroup()
         return None if clip is None and skip_above is None else Asked(clip, limits, skip_above)
+
+    def of_step(self, owner: Owner, divisors: Divisors) -> Asked | None:
+        """The same, checked with a step's divisors; a ClipGroup has checked that there are none."""
+        if owner.own_step is None:  # an optimizer with a step of its own may read such keys
+            refuse_policies_of_groups(owner.param_groups, owner.defaults)
+        asked = None if divisors.is_shared else self.asked(owner.param_groups)
+        if asked is not None:
+            asked.check(divisors)
+        return asked
 
     def norm(
         self, asked: Asked, prepared: Any, stale: Grads | None, grads: Grads, partials: Tensor, scaling: Scaling

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from accumfused import versions
 from accumfused.arguments import checked_positive
-from accumfused.clipping import POLICIES, refuse_policies_of_groups
+from accumfused.clipping import POLICIES
 from accumfused.core import graphs
-from accumfused.core.clipping import Asked, Clipping
+from accumfused.core.clipping import Clipping
 from accumfused.core.masters import Masters
 from accumfused.core.metrics import Meter
 from accumfused.core.noise import Noise
@@ -346,7 +346,7 @@ class Engine:
         """Computes the coefficient for the gradients that a step takes now; None if there is no gradient."""
         settings, groups, asked = self.settings, self.plans.owner.param_groups, None
         if settings.clip is not None or settings.skip_above is not None or not all(map(POLICIES.isdisjoint, groups)):
-            asked = self._asked(divisors)
+            asked = self.clipping.of_step(self.plans.owner, divisors)
         if self.release is not None:
             self.release.end_before_step()
         window, prepared = self.window, self.plans.current()
@@ -397,16 +397,6 @@ class Engine:
             measured.uncount()
             raise
         return measured
-
-    def _asked(self, divisors: Divisors) -> Asked | None:
-        """The policies of a step, checked; a ClipGroup has checked that there are none."""
-        owner = self.plans.owner
-        if owner.own_step is None:  # an optimizer with a step of its own may read such keys
-            refuse_policies_of_groups(owner.param_groups, owner.defaults)
-        asked = None if divisors.is_shared else self.clipping.asked(owner.param_groups)
-        if asked is not None:
-            asked.check(divisors)
-        return asked
 
     def refuse_live(self, present: int) -> None:
         """Refuses a step of an open window if there are gradients that it does not hold."""
