@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from accumfused.arithmetic import power, sqrt, where
+from accumfused.clipping import LIMIT
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.peers import check_hypers
 from accumfused.rule import Rule
@@ -105,6 +106,14 @@ class Adan(FusedOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "no_prox": no_prox}
         torch.optim.Optimizer.__init__(self, params, {**defaults, "maximize": maximize})
         self.configure(chosen(type(self).__name__, self.defaults, **settings))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See the base class. The authors' groups count steps, and hold the limit of all groups: that is left out."""
+        groups = state_dict.get("param_groups")
+        if isinstance(groups, list) and any("step" in group for group in groups):
+            without = [{name: value for name, value in group.items() if name != LIMIT} for group in groups]
+            state_dict = {**state_dict, "param_groups": without}
+        super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
