@@ -72,12 +72,13 @@ class _Made:
             grads, zeros, nonfinite, params, changes = torch.cat(self.sums, dim=1)
             divisor, inverse = divisor_of(self.scaling)
             param_norm, change = (square_root(each.float()).double() for each in (params, changes))
-            ratio = torch.where(param_norm > 0, change / param_norm, 0.0)
+            ratio = torch.where(param_norm == 0, 0.0, change / param_norm)
             param_norm = torch.where(self.skipped, torch.nan, param_norm)
             change, ratio = (torch.where(self.skipped, 0.0, each) for each in (change, ratio))
             grad_norm = norms(grads, divisor, inverse)
             of_each = torch.stack([grad_norm, zeros, nonfinite, param_norm, change, ratio], dim=1)
-            clip = torch.where(self.coefficient < inverse.float(), self.coefficient.double() * divisor, 1.0)
+            is_clipped = (self.coefficient < inverse.float()) & ~self.skipped
+            clip = torch.where(is_clipped, self.coefficient.double() * divisor, 1.0)
             clipped, every = self.clips.double().unbind()
             share = torch.where(every > 0, clipped / every, 0.0)
             values = torch.cat([of_each.view(-1), torch.stack([clip, share, self.skips.double()])])
@@ -89,11 +90,14 @@ class Meter:
 
     Args:
         every: n.
+
+    Attributes:
+        steps: how many there were; a framework that resumes writes its own number here.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._steps = 0
+        self.steps = 0
         self._begun: _Begun | None = None
         self._clips: Tensor | None = None
         self._last: _Made | None = None
@@ -107,7 +111,7 @@ class Meter:
         """
         if plan.is_spread:
             raise RuntimeError("parameters are DTensors, and metrics do not add up over shards; leave metrics= out")
-        return (self._steps + 1) % self._every == 0
+        return (self.steps + 1) % self._every == 0
 
     def count(
         self, backend: Backend, plan: Plan, groups: Sequence[Mapping[str, Any]], grads: Grads, partials: Tensor
@@ -128,7 +132,7 @@ class Meter:
 
     def end(self, backend: Backend, plan: Plan, outcome: Outcome, skips: Tensor) -> None:
         """After a step, made or skipped: adds up the sums if it was measured; the rest can wait until it is read."""
-        self._steps += 1
+        self.steps += 1
         if self._begun is None:
             return
         scaling, sums, self._begun = self._begun.scaling, self._begun.sums, None

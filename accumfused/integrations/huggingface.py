@@ -174,12 +174,24 @@ class _FusedTail(TrainerCallback):
             raise RuntimeError(
                 "the trainer's optimizer was replaced without create_optimizer(); override that method to make your own"
             )
-        # A checkpoint holds the last step, and a resumed run repeats the whole window. So nothing is lost when Trainer
-        # saves inside a window because it must end.
-        prepared.state_dict = functools.partial(torch.optim.Optimizer.state_dict, self.optimizer)
+        prepared.state_dict = self.state_dict
         if accelerator.clip_grad_norm_ != self.clip_grad_norm_:
             accelerator.clip_grad_norm_ = self.clip_grad_norm_
             accelerator.backward = functools.partial(self.backward, accelerator.backward)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Counts steps as Trainer does, also after a resume, so that the logged ones are measured."""
+        if self.optimizer.engine.meter is not None:
+            self.optimizer.engine.meter.steps = state.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last step's: a resumed run repeats the whole window, so nothing is lost if Trainer saves inside one."""
+        engine, window = self.optimizer.engine, self.optimizer.engine.window
+        engine.window = type(window)()
+        try:
+            return FusedOptimizer.state_dict(self.optimizer)
+        finally:
+            engine.window = window
 
     def backward(self, backward: Any, loss: Tensor, **kwargs: Any) -> None:
         """Runs the accelerator's backward, then folds."""

@@ -103,6 +103,12 @@ class _FusedSteps:
         if self._audited is not None:
             self._audited.attach(pl_module, trainer.optimizers[0], trainer.accumulate_grad_batches)
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Counts steps as Lightning does, also after a resume, so that the logged ones are measured."""
+        for optimizer in trainer.optimizers if pl_module.automatic_optimization else ():
+            if optimizer.engine.meter is not None:
+                optimizer.engine.meter.steps = trainer.fit_loop.epoch_loop._batches_that_stepped
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Logs, and counts the steps of the audit."""
         stepped, self._steps = trainer.global_step > self._steps, trainer.global_step

@@ -91,6 +91,24 @@ def test_a_skipped_step_updates_nothing_and_counts(backend: str) -> None:
     assert int(after.windows) == 1
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan, 10.0])
+def test_a_skipped_step_did_not_clip(bad: float) -> None:
+    param, optimizer = made(metrics=True, max_grad_norm=0.5, skip_above=9.0)
+    window(param, optimizer, value=bad)
+    found = optimizer.metrics().as_dict()
+    assert (found["clip"], found["clip_share"], found["skipped_steps"]) == (1.0, 0.0, 1.0)
+
+
+def test_the_ratio_of_a_parameter_that_is_nan_is_no_zero() -> None:
+    param, optimizer = made(metrics=True)
+    for value, ratio in ((math.nan, 1), (1.0, 1), (0.0, 0)):
+        with torch.no_grad():
+            param.fill_(value)
+        window(param, optimizer)
+        found = optimizer.metrics().as_dict()["update_ratio"]
+        assert math.isnan(found) if math.isnan(value) else bool(found) == bool(ratio)
+
+
 @pytest.mark.parametrize("how", ["plain", "window", "closed", "released", "clipped"])
 def test_zeros_and_non_finite_values_are_counted_in_skipped_steps_too(backend: str, how: str) -> None:
     """Of the accumulated gradient: what one micro-batch fills up is no zero."""

@@ -104,6 +104,24 @@ def test_steps_are_all_measured_where_those_that_are_logged_are_not_known(tmp_pa
     assert trainer.optimizer.optimizer.engine.settings.metrics is True
 
 
+def of_steps(entry: dict[str, float]) -> dict[str, float]:
+    """The entry without means that begin anew with the process: of clipped steps, and Trainer's own of losses."""
+    return {name: value for name, value in entry.items() if name not in ("clip_share", "loss")}
+
+
+def test_a_resumed_trainer_logs_the_same(tmp_path: Path) -> None:
+    """It measures the steps that it logs, and goes on from the means of the noise scale."""
+    options: dict[str, Any] = {"logging_steps": 2, "save_strategy": "steps", "save_steps": 3}
+    measured: dict[str, Any] = {"metrics": "groups", "noise_scale": True}
+    whole = trained(fuse_trainer(make(tmp_path, **options), **measured))
+    resumed = fuse_trainer(make(tmp_path, **options), **measured)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for entry, other in zip(history(resumed)[-2:], history(whole)[-2:], strict=True):
+        assert of_steps(entry) == of_steps(other)
+        assert entry["grad_norm/all"] == pytest.approx(entry["grad_norm"], rel=1e-6)
+    assert resumed.optimizer.optimizer.noise_scale() == whole.optimizer.optimizer.noise_scale()
+
+
 # ---- Lightning -------------------------------------------------------------------------------------------------------
 
 
@@ -149,6 +167,20 @@ def test_lightning_logs_beside_its_own_numbers_and_trains_the_same(k: int) -> No
         assert ("noise_scale" in row) == (k > 1)
     last = optimizer.metrics().as_dict()
     assert ours[-1][1]["grad_norm/all"] == last["grad_norm"]
+
+
+def test_a_resumed_lightning_trainer_logs_the_same(tmp_path: Path) -> None:
+    whole, resumed = Seen(), Seen()
+    options: dict[str, Any] = {"accumulate_grad_batches": K, "log_every_n_steps": 2}
+    measured: dict[str, Any] = {"metrics": "groups", "noise_scale": True}
+    first = fit(Logging(stock), max_epochs=1, **options, **measured)
+    assert first.global_step % 2 == 1
+    first.save_checkpoint(tmp_path / "epoch.ckpt")
+    for seen, path in ((whole, None), (resumed, tmp_path / "epoch.ckpt")):
+        fit(Logging(stock), max_epochs=3, ckpt_path=path, logger=seen, **options, **measured)
+    found, expected = ([(step, of_steps(row)) for step, row in seen.rows if "clip" in row] for seen in (resumed, whole))
+    assert found
+    assert found == expected[-len(found) :]
 
 
 class Adversaries(lightning.LightningModule):
