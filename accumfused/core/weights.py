@@ -87,6 +87,12 @@ class Weights:
             return 1.0 / self.divisor
         return 1.0 / self.total if self.is_weighted else 1.0
 
+    def follow(self, device: torch.device) -> None:
+        """Goes on with kernels of another device, which read a total that is a tensor there."""
+        self.device = device
+        if isinstance(self.total, Tensor):
+            self.total = on_device(self.total, device, torch.float64)
+
     def close_in_parts(self) -> None:
         """Protects divided sums from the division of the others: the factor CLOSED is 1 over the scale."""
         self.factors[CLOSED] = self.total if self.is_weighted else 1.0

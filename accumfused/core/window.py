@@ -115,7 +115,7 @@ class Window:
             )
         for row, accumulator in zip(plan.rows, self.sums.accumulators, strict=False):
             _refuse_moved(row, accumulator)
-        self.weights.device = plan.device  # a resumed window has its numbers on the host
+        self.weights.follow(plan.device)  # a resumed window has its numbers on the host
         self.sums.follow(self._plan, plan)
         self._plan, self.params = plan, list(plan.params)
         self.habits.see_new(self.params)

@@ -56,45 +56,8 @@ void for_each_chunk(const Work& work, const Body& body) {
 
 // ---- norm -----------------------------------------------------------------------------------------------------------
 
-AF_INLINE uint32_t magnitude(float value) { return bits_of(value) & 0x7fffffffu; }
 template <class G>
-AF_INLINE uint16_t magnitude(G value) {
-  return value.bits & 0x7fffu;
-}
-
-// Of a chunk's gradients: how many are not zero.
-template <class G>
-struct Others {
-  static constexpr int64_t kLine = 64 / sizeof(G);
-  using Lane = decltype(magnitude(G()));
-  alignas(64) Lane lanes[kLine] = {};
-
-  AF_METHOD void add(G g, int64_t k) {
-    const Lane size = magnitude(g);
-    lanes[k] += size < 1 ? size : Lane(1);  // a minimum is one instruction
-  }
-
-  void add(const G* __restrict grad, int64_t n) {
-    int64_t i = 0;
-    for (; i + kLine <= n; i += kLine) {
-      for (int64_t k = 0; k < kLine; ++k) add(grad[i + k], k);
-    }
-    for (; i < n; ++i) add(grad[i], 0);
-  }
-
-  uint32_t count() const {
-    uint32_t sum = 0;
-    for (int64_t k = 0; k < kLine; ++k) sum += lanes[k];
-    return sum;
-  }
-};
-
-struct Nobody {};
-
-// With `Others` it counts these, too.
-template <class C, class G>
-float sum_of_squares(const G* __restrict grad, int64_t n, [[maybe_unused]] C& others) {
-  constexpr bool kCounts = !__is_same(C, Nobody);
+float sum_of_squares(const G* __restrict grad, int64_t n) {
   alignas(64) float lanes[kLanes];
   const int64_t width = tree_width(n);
   const int64_t first = smaller(n, kLanes);
@@ -112,7 +75,6 @@ float sum_of_squares(const G* __restrict grad, int64_t n, [[maybe_unused]] C& ot
     const float g = to_float(grad[l]);
     lanes[l] = g * g;
   }
-  if constexpr (kCounts) others.add(grad, first);
   int64_t i = kLanes;
   // Several rows at a time, so that the lanes come from the L1 cache less often, and the rows after next fetched ahead:
   // the hardware prefetcher alone leaves a third of the memory's rate unused here.
@@ -126,15 +88,11 @@ float sum_of_squares(const G* __restrict grad, int64_t n, [[maybe_unused]] C& ot
         float sum = lane[k];
         for (int64_t r = 0; r < kRows; ++r) {
           const float g = to_float(line[r * kLanes + k]);
-          if constexpr (kCounts) others.add(line[r * kLanes + k], k);
           sum += g * g;
         }
         lane[k] = sum;
       }
     }
-  }
-  if constexpr (kCounts) {
-    if (i < n) others.add(grad + i, n - i);
   }
   for (; i < n; i += kLanes) {
     const int64_t length = smaller(kLanes, n - i);
@@ -161,29 +119,33 @@ void norm(const Work& work, float* partials) {
   for_each_chunk<Nothing>(work, [&](Nothing, const Row&, const Operands& in, int64_t chunk, int64_t offset, int64_t n) {
     if (offset == 0) fetch_ahead(work, in);
     if (in.grad == nullptr) return;
-    partials[chunk] = with_grad(in, offset, [=](auto grad) {
-      Nobody nobody;
-      return sum_of_squares(grad, n, nobody);
-    });
+    partials[chunk] = with_grad(in, offset, [=](auto grad) { return sum_of_squares(grad, n); });
   });
 }
 
+// The bits without the sign, which order finite numbers, infinity and NaNs; and those of infinity.
+AF_INLINE uint32_t magnitude(float value) { return bits_of(value) & 0x7fffffffu; }
+AF_INLINE uint32_t magnitude(Float16 value) { return value.bits & 0x7fffu; }
+AF_INLINE uint32_t magnitude(Bfloat16 value) { return value.bits & 0x7fffu; }
+constexpr uint32_t infinity_of(float) { return 0x7f800000u; }
+constexpr uint32_t infinity_of(Float16) { return 0x7c00u; }
+constexpr uint32_t infinity_of(Bfloat16) { return 0x7f80u; }
+
 template <class G>
-float count_nonfinite(const G* grad, int64_t n) {
+float count_from(const G* grad, int64_t n, uint32_t least) {
   int32_t count = 0;
-  for (int64_t i = 0; i < n; ++i) count += !is_finite(to_float(grad[i]));
+  for (int64_t i = 0; i < n; ++i) count += magnitude(grad[i]) >= least;
   return float(count);
 }
 
-// A sum is finite only where all gradients are.
+// Each chunk is read twice, but for the second time from the cache. A sum is finite only where all gradients are.
 void count(const Work& work, float* partials, float* counts) {
   for_each_chunk<Nothing>(work, [&](Nothing, const Row&, const Operands& in, int64_t chunk, int64_t offset, int64_t n) {
     if (in.grad == nullptr) return;
     with_grad(in, offset, [=](const auto* grad) {
-      Others<std::decay_t<decltype(*grad)>> others;
-      const float sum = partials[chunk] = sum_of_squares(grad, n, others);
-      counts[chunk] = float(n - others.count());
-      counts[work.chunks + chunk] = is_finite(sum) ? 0.0f : count_nonfinite(grad, n);
+      partials[chunk] = sum_of_squares(grad, n);
+      counts[chunk] = float(n) - count_from(grad, n, 1);
+      counts[work.chunks + chunk] = is_finite(partials[chunk]) ? 0.0f : count_from(grad, n, infinity_of(*grad));
     });
   });
 }

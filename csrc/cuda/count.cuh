@@ -2,8 +2,7 @@
 // its values are zeros, and how many are not finite. Both numbers are whole and at most 32768, so floats add them up
 // exactly.
 #pragma once
-#include "block.cuh"
-#include "work.cuh"
+#include "norm.cuh"
 
 namespace accumfused::AF_TARGET {
 
@@ -18,19 +17,16 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
     float lanes[kWidth] = {};
     int others = 0, nonfinite = 0;  // others than zeros, which stand in the place of missing elements too
     with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
-      for_each_row<Policy::kNormRows>(at.n, aligned, [&](auto access, int i) {
-        float g[access.kCount][kWidth];
+      for_each_row<1>(at.n, aligned, [&](auto access, int i) {
+        float g[1][kWidth];
         access.load(grad, i, at.n, g);
 #pragma unroll
-        for (int r = 0; r < access.kCount; ++r) {
-#pragma unroll
-          for (int k = 0; k < kWidth; ++k) {
-            const uint32_t size = bits_of(g[r][k]) & 0x7fffffffu;
-            others += size != 0;
-            nonfinite += size >= 0x7f800000u;
-            lanes[k] += g[r][k] * g[r][k];
-          }
+        for (int k = 0; k < kWidth; ++k) {
+          const uint32_t size = bits_of(g[0][k]) & 0x7fffffffu;
+          others += size != 0;
+          nonfinite += size >= 0x7f800000u;
         }
+        add_squares(g, lanes);
       });
     });
     store_sum(lanes, partials + chunk);

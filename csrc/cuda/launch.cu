@@ -117,32 +117,42 @@ Fit fit_here(void (*kernel)(Parameters...)) {
   return found;
 }
 
-// `at_once`: its thread blocks wait for each other, so none may wait for room.
+// How a launch begins: when those in front of it have ended; before that, if one of our own is in front; or with all
+// its thread blocks at once, because these wait for each other.
+enum class Begins { kAfter, kEarly, kAtOnce };
+
+// False: there is no room for all thread blocks at once.
 template <class... Parameters, class... Arguments>
-void launch_grid(bool at_once, const char* name, void (*kernel)(Parameters...), int64_t blocks, uintptr_t stream,
-                 const Arguments&... arguments) {
+bool launch_as(Begins how, const char* name, void (*kernel)(Parameters...), int64_t blocks, uintptr_t stream,
+               const Arguments&... arguments) {
   const Fit fit = fit_here(kernel);
+  int64_t most = fit.blocks;
   cudaLaunchAttribute attribute = {};
-  if (at_once) {
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-  } else {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-  }
   cudaLaunchConfig_t config = {};
   config.attrs = &attribute;
-  config.numAttrs = at_once || (fit.overlaps && overlaps);
-  config.gridDim = dim3(unsigned(std::clamp<int64_t>(blocks, 1, fit.blocks)));
+  if (how == Begins::kAtOnce) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    config.numAttrs = 1;
+    most = std::min<int64_t>(most, std::max(1, Policy::kBlocksAtOnce * multiprocessors()));
+  } else if (how == Begins::kEarly && fit.overlaps && overlaps) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.numAttrs = 1;
+  }
+  config.gridDim = dim3(unsigned(std::clamp<int64_t>(blocks, 1, most)));
   config.blockDim = dim3(Policy::kThreads);
   config.stream = reinterpret_cast<cudaStream_t>(stream);
-  check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, arguments...);
+  if (status == cudaErrorCooperativeLaunchTooLarge) return cudaGetLastError(), false;
+  check(status, name);
+  return true;
 }
 
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, uintptr_t stream,
             const Arguments&... arguments) {
-  launch_grid(false, name, kernel, blocks, stream, arguments...);
+  launch_as(Begins::kAfter, name, kernel, blocks, stream, arguments...);
 }
 
 // So many that each thread has one.
@@ -337,12 +347,17 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
   if (!std::exchange(has_counts_, false) && !norm) {
     launch("step counts", gpu::counts_kernel, blocks_for(table.count), stream, layout.chunks);
   }
-  const gpu::Norm own = norm ? norm_of(table, *norm) : gpu::Norm{};
   for (int32_t rule = 0; rule < int32_t(std::size(kStep)); ++rule) {  // nearly always one for all groups
     if (std::find(rules.begin(), rules.end(), rule) == rules.end()) continue;
     const gpu::Work work = changes ? layout.chunks : layout.units;
-    launch_grid(norm.has_value(), "step", kStep[rule][!table.plain || changes], work.pieces, stream, work, layout.step,
-                pointer<const float>(outcome), pointer<const float>(coefficients), pointer<float>(changes), rule, own);
+    const auto launch_step = [&](Begins how, const gpu::Norm& own) {
+      return launch_as(how, "step", kStep[rule][!table.plain || changes], work.pieces, stream, work, layout.step,
+                       pointer<const float>(outcome), pointer<const float>(coefficients), pointer<float>(changes), rule,
+                       own);
+    };
+    if (norm && launch_step(Begins::kAtOnce, norm_of(table, *norm))) continue;
+    if (norm) this->norm(table, stream, *norm), has_counts_ = false;
+    launch_step(Begins::kEarly, {});
   }
 }
 

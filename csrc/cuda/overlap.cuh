@@ -1,5 +1,6 @@
-// Launches overlap on compute capability 9.0 and newer ("programmatic dependent launch"): one begins while the one in
-// front of it ends, and waits here for its writes. What starting takes is done by then.
+// Launches overlap on compute capability 9.0 and newer ("programmatic dependent launch"): a step begins while the norm,
+// or another launch of ours in front of it, ends, and waits here for its writes. What starting takes is done by then.
+// Behind kernels of others no launch begins early: one that waited for nothing itself could end before those in front.
 #pragma once
 
 namespace accumfused::AF_TARGET {

@@ -36,6 +36,10 @@ struct Policy {
   // which every thread block adds them up. Its gradients, read twice, then mostly fit into the L2 cache.
   static constexpr int kMostChunksOfOneLaunch = int(kLanes);
 
+  // Thread blocks of such a launch for each multiprocessor: the others' room is for kernels of other streams, which may
+  // hold some of it for long (those of NCCL). All blocks must find room at the same time.
+  static constexpr int kBlocksAtOnce = 2;
+
   // Hyper-parameters, and groups, that a step's launch carries; of more, the table has them.
   static constexpr int kCarriedHypers = 36, kCarriedGroups = 16;
 

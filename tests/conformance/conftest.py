@@ -81,6 +81,7 @@ def machine(emulated: Any) -> Iterator[Any]:
     emulated.skip_fence(-1)
     emulated.skip_ticket(-1)
     emulated.cooperates(True)
+    emulated.room(1 << 30)
     emulated.ptx_version(90)
     emulated.unwatch()
     emulated.fail_after(-1)
@@ -109,6 +110,7 @@ def checked(_checked: Any) -> Iterator[Any]:
     yield _checked
     _checked.defer(False)
     _checked.skip_wait(False)
+    _checked.cooperates(True)
     _checked.capture(0)
     _checked.forbid()
 

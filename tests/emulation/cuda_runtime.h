@@ -145,6 +145,7 @@ struct Machine {
   int skipped_fence = -1;    // the same of a block's fences
   int skipped_ticket = -1;   // of the tickets that a block takes, the one that lets it go on as the last
   bool cooperates = true;    // it knows cooperative launches
+  int room = 1 << 30;        // for thread blocks of theirs
   bool skips_wait = false;   // for the launch in front
   int ptx_version = 90;      // of the kernels
   std::vector<Watched> watched;
@@ -586,7 +587,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     return cudaErrorLaunchOutOfResources;
   }
   const bool at_once = config->numAttrs == 1 && config->attrs->id == cudaLaunchAttributeCooperative;
-  if (at_once && int(config->gridDim.x) > std::max(machine.multiprocessors, 1)) {
+  if (at_once && int(config->gridDim.x) > std::min(std::max(machine.multiprocessors, 1), machine.room)) {
     return cudaErrorCooperativeLaunchTooLarge;
   }
   ++machine.launches;

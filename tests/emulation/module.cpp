@@ -63,6 +63,7 @@ PYBIND11_MODULE(AF_EMULATED, m) {
       "skip_ticket", [](int index) { Machine::get().skipped_ticket = index; },
       "Lets every block go on as the last at its index-th ticket.");
   m.def("cooperates", [](bool does) { Machine::get().cooperates = does; }, "Whether it knows cooperative launches.");
+  m.def("room", [](int blocks) { Machine::get().room = blocks; }, "For thread blocks of cooperative launches.");
   m.def("skip_fence", [](int index) { Machine::get().skipped_fence = index; }, "The same for the fences of a block.");
   m.def("skip_wait", [](bool skips) { Machine::get().skips_wait = skips; }, "The one for the launch in front.");
   m.def("ptx_version", [](int version) { Machine::get().ptx_version = version; }, "That kernels are compiled for.");
