@@ -1,8 +1,8 @@
 """What the GPU itself counts in each verb, rule and format, where ncu (Nsight Compute) is there and may read it.
 
 Bytes from and to memory beside those that reach the L2: stores of a few bytes show as more sectors to a store and more
-bytes into the L2 than into memory. Instructions an element, the share of the cycles that issue one, and what warps wait
-for: memory, a pipe, or room for one more access.
+bytes into the L2 than into memory. Instructions an element, the shares of the cycles that issue one and that the ALU is
+busy, and what warps wait for: memory, shared memory, a result, a pipe, their turn, or room for one more access.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ _READ, _WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 _L2 = "lts__t_sectors_op_write.sum"
 _STORES, _SECTORS = (f"l1tex__t_{what}_pipe_lsu_mem_global_op_st.sum" for what in ("requests", "sectors"))
 _INSTRUCTIONS, _ISSUES = "smsp__inst_executed.sum", "smsp__issue_active.avg.pct_of_peak_sustained_active"
+_ALU = "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active"
 _TIME = "gpu__time_duration.sum"  # ns
-_WAITS = {
-    reason: f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio"
-    for reason in ("long_scoreboard", "math_pipe_throttle", "lg_throttle", "barrier", "no_instruction")
-}
+_REASONS = (
+    "long_scoreboard", "short_scoreboard", "wait", "math_pipe_throttle", "not_selected", "lg_throttle", "barrier",
+    "no_instruction",
+)  # fmt: skip
+_WAITS = {reason: f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio" for reason in _REASONS}
 _FEW = (_READ, _WRITTEN, _TIME)
-_ALL = (*_FEW, _L2, _STORES, _SECTORS, _INSTRUCTIONS, _ISSUES, *_WAITS.values())
+_ALL = (*_FEW, _L2, _STORES, _SECTORS, _INSTRUCTIONS, _ISSUES, _ALU, *_WAITS.values())
 
 
 def launches() -> Iterator[tuple[str, Case]]:
@@ -120,8 +122,9 @@ def _facts(numbers: dict[str, float]) -> Iterator[tuple[str, Any]]:
         yield "sectors a store", round(numbers[_SECTORS] / numbers[_STORES], 1)
     if _INSTRUCTIONS in numbers:
         yield "instructions/el", round(32 * numbers[_INSTRUCTIONS] / ELEMENTS, 1)
-    if _ISSUES in numbers:
-        yield "issuing, %", round(numbers[_ISSUES], 1)
+    for name, metric in {"issuing, %": _ISSUES, "ALU, %": _ALU}.items():
+        if metric in numbers:
+            yield name, round(numbers[metric], 1)
     if numbers.get(_TIME):
         yield "us", round(numbers[_TIME] / 1e3, 1)
         yield "TB/s", round((numbers[_READ] + numbers[_WRITTEN]) / numbers[_TIME] / 1e3, 2)

@@ -223,4 +223,7 @@ def test_the_counters_are_named_by_their_launch(
     assert [line["what"] for line in lines][:3] == ["norm, fp32", "accumulate, fp32", known[2][1].name]
     assert (lines[1]["read, B/el"], lines[1]["written, B/el"]) == (2, 4)
     assert ("into L2, B/el" in lines[0]) is columns
+    assert ("ALU, %" in lines[0]) is columns
+    waits = {"long_scoreboard", "short_scoreboard", "wait", "math_pipe_throttle", "not_selected"}
+    assert (waits <= lines[0].get("warps wait for", {}).keys()) is columns
     assert len(lines) == len(known)
