@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import pytest
 import torch
 import triton_interpreter  # noqa: F401  # before all that imports Triton
 from hypothesis import HealthCheck, settings
-from pairwise import pairwise
+from pairwise import combinations, pairwise
 
 from accumfused import backends, compiled
 from accumfused.backends.cpu import CpuBackend
@@ -47,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: takes long, and tells little that other tests do not; runs with --full")
-    config.addinivalue_line("markers", "pairwise(**axes): every two values of two axes meet; with --full all of them")
+    config.addinivalue_line("markers", "pairwise(**axes): every two values of two axes meet; --full: all, if few")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -64,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Behaviour is tested with one backend for each device: conformance/ shows that all of them have the same bits."""
     full = metafunc.config.getoption("--full")
     for mark in metafunc.definition.iter_markers("pairwise"):
-        rows = [*itertools.product(*mark.kwargs.values())] if full else pairwise(mark.kwargs)
+        rows = (combinations if full else pairwise)(mark.kwargs)
         metafunc.parametrize([*mark.kwargs], rows, ids=["-".join(map(_name, row)) for row in rows])
     if "backend" not in metafunc.fixturenames:
         return

@@ -7,10 +7,17 @@ and implications for software testing").
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Pair = tuple[int, int, int, int]  # an axis and the place of its value, twice
+MOST = 10_000  # rows: a test of millions would fill the memory before the first one runs
+
+
+def combinations(axes: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """All of them; where these are too many, pairs."""
+    return [*itertools.product(*axes.values())] if math.prod(map(len, axes.values())) <= MOST else pairwise(axes)
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:

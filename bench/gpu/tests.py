@@ -25,7 +25,7 @@ def files() -> list[Path]:
 
 
 def command(*, sanitizer: bool, dry: bool) -> list[str]:
-    pytest = [sys.executable, "-m", "pytest", "-p", "bench.gpu.failures", "-rN", "--no-header", "--tb=short", "--full"]
+    pytest = [sys.executable, "-m", "pytest", "-p", "bench.gpu.failures", "-rN", "--no-header", "--tb=short"]
     if sanitizer:
         return [*pytest, "-v", "-k", "sanitizer", *map(str, sorted(TESTS.rglob("test_gpu*.py")))]
     workers = min(_WORKERS, os.cpu_count() or 1)

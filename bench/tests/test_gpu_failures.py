@@ -125,6 +125,7 @@ def test_what_slows_down_the_others_runs_alone() -> None:
     assert "xdist" not in alone
     assert others[others.index("--dist") + 1] == "load"
     assert others[others.index("--gpu-backends") + 1] == "cuda,triton"
+    assert "--full" not in others  # to collect all combinations alone would take longer than the stage
 
 
 def test_the_files_are_those_with_tests_for_gpus() -> None:

@@ -6,7 +6,7 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pairwise import pairwise
+from pairwise import MOST, combinations, pairwise
 
 
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=5))
@@ -19,3 +19,8 @@ def test_every_pair_of_values_is_in_a_row(sizes: list[int]) -> None:
 
 def test_they_are_few() -> None:
     assert len(pairwise({name: range(5) for name in "abcdef"})) <= 45 < 5**6
+
+
+def test_all_combinations_are_taken_unless_they_are_too_many() -> None:
+    assert combinations({"a": range(3), "b": "xy"}) == [*itertools.product(range(3), "xy")]
+    assert len(combinations({name: range(9) for name in "abcdef"})) < MOST
