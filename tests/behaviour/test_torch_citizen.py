@@ -129,6 +129,8 @@ def test_a_step_without_any_gradient_does_nothing_and_has_no_norm(backend: str, 
 
 @each_rule
 def test_a_group_may_be_added_late_and_any_option_may_change(backend: str, case: Case) -> None:
+    if case.of.torch_class is torch.optim.Adagrad and torch.__version__ < (2, 13):
+        pytest.skip("torch's own makes no state for a parameter that is added late")
     ours, peer = case.make(random_params(SHAPES), backend), case.of.peer(random_params(SHAPES), **case.options)
     train(ours, peer)
     for optimizer in (ours, peer):
