@@ -140,7 +140,7 @@ def _steps_too_far(step: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a backend, on its device.
 
     "emulated" is the CUDA backend on the CPU, over the emulation of its kernels' machine.
@@ -156,8 +156,26 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield name
         return
     backends.check(name, torch.device("cuda", 0))
-    with torch.device("cuda"):
+    with on_device("cuda", monkeypatch):
         yield name
+
+
+@contextlib.contextmanager
+def on_device(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """New tensors lie there. A generator's numbers are drawn on the CPU, where those of the tests are, and moved."""
+
+    def moved(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def drawn(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs.get("generator") is None or "device" in kwargs:
+                return draw(*args, **kwargs)
+            return draw(*args, **kwargs, device="cpu").to(device)
+
+        return drawn
+
+    for name in ("rand", "randn", "randint"):
+        monkeypatch.setattr(torch, name, moved(getattr(torch, name)))
+    with torch.device(device):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ STATIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "held": lambda memory, param: memory,
     "seen anew": lambda memory, param: memory.view(SIZE),
     "detached": lambda memory, param: memory.detach(),
-    "foreign": lambda memory, param: torch.from_numpy(memory.numpy()),
+    "foreign": lambda memory, param: torch.from_dlpack(memory),
     "the parameter": lambda memory, param: param.detach(),  # the gradient of p^2 / 2
 }
 

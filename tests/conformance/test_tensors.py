@@ -9,7 +9,7 @@ import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, assert_same_bits, everything
-from harness import tensors_alive
+from harness import on_device, tensors_alive
 from layouts import GAP, every_third_row, shifted, transposed, with_holes
 from places import INTERPRETED, ON_CPU, ON_GPU, Place
 from snapshot import refused
@@ -232,3 +232,14 @@ def test_a_tensor_that_a_module_of_tests_makes_at_import_is_seen() -> None:
     before = len(tensors_alive())
     held = torch.ones(3)
     assert len(tensors_alive()) == before + 1, held
+
+
+def test_a_generators_numbers_are_those_of_the_cpu_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    with on_device("meta", monkeypatch):
+        drawn = torch.randn(5, generator=generator)
+    assert drawn.is_meta
+    after = generator.get_state()
+    torch.randn(5, generator=generator.set_state(before), device="cpu")
+    assert torch.equal(generator.get_state(), after)
