@@ -109,7 +109,9 @@ class FusedLinears:
             given = (*inputs, *named.values())
             if len(given) != 1 or not isinstance(given[0], Tensor):
                 return type(layer).forward(layer, *inputs, **named)  # type: ignore[no-any-return]  # which refuses
-            if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
+            # is_exporting() is True in every compiled function of torch 2.11.
+            exports = torch.compiler._is_exporting_flag
+            if torch.compiler.is_dynamo_compiling() and not exports and torch.is_grad_enabled():
                 return self._outside_graphs(layer, given[0])
             return self._forward(layer, given[0])
 
