@@ -13,7 +13,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import torch
 from accumfused import compiled
 from accumfused.backends import why_not
 from accumfused.backends.cuda import CudaBackend
-from accumfused.core.protocol import Outcome, Scaling
 from bench.ceilings import MIXES, Ceilings
 from bench.clock import Clock, CudaClock, EnqueueClock, HostClock
 from bench.gpu import counters, predictions
@@ -56,26 +55,14 @@ STEPS = (
 )
 
 
-class NormApart:
-    """A backend whose steps never take the norm: two launches at any size.
-
-    Beside the backend itself it shows up to which size one launch is faster (csrc/cuda/policy.h has the limit).
-    """
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def norm(self, plan: Any, grads: Any, partials: Any, scaling: Scaling) -> Outcome:
-        outcome: Outcome = self._inner.norm(plan, grads, partials, replace(scaling, step_follows=False))
-        return outcome
+# What a step's launches may do (csrc/cuda/launch.h, `allow`), and the name of a step where they may not. The first
+# shows up to which size one launch is faster (csrc/cuda/policy.h has the limit).
+SWITCHES = {"one_launch": "norm apart", "queue": "no queue"}
 
 
 @dataclass
 class Probe:
-    """Args: subjects: backends by name, timed in turn; copy: bytes a second, measured first; apart: replayed too."""
+    """Args: subjects: backends by name, timed in turn; copy: bytes a second, measured first; allow: `_C.cuda.allow`."""
 
     journal: Journal
     device: torch.device
@@ -85,7 +72,7 @@ class Probe:
     host_clock: Clock
     rounds: int = _ROUNDS
     copy: float = 0.0
-    apart: Mapping[str, Any] = field(default_factory=dict)
+    allow: Callable[..., None] | None = None
 
     def time(
         self, kind: str, what: str, moved: float, runs: Mapping[str, Callable[[], Any]], *, often: int = 1, **facts: Any
@@ -142,6 +129,19 @@ class Probe:
             made[name] = Verbs(case, params, grads, backend)
         return made
 
+    def without(self, switch: str | None, run: Callable[[], Any]) -> Callable[[], Any]:
+        """The same, or the graph that captures it, by launches that may not do that."""
+
+        def switched() -> None:
+            assert self.allow is not None
+            self.allow(**{switch: False})
+            try:
+                run()
+            finally:
+                self.allow()
+
+        return run if switch is None else switched
+
     def measure_copy(self) -> None:
         a, b = self.random(FP32)[0], torch.empty(self.elements, device=self.device)
         timing = interleave([Variant("copy", lambda: b.copy_(a))], self.rounds, clock=self.clock)[0]
@@ -189,14 +189,19 @@ class Probe:
         from bench.suites.graph import captured  # with rich, which the rest does not need
 
         runs, host, count = {}, {}, 0
-        for who, backend in {**self.subjects, **self.apart}.items():
+        ways: list[tuple[str, Any, str | None]] = [(who, backend, None) for who, backend in self.subjects.items()]
+        if self.allow is not None:
+            first, backend, _ = ways[0]
+            ways += [(f"{first}, {says}", backend, switch) for switch, says in SWITCHES.items()]
+        for who, backend, switch in ways:
             work = Workload(shapes, self.device)
             optimizer = work.ours("auto" if not isinstance(backend, str) else backend)
             if not isinstance(backend, str):
                 optimizer.engine.plans.backend = backend
             work.set_grads()
-            runs[who] = captured(optimizer.step) if self.device.type == "cuda" else optimizer.step
-            eager = interleave([Variant(who, optimizer.step)], self.rounds, clock=self.host_clock)[0]
+            step = self.without(switch, optimizer.step)
+            runs[who] = captured(step) if self.device.type == "cuda" else step
+            eager = interleave([Variant(who, step)], self.rounds, clock=self.host_clock)[0]
             host[who], count = eager.median * 1e6, work.count
         facts = {"predicted_us": predictions.MICROSECONDS.get(name), "host_us_without_graph": host}
         self.time("graph replay", name, 32 * count, runs, often=5, **facts)
@@ -206,18 +211,14 @@ class Probe:
         from bench.suites.graph import captured  # with rich, which the rest does not need
         from bench.suites.window import window
 
-        runs, count, on_gpu = {}, 0, self.device.type == "cuda"
-        if on_gpu and compiled.cuda_unavailable is not None:
+        if self.allow is None:
             return
-        for who, allowed in (("overlapping", True), ("one after another", False)):
+        runs, count = {}, 0
+        for who, switch in (("overlapping", None), ("one after another", "overlap")):
             work = Workload(shapes, self.device)
-            run = window(work, work.ours(), [work.random() for _ in range(4)])
-            if on_gpu:
-                compiled.module.cuda.overlap(allowed)
-            runs[who] = captured(run) if on_gpu else run
+            run = self.without(switch, window(work, work.ours(), [work.random() for _ in range(4)]))
+            runs[who] = captured(run) if self.device.type == "cuda" else run
             count = work.count
-        if on_gpu:
-            compiled.module.cuda.overlap(True)
         self.time("graph replay", f"{name}, window of 4", (8 + 3 * 12 + 28) * count, runs, often=5)
 
     def measure_all(self, models: Mapping[str, Shapes]) -> None:
@@ -287,8 +288,8 @@ def main() -> None:
     clock: Clock = CudaClock(device) if on_gpu else HostClock()
     host_clock: Clock = EnqueueClock(device) if on_gpu else HostClock()
     rounds = _ROUNDS if on_gpu else 1
-    apart = {"cuda, norm apart": NormApart(CudaBackend())} if name == "cuda" else {}
-    probe = Probe(journal, device, subjects, elements, clock, host_clock, rounds, apart=apart)
+    allow = compiled.module.cuda.allow if name == "cuda" else None
+    probe = Probe(journal, device, subjects, elements, clock, host_clock, rounds, allow=allow)
     probe.measure_all(models(quick=not on_gpu))
     if asked.counters:
         count(journal)

@@ -115,12 +115,13 @@ def test_a_step_that_is_not_skipped_is_found(small_sizes: None, cuda: CudaBacken
 # ---- probe ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_probe_measures_all_that_was_predicted_and_two_modules_in_turn(cuda: CudaBackend, tmp_path: Path) -> None:
+def test_the_probe_measures_all_that_was_predicted_and_two_modules_in_turn(
+    cuda: CudaBackend, emulated: Any, tmp_path: Path
+) -> None:
     subjects = {"this": cuda, "that": probe.module_at(emulation.build(ROOT / "build" / "emulation"))}
     own = Journal(tmp_path / "lines", "probe")
     clock = HostClock()
-    apart = {"apart": probe.NormApart(cuda)}
-    tiny = probe.Probe(own, CPU, subjects, 3000, clock, clock, rounds=1, apart=apart)
+    tiny = probe.Probe(own, CPU, subjects, 3000, clock, clock, rounds=1, allow=emulated.allow)
     tiny.measure_ceilings = lambda: None  # type: ignore[method-assign]  # test_bench_gpu.py has them
     tiny.measure_all({name: [(300,), (7,)] for name in predictions.MICROSECONDS})
     lines = journal.read(tmp_path / "lines")
@@ -139,21 +140,23 @@ def test_the_probe_measures_all_that_was_predicted_and_two_modules_in_turn(cuda:
     by = [line["by"] for line in modules if line["kind"] != "graph replay"]
     assert by == ["this", "that"] * (len(by) // 2)
     replays = [line["by"] for line in modules if line["kind"] == "graph replay"]
-    assert replays == ["this", "that", "apart"] * len(predictions.MICROSECONDS)
+    assert replays == ["this", "that", "this, norm apart", "this, no queue"] * len(predictions.MICROSECONDS)
     assert all(line["times_as_fast_as_the_first"] > 0 for line in timed)
 
 
-def test_the_probe_compares_one_launch_with_two(cuda: CudaBackend, emulated: Any) -> None:
+def test_the_probe_compares_one_launch_with_two(cuda: CudaBackend, emulated: Any, tmp_path: Path) -> None:
+    own = Journal(tmp_path / "lines", "probe")
+    tiny = probe.Probe(own, CPU, {}, 9, HostClock(), HostClock(), allow=emulated.allow)
+    param = torch.ones(9, requires_grad=True)
+    param.grad = torch.ones(9)
+    optimizer = Case().optimizer([param], cuda)
+    optimizer.step()
     made = []
-    for backend in (cuda, probe.NormApart(cuda)):
-        param = torch.ones(9, requires_grad=True)
-        param.grad = torch.ones(9)
-        optimizer = Case().optimizer([param], backend)
-        optimizer.step()
+    for switch in (None, "one_launch", None):
         before = emulated.launches()
-        optimizer.step()
+        tiny.without(switch, optimizer.step)()
         made.append(emulated.launches() - before)
-    assert made == [1, 2]
+    assert made == [1, 2, 1]
 
 
 def test_what_fails_in_the_probe_is_said_and_the_next_part_follows(tmp_path: Path) -> None:

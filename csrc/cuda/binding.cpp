@@ -29,7 +29,8 @@ void bind_cuda(py::module_& m) {
   using cuda::DeviceTable;
   const auto release = py::call_guard<py::gil_scoped_release>();
   m.def("why_not", cuda::why_not, py::arg("device"), "Why the kernels cannot run on that device, or ''.");
-  m.def("overlap", cuda::overlap, py::arg("allowed"), "Whether a launch may begin before the one in front has ended.");
+  m.def("allow", cuda::allow, py::arg("overlap") = true, py::arg("one_launch") = true, py::arg("queue") = true,
+        "What launches may do, see launch.h; allow() is as at first.");
   m.def("capture_id", cuda::capture_id, py::arg("device"), py::arg("stream"));
   m.attr("ARCHS") = AF_CUDA_ARCHS;
   m.attr("COMPILER") = AF_CUDA_VERSION;

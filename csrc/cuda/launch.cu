@@ -89,7 +89,7 @@ std::pair<int, int> cut(std::vector<Row>& rows) {
   }
 }
 
-std::atomic<bool> overlaps{true};
+std::atomic<bool> may_overlap{true}, may_take_norm{true}, may_queue{true};
 
 // A kernel on a device.
 struct Fit {
@@ -121,12 +121,24 @@ Fit fit_here(void (*kernel)(Parameters...)) {
 // its thread blocks at once, because these wait for each other.
 enum class Begins { kAfter, kEarly, kAtOnce };
 
+// Thread blocks. `queue`: also more than there is room for; the device hands out the next one when another ends.
+struct Blocks {
+  int64_t count;
+  bool queue = false;
+};
+
+// So many that each thread has one.
+Blocks blocks_for(int64_t count) { return {(count + Policy::kThreads - 1) / Policy::kThreads}; }
+
+// One for each piece. In a queue each has its beginning to pay for, which is little beside a whole chunk.
+Blocks blocks_of(const gpu::Work& work) { return {work.pieces, may_queue && work.size == int(kChunk)}; }
+
 // False: there is no room for all thread blocks at once.
 template <class... Parameters, class... Arguments>
-bool launch_as(Begins how, const char* name, void (*kernel)(Parameters...), int64_t blocks, uintptr_t stream,
+bool launch_as(Begins how, const char* name, void (*kernel)(Parameters...), Blocks blocks, uintptr_t stream,
                const Arguments&... arguments) {
   const Fit fit = fit_here(kernel);
-  int64_t most = fit.blocks;
+  int64_t most = blocks.queue ? INT32_MAX / Policy::kThreads : fit.blocks;  // kernels count threads in ints
   cudaLaunchAttribute attribute = {};
   cudaLaunchConfig_t config = {};
   config.attrs = &attribute;
@@ -134,13 +146,13 @@ bool launch_as(Begins how, const char* name, void (*kernel)(Parameters...), int6
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
     config.numAttrs = 1;
-    most = std::min<int64_t>(most, std::max(1, Policy::kBlocksAtOnce * multiprocessors()));
-  } else if (how == Begins::kEarly && fit.overlaps && overlaps) {
+    most = std::min(fit.blocks, std::max(1, Policy::kBlocksAtOnce * multiprocessors()));
+  } else if (how == Begins::kEarly && fit.overlaps && may_overlap) {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.numAttrs = 1;
   }
-  config.gridDim = dim3(unsigned(std::clamp<int64_t>(blocks, 1, most)));
+  config.gridDim = dim3(unsigned(std::clamp<int64_t>(blocks.count, 1, most)));
   config.blockDim = dim3(Policy::kThreads);
   config.stream = reinterpret_cast<cudaStream_t>(stream);
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, arguments...);
@@ -150,13 +162,10 @@ bool launch_as(Begins how, const char* name, void (*kernel)(Parameters...), int6
 }
 
 template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, uintptr_t stream,
+void launch(const char* name, void (*kernel)(Parameters...), Blocks blocks, uintptr_t stream,
             const Arguments&... arguments) {
   launch_as(Begins::kAfter, name, kernel, blocks, stream, arguments...);
 }
-
-// So many that each thread has one.
-int64_t blocks_for(int64_t count) { return (count + Policy::kThreads - 1) / Policy::kThreads; }
 
 template <int kBytes>
 void send_packet(const unsigned char* from, size_t size, uintptr_t to, uintptr_t stream) {
@@ -294,7 +303,7 @@ void DeviceTable::accumulate(const Rows& table, uintptr_t stream, const Fold& fo
   const Layout layout = send(rows, stream, true);
   has_counts_ = false;
   const gpu::Work work = common == kOverwrite ? layout.units : layout.chunks;
-  launch("accumulate", fold.squares ? gpu::measure_kernel : gpu::accumulate_kernel, work.pieces, stream, work, fold,
+  launch("accumulate", fold.squares ? gpu::measure_kernel : gpu::accumulate_kernel, blocks_of(work), stream, work, fold,
          common);
 }
 
@@ -302,28 +311,29 @@ void DeviceTable::norm(const Rows& table, uintptr_t stream, const Norm& norm) {
   const Device device(device_);
   const Layout layout = send(table, stream, false);
   const gpu::Norm args = norm_of(table, norm);
-  launch("norm", gpu::norm_kernel, std::max(norm.reads ? table.chunks : 1, blocks_for(table.count)), stream,
-         layout.chunks, args.reads, args.partials, args.scaling, args.outcome, args.skips);
+  const Blocks blocks{std::max(norm.reads ? table.chunks : 1, blocks_for(table.count).count)};
+  launch("norm", gpu::norm_kernel, blocks, stream, layout.chunks, args.reads, args.partials, args.scaling, args.outcome,
+         args.skips);
   has_counts_ = true;
 }
 
 void DeviceTable::count(const Rows& table, uintptr_t stream, uintptr_t partials, uintptr_t counts) {
   const Device device(device_);
   const Layout layout = send(table, stream, false);
-  launch("count", gpu::count_kernel, table.chunks, stream, layout.chunks, pointer<float>(partials),
+  launch("count", gpu::count_kernel, {table.chunks}, stream, layout.chunks, pointer<float>(partials),
          pointer<float>(counts));
 }
 
 void DeviceTable::segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t bounds, int64_t segments,
                                 uintptr_t squares) {
   const Device device(device_);
-  launch("segment norms", gpu::segment_norms_kernel, segments, stream, pointer<const float>(partials),
+  launch("segment norms", gpu::segment_norms_kernel, {segments}, stream, pointer<const float>(partials),
          pointer<const int64_t>(bounds), segments, pointer<double>(squares));
 }
 
 bool DeviceTable::steps_with_norm(const Rows& table, const std::vector<int32_t>& rules) const {
   const bool has_one_rule = std::adjacent_find(rules.begin(), rules.end(), std::not_equal_to<>()) == rules.end();
-  if (!table.plain || !has_one_rule || table.chunks > Policy::kMostChunksOfOneLaunch) return false;
+  if (!may_take_norm || !table.plain || !has_one_rule || table.chunks > Policy::kMostChunksOfOneLaunch) return false;
   const Device device(device_);
   return attribute(cudaDevAttrCooperativeLaunch, "cooperative launch") != 0;
 }
@@ -351,7 +361,7 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
     if (std::find(rules.begin(), rules.end(), rule) == rules.end()) continue;
     const gpu::Work work = changes ? layout.chunks : layout.units;
     const auto launch_step = [&](Begins how, const gpu::Norm& own) {
-      return launch_as(how, "step", kStep[rule][!table.plain || changes], work.pieces, stream, work, layout.step,
+      return launch_as(how, "step", kStep[rule][!table.plain || changes], blocks_of(work), stream, work, layout.step,
                        pointer<const float>(outcome), pointer<const float>(coefficients), pointer<float>(changes), rule,
                        own);
     };
@@ -385,7 +395,9 @@ std::string why_not(int device) {
   return "";
 }
 
-void overlap(bool allowed) { overlaps = allowed; }
+void allow(bool overlap, bool one_launch, bool queue) {
+  may_overlap = overlap, may_take_norm = one_launch, may_queue = queue;
+}
 
 uint64_t capture_id(int device, uintptr_t stream) {
   const Device current(device);

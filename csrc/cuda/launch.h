@@ -63,9 +63,9 @@ class DeviceTable {
 // Why the kernels cannot run on a device, or "". Loads them, so that no capture has to.
 std::string why_not(int device);
 
-// Whether launches may begin before the one in front of them has ended; they may at first, where the device can. Off to
-// compare.
-void overlap(bool allowed);
+// What launches may do, to compare; all of it at first. overlap: begin before the one in front has ended, where the
+// device can; one_launch: take a norm in a step; queue: have more thread blocks than there is room for.
+void allow(bool overlap, bool one_launch, bool queue);
 
 // An id that no other capture has; 0 where the stream is not being captured.
 uint64_t capture_id(int device, uintptr_t stream);

@@ -1,6 +1,7 @@
 // The work of a launch, in pieces: chunks, or for passes that need no whole one, units. A unit is a chunk, or an even
-// part of it if there are too few chunks to keep a device busy. A persistent grid: thread block b takes the pieces b,
-// b + gridDim.x, ... of all tensors, and finds their rows by search in the prefix sums.
+// part of it if there are too few chunks to keep a device busy. Thread block b takes the pieces b, b + gridDim.x, ...
+// of all tensors, and finds their rows by search in the prefix sums. Grids are as large as there is room, and thread
+// blocks stay; or they have a thread block for each piece, and blocks come and go.
 #pragma once
 #include "memory.cuh"
 #include "overlap.cuh"

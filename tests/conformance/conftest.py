@@ -82,6 +82,7 @@ def machine(emulated: Any) -> Iterator[Any]:
     emulated.skip_ticket(-1)
     emulated.cooperates(True)
     emulated.room(1 << 30)
+    emulated.allow()
     emulated.ptx_version(90)
     emulated.unwatch()
     emulated.fail_after(-1)

@@ -146,6 +146,13 @@ def test_a_step_takes_its_norm_where_nobody_reads_that_before(
     assert made == [count, 0]
 
 
+def test_a_step_takes_no_norm_where_it_may_not(cuda: CudaBackend, machine: Any) -> None:
+    optimizer, _ = make(cuda, max_grad_norm=1.0)
+    optimizer.step()
+    machine.allow(one_launch=False)
+    assert launches(machine, optimizer.step) == 2
+
+
 def test_without_room_for_all_thread_blocks_at_once_there_are_two_launches(cuda: CudaBackend, machine: Any) -> None:
     (ours, _), (theirs, _) = make(cuda, max_grad_norm=1.0), make(CpuBackend(), max_grad_norm=1.0)
     ours.step(), theirs.step()
@@ -195,6 +202,29 @@ def test_a_chunk_occupies_many_blocks(cuda: CudaBackend, machine: Any) -> None:
     set_grads(params, [torch.ones_like(p, dtype=torch.bfloat16) for p in params])
     optimizer.accumulate()
     assert machine.grid() == 3, "a sum"
+
+
+@pytest.mark.parametrize("queue", [True, False])
+def test_chunks_queue_for_room_and_units_take_turns(queue: bool, cuda: CudaBackend, machine: Any) -> None:
+    machine.multiprocessors(1)  # room for one thread block
+    machine.allow(one_launch=False, queue=queue)
+    found = []
+    for backend in (cuda, CpuBackend()):
+        optimizer, _ = make(backend, max_grad_norm=1.0)
+        optimizer.step()
+        grids = [machine.grid()]
+        one_of_a_thousand(optimizer, 13)
+        every = [param for group in optimizer.param_groups for param in group["params"]]
+        for call in (optimizer.step, optimizer.accumulate, optimizer.accumulate):
+            for param in every:
+                param.grad = None
+            set_grads(every, random_grads(every, 0, torch.bfloat16))
+            call()
+            grids.append(machine.grid())
+        found.append(everything(optimizer))
+        if backend is cuda:
+            assert grids == [1] + [16 if queue else 1] * 3
+    assert_all_same_bits(found[0], found[1])
 
 
 VIEWS = ("empty", "empty_like", "detach", "select", "slice")  # these launch nothing
@@ -263,11 +293,10 @@ def test_launches_overlap_where_the_kernels_wait(blocks: int, version: int, cuda
     machine.cooperates(False)  # a launch of thread blocks that wait for each other does not overlap
     optimizer, _ = make(cuda, max_grad_norm=1.0)
     for allowed in (True, False):
-        machine.overlap(allowed)
+        machine.allow(overlap=allowed)
         before = machine.overlapping()
         launches(machine, optimizer.step)
         assert machine.overlapping() - before == (1 if allowed and version >= 90 else 0), "the step"
-    machine.overlap(True)
 
 
 @pytest.mark.parametrize("count", range(6))
