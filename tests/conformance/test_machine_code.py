@@ -142,6 +142,15 @@ def test_the_loops_access_16_bytes_at_a_time(name: str, hopper: dict[str, machin
         assert loop.half_loads in (0, rows), "8 bytes for four elements of a 16-bit gradient"
 
 
+@pytest.mark.parametrize("name", ["norm", *sorted(BUDGETS.keys() - {"accumulate", "norm"})])
+def test_a_norm_asks_for_eight_rows_at_once(name: str, hopper: dict[str, machine_code.Kernel]) -> None:
+    """In a launch of its own for each type of gradient, in a step for fp32."""
+    bodies = (" ".join(text for _, text in body) for body in hopper[name].innermost_loops())
+    loops = [body for body in bodies if "STG" not in body]
+    assert sum(body.count("LDG.E.128") == 8 for body in loops) == 1
+    assert name != "norm" or sum(body.count("LDG.E.64") == 8 for body in loops) == 2
+
+
 @pytest.mark.parametrize("rule", sorted(machine_code.RULES.values()))
 def test_each_stream_of_a_step_in_any_format_has_wide_accesses(
     rule: str, hopper: dict[str, machine_code.Kernel]
