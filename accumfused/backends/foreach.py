@@ -36,7 +36,7 @@ class ForeachBackend:
         self._batches_of: WeakKeyDictionary[Plan, dict[int, list[Batch]]] = WeakKeyDictionary()  # by their size
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
-        plan.remember(param_groups, state)
+        plan.reader.remember(param_groups, state)
         self._batches_of[plan] = {}
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:

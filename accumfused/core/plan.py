@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accumfused import compiled
 from accumfused.core import memory
-from accumfused.core.reader import TableReader, TensorReader
+from accumfused.core.reader import OWN_REFERENCES, TensorReader
 from accumfused.core.rows import Grads, Row, check_gradient, check_parameter, has_memory, is_freed, row_of
 from accumfused.formats.kinds import REMAINDER, check_states
 from accumfused.formats.numeric import chunk_count
@@ -32,7 +32,7 @@ class Plan:
     rules: list[type[Rule]]  # per group
     chunks: int
     device: torch.device  # where its kernels run
-    reader: TableReader | TensorReader = field(init=False)
+    reader: Any = field(init=False)  # a TensorReader, or the table
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
     functors: list[int] = field(default_factory=list)  # of each group's rule, as native kernels know it
     parts: list[Plan] = field(default_factory=list)  # with several devices: the plan of each
@@ -73,13 +73,8 @@ class Plan:
         self.table = table(compiled.exchange_api, torch.empty(0, device=self.device).__dlpack_device__(), self.rows)
         if not self.is_spread:
             self.table.remember(param_groups, state)
-            self.reader = TableReader(self.table)
+            self.reader = self.table
         assert self.table.chunks == self.chunks
-
-    def remember(self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
-        """Notes the tensors that `unchanged` compares, if there is no table."""
-        assert isinstance(self.reader, TensorReader)
-        self.reader.remember(param_groups, state)
 
     def unchanged(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool:
         """Whether groups, states and the memory behind them are still those of this plan."""
@@ -88,9 +83,9 @@ class Plan:
 
     def gradients(self) -> tuple[Grads, int]:
         """Every p.grad, and their number."""
-        grads, present, is_pointed_at = self.reader.read()
+        grads, present, refused = self.reader.read_grads(OWN_REFERENCES)
         if self.table is not None:
-            self._pointed_at = grads if is_pointed_at else []
+            self._pointed_at = grads if refused < 0 else []
         return grads, present
 
     def hypers(self, param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[float | Tensor, ...]]:
@@ -183,7 +178,7 @@ def build(
     device = next((tensor.device for tensor in owned if has_memory(tensor)), torch.device("cpu"))
     plan = Plan(rows, rules, chunks, device)
     if plan.is_spread:
-        plan.remember(param_groups, state)
+        plan.reader.remember(param_groups, state)
     return plan
 
 

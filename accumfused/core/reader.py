@@ -1,7 +1,7 @@
-"""Readers: they tell whether a plan's tensors are still the same, and read p.grad.
+"""A reader tells whether a plan's tensors are still the same, and reads p.grad.
 
-The native module's table does both at 0.1 us a parameter. Python does it without a table, and for parameters that are
-sharded over processes.
+The native module's table is one, at 0.1 us a parameter (csrc/table.h). Here is the one for plans without a table, and
+for parameters that are sharded over processes.
 """
 
 from __future__ import annotations
@@ -28,35 +28,11 @@ def _own_references() -> int:
     return sys.getrefcount(param.grad)
 
 
-_OWN_REFERENCES = _own_references()  # to `param.grad` as it is read, if nobody else holds the gradient
-
-
-class TableReader:
-    """Reads through `table`, the _C.Table of the plan's rows, which remembers groups and state."""
-
-    def __init__(self, table: Any) -> None:
-        self._table = table
-
-    def unchanged(self, groups: Groups, state: State) -> bool:
-        """Whether groups, states and their memory are still those of the plan."""
-        return bool(self._table.unchanged(groups, state))
-
-    def read(self) -> tuple[Grads, int, bool]:
-        """Every p.grad, their number, and whether the table's rows point at all of them."""
-        grads, present, refused = self._table.read_grads(_OWN_REFERENCES)
-        return grads, present, refused < 0
-
-    def held(self) -> list[bool]:
-        """Flags the last read gradients that somebody else also holds, and may write again."""
-        return self._table.held()  # type: ignore[no-any-return]
-
-    def release(self) -> None:
-        """Sets p.grad = None for every parameter."""
-        self._table.release_grads()
+OWN_REFERENCES = _own_references()  # to `param.grad` as it is read, if nobody else holds the gradient
 
 
 class TensorReader:
-    """The same without a table, tensor by tensor. Without a call of `remember` the plan never counts as unchanged."""
+    """Has the table's methods, tensor by tensor. Without a call of `remember` the plan never counts as unchanged."""
 
     def __init__(self, rows: list[Row]) -> None:
         self._rows = rows
@@ -69,6 +45,7 @@ class TensorReader:
         self._seen = objects, arranged, [_place(shards.local(value)) for value in objects]
 
     def unchanged(self, groups: Groups, state: State) -> bool:
+        """Whether groups, states and their memory are still those of the plan."""
         if self._seen is None:
             return False
         known, known_arranged, places = self._seen
@@ -77,19 +54,22 @@ class TensorReader:
             return False
         return all(map(_lies, map(shards.local, objects), places))
 
-    def read(self) -> tuple[Grads, int, bool]:
+    def read_grads(self, own_references: int) -> tuple[Grads, int, int]:
+        """Every p.grad, their number, and 0: no row of a table points at them."""
         params = [row.param for row in self._rows]
-        held = [p.grad is not None and sys.getrefcount(p.grad) > _OWN_REFERENCES for p in params]
+        held = [p.grad is not None and sys.getrefcount(p.grad) > own_references for p in params]
         whole = [param.grad for param in params]
         counts = Counter(map(id, whole))
         self._held = [own or counts[id(grad)] > 1 for own, grad in zip(held, whole, strict=True)]
         grads = [g if row.shard is None else _part(row.param, g) for row, g in zip(self._rows, whole, strict=True)]
-        return grads, sum(grad is not None for grad in grads), False
+        return grads, sum(grad is not None for grad in grads), 0
 
     def held(self) -> list[bool]:
+        """Flags the last read gradients that somebody else also holds, and may write again."""
         return self._held
 
-    def release(self) -> None:
+    def release_grads(self) -> None:
+        """Sets p.grad = None for every parameter."""
         for row in self._rows:
             row.param.grad = None
 

@@ -143,7 +143,7 @@ class Window:
             self._pin.hold(grads)
         if ends:
             self.entered = False
-            plan.reader.release()
+            plan.reader.release_grads()
 
     def contribute(self, index: int) -> tuple[Tensor, bool] | None:
         """Gives the accumulator of a row of the entered micro-batch to a backward: see `Sums.contribute`."""
