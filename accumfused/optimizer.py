@@ -20,8 +20,9 @@ from accumfused import accepted, backends
 from accumfused.arguments import checked_positive, checked_weight
 from accumfused.batch_norm import check_graph
 from accumfused.clipping import LIMIT
-from accumfused.core.engine import Engine, Prepared, Surroundings, divisors_of
+from accumfused.core.engine import Engine, divisors_of
 from accumfused.core.plan import Plan, rule_of
+from accumfused.core.plans import Prepared, Surroundings
 from accumfused.core.protocol import Backend, Exchange, OwnStep
 from accumfused.core.window import Phase, Window, refuse_foreign_scaler
 from accumfused.distributed import exchange, groups

@@ -150,20 +150,18 @@ class Window:
         assert self._plan is not None
         return self.sums.contribute(self._plan, index, self._place)
 
-    def present(self, grads: Grads) -> list[bool]:
-        """Flags parameters that have a sum, or get one by these gradients."""
-        grads = [None] * len(grads) if self._place is None else grads
-        return [a is not None or g is not None for a, g in zip(self.sums.accumulators, grads, strict=True)]
+    def agree(self, plan: Plan, exchange: Exchange, grads: Grads, *, seed: int, last: bool) -> None:
+        """Before the window closes: processes exchange its weight, and flags of parameters with a sum or a gradient.
 
-    def agree(self, plan: Plan, divisor: Tensor, missing: list[bool]) -> None:
-        """Takes over the processes' agreement before they close the window: see `Exchange.agree`.
-
-        Args:
-            divisor: divides the sums of all processes, fp64, shape [].
-            missing: flags parameters with a gradient elsewhere only: they get an accumulator of zeros.
+        A parameter that has them elsewhere only gets an accumulator of zeros.
         """
-        self.weights.divisor = divisor
-        self.sums.bundle(plan, missing)
+        grads = [None] * len(grads) if self._place is None else grads
+        present = [a is not None or g is not None for a, g in zip(self.sums.accumulators, grads, strict=True)]
+        weights = self.weights
+        agreed = exchange.agree(plan, weights.total, weights.is_weighted, present, seed=seed, last=last)
+        if agreed is not None:
+            weights.divisor, missing = agreed
+            self.sums.bundle(plan, missing)
 
     def seal(self) -> None:
         """Notes that the accumulators are sums over processes now; their sums of squares are unknown."""
