@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,24 @@ from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import Grads
 
 _NONE = (0.0, 0, 0)  # in the place of a hyper-parameter that only other groups' rules have
+
+
+class _Outcome(Outcome):
+    """Its norm may wait for the step, which takes it, or else for the first who reads `values`."""
+
+    take: Callable[[], None] | None = None  # takes the norm; None: it does not wait
+    operands: tuple[Any, ...] = ()  # the norm's, and what keeps their memory
+
+    @property
+    def values(self) -> Tensor:
+        if self.take is not None:
+            self.take()
+            self.take = None
+        return self.memory
+
+    @values.setter
+    def values(self, memory: Tensor) -> None:
+        self.memory = memory
 
 
 class CudaBackend:
@@ -42,7 +60,7 @@ class CudaBackend:
         copy.accumulate(plan.table, stream, *factors_of(fold), partials.data_ptr(), *squares_of(fold))
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
+        outcome = _Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
         reads = partials is not None and grads is not None
         norm = (
             reads, address(partials), scaling.normalization, address(scaling.device_normalization),
@@ -50,12 +68,16 @@ class CudaBackend:
             outcome.values.data_ptr(), address(scaling.skips),
         )  # fmt: skip
         copy, stream = self._on_device(plan, [partials, *(grads or [])])
-        if scaling.step_follows and copy.steps_with_norm(plan.table, plan.functors):
-            outcome.owed = norm, partials, scaling  # which keep the memory
-            return outcome
-        if reads:
-            plan.point_at(grads)  # type: ignore[arg-type]
-        copy.norm(plan.table, stream, norm)
+
+        def take() -> None:
+            if reads:
+                plan.point_at(grads)  # type: ignore[arg-type]
+            copy.norm(plan.table, stream, norm)
+
+        if scaling.may_wait and copy.steps_with_norm(plan.table, plan.functors):
+            outcome.take, outcome.operands = take, (norm, partials, scaling)
+        else:
+            take()
         return outcome
 
     def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
@@ -70,15 +92,17 @@ class CudaBackend:
         return squares
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+        own = outcome if isinstance(outcome, _Outcome) and outcome.take and outcome.changes is None else None
+        norm, values = (None, outcome.values) if own is None else (own.operands[0], own.memory)
         plan.point_at(grads)
         copy, stream = self._on_device(plan, [*grads, outcome.coefficients, outcome.changes])
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         stride = max(map(len, kept), default=0)
         flat = [hyper for values in kept for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
         each, changes = address(outcome.coefficients), address(outcome.changes)
-        norm = outcome.owed and outcome.owed[0]
-        copy.step(plan.table, stream, flat, plan.functors, outcome.values.data_ptr(), each, changes, norm)
-        outcome.owed = None
+        copy.step(plan.table, stream, flat, plan.functors, values.data_ptr(), each, changes, norm)
+        if own is not None:
+            own.take = None
 
     def _on_device(self, plan: Plan, used: Sequence[Tensor | None]) -> tuple[Any, int]:
         """The table's copy for this call, and the stream; another stream may have made the tensors in `used`.

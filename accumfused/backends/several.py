@@ -63,7 +63,7 @@ class SeveralDevices:
                 self.backends[part.device].norm(part, own, sums, Scaling(part.device))
                 _bring(sums, partials)
         leading = plan.parts[0]
-        return self.backends[leading.device].norm(leading, None, partials, replace(scaling, step_follows=False))
+        return self.backends[leading.device].norm(leading, None, partials, scaling)
 
     def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
         for part in plan.parts:

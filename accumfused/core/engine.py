@@ -6,7 +6,8 @@ the window's sums (or p.grad) to one coefficient. `finish` ends in `step`, which
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +43,15 @@ class Measured:
         """Counts the step's skip, where `Backend.norm` has not."""
         self.skips = skips.add_(self.outcome.skipped)
 
-    def uncount(self) -> None:
-        """Takes the skip of a step that failed back."""
-        if self.skips is not None and self.outcome.owed is None:
-            self.skips.sub_(self.outcome.skipped.long())
+    @contextlib.contextmanager
+    def uncounted_by_an_error(self) -> Iterator[None]:
+        """Takes the skip of a step that fails back."""
+        try:
+            yield
+        except BaseException:
+            if self.skips is not None:
+                self.skips.sub_(self.outcome.skipped.long())
+            raise
 
 
 def divisors_of(
@@ -109,20 +115,17 @@ class Engine(Accumulation):
             meter.count(prepared.backend, plan, groups, matched, partials)
             stale = None
         if asked is None or partials is None:
-            scaling.step_follows = meter is None and self._step_follows(prepared, divisors)
+            scaling.may_wait = self.noise is None  # which reads the norm's sums of squares
             outcome = prepared.norm(stale, partials, scaling)
         else:
             outcome = self.clipping.norm(asked, prepared, stale, matched, partials, scaling)
         outcome.spends_grads = is_open
         measured = Measured(prepared, grads, matched, complete, outcome, scaling.skips)
-        try:
-            if meter is not None and partials is not None:
-                meter.begin(plan, scaling, outcome)
-            if self.noise is not None:
+        if meter is not None:
+            meter.begin(plan, scaling, outcome)
+        if self.noise is not None:
+            with measured.uncounted_by_an_error():
                 self.noise.see(prepared.backend, plan, prepared.exchange, window, scaling)
-        except BaseException:
-            measured.uncount()
-            raise
         return measured
 
     def _scaling(
@@ -148,12 +151,6 @@ class Engine(Accumulation):
         scaling.skips_nonfinite = checked and (settings.nonfinite != "propagate" or is_unchecked)
         return scaling, takes_norm
 
-    def _step_follows(self, prepared: Prepared, divisors: Divisors) -> bool:
-        """Whether a step by the backend follows the norm, and nobody reads the outcome before."""
-        if divisors.is_shared or self.noise is not None or self.plans.owner.own_step is not None:
-            return False
-        return self.counts_skips(divisors) and prepared.exchange.is_alone and not prepared.plan.is_spread
-
     def counts_skips(self, divisors: Divisors) -> bool:
         """Whether a skipped step is counted; otherwise it raises."""
         return self.settings.nonfinite != "raise" or divisors.for_scaler
@@ -166,9 +163,8 @@ class Engine(Accumulation):
         Raises:
             RuntimeError: the norm is not finite, or a scaler found a non-finite gradient.
         """
-        if measured.outcome.owed is None:
-            self.outcome = measured.outcome
         if not self.counts_skips(divisors) and bool(measured.outcome.skipped):
+            self.outcome = measured.outcome
             raise RuntimeError(
                 f"the global norm of the gradients is {float(measured.outcome.norm)}, nothing was updated; look for "
                 "the non-finite gradient (or found_inf), and call zero_grad() to go on, or use nonfinite='skip'"
@@ -180,22 +176,16 @@ class Engine(Accumulation):
         A step that fails leaves histories, noise scale and skips as they were, and the window open.
         """
         if measured is not None:
-            self._apply(measured)
+            with measured.uncounted_by_an_error():
+                own_step = self.plans.owner.own_step
+                if own_step is not None:
+                    own_step(self.plans.owner, self, measured)
+                else:
+                    self.update(measured, measured.prepared.backend.step)
             self.outcome = measured.outcome
         self.end_window()
         if measured is not None:
             self._note(measured)
-
-    def _apply(self, measured: Measured) -> None:
-        owner = self.plans.owner
-        try:
-            if owner.own_step is not None:
-                owner.own_step(owner, self, measured)
-            else:
-                self.update(measured, measured.prepared.backend.step)
-        except BaseException:
-            measured.uncount()
-            raise
 
     def _note(self, measured: Measured) -> None:
         """After the step: what comes after it may fail, and must not repeat it."""

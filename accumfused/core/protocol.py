@@ -82,8 +82,7 @@ class Scaling:
     skips_nonfinite: bool = False
     found_inf: Tensor | None = None  # fp32, shape []
     skips: Tensor | None = None  # int64, shape []: counts skipped steps
-    # The backend's next call is the step with this outcome, which nobody reads before: that may take the norm.
-    step_follows: bool = False
+    may_wait: bool = False  # until somebody reads the outcome, or for the step, whose gradients are the norm's
 
     def normalize(self, divisor: float | Tensor) -> None:
         """Divides the gradients by one more number; a tensor is not read."""
@@ -111,7 +110,6 @@ class Outcome:
     # of their changes, as fp32 values before these are rounded to their format. None: nobody asks.
     changes: Tensor | None = None
     history: Tensor | None = None  # of clipping, with this step's norm: kept if the step is made
-    owed: Any = None  # a backend's own: a norm that the step takes
 
     @property
     def coefficient(self) -> Tensor:
@@ -261,7 +259,7 @@ class Owner(Protocol):
 
 
 class OwnStep(Protocol):
-    """An optimizer's step in place of the kernels': see loop/fusing.py."""
+    """An optimizer's step in place of the kernels'. It reads the outcome first if it steps in parts (`may_wait`)."""
 
     def __call__(self, optimizer: Any, engine: Any, measured: Any, /) -> None: ...
 

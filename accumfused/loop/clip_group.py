@@ -166,10 +166,7 @@ class ClipGroup:
         parts: list[Measured | None] = []
         for engine in engines:
             engine.outcome = None
-            try:
-                parts.append(engine.measure(divisors))
-            finally:
-                engine.plans.let_go()
+            parts.append(engine.measure(divisors))
         found = [part for part in parts if part is not None]
         if found:
             propagates = all(engine.settings.nonfinite == "propagate" for engine in engines)

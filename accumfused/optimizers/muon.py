@@ -187,10 +187,10 @@ def _update(
             _check_iteration(group)
     if plan not in _KNOWN:
         _KNOWN[plan] = _Matrices(plan, backend)
+    _KNOWN[plan].step(backend, groups, grads, outcome)
     others = [None if row.rule is MuonRule else grad for row, grad in zip(plan.rows, grads, strict=True)]
     if any(grad is not None for grad in others):
         backend.step(plan, others, hypers, outcome)
-    _KNOWN[plan].step(backend, groups, grads, outcome)
 
 
 def _stacks(plan: Plan) -> list[_Stack]:

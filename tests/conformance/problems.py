@@ -210,7 +210,8 @@ class Watched:
     def norm(self, *args: Any) -> Any:
         outcome = self._inner.norm(*args)
         # Clipping may write into it, unless the step takes the norm.
-        self.outcomes.append(outcome.values.clone() if outcome.owed is None else outcome.values)
+        waits = getattr(outcome, "take", None) is not None
+        self.outcomes.append(outcome.memory if waits else outcome.values.clone())
         return outcome
 
 
