@@ -1,6 +1,9 @@
-"""What an optimizer tells of its steps: metrics, and the gradient noise scale. core/ measures both."""
+"""What an optimizer tells of its steps: norm, skips, metrics, and the gradient noise scale. core/ measures them."""
 
 from __future__ import annotations
+
+import torch
+from torch import Tensor
 
 from accumfused.core.engine import Engine
 from accumfused.core.metrics import Metrics
@@ -11,6 +14,27 @@ class Measures:
     """The base of optimizers that has these calls."""
 
     engine: Engine
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The last step's global norm, after normalization and before clipping: fp32, shape [], on the device.
+
+        None if the step took no norm.
+        """
+        outcome = self.engine.outcome
+        return outcome.norm if outcome is not None and outcome.normed else None
+
+    @property
+    def step_was_skipped(self) -> Tensor:
+        """Whether the last step wrote nothing: bool, shape [], on the device."""
+        outcome = self.engine.outcome
+        return torch.tensor(False) if outcome is None else outcome.skipped
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps wrote nothing: int64, shape [], on the device."""
+        skips = self.engine.plans.skips
+        return torch.zeros((), dtype=torch.int64) if skips is None else skips.count.clone()
 
     def metrics(self) -> Metrics:
         """The norms and counts of the last measured step: of gradients, parameters and updates, per tensor and group.

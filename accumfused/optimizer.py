@@ -1,51 +1,28 @@
 """FusedOptimizer, the base of this package's optimizers. Rules add arithmetic, torch's classes their arguments.
 
-It has the calls of a training loop and torch.optim's protocol; core/engine.py does the work.
+It has the calls of a training loop; core/engine.py does the work.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
-from accumfused import accepted, backends
 from accumfused.arguments import checked_positive, checked_weight
 from accumfused.batch_norm import check_graph
-from accumfused.clipping import LIMIT
-from accumfused.core.engine import Engine, divisors_of
-from accumfused.core.plan import Plan, rule_of
-from accumfused.core.plans import Prepared, Surroundings
-from accumfused.core.protocol import Backend, Exchange, OwnStep
-from accumfused.core.window import Phase, Window, refuse_foreign_scaler
-from accumfused.distributed import exchange, groups
-from accumfused.formats import kinds
+from accumfused.citizen import Citizen
+from accumfused.core.engine import divisors_of
+from accumfused.core.window import refuse_foreign_scaler
 from accumfused.measures import Measures
-from accumfused.rule import Rule
-from accumfused.saving import checkpoint, full_precision, history
-from accumfused.settings import Settings, setting_like
-
-
-def _select(
-    settings: Settings, plan: Plan, devices: set[torch.device], known: Prepared | None
-) -> tuple[Backend, Exchange]:
-    backend = None
-    if known is not None and known.devices == devices and set(plan.rules) <= known.rules:
-        backend = known.backend
-    return (
-        backend or backends.select(settings.backend, devices, plan.rules),
-        exchange.select(settings, plan, None if known is None else known.exchange),
-    )
-
-
-_SURROUNDINGS = Surroundings(_select, groups.default_seed)
+from accumfused.settings import setting_like
 
 
 def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,39 +47,16 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-class FusedOptimizer(Measures, torch.optim.Optimizer):
+class FusedOptimizer(Measures, Citizen):
     """An optimizer whose step also normalizes, unscales and clips, in one pass over the gradients.
 
     Subclasses set `rules`. docs/internals/state-machine.md shows the allowed order of calls.
     """
 
-    rules: ClassVar[tuple[type[Rule], ...]] = ()
-    own_step: ClassVar[OwnStep | None] = None  # in place of the kernels' step
-
-    engine: Engine  # works on its gradients; for the package's own use, and for benchmarks
     _checked_graph = False  # for BatchNorm, by backward(loss)
-
-    @classmethod
-    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
-        """The rule for a parameter group."""
-        return rule_of(cls.rules, group)
-
-    def configure(self, settings: Settings) -> None:
-        """Gives the optimizer, which has its groups already, these settings and an engine.
-
-        Raises:
-            ValueError, TypeError, RuntimeError: settings that do not fit its parameters, group, or machine.
-        """
-        accepted.check_settings(settings, self.param_groups)
-        accepted.refuse_differentiable(self.defaults)
-        for group in self.param_groups:
-            accepted.check_formats(self.rule_of(group), group["params"], settings)
-        self.engine = Engine(self, settings, _SURROUNDINGS)
 
     def refuse_gradients(self) -> None:
         """Raises if the parameters are not those to train with: called before each micro-batch and each step."""
-
-    # ---- the calls of a training loop -------------------------------------------------------------------------------
 
     @_disable_dynamo  # a compiled function calls it uncompiled
     @torch.no_grad()
@@ -247,29 +201,6 @@ class FusedOptimizer(Measures, torch.optim.Optimizer):
                     raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; did you mean {setting!r}?")
             super().__setattr__(name, value)
 
-    # ---- the results of a step --------------------------------------------------------------------------------------
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The last step's global norm, after normalization and before clipping: fp32, shape [], on the device.
-
-        None if the step took no norm.
-        """
-        outcome = self.engine.outcome
-        return outcome.norm if outcome is not None and outcome.normed else None
-
-    @property
-    def step_was_skipped(self) -> Tensor:
-        """Whether the last step wrote nothing: bool, shape [], on the device."""
-        outcome = self.engine.outcome
-        return torch.tensor(False) if outcome is None else outcome.skipped
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        """How many steps wrote nothing: int64, shape [], on the device."""
-        skips = self.engine.plans.skips
-        return torch.zeros((), dtype=torch.int64) if skips is None else skips.count.clone()
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a stock GradScaler leaves unscaling and skipping to the step: no.
@@ -282,179 +213,6 @@ class FusedOptimizer(Measures, torch.optim.Optimizer):
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """torch's constructors set it for fused=True; a GradScaler gets the same answer as before."""
-
-    def __repr__(self) -> str:
-        """torch's text, then the class, settings other than defaults, the backend, the formats and the window."""
-        if not hasattr(self, "engine"):  # within torch's constructors
-            return super().__repr__()
-        settings, prepared, window = self.engine.settings, self.engine.plans.last, self.engine.window
-        lines = {field.name: getattr(settings, field.name) for field in fields(Settings)}
-        lines = {field.name: lines[field.name] for field in fields(Settings) if lines[field.name] != field.default}
-        lines["backend"] = lines.get("backend") or ("not chosen yet" if prepared is None else prepared.backend.name)
-        kept = {
-            kinds.described(rule, form, param)
-            for group in self.param_groups
-            for rule, param in ((self.rule_of(group), param) for param in group["params"])
-            if param.requires_grad
-            if (form := kinds.format_of(rule, param, settings)) != kinds.Format() or param.dtype != torch.float32
-        }
-        if kept:
-            lines["formats"] = "; ".join(sorted(kept))
-        if window.phase is not Phase.IDLE:
-            lines["window"] = f"{window.phase.value}, micro-batches: {window.weights.count}"
-        ours = next(each for each in type(self).__mro__ if each.__module__.startswith("accumfused."))
-        text = "".join(f"    {name}: {value}\n" for name, value in lines.items())
-        return f"{super().__repr__()}\naccumfused.{ours.__name__} (\n{text})"
-
-    # ---- torch.optim's protocol -------------------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch does.
-
-        Raises:
-            TypeError: a parameter that requires a gradient and is not fp32, fp16 or bf16.
-            RuntimeError: a complex parameter, or one that overlaps itself.
-            ValueError: a parameter that is listed twice, or whose dtype `master_weights` does not serve; amsgrad with
-                8-bit states; a setting other than `max_grad_norm` for one group alone, or that for some groups only.
-        """
-        if isinstance(param_group, dict):
-            for name in ({setting.name for setting in fields(Settings)} - {LIMIT}) & param_group.keys():
-                raise ValueError(f"{name} is one for all groups; give it to the optimizer, not to a group")
-            accepted.refuse_differentiable(param_group)
-            if hasattr(self, "engine"):
-                accepted.check_limits(self.engine.settings, [*self.param_groups, param_group])
-        if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
-            given = param_group["params"]
-            param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
-            params = [p[1] if isinstance(p, tuple) else p for p in given]
-            accepted.check_parameters(params)
-            engine = getattr(self, "engine", None)  # None: torch's constructor calls this too
-            if engine is not None:
-                accepted.check_formats(self.rule_of(self.defaults | param_group), params, engine.settings)
-                if engine.release is not None:
-                    engine.release.follow(params)
-        super().add_param_group(param_group)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a checkpoint of this optimizer, or of torch's of the same name, and resumes its open window.
-
-        It releases this optimizer's closed window. Master weights, and limits of groups, that the checkpoint lacks stay
-        as they are.
-
-        Raises:
-            ValueError: a checkpoint that does not fit; this optimizer stays as it was.
-            RuntimeError: a window is open here: its gradients do not belong to the loaded state.
-        """
-        engine = self.engine
-        engine.refuse_open("load_state_dict()", ", and its gradients are not those of the checkpoint")
-        window: Window | None = None
-        kept: dict[Tensor, dict[str, Tensor]] = {}
-        brought: set[Tensor] = set()
-        histories: history.Histories = {}
-
-        def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            nonlocal window, kept, brought, histories
-            loaded, histories = history.without_histories(loaded)
-            checkpoint.check(self, loaded)
-            loaded = history.with_limits(self.param_groups, loaded)
-            accepted.check_limits(engine.settings, loaded["param_groups"])
-            loaded, window = checkpoint.without_window(self, loaded)
-            loaded, kept, brought = checkpoint.without_formats(self, loaded)
-            return loaded
-
-        def complete(_: torch.optim.Optimizer) -> None:
-            for param, entries in kept.items():
-                self.state[param].update(entries)
-
-        last = self.register_load_state_dict_pre_hook(check)  # after the user's hooks, which may edit the checkpoint
-        first = self.register_load_state_dict_post_hook(complete, prepend=True)  # before the user's
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last.remove()
-            first.remove()
-        engine.plans.forget()
-        engine.plans.masters.see(self.state, but=brought)
-        history.resume(engine, histories)
-        engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
-        if window is not None:
-            engine.window = window
-            window.measures = engine.noise is not None
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's state_dict; `state` holds an open window, under keys that torch's optimizers ignore.
-
-        While a window of DTensors is open, every process must call this: the processes agree on its weights.
-        """
-        self.engine.plans.masters.settle()
-        first = []
-        if self.engine.window.is_open:
-            checkpoint.refuse_part(self.engine)
-            first.append(self.register_state_dict_post_hook(checkpoint.with_window, prepend=True))
-        if history.of(self.engine):
-            first.append(self.register_state_dict_post_hook(history.with_histories, prepend=True))
-        try:
-            return super().state_dict()
-        finally:
-            for hook in first:
-                hook.remove()
-
-    def full_precision_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """`model.state_dict()` with every 16-bit parameter in fp32: from its master if it has one, else upcast.
-
-        Args:
-            model: the model of this optimizer's parameters; it upcasts other parameters, and leaves buffers alone.
-
-        Raises:
-            TypeError, ValueError: not a model, or a model without a parameter of this optimizer.
-        """
-        return full_precision.state_dict(self, model)
-
-    def load_full_precision_state_dict(
-        self, model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
-    ) -> Any:
-        """Loads fp32 weights into the model and into the masters of its parameters.
-
-        It restores the weights of `full_precision_state_dict` bit for bit ("split8" rounds them to nearest, with 16
-        bits of mantissa). It makes the (zero) states of parameters with masters that have none yet. To resume, call it
-        after `load_state_dict`, whose masters it replaces.
-
-        Args:
-            model, state_dict, strict: as in `model.load_state_dict(state_dict, strict)`.
-
-        Returns:
-            The result of `model.load_state_dict`.
-
-        Raises:
-            TypeError, ValueError: as `full_precision_state_dict`; names or shapes do not fit. Nothing changes then.
-            RuntimeError: a window is open.
-        """
-        return full_precision.load_state_dict(self, model, state_dict, strict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        engine = self.engine
-        engine.plans.masters.settle()
-        settings = replace(engine.settings, process_group=None, reduce_dtype=None)
-        carried = {**super().__getstate__(), "settings": settings, "is_grouped": engine.group is not None}
-        carried["histories"] = {name: own.clone() for name, own in history.of(engine).items()}
-        if engine.window.is_open:
-            checkpoint.refuse_part(engine)
-            carried["window"] = engine.window.copied()
-        return carried
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        is_copy = not hasattr(self, "engine")  # a wrapper may have it outside its __dict__
-        names = ("settings", "window", "is_grouped", "histories")
-        settings, window, is_grouped, histories = (state.pop(name, None) for name in names)
-        states = state["state"]  # torch's Adagrad looks for a step count in all, and a window's mark has none
-        marks = {key: states.pop(key) for key in [*states] if isinstance(states[key], dict) and not states[key]}
-        super().__setstate__(state)
-        states.update(marks)
-        if is_copy:
-            self.engine = Engine(self, settings, _SURROUNDINGS, window)
-            self.engine.plans.masters.see(self.state)
-            history.resume(self.engine, histories or {})
-            self.engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up
 
 
 def _makes_states(optimizer: FusedOptimizer) -> bool:

@@ -1,0 +1,236 @@
+"""Citizen: torch.optim's protocol, which the base of this package's optimizers keeps: groups, checkpoints, copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accumfused import accepted, backends
+from accumfused.clipping import LIMIT
+from accumfused.core.engine import Engine
+from accumfused.core.plan import Plan, rule_of
+from accumfused.core.plans import Prepared, Surroundings
+from accumfused.core.protocol import Backend, Exchange, OwnStep
+from accumfused.core.window import Phase, Window
+from accumfused.distributed import exchange, groups
+from accumfused.formats import kinds
+from accumfused.rule import Rule
+from accumfused.saving import checkpoint, full_precision, history
+from accumfused.settings import Settings
+
+
+def _select(
+    settings: Settings, plan: Plan, devices: set[torch.device], known: Prepared | None
+) -> tuple[Backend, Exchange]:
+    backend = None
+    if known is not None and known.devices == devices and set(plan.rules) <= known.rules:
+        backend = known.backend
+    return (
+        backend or backends.select(settings.backend, devices, plan.rules),
+        exchange.select(settings, plan, None if known is None else known.exchange),
+    )
+
+
+_SURROUNDINGS = Surroundings(_select, groups.default_seed)
+
+
+class Citizen(torch.optim.Optimizer):
+    """An optimizer of torch.optim over an engine; subclasses set `rules`."""
+
+    rules: ClassVar[tuple[type[Rule], ...]] = ()
+    own_step: ClassVar[OwnStep | None] = None  # in place of the kernels' step
+
+    engine: Engine  # works on its gradients; for the package's own use, and for benchmarks
+    refuse_gradients: Callable[[], None]
+
+    @classmethod
+    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
+        """The rule for a parameter group."""
+        return rule_of(cls.rules, group)
+
+    def configure(self, settings: Settings) -> None:
+        """Gives the optimizer, which has its groups already, these settings and an engine.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: settings that do not fit its parameters, group, or machine.
+        """
+        accepted.check_settings(settings, self.param_groups)
+        accepted.refuse_differentiable(self.defaults)
+        for group in self.param_groups:
+            accepted.check_formats(self.rule_of(group), group["params"], settings)
+        self.engine = Engine(self, settings, _SURROUNDINGS)
+
+    def __repr__(self) -> str:
+        """torch's text, then the class, settings other than defaults, the backend, the formats and the window."""
+        if not hasattr(self, "engine"):  # within torch's constructors
+            return super().__repr__()
+        settings, prepared, window = self.engine.settings, self.engine.plans.last, self.engine.window
+        lines = {field.name: getattr(settings, field.name) for field in fields(Settings)}
+        lines = {field.name: lines[field.name] for field in fields(Settings) if lines[field.name] != field.default}
+        lines["backend"] = lines.get("backend") or ("not chosen yet" if prepared is None else prepared.backend.name)
+        kept = {
+            kinds.described(rule, form, param)
+            for group in self.param_groups
+            for rule, param in ((self.rule_of(group), param) for param in group["params"])
+            if param.requires_grad
+            if (form := kinds.format_of(rule, param, settings)) != kinds.Format() or param.dtype != torch.float32
+        }
+        if kept:
+            lines["formats"] = "; ".join(sorted(kept))
+        if window.phase is not Phase.IDLE:
+            lines["window"] = f"{window.phase.value}, micro-batches: {window.weights.count}"
+        ours = next(each for each in type(self).__mro__ if each.__module__.startswith("accumfused."))
+        text = "".join(f"    {name}: {value}\n" for name, value in lines.items())
+        return f"{super().__repr__()}\naccumfused.{ours.__name__} (\n{text})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch does.
+
+        Raises:
+            TypeError: a parameter that requires a gradient and is not fp32, fp16 or bf16.
+            RuntimeError: a complex parameter, or one that overlaps itself.
+            ValueError: a parameter that is listed twice, or whose dtype `master_weights` does not serve; amsgrad with
+                8-bit states; a setting other than `max_grad_norm` for one group alone, or that for some groups only.
+        """
+        if isinstance(param_group, dict):
+            for name in ({setting.name for setting in fields(Settings)} - {LIMIT}) & param_group.keys():
+                raise ValueError(f"{name} is one for all groups; give it to the optimizer, not to a group")
+            accepted.refuse_differentiable(param_group)
+            if hasattr(self, "engine"):
+                accepted.check_limits(self.engine.settings, [*self.param_groups, param_group])
+        if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
+            given = param_group["params"]
+            param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
+            params = [p[1] if isinstance(p, tuple) else p for p in given]
+            accepted.check_parameters(params)
+            engine = getattr(self, "engine", None)  # None: torch's constructor calls this too
+            if engine is not None:
+                accepted.check_formats(self.rule_of(self.defaults | param_group), params, engine.settings)
+                if engine.release is not None:
+                    engine.release.follow(params)
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a checkpoint of this optimizer, or of torch's of the same name, and resumes its open window.
+
+        It releases this optimizer's closed window. Master weights, and limits of groups, that the checkpoint lacks stay
+        as they are.
+
+        Raises:
+            ValueError: a checkpoint that does not fit; this optimizer stays as it was.
+            RuntimeError: a window is open here: its gradients do not belong to the loaded state.
+        """
+        engine = self.engine
+        engine.refuse_open("load_state_dict()", ", and its gradients are not those of the checkpoint")
+        window: Window | None = None
+        kept: dict[Tensor, dict[str, Tensor]] = {}
+        brought: set[Tensor] = set()
+        histories: history.Histories = {}
+
+        def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            nonlocal window, kept, brought, histories
+            loaded, histories = history.without_histories(loaded)
+            checkpoint.check(self, loaded)
+            loaded = history.with_limits(self.param_groups, loaded)
+            accepted.check_limits(engine.settings, loaded["param_groups"])
+            loaded, window = checkpoint.without_window(self, loaded)
+            loaded, kept, brought = checkpoint.without_formats(self, loaded)
+            return loaded
+
+        def complete(_: torch.optim.Optimizer) -> None:
+            for param, entries in kept.items():
+                self.state[param].update(entries)
+
+        last = self.register_load_state_dict_pre_hook(check)  # after the user's hooks, which may edit the checkpoint
+        first = self.register_load_state_dict_post_hook(complete, prepend=True)  # before the user's
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+            first.remove()
+        engine.plans.forget()
+        engine.plans.masters.see(self.state, but=brought)
+        history.resume(engine, histories)
+        engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
+        if window is not None:
+            engine.window = window
+            window.measures = engine.noise is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state_dict; `state` holds an open window, under keys that torch's optimizers ignore.
+
+        While a window of DTensors is open, every process must call this: the processes agree on its weights.
+        """
+        self.engine.plans.masters.settle()
+        first = []
+        if self.engine.window.is_open:
+            checkpoint.refuse_part(self.engine)
+            first.append(self.register_state_dict_post_hook(checkpoint.with_window, prepend=True))
+        if history.of(self.engine):
+            first.append(self.register_state_dict_post_hook(history.with_histories, prepend=True))
+        try:
+            return super().state_dict()
+        finally:
+            for hook in first:
+                hook.remove()
+
+    def full_precision_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """`model.state_dict()` with every 16-bit parameter in fp32: from its master if it has one, else upcast.
+
+        Args:
+            model: the model of this optimizer's parameters; it upcasts other parameters, and leaves buffers alone.
+
+        Raises:
+            TypeError, ValueError: not a model, or a model without a parameter of this optimizer.
+        """
+        return full_precision.state_dict(self, model)
+
+    def load_full_precision_state_dict(
+        self, model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> Any:
+        """Loads fp32 weights into the model and into the masters of its parameters.
+
+        It restores the weights of `full_precision_state_dict` bit for bit ("split8" rounds them to nearest, with 16
+        bits of mantissa). It makes the (zero) states of parameters with masters that have none yet. To resume, call it
+        after `load_state_dict`, whose masters it replaces.
+
+        Args:
+            model, state_dict, strict: as in `model.load_state_dict(state_dict, strict)`.
+
+        Returns:
+            The result of `model.load_state_dict`.
+
+        Raises:
+            TypeError, ValueError: as `full_precision_state_dict`; names or shapes do not fit. Nothing changes then.
+            RuntimeError: a window is open.
+        """
+        return full_precision.load_state_dict(self, model, state_dict, strict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        engine = self.engine
+        engine.plans.masters.settle()
+        settings = replace(engine.settings, process_group=None, reduce_dtype=None)
+        carried = {**super().__getstate__(), "settings": settings, "is_grouped": engine.group is not None}
+        carried["histories"] = {name: own.clone() for name, own in history.of(engine).items()}
+        if engine.window.is_open:
+            checkpoint.refuse_part(engine)
+            carried["window"] = engine.window.copied()
+        return carried
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        is_copy = not hasattr(self, "engine")  # a wrapper may have it outside its __dict__
+        names = ("settings", "window", "is_grouped", "histories")
+        settings, window, is_grouped, histories = (state.pop(name, None) for name in names)
+        states = state["state"]  # torch's Adagrad looks for a step count in all, and a window's mark has none
+        marks = {key: states.pop(key) for key in [*states] if isinstance(states[key], dict) and not states[key]}
+        super().__setstate__(state)
+        states.update(marks)
+        if is_copy:
+            self.engine = Engine(self, settings, _SURROUNDINGS, window)
+            self.engine.plans.masters.see(self.state)
+            history.resume(self.engine, histories or {})
+            self.engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up
