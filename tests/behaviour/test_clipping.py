@@ -1,4 +1,4 @@
-"""Policies of clipping: what belongs together, what is refused, and what skips and checkpoints leave."""
+"""Policies of clipping: whom they serve, what is refused, and what skips and checkpoints leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import inside
 import pytest
 import torch
 from compare import assert_same_bits
-from snapshot import differences, refused, snapshot, writes_nothing
+from snapshot import differences, refused, snapshot
 from stored import through_a_file
 from table import Own
 from torch import Tensor, nn
@@ -64,106 +64,7 @@ def writes_nothing_but_skips(optimizer: Any) -> Iterator[None]:
     assert differences(before, snapshot(optimizer)) == ["skipped steps"]
 
 
-# ---- what belongs together ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("windows", [False, True])
-def test_a_group_is_clipped_as_by_an_optimizer_of_its_own(windows: bool, backend: str) -> None:
-    """Bit for bit: with limits of their own, and with the optimizer's for the others."""
-    together, apart = Model(), Model()
-    groups = [{"params": [together.weight], "max_grad_norm": 0.3}, {"params": [together.bias]}]
-    one: Any = af.AdamW(groups, lr=0.1, backend=backend, max_grad_norm=0.2)
-    several: list[Any] = [
-        af.AdamW([param], lr=0.1, backend=backend, max_grad_norm=limit)
-        for param, limit in ((apart.weight, 0.3), (apart.bias, 0.2))
-    ]
-    for seed in range(3):
-        set_grads(one, seed)
-        for param, other in zip(together.parameters(), apart.parameters(), strict=True):
-            assert param.grad is not None
-            other.grad = param.grad.clone()
-        for optimizer in (one, *several):
-            if windows:
-                optimizer.accumulate(3.0)
-            optimizer.step(normalizer=1.5)
-    for param, other in zip(together.parameters(), apart.parameters(), strict=True):
-        assert_same_bits(param.detach(), other.detach())
-
-
-def moved_by_ones(model: Model, optimizer: Any) -> list[float]:
-    """How far a step of SGD moves weight and bias, for gradients of ones and a learning rate of 1."""
-    before = [param.detach().clone() for param in model.parameters()]
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    both = zip(model.parameters(), optimizer.param_groups, before, strict=True)
-    return [float((param.detach() - old).norm()) / group["lr"] for param, group, old in both]
-
-
-LENGTHS = math.sqrt(60), math.sqrt(6)
-SHARES = [length / math.sqrt(66) for length in LENGTHS]  # of a global norm of 1
-MEETINGS = {  # settings, limits of the two groups ("none": no key), and how far each may move
-    "one norm": ({"max_grad_norm": 1.0}, ("none", "none"), SHARES),
-    "one norm beside None": ({"max_grad_norm": 1.0}, (None, None), SHARES),
-    "no limit": ({}, (None, None), LENGTHS),
-    "a default": ({"max_grad_norm": 1.0}, (0.5, "none"), (0.5, 1.0)),
-    "a default for None": ({"max_grad_norm": 1.0}, (None, 0.5), (1.0, 0.5)),
-    "all have one": ({}, (0.5, 0.25), (0.5, 0.25)),
-    "infinity": ({"max_grad_norm": 0.1}, (0.5, math.inf), (0.5, LENGTHS[1])),
-    "PerGroup's default": ({"clip": af.PerGroup(1.0)}, ("none", "none"), (1.0, 1.0)),
-    "PerGroup and one": ({"clip": af.PerGroup(1.0)}, (0.5, None), (0.5, 1.0)),
-    "PerGroup without a default": ({"clip": af.PerGroup()}, (0.5, 2), (0.5, 2.0)),
-    "skip_above beside them": ({"skip_above": 9.0}, (0.5, 0.25), (0.5, 0.25)),
-    "skip_above is global": ({"skip_above": 8.0}, (0.5, 0.25), (0.0, 0.0)),
-    "no default": ({}, (0.5, "none"), "parameter group 1 has no max_grad_norm, and others have"),
-    "None is none": ({}, (0.5, None), "parameter group 1 has no max_grad_norm, and others have"),
-    "PerGroup() and one": ({"clip": af.PerGroup()}, (0.5, "none"), "parameter group 1 has no max_grad_norm"),
-    "PerTensor": ({"clip": af.PerTensor(1.0)}, (0.5, 0.5), "does not clip groups"),
-    "Adaptive": ({"clip": af.Adaptive()}, (0.5, "none"), "does not clip groups"),
-    "ZScore": ({"clip": af.ZScore()}, ("none", 0.5), "does not clip groups"),
-}
-
-
-@pytest.mark.parametrize("name", MEETINGS)
-@pytest.mark.parametrize("later", [False, True])
-def test_limits_of_groups_meet_the_settings(name: str, later: bool) -> None:
-    """Given with the group, or written into it between two steps, beside a scheduler."""
-    settings, limits, expected = MEETINGS[name]
-    model = Model()
-    groups: list[dict[str, Any]] = [{"params": [param]} for param in model.parameters()]
-    given = [{} if limit == "none" else {"max_grad_norm": limit} for limit in limits]
-    optimizer: Any = None
-    if later and settings.get("clip") != af.PerGroup():
-        optimizer = af.SGD(groups, lr=1.0, backend="cpu", **settings)
-        moved_by_ones(model, optimizer)
-        for group, limit in zip(optimizer.param_groups, given, strict=True):
-            group.update(limit)
-    else:
-        groups = [group | limit for group, limit in zip(groups, given, strict=True)]
-    if isinstance(expected, str):
-        with (
-            pytest.raises(ValueError, match=expected) if optimizer is None else refused(optimizer, ValueError, expected)
-        ):
-            moved_by_ones(model, optimizer or af.SGD(groups, lr=1.0, **settings))
-        return
-    optimizer = optimizer or af.SGD(groups, lr=1.0, backend="cpu", **settings)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for _ in range(2):
-        assert moved_by_ones(model, optimizer) == pytest.approx(list(expected), rel=1e-5)
-        scheduler.step()
-
-
-@pytest.mark.parametrize("name", ["clip", "skip_above"])
-def test_what_is_one_for_all_groups_is_refused_in_one_also_between_steps(name: str) -> None:
-    optimizer = optimizer_of(Model())
-    train(optimizer, 0)
-    set_grads(optimizer, 1)
-    optimizer.param_groups[1][name] = 3.0
-    with refused(optimizer, ValueError, f"parameter group 1 has '{name}', which is one for all groups"):
-        optimizer.step()
-    own: Any = af.fuse(Own([{"params": [nn.Parameter(torch.ones(2))], name: 3.0}], lr=1.0))  # its step may read it
-    set_grads(own, 0)
-    own.step()
+# ---- whom they serve ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [af.PerTensor(1.0), af.PerGroup(1.0)])
@@ -437,21 +338,6 @@ def test_a_checkpoint_without_limits_leaves_those_that_are_there() -> None:
     assert limits_of(limited) == [0.5, 0.5]
 
 
-def test_limits_in_a_checkpoint_are_checked_before_anything_is_changed() -> None:
-    limited, others = optimizer_of(Model()), optimizer_of(Model(), clip=af.PerTensor(1.0))
-    for group, limit in zip(limited.param_groups, (0.5, 0.25), strict=True):
-        group["max_grad_norm"] = limit
-    train(limited, 0)
-    train(others, 1)
-    saved = limited.state_dict()
-    with refused(others, ValueError, "does not clip groups"):
-        others.load_state_dict(saved)
-    saved["param_groups"][1]["max_grad_norm"] = math.nan
-    with refused(limited, ValueError, "max_grad_norm of parameter group 1 must be > 0"):
-        limited.load_state_dict(saved)
-    torch.optim.AdamW([{"params": [p]} for p in Model().parameters()]).load_state_dict(saved)
-
-
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 BAD = {
@@ -480,31 +366,6 @@ def test_policies_that_cannot_be_are_refused(name: str) -> None:
     make, message = BAD[name]
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         make()
-
-
-def test_limits_of_groups_that_cannot_be_are_refused_before_anything_is_changed() -> None:
-    model = Model()
-    optimizer = optimizer_of(model)
-    train(optimizer, 0)
-    set_grads(optimizer, 1)
-    first, second = optimizer.param_groups
-    first["max_grad_norm"] = 0.5
-    with refused(optimizer, ValueError, "parameter group 1 has no max_grad_norm, and others have"):
-        optimizer.step()
-    for bad in (0.0, -1.0, math.nan):
-        second["max_grad_norm"] = bad
-        with refused(optimizer, ValueError, "max_grad_norm of parameter group 1 must be > 0"):
-            optimizer.step()
-    second["max_grad_norm"] = 0.5
-    with writes_nothing(optimizer), pytest.raises(ValueError, match="group 2 has no max_grad_norm"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    assert len(optimizer.param_groups) == 2
-    with pytest.raises(ValueError, match="does not clip groups"):
-        optimizer_of(Model(), clip=af.PerTensor(1.0)).add_param_group({"params": [torch.ones(1)], "max_grad_norm": 1.0})
-    stock = torch.optim.AdamW([{"params": [Model().weight], "max_grad_norm": 1.0}, {"params": [Model().bias]}])
-    with pytest.raises(ValueError, match="group 1 has no max_grad_norm"):
-        af.fuse(stock)
-    assert type(stock) is torch.optim.AdamW
 
 
 def test_max_grad_norm_cannot_be_set_beside_another_policy() -> None:

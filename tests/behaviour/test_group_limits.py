@@ -1,0 +1,159 @@
+"""Limits of parameter groups: each group is clipped by a norm of its own, as by an optimizer of its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_same_bits
+from peers import params_of
+from snapshot import refused, writes_nothing
+from table import Own, random_grads, random_params, set_grads
+from torch import nn
+
+import accumfused as af
+
+SHAPES = [(10, 6), (6,)]
+
+
+def optimizer_of(*limits: Any, kind: Any = af.AdamW, lr: float = 0.1, **settings: Any) -> Any:
+    """Of two parameters, each with a group; `limits` are those of the groups that have the key."""
+    groups: list[dict[str, Any]] = [{"params": [param]} for param in random_params(SHAPES)]
+    for group, limit in zip(groups, limits, strict=False):
+        group |= {} if limit == "none" else {"max_grad_norm": limit}
+    return kind(groups, lr=lr, backend=settings.pop("backend", "cpu"), **settings)
+
+
+def train(optimizer: Any, seed: int) -> None:
+    set_grads(params_of(optimizer), random_grads(params_of(optimizer), seed))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_group_is_clipped_as_by_an_optimizer_of_its_own(windows: bool, backend: str) -> None:
+    """Bit for bit: with limits of their own, and with the optimizer's for the others."""
+    one = optimizer_of(0.3, backend=backend, max_grad_norm=0.2)
+    several: list[Any] = [
+        af.AdamW([param], lr=0.1, backend=backend, max_grad_norm=limit)
+        for param, limit in zip(random_params(SHAPES), (0.3, 0.2), strict=True)
+    ]
+    apart = [param for optimizer in several for param in params_of(optimizer)]
+    for seed in range(3):
+        for params in (params_of(one), apart):
+            set_grads(params, random_grads(params, seed))
+        for optimizer in (one, *several):
+            if windows:
+                optimizer.accumulate(3.0)
+            optimizer.step(normalizer=1.5)
+    for param, other in zip(params_of(one), apart, strict=True):
+        assert_same_bits(param.detach(), other.detach())
+
+
+def moved_by_ones(optimizer: Any) -> list[float]:
+    """How far a step of SGD moves both parameters, for gradients of ones and a learning rate of 1."""
+    params = params_of(optimizer)
+    before = [param.detach().clone() for param in params]
+    set_grads(params, map(torch.ones_like, before))
+    optimizer.step()
+    both = zip(params, optimizer.param_groups, before, strict=True)
+    return [float((param.detach() - old).norm()) / group["lr"] for param, group, old in both]
+
+
+LENGTHS = math.sqrt(60), math.sqrt(6)
+SHARES = [length / math.sqrt(66) for length in LENGTHS]  # of a global norm of 1
+MEETINGS = {  # settings, limits of the two groups ("none": no key), and how far each may move
+    "one norm": ({"max_grad_norm": 1.0}, ("none", "none"), SHARES),
+    "one norm beside None": ({"max_grad_norm": 1.0}, (None, None), SHARES),
+    "no limit": ({}, (None, None), LENGTHS),
+    "a default": ({"max_grad_norm": 1.0}, (0.5, "none"), (0.5, 1.0)),
+    "a default for None": ({"max_grad_norm": 1.0}, (None, 0.5), (1.0, 0.5)),
+    "all have one": ({}, (0.5, 0.25), (0.5, 0.25)),
+    "infinity": ({"max_grad_norm": 0.1}, (0.5, math.inf), (0.5, LENGTHS[1])),
+    "PerGroup's default": ({"clip": af.PerGroup(1.0)}, ("none", "none"), (1.0, 1.0)),
+    "PerGroup and one": ({"clip": af.PerGroup(1.0)}, (0.5, None), (0.5, 1.0)),
+    "PerGroup without a default": ({"clip": af.PerGroup()}, (0.5, 2), (0.5, 2.0)),
+    "skip_above beside them": ({"skip_above": 9.0}, (0.5, 0.25), (0.5, 0.25)),
+    "skip_above is global": ({"skip_above": 8.0}, (0.5, 0.25), (0.0, 0.0)),
+    "no default": ({}, (0.5, "none"), "parameter group 1 has no max_grad_norm, and others have"),
+    "None is none": ({}, (0.5, None), "parameter group 1 has no max_grad_norm, and others have"),
+    "PerGroup() and one": ({"clip": af.PerGroup()}, (0.5, "none"), "parameter group 1 has no max_grad_norm"),
+    "PerTensor": ({"clip": af.PerTensor(1.0)}, (0.5, 0.5), "does not clip groups"),
+    "Adaptive": ({"clip": af.Adaptive()}, (0.5, "none"), "does not clip groups"),
+    "ZScore": ({"clip": af.ZScore()}, ("none", 0.5), "does not clip groups"),
+}
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+@pytest.mark.parametrize("later", [False, True])
+def test_limits_of_groups_meet_the_settings(name: str, later: bool) -> None:
+    """Given with the group, or written into it between two steps, beside a scheduler."""
+    settings, limits, expected = MEETINGS[name]
+    if later and settings.get("clip") != af.PerGroup():
+        optimizer = optimizer_of(kind=af.SGD, lr=1.0, **settings)
+        moved_by_ones(optimizer)
+        for group, limit in zip(optimizer.param_groups, limits, strict=True):
+            group |= {} if limit == "none" else {"max_grad_norm": limit}
+        if isinstance(expected, str):
+            with refused(optimizer, ValueError, expected):
+                moved_by_ones(optimizer)
+            return
+    elif isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            optimizer_of(*limits, kind=af.SGD, lr=1.0, **settings)
+        return
+    else:
+        optimizer = optimizer_of(*limits, kind=af.SGD, lr=1.0, **settings)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(2):
+        assert moved_by_ones(optimizer) == pytest.approx(list(expected), rel=1e-5)
+        scheduler.step()
+
+
+@pytest.mark.parametrize("name", ["clip", "skip_above"])
+def test_what_is_one_for_all_groups_is_refused_in_one_also_between_steps(name: str) -> None:
+    optimizer = optimizer_of()
+    train(optimizer, 0)
+    optimizer.param_groups[1][name] = 3.0
+    with refused(optimizer, ValueError, f"parameter group 1 has '{name}', which is one for all groups"):
+        optimizer.step()
+    own: Any = af.fuse(Own([{"params": [nn.Parameter(torch.ones(2))], name: 3.0}], lr=1.0))  # its step may read it
+    train(own, 0)
+
+
+def test_limits_that_cannot_be_are_refused_before_anything_is_changed() -> None:
+    optimizer = optimizer_of()
+    train(optimizer, 0)
+    first, second = optimizer.param_groups
+    first["max_grad_norm"] = 0.5
+    with refused(optimizer, ValueError, "parameter group 1 has no max_grad_norm, and others have"):
+        optimizer.step()
+    for bad in (0.0, -1.0, math.nan):
+        second["max_grad_norm"] = bad
+        with refused(optimizer, ValueError, "max_grad_norm of parameter group 1 must be > 0"):
+            optimizer.step()
+    second["max_grad_norm"] = 0.5
+    with writes_nothing(optimizer), pytest.raises(ValueError, match="group 2 has no max_grad_norm"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(optimizer.param_groups) == 2
+    with pytest.raises(ValueError, match="does not clip groups"):
+        optimizer_of(clip=af.PerTensor(1.0)).add_param_group({"params": [torch.ones(1)], "max_grad_norm": 1.0})
+    first, second = random_params(SHAPES)
+    stock = torch.optim.AdamW([{"params": [first], "max_grad_norm": 1.0}, {"params": [second]}])
+    with pytest.raises(ValueError, match="group 1 has no max_grad_norm"):
+        af.fuse(stock)
+    assert type(stock) is torch.optim.AdamW
+
+
+def test_limits_in_a_checkpoint_are_checked_before_anything_is_changed() -> None:
+    limited, others = optimizer_of(0.5, 0.25), optimizer_of(clip=af.PerTensor(1.0))
+    train(limited, 0)
+    train(others, 1)
+    saved = limited.state_dict()
+    with refused(others, ValueError, "does not clip groups"):
+        others.load_state_dict(saved)
+    saved["param_groups"][1]["max_grad_norm"] = math.nan
+    with refused(limited, ValueError, "max_grad_norm of parameter group 1 must be > 0"):
+        limited.load_state_dict(saved)
+    torch.optim.AdamW([{"params": [param]} for param in random_params(SHAPES)]).load_state_dict(saved)
