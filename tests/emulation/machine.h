@@ -1,0 +1,382 @@
+// The machine that runs kernels on the CPU: every thread of a block is a fiber, which runs until it waits for others.
+// Blocks of a grid are there at once, all of a cooperative launch and of others perhaps not, and take turns: at
+// barriers, fences and atomics, and between any two threads. Threads between two barriers, and blocks, run in an order
+// that is shuffled anew each time: what relies on a barrier that is not there goes wrong.
+#pragma once
+#include <link.h>
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3(unsigned count = 1) : x(count) {}
+};
+
+namespace emulation {
+
+constexpr int kWarp = 32;
+enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kAtLaunchInFront, kDone };
+
+static thread_local volatile char known = 0;
+
+// The __shared__ variables lie together, in the module's thread-local memory.
+struct SharedMemory {
+  char* begin = nullptr;
+  size_t bytes = 0;
+  uintptr_t image_begin = 0, image_end = 0;  // of the module
+
+  static SharedMemory find() {
+    known = 1;  // the first access allocates
+    SharedMemory found;
+    const auto look = [](dl_phdr_info* info, size_t, void* to) {
+      SharedMemory here;
+      for (int i = 0; i < info->dlpi_phnum; ++i) {
+        const auto& part = info->dlpi_phdr[i];
+        const uintptr_t begin = info->dlpi_addr + part.p_vaddr;
+        if (part.p_type == PT_LOAD && here.image_begin == 0) here.image_begin = begin;
+        if (part.p_type == PT_LOAD) here.image_end = begin + part.p_memsz;
+        if (part.p_type == PT_TLS) here.begin = static_cast<char*>(info->dlpi_tls_data), here.bytes = part.p_memsz;
+      }
+      const volatile char* const end = here.begin + here.bytes;
+      if (here.begin <= &known && &known < end) *static_cast<SharedMemory*>(to) = here;
+      return 0;
+    };
+    dl_iterate_phdr(look, &found);
+    return found;
+  }
+};
+
+struct Thread {
+  static constexpr size_t kStack = 128 << 10;
+  jmp_buf at;
+  std::unique_ptr<char[]> stack;
+  State state = State::kDone;
+  bool gave_up = false;  // in the middle of a kernel
+};
+
+// Memory whose writes other blocks see no earlier than they must: each block has it as it was at its last fence, and
+// what it has written since.
+struct Watched {
+  char* at;
+  std::vector<char> global;
+};
+
+struct View {
+  std::vector<char> now, before;  // as the block has it, and had it at its last fence
+};
+
+struct Block {
+  unsigned index = 0;
+  std::vector<Thread> threads;
+  std::vector<unsigned> order;   // of the threads in this pass
+  size_t next = 0;               // of them
+  bool ran = false;              // one of them, in this pass
+  int sleeper = -1;              // the warp that does not run while others can
+  std::vector<int> barriers_of;  // how many each thread has come to
+  std::vector<char> shared;
+  std::vector<View> views;  // of what is watched
+  int fences = 0, tickets = 0;
+  uint32_t exchanged[1024];
+};
+
+struct Grid {
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<unsigned> left;  // of those
+  std::vector<bool> has_begun;
+};
+
+struct Launch {
+  const void* stream;
+  bool overlaps;  // it begins before the one in front of it in its stream runs, as far as to its wait for that
+  std::function<void(Grid&, bool is_early)> run;
+  std::shared_ptr<Grid> grid;
+};
+
+struct Machine {
+  std::mt19937 shuffle{0};
+  std::vector<std::unique_ptr<Block>> spare;
+  Grid* now = nullptr;
+  bool is_early = false;  // threads stop where they wait for the launch in front
+  Block* running = nullptr;
+  jmp_buf scheduler;
+  void (*body)(const void*) = nullptr;  // the kernel, and its arguments
+  const void* arguments = nullptr;
+  size_t arguments_bytes = 0;
+  SharedMemory shared;
+  static inline bool in_kernel = false;
+  std::string fault;  // what a kernel did wrong
+  dim3 thread{0}, block{0}, grid{0};
+
+  // What tests set.
+  int multiprocessors = 3;
+  int skipped_barrier = -1;  // of the barriers that each thread of a block comes to, the one that is not there
+  int skipped_fence = -1;    // the same of a block's fences
+  int skipped_ticket = -1;   // of the tickets that a block takes, the one that lets it go on as the last
+  bool cooperates = true;    // it knows cooperative launches
+  int room = 1 << 30;        // for thread blocks of theirs
+  bool skips_wait = false;   // for the launch in front
+  int ptx_version = 90;      // of the kernels
+  std::vector<Watched> watched;
+  std::map<uintptr_t, size_t> memory;  // the device's, address to bytes; empty: not known
+  bool defers = false;                 // launches wait to be synchronized with
+  std::vector<Launch> queue;
+  int launches_until_failure = -1;
+  uint64_t capture = 0;
+  std::vector<Launch> captured;  // to be made again
+  std::string trouble;           // CUDA's reason why nothing runs
+  long launches = 0, overlapping = 0;
+  bool stuck = false;
+  bool offers = false;  // the running thread, to let other blocks go on
+  long naps = 0;        // of a launch's threads
+
+  static Machine& get() {
+    static Machine machine;
+    return machine;
+  }
+
+  // Of the running thread: others go on. swapcontext() would ask the kernel for the signals each time.
+  void wait(State state) {
+    in_kernel = false;
+    Thread& self = running->threads[thread.x];
+    self.state = state;
+    if (_setjmp(self.at) == 0) _longjmp(scheduler, 1);
+  }
+
+  void resume(Thread& next) {
+    if (_setjmp(scheduler) == 0) _longjmp(next.at, 1);
+  }
+
+  // What a kernel may touch; its own variables lie on the thread's stack.
+  bool allows(uintptr_t at, size_t bytes) const {
+    const auto in = [&](const void* begin, size_t size) {
+      const auto first = reinterpret_cast<uintptr_t>(begin);
+      return at >= first && at + bytes <= first + size;
+    };
+    if (memory.empty() || in(running->threads[thread.x].stack.get(), Thread::kStack)) return true;
+    if (in(shared.begin, shared.bytes) || in(arguments, arguments_bytes)) return true;
+    if (at >= shared.image_begin && at + bytes <= shared.image_end) return true;
+    const auto after = memory.upper_bound(at);
+    if (after == memory.begin()) return false;
+    const auto [begin, size] = *std::prev(after);
+    return at + bytes <= begin + size;
+  }
+
+  // The running thread ends here.
+  void give_up(const std::string& reason) {
+    in_kernel = false;
+    if (fault.empty()) fault = reason;
+    running->threads[thread.x].gave_up = true;
+    wait(State::kDone);
+  }
+
+  static void run_threads() {
+    Machine& machine = get();
+    for (;;) {
+      machine.wait(State::kDone);
+      in_kernel = true;
+      machine.body(machine.arguments);
+    }
+  }
+
+  // Leaves the thread where its next launch begins.
+  void prepare(Block& of, unsigned index) {
+    Thread& made = of.threads[index];
+    if (made.state == State::kDone && made.stack && !std::exchange(made.gave_up, false)) return;
+    if (!made.stack) made.stack.reset(new char[Thread::kStack]);
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = made.stack.get();
+    context.uc_stack.ss_size = Thread::kStack;
+    makecontext(&context, run_threads, 0);
+    running = &of;
+    thread.x = index;
+    if (_setjmp(scheduler) == 0) setcontext(&context);
+  }
+
+  void begin(Block& made, unsigned count, size_t shared_bytes) {
+    if (made.threads.size() != count) made.threads = std::vector<Thread>(count);
+    for (unsigned i = 0; i < count; ++i) prepare(made, i);
+    for (Thread& each : made.threads) each.state = State::kReady;
+    made.barriers_of.assign(count, 0);
+    made.shared = now->blocks[shuffle() % grid.x]->shared;  // as another block has left it
+    if (made.shared.size() != shared_bytes || shuffle() % 2) made.shared.assign(shared_bytes, char(0xa5));
+    made.order.resize(count);
+    std::iota(made.order.begin(), made.order.end(), 0u);
+    made.next = count, made.ran = true;
+    made.sleeper = -1;
+    made.fences = made.tickets = 0;
+    made.views.clear();
+    for (const Watched& each : watched) made.views.push_back({each.global, each.global});
+  }
+
+  // What a block writes into watched memory is the others' from here on, and what they have written before is its own.
+  void fence(Block& of) {
+    for (size_t w = 0; w < watched.size(); ++w) {
+      auto& [at, global] = watched[w];
+      for (size_t i = 0; i < global.size(); ++i) {
+        if (at[i] != of.views[w].before[i]) global[i] = at[i];
+      }
+      memcpy(at, global.data(), global.size());
+      of.views[w].before = global;
+    }
+  }
+
+  // Reads past what the running block has of it.
+  float read_global(const float* from, float value) const {
+    const auto place = reinterpret_cast<const char*>(from);
+    for (size_t w = 0; w < watched.size(); ++w) {
+      const auto& [at, global] = watched[w];
+      if (place < at || place >= at + global.size()) continue;
+      const bool written = memcmp(place, &running->views[w].before[size_t(place - at)], sizeof *from) != 0;
+      if (!written) memcpy(&value, &global[size_t(place - at)], sizeof value);
+    }
+    return value;
+  }
+
+  // Runs the next thread of the block that is ready; false when all are done.
+  bool advance(Block& of) {
+    for (;;) {
+      for (; of.next < of.order.size(); ++of.next) {
+        const unsigned index = of.order[of.next];
+        if (of.threads[index].state != State::kReady || int(index) / kWarp == of.sleeper) continue;
+        ++of.next;
+        of.ran = true;
+        thread.x = index;
+        resume(of.threads[index]);
+        return true;
+      }
+      if (!of.ran && !release_warps(of)) {
+        if (of.sleeper < 0 && !release_block(of)) return false;
+        of.sleeper = -1;
+      }
+      if (of.sleeper < 0 && shuffle() % 2) of.sleeper = shuffle() % 2 ? 0 : int(shuffle() % of.threads.size()) / kWarp;
+      std::shuffle(of.order.begin(), of.order.end(), shuffle);
+      of.next = 0, of.ran = false;
+    }
+  }
+
+  // Early: until all threads wait for the launch in front. Otherwise all, or what is left then.
+  void run_grid(Grid& of, unsigned count, unsigned threads, bool at_once, bool early) {
+    constexpr long kMostNaps = 100000;
+    grid.x = count;
+    naps = 0;
+    shared = SharedMemory::find();
+    now = &of, is_early = early;
+    if (of.blocks.empty()) {
+      while (spare.size() < count) spare.push_back(std::make_unique<Block>());
+      std::move(spare.end() - count, spare.end(), std::back_inserter(of.blocks));
+      spare.resize(spare.size() - count);
+      of.left.resize(count), of.has_begun.assign(count, false);
+      std::iota(of.left.begin(), of.left.end(), 0u);
+    }
+    for (const auto& each : of.blocks) {
+      each->ran = true;
+      for (Thread& thread : each->threads) {
+        if (thread.state == State::kAtLaunchInFront) thread.state = State::kReady;
+      }
+    }
+    for (Watched& each : watched) each.global.assign(each.at, each.at + each.global.size());
+    const std::vector<char> before(shared.begin, shared.begin + shared.bytes);  // others have such variables, too
+    std::vector<unsigned> left = of.left;
+    // From blocks one after another to turns of a few threads, in one launch or another.
+    const unsigned longest = shuffle() % 4 == 0 ? unsigned(-1) : threads << shuffle() % 5;
+    // Of a usual launch, blocks may wait until others are done.
+    const size_t room = at_once || shuffle() % 2 ? count : 1 + shuffle() % count;
+    std::shuffle(left.begin(), left.end(), shuffle);
+    while (!left.empty()) {
+      if (naps > kMostNaps) {
+        stuck = true;  // they wait for blocks that have no room
+        break;
+      }
+      const size_t which = shuffle() % std::min(room, left.size());
+      Block& next = *of.blocks[left[which]];
+      if (!of.has_begun[next.index = left[which]]) begin(next, threads, shared.bytes);
+      of.has_begun[next.index] = true;
+      running = &next, block.x = next.index;
+      memcpy(shared.begin, next.shared.data(), shared.bytes);
+      for (size_t w = 0; w < watched.size(); ++w) {
+        memcpy(watched[w].at, next.views[w].now.data(), next.views[w].now.size());
+      }
+      bool goes_on = true;
+      for (unsigned turn = longest == unsigned(-1) ? longest : shuffle() % longest; goes_on && turn > 0; --turn) {
+        goes_on = advance(next);
+        if (!std::exchange(offers, false)) continue;
+        if (shuffle() % 2) --next.next;  // it goes on before others of its block
+        if (shuffle() % 2) break;
+      }
+      if (!goes_on) {
+        const auto waits = [](const Thread& each) { return each.state == State::kAtLaunchInFront; };
+        if (std::none_of(next.threads.begin(), next.threads.end(), waits)) {
+          fence(next), of.left.erase(std::find(of.left.begin(), of.left.end(), next.index));
+        }
+        left.erase(left.begin() + long(which));
+      }
+      memcpy(next.shared.data(), shared.begin, shared.bytes);
+      for (size_t w = 0; w < watched.size(); ++w) {
+        memcpy(next.views[w].now.data(), watched[w].at, next.views[w].now.size());
+      }
+    }
+    for (Watched& each : watched) memcpy(each.at, each.global.data(), each.global.size());
+    memcpy(shared.begin, before.data(), shared.bytes);
+    if (!early) std::move(of.blocks.begin(), of.blocks.end(), std::back_inserter(spare)), of.blocks.clear();
+  }
+
+  // The next one of its stream begins before it, if it may.
+  void run(std::vector<Launch>& order, size_t index) {
+    for (size_t next = index + 1; next < order.size(); ++next) {
+      if (order[next].stream != order[index].stream) continue;
+      if (order[next].overlaps && shuffle() % 4) order[next].run(*order[next].grid, true);
+      break;
+    }
+    order[index].run(*order[index].grid, false);
+  }
+
+  // Lets warps go on whose threads have all come to their barrier; false if there is none.
+  static bool release_warps(Block& of) {
+    bool released = false;
+    for (size_t warp = 0; warp < of.threads.size(); warp += kWarp) {
+      const auto begin = of.threads.begin() + long(warp), end = begin + kWarp;
+      if (!std::all_of(begin, end, [](const Thread& each) { return each.state == State::kAtWarpBarrier; })) continue;
+      std::for_each(begin, end, [](Thread& each) { each.state = State::kReady; });
+      released = true;
+    }
+    return released;
+  }
+
+  // Lets a block go on whose threads have all come to its barrier; false when all are done.
+  bool release_block(Block& of) {
+    const auto all_are = [&](State state) {
+      return std::all_of(of.threads.begin(), of.threads.end(), [=](const Thread& each) { return each.state == state; });
+    };
+    if (all_are(State::kDone)) return false;
+    const auto waits = [](const Thread& each) { return each.state == State::kAtLaunchInFront; };
+    if (std::any_of(of.threads.begin(), of.threads.end(), waits)) return false;
+    if (!all_are(State::kAtBlockBarrier)) {
+      stuck = true;  // they wait at a barrier for threads that have gone, or never come
+      return false;
+    }
+    for (Thread& each : of.threads) each.state = State::kReady;
+    return true;
+  }
+};
+
+// While it is there, the running thread does what the machine does.
+struct InMachine {
+  InMachine() { Machine::get().in_kernel = false; }
+  ~InMachine() { Machine::get().in_kernel = true; }
+};
+
+}  // namespace emulation
