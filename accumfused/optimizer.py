@@ -93,12 +93,10 @@ class FusedOptimizer(Measures, Citizen):
                 folded during backward or are means over processes; otherwise as `accumulate`.
         """
         weight, engine = checked_weight(weight), self.engine
-        prepared, _, present = engine.begin(weight, in_loss=True)
+        prepared, _, present = engine.begin(weight, in_loss=True, last=last)
         engine.plans.let_go()
         if present or engine.window.entered:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
-        if last:
-            engine.check_total(prepared, weight)
         in_loss = weight is None or _holds(loss.dtype, weight)
         if not in_loss and (engine.release is not None or prepared.exchange.has_means):
             raise RuntimeError(

@@ -40,13 +40,14 @@ class Accumulation:
         self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of DistributedDataParallel, from attach_ddp
 
     def begin(
-        self, weight: Number | None, *, in_loss: bool, rows: Container[int] | None = None
+        self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None
     ) -> tuple[Prepared, Grads, int]:
         """Refuses a wrong micro-batch before anything is written.
 
         Args:
             weight: None: a plain sum.
             in_loss: the weight multiplied the loss, so it is in the gradients already.
+            last: the micro-batch closes the window.
             rows: ids of the parameters whose gradients are folded; None: all, and the micro-batch ends.
 
         Returns:
@@ -66,20 +67,15 @@ class Accumulation:
         self.window.begin(plan, grads, weight)
         if self.noise is not None:
             self.noise.check(prepared.exchange, weight)
+        if last:
+            if prepared.exchange.is_alone:  # else other processes may have weights
+                self.window.weights.check(weight)
+            versions.refuse_wide_sums(plan.params)
         return prepared, grads, present
 
-    def check_total(self, prepared: Prepared, weight: Number | None) -> None:
-        """Before the last micro-batch: refuses weights that are all zero, unless other processes may have some.
-
-        Old versions of torch cannot keep the window's sum in every `p.grad`, either.
-        """
-        if prepared.exchange.is_alone:
-            self.window.weights.check(weight)
-        versions.refuse_wide_sums(self.plans.params)
-
     def fold(self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None) -> None:
-        """Adds fresh gradients to the window; see `begin`. With `last` the micro-batch closes the window."""
-        prepared, grads, present = self.begin(weight, in_loss=in_loss, rows=rows)
+        """Adds fresh gradients to the window; see `begin`."""
+        prepared, grads, present = self.begin(weight, in_loss=in_loss, last=last, rows=rows)
         window, plan, exchange, ends = self.window, prepared.plan, prepared.exchange, rows is None
         empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
         if not present and not empty and not window.entered:
@@ -92,8 +88,6 @@ class Accumulation:
                     "fully_shard keeps the gradients of this micro-batch, and delivers them in a sum with others, "
                     "which tells no noise; call set_requires_gradient_sync(True) for each, or leave noise_scale= out"
                 )
-        if last:
-            self.check_total(prepared, weight)
         if last and ends and window.is_open:
             window.habits.watch_writes(window.params)
         matched = plan.match(grads)
