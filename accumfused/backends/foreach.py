@@ -19,7 +19,7 @@ from accumfused.backends import foreach_step
 from accumfused.backends.batches import WHOLE, Batch, Tensors, cut
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, Squares, stacked
+from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads
 from accumfused.formats.kinds import Format
 from accumfused.formats.numeric import CHUNK, ieee, sum_partials, sum_segments
@@ -41,18 +41,20 @@ class ForeachBackend:
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
-        factors: Any = fold.factors(plan.device)
+        given = fold.tensors()  # without one, the numbers are the host's, and travel in the launches
+        numbers: Any = fold.factors(plan.device if given else torch.device("cpu"))
         add_up: Any = _add_on_device
-        if _can_read(plan):
-            factors, add_up = factors.tolist(), _add_numbers
+        if _can_read(plan) or not given:
+            numbers, add_up = numbers.tolist(), _add_numbers
+        factors, *shares = numbers
 
         rows = zip(fold.accumulators, fold.held, fold.grads, strict=True)
         kinds = [accumulator is not None and (held, grad is not None) for accumulator, held, grad in rows]
         for batch in self._batches(plan, WHOLE, kinds):
             held, values, grads = fold.held[batch.rows[0]], batch.of(fold.accumulators), batch.of(fold.grads)
             if held != OVERWRITE and fold.squares is not None:
-                _add_squares(plan, batch, values, fold.squares, held)
-                _add_squares(plan, batch, grads, fold.squares, fold.weight)
+                _add_squares(plan, batch, values, fold.squares.sums, shares[0][held])
+                _add_squares(plan, batch, grads, fold.squares.sums, shares[0][fold.weight])
             if held == OVERWRITE:
                 torch._foreach_copy_(values, grads)
             else:
@@ -131,13 +133,12 @@ def _are_plain(plan: Plan, grads: Grads) -> bool:
     return every and all(grad is None or grad.dtype == torch.float32 for grad in grads)
 
 
-def _add_squares(plan: Plan, batch: Batch, values: Tensors, squares: Squares, place: int) -> None:
-    if not values:
+def _add_squares(plan: Plan, batch: Batch, values: Tensors, squares: Tensor, share: Any) -> None:
+    if not values or (isinstance(share, float) and share == 0):
         return
-    sums = torch.zeros_like(squares.sums)
+    sums = torch.zeros_like(squares)
     batch.measure(plan, values, sums)
-    share = stacked(squares.shares, squares.sums.device)[place].float()
-    squares.sums.add_(torch.where(share != 0, share * sums, 0.0))
+    squares.add_(share * sums if isinstance(share, float) else torch.where(share != 0, share * sums, 0.0))
 
 
 def _add_numbers(values: Tensors, grads: Tensors, keep: float, add: float) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from accumfused.backends import evaluate
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling, Squares, stacked
+from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads
 from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
@@ -38,7 +38,7 @@ class ReferenceBackend:
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
         with ieee():
-            factors = fold.factors(plan.device)
+            factors, *shares = fold.factors(plan.device)
             add = factors[fold.weight]
             for row, accumulator, grad, held in zip(plan.rows, fold.accumulators, fold.grads, fold.held, strict=True):
                 if accumulator is None:
@@ -49,8 +49,8 @@ class ReferenceBackend:
                     continue
                 keep = factors[held]
                 if fold.squares is not None:
-                    _add_squares(fold.squares, row.first_chunk, accumulator, held, keep)
-                    _add_squares(fold.squares, row.first_chunk, grad, fold.weight, add)
+                    _add_squares(fold.squares.sums, row.first_chunk, accumulator, shares[0][held], keep)
+                    _add_squares(fold.squares.sums, row.first_chunk, grad, shares[0][fold.weight], add)
                 kept = torch.where(keep != 0, accumulator * keep, 0.0)
                 if grad is None:
                     accumulator.copy_(kept)
@@ -151,14 +151,11 @@ def _update(
     return old_param, new_param - old_param
 
 
-def _add_squares(squares: Squares, first_chunk: int, values: Tensor | None, place: int, factor: Tensor) -> None:
+def _add_squares(squares: Tensor, first_chunk: int, values: Tensor | None, share: Tensor, factor: Tensor) -> None:
     if values is None:
         return
-    share, sums = (
-        stacked(squares.shares, squares.sums.device)[place].float(),
-        sums_of_squares(memory_order(values).float()),
-    )
-    own = squares.sums[first_chunk : first_chunk + len(sums)]
+    sums = sums_of_squares(memory_order(values).float())
+    own = squares[first_chunk : first_chunk + len(sums)]
     own.copy_(torch.where((share != 0) & (factor != 0), own + share * sums, own))
 
 

@@ -59,8 +59,11 @@ class Fold:
         return [number for number in (*self.weights, self.scale, *shares) if isinstance(number, Tensor)]
 
     def factors(self, device: torch.device) -> Tensor:
-        """Each weight by the scale, fp32, for backends that compute with tensors."""
-        return (stacked(self.weights, device) * self.scale).float()
+        """Rows of fp32, for backends that compute with tensors: each weight by the scale; and each share, if any."""
+        shares = [] if self.squares is None else self.squares.shares
+        rows = stacked([*self.weights, *shares], device).view(-1, len(self.weights))
+        rows[0].mul_(self.scale)
+        return rows.float()
 
     def refuse_overwritten(self) -> None:
         """Refuses gradients in the memory of their accumulators, for backends without a table (a table checks that)."""
