@@ -20,6 +20,7 @@ from accumfused.accepted import check_parameters
 from accumfused.batch_norm import check_model
 from accumfused.integrations.audited import FirstSteps
 from accumfused.integrations.logged import Logged, check_logged, check_measured, readings
+from accumfused.loop.ddp import attach_ddp
 from accumfused.loop.fusing import fuse
 from accumfused.loop.grad_scaler import GradScaler
 from accumfused.loop.linears import FusedLinears, fuse_linears
@@ -60,7 +61,8 @@ def fuse_trainer(
     BatchNorm in training mode causes a warning if a window has several micro-batches (`accumfused.check_model`).
 
     In the callbacks `on_pre_optimizer_step` and `on_substep_end`, `p.grad` is None: the optimizer holds the sums. With
-    several processes (DDP), `p.grad` sums the micro-batches as before, and only clip and step are fused.
+    several processes (DDP), `p.grad` sums the micro-batches as before, and only clip and step are fused; unless the
+    noise scale is measured, which needs each process's own gradients: see `accumfused.attach_ddp`.
 
     Args:
         trainer: the trainer. This call replaces its `create_optimizer` and `log`, and adds a callback, which replaces
@@ -73,8 +75,8 @@ def fuse_trainer(
         metrics: measures the steps that Trainer logs, and logs `optimizer.metrics()` there: "groups" as
             `grad_norm/all`, `grad_norm/group0`..., "tensors" also as `grad_norm/layer.weight`. An optimizer of
             accumfused measures what it was made to; its groups are logged with None, too.
-        noise_scale: measures the gradient noise scale, and logs it as `noise_scale`. It needs one process, and windows
-            of several micro-batches.
+        noise_scale: measures the gradient noise scale, and logs it as `noise_scale`. It needs windows of several
+            micro-batches, or several processes.
 
     Returns:
         The trainer.
@@ -84,7 +86,7 @@ def fuse_trainer(
         TypeError: `trainer` is no Trainer; a parameter is not fp32, fp16 or bf16; the optimizer cannot be fused.
         ValueError: DeepSpeed, FSDP or other sharding; the optimizer steps inside backward, lacks trainable parameters,
             clips by another max_grad_norm or policy than the Trainer, or does not measure `metrics` or `noise_scale`;
-            `linears` or `noise_scale` with several processes or devices.
+            `linears` with several processes or devices.
         RuntimeError: the trainer is fused already, or has trained with an optimizer that is not fused.
     """
     if Version(transformers.__version__).release < Version(OLDEST_TRANSFORMERS).release:
@@ -97,9 +99,8 @@ def fuse_trainer(
     if any(isinstance(callback, _FusedTail) for callback in trainer.callback_handler.callbacks):
         raise RuntimeError("fuse_trainer() was called on this trainer before; once is enough")
     _check_parallelism(trainer)
-    for name, is_asked in (("linears", linears), ("noise_scale", noise_scale)):
-        if is_asked and (trainer.accelerator.num_processes > 1 or trainer.args.n_gpu > 1):
-            raise ValueError(f"fuse_trainer({name}=True) needs one process with one device; leave {name} out")
+    if linears and (trainer.accelerator.num_processes > 1 or trainer.args.n_gpu > 1):
+        raise ValueError("fuse_trainer(linears=True) needs one process with one device; leave linears out")
     check_logged(metrics)
     check_parameters(list(trainer.model.parameters()))
     tail = _FusedTail(trainer, linears, metrics, noise_scale)
@@ -163,6 +164,10 @@ class _FusedTail(TrainerCallback):
         if self._fuses_linears:
             self._linears = fuse_linears(self._trainer.model, self.optimizer)
 
+    def _adds_up(self) -> bool:
+        """Whether the optimizer adds up the gradients of several processes, and DDP does not."""
+        return self._trainer.accelerator.num_processes > 1 and self.optimizer.engine.noise is not None
+
     def readings(self) -> dict[str, float]:
         """For Trainer's log."""
         return {} if self.optimizer is None else readings(self.optimizer, self._trainer.model, self._logged)
@@ -175,6 +180,9 @@ class _FusedTail(TrainerCallback):
                 "the trainer's optimizer was replaced without create_optimizer(); override that method to make your own"
             )
         prepared.state_dict = self.state_dict
+        ddp = self._trainer.model_wrapped
+        if self._adds_up() and ddp not in self.optimizer.engine.attached:
+            attach_ddp(ddp, self.optimizer)
         if accelerator.clip_grad_norm_ != self.clip_grad_norm_:
             accelerator.clip_grad_norm_ = self.clip_grad_norm_
             accelerator.backward = functools.partial(self.backward, accelerator.backward)
@@ -197,7 +205,7 @@ class _FusedTail(TrainerCallback):
         """Runs the accelerator's backward, then folds."""
         backward(loss, **kwargs)
         accelerator = self._trainer.accelerator
-        if accelerator.num_processes > 1:
+        if accelerator.num_processes > 1 and not self._adds_up():
             return  # DDP averages p.grad
         # A stock scaler looks for infinities in p.grad before it calls step(): it needs a closed window.
         closes = accelerator.scaler is not None and not isinstance(accelerator.scaler, GradScaler)

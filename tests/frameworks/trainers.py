@@ -18,6 +18,7 @@ import accumfused as af
 transformers = pytest.importorskip("transformers", "5.0")
 pytest.importorskip("accelerate")
 
+from accelerate.state import AcceleratorState  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 from accumfused.integrations.huggingface import fuse_trainer  # noqa: E402
@@ -112,6 +113,11 @@ def assert_same_training(ours: Trainer, stock: Trainer, steps: int = STEPS) -> N
             assert [finite(mine["grad_norm"])] == pytest.approx([finite(theirs["grad_norm"])], rel=1e-5)
     for (name, mine), theirs in zip(ours.model.named_parameters(), stock.model.parameters(), strict=True):
         assert_close(mine, theirs, "model", name)
+
+
+def forget_processes() -> None:
+    """All Accelerators of a process share what they have found of others."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001  # not the package's
 
 
 def trained(trainer: Trainer) -> Trainer:
