@@ -23,6 +23,7 @@ from accumfused.core.plan import Plan
 from accumfused.core.protocol import Backend, Exchange, Number, Scaling, moved
 from accumfused.core.weights import Weights
 from accumfused.core.window import Phase, Window
+from accumfused.warn import warn
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Noise:
         self.means: Tensor | None = None  # fp64 [signal, noise, the weight of both, windows]; see saving/history.py
         self._decay = decay
         self._sample: tuple[Tensor, Tensor] | None = None  # signal and noise of the window whose step is to come
+        self._empty_steps = 0  # before the first sample
 
     def check(self, exchange: Exchange, weight: Number | None) -> None:
         """Refuses gradients that are means over processes, with a weight: each process knows its own weight only.
@@ -100,6 +102,8 @@ class Noise:
         self._sample = None
         sums, weights = window.sums, window.weights
         if window.phase is Phase.IDLE or sums.squares is None or (sums.counted is None and weights.count < 2):
+            if self.means is None:
+                self._watch_empty_steps()
             return
         if window.phase is Phase.CLOSED:
             self.close(backend, plan, window)  # an error may have kept it
@@ -117,6 +121,16 @@ class Noise:
         self._sample = (parts * whole - own) / rest, (own - whole) * total * weights.unit / rest
         if self.means is None or self.means.device != whole.device:
             graphs.refuse_new_tensors({whole.device})  # `take` makes them
+
+    def _watch_empty_steps(self) -> None:
+        """Warns at the second step of a loop that has nothing to measure. (One may be a remainder, or resumed.)"""
+        if self._empty_steps == 1:
+            warn(
+                "noise_scale= measures nothing in this loop, whose steps take one micro-batch each; call accumulate() "
+                "for two or more before each step, or let several processes add up theirs (process_group=), or leave "
+                "noise_scale= out"
+            )
+        self._empty_steps += 1
 
     def take(self, skipped: Tensor) -> None:
         """Adds the sample to the means, unless the step was skipped or the sample is not finite."""

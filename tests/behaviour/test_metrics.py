@@ -41,11 +41,20 @@ def test_what_is_not_measured_is_refused_with_the_remedy(name: str) -> None:
     assert getattr(optimizer, name)()
 
 
-def test_windows_of_one_micro_batch_and_plain_steps_have_no_noise_scale(backend: str) -> None:
+@pytest.mark.parametrize("plain", [False, True])
+def test_windows_of_one_micro_batch_and_plain_steps_have_no_noise_scale_and_are_warned_of(
+    backend: str, plain: bool
+) -> None:
     param, optimizer = made(backend, noise_scale=True)
     window(param, optimizer, parts=1)
     param.grad = torch.ones_like(param)
-    optimizer.step()
+    if not plain:
+        optimizer.accumulate()
+    with refused(optimizer, af.AccumulationWarning, "noise_scale= measures nothing in this loop"):
+        optimizer.step()
+    with pytest.warns(af.AccumulationWarning, match="two or more before each step, or let several processes"):
+        optimizer.step()
+    window(param, optimizer, parts=1)
     with pytest.raises(RuntimeError, match="no window of two or more micro-batches"):
         optimizer.noise_scale()
 
