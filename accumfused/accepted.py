@@ -14,24 +14,36 @@ from accumfused.core.rows import check_parameter
 from accumfused.distributed import groups
 from accumfused.formats import kinds, shards
 from accumfused.rule import Rule
-from accumfused.settings import Settings
+from accumfused.settings import Settings, refuse_settings_of_groups
 
 
-def refuse_differentiable(options: Mapping[str, Any]) -> None:
-    if options.get("differentiable"):
-        raise ValueError("differentiable=True is not supported: the step is not recorded by autograd")
-
-
-def check_settings(settings: Settings, param_groups: Sequence[Mapping[str, Any]]) -> None:
+def check_settings(
+    settings: Settings,
+    rules: Sequence[type[Rule]],
+    param_groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+) -> None:
     """Refuses settings that this machine, this process or the parameter groups cannot serve."""
     backends.check(settings.backend)
-    check_limits(settings, param_groups)
+    check_groups(settings, rules, param_groups, defaults)
     if settings.process_group is not None:
         groups.check_group(settings.process_group)
 
 
-def check_limits(settings: Settings, param_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses parameter groups whose limits are wrong, missing, or not for these settings."""
+def check_groups(
+    settings: Settings,
+    rules: Sequence[type[Rule]],
+    param_groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+) -> None:
+    """Refuses options of parameter groups that do nothing, and limits that are wrong, missing, or out of place.
+
+    Args:
+        rules, defaults: those of the optimizer's class, and its options: see `refuse_settings_of_groups`.
+    """
+    if any(group.get("differentiable") for group in param_groups):
+        raise ValueError("differentiable=True is not supported: the step is not recorded by autograd")
+    refuse_settings_of_groups(rules, param_groups, defaults)
     group_limits(settings.clip, settings.max_grad_norm, param_groups)
 
 

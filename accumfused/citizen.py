@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from accumfused import accepted, backends
-from accumfused.clipping import LIMIT
 from accumfused.core.engine import Engine
 from accumfused.core.plan import Plan, rule_of
 from accumfused.core.plans import Prepared, Surroundings
@@ -58,8 +57,7 @@ class Citizen(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError, RuntimeError: settings that do not fit its parameters, group, or machine.
         """
-        accepted.check_settings(settings, self.param_groups)
-        accepted.refuse_differentiable(self.defaults)
+        accepted.check_settings(settings, self.rules, self.param_groups, self.defaults)
         for group in self.param_groups:
             accepted.check_formats(self.rule_of(group), group["params"], settings)
         self.engine = Engine(self, settings, _SURROUNDINGS)
@@ -96,12 +94,9 @@ class Citizen(torch.optim.Optimizer):
             ValueError: a parameter that is listed twice, or whose dtype `master_weights` does not serve; amsgrad with
                 8-bit states; a setting other than `max_grad_norm` for one group alone, or that for some groups only.
         """
-        if isinstance(param_group, dict):
-            for name in ({setting.name for setting in fields(Settings)} - {LIMIT}) & param_group.keys():
-                raise ValueError(f"{name} is one for all groups; give it to the optimizer, not to a group")
-            accepted.refuse_differentiable(param_group)
-            if hasattr(self, "engine"):
-                accepted.check_limits(self.engine.settings, [*self.param_groups, param_group])
+        if isinstance(param_group, dict) and hasattr(self, "engine"):
+            every = [*self.param_groups, param_group]
+            accepted.check_groups(self.engine.settings, self.rules, every, self.defaults)
         if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
             given = param_group["params"]
             param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
@@ -136,7 +131,7 @@ class Citizen(torch.optim.Optimizer):
             loaded, histories = history.without_histories(loaded)
             checkpoint.check(self, loaded)
             loaded = history.with_limits(self.param_groups, loaded)
-            accepted.check_limits(engine.settings, loaded["param_groups"])
+            accepted.check_groups(engine.settings, self.rules, loaded["param_groups"], self.defaults)
             loaded, window = checkpoint.without_window(self, loaded)
             loaded, kept, brought = checkpoint.without_formats(self, loaded)
             return loaded

@@ -12,13 +12,11 @@ from typing import Any
 from accumfused.arguments import checked_whole
 
 LIMIT = "max_grad_norm"  # the key of a parameter group
-_OF_ALL = ("clip", "skip_above")  # these are no keys of a group
-POLICIES = frozenset({LIMIT, *_OF_ALL})
 
 
 def check_limit(value: Any, name: str, off: str) -> None:
     """Refuses anything but a positive number; `off` tells the user how to switch clipping off."""
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r}; {off}")
     if not value > 0:
         raise ValueError(f"{name} must be > 0, got {value}; {off}")
@@ -162,21 +160,6 @@ def check_policies(clip: Any, max_grad_norm: float | None, skip_above: Any, nonf
             f"skip_above skips steps, and nonfinite={nonfinite!r} skips none; leave one of them out, or use "
             "nonfinite='skip'"
         )
-
-
-def refuse_policies_of_groups(groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Refuses settings that somebody has written into a group, where they would do nothing.
-
-    Args:
-        defaults: the optimizer's own options; a rule may have one of such a name.
-    """
-    for index, group in enumerate(groups):
-        for name in _OF_ALL:
-            if name in group and name not in defaults:
-                raise ValueError(
-                    f"parameter group {index} has {name!r}, which is one for all groups; delete it, and give it to the "
-                    "optimizer when it is made (a group can have a max_grad_norm)"
-                )
 
 
 def group_limits(

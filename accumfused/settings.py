@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from typing_extensions import TypedDict, Unpack  # a dependency of torch's
 
-from accumfused.clipping import Clip, GlobalNorm, RunningMean, check_limit, check_policies
+from accumfused.clipping import LIMIT, Clip, GlobalNorm, RunningMean, check_limit, check_policies
+from accumfused.rule import Rule
 
 Nonfinite = Literal["skip", "propagate", "raise"]
 MasterWeights = Literal["auto", "fp32", "split16", "split8"]
@@ -38,6 +39,9 @@ class SettingArguments(TypedDict, total=False):
     reduce_dtype: torch.dtype | None
     noise_scale: bool | float
     metrics: bool | int
+
+
+NAMES = frozenset(SettingArguments.__annotations__)
 
 
 @dataclass
@@ -153,8 +157,25 @@ class Settings:
 @functools.cache
 def setting_like(name: str) -> str | None:
     """The setting of this name, or of one that is so near that the user must have meant it; never of a private name."""
-    near = difflib.get_close_matches(name, SettingArguments.__annotations__, 1, cutoff=0.7)
+    near = difflib.get_close_matches(name, NAMES, 1, cutoff=0.7)
     return near[0] if near and not name.startswith("_") else None
+
+
+def refuse_settings_of_groups(
+    rules: Iterable[type[Rule]], groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> None:
+    """Refuses settings in a group, where they would do nothing.
+
+    Args:
+        rules: the optimizer's; without options if it keeps a step of its own, which may read keys of such names.
+        defaults: its own options; a rule may have one of such a name.
+    """
+    for index, group in enumerate(groups if any(rule.hypers for rule in rules) else ()):
+        for name in NAMES.intersection(group) - defaults.keys() - {LIMIT}:
+            raise ValueError(
+                f"parameter group {index} has {name!r}, which is one for all groups; delete it, and give it to the "
+                "optimizer when it is made (a group can have a max_grad_norm)"
+            )
 
 
 def chosen(caller: str, others: Iterable[str] = (), /, **settings: Unpack[SettingArguments]) -> Settings:
@@ -165,8 +186,8 @@ def chosen(caller: str, others: Iterable[str] = (), /, **settings: Unpack[Settin
         ValueError, RuntimeError: wrong settings.
     """
     for name in settings:
-        if name not in SettingArguments.__annotations__:
-            near = difflib.get_close_matches(name, [*SettingArguments.__annotations__, *others], 1)
+        if name not in NAMES:
+            near = difflib.get_close_matches(name, [*NAMES, *others], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             if name == "rounding":
                 hint = "; leave it out: with master_weights=None 16-bit parameters are always rounded stochastically"

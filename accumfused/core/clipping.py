@@ -23,7 +23,6 @@ from accumfused.clipping import (
     RunningMean,
     ZScore,
     group_limits,
-    refuse_policies_of_groups,
 )
 from accumfused.core import graphs
 from accumfused.core.norm import clipped, divisor_of, norms
@@ -31,7 +30,7 @@ from accumfused.core.plan import Plan
 from accumfused.core.protocol import Divisors, Outcome, Owner, Scaling, Segments, moved
 from accumfused.core.rows import Grads
 from accumfused.formats.numeric import LEAST_DIVISOR, ieee, square_root
-from accumfused.settings import Settings
+from accumfused.settings import Settings, refuse_settings_of_groups
 
 
 @dataclass
@@ -96,8 +95,7 @@ class Clipping:
 
     def of_step(self, owner: Owner, divisors: Divisors) -> Asked | None:
         """The same, checked with a step's divisors; a ClipGroup has checked that there are none."""
-        if owner.own_step is None:  # an optimizer with a step of its own may read such keys
-            refuse_policies_of_groups(owner.param_groups, owner.defaults)
+        refuse_settings_of_groups(owner.rules, owner.param_groups, owner.defaults)
         asked = None if divisors.is_shared else self.asked(owner.param_groups)
         if asked is not None:
             asked.check(divisors)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from accumfused.arguments import checked_positive
-from accumfused.clipping import POLICIES
 from accumfused.core.accumulation import Accumulation
 from accumfused.core.clipping import Clipping
 from accumfused.core.metrics import Meter
@@ -25,7 +24,7 @@ from accumfused.core.protocol import Divisors, Hypers, LossScale, Number, Outcom
 from accumfused.core.rows import Grads
 from accumfused.core.window import OPEN_PHASES, Phase, Window
 from accumfused.formats.shards import replicated
-from accumfused.settings import Settings
+from accumfused.settings import NAMES, Settings
 
 
 @dataclass
@@ -86,7 +85,7 @@ class Engine(Accumulation):
     def measure(self, divisors: Divisors) -> Measured | None:
         """Computes the coefficient for the gradients that a step takes now; None if there is no gradient."""
         settings, groups, asked = self.settings, self.plans.owner.param_groups, None
-        if settings.clip is not None or settings.skip_above is not None or not all(map(POLICIES.isdisjoint, groups)):
+        if settings.clip is not None or settings.skip_above is not None or not all(map(NAMES.isdisjoint, groups)):
             asked = self.clipping.of_step(self.plans.owner, divisors)
         if self.release is not None:
             self.release.end_before_step()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, overload
 import torch
 from typing_extensions import Unpack
 
-from accumfused.accepted import check_formats, check_parameters, check_settings, refuse_differentiable
+from accumfused.accepted import check_formats, check_parameters, check_settings
 from accumfused.core.engine import Engine, Measured
 from accumfused.core.protocol import Outcome, OwnStep
 from accumfused.core.rows import Grads
@@ -98,13 +98,11 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         raise TypeError(f"{type(optimizer).__name__} wraps another optimizer; fuse that one, before it is wrapped")
     own = chosen("fuse", **settings)
-    check_settings(own, optimizer.param_groups)
-    refuse_differentiable(optimizer.defaults)
     fused: Any = PEERS.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
+    check_settings(own, fused.rules, optimizer.param_groups, optimizer.defaults)
     for group in optimizer.param_groups:
         check_parameters(group["params"])
         check_formats(fused.rule_of(group), group["params"], own)
-        refuse_differentiable(group)
     if issubclass(fused, ForeignStep):
         _refuse_formats(type(optimizer).__name__, own)
         if own.metrics:

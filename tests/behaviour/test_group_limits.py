@@ -111,7 +111,7 @@ def test_limits_of_groups_meet_the_settings(name: str, later: bool) -> None:
         scheduler.step()
 
 
-@pytest.mark.parametrize("name", ["clip", "skip_above"])
+@pytest.mark.parametrize("name", ["clip", "metrics", "noise_scale"])
 def test_what_is_one_for_all_groups_is_refused_in_one_also_between_steps(name: str) -> None:
     optimizer = optimizer_of()
     train(optimizer, 0)

@@ -34,6 +34,7 @@ SETTINGS: list[tuple[dict[str, Any], Errors, str]] = [
     ({"nonfinite": "ignore"}, V, "nonfinite must be one of skip, propagate, raise or None, got 'ignore'"),
     ({"max_grad_norm": 0}, V, r"max_grad_norm must be > 0, got 0; None is off \(elsewhere 0 often is\)"),
     ({"max_grad_norm": nan}, V, "max_grad_norm must be > 0, got nan"),
+    ({"max_grad_norm": True}, T, "max_grad_norm must be a number, got True"),
     ({"max_grad_norm": "1.0"}, T, "max_grad_norm must be a number, got '1.0'"),
     ({"master_weights": "bf16"}, V, "master_weights must be one of auto, fp32, split16, split8 or None, got 'bf16'"),
     ({"master_weights": torch.float32}, V, r"master_weights must be one of .*torch\.float32"),
@@ -113,10 +114,17 @@ def test_an_option_of_one_group_is_refused() -> None:
     own = {setting.name: setting.default for setting in dataclasses.fields(Settings) if setting.name != LIMIT}
     for name, value in {**own, "differentiable": True}.items():
         group = {"params": [Parameter(torch.ones(4))], name: value}
-        with refused(optimizer, ValueError, f"{name} is one for all groups|differentiable=True is not supported"):
+        text = f"group [01] has '{name}', which is one for all groups|differentiable=True is not supported"
+        with refused(optimizer, ValueError, text):
             optimizer.add_param_group(group)
-        with pytest.raises(ValueError, match=name):
-            af.AdamW([group])
+        group["params"] = [Parameter(torch.ones(4, 4))]
+        for make in (af.AdamW, af.Muon, lambda groups: af.fuse(torch.optim.AdamW(groups))):
+            with pytest.raises(ValueError, match=text):
+                make([group])
+        checkpoint = optimizer.state_dict()
+        checkpoint["param_groups"][0][name] = value
+        with refused(optimizer, ValueError, text):
+            optimizer.load_state_dict(checkpoint)
     assert len(optimizer.param_groups) == 1
 
 
