@@ -116,10 +116,13 @@ class Citizen(torch.optim.Optimizer):
         as they are.
 
         Raises:
+            TypeError: not a dictionary.
             ValueError: a checkpoint that does not fit; this optimizer stays as it was.
             RuntimeError: a window is open here: its gradients do not belong to the loaded state.
         """
         engine = self.engine
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"load_state_dict() takes what state_dict() returns, got {type(state_dict).__name__}")
         engine.refuse_open("load_state_dict()", ", and its gradients are not those of the checkpoint")
         window: Window | None = None
         kept: dict[Tensor, dict[str, Tensor]] = {}

@@ -213,6 +213,14 @@ class FusedOptimizer(Measures, Citizen):
         """torch's constructors set it for fused=True; a GradScaler gets the same answer as before."""
 
 
+def check_fused(optimizer: Any, caller: str) -> None:
+    """Raises a TypeError for an optimizer of another package, or none."""
+    if not isinstance(optimizer, FusedOptimizer):
+        inner = isinstance(getattr(optimizer, "optimizer", None), FusedOptimizer)
+        remedy = "give it the .optimizer that is wrapped" if inner else "convert it with accumfused.fuse()"
+        raise TypeError(f"{caller} takes an optimizer of this package, got {type(optimizer).__name__}; {remedy}")
+
+
 def _makes_states(optimizer: FusedOptimizer) -> bool:
     """Whether torch.distributed.checkpoint steps to make states: there are none, and all learning rates are 0."""
     return not optimizer.state and all(float(group["lr"]) == 0 for group in optimizer.param_groups)

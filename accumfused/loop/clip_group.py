@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from accumfused.core.engine import Measured, divisors_of
 from accumfused.core.norm import finish_norm
 from accumfused.core.protocol import Divisors, Scaling, moved
 from accumfused.core.window import refuse_foreign_scaler
-from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizer import FusedOptimizer, check_fused
 
 
 class ClipGroup:
@@ -47,14 +47,15 @@ class ClipGroup:
     """
 
     def __init__(self, optimizers: Sequence[FusedOptimizer], max_grad_norm: float) -> None:
+        if not isinstance(optimizers, Iterable):
+            raise TypeError(
+                f"ClipGroup takes a list of optimizers, got {type(optimizers).__name__}; write "
+                "ClipGroup([muon, adamw], max_grad_norm=1.0)"
+            )
         self.optimizers = list(optimizers)
         self.max_grad_norm = max_grad_norm
         for optimizer in self.optimizers:
-            if not isinstance(optimizer, FusedOptimizer):
-                raise TypeError(
-                    f"ClipGroup takes optimizers of this package, got {type(optimizer).__name__}; "
-                    "convert it with accumfused.fuse()"
-                )
+            check_fused(optimizer, "ClipGroup")
             if optimizer.max_grad_norm is not None:
                 raise ValueError("one of the optimizers has a max_grad_norm of its own; give it to the group alone")
             _refuse_policies(optimizer)

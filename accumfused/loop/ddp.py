@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizer import FusedOptimizer, check_fused
 
 
 def attach_ddp(
@@ -65,11 +65,7 @@ def attach_ddp(
 
 
 def _check(ddp: DistributedDataParallel, optimizer: FusedOptimizer, reduce_dtype: torch.dtype | None) -> None:
-    if not isinstance(optimizer, FusedOptimizer):
-        raise TypeError(
-            f"attach_ddp takes an optimizer of this package, got {type(optimizer).__name__}; convert it with "
-            "accumfused.fuse()"
-        )
+    check_fused(optimizer, "attach_ddp")
     optimizer.engine.refuse_open("attach_ddp()")
     settings, group = optimizer.engine.settings, ddp.process_group
     if settings.process_group is not None and set(_ranks(settings.process_group)) != set(_ranks(group)):

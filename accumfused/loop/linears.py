@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 from accumfused.formats.kinds import DTYPES
 from accumfused.formats.shards import is_dtensor
 from accumfused.loop.contributions import Contributions, has_hooks
-from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizer import FusedOptimizer, check_fused
 
 SMALLEST = 2**19  # elements of a weight; a smaller gradient stays in a cache, and the calls cost more than they save
 
@@ -60,14 +60,6 @@ def fuse_linears(model: nn.Module, optimizer: FusedOptimizer) -> FusedLinears:
         ...         if last:
         ...             optimizer.step()
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fuse_linears takes a torch.nn.Module first, got {type(model).__name__}")
-    if not isinstance(optimizer, FusedOptimizer):
-        raise TypeError(
-            f"fuse_linears takes an optimizer of this package, got {type(optimizer).__name__}; "
-            "convert it with accumfused.fuse()"
-        )
-    optimizer.engine.refuse_open("fuse_linears()")
     return FusedLinears(model, optimizer)
 
 
@@ -80,6 +72,10 @@ class FusedLinears:
     """
 
     def __init__(self, model: nn.Module, optimizer: FusedOptimizer) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"fuse_linears takes a torch.nn.Module first, got {type(model).__name__}")
+        check_fused(optimizer, "fuse_linears")
+        optimizer.engine.refuse_open("fuse_linears()")
         self.fused: list[str] = []
         self.left: dict[str, str] = {}
         self._optimizer = weakref.ref(optimizer)  # the model holds this object

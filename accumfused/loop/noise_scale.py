@@ -8,7 +8,7 @@ from torch import Tensor
 
 from accumfused.arguments import checked_positive, checked_whole
 from accumfused.loop.batch_size import Rule, scale_lr
-from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizer import FusedOptimizer, check_fused
 
 
 class NoiseScale:
@@ -32,6 +32,7 @@ class NoiseScale:
         steps: the present number of micro-batches; a resumed run gives it as `start`.
 
     Raises:
+        TypeError: the optimizer is of another package.
         ValueError: the optimizer does not measure the noise scale; numbers that do not fit.
 
     Example:
@@ -55,6 +56,7 @@ class NoiseScale:
         share: float = 1.0,
         rule: Rule | None = None,
     ) -> None:
+        check_fused(optimizer, "NoiseScale")
         if not optimizer.engine.settings.noise_scale:
             raise ValueError("the optimizer does not measure the noise scale; make it with noise_scale=True")
         if checked_whole(start, "start") < 2 or checked_whole(most, "most") < start:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accumfused.loop.contributions import Contributions
-from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizer import FusedOptimizer, check_fused
 
 BUCKET_BYTES = 32 * 2**20
 
@@ -49,11 +49,7 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
         ...         if last:
         ...             optimizer.step()
     """
-    if not isinstance(optimizer, FusedOptimizer):
-        raise TypeError(
-            f"release_gradients takes an optimizer of this package, got {type(optimizer).__name__}; "
-            "convert it with accumfused.fuse()"
-        )
+    check_fused(optimizer, "release_gradients")
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, SupportsIndex):
         raise TypeError(f"bucket_bytes must be a whole number, got {type(bucket_bytes).__name__}")
     if operator.index(bucket_bytes) < 1:

@@ -26,7 +26,7 @@ from accumfused.formats.kinds import (
 )
 from accumfused.formats.numeric import layout
 from accumfused.formats.shards import Shard, local, owned, shard_of
-from accumfused.optimizer import FusedOptimizer
+from accumfused.optimizer import FusedOptimizer, check_fused
 from accumfused.rule import Rule
 from accumfused.settings import SettingArguments
 
@@ -141,8 +141,7 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
     Raises:
         TypeError: the optimizer is of another package.
     """
-    if not isinstance(optimizer, FusedOptimizer):
-        raise TypeError(f"memory_report takes an optimizer of this package, got {type(optimizer).__name__}; fuse() it")
+    check_fused(optimizer, "memory_report")
     window, formats = optimizer.engine.window, dict[str, Memory]()
     accumulators: dict[int, list[Tensor | None]] = {}
     kept = window.sums.arena.places

@@ -234,6 +234,8 @@ def _of_last(group: Mapping[str, Any], shape: torch.Size) -> tuple[Any, ...]:
 
 
 def _check_matrix(param: Tensor) -> None:
+    if not isinstance(param, Tensor):
+        return  # torch names the error
     if param.ndim != 2:
         raise ValueError(
             f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()}; "

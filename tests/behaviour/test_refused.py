@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from math import nan
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -126,6 +127,38 @@ def test_an_option_of_one_group_is_refused() -> None:
         with refused(optimizer, ValueError, text):
             optimizer.load_state_dict(checkpoint)
     assert len(optimizer.param_groups) == 1
+
+
+TAKES_OURS: list[Callable[[Any], Any]] = [
+    af.NoiseScale, af.release_gradients, af.memory_report, lambda given: af.ClipGroup([given, given], 1.0),
+    lambda given: af.fuse_linears(torch.nn.Linear(2, 2), given),
+    lambda given: af.FusedLinears(torch.nn.Linear(2, 2), given),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("takes", TAKES_OURS)
+def test_what_is_no_optimizer_of_ours_is_named_with_the_remedy(takes: Callable[[Any], Any]) -> None:
+    param = Parameter(torch.ones(2))
+    wrapper = mock.Mock(optimizer=af.AdamW([param]))
+    wrong = (
+        (torch.optim.SGD([param]), "SGD; convert it with"),
+        (None, "NoneType"),
+        (wrapper, r"Mock; .* the \.optimizer"),
+    )
+    for given, text in wrong:
+        with pytest.raises(T, match=f"takes an optimizer of this package, got {text}"):
+            takes(given)
+
+
+def test_other_things_in_the_place_of_a_list_a_matrix_or_a_checkpoint_are_refused_in_words() -> None:
+    optimizer = af.AdamW([Parameter(torch.ones(4))])
+    with pytest.raises(T, match="ClipGroup takes a list of optimizers, got AdamW; write"):
+        af.ClipGroup(optimizer, 1.0)
+    with pytest.raises(T, match="can only optimize Tensors"):
+        af.Muon(["weight"])
+    for given in (None, [1], optimizer):
+        with refused(optimizer, T, "takes what state_dict.* returns, got"):
+            optimizer.load_state_dict(given)
 
 
 def test_a_group_that_has_lost_its_learning_rate_is_refused_by_that_name() -> None:
