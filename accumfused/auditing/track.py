@@ -56,6 +56,7 @@ class Track:
         self._ids = {id(param) for param in self.params}
         self.expected: int | None = None
         self.windows: list[Window] = []
+        self.skipped = 0  # windows whose gradients were not finite
         self.now = Opened()
 
     def places(self) -> set[int]:
@@ -90,14 +91,19 @@ class Track:
         """A micro-batch has brought this parameter's gradient."""
         if id(param) not in self._ids or any(each is micro_batch for each in self.now.micro_batches):
             return
-        if "unscaled" in self.now.flags and not all(map(_is_finite, self.now.micro_batches)):
-            self._close()  # a GradScaler has skipped the step
+        self.close_skipped()
         if self.now.before_clip is not None:
             self.now.flags.add("clip")
         if "unscaled" in self.now.flags:
             self.now.flags.add("unscale")
         self.now.is_normed, self.now.before_clip = False, None
         self.now.micro_batches.append(micro_batch)
+
+    def close_skipped(self) -> None:
+        """Closes a window whose step a GradScaler has skipped."""
+        if "unscaled" in self.now.flags and not all(map(_is_finite, self.now.micro_batches)):
+            self.skipped += 1
+            self._close()
 
     def clip(self) -> None:
         """Gradients are about to be clipped."""
@@ -129,7 +135,9 @@ class Track:
 
     def _complete(self, kwargs: Mapping[str, Any]) -> None:
         taken = _taken(self.optimizer, self.params, kwargs, self.group) if self.now.micro_batches else []
-        if all(grad is None or bool(grad.isfinite().all()) for grad in taken) and self.now.micro_batches:
+        if not all(grad is None or bool(grad.isfinite().all()) for grad in taken):
+            self.skipped += 1
+        elif self.now.micro_batches:
             candidates = [taken]
             if self.now.before_clip is not None:
                 candidates.insert(0, self.now.before_clip)

@@ -65,6 +65,8 @@ class Watch:
     def stop(self) -> None:
         """Removes the hooks, and lets go of the loop's tensors."""
         self._hooks.close()
+        for track in self.tracks:
+            track.close_skipped()
         self._current = None
         self._incoming, self._outputs = {}, []
 
@@ -86,6 +88,9 @@ class Watch:
             found.append("loss.backward() was not called: divisions and counts of tokens were not judged")
         elif not all(each.is_known for each in seen):
             found.append("the graph of the loss does not show its counts: whether they are equal was not judged")
+        skipped, judged = sum(each.skipped for each in self.tracks), sum(len(each.windows) for each in self.tracks)
+        if skipped:
+            found.append(f"{skipped} of {skipped + judged} steps were not judged: their gradients were inf or NaN")
         if any(track.is_partial for track in self.tracks):
             found.append("there are several processes: gradients are compared only with process_group=")
         return [note for note in found if note]

@@ -170,11 +170,12 @@ def test_another_loss_that_passes_through_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize(("scaler", "make"), [(torch.amp.GradScaler, torch.optim.SGD), (af.GradScaler, af.SGD)])
-def test_a_step_that_a_scaler_skips_is_no_fault(scaler: Any, make: Any) -> None:
+@pytest.mark.parametrize("bad", [K + 1, 3 * K - 1])  # in the second window, or the last
+def test_a_step_that_a_scaler_skips_is_no_fault_and_is_counted(scaler: Any, make: Any, bad: int) -> None:
     scale = scaler("cpu", init_scale=1024.0)
 
     def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        scale.scale(mean(model, x, y) / K * (torch.inf if i == K + 1 else 1)).backward()
+        scale.scale(mean(model, x, y) / K * (torch.inf if i == bad else 1)).backward()
         if ends(i):
             scale.unscale_(optimizer)
             scale.step(optimizer)
@@ -183,6 +184,7 @@ def test_a_step_that_a_scaler_skips_is_no_fault(scaler: Any, make: Any) -> None:
 
     report = watched(body, make=make, batches=samples(3 * K))
     assert (report.matches, len(report.steps)) == (True, 2), str(report)
+    assert "1 of 3 steps were not judged: their gradients were inf or NaN" in str(report)
 
 
 def test_an_empty_micro_batch_with_a_weight_of_0_is_no_fault() -> None:
