@@ -29,38 +29,49 @@ AF_INLINE uint64_t mix(uint64_t value) {
   return value ^ (value >> 31);
 }
 
-// 32 bits for each element of a chunk: a hash of (seed, step, row) and the element's index in the whole tensor; a row
-// may be a part of that. Each 2^32 elements have another key. A part's chunk across such a boundary keeps the key of
-// its first element, so beyond 4G elements a few may get other bits than in the whole.
+// The product of the lower halves.
+AF_INLINE uint64_t low_product(uint64_t a, uint64_t b) { return uint64_t(uint32_t(a)) * uint32_t(b); }
+
+// 32 bits for each element of a chunk: one hash of (seed, step, row) and the index of a pair of neighbours in the whole
+// tensor has both elements' bits; a row may be a part of that. Each 2^32 elements have another key. A part's chunk
+// across such a boundary keeps the key of its first element, so beyond 4G elements a few may get other bits than in the
+// whole.
 struct Noise {
-  static constexpr uint32_t kStride = 0x9e3779b1u;  // between the positions of neighbours
-  uint32_t first, second;
+  static constexpr uint64_t kStride = 0x4e3779b1u;  // between the positions of pairs
+  static constexpr uint64_t kFactor = 0xffff3a4du;  // near 2^32: the product's upper half has nearly every value
+  uint64_t first;                                   // the position of the chunk's first pair
+  uint32_t odd;                                     // 1: the chunk begins with the second element of a pair
 
   // `offset`: where in its row the chunk begins.
   AF_METHOD Noise(const Row& row, int64_t index, int64_t step, int64_t offset) {
     const uint64_t seed = row.seed ? uint64_t(*row.seed) : 0;
     const uint64_t key = mix(mix(mix(seed) ^ uint64_t(step)) ^ uint64_t(index));
-    const uint64_t start = uint64_t(row.origin + offset), keys = mix(key ^ (start >> 32));
-    first = uint32_t(keys) + uint32_t(start) * kStride, second = uint32_t(keys >> 32);
+    const uint64_t start = uint64_t(row.origin + offset);
+    first = mix(key ^ (start >> 32)) + low_product(start >> 1 & 0x7fffffffu, kStride), odd = uint32_t(start & 1);
   }
 
-  AF_METHOD uint32_t position(uint32_t element) const { return element * kStride + first; }
-  AF_METHOD uint32_t at(uint32_t position) const {
-    uint32_t x = (position ^ (position >> 16)) * 0x21f0aaadu;
-    x = (x ^ (x >> 15) ^ second) * 0x735a2d97u;
-    return x ^ (x >> 15);
+  AF_METHOD uint64_t position(uint32_t pair) const { return first + low_product(pair, kStride); }
+
+  // The bits of a pair, the first element's in the lower half, or of several; `low_product` is that of its words. Of
+  // halves that know nothing of each other, products of some keys would resemble those of others.
+  template <class Words, class Product>
+  AF_METHOD static Words at(Words position, const Product& low_product) {
+    const Words mixed = low_product(position, position ^ (position >> 32));
+    return low_product(mixed ^ (mixed >> 32), Words{} + kFactor) + mixed;
   }
+  AF_METHOD static uint64_t at(uint64_t position) { return at(position, low_product); }
 };
+
+constexpr int kWeightStream = 2;  // a state's is its number, the third's that of the second
+constexpr int kTurns[] = {0, 11, 24};
 
 // An element's noise for one of its numbers: the same bits, turned.
 template <int kNumber>
 AF_INLINE uint32_t stream(uint32_t noise) {
-  constexpr int kTurn = 11 * kNumber;
+  constexpr int kTurn = kTurns[kNumber];
   if constexpr (kTurn == 0) return noise;
   else return (noise << kTurn) | (noise >> (32 - kTurn));
 }
-
-constexpr int kWeightStream = 2;  // a state's is its number, the third's that of the second
 
 // ---- 16 bits --------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ _SHIFT = 19  # of the 23 bits of a mantissa, codes keep 4
 _SIGNED_BASE = 120 << 23  # bits of 2^-7: 3 bits of exponent below 2
 _UNSIGNED_BASE = 112 << 23  # of 2^-15: 4 bits
 _HEADROOM = 2 << _SHIFT  # see `scale_of`
+_HALF = 0xFFFFFFFF
+_TURNS = (0, 11, 24)  # the weights' noise, 8 or 16 bits, is then whole bytes
 
 
 # ---- noise ----------------------------------------------------------------------------------------------------------
@@ -48,9 +50,9 @@ def key(seed: Tensor, step: Tensor, row: int) -> Tensor:
 def noise(tensor_key: Tensor, numel: int, origin: int = 0) -> Tensor:
     """32 random bits for each element of a tensor, int32 [numel]: a hash of the key and the element's index alone.
 
-    The bits depend neither on the division of the work nor on other elements. The hash is two rounds of xor-shift and
-    multiply over a Weyl sequence. The second key stands between the rounds: without it, close keys would give shifted
-    copies of one sequence. (Multipliers: Wellons, "Prospecting for Hash Functions".)
+    The bits depend neither on the division of the work nor on other elements. One hash of 64 bits is for a pair of
+    neighbours: a number of a Weyl sequence is folded by a product of its halves, and again by one with a constant
+    (docs/internals/arithmetic.md has the formula, and what it was tested for).
 
     Args:
         origin: the first element's index in the whole tensor, so that a shard gets the whole tensor's bits. (Each 2^32
@@ -58,18 +60,18 @@ def noise(tensor_key: Tensor, numel: int, origin: int = 0) -> Tensor:
             elements beyond 4G may get different bits.)
     """
     begin = origin + CHUNK * torch.arange(chunk_count(numel), dtype=torch.int64, device=tensor_key.device)
-    keys = mix(tensor_key ^ (begin >> 32))
-    first, second = (_low(half).repeat_interleave(CHUNK)[:numel] for half in (keys, _shift_right(keys, 32)))
-    index = torch.arange(origin, origin + numel, dtype=torch.int64, device=tensor_key.device)
-    x = _low(index) * _int32(0x9E3779B1) + first
-    x = (x ^ _logical(x, 16)) * _int32(0x21F0AAAD)
-    x = (x ^ _logical(x, 15) ^ second) * _int32(0x735A2D97)
-    return x ^ _logical(x, 15)
+    first, high = (each.repeat_interleave(CHUNK)[:numel] for each in (mix(tensor_key ^ (begin >> 32)), begin >> 32))
+    index = torch.arange(origin, origin + numel, dtype=torch.int64, device=tensor_key.device) - (high << 32)
+    position = first + (index >> 1) * 0x4E3779B1
+    low = position & _HALF
+    mixed = low * (low ^ _shift_right(position, 32))  # products below 2^64 keep their bits in int64
+    bits = ((mixed & _HALF) ^ _shift_right(mixed, 32)) * 0xFFFF3A4D + mixed
+    return _low(torch.where(index % 2 == 0, bits, bits >> 32))
 
 
 def stream(bits: Tensor, number: int) -> Tensor:
-    """One of three streams of an element's noise, whose leading bits differ: each is rotated by 11 more bits."""
-    turn = 11 * number
+    """One of three streams of an element's noise, rotated so that their leading bits differ."""
+    turn = _TURNS[number]
     return bits if turn == 0 else (bits << turn) | _logical(bits, 32 - turn)
 
 
@@ -227,7 +229,7 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 
 
 def _low(bits: Tensor) -> Tensor:
-    bits = bits & 0xFFFFFFFF
+    bits = bits & _HALF
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)
 
 

@@ -33,22 +33,20 @@ void with_grad_for(const Operands& in, int64_t offset, const Body& body) {
 template <class Rule>
 constexpr std::make_index_sequence<Rule::kStates> kAllStates;
 
-// Calls also(i) for each element, too: roots and divisions hide that work.
-template <class Rule, bool kFlush, class G, class Also, class... State>
-AF_INLINE void update(const Rule& rule, float* __restrict param, const G* __restrict grad, int n, Also also,
+template <class Rule, bool kFlush, class G, class... State>
+AF_INLINE void update(const Rule& rule, float* __restrict param, const G* __restrict grad, int n,
                       State* __restrict... state) {
   for (int i = 0; i < n; ++i) {
-    also(i);
     rule(param[i], to_float(grad[i]), state[i]...);
     if constexpr (kFlush) ((state[i] = flush_subnormal(state[i])), ...);
   }
 }
 
 // The same with the states in an array.
-template <class Rule, bool kFlush, class G, class Also, size_t... k>
-AF_INLINE void update(const Rule& rule, float* param, const G* grad, float* const* state, int n, Also also,
+template <class Rule, bool kFlush, class G, size_t... k>
+AF_INLINE void update(const Rule& rule, float* param, const G* grad, float* const* state, int n,
                       std::index_sequence<k...>) {
-  update<Rule, kFlush>(rule, param, grad, n, also, state[k]...);
+  update<Rule, kFlush>(rule, param, grad, n, state[k]...);
 }
 
 // The same for at most a row of lanes, which also sums the squares of parameters and changes. One function for all
@@ -111,9 +109,8 @@ void run_rule(const Row& row, int64_t index, const Operands& in, const Step& ste
     for (int k = 0; k < kMaxStates; ++k) state[k] = row.state[k] ? static_cast<float*>(row.state[k]) + offset : nullptr;
     float* const param = static_cast<float*>(row.param) + offset;
     if (!sums.wanted) {
-      with_grad_for<Rule>(in, offset, [&](auto grad) {
-        update<Rule, true>(rule, param, grad, state, int(n), [](int) {}, kAllStates<Rule>);
-      });
+      with_grad_for<Rule>(in, offset,
+                          [&](auto grad) { update<Rule, true>(rule, param, grad, state, int(n), kAllStates<Rule>); });
     }
     if constexpr (Rule::kIsCommon) {
       for (int64_t first = 0; sums.wanted && first < n; first += kLanes) {

@@ -36,7 +36,7 @@ __device__ void store_words(void* to, const uint32_t (&from)[kWords]) {
 // bits would take one more, of the busiest units.
 template <int kNumber>
 __device__ uint32_t shifted_up(uint32_t noise) {
-  uint32_t up = noise << 11 * kNumber;
+  uint32_t up = noise << kTurns[kNumber];
 #if defined(__CUDA_ARCH__)
   asm("" : "+r"(up));  // or the compiler shifts and masks
 #endif
@@ -58,7 +58,7 @@ struct PackedWeights<StochasticWeights<Bfloat16>> {
   __device__ static void store(const float* p, const uint32_t* noise, uint32_t* param, uint32_t*) {
     uint32_t y[kWidth];
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) y[k] = bits_of(p[k]) + (stream<kWeightStream>(noise[k]) >> 16);
+    for (int k = 0; k < kWidth; ++k) y[k] = bits_of(p[k]) + __byte_perm(noise[k], 0, 0x4403);
     param[0] = __byte_perm(y[0], y[1], 0x7632), param[1] = __byte_perm(y[2], y[3], 0x7632);
   }
 };

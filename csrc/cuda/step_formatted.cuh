@@ -50,13 +50,26 @@ __device__ inline void write_changes(float* to, int64_t chunks) {
   }
 }
 
+// Noise of neighbouring elements, from a pair's position on: of both its elements, or of the second only.
+__device__ inline void draw(uint64_t position, bool odd, uint32_t (&bits)[kWidth]) {
+  constexpr int kPairs = kWidth / 2 + 1;
+  uint32_t halves[2 * kPairs];
+#pragma unroll
+  for (int k = 0; k < kPairs; ++k) {
+    const uint64_t pair = Noise::at(position + k * Noise::kStride);
+    halves[2 * k] = uint32_t(pair), halves[2 * k + 1] = uint32_t(pair >> 32);
+  }
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) bits[k] = odd ? halves[k + 1] : halves[k];
+}
+
 // A chunk from its element `first` on; a quantisation block begins there. `changes`: nullable, [2][chunks].
 template <class Rule>
 __device__ void step_formatted(const Rule& rule, const Piece& at, int count, int first, float* changes, int chunks) {
   constexpr int kStates = Rule::kStates;
   const Row& row = at.row;
   const Noise noise(row, at.index, count, at.offset - at.in_chunk());
-  const uint32_t begin = noise.position(uint32_t(at.in_chunk()));
+  const uint64_t begin = noise.position(uint32_t(at.in_chunk()) / 2);
   if (changes != nullptr) change_lanes()[0] = change_lanes()[Policy::kThreads] = float4{0.0f, 0.0f, 0.0f, 0.0f};
   // A warp goes on while one of its threads has elements: it takes all of them to find the largest element.
 #pragma unroll 1
@@ -89,8 +102,7 @@ __device__ void step_formatted(const Rule& rule, const Piece& at, int count, int
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) apply(rule, p[k], g[k], [&](int j) -> float& { return s[j][k]; });
     if (changes != nullptr) add_changes(old, p, at.n - i);
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) bits[k] = noise.at(begin + uint32_t(i + k) * Noise::kStride);
+    draw(begin + uint32_t(i / 2) * Noise::kStride, row.origin % 2 != 0, bits);
     with_weights(row.weights, [&](auto form) { store_weights<decltype(form)>(at, i, p, bits); });
     if constexpr (kStates > 0) store_state<Rule::kFirstSecondMoment == 0, 0>(at, 0, i, s[0], bits);
     if constexpr (kStates > 1) store_state<Rule::kFirstSecondMoment <= 1, 1>(at, 1, i, s[1], bits);

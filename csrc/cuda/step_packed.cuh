@@ -202,9 +202,9 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
   const int lane = int(threadIdx.x) * kEight;
   Streams<W, G, kStates> streams(at, grads, lane);
   const Noise noise(at.row, at.index, count, at.offset - at.in_chunk());
-  uint32_t counter = noise.position(uint32_t(at.in_chunk() + lane));
+  uint64_t position = noise.position(uint32_t(at.in_chunk() + lane) / 2);
 #pragma unroll 1
-  for (int rows = at.n / kRow; rows > 0; --rows, counter += kRow * Noise::kStride) {
+  for (int rows = at.n / kRow; rows > 0; --rows, position += kRow / 2 * Noise::kStride) {
     read_anew();
     uint32_t grad[2 * sizeof(G)], param[4], codes[kStates][2], exponents[kStates];
     [[maybe_unused]] uint32_t master[kMaster > 0 ? 2 * kMaster : 1];
@@ -240,7 +240,10 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
     for (int q = 0; q < 2; ++q) {
       uint32_t random[kWidth];
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) random[k] = noise.at(counter + uint32_t(q * kWidth + k) * Noise::kStride);
+      for (int k = 0; k < kWidth; k += 2) {
+        const uint64_t pair = Noise::at(position + (q * kWidth + k) / 2 * Noise::kStride);
+        random[k] = uint32_t(pair), random[k + 1] = uint32_t(pair >> 32);
+      }
       Packed::store(p + q * kWidth, random, param + 2 * q, master + q * kMaster);
       for_each_state<kStates>([&](auto state) {
         constexpr int kState = decltype(state)::value;
@@ -271,7 +274,8 @@ template <class Rule>
 __device__ int step_packed(const PackedRule<Rule>& rule, const Piece& at, int count) {
   const Row& row = at.row;
   const auto lie_on = [](int bytes, auto... addresses) { return (is_aligned(addresses, bytes / kWidth) && ...); };
-  if (row.states != States::kInt8 || at.in.grad_dtype == Dtype::kFloat16 || !rule.applies()) return 0;
+  if (row.states != States::kInt8 || at.in.grad_dtype == Dtype::kFloat16 || !rule.applies() || row.origin % 2 != 0)
+    return 0;
   if (!lie_on(16, at.in.grad, row.param) || !lie_on(8, row.master, row.state[0], row.state[1])) return 0;
   if (row.weights == Weights::kBfloat16Split8) return step_packed_as<Split8Weights>(rule, at, count);
   if (row.weights == Weights::kBfloat16Stochastic) return step_packed_as<StochasticWeights<Bfloat16>>(rule, at, count);

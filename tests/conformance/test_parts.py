@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from compare import assert_same_bits
 from layouts import edges
 from places import INTERPRETED, ON_CPU, ON_GPU, Place
 from problems import Loop, Problem, Tail, assert_conforms, expected, play
+from torch import Tensor
 
 from accumfused.formats import codecs
 from accumfused.formats.numeric import CHUNK
@@ -63,9 +66,10 @@ def test_beyond_4g_elements_parts_of_whole_chunks_are_rounded_as_the_whole(state
         assert_parts_conform(problem("split8", states, (CHUNK + 130,), 2**33 - CHUNK), (0, CHUNK), place)
 
 
-@pytest.mark.parametrize("origin", [2**32 - 5, 2**40 + 2**32 - 5 - CHUNK])
-def test_a_chunk_across_4g_elements_is_rounded_as_by_the_reference(origin: int, place: Place) -> None:
-    assert_conforms(problem("split8", "bf16", (CHUNK + 130,), origin), place.backend, place.device)
+@pytest.mark.parametrize(("states", "origin"), [("bf16", 2**32 - 5), ("int8", 2**40 + 2**32 - 5 - CHUNK)])
+def test_a_chunk_across_4g_elements_is_rounded_as_by_the_reference(states: str, origin: int, place: Place) -> None:
+    """It begins with the second element of a pair, which has one hash."""
+    assert_conforms(problem("split8", states, (CHUNK + 130,), origin), place.backend, place.device)
 
 
 # ---- the noise itself -----------------------------------------------------------------------------------------------
@@ -74,7 +78,8 @@ def test_a_chunk_across_4g_elements_is_rounded_as_by_the_reference(origin: int, 
 def test_a_chunk_keeps_the_key_of_its_first_element() -> None:
     key = codecs.key(torch.tensor(5), torch.tensor(7), 3)
     found = codecs.noise(key, CHUNK + 100, 2**32 - 5)
-    assert torch.equal(found[5:CHUNK], codecs.noise(key, CHUNK - 5))
+    assert torch.equal(found[:5], codecs.noise(key, CHUNK, 2**32 - CHUNK)[-5:])
+    assert not torch.equal(found[5:105], codecs.noise(key ^ 1, 100))
     assert torch.equal(found[CHUNK:], codecs.noise(key ^ 1, CHUNK + 95)[CHUNK - 5 :])
     assert torch.equal(codecs.noise(key, 100, 2**32 + 7), codecs.noise(key ^ 1, 107)[7:])
 
@@ -83,3 +88,45 @@ def test_a_chunk_keeps_the_key_of_its_first_element() -> None:
 def test_another_origin_gives_other_bits(weights: str, states: str) -> None:
     found: list[Any] = [expected(problem(weights, states, (3000,), origin))[0] for origin in (1, codecs.BLOCK + 1)]
     assert any(not torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def deviations(counts: Tensor) -> float:
+    """Of chi-square from what it is where all cases are as frequent, in standard deviations."""
+    mean, freedom = float(counts.double().mean()), counts.numel() - 1
+    return (float(((counts - mean) ** 2 / mean).sum()) - freedom) / (2 * freedom) ** 0.5
+
+
+def along_a_tensor() -> Tensor:
+    return codecs.noise(codecs.key(torch.tensor(5), torch.tensor(7), 3), 1 << 21).view(-1, 8)
+
+
+def along_steps() -> Tensor:
+    keys = [codecs.key(torch.tensor(5), torch.tensor(step), 3) for step in range(1, 1 << 13)]
+    return torch.stack([codecs.noise(key, 8) for key in keys])
+
+
+@pytest.mark.parametrize("draw", [along_a_tensor, along_steps])
+def test_each_element_has_uniform_noise_that_knows_of_no_other(draw: Callable[[], Tensor]) -> None:
+    """The leading bits of all streams, for both elements of a pair: alone, and beside those of other elements."""
+    found = draw()
+    leading = [((codecs.stream(found, number) >> 28) & 15).long() for number in range(3)]
+    for first, second in itertools.product(leading, leading):
+        for element, distance in itertools.product((0, 1), (0, 1, 2, 3, 8, 128, 1024)):
+            if distance == 0 and first is second:
+                continue
+            others = second.flatten()[element + distance :: 8]
+            pairs = 16 * first[: len(others), element] + others
+            counts = torch.bincount(pairs, minlength=256)
+            assert abs(deviations(counts)) < 6, (element, distance)
+            assert abs(deviations(counts.view(16, 16).sum(1))) < 6, element
+    finer = (codecs.stream(found, 0) >> 20) & 0xFFF
+    for element in (0, 1):
+        assert abs(deviations(torch.bincount(finer[:, element].long(), minlength=4096))) < 6, element
+
+
+def test_no_key_has_noise_like_that_of_another() -> None:
+    """Some multipliers, as keys could be, resemble each other: of so many pairs a few would show it."""
+    keys = [codecs.key(torch.tensor(1), torch.tensor(step), 0) for step in range(256)]
+    signs = torch.stack([1.0 - 2 * (codecs.noise(key, 1 << 16) < 0) for key in keys])
+    found = (signs @ signs.T / 2**8).triu(1)  # in standard deviations, each of 2^16 elements
+    assert float(found.abs().max()) < 5.5

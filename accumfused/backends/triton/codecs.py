@@ -45,30 +45,35 @@ def mix(value):
 
 @triton.jit
 def noise_keys(seed, step, row, start):
-    """The keys of a chunk's noise, two numbers of 32 bits; `start`: index of its first element in the whole tensor."""
+    """A chunk's noise: its first pair's position, and 1 if it begins with the second element of a pair.
+
+    `start`: index of the chunk's first element in the whole tensor.
+    """
     key = mix(mix(seed.to(tl.uint64)) ^ tl.cast(step, tl.uint64))
-    keys = mix(mix(key ^ tl.cast(row, tl.uint64)) ^ (start.to(tl.uint64) >> 32))
-    position = tl.mul(start.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
-    return tl.add(position, keys.to(tl.uint32), sanitize_overflow=False), (keys >> 32).to(tl.uint32)
+    key = mix(mix(key ^ tl.cast(row, tl.uint64)) ^ (start.to(tl.uint64) >> 32))
+    pair = (start.to(tl.uint32) >> 1).to(tl.uint64)
+    return tl.add(key, pair * 0x4E3779B1, sanitize_overflow=False), start.to(tl.uint32) & 1
 
 
 @triton.jit
 def noise(keys, element):
     """32 bits of noise for each element; `element` holds the indices in the chunk."""
-    first, second = keys
-    x = tl.mul(element.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
-    x = tl.add(x, first, sanitize_overflow=False)
-    x = tl.mul(x ^ (x >> 16), 0x21F0AAAD, sanitize_overflow=False)
-    x = tl.mul(x ^ (x >> 15) ^ second, 0x735A2D97, sanitize_overflow=False)
-    return x ^ (x >> 15)
+    first, odd = keys
+    element = element.to(tl.uint32) + odd
+    position = tl.add((element >> 1).to(tl.uint64) * 0x4E3779B1, first, sanitize_overflow=False)
+    mixed = position.to(tl.uint32).to(tl.uint64) * (position ^ (position >> 32)).to(tl.uint32)
+    factor = (mixed ^ (mixed >> 32)).to(tl.uint32).to(tl.uint64)
+    bits = tl.add(factor * 0xFFFF3A4D, mixed, sanitize_overflow=False)
+    return tl.where(element % 2 == 0, bits, bits >> 32).to(tl.uint32)
 
 
 @triton.jit
 def stream(bits, number: tl.constexpr):
-    """One of three streams of an element's noise: each is rotated by 11 more bits."""
+    """One of three streams of an element's noise, each rotated by other bits."""
     turned = bits
     if number > 0:
-        turned = (bits << 11 * number) | (bits >> 32 - 11 * number)
+        turn: tl.constexpr = 11 if number == 1 else 24
+        turned = (bits << turn) | (bits >> 32 - turn)
     return turned
 
 
