@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -56,7 +56,7 @@ class CudaBackend:
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         plan.point_at(fold.grads, fold.accumulators, fold.held)
-        copy, stream = self._on_device(plan, [*fold.tensors(), partials, *fold.grads, *fold.accumulators])
+        copy, stream = self._on_device(plan, lambda: [*fold.tensors(), partials, *fold.grads, *fold.accumulators])
         copy.accumulate(plan.table, stream, *factors_of(fold), partials.data_ptr(), *squares_of(fold))
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -67,7 +67,7 @@ class CudaBackend:
             address(scaling.found_inf), outcome.normed, scaling.max_grad_norm, scaling.skips_nonfinite,
             outcome.values.data_ptr(), address(scaling.skips),
         )  # fmt: skip
-        copy, stream = self._on_device(plan, [partials, *(grads or [])])
+        copy, stream = self._on_device(plan, lambda: [partials, *(grads or [])])
 
         def take() -> None:
             if reads:
@@ -82,12 +82,12 @@ class CudaBackend:
 
     def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
         plan.point_at(grads)
-        copy, stream = self._on_device(plan, [partials, counts, *grads])
+        copy, stream = self._on_device(plan, lambda: [partials, counts, *grads])
         copy.count(plan.table, stream, partials.data_ptr(), counts.data_ptr())
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         squares = torch.empty(len(bounds) - 1, dtype=torch.float64, device=plan.device)
-        copy, stream = self._on_device(plan, [partials, bounds])
+        copy, stream = self._on_device(plan, lambda: [partials, bounds])
         copy.segment_norms(stream, partials.data_ptr(), bounds.data_ptr(), len(squares), squares.data_ptr())
         return squares
 
@@ -95,7 +95,7 @@ class CudaBackend:
         own = outcome if isinstance(outcome, _Outcome) and outcome.take and outcome.changes is None else None
         norm, values = (None, outcome.values) if own is None else (own.operands[0], own.memory)
         plan.point_at(grads)
-        copy, stream = self._on_device(plan, [*grads, outcome.coefficients, outcome.changes])
+        copy, stream = self._on_device(plan, lambda: [*grads, outcome.coefficients, outcome.changes])
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         stride = max(map(len, kept), default=0)
         flat = [hyper for values in kept for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
@@ -104,8 +104,8 @@ class CudaBackend:
         if own is not None:
             own.take = None
 
-    def _on_device(self, plan: Plan, used: Sequence[Tensor | None]) -> tuple[Any, int]:
-        """The table's copy for this call, and the stream; another stream may have made the tensors in `used`.
+    def _on_device(self, plan: Plan, used: Callable[[], Iterable[Tensor | None]]) -> tuple[Any, int]:
+        """The table's copy for this call, and the stream; another stream may have made the tensors of `used()`.
 
         One copy serves all eager calls. A captured graph has its own copy, because its replays write it at any time.
         """
@@ -123,7 +123,7 @@ class CudaBackend:
         memory, copy, made_on = known[capture]
         if (stream or made_on) and capture == 0:
             # Otherwise torch would reuse freed memory on the stream that made it, before this call has ended.
-            for tensor in (memory, *(tensor for tensor in used if tensor is not None)):
+            for tensor in (memory, *(tensor for tensor in used() if tensor is not None)):
                 tensor.record_stream(torch.cuda.current_stream(plan.device))
         return copy, stream
 
