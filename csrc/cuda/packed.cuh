@@ -2,6 +2,7 @@
 // blocks. The same bits as one by one in codecs.h.
 #pragma once
 #include "../codecs.h"
+#include "pair.cuh"
 #include "policy.h"
 
 namespace accumfused::AF_TARGET {
@@ -13,9 +14,9 @@ constexpr int kQuantBlockThreads = int(kQuantBlock) / kEight;  // for one quanti
 // The words of 8 elements, from a boundary of as many bytes, at most 16.
 template <int kWords>
 __device__ void load_words(const void* from, uint32_t (&to)[kWords]) {
-  if constexpr (kWords == 2) {
-    const uint2 two = *static_cast<const uint2*>(from);
-    to[0] = two.x, to[1] = two.y;
+  if constexpr (kWords == 2) {  // as one number: the compiler may split an access to a vector
+    const uint64_t two = *static_cast<const uint64_t*>(from);
+    to[0] = uint32_t(two), to[1] = uint32_t(two >> 32);
   } else {
 #pragma unroll
     for (int w = 0; w < kWords; w += 4) {
@@ -27,7 +28,7 @@ __device__ void load_words(const void* from, uint32_t (&to)[kWords]) {
 
 template <int kWords>
 __device__ void store_words(void* to, const uint32_t (&from)[kWords]) {
-  if constexpr (kWords == 2) *static_cast<uint2*>(to) = {from[0], from[1]};
+  if constexpr (kWords == 2) *static_cast<uint64_t*>(to) = from[0] | uint64_t(from[1]) << 32;
   else *static_cast<uint4*>(to) = {from[0], from[1], from[2], from[3]};
 }
 
@@ -88,11 +89,13 @@ template <>
 struct PackedWeights<Split8Weights> {
   static constexpr int kMasterWords = 1;
   __device__ static void join(const uint32_t* param, const uint32_t* master, float* p) {
-    const uint32_t turned = *master ^ 0x80808080u, even = turned & 0x00ff00ffu, odd = turned & 0xff00ff00u;
-    p[0] = float_from_bits(__byte_perm(even, param[0], 0x5401) - 0x8000u);
-    p[1] = float_from_bits(__byte_perm(odd, param[0], 0x7610) - 0x8000u);
-    p[2] = float_from_bits(__byte_perm(even, param[1], 0x5423) - 0x8000u);
-    p[3] = float_from_bits(__byte_perm(odd, param[1], 0x7630) - 0x8000u);
+    // Adds two of the four signed bytes, one 256 times and the other one 0 times.
+    constexpr int kFirst = 256, kSecond = 256 << 16;
+    const int bytes = int(*master);
+    p[0] = float_from_bits(uint32_t(__dp2a_lo(kFirst, bytes, int(param[0] << 16))));
+    p[1] = float_from_bits(uint32_t(__dp2a_lo(kSecond, bytes, int(param[0] & 0xffff0000u))));
+    p[2] = float_from_bits(uint32_t(__dp2a_hi(kFirst, bytes, int(param[1] << 16))));
+    p[3] = float_from_bits(uint32_t(__dp2a_hi(kSecond, bytes, int(param[1] & 0xffff0000u))));
   }
   __device__ static void store(const float* p, const uint32_t* noise, uint32_t* param, uint32_t* master) {
     uint32_t y[kWidth];
@@ -125,6 +128,17 @@ __device__ inline uint32_t exact_fma_pair(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
+// The bits of `a` where the mask has ones, those of `b` elsewhere: one instruction, which the compiler does not find.
+__device__ inline uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(result) : "r"(a), "r"(b), "r"(mask));
+  return result;
+#else
+  return (a & mask) | (b & ~mask);
+#endif
+}
+
 template <bool kSecondMoment>
 __device__ void decode_quad(uint32_t codes, uint32_t exponent, float* to);
 
@@ -147,21 +161,14 @@ template <>
 __device__ inline void decode_quad<true>(uint32_t codes, uint32_t exponent, float* v) {
   const float factor = float_from_bits(exponent << 23), offset = factor * -float_from_bits(kUnsignedBase);
 #pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    const uint32_t code = __byte_perm(codes, 0, 0x4440 + k);
-    v[k] = exact_fma(float_from_bits((code << kCodeShift) + kUnsignedBase), factor, offset);
+  for (int k = 0; k < kWidth; k += 2) {
+    const auto code = [&](int i) {
+      const uint32_t shifted = i < 3 ? codes << (kCodeShift - 8 * i) : codes >> (8 * i - kCodeShift);
+      return float_from_bits(select_bits(0xffu << kCodeShift, shifted, kUnsignedBase));
+    };
+    const Pair pair = fused(Pair{code(k), code(k + 1)}, both(factor), both(offset));
+    v[k] = pair.x, v[k + 1] = pair.y;
   }
-}
-
-// The bits of `a` where the mask has ones, those of `b` elsewhere: one instruction, which the compiler does not find.
-__device__ inline uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
-#if defined(__CUDA_ARCH__)
-  uint32_t result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(result) : "r"(a), "r"(b), "r"(mask));
-  return result;
-#else
-  return (a & mask) | (b & ~mask);
-#endif
 }
 
 // Codes from the upper halves of four sums, where they stand in bits 3 to 10: of elements 0 and 2, and 1 and 3.
@@ -175,9 +182,10 @@ __device__ uint32_t encode_quad(const float* s, float inverse, const uint32_t* n
   constexpr uint32_t kSmallest = (kUnsignedBase + (uint32_t(kMinSecondMoment) << kCodeShift)) >> 16;
   uint32_t x[kWidth];
 #pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    x[k] = bits_of(exact_fma(fabsf(s[k]), inverse, float_from_bits(kBase))) +
-           (shifted_up<kStream>(noise[k]) >> (32 - kCodeShift));
+  for (int k = 0; k < kWidth; k += 2) {
+    const Pair sum = fused(Pair{fabsf(s[k]), fabsf(s[k + 1])}, both(inverse), both(float_from_bits(kBase)));
+    x[k] = bits_of(sum.x) + (shifted_up<kStream>(noise[k]) >> (32 - kCodeShift));
+    x[k + 1] = bits_of(sum.y) + (shifted_up<kStream>(noise[k + 1]) >> (32 - kCodeShift));
   }
   const uint32_t even = __byte_perm(x[0], x[2], 0x7632), odd = __byte_perm(x[1], x[3], 0x7632);
   if constexpr (kSecondMoment) {

@@ -52,15 +52,16 @@ __device__ inline void write_changes(float* to, int64_t chunks) {
 
 // Noise of neighbouring elements, from a pair's position on: of both its elements, or of the second only.
 __device__ inline void draw(uint64_t position, bool odd, uint32_t (&bits)[kWidth]) {
-  constexpr int kPairs = kWidth / 2 + 1;
-  uint32_t halves[2 * kPairs];
 #pragma unroll
-  for (int k = 0; k < kPairs; ++k) {
-    const uint64_t pair = Noise::at(position + k * Noise::kStride);
-    halves[2 * k] = uint32_t(pair), halves[2 * k + 1] = uint32_t(pair >> 32);
+  for (int k = 0; k < kWidth; k += 2) {
+    const uint64_t pair = Noise::at(position + k / 2 * Noise::kStride);
+    bits[k] = uint32_t(pair), bits[k + 1] = uint32_t(pair >> 32);
   }
+  if (odd) {
 #pragma unroll
-  for (int k = 0; k < kWidth; ++k) bits[k] = odd ? halves[k + 1] : halves[k];
+    for (int k = 0; k + 1 < kWidth; ++k) bits[k] = bits[k + 1];
+    bits[kWidth - 1] = uint32_t(Noise::at(position + kWidth / 2 * Noise::kStride));
+  }
 }
 
 // A chunk from its element `first` on; a quantisation block begins there. `changes`: nullable, [2][chunks].

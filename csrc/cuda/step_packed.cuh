@@ -14,37 +14,43 @@ namespace accumfused::AF_TARGET {
 // The compiler's own instructions for square_root() and a division, one by one, without its test of each number for
 // subnormals, zeros, and numbers that become one of them. `y` is the hardware's approximation of 1 / sqrt(value), or of
 // 1 / b; tests/conformance/test_emulation.py tries all approximations within the documented error.
-__device__ inline float refined_root(float value, float y) {
-  const float root = value * y;
-  return __fmaf_rn(__fmaf_rn(-root, root, value), y * 0.5f, root);
+__device__ inline Pair refined_root(Pair value, Pair y) {
+  const Pair root = value * y;
+  return fused(fused(-root, root, value), y * 0.5f, root);
 }
 
-__device__ inline float usual_root(float value) {
+__device__ inline float inverse_root(float value) {
 #if defined(__CUDA_ARCH__)
   float y;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(value));
+  return y;
 #else
-  const float y = 1.0f / square_root(value);
+  return 1.0f / square_root(value);
 #endif
-  return refined_root(value, y);
 }
 
-__device__ inline float refined_quotient(float a, float b, float y) {
-  y = __fmaf_rn(y, __fmaf_rn(-b, y, 1.0f), y);
-  const float quotient = a * y;
-  return __fmaf_rn(y, __fmaf_rn(-b, quotient, a), quotient);
+__device__ inline Pair usual_root(Pair value) {
+  return refined_root(value, {inverse_root(value.x), inverse_root(value.y)});
+}
+
+__device__ inline Pair refined_quotient(Pair a, Pair b, Pair y) {
+  y = fused(y, fused(-b, y, both(1.0f)), y);
+  const Pair quotient = a * y;
+  return fused(y, fused(-b, quotient, a), quotient);
+}
+
+__device__ inline float inverse(float value) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(value));
+  return y;
+#else
+  return 1.0f / value;
+#endif
 }
 
 // `a` is not 0: of -0 it would lose the sign.
-__device__ inline float usual_quotient(float a, float b) {
-#if defined(__CUDA_ARCH__)
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
-#else
-  const float y = 1.0f / b;
-#endif
-  return refined_quotient(a, b, y);
-}
+__device__ inline Pair usual_quotient(Pair a, Pair b) { return refined_quotient(a, b, {inverse(b.x), inverse(b.y)}); }
 
 // The larger of two magnitudes' bits. As integers, so that a NaN is larger than all.
 __device__ inline uint32_t larger_magnitude(uint32_t most, float value) {
@@ -76,19 +82,24 @@ struct Extent {
   }
 };
 
+// A joined parameter without its remainder, which took away half a unit at most, or added less.
+__device__ inline float without_remainder(float joined) {
+  return float_from_bits(bits_of(joined) - uint32_t(int16_t(bits_of(joined))));
+}
+
 // A rule for a thread's elements.
 template <class Rule>
 struct PackedRule : Rule {
   using Rule::Rule;
   __device__ bool applies() const { return true; }
 
-  // half(k): what the k-th parameter is without its remainder. `largest`: the bits of each state's largest magnitude.
-  template <class Half>
-  __device__ void update(const float (&g)[kEight], const Half& half, float (&p)[kEight],
-                         float (&s)[Rule::kStates][kEight], uint32_t (&largest)[Rule::kStates]) const {
+  // `largest`: the bits of each state's largest magnitude.
+  __device__ void update(const float (&g)[kEight], float (&p)[kEight], float (&s)[Rule::kStates][kEight],
+                         uint32_t (&largest)[Rule::kStates]) const {
 #pragma unroll
     for (int k = 0; k < kEight; ++k) {
-      if (p[k] != p[k]) p[k] = half(k);  // as joined() does: a NaN was written from outside, or is one by itself
+      // As joined() does: a NaN was written from outside, or is one by itself.
+      if (p[k] != p[k]) p[k] = without_remainder(p[k]);
       apply(static_cast<const Rule&>(*this), p[k], g[k], [&](int j) -> float& { return s[j][k]; });
       p[k] = p[k] != p[k] ? float_from_bits(kNan) : p[k];
 #pragma unroll
@@ -114,16 +125,16 @@ struct PackedRule<AdamFunctor> : AdamFunctor {
   __device__ bool applies() const { return weight_decay_ == 0; }
 
   // The same operations as the functor's, up to the root and from there on, without L2 weight decay.
-  __device__ void moments(float grad, float& exp_avg, float& exp_avg_sq) const {
-    const float g = grad * coefficient;
+  __device__ void moments(Pair grad, Pair& exp_avg, Pair& exp_avg_sq) const {
+    const Pair g = grad * coefficient;
     exp_avg = exp_avg * beta1_ + g * one_minus_beta1_;
     exp_avg_sq = exp_avg_sq * beta2_ + (g * g) * one_minus_beta2_;
   }
 
-  template <class Divide>
-  __device__ void move(float& p, float exp_avg, float root, const Divide& divide) const {
-    const float denominator = root * inverse_root_ + eps_;
-    p = p * decay_ - divide(exp_avg * step_size_, denominator);
+  template <class Number, class Divide>
+  __device__ Number moved(Number p, Number exp_avg, Number root, const Divide& divide) const {
+    const Number denominator = root * inverse_root_ + eps_;
+    return p * decay_ - divide(exp_avg * step_size_, denominator);
   }
 
   __device__ bool is_usual(const float (&p)[kEight], const Extent& extent) const {
@@ -137,22 +148,29 @@ struct PackedRule<AdamFunctor> : AdamFunctor {
     return usual;
   }
 
-  template <class Half>
-  __device__ void update(const float (&g)[kEight], const Half& half, float (&p)[kEight], float (&s)[2][kEight],
+  __device__ void update(const float (&g)[kEight], float (&p)[kEight], float (&s)[2][kEight],
                          uint32_t (&largest)[2]) const {
     float (&m)[kEight] = s[0], (&v)[kEight] = s[1];
 #pragma unroll
-    for (int k = 0; k < kEight; ++k) moments(g[k], m[k], v[k]);
+    for (int k = 0; k < kEight; k += 2) {
+      Pair first = {m[k], m[k + 1]}, second = {v[k], v[k + 1]};
+      moments({g[k], g[k + 1]}, first, second);
+      m[k] = first.x, m[k + 1] = first.y, v[k] = second.x, v[k + 1] = second.y;
+    }
     const Extent extent(m, v);
     largest[0] = extent.most_first, largest[1] = extent.most_second;
     if (is_usual(p, extent)) {
 #pragma unroll
-      for (int k = 0; k < kEight; ++k) move(p[k], m[k], usual_root(v[k]), usual_quotient);
+      for (int k = 0; k < kEight; k += 2) {
+        const Pair root = usual_root({v[k], v[k + 1]});
+        const Pair next = moved(Pair{p[k], p[k + 1]}, Pair{m[k], m[k + 1]}, root, usual_quotient);
+        p[k] = next.x, p[k + 1] = next.y;
+      }
     } else {
 #pragma unroll
       for (int k = 0; k < kEight; ++k) {
-        if (p[k] != p[k]) p[k] = half(k);
-        move(p[k], m[k], square_root(v[k]), [](float a, float b) { return a / b; });
+        if (p[k] != p[k]) p[k] = without_remainder(p[k]);
+        p[k] = moved(p[k], m[k], square_root(v[k]), [](float a, float b) { return a / b; });
         p[k] = p[k] != p[k] ? float_from_bits(kNan) : p[k];
       }
     }
@@ -161,31 +179,19 @@ struct PackedRule<AdamFunctor> : AdamFunctor {
 
 // ---- step -----------------------------------------------------------------------------------------------------------
 
-// The streams of a chunk, eight elements a thread. They lie on boundaries of eight elements, or of 16 bytes.
-template <class W, class G, int kStates>
-struct Streams {
-  static constexpr int kRow = Policy::kThreads * kEight, kMasterBytes = PackedWeights<W>::kMasterWords;
-  const G* grad;
+// Where the streams of a chunk begin, but for the scales. They lie on boundaries of eight elements, or of 16 bytes.
+template <class G, int kStates>
+struct alignas(16) Streams {
   Bfloat16* param;
-  uint8_t *master, *codes[kStates], *scale[kStates];
-
-  __device__ Streams(const Piece& at, const G* grads, int lane)
-      : grad(grads + lane),
-        param(stream_at<Bfloat16>(at.row.param, at) + lane),
-        master(global(static_cast<uint8_t*>(at.row.master)) + (at.offset + lane) * kMasterBytes) {
-#pragma unroll
-    for (int s = 0; s < kStates; ++s) {
-      codes[s] = stream_at<uint8_t>(at.row.state[s], at) + lane;
-      scale[s] = global(at.row.scale[s]) + (at.offset + lane) / kQuantBlock;
-    }
-  }
-
-  __device__ void advance() {
-    grad += kRow, param += kRow, master += kRow * kMasterBytes;
-#pragma unroll
-    for (int s = 0; s < kStates; ++s) codes[s] += kRow, scale[s] += kRow / kQuantBlock;
-  }
+  uint8_t *master, *codes[kStates];
+  const G* grad;
 };
+
+// The index-th eight elements of a stream, each so many numbers.
+template <class T>
+__device__ T* eight_at(T* stream, int index, int numbers = 1) {
+  return global(stream) + int64_t(index) * (numbers * kEight);
+}
 
 template <int kStates, class Body>
 __device__ void for_each_state(const Body& body) {
@@ -198,24 +204,40 @@ __device__ void for_each_state(const Body& body) {
 template <class W, class Rule, class G>
 __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int count, const G* grads) {
   using Packed = PackedWeights<W>;
-  constexpr int kStates = Rule::kStates, kRow = Streams<W, G, kStates>::kRow, kMaster = Packed::kMasterWords;
-  const int lane = int(threadIdx.x) * kEight;
-  Streams<W, G, kStates> streams(at, grads, lane);
+  constexpr int kStates = Rule::kStates, kRow = Policy::kThreads * kEight, kMaster = Packed::kMasterWords;
+  __shared__ Streams<G, kStates> of_warps[Policy::kThreads / kWarp];
+  // Shuffled, or the compiler computes the warp anew at each access.
+  Streams<G, kStates>& own = of_warps[__shfl_sync(0xffffffffu, threadIdx.x / kWarp, 0)];
+  int index = (at.n / kRow - 1) * Policy::kThreads + int(threadIdx.x);  // backwards: its end takes no register
+  uint8_t* scale[kStates];
+  __syncwarp();  // of the piece before, others may still be reading
+  if (threadIdx.x % kWarp == 0) {
+    own.param = stream_at<Bfloat16>(at.row.param, at), own.grad = grads;
+    own.master = static_cast<uint8_t*>(at.row.master) + at.offset * kMaster;
+#pragma unroll
+    for (int j = 0; j < kStates; ++j) own.codes[j] = stream_at<uint8_t>(at.row.state[j], at);
+  }
+#pragma unroll
+  for (int j = 0; j < kStates; ++j) {
+    scale[j] = global(at.row.scale[j]) + at.offset / kQuantBlock + index / kQuantBlockThreads;
+  }
+  __syncwarp();
+  // Of two states, the loop reads them anew each time: it needs the registers for other things.
+  std::conditional_t<kStates == 2, const Streams<G, kStates>&, const Streams<G, kStates>> streams = own;
   const Noise noise(at.row, at.index, count, at.offset - at.in_chunk());
-  uint64_t position = noise.position(uint32_t(at.in_chunk() + lane) / 2);
+  uint64_t position = noise.position(uint32_t(at.in_chunk() + index * kEight) / 2);
 #pragma unroll 1
-  for (int rows = at.n / kRow; rows > 0; --rows, position += kRow / 2 * Noise::kStride) {
+  for (; index >= 0; index -= Policy::kThreads, position -= kRow / 2 * Noise::kStride) {
     read_anew();
     uint32_t grad[2 * sizeof(G)], param[4], codes[kStates][2], exponents[kStates];
     [[maybe_unused]] uint32_t master[kMaster > 0 ? 2 * kMaster : 1];
-    load_words(streams.grad, grad);
-    load_words(streams.param, param);
-    if constexpr (kMaster > 0) load_words(streams.master, master);
+    load_words(eight_at(streams.grad, index), grad);
+    load_words(eight_at(streams.param, index), param);
+    if constexpr (kMaster > 0) load_words(eight_at(streams.master, index, kMaster), master);
 #pragma unroll
-    for (int j = 0; j < kStates; ++j) load_words(streams.codes[j], codes[j]);
+    for (int j = 0; j < kStates; ++j) load_words(eight_at(streams.codes[j], index), codes[j]);
 #pragma unroll
-    for (int j = 0; j < kStates; ++j) exponents[j] = *streams.scale[j];
-    streams.advance();
+    for (int j = 0; j < kStates; ++j) exponents[j] = *scale[j];
 
     float p[kEight], g[kEight], s[kStates][kEight];
 #pragma unroll
@@ -232,8 +254,7 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
       else g[k] = to_float(G{uint16_t(grad[k / 2] >> (k % 2 * 16))});
     }
     uint32_t largest[kStates];
-    const auto half = [&](int k) { return float_from_bits(k % 2 ? param[k / 2] & 0xffff0000u : param[k / 2] << 16); };
-    rule.update(g, half, p, s, largest);
+    rule.update(g, p, s, largest);
 
     const Scales scales(largest[0], largest[kStates - 1]);
 #pragma unroll
@@ -251,12 +272,13 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
         codes[kState][q] = encode_quad<kSecondMoment, kState>(s[kState] + q * kWidth, scales.inverse[kState], random);
       });
     }
-    store_words(streams.param - kRow, param);
-    if constexpr (kMaster > 0) store_words(streams.master - kRow * kMaster, master);
+    read_anew();
+    store_words(eight_at(streams.param, index), param);
+    if constexpr (kMaster > 0) store_words(eight_at(streams.master, index, kMaster), master);
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
-      store_words(streams.codes[j] - kRow, codes[j]);
-      streams.scale[j][-kRow / kQuantBlock] = uint8_t(scales.exponent[j]);  // by all its threads: one access
+      store_words(eight_at(streams.codes[j], index), codes[j]);
+      *scale[j] = uint8_t(scales.exponent[j]), scale[j] -= kRow / kQuantBlock;  // by all its threads: one access
     }
   }
   return at.n / kRow * kRow;

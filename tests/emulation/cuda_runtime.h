@@ -13,6 +13,7 @@
 #define __global__
 #define __device__
 #define __host__
+#define __constant__ inline
 #define __shared__ static thread_local  // of the block whose turn it is: see SharedMemory
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -60,6 +61,10 @@ T __shfl_down_sync(unsigned, T value, int by) {
                  [=](const T* values, int lane) { return lane + by < emulation::kWarp ? values[lane + by] : value; });
 }
 template <class T>
+T __shfl_sync(unsigned, T value, int from) {
+  return in_warp(value, [=](const T* values, int) { return values[from]; });
+}
+template <class T>
 T __shfl_xor_sync(unsigned, T value, int by) {
   return in_warp(value, [=](const T* values, int lane) { return values[lane ^ by]; });
 }
@@ -70,6 +75,7 @@ inline uint32_t __ballot_sync(unsigned, bool is_set) {
     return bits;
   });
 }
+inline void __syncwarp() { __ballot_sync(0xffffffffu, true); }
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
   return in_warp(value,
@@ -89,6 +95,14 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t by) {
   return uint32_t((uint64_t(high) << 32 | low) << (by & 31) >> 32);
 }
+
+// c + the products of two numbers of 16 bits and two of 8, from the lower or the upper ones of four; all have signs.
+inline int dot_product(int numbers, int bytes, int c) {
+  const int products = int16_t(numbers) * int8_t(bytes) + int16_t(numbers >> 16) * int8_t(bytes >> 8);
+  return int(uint32_t(c) + uint32_t(products));
+}
+inline int __dp2a_lo(int numbers, int bytes, int c) { return dot_product(numbers, bytes, c); }
+inline int __dp2a_hi(int numbers, int bytes, int c) { return dot_product(numbers, bytes >> 16, c); }
 
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
