@@ -24,7 +24,9 @@ def test_checkpoints_of_0_1_0_go_on(backend: str) -> None:
         if case["is_open"]:
             optimizer.accumulate(case["weight"])
         optimizer.step()
-        assert all(map(torch.equal, params, case["stepped"])), name
+        for param, stepped in zip(params, case["stepped"], strict=True):
+            near = 2.0**-7 if "split8" in name else 0  # a unit of bfloat16: its noise was another
+            torch.testing.assert_close(param.detach(), stepped, rtol=near, atol=0, msg=name)
 
 
 def test_a_late_gradient_that_0_1_0_held_under_a_weight_of_its_own_gets_it(backend: str) -> None:
