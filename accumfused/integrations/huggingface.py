@@ -190,7 +190,8 @@ class _FusedTail(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Counts steps as Trainer does, also after a resume, so that the logged ones are measured."""
         if self.optimizer.engine.meter is not None:
-            self.optimizer.engine.meter.steps = state.global_step
+            is_logged = args.logging_first_step and state.global_step == 0  # every n-th step is measured, 0 with them
+            self.optimizer.engine.meter.steps = -1 if is_logged else state.global_step
 
     def state_dict(self) -> dict[str, Any]:
         """The last step's: a resumed run repeats the whole window, so nothing is lost if Trainer saves inside one."""
