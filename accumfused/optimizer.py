@@ -18,11 +18,11 @@ from torch.optim import optimizer as torch_optimizer
 
 from accumfused.arguments import checked_positive, checked_weight
 from accumfused.batch_norm import check_graph
-from accumfused.citizen import Citizen
 from accumfused.core.engine import divisors_of
 from accumfused.core.window import refuse_foreign_scaler
 from accumfused.measures import Measures
 from accumfused.settings import setting_like
+from accumfused.torch_optimizer import TorchOptimizer
 
 
 def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +47,7 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-class FusedOptimizer(Measures, Citizen):
+class FusedOptimizer(Measures, TorchOptimizer):
     """An optimizer whose step also normalizes, unscales and clips, in one pass over the gradients.
 
     Subclasses set `rules`. docs/internals/state-machine.md shows the allowed order of calls.

@@ -1,4 +1,4 @@
-"""Citizen: torch.optim's protocol, which the base of this package's optimizers keeps: groups, checkpoints, copies."""
+"""torch.optim's protocol, which the base of this package's optimizers keeps: groups, checkpoints, copies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _select(
 _SURROUNDINGS = Surroundings(_select, groups.default_seed)
 
 
-class Citizen(torch.optim.Optimizer):
+class TorchOptimizer(torch.optim.Optimizer):
     """An optimizer of torch.optim over an engine; subclasses set `rules`."""
 
     rules: ClassVar[tuple[type[Rule], ...]] = ()
