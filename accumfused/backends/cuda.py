@@ -65,7 +65,7 @@ class CudaBackend:
         norm = (
             reads, address(partials), scaling.normalization, address(scaling.device_normalization),
             address(scaling.found_inf), outcome.normed, scaling.max_grad_norm, scaling.skips_nonfinite,
-            outcome.values.data_ptr(), address(scaling.skips),
+            outcome.values.data_ptr(), address(scaling.skips), scaling.may_wait,
         )  # fmt: skip
         copy, stream = self._on_device(plan, lambda: [partials, *(grads or [])])
 

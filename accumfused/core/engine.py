@@ -114,7 +114,7 @@ class Engine(Accumulation):
             meter.count(prepared.backend, plan, groups, matched, partials)
             stale = None
         if asked is None or partials is None:
-            scaling.may_wait = self.noise is None  # which reads the norm's sums of squares
+            scaling.may_wait = self.noise is None and not divisors.is_shared  # else others read what the norm writes
             outcome = prepared.norm(stale, partials, scaling)
         else:
             outcome = self.clipping.norm(asked, prepared, stale, matched, partials, scaling)

@@ -16,8 +16,8 @@ auto on_rows(void (cuda::DeviceTable::*verb)(const Rows&, Arguments...)) {
 }
 
 // In the order of Norm.
-using NormTuple =
-    std::tuple<bool, uintptr_t, double, uintptr_t, uintptr_t, bool, std::optional<double>, bool, uintptr_t, uintptr_t>;
+using NormTuple = std::tuple<bool, uintptr_t, double, uintptr_t, uintptr_t, bool, std::optional<double>, bool,
+                             uintptr_t, uintptr_t, bool>;
 
 cuda::Norm norm_of(const NormTuple& values) {
   return std::apply([](const auto&... each) { return cuda::Norm{each...}; }, values);

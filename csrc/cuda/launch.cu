@@ -314,7 +314,7 @@ void DeviceTable::norm(const Rows& table, uintptr_t stream, const Norm& norm) {
   const Blocks blocks{std::max(norm.reads ? table.chunks : 1, blocks_for(table.count).count)};
   launch("norm", gpu::norm_kernel, blocks, stream, layout.chunks, args.reads, args.partials, args.scaling, args.outcome,
          args.skips);
-  has_counts_ = true;
+  has_counts_ = true, is_next_ = norm.step_follows;
 }
 
 void DeviceTable::count(const Rows& table, uintptr_t stream, uintptr_t partials, uintptr_t counts) {
@@ -355,6 +355,7 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
     std::copy(rules.begin(), rules.end(), layout.step.carried_rules);
   }
   if (!std::exchange(has_counts_, false) && !norm) {
+    is_next_ = true;
     launch("step counts", gpu::counts_kernel, blocks_for(table.count), stream, layout.chunks);
   }
   for (int32_t rule = 0; rule < int32_t(std::size(kStep)); ++rule) {  // nearly always one for all groups
@@ -367,7 +368,7 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
     };
     if (norm && launch_step(Begins::kAtOnce, norm_of(table, *norm))) continue;
     if (norm) this->norm(table, stream, *norm), has_counts_ = false;
-    launch_step(Begins::kEarly, {});
+    launch_step(is_next_ ? Begins::kEarly : Begins::kAfter, {});
   }
 }
 

@@ -10,7 +10,7 @@
 namespace accumfused::cuda {
 
 // A norm's operands; addresses are of the device's memory. `reads`: the table's gradients are read; otherwise their
-// sums of squares are all in `partials`.
+// sums of squares are all in `partials`. `step_follows`: nobody launches anything between this norm and its step.
 struct Norm {
   bool reads;
   uintptr_t partials;
@@ -20,6 +20,7 @@ struct Norm {
   std::optional<double> max_grad_norm;
   bool skips_nonfinite;
   uintptr_t outcome, skips;
+  bool step_follows;
 };
 
 // A table's copy on a device, and the verbs that work on it. Every launch brings the changes since the last one with
@@ -58,6 +59,7 @@ class DeviceTable {
   int units_ = -1, unit_ = 0;                         // of the rows on the device; -1: they are not there yet
   std::vector<unsigned char> operands_[2], numbers_;  // of steps and of folds; empty: not known
   bool has_counts_ = false;                           // a norm has copied them since the last step
+  bool is_next_ = false;                              // the step: a norm of ours is in front of it
 };
 
 // Why the kernels cannot run on a device, or "". Loads them, so that no capture has to.

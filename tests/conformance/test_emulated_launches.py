@@ -299,6 +299,15 @@ def test_launches_overlap_where_the_kernels_wait(blocks: int, version: int, cuda
         assert machine.overlapping() - before == (1 if allowed and version >= 90 else 0), "the step"
 
 
+@pytest.mark.parametrize("settings", [{"clip": af.PerTensor(1.0)}, {"skip_above": af.RunningMean(4.0)}], ids=str)
+def test_no_launch_overlaps_what_torch_launched(settings: Any, cuda: CudaBackend, machine: Any) -> None:
+    """Policies make their coefficients by torch's operations, between norm and step."""
+    optimizer, _ = make(cuda, **settings)
+    before = machine.overlapping()
+    launches(machine, optimizer.step)
+    assert machine.overlapping() == before
+
+
 @pytest.mark.parametrize("count", range(6))
 def test_a_launch_that_fails_leaves_the_optimizer_usable(count: int, cuda: CudaBackend, machine: Any) -> None:
     (ours, _), (theirs, _) = make(cuda, max_grad_norm=1.0), make(CpuBackend(), max_grad_norm=1.0)
