@@ -41,6 +41,7 @@ LONG = ("test_bits.py", "test_huggingface.py", "test_triton_code.py")  # files t
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--broken", choices=BROKEN, help="what all kernels then do wrong, which every number must show")
+    parser.addoption("--emulated", action="store_true", help="what runs on one backend runs on the emulation of a GPU")
     parser.addoption("--full", action="store_true", help="all combinations, on all backends, and what is marked full")
 
 
@@ -70,7 +71,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if any("backend" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize")):
         return
     everywhere = full or metafunc.definition.path.parent.name == "conformance"
-    metafunc.parametrize("backend", ALL if everywhere else ONE, indirect=True)
+    one = ["emulated"] if metafunc.config.getoption("--emulated") else ONE
+    metafunc.parametrize("backend", ALL if everywhere else one, indirect=True)
 
 
 def _name(value: Any) -> str:
@@ -141,7 +143,7 @@ def _steps_too_far(step: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of a backend, on its device.
+    """The name of a backend, on its device. Where the CUDA kernels lack a test's rule, it runs on what "auto" takes.
 
     "emulated" is the CUDA backend on the CPU, over the emulation of its kernels' machine.
     """
@@ -157,7 +159,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return
     backends.check(name, torch.device("cuda", 0))
     with on_device("cuda", monkeypatch):
-        yield name
+        yield "auto" if name == "cuda" else name
 
 
 @contextlib.contextmanager

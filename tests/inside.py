@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,7 +14,9 @@ from torch import Tensor
 
 import accumfused as af
 from accumfused import backends, compiled, versions
+from accumfused.backends import native_rules
 from accumfused.distributed import exchange
+from accumfused.rule import Rule
 
 
 def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
@@ -24,12 +26,16 @@ def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
 
 
 def replace_cuda(patch: pytest.MonkeyPatch, cuda: Any) -> None:
-    """backend="cuda" is this object, for parameters on any device."""
+    """backend="cuda" is this object, for parameters on any device; for rules that it has not, what "auto" is."""
     select = backends._select
+
+    def selected(name: str, device: torch.device, rules: Iterable[type[Rule]]) -> Any:
+        if name == "cuda" and not any(map(native_rules.why_not_cuda, rules)):
+            return cuda
+        return select("auto" if name == "cuda" else name, device, rules)
+
     patch.setattr(backends, "_why_not_cuda", lambda device: None)
-    patch.setattr(
-        backends, "_select", lambda name, device, rules: cuda if name == "cuda" else select(name, device, rules)
-    )
+    patch.setattr(backends, "_select", selected)
 
 
 def native() -> Any:
