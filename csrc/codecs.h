@@ -30,7 +30,15 @@ AF_INLINE uint64_t mix(uint64_t value) {
 }
 
 // The product of the lower halves.
-AF_INLINE uint64_t low_product(uint64_t a, uint64_t b) { return uint64_t(uint32_t(a)) * uint32_t(b); }
+AF_INLINE uint64_t low_product(uint64_t a, uint64_t b) {
+#if defined(__CUDA_ARCH__)
+  uint64_t product;  // the compiler adds the upper halves' products besides, which are 0
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(uint32_t(a)), "r"(uint32_t(b)));
+  return product;
+#else
+  return uint64_t(uint32_t(a)) * uint32_t(b);
+#endif
+}
 
 // 32 bits for each element of a chunk: one hash of (seed, step, row) and the index of a pair of neighbours in the whole
 // tensor has both elements' bits; a row may be a part of that. Each 2^32 elements have another key. A part's chunk
@@ -63,7 +71,7 @@ struct Noise {
 };
 
 constexpr int kWeightStream = 2;  // a state's is its number, the third's that of the second
-constexpr int kTurns[] = {0, 11, 24};
+constexpr int kTurns[] = {0, 16, 24};
 
 // An element's noise for one of its numbers: the same bits, turned.
 template <int kNumber>
@@ -210,7 +218,7 @@ AF_INLINE float inverse_scale(uint32_t exponent) {
 template <bool kSecondMoment>
 AF_INLINE uint32_t encode(float value, float inverse, uint32_t noise) {
   constexpr uint32_t kBase = kSecondMoment ? kUnsignedBase : kSignedBase;
-  const uint32_t bits = bits_of(fabsf(value) * inverse + float_from_bits(kBase)) + (noise >> (32 - kCodeShift));
+  const uint32_t bits = bits_of(fabsf(value) * inverse + float_from_bits(kBase)) + (noise >> 16 << (kCodeShift - 16));
   if constexpr (kSecondMoment) return larger((bits - kBase) >> kCodeShift, kMinSecondMoment);
   else return select(0x7f, bits >> kCodeShift, bits_of(value) >> 24);
 }

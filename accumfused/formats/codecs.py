@@ -22,7 +22,7 @@ _SIGNED_BASE = 120 << 23  # bits of 2^-7: 3 bits of exponent below 2
 _UNSIGNED_BASE = 112 << 23  # of 2^-15: 4 bits
 _HEADROOM = 2 << _SHIFT  # see `scale_of`
 _HALF = 0xFFFFFFFF
-_TURNS = (0, 11, 24)  # the weights' noise, 8 or 16 bits, is then whole bytes
+_TURNS = (0, 16, 24)  # the states' noise of 16 bits is then one half each, the weights' whole bytes
 
 
 # ---- noise ----------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def encode(values: Tensor, scale: Tensor, noise: Tensor, *, second_moment: bool)
     inverse = torch.where(exponent == 255, 0, (254 - exponent) << 23).view(torch.float32)
     base = _UNSIGNED_BASE if second_moment else _SIGNED_BASE
     offset = torch.full((), base, dtype=torch.int32, device=values.device).view(torch.float32)
-    code = (_bits(values.abs() * inverse + offset) + _logical(noise, 32 - _SHIFT) - base) >> _SHIFT
+    code = (_bits(values.abs() * inverse + offset) + (_logical(noise, 16) << _SHIFT - 16) - base) >> _SHIFT
     if second_moment:
         return code.clamp(min=MIN_SECOND_MOMENT).to(torch.uint8)
     return ((code & 0x7F) | (_logical(_bits(values), 24) & 0x80)).to(torch.uint8)

@@ -32,18 +32,6 @@ __device__ void store_words(void* to, const uint32_t (&from)[kWords]) {
   else *static_cast<uint4*>(to) = {from[0], from[1], from[2], from[3]};
 }
 
-// An element's noise for one of its numbers, where only upper bits count that the turn does not bring round. Shifted to
-// the left, and right again with the sum: a multiplication, and one instruction with the addition. Masking the lower
-// bits would take one more, of the busiest units.
-template <int kNumber>
-__device__ uint32_t shifted_up(uint32_t noise) {
-  uint32_t up = noise << kTurns[kNumber];
-#if defined(__CUDA_ARCH__)
-  asm("" : "+r"(up));  // or the compiler shifts and masks
-#endif
-  return up;
-}
-
 // ---- weights: a quad of elements, two words of bf16 -----------------------------------------------------------------
 
 template <class W>
@@ -98,13 +86,12 @@ struct PackedWeights<Split8Weights> {
     p[3] = float_from_bits(uint32_t(__dp2a_hi(kSecond, bytes, int(param[1] & 0xffff0000u))));
   }
   __device__ static void store(const float* p, const uint32_t* noise, uint32_t* param, uint32_t* master) {
-    uint32_t y[kWidth];
+    uint32_t y[kWidth], up[kWidth];  // rounded by the lowest byte of the noise, and half a unit of bf16 more
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k)
-      y[k] = bits_of(p[k]) + __funnelshift_l(shifted_up<kWeightStream>(noise[k]), 0x80, 8);
-    param[0] = __byte_perm(y[0], y[1], 0x7632), param[1] = __byte_perm(y[2], y[3], 0x7632);
+    for (int k = 0; k < kWidth; ++k) y[k] = __dp4a(noise[k], 1u, bits_of(p[k])), up[k] = y[k] + 0x8000u;
+    param[0] = __byte_perm(up[0], up[1], 0x7632), param[1] = __byte_perm(up[2], up[3], 0x7632);
     const uint32_t first = __byte_perm(y[0], y[1], 0x0051), second = __byte_perm(y[2], y[3], 0x0051);
-    *master = __byte_perm(first, second, 0x5410) ^ 0x80808080u;
+    *master = __byte_perm(first, second, 0x5410);
   }
 };
 
@@ -171,9 +158,11 @@ __device__ inline void decode_quad<true>(uint32_t codes, uint32_t exponent, floa
   }
 }
 
-// Codes from the upper halves of four sums, where they stand in bits 3 to 10: of elements 0 and 2, and 1 and 3.
-__device__ inline uint32_t pack_codes(uint32_t even, uint32_t odd) {
-  return select_bits(0x00ff00ffu, even >> 3, odd << 5);
+// Adds a state's half of the noise to the bits that a code drops, and the other half 0 times: one multiplier for both.
+template <int kStream>
+__device__ uint32_t add_noise(float sum, uint32_t noise) {
+  constexpr uint32_t kTimes = 0x00010100u << (kCodeShift - 16);
+  return kStream == 0 ? __dp2a_lo(noise, kTimes, bits_of(sum)) : __dp2a_hi(noise, kTimes, bits_of(sum));
 }
 
 template <bool kSecondMoment, int kStream>
@@ -184,17 +173,20 @@ __device__ uint32_t encode_quad(const float* s, float inverse, const uint32_t* n
 #pragma unroll
   for (int k = 0; k < kWidth; k += 2) {
     const Pair sum = fused(Pair{fabsf(s[k]), fabsf(s[k + 1])}, both(inverse), both(float_from_bits(kBase)));
-    x[k] = bits_of(sum.x) + (shifted_up<kStream>(noise[k]) >> (32 - kCodeShift));
-    x[k + 1] = bits_of(sum.y) + (shifted_up<kStream>(noise[k + 1]) >> (32 - kCodeShift));
+    x[k] = add_noise<kStream>(sum.x, noise[k]), x[k + 1] = add_noise<kStream>(sum.y, noise[k + 1]);
   }
-  const uint32_t even = __byte_perm(x[0], x[2], 0x7632), odd = __byte_perm(x[1], x[3], 0x7632);
+  // A code stands in bits 3 to 10 of a half: those of elements 1 and 3, turned by 8 bits, lie between the others.
+  uint32_t even = __byte_perm(x[0], x[2], 0x7632), odd = __byte_perm(x[1], x[3], kSecondMoment ? 0x7632 : 0x6327);
   if constexpr (kSecondMoment) {
-    return pack_codes(__vmaxu2(even, kSmallest * 0x10001u), __vmaxu2(odd, kSmallest * 0x10001u));
-  } else {
-    const uint32_t first = __byte_perm(bits_of(s[0]), bits_of(s[1]), 0x0073);
-    const uint32_t second = __byte_perm(bits_of(s[2]), bits_of(s[3]), 0x0073);
-    return select_bits(0x7f7f7f7fu, pack_codes(even, odd), __byte_perm(first, second, 0x5410));
+    even = __vmaxu2(even, kSmallest * 0x10001u);
+    odd = __byte_perm(__vmaxu2(odd, kSmallest * 0x10001u), 0, 0x2103);
   }
+  const uint32_t turned = select_bits(0x07f807f8u, even, odd);
+  const uint32_t codes = __funnelshift_r(turned, turned, 3);
+  if constexpr (kSecondMoment) return codes;
+  const uint32_t first = __byte_perm(bits_of(s[0]), bits_of(s[1]), 0x0073);
+  const uint32_t second = __byte_perm(bits_of(s[2]), bits_of(s[3]), 0x0073);
+  return select_bits(0x7f7f7f7fu, codes, __byte_perm(first, second, 0x5410));
 }
 
 // ---- scales ---------------------------------------------------------------------------------------------------------

@@ -63,18 +63,27 @@ __device__ inline uint32_t larger_magnitude(uint32_t most, float value) {
 #endif
 }
 
-// The least and the greatest magnitudes of a thread's moments.
-struct Extent {
-  uint32_t least_first, most_first, least_second, most_second;
+// The smaller of two magnitudes; NaN if either is one.
+__device__ inline float smaller_magnitude(float least, float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(least)), "f"(fabsf(value)));
+  return result;
+#else
+  return fabsf(value) >= fabsf(least) || least != least ? fabsf(least) : fabsf(value);
+#endif
+}
 
-  __device__ Extent(const float (&m)[kEight], const float (&v)[kEight])
-      : least_first(bits_of(fabsf(m[0]))),
-        most_first(least_first),
-        least_second(bits_of(v[0])),
-        most_second(least_second) {
+// The least magnitude of a thread's parameters, and the greatest ones of its moments.
+struct Extent {
+  float least_param;
+  uint32_t most_first, least_second, most_second;
+
+  __device__ Extent(const float (&p)[kEight], const float (&m)[kEight], const float (&v)[kEight])
+      : least_param(p[0]), most_first(bits_of(fabsf(m[0]))), least_second(bits_of(v[0])), most_second(least_second) {
 #pragma unroll
     for (int k = 1; k < kEight; ++k) {
-      least_first = bits_of(fminf(float_from_bits(least_first), fabsf(m[k])));
+      least_param = smaller_magnitude(least_param, p[k]);
       most_first = larger_magnitude(most_first, m[k]);
       least_second = min(least_second, bits_of(v[k]));
       most_second = max(most_second, bits_of(v[k]));
@@ -89,7 +98,7 @@ __device__ inline float without_remainder(float joined) {
 
 // A rule for a thread's elements.
 template <class Rule>
-struct PackedRule : Rule {
+struct alignas(16) PackedRule : Rule {
   using Rule::Rule;
   __device__ bool applies() const { return true; }
 
@@ -109,17 +118,18 @@ struct PackedRule : Rule {
 };
 
 // Adam in two halves, and the bounds within which root and quotient take their usual way. Second moments from 2^-101 to
-// 2^60 make denominators from 2^-51 to 2^40. With numerators from 2^-80 to 2^60 every number on the way, remainders
-// too, is normal then, and no parameter becomes NaN.
+// 2^60 make denominators from 2^-51, and from eps, to 2^40. With numerators up to 2^60, quotients are exact down to
+// 2^-102, and where the numerator is that large: every remainder is a number, and all others are normal. A smaller
+// quotient, zeros of both signs too, is below 2^-26 of a parameter from 2^-74 / (eps + 2^-51) on, and changes no bit.
 template <>
-struct PackedRule<AdamFunctor> : AdamFunctor {
-  float least_first, most_first;
+struct alignas(16) PackedRule<AdamFunctor> : AdamFunctor {
+  float least_param, most_first;
 
   __device__ PackedRule(const double* hyper, const float* const* kept, int64_t step, float coef)
       : AdamFunctor(hyper, kept, step, coef) {
-    const bool can_be = eps_ >= 0 && eps_ <= 0x1p38f && inverse_root_ >= 1 && inverse_root_ <= 0x1p9f &&
+    const bool can_be = eps_ >= 0 && eps_ <= 1 && inverse_root_ >= 1 && inverse_root_ <= 0x1p9f &&
                         step_size_ >= 0x1p-40f && step_size_ <= 0x1p40f && decay_ > 0 && decay_ <= 1;
-    least_first = 0x1p-80f / step_size_, most_first = can_be ? 0x1p60f / step_size_ : -1.0f;
+    least_param = 0x1p-74f / (eps_ + 0x1p-51f) / decay_, most_first = can_be ? 0x1p60f / step_size_ : -1.0f;
   }
 
   __device__ bool applies() const { return weight_decay_ == 0; }
@@ -137,14 +147,12 @@ struct PackedRule<AdamFunctor> : AdamFunctor {
     return p * decay_ - divide(exp_avg * step_size_, denominator);
   }
 
-  __device__ bool is_usual(const float (&p)[kEight], const Extent& extent) const {
+  __device__ bool is_usual(const Extent& extent) const {
     constexpr uint32_t kLeastSecond = (127u - 101) << 23, kMostSecond = (127u + 60) << 23;
-    bool usual = float_from_bits(extent.least_first) >= least_first;
+    bool usual = extent.least_param >= least_param;
     usual &= float_from_bits(extent.most_first) <= most_first;
     usual &= extent.least_second >= kLeastSecond;
     usual &= extent.most_second <= kMostSecond;
-#pragma unroll
-    for (int k = 0; k < kEight; k += 2) usual &= p[k] == p[k] && p[k + 1] == p[k + 1];  // one comparison for both
     return usual;
   }
 
@@ -157,9 +165,9 @@ struct PackedRule<AdamFunctor> : AdamFunctor {
       moments({g[k], g[k + 1]}, first, second);
       m[k] = first.x, m[k + 1] = first.y, v[k] = second.x, v[k + 1] = second.y;
     }
-    const Extent extent(m, v);
+    const Extent extent(p, m, v);
     largest[0] = extent.most_first, largest[1] = extent.most_second;
-    if (is_usual(p, extent)) {
+    if (is_usual(extent)) {
 #pragma unroll
       for (int k = 0; k < kEight; k += 2) {
         const Pair root = usual_root({v[k], v[k + 1]});
@@ -179,11 +187,11 @@ struct PackedRule<AdamFunctor> : AdamFunctor {
 
 // ---- step -----------------------------------------------------------------------------------------------------------
 
-// Where the streams of a chunk begin, but for the scales. They lie on boundaries of eight elements, or of 16 bytes.
+// Where the streams of a chunk begin. All but the scales lie on boundaries of eight elements, or of 16 bytes.
 template <class G, int kStates>
 struct alignas(16) Streams {
   Bfloat16* param;
-  uint8_t *master, *codes[kStates];
+  uint8_t *master, *codes[kStates], *scale[kStates];
   const G* grad;
 };
 
@@ -206,20 +214,18 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
   using Packed = PackedWeights<W>;
   constexpr int kStates = Rule::kStates, kRow = Policy::kThreads * kEight, kMaster = Packed::kMasterWords;
   __shared__ Streams<G, kStates> of_warps[Policy::kThreads / kWarp];
-  // Shuffled, or the compiler computes the warp anew at each access.
+  // Shuffled, or the compiler computes both addresses anew at each access.
   Streams<G, kStates>& own = of_warps[__shfl_sync(0xffffffffu, threadIdx.x / kWarp, 0)];
+  const PackedRule<Rule>* shared_rule = &rule + __shfl_sync(0xffffffffu, 0, 0);
   int index = (at.n / kRow - 1) * Policy::kThreads + int(threadIdx.x);  // backwards: its end takes no register
-  uint8_t* scale[kStates];
   __syncwarp();  // of the piece before, others may still be reading
   if (threadIdx.x % kWarp == 0) {
     own.param = stream_at<Bfloat16>(at.row.param, at), own.grad = grads;
     own.master = static_cast<uint8_t*>(at.row.master) + at.offset * kMaster;
 #pragma unroll
-    for (int j = 0; j < kStates; ++j) own.codes[j] = stream_at<uint8_t>(at.row.state[j], at);
-  }
-#pragma unroll
-  for (int j = 0; j < kStates; ++j) {
-    scale[j] = global(at.row.scale[j]) + at.offset / kQuantBlock + index / kQuantBlockThreads;
+    for (int j = 0; j < kStates; ++j) {
+      own.codes[j] = stream_at<uint8_t>(at.row.state[j], at), own.scale[j] = at.row.scale[j] + at.offset / kQuantBlock;
+    }
   }
   __syncwarp();
   // Of two states, the loop reads them anew each time: it needs the registers for other things.
@@ -229,6 +235,7 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
 #pragma unroll 1
   for (; index >= 0; index -= Policy::kThreads, position -= kRow / 2 * Noise::kStride) {
     read_anew();
+    uint8_t* scale[kStates];
     uint32_t grad[2 * sizeof(G)], param[4], codes[kStates][2], exponents[kStates];
     [[maybe_unused]] uint32_t master[kMaster > 0 ? 2 * kMaster : 1];
     load_words(eight_at(streams.grad, index), grad);
@@ -237,7 +244,9 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
 #pragma unroll
     for (int j = 0; j < kStates; ++j) load_words(eight_at(streams.codes[j], index), codes[j]);
 #pragma unroll
-    for (int j = 0; j < kStates; ++j) exponents[j] = *scale[j];
+    for (int j = 0; j < kStates; ++j) {
+      scale[j] = global(streams.scale[j]) + uint32_t(index) / kQuantBlockThreads, exponents[j] = *scale[j];
+    }
 
     float p[kEight], g[kEight], s[kStates][kEight];
 #pragma unroll
@@ -254,7 +263,8 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
       else g[k] = to_float(G{uint16_t(grad[k / 2] >> (k % 2 * 16))});
     }
     uint32_t largest[kStates];
-    rule.update(g, p, s, largest);
+    const PackedRule<Rule> whole = *shared_rule;  // in accesses of 16 bytes, each once
+    whole.update(g, p, s, largest);
 
     const Scales scales(largest[0], largest[kStates - 1]);
 #pragma unroll
@@ -278,7 +288,7 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
       store_words(eight_at(streams.codes[j], index), codes[j]);
-      *scale[j] = uint8_t(scales.exponent[j]), scale[j] -= kRow / kQuantBlock;  // by all its threads: one access
+      *scale[j] = uint8_t(scales.exponent[j]);  // by all its threads: one access
     }
   }
   return at.n / kRow * kRow;

@@ -33,17 +33,17 @@ BUDGETS = {
 }  # fmt: skip
 # The same on 8-bit states, for AdamW where no root or quotient is unusual: by weights, with bf16 and fp32 gradients.
 PACKED_BUDGETS = {
-    "Adam": {"split8": (64, 63), "split16": (63, 62), "bf16 stochastic": (61, 60)},
-    "Lion": {"split8": (45, 44), "split16": (44, 43), "bf16 stochastic": (39, 39)},
-    "SGD with momentum": {"split8": (39, 38), "split16": (37, 37), "bf16 stochastic": (31, 30)},
-    "SGD with Nesterov momentum": {"split8": (40, 39), "split16": (39, 38), "bf16 stochastic": (33, 32)},
+    "Adam": {"split8": (60, 59), "split16": (59, 58), "bf16 stochastic": (58, 57)},
+    "Lion": {"split8": (44, 42), "split16": (42, 41), "bf16 stochastic": (37, 37)},
+    "SGD with momentum": {"split8": (38, 36), "split16": (36, 35), "bf16 stochastic": (32, 31)},
+    "SGD with Nesterov momentum": {"split8": (40, 39), "split16": (39, 37), "bf16 stochastic": (34, 33)},
 }
 # Of these, the ALU's with either gradients: it takes half as many in a clock.
 ALU_BUDGETS = {
-    "Adam": {"split8": 25, "split16": 25, "bf16 stochastic": 23},
-    "Lion": {"split8": 22.5, "split16": 24, "bf16 stochastic": 19.5},
-    "SGD with momentum": {"split8": 18.5, "split16": 20, "bf16 stochastic": 15.5},
-    "SGD with Nesterov momentum": {"split8": 19, "split16": 21, "bf16 stochastic": 16.5},
+    "Adam": {"split8": 20, "split16": 21, "bf16 stochastic": 19.5},
+    "Lion": {"split8": 20, "split16": 22, "bf16 stochastic": 17.5},
+    "SGD with momentum": {"split8": 16.5, "split16": 18, "bf16 stochastic": 13.5},
+    "SGD with Nesterov momentum": {"split8": 16.5, "split16": 18.5, "bf16 stochastic": 14},
 }
 ADAM = "step: Adam in any format"
 

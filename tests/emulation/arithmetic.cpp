@@ -112,8 +112,8 @@ void try_hard_quotients(int mantissa) {
 void try_quotients() {
   for (int m = 0; m < kMantissas; ++m) try_hard_quotients(m);
   std::mt19937 random;
-  for (int first = -81; first <= 60; ++first) {
-    for (int second = -51; second <= 40; ++second) {
+  for (int first = -102; first <= 60; ++first) {
+    for (int second = -51; second <= 40 && first - second > -102; ++second) {
       for (int i = 0; i < 40; ++i) {
         const float a = number(first, i == 0 ? 0 : int(random() % kMantissas)) * (i % 2 ? 1.0f : -1.0f);
         const float b = number(second, i < 2 ? kMantissas - 1 : int(random() % kMantissas));
@@ -123,33 +123,47 @@ void try_quotients() {
   }
 }
 
-// The rule takes this way only for roots and quotients of the exponents above.
+// The rule takes this way only for roots and quotients of the exponents above, or where a parameter is so large that it
+// does not change by the quotient.
 void try_rules() {
   std::mt19937 random;
   const auto power_of_two = [&](int least, int most) {
     return number(least + int(random() % unsigned(most - least + 1)), random() % 4 ? 0 : int(random() % kMantissas));
   };
-  long usual = 0;
-  for (int i = 0; i < 2000000; ++i) {
+  long usual = 0, small = 0;
+  for (int i = 0; i < 4000000; ++i) {
     const double beta = 1 - power_of_two(-20, -2);
-    const double hyper[] = {power_of_two(-50, 42), 0.9, beta, random() % 2 ? power_of_two(-60, 45) : 0.0f, 0, 1, 0};
+    const double lr = power_of_two(-50, 42), eps = random() % 2 ? power_of_two(-60, 45) : 0.0f;
+    const double hyper[] = {lr, 0.9, beta, eps, random() % 2 ? 0x1.ff8p-1 / lr : 0, 1, 0};
     const PackedRule<AdamFunctor> rule(hyper, nullptr, 1 + int(random() % 100), 1.0f);
-    float p[kEight] = {}, m[kEight], v[kEight];
-    const int first = int(random() % 150) - 85, second = int(random() % 170) - 105;
+    float p[kEight], m[kEight], v[kEight];
+    const int first = int(random() % 205) - 140, second = int(random() % 170) - 105, size = int(random() % 120) - 90;
     for (int k = 0; k < kEight; ++k) {
+      p[k] = power_of_two(size - 1, size + 1) * (random() % 2 ? 1.0f : -1.0f);
       m[k] = power_of_two(first - 1, first + 1) / rule.step_size_ * (random() % 2 ? 1.0f : -1.0f);
+      if (random() % 64 == 0) m[k] = random() % 2 ? 0.0f : -0.0f;
       v[k] = power_of_two(second - 1, second + 1);
     }
-    if (!rule.is_usual(p, Extent(m, v))) continue;
+    const int odd_one = int(random() % (4 * kEight));
+    if (odd_one < kEight) p[odd_one] = random() % 2 ? float_from_bits(kNan) : 0.0f;
+    if (!rule.is_usual(Extent(p, m, v))) continue;
+    if (odd_one < kEight) report("not as usual: a parameter of %a", p[odd_one], 0, 0);
     ++usual;
     for (int k = 0; k < kEight; ++k) {
-      const float a = fabsf(m[k] * rule.step_size_), b = sqrtf(v[k]) * rule.inverse_root_ + rule.eps_;
-      const bool known =
-          v[k] >= 0x1p-101f && v[k] < 0x1p61f && a >= 0x1p-81f && a < 0x1p61f && b >= 0x1p-51f && b < 0x1p41f;
+      const float a = m[k] * rule.step_size_, b = sqrtf(v[k]) * rule.inverse_root_ + rule.eps_, x = p[k] * rule.decay_;
+      bool known = v[k] >= 0x1p-101f && v[k] < 0x1p61f && fabsf(a) < 0x1p61f && b >= 0x1p-51f && b < 0x1p41f;
+      if (fabsf(a) < 0x1p-102f || fabsf(a / b) < 0x1p-102f) {
+        for_each_inverse(b, [&](float y) {
+          const float quotient = refined_quotient(both(a), both(b), both(y)).y;
+          known &= x - a / b == x && x - quotient == x && bits_of(x - a / b) == bits_of(x - quotient);
+        });
+        ++small;
+      }
       if (!known) report("not as usual: %a / (root of %a -> %a)", a, v[k], b);
     }
   }
-  if (usual < 100000) report("the usual is too rare: %a", float(usual), 0, 0);
+  if (usual < 100000 || small < 100000)
+    report("the usual is too rare: %a, of these %a small", float(usual), float(small), 0);
 }
 
 // What pair.cuh takes for a product on 10.0: the sum with minus_zero has the same bits, those of NaN left out.

@@ -92,17 +92,26 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return result;
 }
-inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t by) {
-  return uint32_t((uint64_t(high) << 32 | low) << (by & 31) >> 32);
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by) {
+  return uint32_t((uint64_t(high) << 32 | low) >> (by & 31));
 }
 
-// c + the products of two numbers of 16 bits and two of 8, from the lower or the upper ones of four; all have signs.
+// c + the products of two numbers of 16 bits and two of 8, from the lower or the upper ones of four. Of int, all have
+// signs.
 inline int dot_product(int numbers, int bytes, int c) {
   const int products = int16_t(numbers) * int8_t(bytes) + int16_t(numbers >> 16) * int8_t(bytes >> 8);
   return int(uint32_t(c) + uint32_t(products));
 }
 inline int __dp2a_lo(int numbers, int bytes, int c) { return dot_product(numbers, bytes, c); }
 inline int __dp2a_hi(int numbers, int bytes, int c) { return dot_product(numbers, bytes >> 16, c); }
+inline uint32_t __dp2a_lo(uint32_t numbers, uint32_t bytes, uint32_t c) {
+  return c + (numbers & 0xffff) * (bytes & 0xff) + (numbers >> 16) * (bytes >> 8 & 0xff);
+}
+inline uint32_t __dp2a_hi(uint32_t numbers, uint32_t bytes, uint32_t c) { return __dp2a_lo(numbers, bytes >> 16, c); }
+inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t c) {
+  for (int shift = 0; shift < 32; shift += 8) c += (a >> shift & 0xff) * (b >> shift & 0xff);
+  return c;
+}
 
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 

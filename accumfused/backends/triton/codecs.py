@@ -72,7 +72,7 @@ def stream(bits, number: tl.constexpr):
     """One of three streams of an element's noise, each rotated by other bits."""
     turned = bits
     if number > 0:
-        turn: tl.constexpr = 11 if number == 1 else 24
+        turn: tl.constexpr = 16 if number == 1 else 24
         turned = (bits << turn) | (bits >> 32 - turn)
     return turned
 
@@ -178,7 +178,7 @@ def encode(values, inverse, noise, second_moment: tl.constexpr):
     """Encodes values; `inverse` holds each element's inverse scale."""
     base = UNSIGNED_BASE if second_moment else SIGNED_BASE
     offset = 2.0**-15 if second_moment else 2.0**-7
-    bits = bits_of(tl.abs(values) * inverse + offset).to(tl.int32) - base + (noise >> 32 - SHIFT).to(tl.int32)
+    bits = bits_of(tl.abs(values) * inverse + offset).to(tl.int32) - base + (noise >> 16 << SHIFT - 16).to(tl.int32)
     if second_moment:
         code = (tl.maximum(bits, MIN_SECOND_MOMENT << SHIFT) >> SHIFT).to(tl.uint32)
     else:
