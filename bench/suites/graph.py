@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,10 @@ def _model(bench: Bench, name: str, of: Shapes) -> list[Table]:
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Makes the call three times (the tables and the kernels are there then), captures it, and returns its replay."""
+    """Makes the call three times (the tables and the kernels are there then), captures it, and returns its replay.
+
+    That keeps the call, and so the tensors whose addresses the graph has.
+    """
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -69,4 +73,8 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay
+    return partial(_replay, graph, run)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, kept: Any) -> None:
+    graph.replay()
