@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import warnings
@@ -158,13 +159,17 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield name
         return
     backends.check(name, torch.device("cuda", 0))
+    inside.replace_cuda(monkeypatch)
     with on_device("cuda", monkeypatch):
-        yield "auto" if name == "cuda" else name
+        yield name
 
 
 @contextlib.contextmanager
 def on_device(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """New tensors lie there. A generator's numbers are drawn on the CPU, where those of the tests are, and moved."""
+    """New tensors lie there. A generator's numbers are drawn on the CPU, where those of the tests are, and moved.
+
+    torch looks up once, when it first needs them, which functions take its default device.
+    """
 
     def moved(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def drawn(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -174,9 +179,10 @@ def on_device(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         return drawn
 
-    for name in ("rand", "randn", "randint"):
-        monkeypatch.setattr(torch, name, moved(getattr(torch, name)))
     with torch.device(device):
+        torch.empty(0)  # so it looks before they are replaced
+        for name in ("rand", "randn", "randint"):
+            monkeypatch.setattr(torch, name, moved(getattr(torch, name)))
         yield
 
 
@@ -194,7 +200,7 @@ def emulate_cuda(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """backend="cuda" is the emulation, for parameters on the CPU."""
     need_native()
     emulated.seed(0)
-    inside.replace_cuda(monkeypatch, CudaBackend(emulated, emulated.Table))
+    inside.replace_cuda(monkeypatch, functools.partial(CudaBackend, emulated, emulated.Table))
 
 
 @pytest.fixture

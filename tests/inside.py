@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.utils._device
 import torch.utils._python_dispatch
 from torch import Tensor
 
@@ -25,16 +26,20 @@ def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
     optimizer.engine.plans.backend = backend
 
 
-def replace_cuda(patch: pytest.MonkeyPatch, cuda: Any) -> None:
-    """backend="cuda" is this object, for parameters on any device; for rules that it has not, what "auto" is."""
+def replace_cuda(patch: pytest.MonkeyPatch, make: Callable[[], Any] | None = None) -> None:
+    """backend="cuda" is what this makes, for parameters on any device, or what it is; for rules that it lacks, "auto".
+
+    By that name these are refused, and most tests go through all rules.
+    """
     select = backends._select
 
     def selected(name: str, device: torch.device, rules: Iterable[type[Rule]]) -> Any:
-        if name == "cuda" and not any(map(native_rules.why_not_cuda, rules)):
-            return cuda
-        return select("auto" if name == "cuda" else name, device, rules)
+        if name == "cuda" and any(map(native_rules.why_not_cuda, rules)):
+            name = "auto"
+        return make() if name == "cuda" and make is not None else select(name, device, rules)
 
-    patch.setattr(backends, "_why_not_cuda", lambda device: None)
+    if make is not None:
+        patch.setattr(backends, "_why_not_cuda", lambda device: None)
     patch.setattr(backends, "_select", selected)
 
 
@@ -51,6 +56,11 @@ def forget_grad_dtype(patch: pytest.MonkeyPatch) -> None:
 def forget_what_loads() -> None:
     """The CUDA kernels are asked again whether they load on a GPU."""
     backends._loads_on.cache_clear()
+
+
+def forget_constructors() -> None:
+    """torch looks up again which functions make tensors on its default device."""
+    torch.utils._device._device_constructors.cache_clear()
 
 
 def attached(*things: Any) -> list[int]:

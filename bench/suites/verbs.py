@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from accumfused.backends import select
 from accumfused.core.protocol import OVERWRITE, Fold, Scaling
 from accumfused.core.rows import Grads
 from accumfused.core.weights import READY, Weights
@@ -48,8 +47,8 @@ def _verbs(
 ) -> tuple[str, list[Variant], str]:
     """The backend's name, its verbs, and what was checked."""
     optimizer = work.ours(name)
-    plan = optimizer.engine.plans.current().plan
-    backend = select(name, [work.device])
+    prepared = optimizer.engine.plans.current()
+    plan, backend = prepared.plan, prepared.backend
     rows = len(work.shapes)
     partials = torch.zeros(plan.chunks, device=work.device)
     scaling = Scaling(plan.device, max_grad_norm=MAX_GRAD_NORM)

@@ -237,9 +237,11 @@ def test_a_tensor_that_a_module_of_tests_makes_at_import_is_seen() -> None:
 def test_a_generators_numbers_are_those_of_the_cpu_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(3)
     before = generator.get_state()
+    inside.forget_constructors()
     with on_device("meta", monkeypatch):
-        drawn = torch.randn(5, generator=generator)
+        drawn, other = torch.randn(5, generator=generator), torch.randn(5)
     assert drawn.is_meta
+    assert other.is_meta
     after = generator.get_state()
     torch.randn(5, generator=generator.set_state(before), device="cpu")
     assert torch.equal(generator.get_state(), after)
