@@ -92,7 +92,7 @@ class Scaled(Windows):
         super().__init__(gpu)
         self.optimizers = [af.AdamW([p], lr=self.lr, backend=gpu) for p in self.params[:2]]
         self.params = self.params[:2]
-        af.clip_together(self.optimizers, 0.5)
+        self.group = af.ClipGroup(self.optimizers, 0.5)
         self.scaler = kind(self.device.type, init_scale=2.0**8, growth_interval=3)
 
     def window(self) -> None:
@@ -100,8 +100,7 @@ class Scaled(Windows):
             self.scaler.scale(self.loss(micro)).backward()
             for optimizer in self.optimizers:
                 optimizer.accumulate(weight=micro + 1.0, last=micro == 1)
-        for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
+        self.scaler.step(self.group)
         self.scaler.update()
         for param in self.params:
             param.grad = None
