@@ -15,6 +15,7 @@ import torch
 from peers import assert_like, params_of, train
 from table import OPTIMIZERS, Optimizer, random_params, set_grads
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import accumfused as af
 
@@ -59,7 +60,7 @@ def inputs_of(info: Any) -> list[dict[str, Any]]:
 
 def pair_of(info: Any, options: dict[str, Any], backend: str) -> tuple[af.FusedOptimizer, torch.optim.Optimizer]:
     """Ours, and torch's plain loop on the CPU, where capturable=True is refused; it changes no number."""
-    for_loop = {name: value for name, value in options.items() if name not in FLAGS}
+    for_loop = {name: tree_map_only(Tensor, Tensor.cpu, options[name]) for name in options if name not in FLAGS}
     with torch.device("cpu"):
         peer = info.row.peer(random_params(SHAPES), **for_loop)
     return info.optim_cls(random_params(SHAPES), **options, backend=backend), peer
