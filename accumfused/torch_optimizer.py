@@ -228,6 +228,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         states.update(marks)
         if is_copy:
+            # As torch's constructor does: on a machine with a GPU a copy of its Adafactor cannot step without.
+            self._warned_capturable_if_run_uncaptured = True
             self.engine = Engine(self, settings, _SURROUNDINGS, window)
             self.engine.plans.masters.see(self.state)
             history.resume(self.engine, histories or {})
