@@ -1,7 +1,8 @@
 """A plugin for pytest (`-p bench.gpu.failures`): each failure goes to the report the moment it happens.
 
 With --gpu-backends only what runs on a GPU is taken: first the tests of the backend named first, of the files about
-GPUs before all others. A worker whose GPU has become unusable ends, and xdist starts another: what comes next is not to
+GPUs before all others, and last those of rules without kernels in the native module, which Triton compiles for seconds
+each. A worker whose GPU has become unusable ends, and xdist starts another: what comes next is not to
 blame.
 """
 
@@ -43,18 +44,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     order = {item: _order(item, wanted) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if order[item] is None])
-    items[:] = sorted((item for item in items if order[item] is not None), key=lambda item: order[item] or (0, 0))
+    items[:] = sorted((item for item in items if order[item] is not None), key=lambda item: order[item] or ())
 
 
-def _order(item: pytest.Item, wanted: list[str]) -> tuple[int, int] | None:
-    """Which backend's, and whether of a file about GPUs; None: it does not run on one, or is another stage's."""
+def _order(item: pytest.Item, wanted: list[str]) -> tuple[int, ...] | None:
+    """Which backend's, whether of a file about GPUs, and of a rule in the native module (tests/table.py).
+
+    None: it does not run on a GPU, or is another stage's.
+    """
     about_gpus = _is_about_gpus(item.path)
     params = getattr(getattr(item, "callspec", None), "params", {})
     name = next((params[key] for key in BY if key in params), wanted[0] if about_gpus else None)
     emulated = "emulated" in getattr(item, "fixturenames", ())  # which takes a minute to compile
     if name not in wanted or emulated or "sanitizer" in item.nodeid:
         return None
-    return wanted.index(name), int(not about_gpus)
+    compiles = any(not getattr(value, "is_common", True) for value in params.values())
+    return wanted.index(name), int(not about_gpus), int(compiles)
 
 
 @functools.cache

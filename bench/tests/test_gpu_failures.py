@@ -50,6 +50,10 @@ def test_second():
 """
 ORDERED = """
 import pytest
+class Case:
+    is_common = False
+@pytest.mark.parametrize("case", [Case()], ids=["rare"])
+def test_compiles(backend, case): pass
 def test_for_all(backend): pass
 def test_for_cpus(): pass
 """
@@ -115,7 +119,7 @@ def test_only_what_needs_a_gpu_runs_and_the_cuda_backend_comes_first(run_pytest:
     said, _ = run_pytest(files, "--collect-only", "-q", "--gpu-backends", "cuda,triton")
     assert [line.split("::")[1] for line in said.splitlines() if "::" in line] == [
         "test_both[cuda]", "test_alone", "test_places[cuda]", "test_for_all[cuda]",
-        "test_both[triton]", "test_for_all[triton]",
+        "test_compiles[cuda-rare]", "test_both[triton]", "test_for_all[triton]", "test_compiles[triton-rare]",
     ]  # fmt: skip
 
 
