@@ -2,8 +2,7 @@
 
 With --gpu-backends only what runs on a GPU is taken: first the tests of the backend named first, of the files about
 GPUs before all others, and last those of rules without kernels in the native module, which Triton compiles for seconds
-each. A worker whose GPU has become unusable ends, and xdist starts another: what comes next is not to
-blame.
+each. A worker whose GPU has become unusable ends, and xdist starts another: what comes next is not to blame.
 """
 
 from __future__ import annotations
