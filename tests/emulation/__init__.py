@@ -35,11 +35,8 @@ def build(folder: Path, *kernel_flags: str, name: str = "emulated") -> Path:
 
     Modules of one name are one module to a process, wherever they lie.
     """
-    import pybind11
-
     folder.mkdir(parents=True, exist_ok=True)
-    functors.write(folder)
-    include = [f"-I{HERE}", f"-I{folder}", f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
+    include = _include(folder)
     newest = max(
         path.stat().st_mtime for place in (ROOT / "csrc", HERE) for path in place.rglob("*.*") if path.suffix != ".pyc"
     )
@@ -59,6 +56,20 @@ def build(folder: Path, *kernel_flags: str, name: str = "emulated") -> Path:
                 objects = list(pool.map(compile_one, SOURCES))
             subprocess.run(["g++", "-shared", *objects, "-o", str(module)], check=True)
     return module
+
+
+def check_source(source: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Whether a file like those of SOURCES compiles, beside what is in the folder."""
+    command = ["g++", *FLAGS, *_include(folder), "-DAF_EMULATED=checked", "-x", "c++", "-fsyntax-only", str(source)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def _include(folder: Path) -> list[str]:
+    """The compiler's flags, once the rules are printed into the folder."""
+    import pybind11
+
+    functors.write(folder)
+    return [f"-I{HERE}", f"-I{folder}", f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
 
 
 def build_program(name: str, folder: Path) -> Path:

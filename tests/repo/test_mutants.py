@@ -12,11 +12,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import emulation
 import pytest
 
 import accumfused as af
 
-TOOLS = Path(__file__).parents[2] / "tools"
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / "tools"
 pytestmark = pytest.mark.skipif(
     not (TOOLS / "mutants").exists() or "AF_MUTANT" in os.environ, reason="needs the source, as it is"
 )
@@ -33,6 +35,22 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_each_mutant_stands_once_in_the_source() -> None:
     done = subprocess.run([sys.executable, TOOLS / "mutants.py", "check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
+@pytest.mark.skipif(emulation.why_not() is not None, reason="needs g++")
+@pytest.mark.parametrize("source", [*emulation.SOURCES[1:], ROOT / "csrc/cpu/baseline.cpp"], ids=lambda path: path.name)
+def test_the_mutants_of_csrc_compile_side_by_side(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    mutants = importlib.import_module("mutants_list")
+    files = {str(path.relative_to(ROOT)): path.read_bytes() for path in (ROOT / "csrc").rglob("*.*")}
+    for name, data in mutants.switched(files, mutants.load()).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    compiles = emulation.check_source(tmp_path / source.relative_to(ROOT), tmp_path)
+    assert compiles.returncode == 0, compiles.stderr
 
 
 def does_not_raise() -> None:
