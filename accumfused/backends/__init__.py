@@ -146,7 +146,10 @@ def _loads_on(index: int) -> str | None:
     if not reason:
         return None
     major, minor = torch.cuda.get_device_capability(index)
+    remedy = f"rebuild with ACCUMFUSED_CUDA_ARCHS={major}{minor}"
+    if "driver version is insufficient" in reason:  # whatever it was built for
+        remedy = "update the driver, or rebuild with an older CUDA toolkit"
     return (
-        f"{reason} (built by CUDA {kernels.COMPILER} for compute capabilities {kernels.ARCHS}; "
-        f"{torch.cuda.get_device_name(index)} has {major}{minor}; rebuild with ACCUMFUSED_CUDA_ARCHS={major}{minor})"
+        f"{reason} (built by CUDA {kernels.COMPILER} for compute capabilities {kernels.ARCHS}, and "
+        f"{torch.cuda.get_device_name(index)} has {major}{minor}; {remedy})"
     )

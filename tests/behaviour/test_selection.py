@@ -11,6 +11,7 @@ import torch
 from table import Case, one_of_each, random_grads, random_params, set_grads
 
 from accumfused import backends, compiled
+from accumfused.__main__ import advice
 from accumfused.backends.reference import ReferenceBackend
 
 CPU, GPU, XPU = torch.device("cpu"), torch.device("cuda", 0), torch.device("xpu", 0)
@@ -96,8 +97,17 @@ def test_what_is_missing_for_gpus_is_told(owner: Any, name: str, value: Any, sai
     assert said in str(backends.why_not("cuda", GPU))
 
 
-@pytest.mark.parametrize("trouble", ["no kernel image is available for execution on the device", "driver too old", ""])
-def test_a_card_or_a_driver_that_is_too_old_is_told_so(emulated: Any, built_for_gpus: Any, trouble: str) -> None:
+TROUBLE = [
+    ("no kernel image is available for execution on the device", "rebuild with ACCUMFUSED_CUDA_ARCHS=70"),
+    ("CUDA driver version is insufficient for ...", "update the driver, or rebuild with an older CUDA toolkit"),
+    ("", ""),
+]
+
+
+@pytest.mark.parametrize(("trouble", "remedy"), TROUBLE)
+def test_a_card_or_a_driver_that_is_too_old_is_told_so(
+    emulated: Any, built_for_gpus: Any, trouble: str, remedy: str
+) -> None:
     built_for_gpus.setattr(backends, "_why_no_gpu", lambda device: None)
     built_for_gpus.setattr(inside.native(), "cuda", emulated, raising=False)
     built_for_gpus.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
@@ -108,5 +118,9 @@ def test_a_card_or_a_driver_that_is_too_old_is_told_so(emulated: Any, built_for_
     emulated.trouble("")
     inside.forget_what_loads()
     assert trouble in reason
-    assert ("Tesla V100 has 70; rebuild with ACCUMFUSED_CUDA_ARCHS=70" in reason) is bool(trouble)
-    assert (reason == "None") is not bool(trouble)
+    if trouble:
+        built_for_gpus.setattr(torch.cuda, "is_available", lambda: True)
+        assert "Tesla V100 has 70" in reason
+        assert advice({"cuda": reason}) == remedy
+    else:
+        assert reason == "None"
