@@ -67,6 +67,9 @@ def problems(mutants: list[Mutant]) -> Iterator[str]:
             yield f"{mutant.id}: nothing is changed"
         if (mutant.kind in KINDS) is not mutant.is_native:
             yield f"{mutant.id}: kind must be one of {', '.join(KINDS)} in csrc, and stands nowhere else"
+        missing = [name for name in mutant.tests if not (ROOT / "tests" / name).exists()]
+        if missing:
+            yield f"{mutant.id}: there are no tests in {', '.join(missing)}"
     ids = [mutant.id for mutant in mutants]
     yield from (f"{name}: there are two" for name in sorted({name for name in ids if ids.count(name) > 1}))
 
