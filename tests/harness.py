@@ -1,13 +1,22 @@
-"""What every test shares: a seed, torch's number of threads given back, and the backends of this machine."""
+"""What every test shares: a seed, torch's number of threads given back, and the backends of this machine.
+
+`backend`, `emulated`, `native` and `never_waits` are fixtures. `interpreting` runs Triton's kernels without a GPU.
+`pairwise` makes few rows of many axes, in which every two values of two axes meet: a covering array of strength 2. Most
+defects need one value or a pair of them, seldom more (Kuhn, Wallace and Gallo 2004, "Software fault interactions and
+implications for software testing").
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
+import importlib
+import itertools
+import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +25,7 @@ import inside
 import processes
 import pytest
 import torch
-import triton_interpreter  # noqa: F401  # before all that imports Triton
 from hypothesis import HealthCheck, settings
-from pairwise import combinations, pairwise
 
 from accumfused import backends, compiled
 from accumfused.backends.cpu import CpuBackend
@@ -38,6 +45,19 @@ os.environ["ACCUMFUSED_CACHE"] = str(Path(__file__).parents[1] / "build" / "rule
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 LONG = ("test_bits.py", "test_huggingface.py", "test_triton_code.py")  # files that take a minute or more
+
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[None]:
+    """Triton looks at this when it is imported, which it is in parts, and when it meets a kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not GPU:
+            patch.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+with interpreting(), contextlib.suppress(ImportError):  # before anything else does: torch's compiler, the frameworks
+    importlib.import_module("triton.language")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -233,3 +253,39 @@ def _set_sync_debug_mode(mode: str) -> None:
     with warnings.catch_warnings():  # torch's own, once per process
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode(mode)
+
+
+Pair = tuple[int, int, int, int]  # an axis and the place of its value, twice
+MOST_ROWS = 10_000  # rows: a test of millions would fill the memory before the first one runs
+
+
+def combinations(axes: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """All of them; where these are too many, pairs."""
+    return [*itertools.product(*axes.values())] if math.prod(map(len, axes.values())) <= MOST_ROWS else pairwise(axes)
+
+
+def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Rows with a value of each axis, the same ones in every call; greedy, so not the fewest possible."""
+    sizes = [len(values) for values in axes.values()]
+    left: dict[Pair, None] = {
+        (one, i, other, j): None
+        for one, other in itertools.combinations(range(len(sizes)), 2)
+        for i, j in itertools.product(range(sizes[one]), range(sizes[other]))
+    }
+    rows = []
+    while left:
+        one, i, other, j = next(iter(left))
+        row = {one: i, other: j}
+        for axis in (axis for axis in range(len(sizes)) if axis not in row):
+            row[axis] = max(range(sizes[axis]), key=lambda value: sum(p in left for p in _pairs(row, axis, value)))
+        for axis, value in row.items():
+            for pair in _pairs(row, axis, value):
+                left.pop(pair, None)
+        rows.append(tuple(values[row[axis]] for axis, values in enumerate(axes.values())))
+    return rows
+
+
+def _pairs(row: Mapping[int, int], axis: int, value: int) -> list[Pair]:
+    """Those of this value with what the row has already."""
+    ordered = [sorted([(axis, value), item]) for item in row.items() if item[0] != axis]
+    return [(*one, *other) for one, other in ordered]

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from peers import params_of
-from snapshot import differences, refused, snapshot
-from stored import train
+from compare import differences, params_of, refused, snapshot
+from models import train
 from table import OPTIMIZERS, Own
 from torch.nn import Parameter
 

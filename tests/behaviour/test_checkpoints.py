@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_close, assert_same_bits, everything
-from peers import assert_same, params_of
-from snapshot import refused, snapshot, writes_nothing
-from stored import Model, build, grads_of, through_a_file, train, trained
+from compare import (
+    assert_close,
+    assert_same,
+    assert_same_bits,
+    everything,
+    params_of,
+    refused,
+    snapshot,
+    writes_nothing,
+)
+from models import Model, build, grads_of, through_a_file, train, trained
 from table import EACH_VARIANT, OF_TORCH, STATES, WEIGHTS, Case, Own, kept, one_of_each
 from torch.distributed.checkpoint import state_dict as dcp
 

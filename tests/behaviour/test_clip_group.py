@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_close
-from snapshot import refused
+from compare import assert_close, refused
 from table import Own, set_grads
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict

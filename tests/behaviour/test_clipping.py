@@ -13,9 +13,8 @@ from typing import Any
 import inside
 import pytest
 import torch
-from compare import assert_same_bits
-from snapshot import differences, refused, snapshot
-from stored import through_a_file
+from compare import assert_same_bits, differences, refused, snapshot
+from models import through_a_file
 from table import Own
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp

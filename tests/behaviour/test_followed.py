@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_close, everything
+from compare import assert_close, everything, params_of, refused, stepped
 from inside import plan_of
-from peers import params_of
-from snapshot import refused, trained
-from stored import grads_of, train
+from models import grads_of, train
 from table import ADAMW_CASE, random_params
 from torch import Tensor
 from torch.nn import Parameter
@@ -91,7 +89,7 @@ def test_a_change_between_two_steps_is_followed(backend: str, change: str, watch
 @pytest.mark.parametrize("verb", ["step", "accumulate", "backward"])
 def test_a_maximum_that_is_switched_on_later_is_refused_in_8_bits(backend: str, verb: str) -> None:
     param: Any = Parameter(torch.randn(4, 3))
-    optimizer = trained([param], backend, state_dtype="int8", state_dtype_min_numel=2)
+    optimizer = stepped([param], backend, state_dtype="int8", state_dtype_min_numel=2)
     optimizer.param_groups[0]["amsgrad"] = True
     param.grad = None if verb == "backward" else torch.ones(4, 3)
     loss = [param.sum()] if verb == "backward" else []

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_same_bits, bits
-from peers import params_of
-from snapshot import refused, writes_nothing
-from stored import MASTERS, Model, build, grads_of, through_a_file, train, trained, whole
+from compare import assert_same_bits, bits, params_of, refused, writes_nothing
+from models import MASTERS, Model, build, grads_of, through_a_file, train, trained, whole
 from table import STATES, WEIGHTS, Own
 from torch import Tensor, nn
 from torch.nn import Parameter, ParameterList

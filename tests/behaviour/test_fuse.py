@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_close
-from peers import assert_same, params_of
-from snapshot import differences, snapshot
+from compare import assert_close, assert_same, differences, params_of, snapshot
 from table import OPTIMIZERS, Own, OwnAdagrad
 from torch.nn import Parameter
 from torch.optim import lr_scheduler

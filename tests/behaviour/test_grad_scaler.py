@@ -6,10 +6,10 @@ import copy
 from math import inf, nan
 from typing import Any
 
+import models
 import pytest
-import stored
 import torch
-from snapshot import differences, snapshot, trained
+from compare import differences, snapshot, stepped
 from table import STATES, WEIGHTS, Own
 from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
@@ -189,7 +189,7 @@ def test_a_bad_number_on_the_device_skips_the_step_and_is_counted(
     backend: str, place: str, bad: float, nonfinite: str | None
 ) -> None:
     param = Parameter(torch.randn(4))
-    optimizer: Any = trained([param], backend, nonfinite=nonfinite)
+    optimizer: Any = stepped([param], backend, nonfinite=nonfinite)
     param.grad, value = torch.randn(4), torch.tensor(bad)
     if place == "second weight":
         optimizer.accumulate(2)
@@ -214,9 +214,9 @@ def test_a_bad_number_on_the_device_skips_the_step_and_is_counted(
 
 @pytest.mark.pairwise(weights=[*WEIGHTS], states=[*STATES])
 def test_a_skipped_step_writes_no_format(backend: str, weights: str, states: str) -> None:
-    _, optimizer = stored.trained(weights, states, backend)
+    _, optimizer = models.trained(weights, states, backend)
     before = written(optimizer)
-    stored.skip_a_step(optimizer)
+    models.skip_a_step(optimizer)
     assert differences(before, written(optimizer)) == []
 
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_same_bits
-from peers import params_of
-from snapshot import refused, writes_nothing
+from compare import assert_same_bits, params_of, refused, writes_nothing
 from table import Own, random_grads, random_params, set_grads
 from torch import nn
 

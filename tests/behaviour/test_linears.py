@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_all_same_bits, assert_close, everything
-from layers import WAYS, WIDTH, Net, assert_same_gradients, backward, batch, fused, loss_of, mlp
+from models import WAYS, WIDTH, Net, assert_same_gradients, backward, batch, fused, loss_of, mlp
 from torch import Tensor, nn
 
 import accumfused as af

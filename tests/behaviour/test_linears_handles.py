@@ -13,10 +13,9 @@ from typing import Any
 import inside
 import pytest
 import torch
-from compare import assert_all_same_bits, assert_close, everything
-from layers import WAYS, WIDTH, Net, assert_same_gradients, backward, batch, fused, loss_of, mlp
+from compare import assert_all_same_bits, assert_close, everything, refused
 from loop import Fails
-from snapshot import refused
+from models import WAYS, WIDTH, Net, assert_same_gradients, backward, batch, fused, loss_of, mlp
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 

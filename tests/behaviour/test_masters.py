@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_same_bits
-from peers import assert_same
-from stored import MASTERS, Model, build, grads_of, skip_a_step, train, trained, whole
+from compare import assert_same, assert_same_bits
+from models import MASTERS, Model, build, grads_of, skip_a_step, train, trained, whole
 from torch import Tensor
 
 each_master = pytest.mark.parametrize("weights", MASTERS)

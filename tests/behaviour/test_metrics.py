@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_all_same_bits, assert_same_bits, everything
-from snapshot import refused
-from stored import through_a_file
+from compare import assert_all_same_bits, assert_same_bits, everything, refused
+from models import through_a_file
 from torch.distributed.checkpoint import state_dict as dcp
 
 import accumfused as af

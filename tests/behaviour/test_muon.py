@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compare import assert_all_same_bits, everything
-from matrices import MUON, SHAPES, assert_near, both, weights
-from peers import params_of
+from compare import assert_all_same_bits, everything, params_of
+from models import MATRICES, MUON, assert_near, both, matrices
 from table import random_grads, set_grads
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 from torch.distributed.tensor import Shard as ByRows
@@ -36,15 +35,15 @@ def test_a_skip_leaves_all_parameters_and_states(backend: str, reason: str) -> N
 
 
 def test_checkpoints_are_torchs_both_ways_and_copies_go_on(backend: str) -> None:
-    ours, theirs = af.Muon(weights(SHAPES), **MUON, backend=backend), torch.optim.Muon(weights(SHAPES), **MUON)
+    ours, theirs = af.Muon(matrices(MATRICES), **MUON, backend=backend), torch.optim.Muon(matrices(MATRICES), **MUON)
     for seed in range(2):
         for optimizer in (ours, theirs):
             set_grads(params_of(optimizer), random_grads(params_of(optimizer), seed))
             optimizer.step()
     assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
-    other = af.Muon(weights(SHAPES), lr=9.0, backend=backend)
+    other = af.Muon(matrices(MATRICES), lr=9.0, backend=backend)
     other.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    fresh = torch.optim.Muon(weights(SHAPES), lr=9.0)
+    fresh = torch.optim.Muon(matrices(MATRICES), lr=9.0)
     fresh.load_state_dict(copy.deepcopy(ours.state_dict()))
     twin = copy.deepcopy(ours)
     for param, *same in zip(params_of(ours), *map(params_of, (twin, theirs, other, fresh)), strict=True):
@@ -60,7 +59,7 @@ def test_checkpoints_are_torchs_both_ways_and_copies_go_on(backend: str) -> None
 
 
 def test_fuse_converts_torchs(backend: str) -> None:
-    ours, theirs = torch.optim.Muon(weights(SHAPES), **MUON), torch.optim.Muon(weights(SHAPES), **MUON)
+    ours, theirs = torch.optim.Muon(matrices(MATRICES), **MUON), torch.optim.Muon(matrices(MATRICES), **MUON)
     assert type(af.fuse(ours, backend=backend)) is af.Muon
     for optimizer in (ours, theirs):
         set_grads(params_of(optimizer), random_grads(params_of(optimizer), 0))
@@ -70,10 +69,10 @@ def test_fuse_converts_torchs(backend: str) -> None:
 
 
 def test_groups_of_adamws_have_its_defaults_and_options(backend: str) -> None:
-    params = weights([(4, 4), (3,), (2,)])
+    params = matrices([(4, 4), (3,), (2,)])
     optimizer = af.Muon([{"params": params[:1]}, {"params": params[1:2], "use_muon": False}], backend=backend)
     optimizer.add_param_group({"params": params[2], "use_muon": False, "amsgrad": True, "lr": 0.5})
-    defaults = torch.optim.AdamW(weights([(3,)])).defaults
+    defaults = torch.optim.AdamW(matrices([(3,)])).defaults
     assert defaults.items() <= optimizer.param_groups[1].items()
     assert (defaults | {"amsgrad": True, "lr": 0.5}).items() <= optimizer.param_groups[2].items()
     set_grads(params, random_grads(params, 0))
@@ -83,11 +82,11 @@ def test_groups_of_adamws_have_its_defaults_and_options(backend: str) -> None:
 
 def test_what_is_no_whole_matrix_is_refused(backend: str) -> None:
     with pytest.raises(ValueError, match=r"only supports 2D .* size: torch.Size\(\[3\]\); .* use_muon=False"):
-        af.Muon(weights([(2, 2), (3,)]), backend=backend)
-    optimizer = af.Muon(weights([(2, 2)]), backend=backend)
+        af.Muon(matrices([(2, 2), (3,)]), backend=backend)
+    optimizer = af.Muon(matrices([(2, 2)]), backend=backend)
     kept = len(optimizer.param_groups)
     with pytest.raises(ValueError, match="only supports 2D"):
-        optimizer.add_param_group({"params": weights([(3, 2, 1)])})
+        optimizer.add_param_group({"params": matrices([(3, 2, 1)])})
     assert len(optimizer.param_groups) == kept
     late = both(backend=backend)
     set_grads(params_of(late), random_grads(params_of(late), 0))
@@ -103,7 +102,7 @@ def test_what_is_no_whole_matrix_is_refused(backend: str) -> None:
     [({"ns_steps": 100}, "less than 100"), ({"ns_coefficients": (1.0, 2.0)}, "exactly 3 values")], ids=str,
 )  # fmt: skip
 def test_an_iteration_that_torch_refuses_is_refused(backend: str, options: dict[str, Any], text: str) -> None:
-    optimizer = af.Muon(weights([(2, 2)]), **options, backend=backend)
+    optimizer = af.Muon(matrices([(2, 2)]), **options, backend=backend)
     set_grads(params_of(optimizer), random_grads(params_of(optimizer), 0))
     with pytest.raises(ValueError, match=text):
         optimizer.step()
@@ -112,9 +111,9 @@ def test_an_iteration_that_torch_refuses_is_refused(backend: str, options: dict[
 @pytest.mark.parametrize("options", [{"lr": -1.0}, {"momentum": -1.0}, {"weight_decay": -1.0}, {"adjust_lr_fn": "x"}])
 def test_options_that_torch_refuses_are_refused_with_its_text(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError) as theirs:  # noqa: PT011
-        torch.optim.Muon(weights([(2, 2)]), **options)
+        torch.optim.Muon(matrices([(2, 2)]), **options)
     with pytest.raises(ValueError) as ours:  # noqa: PT011
-        af.Muon(weights([(2, 2)]), **options)
+        af.Muon(matrices([(2, 2)]), **options)
     assert str(ours.value) == str(theirs.value)
 
 
@@ -144,7 +143,8 @@ def test_a_spread_matrix_is_refused_and_a_whole_one_is_not(backend: str) -> None
 def test_a_checkpoint_with_other_kinds_of_groups_is_refused(backend: str) -> None:
     mixed, all_muon = (
         af.Muon(
-            [{"params": weights(SHAPES[:1])}, {"params": weights(SHAPES[1:2]), "use_muon": is_muon}], backend=backend
+            [{"params": matrices(MATRICES[:1])}, {"params": matrices(MATRICES[1:2]), "use_muon": is_muon}],
+            backend=backend,
         )
         for is_muon in (False, True)
     )

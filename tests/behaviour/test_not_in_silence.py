@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from snapshot import refused, writes_nothing
+from compare import refused, writes_nothing
 from torch import Tensor
 from torch.nn import Parameter
 

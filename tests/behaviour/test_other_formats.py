@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_same_bits
-from peers import assert_same
-from stored import MASTERS, Model, build, grads_of, skip_a_step, states_of, train, trained, whole
+from compare import assert_same, assert_same_bits
+from models import MASTERS, Model, build, grads_of, skip_a_step, states_of, train, trained, whole
 from table import STATES, WEIGHTS
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, load, save

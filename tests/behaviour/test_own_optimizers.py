@@ -9,9 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from compare import assert_close
-from peers import assert_same, params_of, train
-from snapshot import refused
+from compare import assert_close, assert_same, params_of, refused, train
 from table import random_params, set_grads
 from torch.nn import Parameter
 

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from snapshot import Errors, refused, trained
+from compare import Errors, refused, stepped
 from table import OPTIMIZERS, Own
 from torch import Tensor
 from torch.nn import Parameter
@@ -189,7 +189,7 @@ def test_a_maximum_is_not_kept_in_8_bits() -> None:
             ours(group["params"], amsgrad=True, state_dtype="int8")
         with pytest.raises(ValueError, match=text):
             ours([group], state_dtype="int8")
-    optimizer = trained([Parameter(torch.ones(4))], "auto", state_dtype="int8")
+    optimizer = stepped([Parameter(torch.ones(4))], "auto", state_dtype="int8")
     with refused(optimizer, ValueError, text):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
@@ -361,7 +361,7 @@ def test_what_kernels_cannot_use_is_refused(
     backend: str, given: str, spoil: Callable[[Any], None], error: Errors, remedy: str, position: int
 ) -> None:
     params = [Parameter(torch.randn(4, 3)) for _ in range(2)]
-    optimizer, other = trained(params, backend), params[1 - position]
+    optimizer, other = stepped(params, backend), params[1 - position]
     if given:
         other.grad = torch.randn(4, 3)
         optimizer.accumulate(2.0 if given == "open" else 0)
@@ -387,7 +387,7 @@ def test_a_parameter_moved_within_a_window_is_refused_and_may_come_back(
     backend: str, move: Callable[[Tensor], Tensor], verb: str
 ) -> None:
     param: Any = Parameter(torch.randn(4, 3))
-    optimizer = trained([param], backend)
+    optimizer = stepped([param], backend)
     param.grad = torch.ones_like(param)
     optimizer.accumulate(2.0)
     before, param.data = param.data, move(param.data)

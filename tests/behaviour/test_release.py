@@ -12,8 +12,8 @@ from typing import Any
 import inside
 import pytest
 import torch
+from compare import refused, writes_nothing
 from loop import Loop
-from snapshot import refused, writes_nothing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

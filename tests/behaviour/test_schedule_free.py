@@ -9,11 +9,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from compare import assert_close, assert_same_bits
-from peers import assert_same, params_of
-from peers import train as train_all
-from snapshot import refused, writes_nothing
-from stored import build, grads_of, states_of, through_a_file, train, whole
+from compare import assert_close, assert_same, assert_same_bits, params_of, refused, writes_nothing
+from compare import train as train_all
+from models import build, grads_of, states_of, through_a_file, train, whole
 from table import WEIGHTS, random_params, set_grads
 from torch import Tensor
 from torch.nn import Parameter

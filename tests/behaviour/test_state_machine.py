@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from compare import Errors, refused
 from loop import VERBS, Loop, Verb
-from snapshot import Errors, refused
 from torch.nn import Parameter
 
 import accumfused as af

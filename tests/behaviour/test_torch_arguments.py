@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers import params_of, train
-from snapshot import refused
+from compare import params_of, refused, train
 from table import OPTIMIZERS, Optimizer, Own, random_params
 from torch.nn import Parameter
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers import assert_like, params_of, train
-from snapshot import writes_nothing
+from compare import assert_like, params_of, train, writes_nothing
 from table import EACH_OPTIMIZER, EACH_RULE, OPTIMIZERS, Case, Optimizer, random_grads, random_params, set_grads
 from torch.nn import Parameter
 from torch.nn.utils import parameters_to_vector

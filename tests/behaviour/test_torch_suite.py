@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers import assert_like, params_of, train
+from compare import assert_like, params_of, train
 from table import OPTIMIZERS, Optimizer, random_params, set_grads
 from torch import Tensor
 from torch.utils._pytree import tree_map_only

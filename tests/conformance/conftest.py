@@ -9,7 +9,7 @@ from typing import Any
 import emulation
 import pytest
 import torch
-from emulated_memory import DeviceMemory
+from device import DeviceMemory
 from harness import need_native
 from places import CPU, INSTRUCTION_SETS, ON_CPU, ON_GPU, OTHER, Place, interpreted
 from torch import Tensor

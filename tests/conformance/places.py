@@ -10,8 +10,7 @@ import inside
 import numpy as np
 import pytest
 import torch
-import triton_interpreter
-from harness import GPU
+from harness import GPU, interpreting
 
 from accumfused import backends, compiled
 
@@ -35,6 +34,6 @@ def interpreted() -> Iterator[Place]:
     triton = pytest.importorskip("triton")
     if triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4")
-    with triton_interpreter.interpreting(), np.errstate(all="ignore"):  # numpy computes, and warns of overflow
+    with interpreting(), np.errstate(all="ignore"):  # numpy computes, and warns of overflow
         assert type(triton.language.sum).__name__.startswith("Interpreted"), "something imported Triton before us"
         yield Place(backends.select("triton", [CPU]), is_slow=True)

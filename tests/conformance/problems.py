@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from compare import assert_all_same_bits, everything
+from harness import pairwise
 from layouts import EDGES, LAYOUTS, OFFSETS, PIECE, STREAMS, Layout, edges, same, shifted, with_holes
-from pairwise import pairwise
 from table import CASES, EACH_RULE, STATES, WEIGHTS, Case, case_named, kept, random_grads, random_params
 from torch import Tensor
 

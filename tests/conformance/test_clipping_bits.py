@@ -8,9 +8,8 @@ from typing import Any
 import inside
 import pytest
 import torch
-from compare import assert_all_same_bits, assert_same_bits, everything
+from compare import assert_all_same_bits, assert_same_bits, everything, params_of
 from layouts import EDGES, PIECE, edges
-from peers import params_of
 from places import INSTRUCTION_SETS, INTERPRETED, ON_CPU, ON_GPU, Place
 from problems import GRADS, INF, Loop, Problem, Tail, assert_conforms
 from table import random_grads, random_params, set_grads

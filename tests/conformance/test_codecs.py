@@ -9,8 +9,8 @@ import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, assert_same_bits, everything
+from models import MASTERS
 from places import INSTRUCTION_SETS, INTERPRETED, ON_CPU, ON_GPU, Place
-from stored import MASTERS
 from table import STATES, WEIGHTS, case_named, random_grads, set_grads
 from torch import Tensor
 from torch.nn import Parameter

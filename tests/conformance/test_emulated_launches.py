@@ -8,8 +8,7 @@ from typing import Any
 import inside
 import pytest
 import torch
-from compare import assert_all_same_bits, everything
-from snapshot import refused
+from compare import assert_all_same_bits, everything, refused
 from table import ADAMW_CASE, STATES, WEIGHTS, random_grads, random_params, set_grads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

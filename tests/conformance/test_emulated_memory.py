@@ -17,8 +17,7 @@ import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, everything
-from deferred_launches import Launches
-from emulated_memory import DeviceMemory
+from device import DeviceMemory, Launches
 from places import INTERPRETED, interpreted
 from table import ADAMW_CASE, random_params
 from torch import Tensor

@@ -14,9 +14,9 @@ import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, assert_close, assert_same_bits, everything
+from device import NoReads
 from layouts import edges
 from problems import AXES, GRADS, LOOPS, TAILS, Problem, Tail, expected, play, problems
-from reads import NoReads
 from table import (  # fmt: skip
     ADAMW_CASE,
     CASES,

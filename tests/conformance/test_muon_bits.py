@@ -6,8 +6,7 @@ import itertools
 
 import inside
 import pytest
-from compare import assert_all_same_bits, everything
-from peers import params_of
+from compare import assert_all_same_bits, everything, params_of
 from places import INSTRUCTION_SETS, interpreted
 from table import STATES, WEIGHTS, random_grads, random_params, set_grads
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reads import NoReads
+from device import NoReads
 
 import accumfused as af
 from accumfused.core import clipping

@@ -8,11 +8,10 @@ from typing import Any
 import inside
 import pytest
 import torch
-from compare import assert_all_same_bits, assert_same_bits, everything
+from compare import assert_all_same_bits, assert_same_bits, everything, refused
 from harness import on_device, tensors_alive
 from layouts import GAP, every_third_row, shifted, transposed, with_holes
 from places import INTERPRETED, ON_CPU, ON_GPU, Place
-from snapshot import refused
 from table import ADAMW_CASE, Case, case_named, random_grads, random_params, set_grads
 from torch import Tensor
 

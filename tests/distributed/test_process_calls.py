@@ -13,8 +13,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from compare import assert_same_bits
-from peers import params_of
+from compare import assert_same_bits, params_of
 from spread import Net, adamw, everything_whole, loss_of, sharded
 from table import random_grads, random_params, set_grads
 from torch import Tensor, nn

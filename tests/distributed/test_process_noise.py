@@ -13,8 +13,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from peers import params_of
-from snapshot import differences, refused, snapshot
+from compare import differences, params_of, refused, snapshot
 from spread import Net, loss_of, mesh_over, sharded
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_

@@ -16,8 +16,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from peers import params_of
-from snapshot import differences, snapshot
+from compare import differences, params_of, snapshot
 from spread import Net, adamw, loss_of, mesh_over, sharded
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -10,9 +10,8 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from compare import assert_close, assert_same_bits
-from pairwise import pairwise
-from peers import params_of
+from compare import assert_close, assert_same_bits, params_of
+from harness import pairwise
 from spread import Net, adamw, differing, give_random_gradients, mesh_over, sharded, take_steps, whole
 from table import EACH_RULE, STATES, WEIGHTS, Case, Own, kept
 from torch import Tensor, nn

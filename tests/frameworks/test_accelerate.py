@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers import assert_same
+from compare import assert_same
 from regression import (
     MAX_NORM,
     K,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers import assert_same
+from compare import assert_same
 from torch import Tensor
 from trainers import (
     EPS,

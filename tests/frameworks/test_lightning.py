@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from compare import assert_same
 from lightning.fabric.plugins.precision import MixedPrecision as FabricPrecision
 from lightning_loops import PRECISIONS, Stock, Weighted, Windowed, fit, lightning, precision
-from peers import assert_same
 from regression import (
     MAX_NORM,
     OPTIONS,

@@ -15,9 +15,9 @@ import processes
 import pytest
 import torch
 from compare import assert_all_same_bits, everything
+from device import NoReads
 from lightning_loops import Stock, Weighted, fit, lightning
 from lightning_loops import fuse_trainer as fuse_lightning
-from reads import NoReads
 from regression import MAX_NORM, Batch, K, fused, stock
 from torch import nn
 from trainers import EPS, STEPS, Trainer, assert_same_training, forget_processes, fuse_trainer, history, make, trained

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from snapshot import differences, snapshot
+from compare import differences, snapshot
 from table import OPTIMIZERS, Own, OwnAdagrad
 from torch import Tensor
 

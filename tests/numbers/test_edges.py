@@ -6,11 +6,10 @@ import math
 from math import inf, nan
 from typing import Any
 
+import models
 import pytest
-import stored
 import torch
-from compare import assert_close
-from snapshot import refused
+from compare import assert_close, refused
 from table import WEIGHTS
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -29,7 +28,7 @@ STEPS: list[tuple[str, list[float], list[tuple[list[float], list[float], list[fl
     ]),
     *[(weights, [1.0] * 4, [
         ([-inf, inf, nan, 0.25], [inf, -inf, nan, 0.75], None), ([0.0, 0.0, 0.0, 0.25], [inf, -inf, nan, 0.5], None),
-    ]) for weights in stored.MASTERS],
+    ]) for weights in models.MASTERS],
     ("split16", [2.0**-133, 0.0], [([-TINY, TINY], [2.0**-133, -0.0], [2.0**-133 + TINY, -TINY])]),  # subnormals
     ("bf16_master", [2.0**-133, 0.0], [([-TINY, TINY], [2.0**-133, -0.0], [2.0**-133 + TINY, -TINY])]),
     ("split16", [0.0], [([-LARGEST], [inf], [LARGEST])]),  # which bf16 has not

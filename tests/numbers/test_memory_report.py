@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from peers import params_of
-from stored import Model, build, grads_of, train, trained
+from compare import params_of
+from models import Model, build, grads_of, train, trained
 from table import STATES, WEIGHTS, Own
 from torch import Tensor
 from torch.nn import Parameter

@@ -8,9 +8,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from compare import assert_close
-from matrices import ADAMW, MUON, OTHERS, SHAPES, assert_near, both, weights
-from peers import params_of
+from compare import assert_close, params_of
+from models import ADAMW, MATRICES, MUON, OTHERS, assert_near, both, matrices
 from table import random_grads, set_grads
 from torch import Tensor
 from torch.optim import lr_scheduler
@@ -20,7 +19,7 @@ from accumfused.optimizers import muon
 
 
 def peers() -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    return torch.optim.Muon(weights(SHAPES[:4]), **MUON), torch.optim.AdamW(weights(OTHERS), foreach=False, **ADAMW)
+    return torch.optim.Muon(matrices(MATRICES[:4]), **MUON), torch.optim.AdamW(matrices(OTHERS), foreach=False, **ADAMW)
 
 
 @pytest.mark.parametrize(
@@ -29,9 +28,9 @@ def peers() -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     ids=str,
 )
 def test_numbers_are_the_formulas_and_torchs_within_the_rounding_of_bf16(backend: str, options: dict[str, Any]) -> None:
-    ours = af.Muon(weights(SHAPES), **MUON, **options, backend=backend)
-    theirs = torch.optim.Muon(weights(SHAPES), **MUON, **options)
-    truth = oracle.Oracle(oracle.muon, {**MUON, **options}, weights(SHAPES))
+    ours = af.Muon(matrices(MATRICES), **MUON, **options, backend=backend)
+    theirs = torch.optim.Muon(matrices(MATRICES), **MUON, **options)
+    truth = oracle.Oracle(oracle.muon, {**MUON, **options}, matrices(MATRICES))
     for seed in range(3):
         grads = random_grads(params_of(ours), seed)
         for optimizer in (ours, theirs):
@@ -95,7 +94,7 @@ def test_one_norm_clips_matrices_and_others_over_windows_with_a_schedule_and_a_s
 
 
 def test_layouts_stacks_and_missing_gradients_do_not_matter(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = weights([(40, 24), (40, 24), (40, 24)])
+    start = matrices([(40, 24), (40, 24), (40, 24)])
 
     def stepped(params: list[Tensor]) -> list[Tensor]:
         optimizer = af.Muon([p.requires_grad_() for p in params], **MUON, backend=backend)

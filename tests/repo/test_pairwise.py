@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+from harness import MOST_ROWS, combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
-from pairwise import MOST, combinations, pairwise
 
 
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=5))
@@ -23,4 +23,4 @@ def test_they_are_few() -> None:
 
 def test_all_combinations_are_taken_unless_they_are_too_many() -> None:
     assert combinations({"a": range(3), "b": "xy"}) == [*itertools.product(range(3), "xy")]
-    assert len(combinations({name: range(9) for name in "abcdef"})) < MOST
+    assert len(combinations({name: range(9) for name in "abcdef"})) < MOST_ROWS

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODULE = f"accumfused/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 REASON = "accumfused/_native_error.txt"
 OBJECTS = "build/temp/native"

@@ -1,0 +1,146 @@
+"""What a device does and a CPU does not: launches wait, memory is given away, and reads make the host wait.
+
+`NoReads` refuses to read a tensor's value. `DeviceMemory` is the memory of the emulated GPU. `Launches` makes launches
+of interpreted Triton kernels wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from accumfused.formats.numeric import ieee
+
+aten: Any = torch.ops.aten
+NAMES = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select")
+READS = {getattr(aten, name).default for name in NAMES}
+LITERALS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # tensor[i] = 2.0 makes a tensor of the CPU of it
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses to read a tensor's value.
+
+    On a CPU a waiting call costs nothing and changes nothing, so the calls themselves are watched: every one that reads
+    a value goes through one of a few operators.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._literals: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in READS, f"{func} waits for the device"
+        result = func(*args, **(kwargs or {}))
+        if func in LITERALS:
+            self._literals.append(result)
+        copies_one = func is aten.copy_.default and any(args[1] is literal for literal in self._literals)
+        assert not copies_one, "a number that is assigned to an element goes through the CPU's memory, and waits"
+        return result
+
+
+class DeviceMemory(TorchDispatchMode):
+    """While it is entered, new tensors lie on the device; kernels of a checked module are refused all else.
+
+    Their memory stays, so that no address comes twice.
+    """
+
+    def __init__(self, machine: Any) -> None:
+        super().__init__()
+        self.stream = 0  # the current one
+        self._machine = machine
+        self._storages: dict[
+            int, tuple[torch.UntypedStorage, set[int]]
+        ] = {}  # by address, with the streams they are for
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes():
+                self.add(tensor)
+        return result
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._storages:
+            self._storages[storage.data_ptr()] = storage, {self.stream}
+            self._machine.allow(storage.data_ptr(), storage.nbytes())
+
+    def record_stream(self, tensor: Tensor, stream: int) -> None:
+        self._storages[tensor.untyped_storage().data_ptr()][1].add(stream)
+
+    def poison(self, stream: int) -> None:
+        """Others, who get what nobody has any more, write NaN there.
+
+        Not where it was made, or recorded, for the stream: its launches, or a captured graph's, are in front of theirs.
+        """
+        for storage, streams in self._storages.values():
+            if torch._C._storage_Use_Count(storage._cdata) == 1 and stream not in streams:  # noqa: SLF001  # not the package's
+                ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
+
+
+class Launches:
+    """As a checked module of the emulation, it takes launches for `synchronize`, or for a captured graph's `replay`."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+        self._captured: list[Callable[[], None]] = []
+        self._graph = 0
+
+    def put_off(self, kernel: Any) -> _Kernel:
+        """The kernel, with launches that wait."""
+        return _Kernel(self, kernel)
+
+    def add(self, launch: Callable[[], None]) -> None:
+        (self._captured if self._graph else self._waiting).append(launch)
+
+    def allow(self, address: int, size: int) -> None:
+        """Nothing is refused."""
+
+    def capture(self, graph: int) -> None:
+        self._graph = graph
+
+    def is_capturing(self, device: torch.device) -> bool:
+        return self._graph != 0
+
+    def synchronize(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        _run(waiting)
+
+    def replay(self) -> None:
+        _run(self._captured)
+
+
+class _Kernel:
+    def __init__(self, launches: Launches, kernel: Any) -> None:
+        self._launches, self._kernel = launches, kernel
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            makers = [_maker(arg) for arg in args]
+            self._launches.add(lambda: self._kernel[grid](*(make() for make in makers), **options))
+
+        return launch
+
+
+def _run(launches: list[Callable[[], None]]) -> None:
+    with ieee():
+        for launch in launches:
+            launch()
+
+
+def _maker(arg: Any) -> Callable[[], Any]:
+    """Makes a launch's argument when it runs; a tensor from the memory that is then at its address."""
+    if not isinstance(arg, Tensor):
+        return lambda: arg
+    return partial(_at, arg.data_ptr(), arg.nbytes, arg.dtype)
+
+
+def _at(address: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
