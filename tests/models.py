@@ -1,7 +1,8 @@
 """Small models for many tests, each with its batches, gradients and optimizers.
 
-`Model`, `build` and `trained` make parameters of every format, for tests of what is saved. `Net`, `mlp` and `fused` make
-linear layers, called in every way, whose gradients a window takes. `both` and `matrices` make what Muon is tested with.
+`Model`, `build` and `trained` make parameters of every format, for tests of what is saved. `Net`, `mlp` and `fused`
+make linear layers, called in every way, whose gradients a window takes. `both` and `matrices` make what Muon is tested
+with.
 """
 
 from __future__ import annotations
