@@ -189,8 +189,6 @@ def chosen(caller: str, others: Iterable[str] = (), /, **settings: Unpack[Settin
         if name not in NAMES:
             near = difflib.get_close_matches(name, [*NAMES, *others], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            if name == "rounding":
-                hint = "; leave it out: with master_weights=None 16-bit parameters are always rounded stochastically"
             raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
     return Settings(**settings)
 

@@ -120,11 +120,8 @@ def _resumed(rows: list[tuple[Tensor, Tensor | None, list[float] | None]]) -> Wi
     sums.arena.add_rows(len(rows))
     for _, accumulator, weights in rows:
         factor = 1.0 if weights is None else math.nan if math.isnan(weights[0]) else weights[0]
-        waits = factor != 1.0 and (factor is first or factor == first)
-        if accumulator is not None and factor != 1.0 and not waits:  # 0.1.0 held late ones under their own
-            accumulator = accumulator.mul_(factor) if factor != 0 else accumulator.zero_()
         sums.accumulators.append(accumulator)
-        sums.places.append(OVERWRITE if accumulator is None else FIRST if waits else READY)
+        sums.places.append(OVERWRITE if accumulator is None else READY if factor == 1.0 else FIRST)
         sums.is_measured.append(False)
     return window
 

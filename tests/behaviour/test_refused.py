@@ -39,7 +39,6 @@ SETTINGS: list[tuple[dict[str, Any], Errors, str]] = [
     ({"max_grad_norm": "1.0"}, T, "max_grad_norm must be a number, got '1.0'"),
     ({"master_weights": "bf16"}, V, "master_weights must be one of auto, fp32, split16, split8 or None, got 'bf16'"),
     ({"master_weights": torch.float32}, V, r"master_weights must be one of .*torch\.float32"),
-    ({"rounding": "nearest"}, T, "unexpected keyword argument 'rounding'; leave it out: .* always rounded stochastic"),
     ({"state_dtype": torch.float16}, V, r"one of torch\.float32, torch\.bfloat16, 'int8', got torch\.float16"),
     ({"state_dtype": ["int8"]}, V, r"state_dtype must be one of .*, got \['int8'\]"),
     ({"state_dtype_min_numel": -1}, V, r"state_dtype_min_numel must be >= 0 .*got -1"),
