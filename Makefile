@@ -61,6 +61,7 @@ lint: $(VENV)/lint.stamp
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports --no-logo --no-cache
 	PATH=$(VENV)/bin:$$PATH clang-format --dry-run -Werror $(CSRC)
 
 # For this Python, without torch, for every card that nvcc knows, unless ACCUMFUSED_CUDA or ACCUMFUSED_CUDA_ARCHS say

@@ -81,7 +81,7 @@ class DeviceMemory(TorchDispatchMode):
         Not where it was made, or recorded, for the stream: its launches, or a captured graph's, are in front of theirs.
         """
         for storage, streams in self._storages.values():
-            if torch._C._storage_Use_Count(storage._cdata) == 1 and stream not in streams:  # noqa: SLF001  # not the package's
+            if torch._C._storage_Use_Count(storage._cdata) == 1 and stream not in streams:
                 ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
 
 

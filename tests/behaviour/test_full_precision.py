@@ -32,7 +32,7 @@ def load(optimizer: Any, values: list[Tensor]) -> Any:
 def test_it_is_the_models_state_dict_with_parameters_in_fp32(backend: str, weights: str) -> None:
     model, optimizer = trained(weights, "int8", backend)
     plain, found = model.state_dict(), optimizer.full_precision_state_dict(model)
-    assert (list(found), found._metadata) == (list(plain), plain._metadata)  # noqa: SLF001  # not the package's
+    assert (list(found), found._metadata) == (list(plain), plain._metadata)  # not the package's
     assert found["tied"] is found["matrix"] or weights == "fp32"
     for name, value in found.items():
         known = plain[name]

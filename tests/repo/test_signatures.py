@@ -97,6 +97,13 @@ def test_an_integration_without_its_framework_names_the_extra(monkeypatch: pytes
     assert raised.value.name == "transformers"
 
 
+def test_no_module_has_the_name_of_something_public() -> None:
+    """Otherwise an import of the module would replace what the package gives under that name."""
+    modules = {path.stem for path in ROOT.glob("accumfused/**/*.py")}
+    assert len(modules) > 50
+    assert modules.isdisjoint(af.__all__)
+
+
 def test_no_framework_is_imported_with_the_package() -> None:
     frameworks = {"transformers", "accelerate", "lightning", "pytorch_lightning"}
     code = f"import sys, accumfused, accumfused.integrations.lightning; print({frameworks} & set(sys.modules))"
