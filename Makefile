@@ -21,16 +21,16 @@ demo: $(VENV)/examples.stamp
 test: $(VENV)/test.stamp
 	$(PYTEST) $(ARGS)
 
-# All combinations on all backends, all architectures, long random loops, and what the tests find: hours.
+# All combinations on all backends, all architectures, and long random loops: hours.
 test-all: $(VENV)/test.stamp
 	$(PYTEST) --full tests bench/tests $(ARGS)
-	$(RUN) tools/mutants.py run
 
 bench-test: $(VENV)/test.stamp
 	$(PYTEST) bench/tests $(ARGS)
 
-mutants: $(VENV)/test.stamp
-	$(RUN) tools/mutants.py run $(ARGS)
+# Which small defects of the changed files no test finds: a report.
+mutants: $(VENV)/mutants.stamp
+	$(RUN) tools/mutants.py $(ARGS)
 
 bench: $(VENV)/bench.stamp
 	$(RUN) -m bench $(ARGS)
@@ -142,6 +142,7 @@ native: $(VENV)/environment.stamp
 
 # Frameworks are tested where they can be had; without them their tests are skipped, with the reason.
 EXTRAS_test := test,frameworks
+EXTRAS_mutants := $(EXTRAS_test),mutants
 
 # What needs the package: installed for editing, with an extra of pyproject.toml. torch is fetched while csrc compiles.
 # Without a native module all still works, more slowly; the next make tries again.
