@@ -104,7 +104,8 @@ def record(folder: Path, pattern: str, pool: ThreadPoolExecutor) -> tuple[dict[s
     def run(file: str) -> tuple[str, float | None]:
         start = time.perf_counter()
         command = [*measured, f"--context={file}", "-m", "pytest", "-q", file]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode not in (0, 5):  # 5: all of its tests wait for --full
             print(f"fails without a mutant, and is left out: {file}\n{done.stdout[-2000:]}", flush=True)
         return file, time.perf_counter() - start if done.returncode == 0 else None
@@ -167,7 +168,8 @@ def judge(item: WorkItem, tests: list[str], limit: float, folders: queue.Queue[P
     """Puts a mutant into a free copy, and runs test files, a few at a time, until one fails."""
     folder = folders.get()
     pytest = f"{shlex.quote(sys.executable)} -m pytest -x -q -p no:cacheprovider "
-    steps = [f"cd {shlex.quote(str(folder))}", *(pytest + " ".join(tests[i : i + 6]) for i in range(0, len(tests), 6))]
+    steps = [f"cd {shlex.quote(str(folder))}", "export PYTHONPATH=$PWD"]  # for the tests' own programs, too
+    steps += [pytest + " ".join(tests[i : i + 6]) for i in range(0, len(tests), 6)]
     mutant = attrs.evolve(item.mutations[0], module_path=folder / item.mutations[0].module_path)
     result = mutate_and_test([mutant], shlex.join(["sh", "-c", " && ".join(steps)]), limit)
     folders.put(folder)
