@@ -1,138 +1,132 @@
 """`python -m bench [SUITE ...]`: the speed and memory of accumfused against the stock recipes, on this machine.
 
-Every suite interleaves its variants and reports medians. Close other programs first: on a loaded machine the figures
-say nothing. `python -m bench report FILE ...` makes a page of results, `python -m bench compare A.json B.json` says
-what got slower or larger.
+Close other programs first: on a loaded machine the figures say nothing. `python -m bench report FILE` draws a page of
+results, `python -m bench compare A.json B.json` says what got slower or larger.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 try:
     import rich  # noqa: F401
 except ImportError:
-    sys.exit("the benchmarks print with rich, which is not installed; pip install '.[bench]' or run make bench")
+    sys.exit("rich prints the figures, and is not installed; pip install '.[bench]' or run make bench")
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from accumfused.backends import NAMES, why_not
-from bench import compare, page
+from bench import compare, report
 from bench.ceilings import Ceilings
 from bench.clock import CudaClock, EnqueueClock
-from bench.command import Run
 from bench.loops import CUDA_PIECE, PIECE, CpuLoops, CudaLoops
-from bench.machine import gpu, machine
-from bench.options import DTYPES, OptionError, backend, chosen, model_shapes, peer_names, threads
-from bench.stored import BUSY, place
-from bench.suites import Bench, all_suites
+from bench.machine import gpu, machine, nvidia_smi
+from bench.options import DTYPES, OptionError, backend, model_shapes, peer_names, threads
+from bench.suites import CPU_SUITES, GPU_SUITES, Bench, all_suites
+from bench.tables import Results, ceiling_table, show, write
+from bench.verdicts import loss_lines
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"report": page.main, "compare": compare.main}
+INTERRUPTED = 130  # the exit code after Ctrl-C
+OPTIONS = ("backend", "dtype", "peers", "model")  # that suites follow, or not: FOLLOWS in each
 
 
 def main() -> None:
-    if sys.argv[1:] and sys.argv[1] in COMMANDS:
-        sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))
+    commands = {"report": report.main, "compare": compare.main}
+    if sys.argv[1:] and sys.argv[1] in commands:
+        sys.exit(commands[sys.argv[1]](sys.argv[2:]))
     parser = arguments()
     asked = parser.parse_args()
-    on_gpu = asked.device == "cuda"
-    suites = all_suites(on_gpu)
-    unknown = [name for name in asked.suites if name not in suites]
-    if unknown:
-        parser.error(f"unknown suite {', '.join(unknown)} for {asked.device}; choose from {', '.join(suites)}")
-    if on_gpu and not torch.cuda.is_available():
-        sys.exit(
-            f"--device cuda: torch {torch.__version__} finds no GPU that it can use; python -m accumfused says more"
-        )
     try:
+        suites = chosen_suites(asked)
+        if asked.device == "cuda" and not torch.cuda.is_available():
+            raise OptionError(f"--device cuda: torch {torch.__version__} finds no GPU that it can use")
         options = given(asked)
     except OptionError as error:
         parser.error(str(error))
-    if asked.threads is not None:
-        torch.set_num_threads(asked.threads)
-
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    torch.set_num_threads(asked.threads or torch.get_num_threads())
     torch.manual_seed(0)
-    about = machine()
-    console.print(f"{about['cpu']}, {about['threads']} threads, {about['instruction_set']}, torch {about['torch']},")
-    console.print(f"accumfused {about['accumfused']}, {about['system']}, {about['date']}")
-    if on_gpu:
-        bench = gpu_bench(asked.quick, console)
-        about.update(gpu(bench.device), nvidia_smi_after={})
-        console.print(
-            f"{about['gpu']}, {about['multiprocessors']} multiprocessors, {about['l2_bytes'] / 1e6:.0f} MB L2,"
-        )
-        console.print(f"CUDA {about['cuda']}, Triton {about['triton']}, {about['nvidia_smi']}")
-    else:
-        loops = CpuLoops if not asked.quick else lambda: CpuLoops(4 * PIECE)
-        bench = Bench(Ceilings(loops), asked.quick, rounds=2 if asked.quick else 5)
-    if options["given"]:
-        about["options"] = list(options["given"].values())
-    console.print()
-    if about["load"] > BUSY:
-        console.print(f"the machine is not idle: its load was {about['load']:.1f} in the minute before\n")
-    if asked.quick:
-        console.print("--quick: tiny sizes, the figures mean nothing\n")
-    path = None if asked.json is None else place(asked.json, about)
-    run = Run(chosen(bench, **options), about, path, console)
-    status = run.run({name: suites[name] for name in asked.suites or suites})
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    bench = gpu_bench(asked.quick, console) if asked.device == "cuda" else cpu_bench(asked.quick)
+    for name, value in options.items():
+        setattr(bench, name, value)
+    about = {**machine(), "quick": asked.quick, **(gpu(bench.device) if bench.on_gpu else {})}
+    about["options"] = [f"--{name} {getattr(asked, name)}" for name in OPTIONS if getattr(asked, name) is not None]
+    console.print(", ".join(str(about[name]) for name in ("cpu", "threads", "instruction_set", "torch", "date")))
+    for words in compare.doubts(Results(about, {})):
+        console.print(f"this run {words}")
+    status = run(suites, bench, Results(about, {}), asked.json, console)
     if status is not None:
         sys.exit(status)
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    names = ", ".join(dict.fromkeys([*all_suites(), *all_suites(on_gpu=True)]))
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"one of {names}; default: all of the device's")
+    names = ", ".join(dict.fromkeys([*CPU_SUITES, *GPU_SUITES]))
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"one of {names}; default: all that fit the options")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what is measured; default: the CPU")
-    parser.add_argument(
-        "--json", metavar="FILE",
-        help="write everything that was measured to FILE, or to <machine>/<date>.json in a folder (FOLDER/)",
-    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE, after each suite")
     parser.add_argument("--threads", type=threads, metavar="N", help="torch.set_num_threads; default: torch's own")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
-    parser.add_argument(
-        "--backend", metavar="NAME", help=f"ours: {', '.join(NAMES)}; default: auto, and on a GPU all that run there"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the gradients, where a suite has a choice")
+    parser.add_argument("--backend", metavar="NAME", help=f"ours: {', '.join(NAMES)}; default: auto, or all of a GPU's")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the gradients")
     parser.add_argument("--peers", metavar="LIST", help="names with commas between them, none, or all (the default)")
-    parser.add_argument(
-        "--model", metavar="MODULE:FUNCTION",
-        help="returns an nn.Module or a list of shapes, which take the place of the suites' models",
-    )  # fmt: skip
+    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="returns an nn.Module, or a list of shapes")
     return parser
 
 
+def chosen_suites(asked: argparse.Namespace) -> dict[str, ModuleType]:
+    """Returns the suites that were named, or all that follow the options.
+
+    Raises:
+        OptionError: there is no such suite, or a named one does not follow an option.
+    """
+    suites = all_suites(on_gpu=asked.device == "cuda")
+    unknown = [name for name in asked.suites if name not in suites]
+    if unknown:
+        raise OptionError(f"unknown suite {unknown[0]} for {asked.device}; choose from {', '.join(suites)}")
+    options = [option for option in OPTIONS if getattr(asked, option) is not None]
+    for option in options:
+        follow = [name for name, suite in suites.items() if option in suite.FOLLOWS]
+        deaf = [name for name in asked.suites if name not in follow]
+        if deaf:
+            raise OptionError(f"--{option} makes no difference to {deaf[0]}; it does to {', '.join(follow)}")
+    fitting = [name for name, suite in suites.items() if set(options) <= set(suite.FOLLOWS)]
+    return {name: suites[name] for name in asked.suites or fitting}
+
+
 def given(asked: argparse.Namespace) -> dict[str, Any]:
-    """The options as `bench.options.Chosen` takes them.
+    """Returns the options as fields of `Bench`.
 
     Raises:
         OptionError: one cannot be followed.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if asked.device == "cuda" else torch.device("cpu")
     options: dict[str, Any] = {}
-    texts: dict[str, str] = {}
     if asked.backend is not None:
         options["backends"] = (backend(asked.backend, device),)
-        texts["backends"] = f"--backend {asked.backend}"
     if asked.dtype is not None:
         options["dtype"] = DTYPES[asked.dtype]
-        texts["dtype"] = f"--dtype {asked.dtype}"
     if asked.peers is not None:
         options["peers"] = peer_names(asked.peers)
-        texts["peers"] = f"--peers {asked.peers}"
     if asked.model is not None:
-        options.update(model_shapes=model_shapes(asked.model), model_name=asked.model)
-        texts["model_shapes"] = f"--model {asked.model}"
-    return {**options, "given": texts}
+        options["model"] = (asked.model, model_shapes(asked.model))
+    return options
+
+
+def cpu_bench(quick: bool) -> Bench:
+    return Bench(Ceilings(lambda: CpuLoops((4 if quick else 2048) * PIECE)), quick, rounds=2 if quick else 5)
 
 
 def gpu_bench(quick: bool, console: Console) -> Bench:
-    """The benchmark of the current GPU: of what runs there."""
+    """Returns the benchmark of the current GPU, of our backends that run there."""
     device = torch.device("cuda", torch.cuda.current_device())
     reasons = {name: why_not(name, device) for name in ("cuda", "triton")}
     for name, reason in reasons.items():
@@ -144,6 +138,54 @@ def gpu_bench(quick: bool, console: Console) -> Bench:
         ceilings, quick, 2 if quick else 15, on_gpu=True, device=device, clock=clock, host_clock=EnqueueClock(device),
         backends=[name for name, reason in reasons.items() if reason is None],
     )  # fmt: skip
+
+
+def run(
+    suites: Mapping[str, Any], bench: Bench, results: Results, path: Path | None, console: Console
+) -> int | str | None:
+    """Runs suites in turn, shows their tables, and writes the file after each: a later one may not come to its end.
+
+    Returns what sys.exit takes: None, 130 after Ctrl-C, or which suites failed.
+    """
+    failed: list[str] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(suites))
+        try:
+            for name, suite in suites.items():
+                progress.update(task, description=name)
+                _one(name, suite, bench, results, failed, console)
+                _save(path, bench, results)
+                progress.advance(task)
+        except KeyboardInterrupt:
+            results.interrupted = True
+            _save(path, bench, results)
+    if results.interrupted:
+        console.print(f"interrupted: {len(results.suites)} of {len(suites)} suites are complete")
+    if bench.ceilings.reason or bench.ceilings.best_rates():
+        show(ceiling_table(bench.ceilings), console)
+    if path is not None:
+        console.print(f"written to {path}", markup=False, highlight=False, soft_wrap=True)
+    return INTERRUPTED if results.interrupted else f"failed: {', '.join(failed)}" if failed else None
+
+
+def _one(name: str, suite: Any, bench: Bench, results: Results, failed: list[str], console: Console) -> None:
+    try:
+        results.suites[name] = suite.run(bench)
+    except Exception:  # the others' figures are not lost
+        failed.append(name)
+        console.print(f"{name} failed:\n{traceback.format_exc()}", markup=False, highlight=False)
+        return
+    for table in results.suites[name]:
+        show(table, console, loss_lines(table))
+    if bench.on_gpu:
+        results.machine[f"nvidia_smi_after_{name}"] = nvidia_smi()
+
+
+def _save(path: Path | None, bench: Bench, results: Results) -> None:
+    if path is not None:
+        tables = {"ceilings": [ceiling_table(bench.ceilings)]} if bench.ceilings.best_rates() else {}
+        write(path, Results(results.machine, {**results.suites, **tables}, results.interrupted))
 
 
 if __name__ == "__main__":

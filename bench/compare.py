@@ -1,6 +1,6 @@
 """`python -m bench compare A.json B.json`: what got slower or larger from A to B, beyond the noise.
 
-Exit code 0: nothing; 1: something did; 2: a file cannot be used.
+The exit code is 0 where nothing did, 1 where something did, 2 where a file cannot be used.
 """
 
 from __future__ import annotations
@@ -8,38 +8,26 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.readings import NOISE, Reading, gap, number, readings
-from bench.stored import BUSY, Results, ResultsError, load, name, text
+from bench.tables import Results, ResultsError, Row, compared, load, median, text
+from bench.verdicts import NOISE, interval
 
-_MACHINE = ("gpu", "cpu", "instruction_set", "threads", "system")
-_VERSIONS = ("accumfused", "torch", "python", "compiler", "cuda", "triton")
-Place = tuple[str, str, str]  # suite, title, name
-
-
-@dataclass
-class Difference:
-    """Lines for people, by kind."""
-
-    warnings: list[str] = field(default_factory=list)
-    worse: list[str] = field(default_factory=list)
-    better: list[str] = field(default_factory=list)
-    ceilings: list[str] = field(default_factory=list)
-    only_first: list[str] = field(default_factory=list)
-    only_second: list[str] = field(default_factory=list)
-    same: int = 0
+BUSY = 0.5  # load average of the minute before a run
+_AROUND = ("gpu", "cpu", "instruction_set", "threads", "system", "accumfused", "torch", "python", "compiler", "cuda",
+           "triton", "options")  # fmt: skip
+_SECTIONS = ("slower or larger in B", "faster or smaller in B", "the machine itself: rates of the ceilings",
+             "only in A", "only in B")  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench compare", description=__doc__)
-    parser.add_argument("first", type=Path, metavar="A.json", help="results of python -m bench --json")
-    parser.add_argument("second", type=Path, metavar="B.json", help="the later ones")
+    parser.add_argument("first", type=Path, metavar="A.json", help="a file of python -m bench --json")
+    parser.add_argument("second", type=Path, metavar="B.json", help="the later one")
     parser.add_argument(
         "--noise", type=_share, default=NOISE, metavar="SHARE",
-        help="changes up to this share are noise, and up to what lies between either's quartiles; default: %(default)s",
+        help="changes up to this share are noise, and up to the distance of either's quartiles; default: %(default)s",
     )  # fmt: skip
     chosen = parser.parse_args(arguments)
     try:
@@ -47,111 +35,79 @@ def main(arguments: Sequence[str]) -> int:
     except ResultsError as error:
         print(error, file=sys.stderr)
         return 2
-    found = compare(first, second, chosen.noise)
-    print(f"A: {first.path}: {first.where()}\nB: {second.path}: {second.where()}")
-    for warning in found.warnings:
+    for warning in warnings(first, second):
         print(f"note: {warning}")
-    _section("slower or larger in B", found.worse)
-    _section("faster or smaller in B", found.better)
-    _section("the machine itself: rates of the ceilings", found.ceilings)
-    _section("only in A", found.only_first)
-    _section("only in B", found.only_second)
-    print(f"\n{len(found.worse)} worse, {len(found.better)} better, {found.same} the same within the noise")
-    return 1 if found.worse else 0
+    found, same = compare(first, second, chosen.noise)
+    for section, lines in found.items():
+        if lines:
+            print(f"\n{section}:", *(f"  {line}" for line in lines), sep="\n")
+    worse, better = (len(found[section]) for section in _SECTIONS[:2])
+    print(f"\n{worse} worse, {better} better, {same} the same within the noise")
+    return 1 if worse else 0
 
 
-def compare(first: Results, second: Results, noise: float) -> Difference:
-    """Matches rows by suite, title and name; figures by their key."""
-    found = Difference(_warnings(first, second))
-    rates = [dict(_rates(results)) for results in (first, second)]
-    for mix in rates[0].keys() & rates[1].keys():
-        before, after = rates[0][mix], rates[1][mix]
-        if before > 0 and abs(after / before - 1) > noise:
-            found.ceilings.append(f"{mix}: {before:.1f} -> {after:.1f} GB/s ({after / before - 1:+.0%})")
-    found.ceilings.sort()
-    a, b = dict(_rows(first)), dict(_rows(second))
-    found.only_first, found.only_second = _only(a, b), _only(b, a)
-    for place in a:
-        if place not in b:
+def compare(first: Results, second: Results, noise: float) -> tuple[dict[str, list[str]], int]:
+    """Matches rows by suite, title and name. Returns the lines of each section, and how many figures stay the same."""
+    found: dict[str, list[str]] = {section: [] for section in _SECTIONS}
+    worse, better, ceilings, only_first, only_second = found.values()
+    before, after = dict(_rows(first)), dict(_rows(second))
+    tables = [{place[:2] for place in rows} for rows in (before, after)]
+    same = 0
+    for place in dict.fromkeys([*before, *after]):
+        if place not in before or place not in after:
+            missing, others = (only_first, tables[1]) if place in before else (only_second, tables[0])
+            line = " | ".join(place if place[:2] in others else (*place[:2], "all rows"))
+            missing += [line] if line not in missing else []
             continue
-        (before_row, reason_before), (after_row, reason_after) = a[place], b[place]
-        for key in dict.fromkeys([*before_row, *after_row]):
-            label = f"{' | '.join(place)}: {key.replace('_', ' ')}"
-            if key not in after_row:
-                found.only_first.append(label + (f" (B: {reason_after})" if reason_after else ""))
-            elif key not in before_row:
-                found.only_second.append(label + (f" (A: {reason_before})" if reason_before else ""))
+        a, b = before[place], after[place]
+        if place[0] == "ceilings":
+            change = b["GB/s"] / a["GB/s"] - 1
+            if abs(change) > noise:
+                ceilings.append(f"{place[2]}: {text(a['GB/s'])} -> {text(b['GB/s'])} GB/s ({change:+.0%})")
+            continue
+        for heading in dict.fromkeys([*compared(a), *compared(b)]):
+            label = f"{' | '.join(place)}: {heading}"
+            if heading not in compared(a):
+                only_second.append(f"{label} (A: {a.get('cannot', 'has none')})")
+            elif heading not in compared(b):
+                only_first.append(f"{label} (B: {b.get('cannot', 'has none')})")
             else:
-                _judge(found, label, before_row[key], after_row[key], noise)
-    return found
+                old, new = median(a[heading]), median(b[heading])
+                # A fall to a half is as large as a rise to twice: the larger over the smaller judges both.
+                factor = 1.0 if old == new else max(old, new) / (min(old, new) or math.nan)
+                allowed = max(noise, _spread(a[heading]), _spread(b[heading]))
+                if factor <= 1 + allowed:
+                    same += 1
+                    continue
+                percent = f"{new / old - 1:+.0%}; noise {allowed:.0%}" if old else "from nothing"
+                (worse if new > old else better).append(f"{label}: {text(old)} -> {text(new)} ({percent})")
+    return found, same
 
 
-def _only(these: Iterable[Place], those: Iterable[Place]) -> list[str]:
-    """The rows that the others lack; a table that they lack altogether is one line."""
-    others = set(those)
-    tables = {place[:2] for place in others}
-    missing = [place if place[:2] in tables else (*place[:2], "all rows") for place in these if place not in others]
-    return [" | ".join(place) for place in dict.fromkeys(missing)]
+def _spread(figure: float | list[float]) -> float:
+    """Returns the distance between the quartiles as a share of the median; 0 where it is not known."""
+    low, high = interval(figure)
+    return (high - low) / median(figure) if isinstance(figure, list) and median(figure) > 0 else 0.0
 
 
-def _judge(found: Difference, label: str, before: Reading, after: Reading, noise: float) -> None:
-    allowed = max(noise, before.spread, after.spread)
-    old, new = before.common(), after.common()
-    change = new / old - 1 if old > 0 else (math.inf if new > 0 else 0.0)
-    # A fall of a half is as large as a rise to twice: both are judged by the larger over the smaller.
-    factor = max(old, new) / min(old, new) if min(old, new) > 0 else (1.0 if old == new else math.inf)
-    if factor <= 1 + allowed or (before.unit == after.unit and not before.matters(after.value)):
-        found.same += 1
-        return
-    percent = f"{change:+.0%}" if math.isfinite(change) else "from nothing"
-    line = f"{label}: {text(before.value)} {before.unit} -> {text(after.value)} {after.unit}"
-    (found.worse if new > old else found.better).append(f"{line} ({percent}; noise {allowed:.0%})")
+def _rows(results: Results) -> Iterator[tuple[tuple[str, str, str], Row]]:
+    for suite, tables in results.suites.items():
+        yield from (((suite, table.title, row["name"]), row) for table in tables for row in table.rows)
 
 
-def _rows(results: Results) -> Iterator[tuple[Place, tuple[dict[str, Reading], str | None]]]:
-    """Where a row stands -> its figures by key, and why it has no time. Rows of one name are numbered."""
-    seen: dict[Place, int] = {}
-    for table in results.tables:
-        if table.suite == "ceilings":
-            continue
-        for row in table.rows:
-            place = (table.suite, table.title, name(row))
-            seen[place] = seen.get(place, 0) + 1
-            if seen[place] > 1:
-                place = (table.suite, table.title, f"{name(row)} #{seen[place]}")
-            yield place, ({reading.key: reading for reading in readings(row)}, gap(row))
+def warnings(first: Results, second: Results) -> list[str]:
+    """Names what else differs between two runs, and what makes either one doubtful."""
+    a, b = first.machine, second.machine
+    found = [f"different {key}: {a.get(key)} against {b.get(key)}" for key in _AROUND if a.get(key) != b.get(key)]
+    return [*found, *(f"{letter} {words}" for letter, each in (("A", first), ("B", second)) for words in doubts(each))]
 
 
-def _rates(results: Results) -> Iterator[tuple[str, float]]:
-    for table in results.tables:
-        if table.suite == "ceilings":
-            yield from ((name(row), row["median"]) for row in table.rows if number(row.get("median")))
-
-
-def _warnings(first: Results, second: Results) -> list[str]:
-    found = []
-    for what, keys in (("different machines", _MACHINE), ("different versions", _VERSIONS)):
-        pairs = [(key, first.machine.get(key), second.machine.get(key)) for key in keys]
-        several = [f"{key.replace('_', ' ')} {old} against {new}" for key, old, new in pairs if old != new]
-        if several:
-            found.append(f"{what}: {'; '.join(several)}")
-    options = [" ".join(results.machine.get("options", [])) or "none" for results in (first, second)]
-    if options[0] != options[1]:
-        found.append(f"different options: {options[0]} against {options[1]}")
-    for letter, results in (("A", first), ("B", second)):
-        if results.quick:
-            found.append(f"{letter} was measured with --quick: tiny sizes, its figures mean nothing")
-        if results.interrupted:
-            found.append(f"{letter} was interrupted: what came after is missing")
-        load_before = results.machine.get("load")
-        if number(load_before) and float(load_before or 0) > BUSY:
-            found.append(f"{letter}'s machine was not idle: its load was {load_before:.1f} in the minute before")
-    return found
-
-
-def _section(heading: str, lines: Sequence[str]) -> None:
-    if lines:
-        print(f"\n{heading}:", *(f"  {line}" for line in lines), sep="\n")
+def doubts(results: Results) -> list[str]:
+    """Says why a run's figures mean little; no line where they do not."""
+    found = ["was measured with --quick: tiny sizes, its figures mean nothing"] if results.machine.get("quick") else []
+    found += ["was interrupted: what came after is missing"] if results.interrupted else []
+    load_before = results.machine.get("load") or 0.0
+    return [*found, *([f"had a load of {load_before:.1f} in the minute before"] if load_before > BUSY else [])]
 
 
 def _share(written: str) -> float:

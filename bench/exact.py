@@ -118,3 +118,16 @@ def deviation(before: Sequence[Tensor], found: Sequence[Tensor], sets: Sequence[
         squares += torch.stack([(end.double() - param).square().sum(), (param - start.double()).square().sum()])
     wrong, whole = squares.sqrt().tolist()
     return float(wrong / whole)
+
+
+def master(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
+    """The weight that an optimizer of ours remembers, fp64: a master where there is one, or the parameter."""
+    state = optimizer.state.get(param, {})
+    if "master_weight" in state:
+        return state["master_weight"].detach().double()
+    remainder = state.get("master_remainder")
+    if remainder is None:
+        return param.detach().double()
+    shift = {torch.int16: 0, torch.int8: 8}[remainder.dtype]
+    upper = param.detach().view(torch.int16).to(torch.int32) << 16
+    return (upper + (remainder.to(torch.int32) << shift)).view(torch.float32).double()

@@ -6,21 +6,21 @@ All of them work on the workload's parameters, gradients and moments, with the s
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from bench import peer_adapters, stock
 from bench.exact import WrongError
 from bench.measure import Variant
-from bench.numerics.peers import quiet
 from bench.peer_adapters import Recipe
 from bench.workload import Workload
 
 Row = dict[str, Any]
-_AS_THEY_ARE = "step() takes gradients as they are; unscaling and clipping are passes before it"
-_CAPTURABLE = "step() unscales when it is capturable; clipping is a pass before it"
 
 
 @dataclass(frozen=True)
@@ -32,46 +32,29 @@ class Adapter:
         make: makes the recipe over a workload. Raises ImportError where the package is missing, RuntimeError or
             another exception where it does not run here.
         compiles: for seconds, for every shape (torch.compile).
-        cannot: why there is no unscaling and clipping in the pass of the step; None where there is.
-        folds: why it cannot accumulate micro-batches in fp32.
     """
 
     label: str
     make: Callable[[Workload], Recipe]
     compiles: bool = False
-    cannot: str | None = _AS_THEY_ARE
-    folds: str = "has no accumulation of its own; autograd's is in front of it"
 
 
 KNOWN: dict[str, Adapter] = {
-    "fused": Adapter("clip + AdamW(fused)", peer_adapters.fused, cannot=None),
-    "grad_scale": Adapter("grad_scale trick", peer_adapters.grad_scale_trick, cannot=None),
+    "fused": Adapter("clip + AdamW(fused)", peer_adapters.fused),
+    "grad_scale": Adapter("grad_scale trick", peer_adapters.grad_scale_trick),
     "foreach": Adapter("clip + AdamW(foreach)", peer_adapters.foreach),
     "for-loop": Adapter("clip + AdamW(for-loop)", peer_adapters.for_loop),
     "compiled": Adapter("clip + compiled AdamW(foreach)", peer_adapters.compiled, compiles=True),
     "per-tensor": Adapter("clip + one Triton launch per tensor", peer_adapters.per_tensor),
-    "optimi": Adapter(
-        "clip + optimi", peer_adapters.optimi,
-        folds="adds gradients into its moments, not into an fp32 sum",
-    ),
+    "optimi": Adapter("clip + optimi", peer_adapters.optimi),
     "flashoptim": Adapter("clip + FlashAdamW, fp32", peer_adapters.flashoptim),
     "torchao": Adapter("clip + torchao _AdamW", peer_adapters.torchao, compiles=True),
     "bitsandbytes": Adapter("clip + bitsandbytes AdamW32bit", peer_adapters.bitsandbytes),
     "heavyball": Adapter("clip + heavyball AdamW", peer_adapters.heavyball, compiles=True),
-    "deepspeed": Adapter(
-        "clip + DeepSpeedCPUAdam", peer_adapters.deepspeed,
-        folds="the optimizer has no accumulation; DeepSpeed's engine has, in its own buffers",
-    ),
-    "apex": Adapter(
-        "clip + apex FusedAdam", peer_adapters.apex,
-        cannot=_CAPTURABLE,
-    ),
-    "transformer_engine": Adapter(
-        "clip + TransformerEngine FusedAdam", peer_adapters.transformer_engine,
-        cannot=_CAPTURABLE,
-        folds="the optimizer has no accumulation; TransformerEngine's layers have, in fp32",
-    ),
-}  # fmt: skip
+    "deepspeed": Adapter("clip + DeepSpeedCPUAdam", peer_adapters.deepspeed),
+    "apex": Adapter("clip + apex FusedAdam", peer_adapters.apex),
+    "transformer_engine": Adapter("clip + TransformerEngine FusedAdam", peer_adapters.transformer_engine),
+}
 REFERENCES = ("fused", "grad_scale")  # every table compares with these
 
 
@@ -117,7 +100,7 @@ def peers(work: Workload, names: Sequence[str] | None = None, *, compiling: bool
     if names is None and not compiling:
         labels = [adapter.label for adapter in KNOWN.values() if adapter.compiles]
         found.notes.append(
-            f"left out: {', '.join(labels)}: they compile for every shape, and are in tail's table of one tensor; "
+            f"left out: {', '.join(labels)}: they compile for every shape, and are in update's table of one tensor; "
             "--peers with their names has them here"
         )
     return found
@@ -127,8 +110,7 @@ def _add(found: Peers, adapter: Adapter, work: Workload, *, required: bool) -> N
     """`required`: a table is nothing without it, so what it raises is raised."""
     label = adapter.label
     try:
-        with quiet(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             recipe = adapter.make(work)
             largest = work.error(recipe.whole, debiased=recipe.debiased)
     except WrongError as wrong:
@@ -144,24 +126,17 @@ def _add(found: Peers, adapter: Adapter, work: Workload, *, required: bool) -> N
         found.errors[label] = largest
 
 
-def step_gaps(labels: Iterable[str]) -> list[Row]:
-    """A row for each of these that cannot unscale and clip in the pass of its step, with the reason."""
-    there = set(labels)
-    return [
-        {"name": adapter.label.removeprefix("clip + "), "cannot": f"cannot: {adapter.cannot}"}
-        for adapter in KNOWN.values()
-        if adapter.label in there and adapter.cannot is not None
-    ]
-
-
-def fold_gaps(names: Sequence[str] | None) -> list[Row]:
-    """A row for each package that cannot accumulate in fp32, with the reason."""
-    own = {"compiled", "per-tensor", "for-loop", "foreach", *REFERENCES}  # torch's: autograd accumulates for them
-    return [
-        {"name": KNOWN[name].label.removeprefix("clip + "), "cannot": f"cannot: {KNOWN[name].folds}"}
-        for name in selected(names, compiling=True)
-        if name not in own
-    ]
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences packages that greet their users at import with warnings, and with logs of better machines."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
 
 
 def first_line(error: Exception) -> str:

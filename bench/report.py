@@ -1,165 +1,161 @@
-"""What a run leaves: tables for people, JSON for programs. Both show the same rows."""
+"""`python -m bench report FILE`: a results file as one page of bars, PNG and SVG.
+
+Each table has a panel for its first time, and one for what is kept. Colours are owners. A bar is a median, a thin line
+goes from quartile to quartile, a thick mark is the ceiling of the same bytes. Under the title stands how our first row
+does beside the best of the others; a row of ours that another one beats has a red figure.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import rich.box
-import rich.table
-from rich.console import Console
+from bench.compare import doubts
+from bench.tables import Results, ResultsError, Row, Table, compared, headings, load, median, text
+from bench.verdicts import OTHERS, OURS, TORCH, headline, interval, losses, main_time, owner, summary
 
-import accumfused
-from bench.ceilings import MIXES, Ceilings, seconds_at
-from bench.measure import Timing
-from bench.stored import FORMAT
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Column:
-    """A key of the rows, its heading, and how a number is written."""
-
-    key: str
-    heading: str
-    format: str = "{}"
+COLORS = {OURS: "#0072b2", TORCH: "#9a9a9a", OTHERS: "#e69f00"}
+_LOST = "#b03a2e"
+# Inches of a panel: names, bars with room for their figures, and the height of title, row and gap.
+_NAMES, _BARS, _FIGURES, _LINE, _ROW, _GAP, _TOP = 2.7, 2.5, 0.9, 0.15, 0.25, 0.4, 1.25
+_WIDTH = _NAMES + _BARS + _FIGURES + 0.3
+_HOW = "Bars: medians. Thin lines: quartiles. Thick marks: this machine's ceiling for the same bytes."
+_LONG = 4  # times our longest: bars that are far longer end there
+_SETTINGS = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "accumfused", "text.parse_math": False}
 
 
-@dataclass
-class Table:
-    """One table. `Column`s choose what is printed; JSON has every key of the rows."""
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench report", description=__doc__)
+    parser.add_argument("file", type=Path, metavar="FILE", help="a file of python -m bench --json")
+    parser.add_argument("--output", type=Path, default=Path("build/report"), metavar="NAME",
+                        help="of the pictures, without .png and .svg; default: %(default)s")  # fmt: skip
+    chosen = parser.parse_args(arguments)
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib draws the report, and is not installed; pip install '.[bench]'", file=sys.stderr)
+        return 2
+    try:
+        results = load(chosen.file)
+    except ResultsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    chosen.output.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(_SETTINGS):
+        figure = page(results)
+        for ending in (".png", ".svg"):
+            figure.savefig(chosen.output.with_name(chosen.output.name + ending), dpi=110, metadata=None)
+            print(chosen.output.with_name(chosen.output.name + ending))
+    return 0
 
-    title: str
-    columns: list[Column]
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+
+def panels(results: Results) -> list[tuple[Table, str]]:
+    """Returns the tables that are drawn, with the heading of the panel's bars."""
+    tables = [table for suite, several in results.suites.items() if suite != "ceilings" for table in several]
+    found = []
+    for table in tables:
+        kept = [heading for heading in headings(table) if heading.startswith(("kept ", "peak "))]
+        found += [(table, heading) for heading in (main_time(table), *kept) if heading is not None]
+    return found
 
 
-def timed(
-    title: str,
-    timings: Sequence[Timing],
-    parameters: int,
-    ceilings: Ceilings,
-    against: Mapping[str, str] | None = None,
-    unit: str = "ms",
-) -> Table:
-    """A table of timings: time, bytes, rate, share of the ceiling, and ratios.
+def page(results: Results):  # type: ignore[no-untyped-def]  # a Figure: matplotlib is imported in here
+    """Draws all panels, each in the column that is the shortest so far."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    Args:
-        parameters: how many the variants work on.
-        against: heading -> name of the variant that the others are compared with; 1.5 means: 1.5 times as fast as it.
-        unit: "ms" or "us".
+    drawn = panels(results)
+    columns = [_TOP] * max(1, min(3, len(drawn)))
+    places = []
+    for table, heading in drawn:
+        column = columns.index(min(columns))
+        places.append((column, columns[column]))
+        columns[column] += _height(table, heading)
+    width, height = max(2, len(columns)) * _WIDTH, max(columns)
+    figure = Figure(figsize=(width, height))
+    machine, tables = results.machine, [table for several in results.suites.values() for table in several]
+    where = [str(machine[key]) for key in ("gpu", "cpu", "instruction_set") if machine.get(key)]
+    where += [f"{machine.get('threads')} threads", f"torch {machine.get('torch')}", str(machine.get("date"))]
+    lines = [summary(tables), ", ".join(where), _HOW, *(f"This run {words}." for words in doubts(results))]
+    top = 1 - 0.15 / height
+    figure.text(0.2 / width, top, textwrap.fill(lines[0], int(12 * width)), weight="bold", size=11, va="top")
+    figure.text(0.2 / width, top - 0.45 / height, "\n".join(lines[1:]), va="top")
+    handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
+    figure.legend(handles=handles, loc="upper right", ncols=3, frameon=False, bbox_to_anchor=(1, 1 - 0.4 / height))
+    for (table, heading), (column, down) in zip(drawn, places, strict=True):
+        _panel(figure, table, heading, column * _WIDTH / width, down, width, height)
+    return figure
 
-    Ratios and shares are medians of the ratios within each round; "best / best" compares the best rates of the run.
-    """
-    against = dict(against or {})
-    if ceilings.reason is not None or not any(timing.at_ceiling for timing in timings):
-        shares = []
-    else:
-        shares = [Column("share", "of ceiling", "{:.0%}"), Column("share_best", "best / best", "{:.0%}")]
-    factor = {"ms": 1e3, "us": 1e6}[unit]
-    decimals = 1 if min(timing.median for timing in timings) * factor >= 10 else 3
-    table = Table(
-        title,
-        [
-            Column("name", ""),
-            Column("median", unit, f"{{:.{decimals}f}}"),
-            Column("quartiles", "quartiles"),
-            Column("bytes_per_parameter", "B/param", "{:g}"),
-            Column("gigabytes_per_second", "GB/s", "{:.1f}"),
-            *shares,
-            *(Column(f"over_{heading}", f"x {heading}", "{:.2f}") for heading in against),
-        ],
+
+def _rows(table: Table, heading: str) -> list[Row]:
+    return [row for row in table.rows if heading in compared(row)]
+
+
+def _head(table: Table, heading: str) -> tuple[str, str, bool, bool]:
+    """Returns the title, how ours does, and whether that is a loss, or noise."""
+    found = headline(table, heading)
+    title = textwrap.fill(f"{table.title}: {heading}", 75)
+    if found is None:
+        return title, "", False, False
+    return title, textwrap.fill(f"{found.name}: {found.words()}", 85), found.lost, found.noise
+
+
+def _height(table: Table, heading: str) -> float:
+    title, words, *_ = _head(table, heading)
+    lines = title.count("\n") + 1 + (words.count("\n") + 1 if words else 0)
+    return _LINE * lines + _ROW * len(_rows(table, heading)) + _GAP
+
+
+def _panel(figure, table: Table, heading: str, left: float, down: float, width: float, height: float) -> None:  # type: ignore[no-untyped-def]
+    """Draws the panel whose upper left corner is there: `left` in shares of the page, `down` in inches."""
+    title, words, lost, noise = _head(table, heading)
+    rows, beaten = _rows(table, heading), {each.name for each in losses(table) if each.heading == heading}
+    left += 0.2 / width
+    figure.text(left, 1 - down / height, title, weight="bold", va="top")
+    below = down + _LINE * (title.count("\n") + 1)
+    color = _LOST if lost else "0.3" if noise else COLORS[OURS]
+    figure.text(left, 1 - below / height, words, color=color, va="top")
+    bottom = down + _height(table, heading) - _GAP + 0.1
+    size = (_BARS + _FIGURES) / width, _ROW * len(rows) / height
+    axes = figure.add_axes((left + _NAMES / width, 1 - bottom / height, *size))
+    limit = _limit(table, heading)
+    ends = [min(limit, max(interval(row[heading])[1], _ceiling(row, heading))) for row in rows]
+    axes.set(
+        xlim=(0, max(ends) * (_BARS + _FIGURES) / _BARS or 1.0), ylim=(len(rows) - 0.5, -0.5), xticks=[], yticks=[]
     )
-    by_name = {timing.variant.name: timing for timing in timings}
-    for timing in timings:
-        first, third = timing.quartiles
-        moved = timing.variant.bytes_per_parameter
-        at_best = seconds_at(ceilings.best_rates(), timing.variant.passes)
-        row: Row = {
-            "name": timing.variant.name,
-            "unit": unit,
-            "median": timing.median * factor,
-            "first_quartile": first * factor,
-            "third_quartile": third * factor,
-            "best": timing.best * factor,
-            "quartiles": f"{first * factor:.{decimals}f} - {third * factor:.{decimals}f}",
-            "rounds": len(timing.seconds),
-            "nanoseconds_per_parameter": timing.median * 1e9 / parameters,
-            "bytes_per_parameter": moved,
-            "gigabytes_per_second": None if moved is None else moved * parameters / timing.median / 1e9,
-            "share": timing.share_of_ceiling(parameters),
-            "share_best": None if at_best is None else at_best * parameters / timing.best,
-        }
-        for heading, name in against.items():
-            row[f"over_{heading}"] = timing.times_as_fast_as(by_name[name])
-        table.rows.append(row)
-    return table
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    for y, (row, end) in enumerate(zip(rows, ends, strict=True)):
+        whose, value, (low, high) = owner(row, table), median(row[heading]), interval(row[heading])
+        axes.barh(y, min(value, limit), 0.62, color=COLORS[whose])
+        if value > limit:  # a break near the end
+            axes.plot([0.93 * limit, 0.95 * limit], [y + 0.36, y - 0.36], color="white", linewidth=2.5)
+        elif isinstance(row[heading], list):
+            axes.plot([low, min(high, limit)], [y, y], color="0.2", linewidth=1)
+        if 0 < _ceiling(row, heading) <= limit:
+            axes.plot([_ceiling(row, heading)] * 2, [y - 0.36, y + 0.36], color="black", linewidth=1.8)
+        figure_color = _LOST if row["name"] in beaten else "black"
+        axes.annotate(text(value), (end, y), (3, 0), textcoords="offset points", va="center", color=figure_color)
+        called = textwrap.shorten(row["name"], 90, placeholder="...")
+        called, weight = textwrap.fill(called, 46), "bold" if whose == OURS else "normal"
+        axes.annotate(
+            called, (0, y), (-4, 0), textcoords="offset points", va="center", ha="right", size=6.5, weight=weight
+        )
 
 
-def ceiling_table(ceilings: Ceilings) -> Table:
-    """The rates that the shares refer to."""
-    columns = [
-        Column("name", ""),
-        Column("bytes", "read + written"),
-        Column("best", "GB/s, best", "{:.1f}"),
-        Column("median", "median", "{:.1f}"),
-        Column("meaning", "stands for"),
-    ]
-    table = Table("Ceilings: streaming loops of the same mixes, measured in the same rounds", columns)
-    if ceilings.reason is not None:
-        table.notes.append(f"not measured, and the share of the ceiling is left out: {ceilings.reason}")
-    best, median, loops = ceilings.best_rates(), ceilings.median_rates(), ceilings.fastest_loops()
-    for name, mix in MIXES.items():
-        if name in best:
-            row = {"name": name, "bytes": f"{mix.read} + {mix.written}", "meaning": mix.meaning}
-            table.rows.append({**row, "best": best[name] / 1e9, "median": median[name] / 1e9, "loop": loops[name]})
-    return table
+def _ceiling(row: Row, heading: str) -> float:
+    """Returns the time at the ceiling; 0 where it is not known."""
+    return median(row[heading]) * row.get("% of ceiling", 0) / 100 if heading in ("ms", "us") else 0.0
 
 
-def show(table: Table, console: Console) -> None:
-    drawn = rich.table.Table(title=table.title, title_justify="left", title_style="bold", box=rich.box.SIMPLE)
-    for index, column in enumerate(table.columns):
-        drawn.add_column(column.heading, justify="right" if index else "left", overflow="fold")
-    for row in table.rows:
-        values = [(column, row.get(column.key)) for column in table.columns]
-        drawn.add_row(*("-" if value is None else column.format.format(value) for column, value in values))
-    if table.rows:
-        console.print(drawn)
-    else:
-        console.print(table.title, style="bold")
-    for note in table.notes:
-        console.print(f"  {note}", markup=False, highlight=False)
-
-
-def write_json(
-    path: Path, about: dict[str, Any], suites: Mapping[str, Sequence[Table]], *, interrupted: bool = False
-) -> None:
-    """`{"format", "accumfused", "machine", "suites": {name: [{"title", "columns", "rows", "notes"}]}}`.
-
-    Args:
-        interrupted: the run was; the file says so.
-    """
-    tables = {
-        suite: [
-            {
-                "title": table.title,
-                "columns": [asdict(column) for column in table.columns],
-                "rows": table.rows,
-                "notes": table.notes,
-            }
-            for table in found
-        ]
-        for suite, found in suites.items()
-    }
-    whole = {"format": FORMAT, "accumfused": accumfused.__version__, "machine": about, "suites": tables}
-    if interrupted:
-        whole["interrupted"] = True
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f"{path.name}.part")  # what was there stays whole if this is interrupted
-    written.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
-    written.replace(path)
+def _limit(table: Table, heading: str) -> float:
+    """Returns where bars end that are far longer than ours; infinite where none is."""
+    found = [(compared(row)[heading], owner(row, table)) for row in _rows(table, heading)]
+    mine = [value for value, whose in found if whose == OURS]
+    others = [value for value, whose in found if whose != OURS]
+    if not mine or not others:
+        return float("inf")
+    limit = max(_LONG * max(mine), 1.25 * min(others))
+    return limit if max(others) > 2 * limit else float("inf")

@@ -1,99 +1,261 @@
-"""Moments in few bits, as the optimizers keep them: the updates that come of them, against moments in fp64."""
+"""`python -m bench.numerics.moments`: moments in few bits, against moments in fp64.
+
+The updates of formats as the optimizers keep them, ours and other packages'; what zero gradients do; and the formats of
+8 bits that were tried, simulated in PyTorch with true random rounding: those that lost exist only here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.numerics import contenders
-from bench.numerics.codec_study import BETAS, KINDS, gradients
-from bench.numerics.contenders import Contender
-from bench.numerics.peers import quiet
+import accumfused as af
+from bench.numerics.weights import other
 
-OPTIONS: dict[str, Any] = {"betas": BETAS, "eps": 1e-8, "weight_decay": 0.0}
+BETAS, EPS = (0.9, 0.999), 1e-8
+BLOCK = 128
+KINDS = ("normal", "log-normal 1", "log-normal 2", "log-normal 3", "Student t(3)", "sparse rows")
+_ROW = 64  # elements that are zero together where gradients are sparse
 _LR = 1e-3
 _PROBE = 1e-4  # a gradient that is too small to change a second moment, and shows it in its update
 
+Coder = Callable[[Tensor], Tensor]  # fp32 [..., block] -> what is left of it after being stored
+Step = Callable[[Tensor], Tensor]  # gradients, a row for each kind -> updates over lr, fp64, in the same shape
 
-class Updates:
-    """An optimizer over parameters that are put back to zero before each step, so that each shows its update."""
 
-    def __init__(self, contender: Contender, count: int, elements: int) -> None:
-        self.params = [torch.nn.Parameter(torch.zeros(elements, dtype=contender.dtype)) for _ in range(count)]
-        self._optimizer = contender.make([{"params": self.params, "lr": _LR}], **OPTIONS)
+def gradients(elements: int, count: int) -> Iterator[Tensor]:
+    """Yields fp32 [len(KINDS), elements]: the same in every run.
 
-    def step(self, grads: Tensor) -> Tensor:
-        """Args: grads: one row per parameter. Returns: the updates over lr, fp64, in the same shape."""
-        for param, grad in zip(self.params, grads, strict=True):
+    The log-normal ones are normal noise around a mean of its own, times a scale of each element whose logarithm has
+    that standard deviation; of sparse rows, one in 50 has a gradient in a step.
+    """
+    generator = torch.Generator().manual_seed(1)
+
+    def normal() -> Tensor:
+        return torch.randn(elements, generator=generator)
+
+    scales = [(sigma * normal()).exp() for sigma in (0, 1, 2, 3)]
+    means = [0.3 * normal() for _ in scales]
+    for _ in range(count):
+        spread = [scale * (mean + normal()) for scale, mean in zip(scales, means, strict=True)]
+        chi_squared = sum(normal().square() for _ in range(3))
+        alive = torch.rand(elements // _ROW, generator=generator) < 0.02
+        yield torch.stack([*spread, normal() / (chi_squared / 3).sqrt(), normal() * alive.repeat_interleave(_ROW)])
+
+
+def ours(state_dtype: Any) -> Callable[..., torch.optim.Optimizer]:
+    def make(groups: Any, **options: Any) -> torch.optim.Optimizer:
+        return af.AdamW(groups, rounding_seed=0, state_dtype=state_dtype, state_dtype_min_numel=0, **options)
+
+    return make
+
+
+OPTIMIZERS = {
+    "fp32 states": ours(torch.float32),
+    "bf16 states": ours(torch.bfloat16),
+    "int8 states": ours("int8"),
+    "torch.optim.AdamW, bf16": torch.optim.AdamW,
+    "torchao 8-bit states": other("torchao.optim", "AdamW8bit"),
+    "bitsandbytes 8-bit states": other("bitsandbytes.optim", "AdamW8bit"),
+}
+
+
+def stepping(name: str, count: int, elements: int) -> Step:
+    """Returns a step of an optimizer over parameters that are put back to zero before it: they show its update."""
+    dtype = torch.bfloat16 if name.endswith("bf16") else torch.float32
+    params = [torch.nn.Parameter(torch.zeros(elements, dtype=dtype)) for _ in range(count)]
+    optimizer = OPTIMIZERS[name]([{"params": params, "lr": _LR}], betas=BETAS, eps=EPS, weight_decay=0.0)
+
+    def step(grads: Tensor) -> Tensor:
+        for param, grad in zip(params, grads, strict=True):
             param.detach().zero_()
-            param.grad = grad.to(param.dtype)
-        self._optimizer.step()
-        return torch.stack([param.detach().double() for param in self.params]) / -_LR
+            param.grad = grad.to(dtype)
+        optimizer.step()
+        return torch.stack([param.detach().double() for param in params]) / -_LR
+
+    return step
 
 
-class Exact:
-    """The same in fp64."""
+class Moments:
+    """Steps of Adam with moments in fp64, or with moments that pass through coders at every step."""
 
-    def __init__(self) -> None:
-        self.first, self.second, self._number = torch.zeros(()), torch.zeros(()), 0
+    def __init__(self, first: Coder | None = None, second: Coder | None = None) -> None:
+        self._coders = (first, second)
+        self.moments, self._number = [torch.zeros(()), torch.zeros(())], 0
 
-    def step(self, grads: Tensor) -> Tensor:
-        beta1, beta2 = BETAS
+    def __call__(self, grads: Tensor) -> Tensor:
+        if self._coders[0] is None:
+            grads = grads.double()
         self._number += 1
-        self.first = beta1 * self.first + (1 - beta1) * grads.double()
-        self.second = beta2 * self.second + (1 - beta2) * grads.double().square()
-        root = (self.second / (1 - beta2**self._number)).sqrt()
-        return self.first / (1 - beta1**self._number) / (root + OPTIONS["eps"])
+        values = (grads, grads.square())
+        pairs = zip(BETAS, self.moments, values, strict=True)
+        first, second = (beta * moment + (1 - beta) * value for beta, moment, value in pairs)
+        debiased = (moment / (1 - beta**self._number) for beta, moment in zip(BETAS, (first, second), strict=True))
+        mean, square = debiased
+        self.moments = [
+            moment if coder is None else coder(moment.view(len(grads), -1, BLOCK)).view(moment.shape)
+            for coder, moment in zip(self._coders, (first, second), strict=True)
+        ]
+        return (mean / (square.sqrt() + EPS)).double()
 
 
-def largest_updates(name: str, elements: int = 1 << 14, count: int = 300) -> list[dict[str, Any]]:
-    """A row for each kind of gradient; see `codec_study.study` for the columns."""
-    with quiet():
-        updates, exact = Updates(contenders.named(name), len(KINDS), elements), Exact()
-        largest, exact_largest, squares, exact_squares = (torch.zeros(len(KINDS), dtype=torch.double) for _ in range(4))
-        moved = exact_moved = torch.zeros(())
-        for number, grads in enumerate(gradients(elements, count), 1):
-            found, right = (updates.step(grads), exact.step(grads.to(updates.params[0].dtype)))
-            moved, exact_moved = moved + found, exact_moved + right
-            largest = torch.maximum(largest, found.abs().amax(1))
-            exact_largest = torch.maximum(exact_largest, right.abs().amax(1))
-            if number > count // 2:
-                squares += (found - right).square().mean(1)
-                exact_squares += right.square().mean(1)
-    drift = (moved - exact_moved).norm(dim=1) / exact_moved.norm(dim=1)
-    rows = zip(KINDS, largest / exact_largest, (squares / exact_squares).sqrt(), drift, strict=True)
-    return [
-        {"name": name, "gradients": kind, "largest": float(ratio), "error": float(error), "drift": float(off)}
-        for kind, ratio, error, off in rows
-    ]
+def compare(step: Step, elements: int, count: int, dtype: torch.dtype = torch.float32) -> list[dict[str, float]]:
+    """Returns a row for each kind of gradient: how updates differ from those of moments in fp64.
+
+    `largest` is the largest |update| over the exact one's largest; `error` the root mean square of the updates' errors
+    over that of the exact updates, in the second half of the steps.
+    """
+    exact = Moments()
+    largest, exact_largest, squares, exact_squares = (torch.zeros(len(KINDS), dtype=torch.double) for _ in range(4))
+    for number, grads in enumerate(gradients(elements, count), 1):
+        found, right = step(grads), exact(grads.to(dtype))
+        largest = torch.maximum(largest, found.abs().amax(1))
+        exact_largest = torch.maximum(exact_largest, right.abs().amax(1))
+        if number > count // 2:
+            squares += (found - right).square().mean(1)
+            exact_squares += right.square().mean(1)
+    rows = zip((largest / exact_largest).tolist(), (squares / exact_squares).sqrt().tolist(), strict=True)
+    return [{"largest": ratio, "error": error} for ratio, error in rows]
 
 
-def zeros(name: str, after: Sequence[int]) -> dict[str, Any]:
-    """What zero gradients do: from the start, and to a second moment that was there.
+def updates(name: str, elements: int = 1 << 14, count: int = 300) -> list[dict[str, float]]:
+    """Compares an optimizer's updates; see `compare`."""
+    dtype = torch.bfloat16 if name.endswith("bf16") else torch.float32
+    return compare(stepping(name, len(KINDS), elements), elements, count, dtype)
 
-    `from_start` is the largest |update| when there never was a gradient. `after N` is the mean second moment after N
-    steps of zero gradients over the exact one, 0.999^N of what it was; it is taken from the update of a tiny gradient.
+
+def zeros(name: str, count: int) -> tuple[float, float]:
+    """Returns what zero gradients do: from the start, and to a second moment that was there.
+
+    The first is the largest |update| where there never was a gradient; the second the mean second moment after so many
+    steps of zero gradients over the exact one, 0.999^count of what it was, as the update of a tiny gradient shows it.
     """
     elements = 1 << 12
-    with quiet():
-        contender = contenders.named(name)
-        never = Updates(contender, 1, elements)
-        nothing = torch.zeros(1, elements)
-        from_start = max(float(never.step(nothing).abs().max()) for _ in range(20))
-        updates, exact = Updates(contender, 1, elements), Exact()
-        generator = torch.Generator().manual_seed(2)
-        for _ in range(50):
-            grads = torch.randn(1, elements, generator=generator)
-            updates.step(grads), exact.step(grads.to(contender.dtype))
-        row: dict[str, Any] = {"name": name, "from_start": from_start}
-        for number in range(1, after[-1] + 1):
-            probing = number in after
-            grads = torch.full((1, elements), _PROBE if probing else 0.0)
-            found, right = updates.step(grads), exact.step(grads.to(contender.dtype))
-            if probing:  # an update is the first moment, which both have alike, over the root of the second
-                kept = (right / found).square() * exact.second
-                row[f"after {number}"] = float(kept.mean() / exact.second.mean())
-    return row
+    never, nothing = stepping(name, 1, elements), torch.zeros(1, elements)
+    from_start = max(float(never(nothing).abs().max()) for _ in range(20))
+    step, exact = stepping(name, 1, elements), Moments()
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(50):
+        grads = torch.randn(1, elements, generator=generator)
+        step(grads), exact(grads)
+    for _ in range(count - 1):
+        step(nothing), exact(nothing)
+    probe = torch.full((1, elements), _PROBE)
+    found, right = step(probe), exact(probe)
+    # An update is the first moment, which both have alike, over the root of the second.
+    second = exact.moments[1]
+    return from_start, float(((right / found).square() * second).mean() / second.mean())
+
+
+def _rounded(values: Tensor) -> Tensor:
+    return (values + torch.rand_like(values)).floor()
+
+
+def _scale(values: Tensor, power_of_two: bool = True) -> Tensor:
+    """Returns the largest of a block, or the next power of two above it."""
+    largest = values.abs().amax(-1, keepdim=True).clamp_min(1e-36)
+    return ((_bits(largest) >> 23) + 1 << 23).view(torch.float32) if power_of_two else largest
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32)
+
+
+def linear(power_of_two: bool) -> Coder:
+    """Makes signed multiples of a 127th of the block's maximum."""
+
+    def code(values: Tensor) -> Tensor:
+        scale = _scale(values, power_of_two) / 127
+        return _rounded(values / scale).clamp(-127, 127) * scale
+
+    return code
+
+
+def rooted(power_of_two: bool) -> Coder:
+    """Makes squares of multiples of a 255th of the root of the block's maximum; never zero: updates divide by it."""
+
+    def code(values: Tensor) -> Tensor:
+        scale = _scale(values.sqrt(), power_of_two) / 255
+        return (_rounded(values.sqrt() / scale).clamp(1, 255) * scale).square()
+
+    return code
+
+
+def signed_root(values: Tensor) -> Tensor:
+    """Makes signed squares of multiples of a 127th; rounded so that the mean is the value, not its root's."""
+    scale = _scale(values)
+    sizes = values.abs() / scale
+    below = (sizes.sqrt() * 127).floor()
+    low, high = (below / 127).square(), ((below + 1) / 127).square()
+    up = torch.rand_like(sizes) < (sizes - low) / (high - low)
+    return values.sign() * ((below + up) / 127).square() * scale
+
+
+def floats(exponent_bits: int, mantissa_bits: int, smallest: int = 0) -> Coder:
+    """Makes small floats: value(c) = F(c) - F(0), F(c) having that many bits, its largest just below 2.
+
+    A block's scale is a power of two, with two codes of room above its largest value: without them, a second moment
+    that lies just below a power of two is always rounded down to the last code, and never grows.
+    """
+    shift = 23 - mantissa_bits
+    lowest = _bits(torch.tensor(2.0 ** (1 - (1 << exponent_bits))))
+    largest = (1 << exponent_bits + mantissa_bits) - 1
+
+    def code(values: Tensor) -> Tensor:
+        exponent = (_bits(values.abs().amax(-1, keepdim=True).clamp_min(1e-36)) + (2 << shift)) >> 23
+        scale = (exponent << 23).view(torch.float32)
+        shifted = _bits(values.abs() / scale + lowest.view(torch.float32)) - lowest
+        codes = ((shifted + torch.randint_like(shifted, 1 << shift)) >> shift).clamp(smallest, largest)
+        decoded = ((codes << shift) + lowest).view(torch.float32) - lowest.view(torch.float32)
+        return values.sign() * decoded * scale if smallest == 0 else decoded * scale
+
+    return code
+
+
+CODES = {
+    "linear; root, real scale": (linear(False), rooted(False)),
+    "linear; root": (linear(True), rooted(True)),
+    "signed root; root": (signed_root, rooted(True)),
+    "floats 1+3+4; 4+4": (floats(3, 4), floats(4, 4, smallest=4)),
+    "floats 1+4+3; 5+3": (floats(4, 3), floats(5, 3, smallest=4)),
+}
+
+
+def main() -> None:
+    from bench.peers import first_line, quiet
+    from bench.tables import Console, Table, show
+
+    parser = argparse.ArgumentParser(prog="python -m bench.numerics.moments", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few steps: shows that it runs, measures nothing")
+    quick = parser.parse_args().quick
+    elements, after = (1 << 11, 1000) if quick else (1 << 14, 3000)
+    stored = Table("Updates from stored moments: largest |update| over the exact one's; error of updates")
+    vanishing = Table(f"Zero gradients: largest |update| without any gradient; second moment after {after}, over exact")
+    codes = Table(f"Codes of 8 bits, simulated, blocks of {BLOCK}: largest |update|; error of updates")
+
+    def add(table: Table, name: str, rows: list[dict[str, float]]) -> None:
+        texts = [f"{row['largest']:.3g}x {100 * row['error']:.3g}%" for row in rows]
+        table.rows.append({"name": name, **dict(zip(KINDS, texts, strict=True))})
+
+    for name in OPTIMIZERS:
+        try:
+            with quiet():
+                rows, (from_start, kept) = updates(name, elements, 20 if quick else 300), zeros(name, after)
+        except Exception as error:  # of somebody else's package, and of any kind
+            stored.notes.append(f"left out: {name}: {first_line(error)}")
+            continue
+        add(stored, name, rows)
+        vanishing.rows.append({"name": name, "largest": from_start, "second moment": f"{kept:.3f}"})
+    for name, (first, second) in CODES.items():
+        torch.manual_seed(0)
+        add(codes, name, compare(Moments(first, second), elements, 20 if quick else 200))
+    for table in (stored, vanishing, codes):
+        show(table, Console(width=200))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,12 @@
-"""The suites, one file each. A suite takes a Bench and returns its tables."""
+"""The suites, one file each: `run(bench)` returns tables, FOLLOWS names the options that make a difference to it."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -14,12 +15,18 @@ from bench import shapes
 from bench.ceilings import Ceilings
 from bench.clock import Clock, HostClock
 from bench.measure import Timing, Variant, interleave
-from bench.report import Column, Table
 from bench.room import available_bytes
 from bench.shapes import Shapes
 from bench.workload import CPU, Workload
 
+_SHARED = ("update", "window", "small", "lean", "train", "kernels", "backward")
+CPU_SUITES, GPU_SUITES = (*_SHARED, "processes", "allocated"), (*_SHARED, "graph")
 _SPARE = 1.1  # of what is asked for: the rest of the program goes on living
+
+
+def all_suites(on_gpu: bool = False) -> dict[str, ModuleType]:
+    """Returns name -> module, in the order in which they run."""
+    return {name: importlib.import_module(f"bench.suites.{name}") for name in (GPU_SUITES if on_gpu else CPU_SUITES)}
 
 
 @dataclass
@@ -34,7 +41,7 @@ class Bench:
         backends: of ours, by name.
         peers: names of `bench.peers.KNOWN` that ours is compared with; None: all that run here.
         dtype: of the gradients, where a suite has the choice; None: the suite's own.
-        model_shapes: take the place of the models' shapes in suites that go through models.
+        model: name and shapes that take the place of the suites' models.
     """
 
     ceilings: Ceilings
@@ -47,14 +54,11 @@ class Bench:
     backends: Sequence[str] = ("auto",)
     peers: tuple[str, ...] | None = None
     dtype: torch.dtype | None = None
-    model_shapes: Shapes | None = None
+    model: tuple[str, Shapes] | None = None
 
-    def models(self, names: Sequence[str]) -> list[str]:
-        """The models that a suite goes through: these, or only the first where other shapes take its place."""
-        return [*names] if self.model_shapes is None else [*names][:1]
-
-    def shapes(self, model: str) -> Shapes:
-        return shapes.model(model, self.quick) if self.model_shapes is None else self.model_shapes
+    def models(self, *names: str) -> dict[str, Shapes]:
+        """Returns the models that a suite goes through: these, or the one of --model."""
+        return dict([self.model]) if self.model else {name: shapes.model(name, self.quick) for name in names}
 
     def fits(self, needed: int) -> bool:
         """Whether so many bytes are free on the device, with some to spare; True where the system does not say."""
@@ -90,46 +94,6 @@ class Bench:
     def host_times(self, variants: Sequence[Variant], rounds: int) -> list[Timing]:
         """How long the host is busy with each; no bytes: they are moved later."""
         return interleave([replace(variant, passes=None) for variant in variants], rounds, clock=self.host_clock)
-
-
-Suite = Callable[[Bench], list[Table]]
-
-
-def all_suites(on_gpu: bool = False) -> dict[str, Suite]:
-    """Name -> suite, in the order in which they run."""
-    from bench.suites import (
-        accumulate,
-        backward,
-        graph,
-        lean,
-        memory,
-        memory_gpu,
-        numerics,
-        processes,
-        scale,
-        small,
-        tail,
-        train,
-        verbs,
-        window,
-        zeros,
-    )
-
-    shared: dict[str, Suite] = {"tail": tail.run, "verbs": verbs.run, "accumulate": accumulate.run}
-    shared |= {"window": window.run, "small": small.run, "lean": lean.run, "train": train.run}
-    shared |= {"backward": backward.run}
-    if on_gpu:
-        return {**shared, "graph": graph.run, "memory": memory_gpu.run}
-    alone = {"zeros": zeros.run, "scale": scale.run, "memory": memory.run, "processes": processes.run}
-    alone["numerics"] = numerics.run
-    return {**shared, **alone}
-
-
-def add_gaps(table: Table, gaps: Sequence[dict[str, Any]]) -> None:
-    """Appends rows without a time, and the column with their reasons."""
-    if gaps:
-        table.columns.append(Column("cannot", "why no time"))
-        table.rows += [dict(row) for row in gaps]
 
 
 def largest_error(errors: dict[str, float]) -> str:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,57 +25,45 @@ from torch import Tensor, nn
 
 import accumfused as af
 from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY
-from bench.report import Column, Table
 from bench.suites import Bench
+from bench.tables import Table
 
+FOLLOWS = ()
 _MICRO_BATCHES, _WARM_UP = 4, 3
 _STEERING = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")  # what begins with these chooses or tunes an allocator
+Contender = tuple[Callable[[Tensor], object], Callable[[], object]]  # a micro-batch from its loss, and the step
 
 
-def table(bench: Bench) -> Table:
-    columns = [
-        Column("name", ""),
-        Column("milliseconds", "CPU time, ms", "{:.1f}"),
-        Column("over_stock", "x clip + fused", "{:.2f}"),
-        Column("faults", "page faults", "{:.0f}"),
-        Column("peak_megabytes", "peak memory, MB", "{:.0f}"),
-    ]
-    size = "tiny" if bench.quick else "25M"
-    title = f"window of {_MICRO_BATCHES} micro-batches of 8 tokens, autograd allocates, {size} parameters"
-    found = Table(title, columns)
+def run(bench: Bench) -> list[Table]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_STEERING)}
     command = [sys.executable, "-m", "bench.suites.allocated", "--threads", str(torch.get_num_threads())]
     command += ["--quick"] if bench.quick else []
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes |= {"env": environment, "cwd": Path(__file__).parents[2]}
     with ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [*command, name],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env=environment,
-                    cwd=Path(__file__).parents[2],
-                )
-            )
-            for name in VARIANTS
-        ]
+        processes = [stack.enter_context(subprocess.Popen([*command, name], **pipes)) for name in VARIANTS]
         rounds = [[_turn(process) for process in processes] for _ in range(1 + bench.rounds)][1:]  # warm-up comes first
+    size = "tiny" if bench.quick else "25M"
+    table = Table(f"allocated: window of {_MICRO_BATCHES} micro-batches of 8 tokens, {size} parameters")
     for place, name in enumerate(VARIANTS):
-        own = [turns[place] for turns in rounds]
-        seconds, faults, peaks = zip(*own, strict=True)
-        found.rows.append({
+        seconds, faults, peaks = zip(*(turns[place] for turns in rounds), strict=True)
+        table.rows.append({
             "name": name,
-            "milliseconds": 1e3 * statistics.median(seconds),
-            "over_stock": statistics.median(turns[0][0] / turns[place][0] for turns in rounds),
-            "faults": statistics.median(faults),
-            "peak_megabytes": max(peaks) / 1e6,
+            "CPU ms": spread([1e3 * second for second in seconds]),
+            "x stock": statistics.median(turns[0][0] / turns[place][0] for turns in rounds),
+            "page faults": statistics.median(faults),
+            "peak MB": max(peaks) / 1e6,
         })  # fmt: skip
-    found.notes.append(
+    table.notes.append(
         "forward and backward included; medians of windows, ratios of those in the same round; each contender in a "
         "process of its own, with the default allocator; CPU time is that of all threads"
     )
-    return found
+    return [table]
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """Returns [first quartile, median, third quartile]."""
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
 
 
 def _turn(process: subprocess.Popen[str]) -> list[float]:
@@ -87,7 +75,7 @@ def _turn(process: subprocess.Popen[str]) -> list[float]:
     return json.loads(process.stdout.readline())  # type: ignore[no-any-return]
 
 
-def _stock(model: nn.Module) -> tuple[Callable[[Tensor], object], Callable[[], object]]:
+def _stock(model: nn.Module) -> Contender:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
     def step() -> None:
@@ -98,7 +86,7 @@ def _stock(model: nn.Module) -> tuple[Callable[[Tensor], object], Callable[[], o
     return lambda loss: (loss / _MICRO_BATCHES).backward(), step
 
 
-def _ours(model: nn.Module, *, released: bool) -> tuple[Callable[[Tensor], object], Callable[[], object]]:
+def _ours(model: nn.Module, *, released: bool) -> Contender:
     optimizer: Any = af.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM)
     if released:
         optimizer._release = af.release_gradients(optimizer)  # lives as long
@@ -110,7 +98,7 @@ def _ours(model: nn.Module, *, released: bool) -> tuple[Callable[[Tensor], objec
     return (lambda loss: optimizer.backward(loss, weight=1.0)) if released else micro_batch, optimizer.step
 
 
-VARIANTS: dict[str, Callable[[nn.Module], tuple[Callable[[Tensor], object], Callable[[], object]]]] = {
+VARIANTS: dict[str, Callable[[nn.Module], Contender]] = {
     "autograd + clip + fused": _stock,
     "accumfused": lambda model: _ours(model, released=False),
     "accumfused, release_gradients": lambda model: _ours(model, released=True),

@@ -1,7 +1,7 @@
 """Whole windows, forward and backward, without the step: what the sums of gradients cost in time and in memory.
 
-Every contender has a copy of the model, and they take turns. "Accumulating" is the share of its time by which a
-contender is slower than the same passes with `p.grad` released before each, so that autograd adds nothing.
+Every contender has a copy of the model, and they take turns. "% accumulating" is the share of its time by which
+a contender is slower than the same passes with `p.grad` released before each, so that autograd adds nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from torch import Tensor, nn
 import accumfused as af
 from bench.exact import WrongError
 from bench.measure import Variant
-from bench.numerics.text import demo
-from bench.report import Column, Table
 from bench.suites import Bench
+from bench.suites.train import demo
+from bench.tables import Table, quartiles
 
+FOLLOWS = ("backend",)
 STOCK = "autograd's sums"
 FUSED = "fuse_linears"
 _MICRO_BATCHES = 4
-_TOKENS = (32, 64, 128, 256, 512, 1024, 2048)  # a micro-batch
+_TOKENS = (32, 128, 512, 1024)  # a micro-batch
 _LONGEST = 512  # tokens of a sequence
 _LARGEST_ERROR = 1e-5  # of a gradient, of its norm
 
@@ -59,44 +60,27 @@ def run(bench: Bench) -> list[Table]:
         "GELU-MLP": nn.Sequential(*mlp),
         "GPT-2's blocks": nn.Sequential(*(text_model.Block(width, width // 64 or 1) for _ in range(depth))),
     }
-    return [_table(bench, name, model.to(bench.device), width) for name, model in models.items()]
+    sizes = (8,) if bench.quick else _TOKENS
+    return [_table(bench, name, of.to(bench.device), width, tokens) for name, of in models.items() for tokens in sizes]
 
 
-def _table(bench: Bench, name: str, model: nn.Module, width: int) -> Table:
+def _table(bench: Bench, name: str, model: nn.Module, width: int, tokens: int) -> Table:
     parameters = sum(param.numel() for param in model.parameters())
-    columns = [
-        Column("name", ""),
-        Column("milliseconds", "window, ms", "{:.1f}"),
-        Column("quartiles", "quartiles"),
-        Column("accumulating", "accumulating", "{:.1%}"),
-        Column("over_stock", "x autograd", "{:.3f}"),
-        Column("over_ours", "x without it", "{:.3f}"),
-        Column("peak_bytes", "peak memory, B/param", "{:.1f}"),
-    ]
-    title = f"backward: windows of {_MICRO_BATCHES} micro-batches, {name} of {parameters:,} parameters, fp32"
-    table, error = Table(title, columns), 0.0
-    for tokens in (8,) if bench.quick else _TOKENS:
-        rows = max(1, tokens // _LONGEST)
-        inputs = [torch.randn(rows, tokens // rows, width, device=bench.device) for _ in range(_MICRO_BATCHES)]
-        contenders = _contenders(bench, model)
-        windows = [functools.partial(each.window, inputs) for each in contenders]
-        peaks = [_peak(bench.device, window) for window in windows]
-        if tokens <= _LONGEST:
-            error = max(error, *(_error(each, model, inputs) for each in contenders[1:]))
-        variants = [Variant(each.name, window) for each, window in zip(contenders, windows, strict=True)]
-        nothing, stock, ours, *fused = bench.interleave(variants, ceilings=False)
-        for timing, peak in zip((stock, ours, *fused), peaks[1:], strict=True):
-            first, third = timing.quartiles
-            table.rows.append({
-                "name": f"{tokens} tokens + {timing.variant.name}", "milliseconds": timing.median * 1e3,
-                "quartiles": f"{first * 1e3:.1f} - {third * 1e3:.1f}", "seconds": timing.seconds,
-                "accumulating": 1 - timing.times_as_fast_as(nothing), "over_stock": timing.times_as_fast_as(stock),
-                "over_ours": timing.times_as_fast_as(ours), "peak_bytes": peak / parameters, "tokens": tokens,
-            })  # fmt: skip
-    table.notes += [
-        f"largest error of a sum against fp64, of its norm: {error:.1e}",
-        "peak memory is that of a first window, activations included, in bytes a parameter",
-    ]
+    table = Table(f"backward, {name} of {parameters:,} parameters: {_MICRO_BATCHES} micro-batches of {tokens} tokens")
+    rows = max(1, tokens // _LONGEST)
+    inputs = [torch.randn(rows, tokens // rows, width, device=bench.device) for _ in range(_MICRO_BATCHES)]
+    contenders = _contenders(bench, model)
+    windows = [functools.partial(each.window, inputs) for each in contenders]
+    peaks = [_peak(bench.device, window) for window in windows]
+    error = max(_error(each, model, inputs) for each in contenders[1:])
+    variants = [Variant(each.name, window) for each, window in zip(contenders, windows, strict=True)]
+    nothing, stock, *ours = bench.interleave(variants, ceilings=False)
+    for timing, peak in zip((stock, *ours), peaks[1:], strict=True):
+        table.rows.append({
+            "name": timing.variant.name, "ms": quartiles(timing, 1e3), "x autograd": timing.times_as_fast_as(stock),
+            "% accumulating": 100 * (1 - timing.times_as_fast_as(nothing)), "peak B/param": peak / parameters,
+        })  # fmt: skip
+    table.notes.append(f"largest error of a sum against fp64, of its norm: {error:.1e}; peak: of a first window")
     return table
 
 

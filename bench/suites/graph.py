@@ -10,16 +10,17 @@ import torch
 
 from bench import shapes, stock
 from bench.measure import Variant
-from bench.report import Table, timed
 from bench.shapes import Shapes, small
 from bench.suites import Bench, largest_error
 from bench.suites.window import window
+from bench.tables import Table, timed
 
+FOLLOWS = ("backend", "model")
 _AGAINST = {"captured trick": "grad_scale trick, captured"}
 
 
 def run(bench: Bench) -> list[Table]:
-    several = {"GPT-2 124M": bench.shapes(shapes.GPT2)}
+    several = bench.models(shapes.GPT2)
     for tensors in (1000, 10_000):
         several[f"{tensors} tensors of 64 elements"] = small(50 if bench.quick else tensors)
     return [table for name, of in several.items() for table in _model(bench, name, of)]
@@ -52,10 +53,10 @@ def _model(bench: Bench, name: str, of: Shapes) -> list[Table]:
     factor, unit = (1, "ms") if work.count > 5e7 else (3, "us")
     timings = bench.interleave(variants, factor * bench.rounds)
     title = f"graph, {name}"
-    table = timed(f"{title}, on the GPU", timings, work.count, bench.ceilings, _AGAINST, unit)
+    table = timed(f"{title}, on the GPU", timings, work.count, _AGAINST, unit)
     table.notes.append(largest_error(errors))
     timings = bench.host_times(variants, factor * bench.rounds)
-    return [table, timed(f"{title}, on the host", timings, work.count, bench.ceilings, _AGAINST, "us")]
+    return [table, timed(f"{title}, on the host", timings, work.count, _AGAINST, "us")]
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,33 +17,20 @@ from torch import Tensor
 
 import accumfused as af
 from bench import shapes, stock
-from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY, WrongError, deviation
-from bench.measure import Timing, Variant
-from bench.numerics.contenders import master
-from bench.numerics.peers import quiet
-from bench.peers import first_line
-from bench.report import Column, Table
-from bench.suites import Bench, add_gaps
+from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY, WrongError, deviation, master
+from bench.measure import Variant
+from bench.peers import first_line, quiet
+from bench.suites import Bench
+from bench.tables import Row, Table, quartiles
 from bench.workload import random_tensors
 
+FOLLOWS = ("backend", "peers", "model")
 BF16 = torch.bfloat16
 _SETTINGS: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 _STOCK = "clip + AdamW(fused), fp32"
 _EXACT = 1e-3
 _EIGHT_BITS = 0.02  # a hundredth of a moment, here and there
 _SIXTEEN_BITS = 0.6  # a step of a weight is about as large as the weight's last bit
-
-_COLUMNS = [
-    Column("name", ""),
-    Column("persistent_bytes", "B/param kept", "{:.2f}"),
-    Column("moved_bytes", "B/param moved", "{:.2f}"),
-    Column("milliseconds", "ms", "{:.1f}"),
-    Column("quartiles", "quartiles"),
-    Column("gigabytes_per_second", "GB/s", "{:.1f}"),
-    Column("deviation", "2 steps off by", "{:.1e}"),
-    Column("over_fp32", "x our fp32", "{:.2f}"),
-    Column("over_fused", "x clip+fused", "{:.2f}"),
-]
 
 
 @dataclass(frozen=True)
@@ -120,33 +107,30 @@ def peers() -> list[Lean]:
 
 
 def run(bench: Bench) -> list[Table]:
-    names = [shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.GPT2_BLOCKS]
-    return [_model(bench, name, backend) for name in bench.models(names) for backend in bench.backends]
+    names = (shapes.GPT2, shapes.LLAMA_1B) if bench.on_gpu else (shapes.GPT2_BLOCKS,)
+    return [_model(bench, name, of, backend) for name, of in bench.models(*names).items() for backend in bench.backends]
 
 
-def _model(bench: Bench, name: str, backend: str) -> Table:
+def _model(bench: Bench, name: str, of: shapes.Shapes, backend: str) -> Table:
     """A table for each of our backends: the variants of all of them together do not fit in a GPU."""
-    of = bench.shapes(name)
-    title = f"lean, {name}: clipped AdamW step from p.grad ({shapes.count(of):,} parameters)"
+    table = Table(f"lean, {name}: clipped AdamW step from p.grad")
     if len(bench.backends) > 1:
-        title += f", {bench.label(backend)}"
+        table.title += f", {bench.label(backend)}"
     try:
-        return _measured(title, bench, of, backend)
+        _measure(table, bench, of, backend)
     except torch.OutOfMemoryError as error:
-        table = Table(title, list(_COLUMNS))
-        add_gaps(table, [{"name": "all variants", "cannot": first_line(error)}])
-        return table
+        table.rows = [{"name": "all variants", "cannot": first_line(error)}]
+    return table
 
 
-def _measured(title: str, bench: Bench, of: shapes.Shapes, backend: str) -> Table:
-    count = shapes.count(of)
-    variants, persistent, moved, deviations, notes = [], {}, {}, {}, []
-    gaps: list[dict[str, Any]] = []
+def _measure(table: Table, bench: Bench, of: shapes.Shapes, backend: str) -> None:
+    count, variants = shapes.count(of), []
+    figures: dict[str, Row] = {}
+    gaps: list[Row] = []
     others = [each for each in peers() if _wanted(each, bench, first=backend == bench.backends[0])]
     mine = ours(bench.label(backend), backend)
-    for lean in sorted(
-        [*others, *mine], key=lambda lean: lean.peer is not None
-    ):  # where memory ends, theirs are left out
+    # Where memory ends, the other packages are left out: they come last.
+    for lean in sorted([*others, *mine], key=lambda lean: lean.peer is not None):
         bench.release()
         needed = count * lean.bytes_while_checked
         if not bench.fits(needed):
@@ -159,26 +143,24 @@ def _measured(title: str, bench: Bench, of: shapes.Shapes, backend: str) -> Tabl
             if lean.peer is None:
                 raise
             gaps.append({"name": lean.name, "error": wrong.error, "cannot": f"cannot: wrong, so not timed: {wrong}"})
-            continue
         except Exception as error:  # of somebody else's package, and of any kind
             if lean.peer is None:
                 raise
-            notes.append(f"left out: {lean.name}: {first_line(error)}")
-            continue
-        variants.append(Variant(lean.name, step))
-        deviations[lean.name] = off
-        kept = sum(map(tensor_bytes, params)) + _state_bytes(optimizer)
-        persistent[lean.name] = kept / count
-        if lean.clips:
-            gradients = sum(map(tensor_bytes, params)) / count
-            moved[lean.name] = 2 * gradients + 2 * persistent[lean.name]
+            table.notes.append(f"left out: {lean.name}: {first_line(error)}")
+        else:
+            variants.append(Variant(lean.name, step))
+            kept = (sum(map(tensor_bytes, params)) + _state_bytes(optimizer)) / count
+            figures[lean.name] = {"kept B/param": kept, "2 steps off by": off}
     bench.release()
     timings = bench.interleave(variants, ceilings=False) if variants else []
-    table = _table(title, timings, count, persistent, moved, notes, mine[0].name)
-    for row in table.rows:
-        row["deviation"] = deviations[row["name"]]
-    add_gaps(table, gaps)
-    return table
+    by_name = {timing.variant.name: timing for timing in timings}
+    for timing in timings:
+        row: Row = {"name": timing.variant.name, "ms": quartiles(timing, 1e3), **figures[timing.variant.name]}
+        for heading, other in (("our fp32", mine[0].name), ("clip+fused", _STOCK)):
+            row[f"x {heading}"] = timing.times_as_fast_as(by_name[other]) if other in by_name else None
+        table.rows.append(row)
+    table.rows += gaps
+    table.notes.append("kept: parameters and optimizer states; 2 steps off by: of what they change, against fp64")
 
 
 def _wanted(lean: Lean, bench: Bench, *, first: bool) -> bool:
@@ -212,40 +194,6 @@ def _made(
     if not off <= lean.tolerance:
         raise WrongError(f"two steps are {off:.1%} off, more than {lean.tolerance:.1%}", off)
     return params, optimizer, step, off
-
-
-def _table(
-    title: str, timings: Sequence[Timing], count: int, persistent: dict[str, float], moved: dict[str, float],
-    notes: list[str], reference: str,
-) -> Table:  # fmt: skip
-    table = Table(title, list(_COLUMNS))
-    by_name = {timing.variant.name: timing for timing in timings}
-
-    def ratio(timing: Timing, other: str) -> float | None:
-        return timing.times_as_fast_as(by_name[other]) if other in by_name else None
-
-    for timing in timings:
-        own, (first, third) = timing.variant.name, timing.quartiles
-        rate = moved[own] * count / timing.median / 1e9 if own in moved else None
-        table.rows.append(
-            {
-                "name": own, "persistent_bytes": persistent[own], "moved_bytes": moved.get(own),
-                "milliseconds": timing.median * 1e3, "quartiles": f"{first * 1e3:.1f} - {third * 1e3:.1f}",
-                "gigabytes_per_second": rate, "over_fp32": ratio(timing, reference),
-                "over_fused": ratio(timing, _STOCK),
-            }
-        )  # fmt: skip
-    table.notes += [
-        "kept: parameters and optimizer states; moved: the gradient twice (norm, step), the rest in and out"
-    ]
-    slower = [row["name"] for row in table.rows if row["moved_bytes"] and (row["over_fp32"] or 1) < 1]
-    if slower:
-        table.notes.append(
-            f"slower than fp32, though they move fewer bytes: {', '.join(slower)}; there arithmetic is the limit: "
-            "decoding, noise and encoding take two to three times the instructions of the update itself"
-        )
-    table.notes += notes
-    return table
 
 
 def _state_bytes(optimizer: Any) -> int:

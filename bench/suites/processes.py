@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,9 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 import accumfused as af
 from bench import shapes
 from bench.exact import MAX_GRAD_NORM
-from bench.report import Column, Table
 from bench.suites import Bench
+from bench.suites.allocated import spread
+from bench.tables import Table
 
+FOLLOWS = ()
 _PROCESSES = 2
 _MICRO_BATCHES = 4
 _ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
@@ -43,31 +44,24 @@ _KEEP_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": s
 
 
 def run(bench: Bench) -> list[Table]:
-    columns = [
-        Column("name", ""),
-        Column("milliseconds", "window, ms", "{:.0f}"),
-        Column("tail_milliseconds", "tail, ms", "{:.0f}"),
-        Column("against_ddp", "tail against DDP + clip + fused", "{:.2f}x"),
-        Column("collectives", "collectives"),
-        Column("wire_bytes", "payload, bytes/parameter", "{:.2f}"),
-        Column("state_bytes", "states + accumulators, bytes/parameter", "{:.2f}"),
-    ]
-    title = f"{_PROCESSES} processes: window of {_MICRO_BATCHES} fp32 micro-batches, {shapes.GPT2_BLOCKS}"
-    table = Table(title, columns)
-    command = [sys.executable, "-m", "bench.suites.processes", "--rounds", str(min(3, bench.rounds))]
+    command = [sys.executable, "-m", "bench.suites.processes", "--rounds", str(max(2, min(3, bench.rounds)))]
     command += ["--quick"] if bench.quick else []
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=os.environ | _KEEP_PAGES
     )
     if done.returncode != 0:
-        table.notes.append(f"failed: {done.stderr.strip().splitlines()[-1]}")
-        return [table]
-    table.rows = json.loads(done.stdout.splitlines()[-1])
-    table.notes.append(
-        "medians of rounds; every process has one thread and keeps freed memory (MALLOC_TRIM_THRESHOLD_); they talk "
-        "over gloo, which on one machine is memory: the time of a network is not in it, the bytes are"
+        raise RuntimeError(done.stderr)
+    rows = json.loads(done.stdout.splitlines()[-1])
+    alone = rows.pop(0)["window ms"][1]
+    tables = []
+    for kind in ("DDP", "fully_shard"):
+        title = f"processes: {_PROCESSES}, window of {_MICRO_BATCHES} fp32 micro-batches, {shapes.GPT2_BLOCKS}, {kind}"
+        tables.append(Table(title, [row for row in rows if ("fully_shard" in row["name"]) == (kind != "DDP")]))
+    tables[0].notes.append(
+        f"every process has one thread and keeps freed memory; the tail is the window without its backward passes, "
+        f"{alone:.0f} ms; they talk over gloo, which on one machine is memory: a network's time is not in it"
     )
-    return [table]
+    return tables
 
 
 class Given(nn.Module):
@@ -209,17 +203,17 @@ def work(rank: int, store: str, quick: bool, rounds: int) -> None:
     of = shapes.model(shapes.GPT2_BLOCKS, quick)
     generator = torch.Generator().manual_seed(2 + rank)
     sets = [[torch.randn(shape, generator=generator) for shape in of] for _ in range(2)]
-    windows, rows = {}, []
+    windows: dict[str, Window] = {}
+    counted: dict[str, dict[str, float]] = {}
     for name, make in VARIANTS.items():
         window, optimizer = make(Given(of, sets))
         window()
         _sent.clear()
         window()  # the second one: what is agreed on once has been
         windows[name] = window
-        rows.append({
-            "name": name, "collectives": len(_sent), "wire_bytes": sum(_sent) / shapes.count(of),
-            "state_bytes": 0.0 if optimizer is None else _memory(optimizer) / shapes.count(of),
-        })  # fmt: skip
+        kept = 0 if optimizer is None else _memory(optimizer)
+        sent = {"collectives": len(_sent), "sent B/param": sum(_sent) / shapes.count(of)}
+        counted[name] = {**sent, "kept B/param": kept / shapes.count(of)}
     seconds: dict[str, list[float]] = {name: [] for name in windows}
     for _ in range(rounds):
         for name, window in windows.items():
@@ -228,16 +222,11 @@ def work(rank: int, store: str, quick: bool, rounds: int) -> None:
             window()
             dist.barrier()
             seconds[name].append(time.perf_counter() - begin)
-    tails = {
-        name: [own - base for own, base in zip(taken, seconds[_ALONE], strict=True)] for name, taken in seconds.items()
-    }
-    stock = tails["DDP + clip + AdamW(fused)"]
-    for row in rows:
-        tail = tails[row["name"]]
-        row["milliseconds"] = 1e3 * statistics.median(seconds[row["name"]])
-        row["tail_milliseconds"] = 1e3 * statistics.median(tail)
-        ratios = [a / b for a, b in zip(stock, tail, strict=True) if b > 0]
-        row["against_ddp"] = statistics.median(ratios) if ratios else None
+    rows = []
+    for name, taken in seconds.items():
+        tail = [1e3 * (own - alone) for own, alone in zip(taken, seconds[_ALONE], strict=True)]
+        window_ms = spread([1e3 * own for own in taken])
+        rows.append({"name": name, "tail ms": spread(tail), "window ms": window_ms, **counted[name]})
     if rank == 0:
         print(json.dumps(rows), flush=True)
     dist.barrier()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +22,11 @@ from torch.utils.data import DataLoader
 import accumfused as af
 from bench import stock
 from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY, WrongError
-from bench.numerics.text import demo
-from bench.report import Column, Table
 from bench.suites import Bench
+from bench.suites.allocated import spread
+from bench.tables import Table
 
+FOLLOWS = ("backend",)
 STOCK = "autograd + clip + AdamW(fused)"
 _MICRO_BATCHES, _SAMPLES, _LONGEST, _UPDATES = 4, 4, 128, 16
 _LARGEST_DIFFERENCE = 5e-3  # of an update's loss, between the recipes: rounding, grown over the updates
@@ -75,12 +78,20 @@ class Run:
         self.losses.append(float(torch.stack(losses).sum()))
         self.updates.append(dict(watch.seconds))
 
-    def milliseconds(self, part: str) -> float:
-        """The median, without the first update, which allocates."""
-        return statistics.median(update[part] for update in self.updates[1:]) * 1e3
+    def milliseconds(self, *parts: str) -> list[float]:
+        """Of every update's parts, without the first update, which allocates."""
+        return [1e3 * sum(update[part] for part in parts) for update in self.updates[1:]]
 
-    def in_all(self) -> list[float]:
-        return [sum(update.values()) for update in self.updates[1:]]
+
+def demo() -> tuple[Any, Any]:
+    """The modules text_data and text_model of examples/, which is a folder of scripts and no package."""
+    folder = str(Path(__file__).parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    import text_data
+    import text_model
+
+    return text_data, text_model
 
 
 def run(bench: Bench) -> list[Table]:
@@ -137,34 +148,18 @@ def _compare(runs: list[Run]) -> None:
 
 
 def _table(runs: list[Run], parameters: int) -> Table:
-    columns = [
-        Column("name", ""),
-        *(Column(part, f"{part}, ms", "{:.2f}") for part in _PARTS),
-        Column("milliseconds", "update, ms", "{:.1f}"),
-        Column("quartiles", "quartiles"),
-        Column("tail_share", "tail's share", "{:.1%}"),
-        Column("over_stock", "x stock, in all", "{:.2f}"),
-        Column("last_loss", "last loss", "{:.4f}"),
-    ]
-    title = f"train: a GPT of {parameters:,} parameters on text, {_MICRO_BATCHES} micro-batches of {_SAMPLES} samples"
-    table = Table(title, columns)
-    stock_seconds = runs[0].in_all()
+    size = f"a GPT of {parameters:,} parameters on text, {_MICRO_BATCHES} micro-batches of {_SAMPLES} samples"
+    table = Table(f"train: {size}")
+    stock_ms = runs[0].milliseconds(*_PARTS)
     for each in runs:
-        in_all = each.in_all()
-        parts = {part: each.milliseconds(part) for part in _PARTS}
-        first, _, third = statistics.quantiles(in_all, n=4, method="inclusive")
-        table.rows.append(
-            {
-                "name": each.name, **parts, "milliseconds": statistics.median(in_all) * 1e3,
-                "quartiles": f"{first * 1e3:.1f} - {third * 1e3:.1f}",
-                "tail_share": statistics.median(
-                    update["tail"] / seconds for update, seconds in zip(each.updates[1:], in_all, strict=True)
-                ),
-                "over_stock": statistics.median(a / b for a, b in zip(stock_seconds, in_all, strict=True)),
-                "last_loss": each.losses[-1], "losses": [round(loss, 5) for loss in each.losses],
-                "updates": len(each.updates),
-            }
-        )  # fmt: skip
+        in_all, tail = each.milliseconds(*_PARTS), each.milliseconds("tail")
+        table.rows.append({
+            "name": each.name, "update ms": spread(in_all),
+            **{f"{part} (ms)": statistics.median(each.milliseconds(part)) for part in _PARTS},
+            "% tail": 100 * statistics.median(a / b for a, b in zip(tail, in_all, strict=True)),
+            "x stock": statistics.median(a / b for a, b in zip(stock_ms, in_all, strict=True)),
+            "last loss": each.losses[-1],
+        })  # fmt: skip
     largest = max(abs(a - b) for each in runs for a, b in zip(runs[0].losses, each.losses, strict=True))
     table.notes += [
         f"largest difference of a loss between the recipes: {largest:.1e} in {len(runs[0].losses)} updates",

@@ -1,8 +1,8 @@
 """A whole window of 4 micro-batches: accumulation, norm, clip and step together.
 
 Stock accumulates as autograd does: the first gradient becomes p.grad, `torch.autograd.backward(params, grads)` runs the
-very AccumulateGrad nodes that end a backward pass. The gradients are there beforehand, in buffers that take turns; what
-autograd's own allocations cost on a CPU is in allocated.py.
+very AccumulateGrad nodes that end a backward pass. The gradients are there beforehand, in buffers that take turns;
+allocated.py measures what autograd's own allocations cost on a CPU.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import Tensor
 import accumfused as af
 from bench import shapes, stock
 from bench.measure import Variant
-from bench.report import Table, timed
-from bench.suites import Bench, allocated, largest_error
+from bench.shapes import Shapes
+from bench.suites import Bench, largest_error
+from bench.tables import Table, timed
 from bench.workload import Workload
 
+FOLLOWS = ("backend", "dtype", "model")
 _MICRO_BATCHES = 4
 
 
 def run(bench: Bench) -> list[Table]:
-    models = [shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.VIT]
-    tables = {torch.float32: _fp32, torch.bfloat16: _bf16}
-    chosen = [tables[bench.dtype]] if bench.dtype in tables else tables.values()
-    found = [table(bench, model) for model in bench.models(models) for table in chosen]
-    return found if bench.on_gpu else [*found, allocated.table(bench)]
+    models = (shapes.GPT2, shapes.LLAMA_1B) if bench.on_gpu else (shapes.VIT,)
+    tables = [_fp32, _bf16] if bench.dtype is None else [_fp32 if bench.dtype == torch.float32 else _bf16]
+    return [table(bench, name, of) for name, of in bench.models(*models).items() for table in tables]
 
 
-def _fp32(bench: Bench, model: str) -> Table:
-    work = bench.workload(bench.shapes(model))
+def _fp32(bench: Bench, model: str, of: Shapes) -> Table:
+    work = bench.workload(of)
     sets = [work.grads, *(work.random() for _ in range(_MICRO_BATCHES - 1))]
     fused = work.stock(fused=True)
 
@@ -62,13 +62,13 @@ def _fp32(bench: Bench, model: str) -> Table:
     errors = {variant.name: work.error(variant.run, sets) for variant in variants}
     against = {"trick": "autograd + trick", "clip+fused": "autograd + clip + fused"}
     title = f"window of {_MICRO_BATCHES} fp32 micro-batches, {model}"
-    table = timed(title, bench.interleave(variants), work.count, bench.ceilings, against)
+    table = timed(title, bench.interleave(variants), work.count, against)
     table.notes.append(largest_error(errors))
     return table
 
 
-def _bf16(bench: Bench, model: str) -> Table:
-    work = bench.workload(bench.shapes(model))
+def _bf16(bench: Bench, model: str, of: Shapes) -> Table:
+    work = bench.workload(of)
     sets = [work.random(dtype=torch.bfloat16) for _ in range(_MICRO_BATCHES)]
     # Stock: bf16 parameters whose p.grad is fp32, and fp32 master copies for the optimizer.
     halves = [torch.nn.Parameter(param.detach().bfloat16()) for param in work.params]
@@ -127,7 +127,7 @@ def _bf16(bench: Bench, model: str) -> Table:
     errors = {variant.name: work.error(then(variant.setup, variant.run), sets) for variant in variants}
     against = {"native": "grad_dtype=float32 + trick on fp32 masters", "by hand": variants[2].name}
     title = f"window of {_MICRO_BATCHES} bf16 micro-batches into fp32, {model}"
-    table = timed(title, bench.interleave(variants), work.count, bench.ceilings, against)
+    table = timed(title, bench.interleave(variants), work.count, against)
     table.notes += [
         largest_error(errors),
         "no stock optimizer takes bf16 parameters with fp32 gradients, so the stock rows step fp32 master copies; "

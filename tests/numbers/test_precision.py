@@ -5,15 +5,21 @@ Seeds are fixed, so nothing here fails by chance: "3 sigma" is how much luck a b
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import accumfused as af
-from bench.numerics import codec_study, contenders, equal, moments, rounding, tiny_steps
-from bench.numerics.contenders import BF16, FP16
+from accumfused.formats import codecs
+from bench.exact import master
+from bench.numerics import moments, weights
+from bench.numerics.weights import Contender
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STOCHASTIC: dict[str, Any] = {"master_weights": None}
 TINY: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16 + split8": (BF16, {"master_weights": "split8"}),
@@ -28,30 +34,75 @@ pytestmark = pytest.mark.usefixtures("native")
 # ---- tiny steps ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_the_reference_is_the_exact_displacement(factor: float) -> None:
+    """torch's AdamW in fp64 has no bias and no error; steps that are a tenth too long have a bias of 10%."""
+
+    def make(groups: Any, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{**group, "lr": factor * group["lr"]} for group in groups], **options)
+
+    (row,) = weights.follow(Contender(torch.float64, make, grad_dtype=torch.float64), [(0.02, 1e-6, 1 << 13)], 20)
+    assert row["bias"] == pytest.approx(factor - 1, abs=1e-8)
+    assert row["error"] == pytest.approx(factor - 1, abs=1e-8)
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_steps_far_below_a_weights_resolution_arrive_in_the_mean(name: str) -> None:
     """1000 steps of about 1e-7; bf16 numbers of that size are 1.2e-4 apart."""
     dtype, settings = TINY[name]
-    (row,) = tiny_steps.follow(contenders.ours(name, dtype, 2, **settings), [(0.02, 1e-7, 1 << 18)], 1000)
+    (row,) = weights.follow(weights.ours(dtype, 2, **settings), [(0.02, 1e-7, 1 << 18)], 1000)
     assert row["bias_error"] < 0.003  # or the next line could not fail
     assert abs(row["bias"]) < 0.005
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16 + fp32 master", "bf16 + split16", "bf16 + split8", "bf16 stochastic"])
 def test_weight_decay_alone_shrinks_weights_as_it_should(name: str) -> None:
-    row = tiny_steps.decay(name, quick=False)
-    assert row["exact"] == pytest.approx(0.8187, abs=1e-4)
-    assert abs(row["difference"]) < 1e-3
+    left, exact = weights.decay(weights.CONTENDERS[name])
+    assert exact == pytest.approx(0.8187, abs=1e-4)
+    assert left == pytest.approx(exact, abs=1e-3)
 
 
 # ---- masters -------------------------------------------------------------------------------------------------------
 
+RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (af.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 1e-2}),
+    "Adam": (af.Adam, {"lr": 1e-3, "weight_decay": 1e-2}),
+    "AdamW": (af.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
+    "Lion": (af.Lion, {"lr": 1e-4, "weight_decay": 0.1}),
+}
+MASTERS = [(BF16, "split16"), (BF16, "fp32"), (FP16, "fp32")]
 
-@pytest.mark.parametrize("rule", equal.RULES)
-def test_masters_are_the_weights_of_fp32_training_bit_for_bit(rule: str) -> None:
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("dtype", "masters"), MASTERS, ids=str)
+def test_masters_are_the_weights_of_fp32_training_bit_for_bit(rule: str, dtype: torch.dtype, masters: str) -> None:
     """After each of 100 steps; the parameter itself is the number nearest to its master."""
-    for row in equal.against_fp32(rule, elements=1 << 11, count=100):
-        assert (row["differing"], row["not_nearest"]) == (0, 0), row
+    make, options = RULES[rule]
+    generator = torch.Generator().manual_seed(3)
+    start = (0.02 * torch.randn(1 << 11, generator=generator)).to(dtype)
+    exact, param = torch.nn.Parameter(start.float()), torch.nn.Parameter(start.clone())
+    exact.grad_dtype = dtype
+    optimizers = make([exact], **options), make([param], master_weights=masters, rounding_seed=0, **options)
+    for _ in range(100):
+        grad = (1e-3 * torch.randn(len(start), generator=generator)).to(dtype)
+        exact.grad, param.grad = grad, grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        weight = exact.detach()
+        assert torch.equal(master(optimizers[1], param).to(FP32).view(torch.int32), weight.view(torch.int32))
+        nearest = (weight.to(dtype).float() - weight).abs()
+        assert ((param.detach().float() - weight).abs() <= nearest).all()
+
+
+def test_split8_keeps_16_bits_of_mantissa() -> None:
+    values = torch.randn(4096)
+    param, full = (torch.nn.Parameter(values.to(BF16).to(dtype)) for dtype in (BF16, FP32))
+    optimizers = af.SGD([param], lr=1e-3, master_weights="split8", rounding_seed=0), torch.optim.SGD([full], lr=1e-3)
+    param.grad, full.grad = torch.ones_like(param), torch.ones_like(full)
+    for optimizer in optimizers:
+        optimizer.step()
+    off = (master(optimizers[0], param) - full.detach().double()).abs().max().item()
+    assert 0 < off <= 2.0**-14  # of values up to 4
 
 
 # ---- moments -------------------------------------------------------------------------------------------------------
@@ -62,21 +113,28 @@ STATES: dict[str, dict[str, Any]] = {"bf16": {"state_dtype": BF16}, "int8": {"st
 @pytest.mark.parametrize("states", STATES)
 def test_no_update_is_much_larger_than_exact_moments_would_make_it(states: str) -> None:
     """Whatever the gradients: of many scales in one block, heavy-tailed, mostly zero."""
-    rows = moments.largest_updates(f"{states} states", elements=1 << 12, count=150)
-    assert [row["gradients"] for row in rows] == list(codec_study.KINDS)
-    for row in rows:
-        assert 1 / 1.5 < row["largest"] < 1.5, row
-    by_kind = {row["gradients"]: row for row in rows}
+    rows = dict(zip(moments.KINDS, moments.updates(f"{states} states", elements=1 << 12, count=150), strict=True))
+    assert all(1 / 1.5 < row["largest"] < 1.5 for row in rows.values()), rows
     for kind in ("normal", "log-normal 1", "Student t(3)", "sparse rows"):
-        assert by_kind[kind]["error"] < {"bf16": 0.02, "int8": 0.1}[states], by_kind[kind]
+        assert rows[kind]["error"] < {"bf16": 0.02, "int8": 0.1}[states], kind
 
 
 @pytest.mark.parametrize("states", ["fp32", *STATES])
 def test_without_gradients_nothing_moves_and_second_moments_fade(states: str) -> None:
     """To 0.999^1000 of what they were; rounded to nearest, a bf16 number could not lose a thousandth of itself."""
-    row = moments.zeros(f"{states} states", (1000,))
-    assert row["from_start"] == 0
-    assert row["after 1000"] == pytest.approx(1, rel=0.05)
+    from_start, kept = moments.zeros(f"{states} states", 1000)
+    assert from_start == 0
+    assert kept == pytest.approx(1, rel=0.05)
+
+
+def test_the_codes_that_won_never_make_updates_much_larger() -> None:
+    """Linear codes do; the simulation says why the moments have small floats."""
+    largest = {}
+    for name in ("linear; root", "floats 1+3+4; 4+4"):
+        torch.manual_seed(0)
+        rows = moments.compare(moments.Moments(*moments.CODES[name]), elements=1 << 11, count=20)
+        largest[name] = max(row["largest"] for row in rows)
+    assert largest["floats 1+3+4; 4+4"] < 1.5 < largest["linear; root"]
 
 
 @pytest.mark.parametrize("states", STATES)
@@ -94,15 +152,81 @@ def test_a_second_moment_grows_past_a_power_of_two(states: str) -> None:
 # ---- stochastic rounding --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", rounding.FORMATS)
+Rounded = Callable[[Tensor, Tensor], Tensor]  # (fp32 values, noise) -> what is stored, fp64
+
+
+def bfloat16(values: Tensor, noise: Tensor) -> Tensor:
+    return (codecs.to_bfloat16_stochastic(values, noise) << 16).view(FP32).double()
+
+
+def float16(values: Tensor, noise: Tensor) -> Tensor:
+    return codecs.to_float16_stochastic(values, noise).to(torch.int16).view(FP16).double()
+
+
+def split8(values: Tensor, noise: Tensor) -> Tensor:
+    return codecs.join_short(*codecs.split_short(values, noise)).double()
+
+
+def coded(*, second_moment: bool) -> Rounded:
+    def rounded(values: Tensor, noise: Tensor) -> Tensor:
+        scale = codecs.scale_of(values)
+        codes = codecs.encode(values, scale, noise, second_moment=second_moment)
+        return codecs.decode(codes, scale, second_moment=second_moment).double()
+
+    return rounded
+
+
+ROUNDED: dict[str, tuple[Rounded, tuple[float, ...]]] = {  # values, none of which the format has
+    "bf16": (bfloat16, (1.001, -0.0203, 3e-30)),
+    "fp16": (float16, (1.0001, -0.0203, 1e-6)),
+    "split8": (split8, (1.000001, -0.0200003, 3e-30)),
+    "int8 first moment": (coded(second_moment=False), (0.7, -0.011, 0.0001)),
+    "int8 second moment": (coded(second_moment=True), (0.7, 0.011, 0.0005)),
+}
+
+
+def noise_of(step: int, elements: int, row: int = 0, seed: int = 0) -> Tensor:
+    """An optimizer's noise of one tensor in one step."""
+    return codecs.noise(codecs.key(torch.tensor(seed), torch.tensor(step), row), elements)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
 def test_stochastic_rounding_is_right_on_average(name: str) -> None:
-    for value in rounding.FORMATS[name][1]:
-        row = rounding.mean_error(name, value, draws=1 << 17)
-        assert row["draws"] > 100_000
-        assert abs(row["sigmas"]) < 3, row
+    """Of many elements and steps that all hold one value; every block also holds 1, and so its scale."""
+    rounded, values = ROUNDED[name]
+    for value in values:
+        elements = torch.full((1 << 12,), value)
+        elements[:: codecs.BLOCK] = 1.0
+        kept = elements != 1.0
+        exact = elements[kept].double()
+        errors = torch.cat([rounded(elements, noise_of(step, 1 << 12))[kept] - exact for step in range(1, 33)])
+        low, high = errors.min(), errors.max()
+        sigma = float((-low * high).sqrt()) / math.sqrt(len(errors))  # two outcomes, whose mean is to be 0
+        assert len(errors) > 100_000
+        assert abs(float(errors.mean())) < 3 * sigma, value
 
 
 def test_no_rounding_knows_of_another() -> None:
     """Neither elements, nor steps, tensors, seeds, nor the moments and the weight of one element."""
-    for row in rounding.correlations(1 << 18):
-        assert abs(row["sigmas"]) < 3, row
+
+    def errors(noise: Tensor) -> Tensor:
+        """In units between two bf16 neighbours: -0.5 or 0.5."""
+        values = torch.full(noise.shape, 1 + 2.0**-8)
+        return (bfloat16(values, noise) - values.double()) * 2**7
+
+    noise = noise_of(5, 1 << 18)
+    here, next_step = errors(noise), errors(noise_of(6, len(noise)))
+    second, weight = (errors(codecs.stream(noise, number)) for number in (1, 2))
+    pairs = {f"elements {lag} apart": (here[:-lag], here[lag:]) for lag in (1, 2, codecs.BLOCK)}
+    pairs |= {
+        "step and next step": (here, next_step),
+        "element of a step and next element of the next": (here[1:], next_step[:-1]),
+        "tensor and next tensor": (here, errors(noise_of(5, len(noise), row=1))),
+        "seed and next seed": (here, errors(noise_of(5, len(noise), seed=1))),
+        "first and second moment": (here, second),
+        "first moment and weight": (here, weight),
+        "second moment and weight": (second, weight),
+    }
+    for what, (left, right) in pairs.items():
+        sigma = float(left.std() * right.std()) / math.sqrt(len(left))
+        assert abs(float(((left - left.mean()) * (right - right.mean())).mean())) < 3 * sigma, what

@@ -1,4 +1,4 @@
-"""Each verb alone, called on the backend: no host code of the optimizer is in the time."""
+"""Each verb (accumulate, norm, step) alone, called on the backend: the time has no host code of the optimizer."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from accumfused.core.weights import READY, Weights
 from bench import shapes
 from bench.exact import MAX_GRAD_NORM
 from bench.measure import Variant
-from bench.report import Table, timed
+from bench.shapes import Shapes
 from bench.suites import Bench
+from bench.tables import Table, timed
 from bench.workload import Workload
+
+FOLLOWS = ("backend", "model")
 
 
 def run(bench: Bench) -> list[Table]:
-    models = [shapes.GPT2, shapes.LLAMA_1B] if bench.on_gpu else [shapes.VIT]
-    return [_model(bench, model) for model in bench.models(models)]
+    models = (shapes.GPT2, shapes.LLAMA_1B) if bench.on_gpu else (shapes.VIT,)
+    return [_model(bench, name, of) for name, of in bench.models(*models).items()]
 
 
-def _model(bench: Bench, model: str) -> Table:
-    work = bench.workload(bench.shapes(model))
+def _model(bench: Bench, model: str, of: Shapes) -> Table:
+    work = bench.workload(of)
     grads_bf16, accumulators = work.random(dtype=torch.bfloat16), work.random()
     variants, notes, names = [], [], []
     for backend in bench.backends:
@@ -36,8 +39,8 @@ def _model(bench: Bench, model: str) -> Table:
         variants += some
         notes.append(note)
     timings = bench.interleave(variants, 2 * bench.rounds)
-    title = f"verbs, {model}, backend{'s' * (len(names) > 1)} {' and '.join(names)}"
-    table = timed(title, timings, work.count, bench.ceilings)
+    title = f"kernels, {model}, backend{'s' * (len(names) > 1)} {' and '.join(names)}"
+    table = timed(title, timings, work.count)
     table.notes += notes
     return table
 

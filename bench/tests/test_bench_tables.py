@@ -1,0 +1,282 @@
+"""The benchmark's results: written, read, judged, compared, and drawn on a page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("rich")
+
+from bench import report
+from bench.compare import main as compare
+from bench.measure import Timing, Variant
+from bench.peers import KNOWN
+from bench.tables import Results, ResultsError, Table, load, text, timed, write
+from bench.verdicts import OTHERS, OURS, TORCH, headline, losses, owner, summary
+
+STORED = sorted((Path(__file__).parents[1] / "results").glob("*.json"))
+MACHINE = {"cpu": "AMD EPYC", "threads": 2, "torch": "2.13.0", "date": "2026-11-21 12:53 UTC", "load": 0.1}
+
+
+def row(name: str, ms: float, spread: float = 0.02, **others: Any) -> dict[str, Any]:
+    return {"name": name, "ms": [ms * (1 - spread / 2), ms, ms * (1 + spread / 2)], **others}
+
+
+def made(path: Path, rows: list[dict[str, Any]], ceiling: float = 50.0, **machine: Any) -> Path:
+    """A results file with one table."""
+    suites = {"update": [Table("a table", rows)], "ceilings": [Table("rates", [{"name": "step", "GB/s": ceiling}])]}
+    write(path, Results({**MACHINE, **machine}, suites))
+    return path
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    rows = [{"name": "a", "ms": [1.00004, 2.0, 3.0], "x b": 1.23456}, {"name": "b", "cannot": 'say "why"'}]
+    write(tmp_path / "new" / "out.json", Results(MACHINE, {"update": [Table("t", rows, ["a note"])]}, interrupted=True))
+    results = load(tmp_path / "new" / "out.json")
+    assert (results.machine, results.interrupted) == (MACHINE, True)
+    read = [{"name": "a", "ms": [1.0, 2.0, 3.0], "x b": 1.235}, rows[1]]
+    assert results.suites == {"update": [Table("t", read, ["a note"])]}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out.json"]
+    assert len((tmp_path / "new" / "out.json").read_text().splitlines()) == 4  # the machine, a table, two rows
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"format": 1, "machine": {}, "suites": {}}', "has format 1, and this version reads 2"),
+        ('{"machine": {}}', "is no results file"),
+        ("[1]", "is no results file"),
+        ("{", "is not JSON"),
+        ('{"format": 2, "machine": {}, "interrupted": false, "suites": {"a": [{"rows": [{}]}]}}', "no results file"),
+        (None, "No such file"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, said: str
+) -> None:
+    path = tmp_path / "bad.json"
+    if content is not None:
+        path.write_text(content)
+    assert compare([str(STORED[0]), str(path)]) == 2
+    assert report.main([str(path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(said in line for line in lines)
+    with pytest.raises(ResultsError, match=said):
+        load(path)
+
+
+def test_a_timing_is_a_row() -> None:
+    slow, fast = (Timing(Variant(name, print, passes=("read", "scale", "step"))) for name in ("slow", "fast"))
+    slow.seconds, fast.seconds, fast.at_ceiling = [0.1, 0.2, 0.4], [0.1, 0.1, 0.1], [0.0005, 0.0008, 0.0005]
+    assert timed("t", [slow, fast], 100, {"slow": "slow"}).rows == [
+        {"name": "slow", "ms": pytest.approx([150.0, 200.0, 300.0]), "moved B/param": 40, "x slow": 1.0},
+        {"name": "fast", "ms": [100.0] * 3, "moved B/param": 40, "% of ceiling": pytest.approx(50), "x slow": 2.0},
+    ]
+    assert [text(value) for value in (0.01234, 12.345, 1234.5, [1.0, 2.0, 3.0], None, "word")] == [
+        "0.0123", "12.3", "1,234", "2 (1 - 3)", "-", "word",
+    ]  # fmt: skip
+
+
+# ---- verdicts ------------------------------------------------------------------------------------------------------
+
+
+def test_every_package_that_is_compared_with_has_its_owner() -> None:
+    torchs = {"fused", "grad_scale", "foreach", "for-loop", "compiled"}
+    for peer, adapter in KNOWN.items():
+        table = Table("", [{"name": adapter.label}, {"name": "fully_shard + accumfused"}])
+        assert [owner(each, table) for each in table.rows] == [TORCH if peer in torchs else OTHERS, OURS], peer
+    parts = Table("", [{"name": "norm"}])
+    assert owner(parts.rows[0], parts) == OURS
+
+
+@pytest.mark.parametrize(
+    ("others", "ours", "said"),
+    [
+        ([row("trick", 12.0), row("foreach", 50.0)], row("accumfused", 10.0), "1.20 times as fast as trick"),
+        ([row("trick", 10.0)], row("accumfused", 12.0), "20% slower than trick"),
+        ([row("trick", 10.0), row("optimi", 8.0)], row("accumfused", 12.0), "50% slower than optimi"),
+        ([row("trick", 10.0, 0.3)], row("accumfused", 9.0, 0.1), "within the noise of trick"),
+        ([row("trick", 12.0, **{"x a": 1})], row("accumfused", 10.0, **{"x a": 1.3}), "1.30 times as fast as trick"),
+        ([row("trick", 12.0, **{"x a": 1})], row("accumfused", 10.0, **{"x a": 0.9}), "within the noise of trick"),
+        ([{"name": "trick", "ms": 10.0}], {"name": "accumfused", "ms": 10.4}, "within the noise of trick"),
+        ([{"name": "trick", "ms": 10.0}], {"name": "accumfused", "ms": 10.6}, "6% slower than trick"),
+    ],
+)  # fmt: skip
+def test_a_verdict_is_faster_slower_or_within_the_noise(others: Any, ours: Any, said: str) -> None:
+    found = headline(Table("t", [*others, ours]), "ms")
+    assert found is not None
+    assert found.words() == said
+    assert found.lost == ("slower" in said)
+
+
+def test_losses_count_every_time_and_size_of_ours() -> None:
+    rows = [
+        row("stock", 10.0, **{"kept B/param": 6.0}),
+        row("accumfused, a", 9.0, **{"kept B/param": 12.0, "x our fp32": 3.0}),
+        row("accumfused, b", 25.0, **{"kept B/param": 5.0}),
+        {"name": "optimi", "cannot": "it is not here"},
+    ]
+    table = Table("t", rows)
+    assert [f"{each.name}: {each.words()}" for each in losses(table)] == [
+        "accumfused, a: 100% larger than stock", "accumfused, b: 150% slower than stock",
+    ]  # fmt: skip
+    smallest = headline(table, "kept B/param")
+    assert smallest is not None
+    assert smallest.words() == "1.20 times as small as stock"
+
+
+def test_the_summary_counts_tables_against_pytorch_alone() -> None:
+    tables = [
+        Table("a", [row("trick", 12.0), row("accumfused", 10.0)]),
+        Table("b", [row("trick", 10.0), row("optimi", 5.0), row("accumfused", 6.0)]),
+        Table("c", [row("trick", 10.0), row("accumfused", 30.0)]),
+        Table("d", [row("trick", 10.0), row("accumfused", 10.0)]),
+        Table("e", [{"name": "norm", "ms": 1.0}]),
+    ]
+    assert summary(tables).endswith(
+        "faster in 2 of 4 comparisons (by 1.20 to 1.67 times), slower in 1, within the noise in 1"
+    )
+
+
+# ---- compare -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code", "said"),
+    [
+        (row("a", 10.0), row("a", 10.4), 0, "1 the same"),
+        (row("a", 10.0), row("a", 10.6), 1, "a: ms: 10 -> 10.6 (+6%; noise 5%)"),
+        (row("a", 10.0), row("a", 9.0), 0, "a: ms: 10 -> 9 (-10%; noise 5%)"),
+        (row("a", 10.0, 0.2), row("a", 11.0), 0, "1 the same"),
+        (row("a", 10.0), row("a", 11.0, 0.2), 0, "1 the same"),
+        ({"name": "a", "kept B/param": 5.0}, {"name": "a", "kept B/param": 6.0}, 1, "kept B/param: 5 -> 6 (+20%"),
+        ({"name": "a", "ms": 1.0, "x b": 2.0}, {"name": "a", "ms": 1.0, "x b": 1.0}, 0, "0 worse, 0 better, 1 "),
+        (row("a", 10.0), {"name": "a", "cannot": "no compiler"}, 0, "a: ms (B: no compiler)"),
+        (row("a", 10.0), row("b", 20.0), 0, "only in B:\n  update | a table | b"),
+    ],
+)  # fmt: skip
+def test_compare_says_what_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], before: Any, after: Any, code: int, said: str
+) -> None:
+    files = [made(tmp_path / "a.json", [before]), made(tmp_path / "b.json", [after])]
+    assert compare([*map(str, files)]) == code
+    assert said in capsys.readouterr().out
+
+
+def test_compare_takes_the_noise_and_names_what_differs_around_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = made(tmp_path / "a.json", [row("a", 10.0)])
+    second = made(tmp_path / "b.json", [row("a", 12.0)], 25.0, cpu="another", quick=True, load=2.0)
+    second.write_text(second.read_text().replace('"interrupted": false', '"interrupted": true'))
+    assert compare([str(first), str(second), "--noise", "0.3"]) == 0
+    said = capsys.readouterr().out
+    assert "different cpu: AMD EPYC against another" in said
+    assert "B was measured with --quick" in said
+    assert "B was interrupted" in said
+    assert "B had a load of 2.0" in said
+    assert "step: 50 -> 25 GB/s (-50%)" in said
+    with pytest.raises(SystemExit, match="2"):
+        compare([str(first), str(second), "--noise", "-1"])
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_stored_results_are_small_and_equal_themselves(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert path.stat().st_size <= 30_000
+    assert compare([str(path), str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "0 worse, 0 better, " in said
+    assert int(said.rsplit("better, ")[1].split()[0]) > 40
+
+
+# ---- report --------------------------------------------------------------------------------------------------------
+
+
+def wide(path: Path) -> Path:
+    """Rows whose quartiles lie far out, whose names are long, and of which some take many times as long as ours."""
+    name = "accumfused, from p.grad, " + "under a name that is far too long for its line, " * 3
+    return made(path, [
+        row("clip + AdamW(fused)", 315.0, 1.9), row("grad_scale trick", 1_234_567.0, 1.0),
+        row(name, 183.0, 1.8, **{"% of ceiling": 140}),
+        {"name": "accumfused, bf16", "ms": [90.0, 172.9, 505.5], "kept B/param": 12345.6},
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [None, *STORED], ids=lambda path: "wide" if path is None else path.stem)
+def test_the_report_draws_every_table_and_nothing_leaves_its_place(tmp_path: Path, path: Path | None) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.text import Text
+
+    path = path or wide(tmp_path / "wide.json")
+    assert report.main([str(path), "--output", str(tmp_path / "page")]) == 0
+    assert all((tmp_path / f"page.{ending}").stat().st_size > 5000 for ending in ("png", "svg"))
+    results = load(path)
+    with matplotlib_settings():
+        figure = report.page(results)
+        figure.draw_without_rendering()
+    words = " ".join(text.get_text() for text in figure.findobj(Text)).replace("\n", " ")
+    tables = [table for suite, several in results.suites.items() if suite != "ceilings" for table in several]
+    assert all(table.title in words for table in tables)
+    assert len(figure.axes) == len(report.panels(results)) >= len(tables)
+    for axes in figure.axes:
+        right = axes.get_xlim()[1]
+        assert all(x <= right for line in axes.lines for x in line.get_xdata())
+        assert all(patch.get_width() <= right for patch in axes.patches)
+    for drawn in figure.findobj(Text):
+        box = drawn.get_window_extent()
+        if drawn.get_text():
+            assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1, drawn.get_text()
+            assert 0 <= box.y0 <= box.y1 <= figure.bbox.y1, drawn.get_text()
+    boxes = [(axes.get_tightbbox(), axes) for axes in figure.axes]
+    for index, (box, _) in enumerate(boxes):
+        assert not any(box.overlaps(other) for other, _ in boxes[index + 1 :])
+
+
+def matplotlib_settings() -> Any:
+    import matplotlib
+
+    return matplotlib.rc_context(report._SETTINGS)
+
+
+def test_colours_follow_owners_and_losing_figures_are_red() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_hex
+
+    rows = [row("clip + AdamW(fused)", 5.0), row("clip + torchao AdamW8bit", 900.0), row("accumfused", 6.0)]
+    rows[2]["% of ceiling"] = 50
+    (axes,) = report.page(Results(MACHINE, {"update": [Table("t", rows)]})).axes
+    assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == [
+        report.COLORS[whose] for whose in (TORCH, OTHERS, OURS)
+    ]
+    assert [bar.get_width() for bar in axes.patches] == [5.0, 24.0, 6.0]  # what is far longer than ours ends early
+    assert [3.0, 3.0] in [list(line.get_xdata()) for line in axes.lines]  # at the ceiling
+    figures = {label.get_text(): label.get_color() for label in axes.texts}
+    assert (figures["5"], figures["900"], figures["6"]) == ("black", "black", report._LOST)
+
+
+def test_the_page_says_how_ours_does_and_what_is_doubtful() -> None:
+    pytest.importorskip("matplotlib")
+    suites = {
+        "update": [Table("one", [row("trick", 12.0), row("accumfused", 10.0)])],
+        "window": [Table("two", [row("trick", 10.0), row("accumfused", 10.0)])],
+    }
+    figure = report.page(Results({**MACHINE, "quick": True, "load": 2.0}, suites, interrupted=True))
+    words = [text.get_text() for text in figure.texts]
+    assert "accumfused: 1.20 times as fast as trick" in words
+    assert "accumfused: within the noise of trick" in words
+    assert "faster in 1 of 2 comparisons" in words[0]
+    assert "--quick" in words[1]
+    assert "interrupted" in words[1]
+    assert "load of 2.0" in words[1]
+
+
+def test_without_matplotlib_the_report_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert report.main([str(STORED[0]), "--output", str(tmp_path / "page")]) == 2
+    assert "pip install '.[bench]'" in capsys.readouterr().err
