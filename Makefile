@@ -37,12 +37,14 @@ bench: $(VENV)/bench.stamp
 
 # That the benchmark, the comparison and the report run; the figures mean nothing.
 bench-smoke: $(VENV)/test.stamp
-	$(RUN) -m bench --quick --json build/smoke.json tail small
+	$(RUN) -m bench update small --quick --json build/smoke.json
 	$(RUN) -m bench compare build/smoke.json build/smoke.json
 	$(RUN) -m bench report build/smoke.json --output build/smoke
 
-numerics: $(VENV)/numerics.stamp
-	$(RUN) -m bench.numerics $(ARGS)
+# Each storage format's cost in accuracy, beside the packages that the benchmark compares with.
+numerics: $(VENV)/bench.stamp
+	$(RUN) -m bench.numerics.weights $(ARGS)
+	$(RUN) -m bench.numerics.moments $(ARGS)
 
 # The site of docs/, in build/site. A link that leads nowhere is an error.
 docs: $(VENV)/docs.stamp
