@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.compare import doubts
 from bench.tables import Results, ResultsError, Row, Table, compared, headings, load, median, text
@@ -24,7 +25,7 @@ _NAMES, _BARS, _FIGURES, _LINE, _ROW, _GAP, _TOP = 2.7, 2.5, 0.9, 0.15, 0.25, 0.
 _WIDTH = _NAMES + _BARS + _FIGURES + 0.3
 _HOW = "Bars: medians. Thin lines: quartiles. Thick marks: this machine's ceiling for the same bytes."
 _LONG = 4  # times our longest: bars that are far longer end there
-_SETTINGS = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "accumfused", "text.parse_math": False}
+_SETTINGS: Any = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "accumfused", "text.parse_math": False}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -151,11 +152,10 @@ def _ceiling(row: Row, heading: str) -> float:
 
 
 def _limit(table: Table, heading: str) -> float:
-    """Returns where bars end that are far longer than ours; infinite where none is."""
+    """Returns where bars that are far longer than ours end, and lines that are far longer than any bar."""
     found = [(compared(row)[heading], owner(row, table)) for row in _rows(table, heading)]
     mine = [value for value, whose in found if whose == OURS]
     others = [value for value, whose in found if whose != OURS]
-    if not mine or not others:
-        return float("inf")
-    limit = max(_LONG * max(mine), 1.25 * min(others))
-    return limit if max(others) > 2 * limit else float("inf")
+    limit = max(_LONG * max(mine), 1.25 * min(others)) if mine and others else float("inf")
+    longest = max(mine + others)
+    return limit if longest > 2 * limit else 1.5 * longest

@@ -16,7 +16,7 @@ import rich.box
 import rich.table
 from rich.console import Console
 
-from bench.ceilings import Ceilings
+from bench.ceilings import MIXES, Ceilings
 from bench.measure import Timing
 
 FORMAT = 2
@@ -89,7 +89,8 @@ def ceiling_table(ceilings: Ceilings) -> Table:
         table.notes.append(f"not measured, and the share of the ceiling is left out: {ceilings.reason}")
     best = ceilings.best_rates()
     for name, rate in ceilings.median_rates().items():
-        table.rows.append({"name": name, "GB/s": rate / 1e9, "best GB/s": best[name] / 1e9})
+        row = {"name": name, "GB/s": rate / 1e9, "best GB/s": best[name] / 1e9, "stands for": MIXES[name].meaning}
+        table.rows.append(row)
     return table
 
 

@@ -51,12 +51,14 @@ class Verdict:
 
     def words(self) -> str:
         """Says it: "1.29 times as fast as X", "20% slower than X", "within the noise of X"."""
-        more, much = ("slower", "fast") if is_time(self.heading) else ("larger", "small")
+        fast, slow = ("fast", "slow") if is_time(self.heading) else ("small", "large")
         if self.noise:
             return f"{'within the noise of' if is_time(self.heading) else 'as large as'} {self.other}"
         if self.factor >= 1:
-            return f"{self.factor:.2f} times as {much} as {self.other}"
-        return f"{1 / self.factor - 1:.0%} {more} than {self.other}"
+            return f"{self.factor:.2f} times as {fast} as {self.other}"
+        if self.factor <= 0.5:
+            return f"{1 / self.factor:.1f} times as {slow} as {self.other}"
+        return f"{1 / self.factor - 1:.0%} {slow.removesuffix('e')}er than {self.other}"
 
 
 def is_time(heading: str) -> bool:
@@ -124,6 +126,6 @@ def summary(tables: Sequence[Table]) -> str:
     verdicts = [each for each in found if each is not None]
     fast = sorted(each.factor for each in verdicts if not each.noise and not each.lost)
     said = f"accumfused beside the best recipe of PyTorch alone: faster in {len(fast)} of {len(verdicts)} comparisons"
-    said += f" (by {fast[0]:.2f} to {fast[-1]:.2f} times)" if fast else ""
+    said += f" (by {' to '.join(dict.fromkeys(f'{each:.2f}' for each in (fast[0], fast[-1])))} times)" if fast else ""
     counts = {"slower": sum(each.lost for each in verdicts), "within the noise": sum(each.noise for each in verdicts)}
     return said + "".join(f", {how} in {count}" for how, count in counts.items() if count)

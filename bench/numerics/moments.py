@@ -226,8 +226,10 @@ CODES = {
 
 
 def main() -> None:
+    from rich.console import Console
+
     from bench.peers import first_line, quiet
-    from bench.tables import Console, Table, show
+    from bench.tables import Table, show
 
     parser = argparse.ArgumentParser(prog="python -m bench.numerics.moments", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps: shows that it runs, measures nothing")

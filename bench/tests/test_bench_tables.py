@@ -122,7 +122,7 @@ def test_losses_count_every_time_and_size_of_ours() -> None:
     ]
     table = Table("t", rows)
     assert [f"{each.name}: {each.words()}" for each in losses(table)] == [
-        "accumfused, a: 100% larger than stock", "accumfused, b: 150% slower than stock",
+        "accumfused, a: 2.0 times as large as stock", "accumfused, b: 2.5 times as slow as stock",
     ]  # fmt: skip
     smallest = headline(table, "kept B/param")
     assert smallest is not None
