@@ -12,11 +12,14 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.compare import doubts
 from bench.tables import Results, ResultsError, Row, Table, compared, headings, load, median, text
 from bench.verdicts import OTHERS, OURS, TORCH, headline, interval, losses, main_time, owner, summary
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLORS = {OURS: "#0072b2", TORCH: "#9a9a9a", OTHERS: "#e69f00"}
 _LOST = "#b03a2e"
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     with matplotlib.rc_context(_SETTINGS):
         figure = page(results)
         for ending in (".png", ".svg"):
-            figure.savefig(chosen.output.with_name(chosen.output.name + ending), dpi=110, metadata=None)
+            figure.savefig(chosen.output.with_name(chosen.output.name + ending), dpi=110)
             print(chosen.output.with_name(chosen.output.name + ending))
     return 0
 
@@ -63,7 +66,7 @@ def panels(results: Results) -> list[tuple[Table, str]]:
     return found
 
 
-def page(results: Results):  # type: ignore[no-untyped-def]  # a Figure: matplotlib is imported in here
+def page(results: Results) -> Figure:
     """Draws all panels, each in the column that is the shortest so far."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -110,7 +113,7 @@ def _height(table: Table, heading: str) -> float:
     return _LINE * lines + _ROW * len(_rows(table, heading)) + _GAP
 
 
-def _panel(figure, table: Table, heading: str, left: float, down: float, width: float, height: float) -> None:  # type: ignore[no-untyped-def]
+def _panel(figure: Figure, table: Table, heading: str, left: float, down: float, width: float, height: float) -> None:
     """Draws the panel whose upper left corner is there: `left` in shares of the page, `down` in inches."""
     title, words, lost, noise = _head(table, heading)
     rows, beaten = _rows(table, heading), {each.name for each in losses(table) if each.heading == heading}
@@ -124,26 +127,30 @@ def _panel(figure, table: Table, heading: str, left: float, down: float, width: 
     axes = figure.add_axes((left + _NAMES / width, 1 - bottom / height, *size))
     limit = _limit(table, heading)
     ends = [min(limit, max(interval(row[heading])[1], _ceiling(row, heading))) for row in rows]
-    axes.set(
-        xlim=(0, max(ends) * (_BARS + _FIGURES) / _BARS or 1.0), ylim=(len(rows) - 0.5, -0.5), xticks=[], yticks=[]
-    )
+    right = max(0.0, *ends) * (_BARS + _FIGURES) / _BARS
+    axes.set(xlim=(0, right or 1.0), ylim=(len(rows) - 0.5, -0.5), xticks=[], yticks=[])
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     for y, (row, end) in enumerate(zip(rows, ends, strict=True)):
-        whose, value, (low, high) = owner(row, table), median(row[heading]), interval(row[heading])
-        axes.barh(y, min(value, limit), 0.62, color=COLORS[whose])
-        if value > limit:  # a break near the end
-            axes.plot([0.93 * limit, 0.95 * limit], [y + 0.36, y - 0.36], color="white", linewidth=2.5)
-        elif isinstance(row[heading], list):
-            axes.plot([low, min(high, limit)], [y, y], color="0.2", linewidth=1)
-        if 0 < _ceiling(row, heading) <= limit:
-            axes.plot([_ceiling(row, heading)] * 2, [y - 0.36, y + 0.36], color="black", linewidth=1.8)
-        figure_color = _LOST if row["name"] in beaten else "black"
-        axes.annotate(text(value), (end, y), (3, 0), textcoords="offset points", va="center", color=figure_color)
-        called = textwrap.shorten(row["name"], 90, placeholder="...")
-        called, weight = textwrap.fill(called, 46), "bold" if whose == OURS else "normal"
-        axes.annotate(
-            called, (0, y), (-4, 0), textcoords="offset points", va="center", ha="right", size=6.5, weight=weight
-        )
+        whose = owner(row, table)
+        _bar(axes, y, row, heading, limit, COLORS[whose])
+        beside: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
+        color = _LOST if row["name"] in beaten else "black"
+        axes.annotate(text(median(row[heading])), (end, y), (3, 0), color=color, **beside)
+        called = textwrap.fill(textwrap.shorten(row["name"], 90, placeholder="..."), 46)
+        weight = "bold" if whose == OURS else "normal"
+        axes.annotate(called, (0, y), (-4, 0), ha="right", size=6.5, weight=weight, **beside)
+
+
+def _bar(axes: Any, y: int, row: Row, heading: str, limit: float, color: str) -> None:
+    """Draws a bar, the line between its quartiles, and the mark of its ceiling."""
+    value, (low, high), ceiling = median(row[heading]), interval(row[heading]), _ceiling(row, heading)
+    axes.barh(y, min(value, limit), 0.62, color=color)
+    if value > limit:  # a break near the end
+        axes.plot([0.93 * limit, 0.95 * limit], [y + 0.36, y - 0.36], color="white", linewidth=2.5)
+    elif isinstance(row[heading], list):
+        axes.plot([low, min(high, limit)], [y, y], color="0.2", linewidth=1)
+    if 0 < ceiling <= limit:
+        axes.plot([ceiling, ceiling], [y - 0.36, y + 0.36], color="black", linewidth=1.8)
 
 
 def _ceiling(row: Row, heading: str) -> float:
