@@ -59,10 +59,11 @@ def main() -> None:
         setattr(bench, name, value)
     about = {**machine(), "quick": asked.quick, **(gpu(bench.device) if bench.on_gpu else {})}
     about["options"] = [f"--{name} {getattr(asked, name)}" for name in OPTIONS if getattr(asked, name) is not None]
-    console.print(", ".join(str(about[name]) for name in ("cpu", "threads", "instruction_set", "torch", "date")))
-    for words in compare.doubts(Results(about, {})):
-        console.print(f"this run {words}")
-    status = run(suites, bench, Results(about, {}), asked.json, console)
+    results = Results(about, {})
+    console.print(
+        results.where(), *(f"this run {words}" for words in compare.doubts(results)), sep="\n", highlight=False
+    )
+    status = run(suites, bench, results, asked.json, console)
     if status is not None:
         sys.exit(status)
 

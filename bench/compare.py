@@ -35,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     except ResultsError as error:
         print(error, file=sys.stderr)
         return 2
+    print(f"A: {chosen.first}: {first.where()}\nB: {chosen.second}: {second.where()}")
     for warning in warnings(first, second):
         print(f"note: {warning}")
     found, same = compare(first, second, chosen.noise)

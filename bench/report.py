@@ -80,10 +80,8 @@ def page(results: Results) -> Figure:
         columns[column] += _height(table, heading)
     width, height = max(2, len(columns)) * _WIDTH, max(columns)
     figure = Figure(figsize=(width, height))
-    machine, tables = results.machine, [table for several in results.suites.values() for table in several]
-    where = [str(machine[key]) for key in ("gpu", "cpu", "instruction_set") if machine.get(key)]
-    where += [f"{machine.get('threads')} threads", f"torch {machine.get('torch')}", str(machine.get("date"))]
-    lines = [summary(tables), ", ".join(where), _HOW, *(f"This run {words}." for words in doubts(results))]
+    tables = [table for several in results.suites.values() for table in several]
+    lines = [summary(tables), results.where(), _HOW, *(f"This run {words}." for words in doubts(results))]
     top = 1 - 0.15 / height
     figure.text(0.2 / width, top, textwrap.fill(lines[0], int(12 * width)), weight="bold", size=11, va="top")
     figure.text(0.2 / width, top - 0.45 / height, "\n".join(lines[1:]), va="top")

@@ -47,6 +47,13 @@ class Results:
     suites: dict[str, list[Table]]
     interrupted: bool = False
 
+    def where(self) -> str:
+        """Says the machine, the versions and the date in a line."""
+        about = self.machine
+        parts = [about.get("gpu"), about.get("cpu"), about.get("instruction_set"), f"{about.get('threads')} threads"]
+        parts += [f"{name} {about[name]}" for name in ("accumfused", "torch") if about.get(name)]
+        return ", ".join(str(part) for part in [*parts, about.get("date")] if part)
+
 
 def quartiles(seconds: Timing, factor: float) -> list[float]:
     first, third = seconds.quartiles

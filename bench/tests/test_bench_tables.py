@@ -175,6 +175,7 @@ def test_compare_takes_the_noise_and_names_what_differs_around_it(
     second.write_text(second.read_text().replace('"interrupted": false', '"interrupted": true'))
     assert compare([str(first), str(second), "--noise", "0.3"]) == 0
     said = capsys.readouterr().out
+    assert f"A: {first}: AMD EPYC, 2 threads, torch 2.13.0, 2026-11-21 12:53 UTC" in said
     assert "different cpu: AMD EPYC against another" in said
     assert "B was measured with --quick" in said
     assert "B was interrupted" in said
