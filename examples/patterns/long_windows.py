@@ -7,6 +7,8 @@ Remedy: the sums here are fp32, whatever the gradients. The rest is the gradient
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -41,20 +43,20 @@ def here(grads: Tensor, dtype: torch.dtype) -> Tensor:
     return param.grad
 
 
-def main() -> dict[str, float]:
+def main(lengths: Sequence[int] = LENGTHS) -> dict[str, float]:
     found = {}
     ways = {"autograd": autograd, "here": here}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        for length in LENGTHS:
+        for length in lengths:
             grads = gradients(length)
             truth = grads.to(dtype).double().sum(0)
             for way, loop in ways.items():
                 off = (loop(grads, dtype).double() - truth).norm() / truth.norm()
                 found[f"{way}, {name}, N = {length}"] = float(off)
     for name in ("fp32", "bf16"):
-        numbers = {way: [found[f"{way}, {name}, N = {length}"] for length in LENGTHS] for way in ways}
+        numbers = {way: [found[f"{way}, {name}, N = {length}"] for length in lengths] for way in ways}
         said = [f"{way} {', '.join(f'{number:.1e}' for number in each)}" for way, each in numbers.items()]
-        print(f"{name} gradients, N = {', '.join(map(str, LENGTHS))}: sums off by", "; ".join(said))
+        print(f"{name} gradients, N = {', '.join(map(str, lengths))}: sums off by", "; ".join(said))
     return found
 
 
