@@ -35,6 +35,11 @@ class Loop:
     def loss(self, slope: float = 1.0) -> Tensor:
         return torch.stack([((row + 1) * slope * param).sum() for row, param in enumerate(self.params)]).sum()
 
+    def exchange(self) -> None:
+        """The gradients of the two parameters."""
+        first, second = self.params
+        first.grad, second.grad = second.grad, first.grad
+
     def values(self) -> list[float]:
         for param in self.params:
             assert (param == param[0]).all()
@@ -77,6 +82,7 @@ VERBS: dict[str, Verb] = {
     "state_dict": lambda it: it.optimizer.state_dict(),
     "load": lambda it: it.optimizer.load_state_dict(it.saved),
     "take_out": lambda it: it.optimizer.param_groups[0]["params"].pop(),
+    "exchange": lambda it: it.exchange(),
     "release": lambda it: setattr(it, "release", af.release_gradients(it.optimizer)),
     "remove": lambda it: it.release.remove(),
     "scale": lambda it: it.scaler.scale(it.loss()).backward(),

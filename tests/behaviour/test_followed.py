@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_close, everything, params_of, refused, stepped
+from compare import assert_close, everything, params_of
 from inside import plan_of
 from models import grads_of, train
 from table import ADAMW_CASE, random_params
@@ -84,19 +84,6 @@ def test_a_change_between_two_steps_is_followed(backend: str, change: str, watch
     for name, value in expected.items():
         assert_close(found[name], value, "torch.optim", name)
     assert params_of(optimizers[0])[0].isfinite().all()
-
-
-@pytest.mark.parametrize("verb", ["step", "accumulate", "backward"])
-def test_a_maximum_that_is_switched_on_later_is_refused_in_8_bits(backend: str, verb: str) -> None:
-    param: Any = Parameter(torch.randn(4, 3))
-    optimizer = stepped([param], backend, state_dtype="int8", state_dtype_min_numel=2)
-    optimizer.param_groups[0]["amsgrad"] = True
-    param.grad = None if verb == "backward" else torch.ones(4, 3)
-    loss = [param.sum()] if verb == "backward" else []
-    with refused(optimizer, ValueError, "state_dtype='int8' does not go with amsgrad=True"):
-        getattr(optimizer, verb)(*loss)
-    optimizer.param_groups[0]["amsgrad"] = False
-    getattr(optimizer, verb)(*loss)
 
 
 @pytest.mark.parametrize(("skipped", "told"), [(16, 0), (17, 1), (32, 1)])

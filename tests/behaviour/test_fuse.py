@@ -24,7 +24,7 @@ def counted(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def wrapper(self: Any) -> Any:
-        self.calls = getattr(self, "calls", 0) + 1
+        self.calls = [*getattr(self, "calls", []), id(self)]
         return step(self)
 
     return wrapper
@@ -173,7 +173,7 @@ def test_hooks_run_once_a_step_and_copies_go_on_alike_and_apart(
     optimizer.step()
     # torch's AdamW.step, called by the subclass's own, has hooks of its own: stock fires twice there.
     assert calls == (["pre", "pre", "post", "post"] if name == "Doubling" else ["pre", "post"])
-    assert getattr(optimizer, "calls", 1) == 1
+    assert getattr(optimizer, "calls", [id(optimizer)]) == [id(optimizer)]  # once, and with the optimizer itself
     for handle in handles:
         handle.remove()  # no copy has a function of a test
     twin = copied(optimizer)
@@ -187,21 +187,6 @@ def test_hooks_run_once_a_step_and_copies_go_on_alike_and_apart(
     twin.step()
     assert differences(snapshot(optimizer), snapshot(twin)) == []
     assert torch.equal(twin.grad_norm, optimizer.grad_norm)
-
-
-def test_a_step_of_its_own_is_called_with_the_optimizer_itself(backend: str) -> None:
-    class Mine(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            seen.append(self)
-            return super().step(closure)
-
-    seen: list[Any] = []
-    param = torch.ones(3).requires_grad_()
-    optimizer = af.fuse(Mine([param], lr=0.1), backend=backend)
-    param.grad = torch.ones(3)
-    optimizer.step()
-    assert type(seen[0]) is type(optimizer)
-    assert seen[0] is optimizer
 
 
 def test_hooks_of_a_class_that_was_never_made_before_run(backend: str) -> None:
@@ -235,7 +220,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: torch.nn.Linear(2, 2), TypeError, r"takes a torch\.optim\.Optimizer, got Linear"),
     (wrapper, TypeError, "Optimizer wraps another optimizer; fuse that one, before it is wrapped"),
     (wrapped, RuntimeError, r"call fuse\(\) before whatever wraps it"),
-    (lambda: make("AdamW", differentiable=True), ValueError, "differentiable=True is not supported"),
 ]
 
 

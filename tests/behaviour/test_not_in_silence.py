@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from compare import refused, writes_nothing
+from loop import Loop
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -86,16 +88,8 @@ def test_one_gradient_of_two_parameters_is_copied(backend: str, late: bool) -> N
     assert [moved(param) for param in params] == ([0.75 * LR, LR] if late else [2 * LR] * 2)
 
 
-def test_exposed_gradients_that_were_exchanged_are_the_last_windows_still(backend: str) -> None:
-    first, second = params = [weight(), weight()]
-    optimizer = af.SGD(params, lr=LR, backend=backend)
-    first.grad, second.grad = torch.ones(SIZE), torch.full((SIZE,), 2.0)
-    optimizer.accumulate(last=True)
-    first.grad, second.grad = second.grad, first.grad
-    with refused(optimizer, RuntimeError, "still the previous window's accumulator"):
-        optimizer.accumulate()
-    optimizer.step()  # the user's own doing
-    assert [moved(param) for param in params] == [2 * LR, LR]
+def test_a_step_takes_exposed_gradients_that_were_exchanged(backend: str) -> None:
+    assert Loop(backend, "backward close exchange step").values() == [7.0, 7.5]  # the user's own doing
 
 
 def test_gradients_that_lie_where_the_sums_of_others_will_are_added_to_the_right_ones(backend: str) -> None:
@@ -114,59 +108,48 @@ def test_gradients_that_lie_where_the_sums_of_others_will_are_added_to_the_right
 # ---- warnings, which as errors leave everything as it was ------------------------------------------------------------
 
 
-def refused_strictly(optimizer: Any, call: Callable[[], None], text: str) -> None:
+def refused_strictly(it: Loop, verb: str, text: str) -> None:
     with warnings.catch_warnings():
         warnings.resetwarnings()
         af.strict()
         for _ in range(2):  # it comes again
-            with refused(optimizer, af.AccumulationWarning, text):
-                call()
+            with refused(it.optimizer, af.AccumulationWarning, text):
+                it.run(verb)
 
 
 @pytest.mark.parametrize("last", [False, True])
 def test_weights_that_change_within_a_window_draw_one_warning(backend: str, last: bool) -> None:
-    param, optimizer = one(backend)
-    close = (lambda: optimizer.accumulate(last=True)) if last else optimizer.step
-    text = "a parameter was written while a window was open"
+    it, text = Loop(backend), "a parameter was written while a window was open"
     for written in (0, 0, 1, 1):
-        fold(optimizer, 1.0)
+        it.run("backward accumulate")
         with torch.no_grad():
-            param.add_(1) if written else None
-        param.grad = torch.ones(SIZE) if last else None
-        if written and text:
-            refused_strictly(optimizer, close, text)
-            with pytest.warns(UserWarning, match=text):
-                close()
-            text = ""
-        else:
-            close()
-        optimizer.step()
+            it.params[0].add_(1) if written else None
+        it.run("backward" if last else "")
+        with pytest.warns(UserWarning, match=text) if written and text else nullcontext():
+            refused_strictly(it, "close" if last else "step", text) if written and text else None
+            it.run("close" if last else "step")
+        text = "" if written else text
+        it.run("step")
         with torch.no_grad():
-            param.mul_(2)  # between windows it is nobody's business
+            it.params[0].mul_(2)  # between windows it is nobody's business
 
 
 def test_a_dropped_window_that_is_an_error_is_not_dropped(backend: str) -> None:
-    param, optimizer = one(backend)
-    for _ in range(2):
-        optimizer.zero_grad()
-        fold(optimizer, 1.0)
-    param.grad = torch.ones(SIZE)
-    refused_strictly(optimizer, optimizer.zero_grad, "two accumulation windows in a row were dropped")
+    it = Loop(backend, "backward accumulate zero_grad backward accumulate backward")
+    refused_strictly(it, "zero_grad", "two accumulation windows in a row were dropped")
 
 
 # ---- windows that go wrong on the way --------------------------------------------------------------------------------
 
 
 def test_a_group_that_is_added_to_a_closed_window_is_released_with_it(backend: str) -> None:
-    param, optimizer = one(backend)
-    fold(optimizer, 1.0, last=True)
-    added = weight()
-    optimizer.add_param_group({"params": [added]})
+    it, added = Loop(backend, "backward close"), weight()
+    it.optimizer.add_param_group({"params": [added]})
     for was_closed in (True, False):
         added.sum().backward()
-        optimizer.step()
-        assert (param.grad, added.grad is None) == (None, was_closed)
-    assert moved(added) == 2 * LR
+        it.run("step")
+        assert (it.params[0].grad, added.grad is None) == (None, was_closed)
+    assert moved(added) == 2 * 0.5
 
 
 def test_momentum_that_is_switched_on_later_is_in_no_checkpoint_yet(backend: str) -> None:

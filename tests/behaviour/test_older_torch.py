@@ -10,6 +10,7 @@ from typing import Any
 import inside
 import pytest
 import torch
+from compare import refused
 from table import Own
 from torch import Tensor
 from torch.nn import Parameter
@@ -39,14 +40,12 @@ def test_a_window_of_16_bit_gradients_is_not_put_into_p_grad() -> None:
     micro_batch(params)
     optimizer.accumulate(weight=2)
     micro_batch(params)
-    before = [param.clone() for param in params]
-    with pytest.raises(RuntimeError, match=r"leave it out, and step\(\) closes the window, or install torch 2.10"):
+    text = r"leave it out, and step\(\) closes the window, or install torch 2.10"
+    with refused(optimizer, RuntimeError, text):
         optimizer.accumulate(weight=3, last=True)
-    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
-    assert [param.grad is not None for param in params] == [True, True]
     for param in params:
         param.grad = None
-    with pytest.raises(RuntimeError, match=r"leave it out"):
+    with refused(optimizer, RuntimeError, text):
         optimizer.backward(sum((p.float().sum() for p in params), start=torch.zeros(())), weight=3, last=True)
 
 

@@ -178,7 +178,7 @@ def test_an_optimizer_with_its_own_step_keeps_its_own_formats(settings: dict[str
     af.fuse(stock, master_weights=None)
 
 
-def test_a_maximum_is_not_kept_in_8_bits() -> None:
+def test_a_maximum_is_not_kept_in_8_bits(backend: str) -> None:
     text = "amsgrad=True, whose maximum .*; use state_dtype=torch.float32 or torch.bfloat16, or amsgrad=False"
     group = {"params": [Parameter(torch.ones(4))], "amsgrad": True}
     with pytest.raises(ValueError, match=r"go with adamax, whose maximum .*; use .* or torch\.bfloat16$"):
@@ -188,10 +188,19 @@ def test_a_maximum_is_not_kept_in_8_bits() -> None:
             ours(group["params"], amsgrad=True, state_dtype="int8")
         with pytest.raises(ValueError, match=text):
             ours([group], state_dtype="int8")
-    optimizer = stepped([Parameter(torch.ones(4))], "auto", state_dtype="int8")
+    param = Parameter(torch.ones(4))
+    optimizer = stepped([param], backend, state_dtype="int8", state_dtype_min_numel=2)
     with refused(optimizer, ValueError, text):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
+    for verb, loss in (("backward", [param.sum()]), ("step", []), ("accumulate", [])):
+        param.grad = None if loss else torch.ones(4)
+        optimizer.param_groups[0]["amsgrad"] = True  # after all
+        with refused(optimizer, ValueError, text):
+            getattr(optimizer, verb)(*loss)
+        optimizer.param_groups[0]["amsgrad"] = False
+        getattr(optimizer, verb)(*loss)
+        optimizer.step()
     stock = torch.optim.AdamW([group])
     with pytest.raises(ValueError, match=text):
         af.fuse(stock, state_dtype="int8")
@@ -340,13 +349,12 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[], Tensor
     return lambda: torch.ones(shape, dtype=dtype)
 
 
-FORMATS = r"supported are torch\.float32, torch\.float16, torch\.bfloat16"
 EXPANDED = r"overlaps itself in memory \(expanded\?\); clone\(\) it first"
 SPARSE = r"use Embedding\(sparse=False\), or .* an optimizer of torch's own"
 SPOILED: list[tuple[Callable[[Any], None], Errors, str]] = [
     (put(lambda: torch.ones(4, 3).to_sparse(1)), R, SPARSE),
-    (put(ones(4, 3, dtype=torch.complex64)), R, rf"a gradient is torch\.complex64; {FORMATS}"),
-    (put(ones(4, 3, dtype=torch.float64)), T, rf"a gradient is torch\.float64; {FORMATS}"),
+    (put(ones(4, 3, dtype=torch.complex64)), R, rf"a gradient is torch\.complex64; supported are {FORMATS}"),
+    (put(ones(4, 3, dtype=torch.float64)), T, rf"a gradient is torch\.float64; supported are {FORMATS}"),
     (put(ones(4, 3), ones(2, 3)), R, r"a gradient has shape \[4, 3\], its parameter \[2, 3\]"),
     (put(ones(4, 3), ones(4, 3, dtype=torch.float64)), (R, T), r"a parameter (is|became) torch\.float64"),
     (put(ones(4, 3), lambda: torch.ones(1, 3).expand(4, 3)), R, EXPANDED),
