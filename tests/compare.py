@@ -143,8 +143,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> Snapshot:
         found |= {f"state {i} {name}": value for name, value in optimizer.state.get(param, {}).items()}
     found |= inside.open_window(optimizer)
     if isinstance(optimizer, af.FusedOptimizer):
-        found["history"] = optimizer.engine.clipping.history
-        found["noise"] = None if optimizer.engine.noise is None else optimizer.engine.noise.means
+        found |= inside.memories(optimizer)
     if hasattr(optimizer, "skipped_steps"):
         found["skipped steps"] = int(optimizer.skipped_steps)
     return {name: _bits(value) for name, value in found.items()}

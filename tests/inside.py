@@ -99,6 +99,12 @@ def open_window(optimizer: Any) -> dict[str, Any]:
     return sums | {"total": window.weights.total, "micro-batches": window.weights.count, "held": held}
 
 
+def memories(optimizer: Any) -> dict[str, Any]:
+    """What it remembers of earlier steps, or None: the history of norms, and the means of the noise scale."""
+    clipping, noise = optimizer.engine.clipping, optimizer.engine.noise
+    return {"history": clipping.history, "noise": None if noise is None else noise.means}
+
+
 @contextlib.contextmanager
 def sizes_on_the_way(bundled_bytes: int, piece_bytes: int) -> Iterator[None]:
     """Accumulators below the one size travel together, and larger ones in pieces of the other."""

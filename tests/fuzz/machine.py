@@ -104,10 +104,9 @@ class Machine(RuleBasedStateMachine):
     def zero_grad(self, side: int, set_to_none: bool) -> None:
         self.side(side).zero_grad(set_to_none)
 
-    @rule(side=draws.SIDES, change=st.sampled_from(CHANGES), clip=st.sampled_from(["same", None, 1.0, 20.0]),
-          epoch=draws.lasts)  # fmt: skip
-    def set(self, side: int, change: dict[str, Any], clip: Any, epoch: bool) -> None:
-        """What may change between steps; an epoch is a scheduler's."""
+    @rule(side=draws.SIDES, change=st.sampled_from(CHANGES), clip=st.sampled_from(["same", None, 1.0, 20.0]))
+    def set(self, side: int, change: dict[str, Any], clip: Any) -> None:
+        """What may change between steps."""
         own = self.side(side)
         groups = own.optimizer.param_groups
         if "lr" in change or not own.foreign:  # (torch's RMSprop makes its buffer at first only)
@@ -115,14 +114,6 @@ class Machine(RuleBasedStateMachine):
             groups[-1].update({name: value for name, value in change.items() if name in known})
         if clip != "same" and (self.group is None or clip is not None):
             (own.optimizer if self.group is None else self.group).max_grad_norm = clip
-        if epoch:
-            half = torch.optim.lr_scheduler.MultiplicativeLR
-            if own.scheduler and len(own.scheduler.base_lrs) != len(groups):
-                own.scheduler = None  # torch's schedulers know the groups that were there when they were made
-            own.scheduler = own.scheduler or half(own.optimizer, lambda epoch: 0.5 if epoch % 2 else 2.0)
-            expected = [group["lr"] * (2.0 if own.scheduler.last_epoch % 2 else 0.5) for group in groups]
-            own.attempt(own.scheduler.step)
-            assert [group["lr"] for group in groups] == expected
 
     @rule(side=draws.SIDES, bucket_bytes=st.sampled_from([1, 64, 2**20, None]))
     def release_gradients(self, side: int, bucket_bytes: int | None) -> None:
@@ -304,7 +295,7 @@ class Machine(RuleBasedStateMachine):
         if not own.attempt(lambda: target.load_state_dict(state), tuple(refusal) or None):
             return
         if backend is not None:
-            own.optimizer, own.skips, own.scheduler = target, 0, None
+            own.optimizer, own.skips = target, 0
             self.group, limit = None, self.group and self.group.max_grad_norm
             self.group = limit and af.ClipGroup([side.optimizer for side in self.sides], limit)
         elif own.phase == "closed":
@@ -331,7 +322,7 @@ class Machine(RuleBasedStateMachine):
             return
         for own, (params, optimizer), new in zip(self.sides, old[0], copied[0][0], strict=True):
             own.params, own.optimizer = new
-            own.handle, own.scheduler, own.skips, own.trusted = None, None, 0, False
+            own.handle, own.skips, own.trusted = None, 0, False
             if own.phase == "closed":
                 own.end_window()
             states = [v for entries in optimizer.state.values() for v in entries.values() if isinstance(v, Tensor)]

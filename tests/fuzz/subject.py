@@ -28,7 +28,7 @@ FOREIGN = {"own RMSprop": Own, "own Adagrad": OwnAdagrad}
 STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "step")
 EXPECTED_WARNINGS = re.compile(
     "windows (in a row )?were dropped|written while a window was open|steps were skipped|written from outside|"
-    "gradient layout contract|lr_scheduler.step"
+    "gradient layout contract"
 )
 Refusal = type[Exception] | tuple[type[Exception], ...] | None
 
@@ -53,7 +53,6 @@ class Subject:
         self.kept: Tensor | None = None  # a gradient that somebody else holds
         self.saved: Any = None  # a checkpoint, and the model at that time
         self.handle: Any = None  # of release_gradients
-        self.scheduler: Any = None
         self.skips = 0
         self.end_window()
 
