@@ -137,14 +137,9 @@ def test_a_hook_that_comes_twice_is_one_micro_batch(
 
 
 def test_only_the_loop_ends_a_micro_batch(backend: str) -> None:
-    (a,), optimizer = sgd(1, backend)
-    for _ in range(2):
-        (a * 2).sum().backward()
-        (a * 3).sum().backward()
-        optimizer.accumulate()
-    assert "micro-batches: 2" in repr(optimizer)
-    optimizer.step()
-    assert first(a) == [-10.0]
+    it = Loop(backend, "backward backward accumulate backward backward accumulate", bucket=EACH)
+    assert "micro-batches: 2" in repr(it.optimizer)
+    assert it.run("step").values() == [6.0, 4.0]
 
 
 def test_a_gradient_that_cannot_be_used_is_refused_in_backward(backend: str) -> None:
