@@ -9,7 +9,7 @@ from typing import Any
 import inside
 import pytest
 import torch
-from compare import assert_all_same_bits, everything, params_of
+from compare import assert_all_same_bits, everything
 from table import random_grads, random_params, set_grads
 
 import accumfused as af
@@ -136,7 +136,7 @@ def test_without_a_compiler_pytorch_runs_the_rule(
     monkeypatch.setenv("CXX", "no-such-compiler")
     with caplog.at_level("INFO", logger="accumfused"):
         optimizer = af.optimizer_of(LonelyRule)(random_params(SHAPES))
-        set_grads(params_of(optimizer), random_grads(random_params(SHAPES), 0))
+        set_grads(optimizer.engine.plans.params, random_grads(random_params(SHAPES), 0))
         optimizer.step()
     assert "no C++17 compiler was found" in caplog.text
     assert inside.backend(optimizer).name == "foreach"
