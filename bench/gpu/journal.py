@@ -1,7 +1,7 @@
 """The report as it grows: one JSON object a line, in a file that is whole after each line, whenever the process ends.
 
-A line has the stage it belongs to, when it was written, what kind of line it is, and its facts. "ok": False marks what
-should be looked at. Of a kind in LATEST only the last line counts.
+A line has its stage, the time, what kind of line it is, and its facts. "ok": False marks what should be looked at.
+`markdown` makes the readable report of the lines: a table for each stage and kind.
 """
 
 from __future__ import annotations
@@ -10,34 +10,41 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
-FILE, STAGE = "ACCUMFUSED_GPU_JOURNAL", "ACCUMFUSED_GPU_STAGE"  # where a stage's process finds its own
-LATEST = ("so far",)
+FILE = "ACCUMFUSED_GPU_JOURNAL"  # where a stage's process finds the path
+LATEST = ("so far",)  # of this kind only the last line counts
+_KNOWN = ("stage", "at", "kind", "ok")
 _LONG = 160
 
 
 class Journal:
-    """Appends to a file (None: only prints), for one stage."""
+    """Appends the lines of one stage to a file (None: only prints them)."""
 
-    def __init__(self, path: Path | None, stage: str) -> None:
-        self._path, self.stage = path, stage
-
-    @classmethod
-    def of_this_process(cls, stage: str) -> Journal:
-        """That of the stage that this process was started for; without one, lines are only printed."""
-        path = os.environ.get(FILE)
-        return cls(None if path is None else Path(path), os.environ.get(STAGE, stage))
+    def __init__(self, stage: str, path: Path | None = None) -> None:
+        self.stage = stage
+        self.path = path or (Path(os.environ[FILE]) if FILE in os.environ else None)
 
     def write(self, kind: str, **facts: Any) -> None:
         line: Line = {"stage": self.stage, "at": round(time.time(), 2), "kind": kind, **facts}
         print(say(line), flush=True)
-        if self._path is not None:
-            with open(self._path, "a", encoding="utf-8") as file:  # one write of one line: others append too
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as file:  # one write of one line: other processes append too
                 file.write(json.dumps(line, default=str) + "\n")
+
+    @contextlib.contextmanager
+    def section(self, kind: str, **facts: Any) -> Any:
+        """A block whose error becomes a line, so that the next block follows."""
+        try:
+            yield
+        except Exception as error:
+            import traceback
+
+            says = f"{type(error).__name__}: {error}".split("\n")[0]
+            self.write(kind, ok=False, **facts, error=says, trace=traceback.format_exc())
 
 
 def read(path: Path) -> list[Line]:
@@ -53,22 +60,65 @@ def parse(text: str) -> list[Line]:
     return lines
 
 
-def begin(path: Path, stages: Iterable[str]) -> None:
-    """Takes the lines of these stages out: they run anew."""
+def forget(path: Path, stages: Collection[str]) -> None:
+    """Removes the lines of stages that run anew."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    anew = set(stages)
-    kept = [json.dumps(line) + "\n" for line in read(path) if line["stage"] not in anew]
+    kept = [json.dumps(line) + "\n" for line in read(path) if line["stage"] not in stages]
     path.write_text("".join(kept), encoding="utf-8")
 
 
 def say(line: Line) -> str:
     """A line for a terminal; long texts are cut."""
-    facts = {name: value for name, value in line.items() if name not in ("stage", "at", "kind", "ok")}
-    said = ", ".join(f"{name} {short(value)}" for name, value in facts.items() if value not in (None, "", [], {}))
+    facts = {name: value for name, value in line.items() if name not in _KNOWN}
+    said = ", ".join(f"{name} {_cell(value)}" for name, value in facts.items() if value not in (None, "", [], {}))
     verdict = {True: "ok: ", False: "NOT OK: ", None: ""}[line.get("ok")]
     return f"{line['stage']}: {line['kind']}: {verdict}{said}"
 
 
-def short(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split())
+def markdown(lines: Sequence[Line], *, texts: bool = True) -> str:
+    """The report. Args: texts: with texts of several lines (tracebacks, what compilers say) in full."""
+    stages = list(dict.fromkeys(str(line["stage"]) for line in lines))
+    parts = ["# GPU report", _table([_outcome(stage, lines) for stage in stages])]
+    for stage in stages:
+        own = [line for line in lines if line["stage"] == stage and line["kind"] not in ("begin", "end")]
+        parts.append(f"## {stage}")
+        for kind in dict.fromkeys(str(line["kind"]) for line in own):
+            parts += _kind(kind, [line for line in own if line["kind"] == kind], texts)
+    return "\n\n".join(parts) + "\n"
+
+
+def _outcome(stage: str, lines: Sequence[Line]) -> Line:
+    own = [line for line in lines if line["stage"] == stage]
+    end = next((line for line in reversed(own) if line["kind"] == "end"), {})
+    good, bad = (sum(line.get("ok") is value for line in own) for value in (True, False))
+    ended = end.get("outcome", "was ended together with everything")
+    return {"stage": stage, "ended": ended, "seconds": end.get("seconds"), "ok": good, "not ok": bad}
+
+
+def _kind(kind: str, lines: Sequence[Line], texts: bool) -> list[str]:
+    """Lines that are ok are only counted; the others are a table, with their texts below."""
+    lines = lines[-1:] if kind in LATEST else lines
+    shown = [line for line in lines if line.get("ok") is not True]
+    count = f": {len(lines) - len(shown)} of {len(lines)} ok" if len(shown) < len(lines) else ""
+    rows, below = [], []
+    for line in shown:
+        row = {name: value for name, value in line.items() if name not in _KNOWN}
+        long = {name: row.pop(name) for name, value in line.items() if isinstance(value, str) and "\n" in value.strip()}
+        called = next((str(value) for value in row.values()), kind)
+        below += [f"{called}, {name}:\n\n````\n{value.strip()}\n````" for name, value in long.items() if texts]
+        rows += [row] if row else []
+    return [f"### {kind}{count}", *([_table(rows)] if rows else []), *below]
+
+
+def _table(rows: Sequence[Line]) -> str:
+    """Markdown, with a column for every key of any row."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[_cell(row.get(key)).replace("|", "\\|") for key in keys] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [keys, ["---"] * len(keys), *cells])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_cell(own)}" for name, own in value.items())
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split())
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."

@@ -1,247 +1,149 @@
-"""Are the bits of the backends for GPUs those of the CPU? Each verb, rule and format once, and streams, graphs, skips.
+"""Are the bits of the backends for GPUs those of the CPU, and does any launch hang? `checks` has what is compared.
 
-Quick, and without pytest. Where bits differ, the report says of which tensor, from which index on, how many, and what
-the first two are; then the next check follows. After an error that leaves the GPU unusable the program begins a new
-process behind that check.
+First a ladder: the first checks run in a process of their own for plain launches, and then with one mechanism more each
+time. A mechanism whose process hangs, dies or finds other bits stays off, here and in all later stages. All other
+checks follow in one process, which begins again after a check that hangs or leaves the GPU unusable.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from accumfused import compiled
 from accumfused.backends import why_not
-from accumfused.formats import numeric
-from bench.gpu.bits import differences
+from bench.gpu import journal, runner
+from bench.gpu.checks import LARGE, SIZES, TINY, Check, Found, Place, checks, differences, own_expectation
 from bench.gpu.journal import Journal
-from bench.gpu.verbs import BF16, FP16, FP32, RULES, STATES, WEIGHTS, Case, Verbs, text
+from bench.gpu.runner import python, watch
+from bench.gpu.target import LAUNCHES, MECHANISMS, Target
 
-CHUNK = numeric.CHUNK
-SIZES = (1, 15, 17, 127, 2049, CHUNK - 1, CHUNK, CHUNK + 130, 2 * CHUNK + 5)
-_DTYPES = (FP32, BF16, FP16)
-_BRIEF = (Case(), Case("Lion"), Case("SGD-m"), Case("AdamW", "split16", "int8", BF16))
+QUIET = 20.0  # seconds in which a check is done
+_LONG = 600.0  # the stage's own limit comes before
+_UNUSABLE = 70  # the exit code
 
-Found = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Check:
-    """Tensors that a backend gives on a device. `dtype`: of the gradients."""
-
-    name: str
-    dtype: torch.dtype
-    run: Callable[[Any, torch.device], Found]
-    has_expected: bool = False  # `run` gives what it should be, too: "expected ..." beside each
-    brief: bool = True  # also for Triton, which compiles most of these for seconds each: its tests have the others
+Job = tuple[str, Any, Check]  # a backend's name, the backend, and what it has to do
 
 
-def drawn(dtype: torch.dtype, device: torch.device, seed: int, scale: float = 1.0) -> list[Tensor]:
-    """The same numbers on every device, some of them 0."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(size, generator=generator) * scale for size in SIZES]
-    return [tensor.where(tensor.abs() > 0.01 * scale, 0.0).to(dtype).to(device) for tensor in tensors]
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.smoke", description=__doc__)
+    parser.add_argument("--first", action="store_true", help="only compare, the first checks")
+    parser.add_argument("--from", type=int, dest="start", metavar="N", help="only compare, all others from the N-th on")
+    asked = parser.parse_args()
+    own = Journal("smoke")
+    if asked.first or asked.start is not None:
+        target = Target.here()
+        own.write("so far", number=asked.start or 0, begins="the process")
+        sys.exit(0 if compare_all(own, target, jobs(target, first=asked.first), asked.start or 0) else 1)
+    if own.path is None:
+        sys.exit("smoke needs a journal: python -m bench.gpu smoke")
+    good = climb(own, python("-m", "bench.gpu.smoke"), QUIET)
+    sys.exit(0 if go_through(own, python("-m", "bench.gpu.smoke"), QUIET) and good else 1)
 
 
-def moved(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies that lie one element behind where an allocation begins."""
-    memories = [tensor.new_empty(len(tensor) + 1) for tensor in tensors]
-    return [memory[1:].copy_(tensor) for memory, tensor in zip(memories, tensors, strict=True)]
+def climb(own: Journal, program: Sequence[str], quiet: float) -> bool:
+    """Tries plain launches and then each mechanism; writes which ones stay on. Whether none hung or was wrong."""
+    assert own.path is not None
+    on: list[str] = []
+    good = True
+    for rung in ("plain", *MECHANISMS):
+        asked = [*on, *([] if rung == "plain" else [rung])]
+        outcome = watch([*program, "--first"], own.path, _LONG, quiet=quiet, known={LAUNCHES: ",".join(asked)})
+        own.write("ladder", ok=outcome == "passed", rung=rung, outcome=outcome, **_last(own))
+        good = good and outcome == "passed"
+        if outcome == "passed":
+            on = asked
+        elif rung == "plain":
+            break  # there is nothing to switch off
+    own.write("mechanisms", on=on)
+    return good
 
 
-def verbs(case: Case, backend: Any, device: torch.device) -> Verbs:
-    params = [tensor.requires_grad_() for tensor in drawn(case.param_dtype, device, 0)]
-    return Verbs(case, params, drawn(case.grads, device, 1), backend)
+def go_through(own: Journal, program: Sequence[str], quiet: float) -> bool:
+    """Runs all other checks. Whether all bits are equal."""
+    assert own.path is not None
+    start, good = 0, True
+    while True:
+        known = runner.launches(own.path)
+        outcome = watch([*program, "--from", str(start)], own.path, _LONG, quiet=3 * quiet, known=known)  # Triton compiles
+        if outcome in ("passed", "failed (1)"):
+            return good and outcome == "passed"
+        last = _last(own)
+        own.write("bits", ok=False, error=outcome, **last)
+        if last.get("begins") == "the process":
+            return False
+        start, good = last["number"] + 1, False
 
 
-def _norm(dtype: torch.dtype) -> Callable[[Any, torch.device], Found]:
-    def run(backend: Any, device: torch.device) -> Found:
-        work = verbs(Case("SGD", grads=dtype), backend, device)
-        values = work.norm(drawn(dtype, device, 2)).values
-        return {"sums of squares": work.partials, "coefficient, norm, skipped": values}
-
-    return run
+def _last(own: Journal) -> dict[str, Any]:
+    """Where the process was."""
+    assert own.path is not None
+    lines = [line for line in journal.read(own.path) if (line["stage"], line["kind"]) == (own.stage, "so far")]
+    return {name: lines[-1][name] for name in ("number", "begins") if name in lines[-1]} if lines else {}
 
 
-def _accumulate(dtype: torch.dtype) -> Callable[[Any, torch.device], Found]:
-    def run(backend: Any, device: torch.device) -> Found:
-        work = verbs(Case("SGD", grads=dtype), backend, device)
-        sums = drawn(FP32, device, 3)
-        found: Found = {}
-        for name, first in (("first", True), ("second", False)):
-            work.accumulate(drawn(dtype, device, 4), sums, first=first)
-            found |= {f"{name}, sum {index}": tensor.clone() for index, tensor in enumerate(sums)}
-            found[f"{name}, sums of squares"] = work.partials.clone()
-        return found
-
-    return run
-
-
-def _step(case: Case, *, off: bool = False) -> Callable[[Any, torch.device], Found]:
-    """Two steps: the optimizer's own first one, and one of the verbs alone. Args: off: its gradients are `moved`."""
-
-    def run(backend: Any, device: torch.device) -> Found:
-        work = verbs(case, backend, device)
-        grads = drawn(case.grads, device, 5)
-        grads = moved(grads) if off else grads
-        work.step(grads, work.norm(grads))
-        return work.everything()
-
-    return run
-
-
-def _skip(backend: Any, device: torch.device) -> Found:
-    work = verbs(Case(), backend, device)
-    before = {name: tensor.clone() for name, tensor in work.everything().items()}
-    params = work.plan.params
-    for param, grad in zip(params, drawn(FP32, device, 6), strict=True):
-        param.grad = grad
-    assert params[-1].grad is not None
-    params[-1].grad[-1] = torch.inf
-    work.optimizer.step()
-    found = _pairs(work.everything(), before)
-    found["skipped"] = work.optimizer.skipped_steps.reshape(())
-    found["expected skipped"] = torch.ones_like(found["skipped"])
+def jobs(target: Target, *, first: bool) -> list[Job]:
+    """What a process has to do: the first checks on the CUDA kernels, or all others on all backends."""
+    backends = [(getattr(target.backend, "name", target.backend), target.backend)]
+    if not target.is_dry:
+        backends = [(name, name) for name in ("cuda", "triton") if why_not(name, target.device) is None]
+    found = []
+    for name, backend in backends[: 1 if first else None]:
+        for check in checks():
+            fits = (check.brief or name != "triton") and not (check.needs_gpu and target.is_dry)
+            if fits and (check.first if first else name == "triton" or not check.first):
+                found.append((name, backend, check))
     return found
 
 
-def _window(backend: Any, device: torch.device) -> tuple[Verbs, Callable[[], None], list[Tensor]]:
-    """A window of two weighted micro-batches, and the tensors that its gradients are copied from."""
-    work = verbs(Case(), backend, device)
-    source = drawn(FP32, device, 7)
-
-    def window() -> None:
-        for micro in range(2):
-            for param, grad in zip(work.plan.params, source, strict=True):
-                param.grad = grad * (micro + 1.0)
-            work.optimizer.accumulate(weight=micro + 1.0)
-        work.optimizer.step()
-
-    return work, window, source
-
-
-def _side_stream(backend: Any, device: torch.device) -> Found:
-    found = []
-    for aside in (False, True):
-        work, window, _ = _window(backend, device)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream if aside else torch.cuda.current_stream(device)):
-            if aside:
-                # So that what goes to another stream comes too early.
-                torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
-            window()
-            window()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        found.append(work.everything())
-    return _pairs(found[1], found[0])
-
-
-def _graph(backend: Any, device: torch.device) -> Found:
-    found = []
-    for captures in (False, True):
-        work, window, source = _window(backend, device)
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            window()
-        torch.cuda.current_stream(device).wait_stream(side)
-        run: Callable[[], Any] = window
-        if captures:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                window()
-            run = graph.replay
-        for factor in (0.5, 3.0):
-            for tensor in source:
-                tensor.mul_(factor)
-            run()
-        torch.cuda.synchronize()
-        found.append({name: tensor.clone() for name, tensor in work.everything().items()})
-    return _pairs(found[1], found[0])
-
-
-def _pairs(found: Found, expected: Found) -> Found:
-    return found | {f"expected {name}": tensor for name, tensor in expected.items()}
-
-
-def checks() -> list[Check]:
-    """What holds up all else comes first."""
-    found = [Check("norm", dtype, _norm(dtype)) for dtype in _DTYPES]
-    found += [Check("accumulate", dtype, _accumulate(dtype)) for dtype in _DTYPES]
-    cases = [Case(rule, grads=dtype) for rule in RULES for dtype in (FP32, BF16)]
-    cases += [Case(grads=FP16)]
-    packed = [("split8", "int8"), ("split16", "int8"), ("split16", "fp32"), ("bf16 stochastic", "int8")]
-    cases += [Case("AdamW", weights, states, dtype) for weights, states in packed for dtype in (BF16, FP32)]
-    others = [(weights, states) for weights in WEIGHTS for states in STATES if (weights, states) not in packed]
-    rules = [rule for rule in RULES if rule not in ("SGD", "AMSGrad")]
-    for number, (weights, states) in enumerate(others[1:]):  # but plain fp32
-        grads = WEIGHTS[weights][0]
-        cases += [Case(rule, weights, states, grads) for rule in dict.fromkeys(["AdamW", rules[number % len(rules)]])]
-    found += [Check(f"step: {case.name}", case.grads, _step(case), brief=case in _BRIEF) for case in cases]
-    for case in (Case(), Case("AdamW", "split8", "int8", BF16)):
-        found.append(
-            Check(f"gradients off their boundaries: {case.name}", case.grads, _step(case, off=True), brief=False)
-        )
-    own = {"a skipped step": _skip, "a side stream": _side_stream, "a captured graph, replayed": _graph}
-    return found[:6] + [Check(name, FP32, run, has_expected=True) for name, run in own.items()] + found[6:]
-
-
-def compare(
-    check: Check, backend: Any, device: torch.device, reference: Any, known: dict[str, Found]
-) -> dict[str, Any]:
-    """One line of the report. Args: known: what the reference has given, by check."""
-    began = time.perf_counter()
-    facts: dict[str, Any] = {}
-    try:
-        found = check.run(backend, device)
-        if check.has_expected:
-            expected = {name.removeprefix("expected "): each for name, each in found.items() if name[:9] == "expected "}
-        else:
-            key = f"{check.name} {check.dtype}"
-            if key not in known:
-                known[key] = check.run(reference, torch.device("cpu"))
-            expected = known[key]
-        differ = differences(found, expected)
-        facts = {"ok": not differ, "differences": len(differ), "first": differ[0] if differ else None}
-        if len(differ) > 1:
-            facts["all"] = "\n".join(map(str, differ[:20]))
-    except Exception as error:
-        facts = {
-            "ok": False,
-            "error": f"{type(error).__name__}: {error}".split("\n")[0],
-            "trace": traceback.format_exc(),
-        }
-    return {**facts, "seconds": round(time.perf_counter() - began, 3)}
-
-
-def run_checks(
-    journal: Journal, several: Sequence[Check], backends: dict[str, Any], device: torch.device, start: int = 0,
-    again: Callable[[int], Any] = lambda start: None,
-) -> bool:  # fmt: skip
-    """Whether all bits are equal. Args: start: how many comparisons are done; again: begins anew with that number."""
-    reference = "torch" if compiled.module is None or device.type == "cpu" else "cpu"
+def compare_all(own: Journal, target: Target, several: Sequence[Job], start: int = 0) -> bool:
+    """Whether all bits are equal. Args: start: how many comparisons are done."""
     known: dict[str, Found] = {}
-    ordered = [(name, check) for name in backends for check in several if check.brief or name != "triton"]
     good = True
-    for number, (name, check) in enumerate(ordered[start:], start=start):
-        called = {"check": check.name, "backend": name, "gradients": text(check.dtype)}
-        journal.write("so far", number=number, of=len(ordered), begins=called)  # the last one, if it never ends
-        facts = compare(check, backends[name], device, reference, known)
-        journal.write("bits", **called, **facts)
+    for number, (name, backend, check) in enumerate(several[start:], start=start):
+        own.write("so far", number=number, of=len(several), begins=f"{check.name}, {name}")
+        facts = compare(target, backend, check, known)
+        if facts.get("differences"):
+            facts["right without"] = _culprits(target, backend, check, known)
+        own.write("bits", check=check.name, backend=name, launches="+".join(target.mechanisms) or "plain", **facts)
         good = good and facts["ok"]
-        if "error" in facts and device.type == "cuda" and not _usable(device):
-            again(number + 1)
+        if "error" in facts and not target.is_dry and not _usable(target.device):
+            sys.exit(_UNUSABLE)
     return good
+
+
+def compare(target: Target, backend: Any, check: Check, known: dict[str, Found]) -> dict[str, Any]:
+    """One line of the report. Args: known: what the CPU has given, by check."""
+    began = time.perf_counter()
+    sizes, large = (TINY, 3 * TINY[-1]) if target.is_dry else (SIZES, LARGE)
+    try:
+        found = check.run(Place(backend, target.device, sizes, large))
+        expected = own_expectation(found) or known.get(check.name)
+        if expected is None:
+            cpu = "torch" if compiled.module is None else "cpu"
+            expected = known[check.name] = check.run(Place(cpu, torch.device("cpu"), sizes, large))
+        differ = differences(found, expected)
+    except Exception as error:
+        says = f"{type(error).__name__}: {error}".split("\n")[0]
+        return {"ok": False, "error": says, "trace": traceback.format_exc()}
+    facts: dict[str, Any] = {"ok": not differ, "seconds": round(time.perf_counter() - began, 3)}
+    return facts | ({"differences": len(differ), "first": differ[0], "all": "\n".join(map(str, differ))} if differ else {})
+
+
+def _culprits(target: Target, backend: Any, check: Check, known: dict[str, Found]) -> list[str]:
+    """The mechanisms without which the bits are right."""
+    found = []
+    for name in target.mechanisms:
+        target.allow({*target.mechanisms} - {name})
+        found += [name] if compare(target, backend, check, known)["ok"] else []
+    target.allow(target.mechanisms)
+    return found
 
 
 def _usable(device: torch.device) -> bool:
@@ -251,33 +153,6 @@ def _usable(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.smoke", description=__doc__)
-    parser.add_argument(
-        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: its backend, to see that it runs"
-    )
-    parser.add_argument("--start", type=int, default=0, help="leave out so many comparisons")
-    asked = parser.parse_args()
-    journal = Journal.of_this_process("smoke")
-    device = torch.device("cuda", 0) if asked.device == "cuda" else torch.device("cpu")
-    reasons = {name: why_not(name, device) for name in (("cuda", "triton") if device.type == "cuda" else ("cpu",))}
-    for name, reason in reasons.items():
-        if reason is not None and not asked.start:
-            journal.write("left out", ok=False, backend=name, reason=reason)
-    backends = {name: name for name, reason in reasons.items() if reason is None}
-    several = checks()
-    if device.type == "cpu":
-        several = [check for check in several if check.brief and check.run not in (_side_stream, _graph)]
-
-    def again(start: int) -> None:
-        sys.stdout.flush()
-        program = [sys.executable, "-m", "bench.gpu.smoke", "--device", asked.device, "--start", str(start)]
-        os.execv(sys.executable, program)
-
-    good = run_checks(journal, several, backends, device, asked.start, again)
-    sys.exit(0 if good and not any(reasons.values()) and not asked.start else 1)
 
 
 if __name__ == "__main__":

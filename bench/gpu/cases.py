@@ -1,8 +1,8 @@
-"""A backend's verbs, each called alone, on an optimizer's tensors in one format: what is compared and what is timed."""
+"""A backend's kernels, each called alone, on an optimizer's tensors in one format: what is compared and what is timed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,16 @@ from accumfused.formats.kinds import MASTER
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 _MAX_GRAD_NORM = 0.5
 
+_ADAM: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3}
+_MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.7}
 RULES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "AdamW": (af.AdamW, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3}),
-    "AMSGrad": (af.AdamW, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3, "amsgrad": True}),
-    "Adam": (af.Adam, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3}),
-    "Lion": (af.Lion, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3}),
+    "AdamW": (af.AdamW, _ADAM),
+    "AMSGrad": (af.AdamW, {**_ADAM, "amsgrad": True}),
+    "Adam": (af.Adam, _ADAM),
+    "Lion": (af.Lion, _ADAM),
     "SGD": (af.SGD, {"lr": 0.1, "weight_decay": 0.3}),
-    "SGD-m": (af.SGD, {"lr": 0.1, "momentum": 0.7, "dampening": 0.2, "weight_decay": 0.3}),
-    "SGD Nesterov": (af.SGD, {"lr": 0.1, "momentum": 0.7, "nesterov": True}),
+    "SGD-m": (af.SGD, {**_MOMENTUM, "dampening": 0.2, "weight_decay": 0.3}),
+    "SGD Nesterov": (af.SGD, {**_MOMENTUM, "nesterov": True}),
 }
 WEIGHTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (FP32, {}),
@@ -40,7 +42,7 @@ STATES: dict[str, Any] = {"fp32": FP32, "bf16": BF16, "int8": "int8"}
 
 @dataclass(frozen=True)
 class Case:
-    """A rule, and how its numbers are kept."""
+    """A rule, and how its numbers are stored."""
 
     rule: str = "AdamW"
     weights: str = "fp32"
@@ -55,32 +57,36 @@ class Case:
     def param_dtype(self) -> torch.dtype:
         return WEIGHTS[self.weights][0]
 
-    def optimizer(self, params: Sequence[Tensor], backend: Any, **settings: Any) -> af.FusedOptimizer:
+    def optimizer(self, params: Iterable[Tensor], backend: Any) -> af.FusedOptimizer:
         """Args: backend: a name or a backend."""
-        made, options = RULES[self.rule]
+        make, options = RULES[self.rule]
         known = {"max_grad_norm": _MAX_GRAD_NORM, "rounding_seed": 17, "state_dtype": STATES[self.states]}
         known |= {"state_dtype_min_numel": 2, **WEIGHTS[self.weights][1]}
-        name = backend if isinstance(backend, str) else "auto"
-        optimizer: af.FusedOptimizer = made(params, **options, backend=name, **{**known, **settings})
-        if not isinstance(backend, str):
-            optimizer.engine.plans.backend = backend
-        return optimizer
+        return using(backend, lambda name: make(params, **options, **known, backend=name))
 
 
-class Verbs:
-    """The verbs of an optimizer that has made its first step from these gradients, so that it has all its states."""
+def using(backend: Any, make: Callable[[str], Any]) -> Any:
+    """An optimizer that steps by this backend. Args: backend: a name or a backend; make: by a backend's name."""
+    if isinstance(backend, str):
+        return make(backend)
+    optimizer = make("auto")
+    optimizer.engine.plans.backend = backend
+    return optimizer
+
+
+class Kernels:
+    """The kernels of an optimizer that has made its first step from these gradients, so that it has all its states."""
 
     def __init__(self, case: Case, params: Sequence[Tensor], grads: Sequence[Tensor], backend: Any) -> None:
         for param, grad in zip(params, grads, strict=True):
             if grad.dtype != param.dtype:
                 param.grad_dtype = grad.dtype
             param.grad = grad
-        self.case = case
         self.optimizer = case.optimizer(params, backend)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.plan = self.optimizer.engine.plans.current().plan
-        self.backend: Any = self.optimizer.engine.plans.current().backend
+        current = self.optimizer.engine.plans.current()
+        self.plan, self.backend = current.plan, current.backend
         self.partials = torch.zeros(self.plan.chunks, device=self.plan.device)
         self._hypers = self.plan.hypers(self.optimizer.param_groups)
 
@@ -91,11 +97,10 @@ class Verbs:
         return outcome
 
     @torch.no_grad()
-    def accumulate(self, grads: Sequence[Tensor], accumulators: Sequence[Tensor], *, first: bool = False) -> None:
-        held = [OVERWRITE if first else READY] * len(grads)
-        self.backend.accumulate(
-            self.plan, Fold([*grads], [*accumulators], held, Weights().factors, READY, 1.0), self.partials
-        )
+    def accumulate(self, grads: Sequence[Tensor], sums: Sequence[Tensor], *, first: bool = False) -> None:
+        factors = [OVERWRITE if first else READY] * len(grads)
+        fold = Fold([*grads], [*sums], factors, Weights().factors, READY, 1.0)
+        self.backend.accumulate(self.plan, fold, self.partials)
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor], outcome: Outcome) -> None:
@@ -112,19 +117,14 @@ class Verbs:
     def step_bytes(self, grads: Sequence[Tensor]) -> int:
         """What a step has to move: gradients in; parameters and states in and out.
 
-        A 16-bit parameter beside an fp32 master only goes out.
+        A 16-bit parameter that has an fp32 master only goes out.
         """
-        total = sum(map(size, grads))
+        total = sum(grad.nbytes for grad in grads)
         for param in self.plan.params:
             state = self.optimizer.state[param]
-            total += size(param) * (1 if MASTER in state else 2)
-            total += 2 * sum(size(value) for value in state.values() if value.dim() > 0)
+            total += param.nbytes * (1 if MASTER in state else 2)
+            total += 2 * sum(value.nbytes for value in state.values() if value.dim() > 0)
         return total
-
-
-def size(tensor: Tensor) -> int:
-    """In bytes."""
-    return tensor.numel() * tensor.element_size()
 
 
 def text(dtype: torch.dtype) -> str:
