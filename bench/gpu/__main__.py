@@ -6,18 +6,16 @@ all is ended: report.jsonl, report.md, output.txt, and the module. `python -m be
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import signal
 import sys
 from pathlib import Path
 
 from bench.gpu import journal
-from bench.gpu.runner import JOURNAL, Stage, python, run_all, write_report
+from bench.gpu.runner import DRY, JOURNAL, Stage, python, run_all, write_report
 
 MINUTES = 9.5
-SECONDS = {"build": 70, "smoke": 90, "versus": 60, "probe": 110, "test": 130, "sanitize": 80, "counters": 30}
-DRY = "ACCUMFUSED_GPU_DRY"  # bench/gpu/target.py reads it
+SECONDS = {"build": 70, "smoke": 90, "versus": 60, "probe": 110, "test": 150, "sanitize": 90}
 
 
 def main() -> None:
@@ -32,21 +30,19 @@ def main() -> None:
     asked = parser.parse_args()
     if unknown := set(asked.stages) - set(SECONDS):
         parser.error(f"unknown stage {', '.join(sorted(unknown))}; choose from {', '.join(SECONDS)}")
-    if importlib.util.find_spec("torch") is None:
-        sys.exit(f"{sys.executable} has no torch; name an interpreter that has: make gpu PYTHON=...")
-    if not asked.dry:
+    try:
         import torch
-
-        if not torch.cuda.is_available():
-            sys.exit(f"no GPU that torch {torch.__version__} can use; --dry runs every stage without one")
+    except ImportError:
+        sys.exit(f"{sys.executable} has no torch; name an interpreter that has: make gpu PYTHON=...")
+    if not asked.dry and not torch.cuda.is_available():
+        sys.exit(f"torch {torch.__version__} finds no GPU that it can use; --dry runs the stages without one")
     os.environ |= {DRY: "1"} if asked.dry else {}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    wanted = [name for name in SECONDS if name in (asked.stages or SECONDS) or name == "build"]
-    left_out = {"build", "counters"} if asked.dry else set()
-    chosen = [Stage(name, SECONDS[name], python("-m", f"bench.gpu.{name}")) for name in wanted if name not in left_out]
+    wanted = {*(asked.stages or SECONDS), "build"} - ({"build"} if asked.dry else set())
+    several = [Stage(name, SECONDS[name], python("-m", f"bench.gpu.{name}")) for name in SECONDS if name in wanted]
     folder = asked.report.resolve()
     try:
-        bad = run_all(chosen, folder, 60 * asked.minutes)
+        bad = run_all(several, folder, 60 * asked.minutes)
     except KeyboardInterrupt:
         sys.exit(f"interrupted; what is known until now: {folder}")
     print("\n" + journal.markdown(journal.read(folder / JOURNAL), texts=False))

@@ -1,4 +1,4 @@
-"""A backend's kernels, each called alone, on an optimizer's tensors in one format: what is compared and what is timed."""
+"""A backend's kernels, each called alone, on an optimizer's tensors in one format: these are compared and timed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from accumfused.core.weights import READY, Weights
 from accumfused.formats.kinds import MASTER
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
 _MAX_GRAD_NORM = 0.5
 
 _ADAM: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3}
@@ -51,7 +52,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.rule}, {self.weights}, {self.states} states, {text(self.grads)} gradients"
+        return f"{self.rule}, {self.weights}, {self.states} states, {DTYPES[self.grads]} gradients"
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -72,6 +73,11 @@ def using(backend: Any, make: Callable[[str], Any]) -> Any:
     optimizer = make("auto")
     optimizer.engine.plans.backend = backend
     return optimizer
+
+
+PACKED = tuple(Case("AdamW", *kept, BF16) for kept in (("split8", "int8"), ("split16", "int8"), ("split16", "fp32")))
+PACKED += (Case("AdamW", "bf16 stochastic", "int8", BF16),)
+PURE = Case("AdamW", "bf16 stochastic", "bf16", BF16)
 
 
 class Kernels:
@@ -125,7 +131,3 @@ class Kernels:
             total += param.nbytes * (1 if MASTER in state else 2)
             total += 2 * sum(value.nbytes for value in state.values() if value.dim() > 0)
         return total
-
-
-def text(dtype: torch.dtype) -> str:
-    return {FP32: "fp32", BF16: "bf16", FP16: "fp16"}[dtype]

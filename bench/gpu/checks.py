@@ -1,40 +1,39 @@
-"""What `smoke` compares: each kernel, rule and format once, and streams, graphs, skips, fused linears.
+"""What `smoke` compares: kernels, rules and formats, and streams, graphs, skips, fused linears.
 
 A check gives tensors by name. It runs on a GPU's backend and on the CPU's, and all bits are equal; or it gives what
-each should be itself, as "expected NAME".
+each should be itself, as "expected NAME". The tests go through all combinations of rules and formats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import accumfused as af
-from accumfused.formats import numeric
-from bench.gpu.cases import BF16, FP16, FP32, RULES, STATES, WEIGHTS, Case, Kernels, text
+from accumfused.formats.numeric import CHUNK
+from bench.gpu.cases import BF16, DTYPES, FP16, FP32, PACKED, PURE, RULES, Case, Kernels
 
-CHUNK = numeric.CHUNK
 SIZES = (1, 15, 17, 127, 2049, CHUNK - 1, CHUNK, CHUNK + 130, 2 * CHUNK + 5)
 TINY = (1, 129, CHUNK + 130)  # in a dry run
-LARGE = 70_000_000  # elements: more chunks than a card has room for thread blocks
+LARGE = (70_000_000,)  # more chunks than a card has room for thread blocks
 _PATTERN = (1 << 20) + 7  # random numbers, repeated
-_PACKED = [("split8", "int8"), ("split16", "int8"), ("split16", "fp32"), ("bf16 stochastic", "int8")]
 
 Found = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check runs. Args: backend: a name or a backend; large: elements of the large check."""
+    """Where a check runs. Args: backend: a name or a backend; sizes: of the tensors; large: of the large check."""
 
     backend: Any
     device: torch.device
     sizes: tuple[int, ...] = SIZES
-    large: int = LARGE
+    large: tuple[int, ...] = LARGE
 
     def drawn(self, dtype: torch.dtype, seed: int) -> list[Tensor]:
         """The same numbers on every device, some of them 0."""
@@ -53,81 +52,62 @@ class Place:
 
 @dataclass(frozen=True)
 class Check:
-    """Args: first: it is one of those that go up the ladder; brief: Triton, which compiles for seconds, has it too."""
+    """Args: brief: Triton, which compiles for seconds, has it too; needs_gpu: a dry run leaves it out."""
 
     name: str
     run: Callable[[Place], Found]
-    first: bool = False
-    brief: bool = True
+    brief: bool = False
     needs_gpu: bool = False
 
 
 def checks() -> list[Check]:
     """What holds up all else comes first."""
-    found = [
-        Check("norm, fp32", norm(FP32), first=True),
-        Check("accumulate, fp32", accumulate(FP32), first=True),
-        Check("step: " + Case().name, step(Case()), first=True),
-        Check("a window of two", window, first=True),
-        Check("a skipped step", skip, first=True),
-        Check("a side stream", side_stream, first=True, needs_gpu=True),
-        Check("a captured graph, replayed", graph, first=True, needs_gpu=True),
-        Check("one large tensor, bf16", large, first=True, brief=False),
-        Check("fused linears, bf16", linears, brief=False),
+    first = [
+        Check("norm", partial(norm, FP32), brief=True),
+        Check("accumulate", partial(accumulate, FP32), brief=True),
+        Check(f"step: {Case().name}", partial(step, Case()), brief=True),
+        Check("a window of two", window, brief=True),
+        Check("a skipped step", skip, brief=True),
+        Check("a side stream", side_stream, brief=True, needs_gpu=True),
+        Check("a captured graph, replayed", graph, brief=True, needs_gpu=True),
+        Check("one large tensor, bf16", lambda at: step(PACKED[0], Place(at.backend, at.device, at.large))),
+        Check("fused linears, bf16", linears),
     ]
-    for dtype in (BF16, FP16):
-        found += [Check(f"norm, {text(dtype)}", norm(dtype)), Check(f"accumulate, {text(dtype)}", accumulate(dtype))]
-    cases = [Case(rule, grads=dtype) for rule in RULES for dtype in (FP32, BF16)][1:] + [Case(grads=FP16)]
-    cases += [Case("AdamW", weights, states, dtype) for weights, states in _PACKED for dtype in (BF16, FP32)]
-    others = [(weights, states) for weights in WEIGHTS for states in STATES if (weights, states) not in _PACKED][1:]
-    rules = [rule for rule in RULES if rule not in ("SGD", "AMSGrad")]
-    for number, (weights, states) in enumerate(others):
-        for rule in dict.fromkeys(["AdamW", rules[number % len(rules)]]):
-            cases.append(Case(rule, weights, states, WEIGHTS[weights][0]))
-    brief = (Case("Lion"), Case("SGD-m"), Case("AdamW", "split16", "int8", BF16))
-    found += [Check(f"step: {case.name}", step(case), brief=case in brief) for case in cases]
-    for case in (Case(), Case("AdamW", "split8", "int8", BF16)):
-        found.append(Check(f"gradients off their boundaries: {case.name}", step(case, off=True), brief=False))
+    steps = [*(Case(rule) for rule in RULES if rule != "AdamW"), *PACKED, PURE, Case(grads=FP16)]
+    steps += [Case("AdamW", "bf16 + fp32 master", "bf16", BF16), Case("Lion", "fp16 stochastic", "int8", FP16)]
+    off = (Case(), PACKED[0])
+    halves = [(run, dtype) for run in (norm, accumulate) for dtype in (BF16, FP16)]
+    return [
+        *first,
+        *(Check(f"{run.__name__}, {DTYPES[dtype]}", partial(run, dtype)) for run, dtype in halves),
+        *(Check(f"step: {case.name}", partial(step, case)) for case in steps),
+        *(Check(f"gradients off their boundaries: {case.name}", partial(step, case, off=True)) for case in off),
+    ]
+
+
+def norm(dtype: torch.dtype, place: Place) -> Found:
+    work = place.kernels(Case("SGD", grads=dtype))
+    values = work.norm(place.drawn(dtype, 2)).values
+    return {"sums of squares": work.partials, "coefficient, norm, skipped": values}
+
+
+def accumulate(dtype: torch.dtype, place: Place) -> Found:
+    work, sums = place.kernels(Case("SGD", grads=dtype)), place.drawn(FP32, 3)
+    found: Found = {}
+    for name, first in (("first", True), ("second", False)):
+        work.accumulate(place.drawn(dtype, 4), sums, first=first)
+        found |= {f"{name}, sum {index}": tensor.clone() for index, tensor in enumerate(sums)}
+        found[f"{name}, sums of squares"] = work.partials.clone()
     return found
 
 
-def norm(dtype: torch.dtype) -> Callable[[Place], Found]:
-    def run(place: Place) -> Found:
-        work = place.kernels(Case("SGD", grads=dtype))
-        values = work.norm(place.drawn(dtype, 2)).values
-        return {"sums of squares": work.partials, "coefficient, norm, skipped": values}
-
-    return run
-
-
-def accumulate(dtype: torch.dtype) -> Callable[[Place], Found]:
-    def run(place: Place) -> Found:
-        work, sums = place.kernels(Case("SGD", grads=dtype)), place.drawn(FP32, 3)
-        found: Found = {}
-        for name, first in (("first", True), ("second", False)):
-            work.accumulate(place.drawn(dtype, 4), sums, first=first)
-            found |= {f"{name}, sum {index}": tensor.clone() for index, tensor in enumerate(sums)}
-            found[f"{name}, sums of squares"] = work.partials.clone()
-        return found
-
-    return run
-
-
-def step(case: Case, *, off: bool = False) -> Callable[[Place], Found]:
+def step(case: Case, place: Place, *, off: bool = False) -> Found:
     """Two steps: the optimizer's own first one, and the kernels alone. Args: off: gradients lie one element off."""
-
-    def run(place: Place) -> Found:
-        work, grads = place.kernels(case), place.drawn(case.grads, 5)
-        if off:
-            grads = [grad.new_empty(len(grad) + 1)[1:].copy_(grad) for grad in grads]
-        work.step(grads, work.norm(grads))
-        return work.everything()
-
-    return run
-
-
-def large(place: Place) -> Found:
-    return step(Case("AdamW", "split8", "int8", BF16))(Place(place.backend, place.device, (place.large,)))
+    work, grads = place.kernels(case), place.drawn(case.grads, 5)
+    if off:
+        grads = [grad.new_empty(len(grad) + 1)[1:].copy_(grad) for grad in grads]
+    work.step(grads, work.norm(grads))
+    return work.everything()
 
 
 def skip(place: Place) -> Found:
@@ -164,38 +144,40 @@ def window(place: Place) -> Found:
 
 
 def side_stream(place: Place) -> Found:
-    found = []
-    for aside in (False, True):
-        work, run, _ = _windows(place)
-        stream = torch.cuda.Stream(place.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(place.device))
-        with torch.cuda.stream(stream if aside else torch.cuda.current_stream(place.device)):
-            if aside:  # what goes to another stream comes too early then
-                torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
-            run()
-            run()
-        torch.cuda.current_stream(place.device).wait_stream(stream)
-        found.append(work.everything())
-    return _pairs(found[1], found[0])
+    """The windows of `window`, while the other stream sleeps: what goes to a wrong stream comes too early."""
+    work, run, _ = _windows(place)
+    here = torch.cuda.current_stream(place.device)
+    side = torch.cuda.Stream(place.device)  # type: ignore[no-untyped-call]
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+        run()
+        run()
+    here.wait_stream(side)
+    return _pairs(work.everything(), window(place))
 
 
 def graph(place: Place) -> Found:
+    """An eager window and two replays with other gradients, beside three eager windows."""
     found = []
     for captures in (False, True):
         work, run, source = _windows(place)
+        here = torch.cuda.current_stream(place.device)
         side = torch.cuda.Stream(place.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(place.device))
+        side.wait_stream(here)
         with torch.cuda.stream(side):
             run()
-        torch.cuda.current_stream(place.device).wait_stream(side)
+        here.wait_stream(side)
+        again: Callable[[], Any] = run
         if captures:
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(captured):
                 run()
+            again = captured.replay
         for factor in (0.5, 3.0):
             for tensor in source:
                 tensor.mul_(factor)
-            captured.replay() if captures else run()
+            again()
         torch.cuda.synchronize()
         found.append({name: tensor.clone() for name, tensor in work.everything().items()})
     return _pairs(found[1], found[0])
@@ -203,21 +185,18 @@ def graph(place: Place) -> Found:
 
 def linears(place: Place) -> Found:
     """A window with and without `fuse_linears`, of numbers so small that every sum is exact."""
-    width = 1024  # fuse_linears leaves smaller layers alone
-    found = []
+    width, found = 1024, []  # fuse_linears leaves smaller layers alone
     for fuses in (False, True):
         generator = torch.Generator().manual_seed(8)
         layer = torch.nn.Linear(width, width, bias=False, device=place.device, dtype=BF16)
-        with torch.no_grad():
-            layer.weight.copy_(torch.randn(width, width, generator=generator))
+        layer.weight.data.copy_(torch.randn(width, width, generator=generator))
         optimizer = Case("AdamW", "split16", "fp32", BF16).optimizer(layer.parameters(), place.backend)
         handle = af.fuse_linears(layer, optimizer) if fuses else None
-        for micro in range(2):
-            x, grad = (torch.randint(-2, 3, (4, width), generator=generator) for _ in range(2))
-            output = layer(x.to(place.device, BF16))
-            optimizer.backward((output * grad.to(place.device, BF16)).sum(), 1, micro == 1)
+        for last in (False, True):
+            x, grad = (torch.randint(-2, 3, (4, width), generator=generator).to(place.device, BF16) for _ in range(2))
+            optimizer.backward((layer(x) * grad).sum(), 1, last)
         optimizer.step()
-        if handle is not None and place.device.type == "cuda" and not handle.fused:
+        if handle is not None and place.device.type == "cuda" and not handle.fused:  # a CPU has no such product
             raise RuntimeError(f"the layer is not fused: {handle.left}")
         found.append({"weight": layer.weight.detach(), **optimizer.state[layer.weight]})
     return _pairs(found[1], found[0])
@@ -240,15 +219,14 @@ def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         if left is None or left.shape != right.shape or left.dtype != right.dtype:
             several.append({"tensor": name, "found": str(left if left is None else (left.shape, left.dtype))})
             continue
-        left, right = left.detach().cpu().flatten(), right.detach().cpu().flatten()
+        left, right = (tensor.detach().cpu().flatten() for tensor in (left, right))
         differ = (bits(left) != bits(right)).nonzero().flatten()
         if len(differ):
             at = int(differ[0])
-            several.append(
-                {"tensor": name, "differ": len(differ), "of": len(left), "first": at, "last": int(differ[-1])}
-                | {"found": left[at].item(), "expected": right[at].item()}
-                | {"found_bits": _hex(left[at]), "expected_bits": _hex(right[at])}
-            )
+            facts = {"tensor": name, "differ": len(differ), "of": len(left), "first": at, "last": int(differ[-1])}
+            for side, values in (("found", left), ("expected", right)):
+                facts |= {side: values[at].item(), f"{side} bits": int(bits(values[at : at + 1]))}
+            several.append(facts)
     return several
 
 
@@ -258,8 +236,3 @@ def bits(tensor: Tensor) -> Tensor:
         return tensor
     tensor = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-
-
-def _hex(value: Tensor) -> str:
-    width = 8 * value.element_size()
-    return f"0x{int(bits(value.reshape(1))[0]) & (1 << width) - 1:0{width // 4}x}"

@@ -10,19 +10,20 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Collection, Sequence
+import traceback
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
 FILE = "ACCUMFUSED_GPU_JOURNAL"  # where a stage's process finds the path
-LATEST = ("so far",)  # of this kind only the last line counts
+LATEST = ("so far", "mechanisms")  # of these kinds only the last line counts
 _KNOWN = ("stage", "at", "kind", "ok")
 _LONG = 160
 
 
 class Journal:
-    """Appends the lines of one stage to a file (None: only prints them)."""
+    """Appends the lines of one stage to a file; where there is none, it only prints them."""
 
     def __init__(self, stage: str, path: Path | None = None) -> None:
         self.stage = stage
@@ -36,23 +37,25 @@ class Journal:
                 file.write(json.dumps(line, default=str) + "\n")
 
     @contextlib.contextmanager
-    def section(self, kind: str, **facts: Any) -> Any:
+    def section(self, kind: str, **facts: Any) -> Iterator[None]:
         """A block whose error becomes a line, so that the next block follows."""
         try:
             yield
         except Exception as error:
-            import traceback
+            self.write(kind, ok=False, **facts, **told(error))
 
-            says = f"{type(error).__name__}: {error}".split("\n")[0]
-            self.write(kind, ok=False, **facts, error=says, trace=traceback.format_exc())
+
+def told(error: Exception) -> Line:
+    """What a line says of an error."""
+    return {"error": f"{type(error).__name__}: {error}".split("\n")[0], "trace": traceback.format_exc()}
 
 
 def read(path: Path) -> list[Line]:
-    """All whole lines: the last one may have been cut off."""
     return parse(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def parse(text: str) -> list[Line]:
+    """All whole lines: the last one may have been cut off."""
     lines = []
     for each in text.splitlines():
         with contextlib.suppress(ValueError):
@@ -63,36 +66,35 @@ def parse(text: str) -> list[Line]:
 def forget(path: Path, stages: Collection[str]) -> None:
     """Removes the lines of stages that run anew."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [json.dumps(line) + "\n" for line in read(path) if line["stage"] not in stages]
-    path.write_text("".join(kept), encoding="utf-8")
+    left = [json.dumps(line) + "\n" for line in read(path) if line["stage"] not in stages]
+    path.write_text("".join(left), encoding="utf-8")
 
 
 def say(line: Line) -> str:
     """A line for a terminal; long texts are cut."""
-    facts = {name: value for name, value in line.items() if name not in _KNOWN}
-    said = ", ".join(f"{name} {_cell(value)}" for name, value in facts.items() if value not in (None, "", [], {}))
+    facts = {name: value for name, value in line.items() if name not in _KNOWN and value not in (None, "", [], {})}
     verdict = {True: "ok: ", False: "NOT OK: ", None: ""}[line.get("ok")]
+    said = ", ".join(f"{name} {_cell(value)}" for name, value in facts.items())
     return f"{line['stage']}: {line['kind']}: {verdict}{said}"
 
 
 def markdown(lines: Sequence[Line], *, texts: bool = True) -> str:
-    """The report. Args: texts: with texts of several lines (tracebacks, what compilers say) in full."""
+    """The report. Args: texts: with texts of several lines (tracebacks, what compilers say)."""
     stages = list(dict.fromkeys(str(line["stage"]) for line in lines))
-    parts = ["# GPU report", _table([_outcome(stage, lines) for stage in stages])]
+    parts = ["# GPU report", _table([_outcome([line for line in lines if line["stage"] == stage]) for stage in stages])]
     for stage in stages:
         own = [line for line in lines if line["stage"] == stage and line["kind"] not in ("begin", "end")]
-        parts.append(f"## {stage}")
+        parts += [f"## {stage}"] if own else []
         for kind in dict.fromkeys(str(line["kind"]) for line in own):
             parts += _kind(kind, [line for line in own if line["kind"] == kind], texts)
     return "\n\n".join(parts) + "\n"
 
 
-def _outcome(stage: str, lines: Sequence[Line]) -> Line:
-    own = [line for line in lines if line["stage"] == stage]
-    end = next((line for line in reversed(own) if line["kind"] == "end"), {})
-    good, bad = (sum(line.get("ok") is value for line in own) for value in (True, False))
+def _outcome(lines: Sequence[Line]) -> Line:
+    end = next((line for line in reversed(lines) if line["kind"] == "end"), {})
+    good, bad = (sum(line.get("ok") is value for line in lines) for value in (True, False))
     ended = end.get("outcome", "was ended together with everything")
-    return {"stage": stage, "ended": ended, "seconds": end.get("seconds"), "ok": good, "not ok": bad}
+    return {"stage": lines[0]["stage"], "ended": ended, "seconds": end.get("seconds"), "ok": good, "not ok": bad}
 
 
 def _kind(kind: str, lines: Sequence[Line], texts: bool) -> list[str]:
@@ -102,12 +104,11 @@ def _kind(kind: str, lines: Sequence[Line], texts: bool) -> list[str]:
     count = f": {len(lines) - len(shown)} of {len(lines)} ok" if len(shown) < len(lines) else ""
     rows, below = [], []
     for line in shown:
-        row = {name: value for name, value in line.items() if name not in _KNOWN}
-        long = {name: row.pop(name) for name, value in line.items() if isinstance(value, str) and "\n" in value.strip()}
-        called = next((str(value) for value in row.values()), kind)
+        long = {name: value for name, value in line.items() if isinstance(value, str) and "\n" in value.strip()}
+        rows.append({name: value for name, value in line.items() if name not in (*_KNOWN, *long)})
+        called = next(map(str, rows[-1].values()), kind)
         below += [f"{called}, {name}:\n\n````\n{value.strip()}\n````" for name, value in long.items() if texts]
-        rows += [row] if row else []
-    return [f"### {kind}{count}", *([_table(rows)] if rows else []), *below]
+    return [f"### {kind}{count}", *([_table(rows)] if any(rows) else []), *below]
 
 
 def _table(rows: Sequence[Line]) -> str:

@@ -17,16 +17,17 @@ from bench.gpu.journal import Journal
 
 ROOT = Path(__file__).parents[2]
 JOURNAL, REPORT, LOG = "report.jsonl", "report.md", "output.txt"
-LAUNCHES = "ACCUMFUSED_GPU_LAUNCHES"  # bench/gpu/target.py reads it
-_CUDA = "/usr/local/cuda/bin"  # nvcc, ncu and compute-sanitizer are often not on the PATH
+# What a stage's process finds; bench/gpu/target.py reads both.
+DRY, LAUNCHES = "ACCUMFUSED_GPU_DRY", "ACCUMFUSED_GPU_LAUNCHES"
+_CUDA = "/usr/local/cuda/bin"  # nvcc and compute-sanitizer are often not on the PATH
 _GRACE = 8.0  # seconds between the interrupt and the end
-_START = 60.0  # seconds until a child's first line: it imports torch
+_START = 60.0  # seconds until the first line of a process that is watched: it imports torch
 _LOOK = 0.1
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One command. Args: share: of the whole time, in seconds of the default."""
+    """One command. Args: share: of the whole time, beside the other stages' shares."""
 
     name: str
     share: float
@@ -45,23 +46,18 @@ def run_all(stages: Sequence[Stage], folder: Path, seconds: float) -> list[str]:
     """
     path, whole = folder / JOURNAL, sum(stage.share for stage in stages)
     journal.forget(path, [stage.name for stage in stages])
-    began, share, bad = time.monotonic(), 0.0, []
+    deadline, bad = time.monotonic(), []
     with open(folder / LOG, "wb") as log:
-        os.environ[journal.FILE] = str(path)
         for stage in stages:
-            share += stage.share
-            own, start = Journal(stage.name, path), time.monotonic()
-            limit = began + seconds * share / whole - start
-            own.write("begin", limit_seconds=round(limit))
-            outcome = "interrupted"
+            own, began, outcome = Journal(stage.name, path), time.monotonic(), "interrupted"
+            deadline += seconds * stage.share / whole
+            own.write("begin", limit_seconds=round(deadline - began))
             try:
-                outcome = watch(stage.command, path, limit, known=launches(path), log=log.fileno(), tells=True)
+                outcome = watch(stage.command, path, deadline - began, known=mechanisms(path), log=log.fileno())
             finally:
-                passed = time.monotonic() - start
-                own.write("end", ok=outcome == "passed", outcome=outcome, seconds=round(passed, 1))
+                own.write("end", ok=outcome == "passed", outcome=outcome, seconds=round(time.monotonic() - began, 1))
                 write_report(folder)
-            if outcome != "passed":
-                bad.append(stage.name)
+            bad += [] if outcome == "passed" else [stage.name]
     return bad
 
 
@@ -69,33 +65,33 @@ def write_report(folder: Path) -> None:
     (folder / REPORT).write_text(journal.markdown(journal.read(folder / JOURNAL)), encoding="utf-8")
 
 
-def launches(path: Path) -> dict[str, str]:
-    """The variable with the mechanisms that smoke has left on; nothing where it has not run."""
+def mechanisms(path: Path) -> dict[str, str]:
+    """The variable with those that smoke has left on; nothing where it has not run."""
     lines = [line for line in journal.read(path) if line["kind"] == "mechanisms"]
     return {LAUNCHES: ",".join(lines[-1]["on"])} if lines else {}
 
 
 def watch(
-    command: Sequence[str], path: Path, seconds: float, *, quiet: float | None = None,
-    known: Mapping[str, str] | None = None, log: int | None = None, tells: bool = False,
+    command: Sequence[str], path: Path, seconds: float, *, known: Mapping[str, str],
+    quiet: float | None = None, log: int | None = None,
 ) -> str:  # fmt: skip
-    """Runs a command as a group of processes, and ends the group.
+    """Runs a command, and ends it with all that it has started.
 
     Args:
         path: the journal that it writes.
-        quiet: it hangs where the journal gets no new line for so many seconds; None: only the whole time counts.
         known: more environment variables.
-        log: a file for all output; None: ours.
-        tells: whether new lines that are not simply ok are printed.
+        quiet: it hangs where the journal gets no new line for so many seconds; None: only the whole time counts.
+        log: a file for its output, beside which new lines that are not simply ok are printed; None: ours.
 
     Returns:
         How it ended: "passed", "failed (exit code)", "cut off" or "hangs".
     """
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(known or {})}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", journal.FILE: str(path), **known}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     environment["PATH"] = os.pathsep.join([environment.get("PATH", os.defpath), _CUDA])
-    told = size = path.stat().st_size if path.exists() else 0
-    deadline, heard, first = time.monotonic() + seconds, time.monotonic(), True
+    size = begin = path.stat().st_size
+    deadline = time.monotonic() + seconds
+    silent_until = time.monotonic() + max(quiet or seconds, _START)
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_own_group
     )
@@ -104,18 +100,18 @@ def watch(
         while process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_LOOK)
-            told = _tell(path, told) if tells else told
-            if path.exists() and path.stat().st_size > size:
-                size, heard, first = path.stat().st_size, time.monotonic(), False
-            if quiet is not None and time.monotonic() - heard > (max(quiet, _START) if first else quiet):
+            begin = begin if log is None else _tell(path, begin)
+            if path.stat().st_size > size:
+                size, silent_until = path.stat().st_size, time.monotonic() + (quiet or seconds)
+            if quiet is not None and time.monotonic() > silent_until:
                 outcome = "hangs"
                 break
         if process.returncode is not None:
             outcome = "passed" if process.returncode == 0 else f"failed ({process.returncode})"
     finally:
-        _end(process, grace=_GRACE if quiet is None else 0.0)
-        if tells:
-            _tell(path, told)
+        _end(process, _GRACE if quiet is None else 0.0)
+        if log is not None:
+            _tell(path, begin)
     return outcome
 
 
@@ -126,30 +122,26 @@ def _own_group() -> None:
 
 
 def _end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """Interrupts the process, which can then write what it knows, and ends it with all that it has started."""
+    """Interrupts it, so that it can write what it knows, and ends its group."""
     if process.poll() is None and grace:
-        _signal(process, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(grace)
-    _signal(process, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def _tell(path: Path, told: int) -> int:
-    """Prints the new lines that are not simply ok; how far the journal was read."""
+def _tell(path: Path, begin: int) -> int:
+    """Prints the new whole lines that are not simply ok; how far the journal was read."""
     with open(path, "rb") as file:
-        file.seek(told)
+        file.seek(begin)
         new = file.read()
     new = new[: new.rfind(b"\n") + 1]
     for line in journal.parse(new.decode()):
         if line.get("ok") is not True and line["kind"] not in journal.LATEST:
             print(journal.say(line), flush=True)
-    return told + len(new)
+    return begin + len(new)
 
 
 def python(*arguments: str) -> list[str]:

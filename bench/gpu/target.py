@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +21,11 @@ from accumfused import compiled
 from accumfused.backends import why_not
 from accumfused.backends.cuda import CudaBackend
 from bench.clock import Clock, CudaClock, EnqueueClock, HostClock
+from bench.gpu.runner import DRY, LAUNCHES, ROOT
 from bench.measure import Variant, interleave
 from bench.shapes import flat
 from bench.workload import random_tensors
 
-ROOT = Path(__file__).parents[2]
-DRY, LAUNCHES = "ACCUMFUSED_GPU_DRY", "ACCUMFUSED_GPU_LAUNCHES"
 # The arguments of `_C.cuda.allow` (csrc/cuda/launch.h), in the order in which smoke tries them.
 MECHANISMS = (
     "queue",  # more thread blocks than the card has room for
