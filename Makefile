@@ -52,9 +52,10 @@ docs: $(VENV)/docs.stamp
 
 # On a machine with a GPU: by PYTHON's own torch and Triton, in place, without network and environment. docs/internals/gpu.md
 # says what each stage does; all of them end after GPU_MINUTES, and GPU_REPORT holds what is known at any moment.
-GPU_MINUTES ?= 9
-GPU_REPORT ?= build/gpu
-GPU_STAGES := gpu-smoke gpu-test gpu-probe gpu-bench gpu-sanitize
+# OUT is the folder that some job systems bring back.
+GPU_MINUTES ?= 9.5
+GPU_REPORT ?= $(or $(OUT),build/gpu)
+GPU_STAGES := gpu-build gpu-smoke gpu-versus gpu-probe gpu-test gpu-sanitize
 .PHONY: gpu $(GPU_STAGES)
 gpu $(GPU_STAGES):
 	$(PYTHON) -m bench.gpu --minutes $(GPU_MINUTES) --report "$(GPU_REPORT)" $(filter-out gpu,$(@:gpu-%=%)) $(ARGS)

@@ -147,10 +147,10 @@ def side_stream(place: Place) -> Found:
     """The windows of `window`, while the other stream sleeps: what goes to a wrong stream comes too early."""
     work, run, _ = _windows(place)
     here = torch.cuda.current_stream(place.device)
-    side = torch.cuda.Stream(place.device)  # type: ignore[no-untyped-call]
+    side = torch.cuda.Stream(place.device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
-        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(20_000_000)
         run()
         run()
     here.wait_stream(side)
@@ -163,7 +163,7 @@ def graph(place: Place) -> Found:
     for captures in (False, True):
         work, run, source = _windows(place)
         here = torch.cuda.current_stream(place.device)
-        side = torch.cuda.Stream(place.device)  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream(place.device)
         side.wait_stream(here)
         with torch.cuda.stream(side):
             run()

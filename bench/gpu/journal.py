@@ -31,10 +31,10 @@ class Journal:
 
     def write(self, kind: str, **facts: Any) -> None:
         line: Line = {"stage": self.stage, "at": round(time.time(), 2), "kind": kind, **facts}
-        print(say(line), flush=True)
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:  # one write of one line: other processes append too
                 file.write(json.dumps(line, default=str) + "\n")
+        print(say(line), flush=True)
 
     @contextlib.contextmanager
     def section(self, kind: str, **facts: Any) -> Iterator[None]:

@@ -102,7 +102,7 @@ class Probe:
 
 
 def main() -> None:
-    Probe(Target.here(), Journal("probe")).run()
+    Probe(Target(), Journal("probe")).run()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ _LAST = 3000  # characters
 
 
 def main() -> None:
-    own, target, inside = Journal("sanitize"), Target.here(), python("-m", "bench.gpu.sanitize", "inside")
+    own, target, inside = Journal("sanitize"), Target(), python("-m", "bench.gpu.sanitize", "inside")
     if sys.argv[1:]:
         run_kernels(target)
         return

@@ -27,7 +27,7 @@ _UNUSABLE = 70  # the exit code
 
 
 def main() -> None:
-    own, target = Journal("smoke"), Target.here()
+    own, target = Journal("smoke"), Target()
     if sys.argv[1:] == ["triton"]:
         sys.exit(0 if compare_all(own, target, "triton", [check for check in checks() if check.brief]) else 1)
     if sys.argv[1:]:

@@ -1,7 +1,7 @@
 """What a stage runs on: the first GPU, or in a dry run the CPU, with the kernels over the emulation where it compiles.
 
 A stage's process finds two variables: ACCUMFUSED_GPU_DRY, and ACCUMFUSED_GPU_LAUNCHES, the mechanisms that launches
-may use (see MECHANISMS; all where it is not set). They are read here and nowhere else.
+may use (see MECHANISMS; all where it is not set). Only this file reads the second.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -34,57 +33,43 @@ MECHANISMS = (
 )
 
 
-@dataclass
 class Target:
     """A GPU, or the CPU in its place.
 
-    Args:
+    Attributes:
         kernels: `_C.cuda`, or the emulation of it; None where there are none.
         backend: a name, or a backend.
         rounds: of everything that is timed.
+        mechanisms: those that are on.
     """
 
-    device: torch.device
-    kernels: Any
-    backend: Any
-    clock: Clock
-    host_clock: Clock
-    rounds: int
+    def __init__(self) -> None:
+        self.is_dry = bool(os.environ.get(DRY))
+        self.device = torch.device("cpu") if self.is_dry else torch.device("cuda", 0)
+        self.rounds = 1 if self.is_dry else 9
+        self.kernels = self._emulation() if self.is_dry else None
+        self.backend: Any = "torch" if compiled.module is None else "cpu" if self.is_dry else "triton"
+        if self.kernels is not None:
+            self.backend = CudaBackend(self.kernels, self.kernels.Table)
+        if not self.is_dry and why_not("cuda", self.device) is None:
+            self.kernels, self.backend = compiled.module.cuda, "cuda"
+        names = os.environ.get(LAUNCHES, ",".join(MECHANISMS)).split(",")
+        self.mechanisms = tuple(name for name in MECHANISMS if name in names and self.kernels is not None)
+        self.allow(self.mechanisms)
 
-    @classmethod
-    def here(cls) -> Target:
-        """What this process was started for; its mechanisms are switched."""
-        target = cls._dry() if os.environ.get(DRY) else cls._gpu()
-        if LAUNCHES in os.environ:
-            target.allow(os.environ[LAUNCHES].split(","))
-        return target
-
-    @classmethod
-    def _gpu(cls) -> Target:
-        device = torch.device("cuda", 0)
-        reason = why_not("cuda", device)
-        kernels = None if reason else compiled.module.cuda
-        return cls(device, kernels, "triton" if reason else "cuda", CudaClock(device), EnqueueClock(device), 9)
-
-    @classmethod
-    def _dry(cls) -> Target:
+    def _emulation(self) -> Any:
         sys.path.insert(0, str(ROOT / "tests"))
         import emulation
 
-        clock, cpu = HostClock(), "torch" if compiled.module is None else "cpu"
-        kernels = None if compiled.module is None or emulation.why_not() else emulation.load()
-        backend = cpu if kernels is None else CudaBackend(kernels, kernels.Table)
-        return cls(torch.device("cpu"), kernels, backend, clock, clock, 1)
-
-    @property
-    def is_dry(self) -> bool:
-        return self.device.type == "cpu"
+        return None if compiled.module is None or emulation.why_not() else emulation.load()
 
     @cached_property
-    def mechanisms(self) -> tuple[str, ...]:
-        """Those that are on."""
-        names = os.environ.get(LAUNCHES, ",".join(MECHANISMS)).split(",")
-        return tuple(name for name in MECHANISMS if name in names and self.kernels is not None)
+    def clock(self) -> Clock:
+        return HostClock() if self.is_dry else CudaClock(self.device)
+
+    @cached_property
+    def host_clock(self) -> Clock:
+        return HostClock() if self.is_dry else EnqueueClock(self.device)
 
     def allow(self, names: Iterable[str]) -> None:
         """Switches these mechanisms on, and all others off."""
@@ -92,19 +77,19 @@ class Target:
         if self.kernels is not None:
             self.kernels.allow(**{name: name in on for name in MECHANISMS})
 
-    def captured(self, run: Callable[[], Any]) -> tuple[Callable[[], Any], int | None]:
+    def captured(self, run: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
         """Calls it three times (tables and kernels are there then), and captures it.
 
         Returns:
-            The replay, and the number of its graph's nodes. In a dry run the call itself, and the launches of one call.
+            The replay, and the number of its graph's nodes. In a dry run the call itself, and its launches of ours.
         """
         if self.is_dry:
-            counted = self.kernels.launches if self.kernels is not None else lambda: 0
+            launches = self.kernels.launches if self.kernels is not None else lambda: 0
             run()
-            before = counted()
+            before = launches()
             run()
-            return run, counted() - before
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            return run, launches() - before
+        side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
@@ -114,13 +99,19 @@ class Target:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph):
             run()
-        nodes = _nodes(graph.raw_cuda_graph())
+        nodes = ctypes.c_size_t()
+        # By the driver, whose library has the same name everywhere.
+        status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(
+            ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(nodes)
+        )
+        if status != 0:
+            raise RuntimeError(f"cuGraphGetNodes: CUDA error {status}")
         graph.instantiate()
 
         def replay(kept: Any = run) -> None:  # with the tensors whose addresses the graph has
             graph.replay()
 
-        return replay, nodes
+        return replay, int(nodes.value)
 
     def elements(self, wanted: int, bytes_each: int) -> int:
         """So many, or as many as fit; in a dry run next to none."""
@@ -142,10 +133,3 @@ class Target:
         goal = torch.empty_like(source)
         timing = interleave([Variant("copy", lambda: goal.copy_(source))], self.rounds, clock=self.clock)[0]
         return 8 * elements / timing.median
-
-
-def _nodes(graph: int) -> int | None:
-    """How many nodes a cudaGraph_t has, by the driver, whose library has the same name everywhere."""
-    count = ctypes.c_size_t()
-    status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count))
-    return int(count.value) if status == 0 else None

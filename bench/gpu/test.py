@@ -112,7 +112,7 @@ class Worker:
         if not os.environ.get(DRY) and torch.cuda.is_available():
             from bench.gpu.target import Target
 
-            Target.here()  # switches off the mechanisms that smoke has found to be wrong
+            Target()  # switches off the mechanisms that smoke has found to be wrong
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
@@ -128,7 +128,7 @@ class Worker:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self) -> None:
-        if self._failed and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if self._failed and torch.cuda.is_initialized():
             self._failed = False
             try:
                 torch.cuda.synchronize()

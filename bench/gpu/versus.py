@@ -25,7 +25,7 @@ FUSED = "clip + AdamW(fused)"
 
 
 def main() -> None:
-    target, own = Target.here(), Journal("versus")
+    target, own = Target(), Journal("versus")
     copy = target.copy_rate()
     own.write("rates", copy_TBs=copy / 1e12, floor_us=floor(target))
     for name, shapes in models(target).items():

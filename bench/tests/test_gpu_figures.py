@@ -1,29 +1,41 @@
-"""What `make gpu` compares and measures, without a GPU: the bits, the rates, and the counters, over the emulation."""
+"""What `make gpu` compares and measures, without a GPU: bits, rates, launches, and which tests it takes."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import emulation
 import pytest
 import torch
-from torch import Tensor
 
-from accumfused.backends.cuda import CudaBackend
-from bench.clock import HostClock
-from bench.gpu import bits, counters, journal, predictions, probe, smoke
+from bench.gpu import checks, journal, probe, smoke, versus
+from bench.gpu import test as gpu_tests
 from bench.gpu.journal import Journal
-from bench.gpu.verbs import Case
+from bench.gpu.runner import DRY, LAUNCHES, ROOT
+from bench.gpu.target import MECHANISMS, Target
 
-CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
+Lines = list[dict[str, Any]]
 
 
 @pytest.fixture
-def cuda(emulate_cuda: None, emulated: Any) -> CudaBackend:
-    return CudaBackend(emulated, emulated.Table)
+def target(emulated: Any, native: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
+    monkeypatch.setenv(DRY, "1")
+    yield Target()
+    emulated.allow()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Journal:
+    return Journal("x", tmp_path / "lines")
+
+
+def of(own: Journal, kind: str) -> Lines:
+    assert own.path is not None
+    return [line for line in journal.read(own.path) if line["kind"] == kind]
 
 
 # ---- smoke ----------------------------------------------------------------------------------------------------------
@@ -31,6 +43,8 @@ def cuda(emulate_cuda: None, emulated: Any) -> CudaBackend:
 
 class Off:
     """A backend whose norm has another last bit."""
+
+    name = "off"
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -44,189 +58,188 @@ class Off:
         return outcome
 
 
-def without_streams() -> list[smoke.Check]:
-    return [check for check in smoke.checks() if check.run not in (smoke._side_stream, smoke._graph)]
+def test_every_check_finds_the_bits_of_the_reference(target: Target, own: Journal) -> None:
+    several = [check for check in checks.checks() if not check.needs_gpu]
+    assert smoke.compare_all(own, target, target.backend, several)
+    assert len({line["check"] for line in of(own, "bits")}) == len(several)
 
 
-@pytest.fixture
-def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smoke, "SIZES", (1, 129, smoke.CHUNK + 130))
+def test_a_different_bit_is_found_said_and_survived(target: Target, own: Journal) -> None:
+    several = [check for check in checks.checks() if check.name in ("norm", "accumulate")]
+    assert not smoke.compare_all(own, target, Off(target.backend), several)
+    wrong, right = of(own, "bits")
+    assert (wrong["ok"], right["ok"]) == (False, True)
+    assert (wrong["tensor"], wrong["first"], wrong["differ"], wrong["of"]) == ("coefficient, norm, skipped", 1, 1, 3)
+    assert wrong["found bits"] == wrong["expected bits"] + 1
 
 
-def test_every_check_finds_the_bits_of_the_reference(small_sizes: None, cuda: CudaBackend, tmp_path: Path) -> None:
-    own = Journal(tmp_path / "lines", "smoke")
-    several = without_streams()
-    assert smoke.run_checks(own, several, {"cuda": cuda}, CPU)
-    lines = [line for line in journal.read(tmp_path / "lines") if line["kind"] == "bits"]
-    assert len(lines) == len({(line["check"], line["gradients"]) for line in lines}) == len(several)
+def test_a_check_that_raises_is_said_and_survived(target: Target, own: Journal) -> None:
+    def fails(place: checks.Place) -> checks.Found:
+        raise RuntimeError("CUDA error: no")
+
+    assert not smoke.compare_all(own, target, "cpu", [checks.Check("a", fails), checks.Check("b", lambda place: {})])
+    assert [line.get("error") for line in of(own, "bits")] == ["RuntimeError: CUDA error: no", None]
 
 
-def test_a_different_bit_is_found_said_and_survived(small_sizes: None, cuda: CudaBackend, tmp_path: Path) -> None:
-    own = Journal(tmp_path / "lines", "smoke")
-    several = [check for check in without_streams() if check.name in ("norm", "accumulate")]
-    assert not smoke.run_checks(own, several, {"cuda": Off(cuda)}, CPU)
-    lines = [line for line in journal.read(tmp_path / "lines") if line["kind"] == "bits"]
-    assert [line["ok"] for line in lines] == [line["check"] != "norm" for line in lines]
-    first = lines[0]["first"]
-    assert (first["tensor"], first["first"], first["differ"], first["of"]) == ("coefficient, norm, skipped", 1, 1, 3)
-    assert int(first["found_bits"], 16) == int(first["expected_bits"], 16) + 1
+def test_a_step_that_is_not_skipped_is_found(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = checks.Check("skip", checks.skip)
+    assert smoke.compare(target, target.backend, check)["ok"]
+    monkeypatch.setattr(checks.torch, "inf", 3.0)
+    assert not smoke.compare(target, target.backend, check)["ok"]
 
 
 def test_a_difference_names_the_first_place_and_both_bits() -> None:
     right = torch.tensor([1.0, 0.0, torch.nan, 2.0], dtype=torch.bfloat16)
     left = torch.tensor([1.0, -0.0, torch.nan, 3.0], dtype=torch.bfloat16)
-    assert bits.differences({"x": right.clone()}, {"x": right}) == []
-    (found,) = bits.differences({"x": left}, {"x": right})
+    assert checks.differences({"x": right.clone()}, {"x": right}) == []
+    (found,) = checks.differences({"x": left}, {"x": right})
     assert (found["differ"], found["of"], found["first"], found["last"]) == (2, 4, 1, 3)
-    assert (found["found_bits"], found["expected_bits"]) == ("0x8000", "0x0000")
-    assert bits.differences({}, {"x": right})[0]["found"] == "None"
+    assert (found["found bits"], found["expected bits"]) == (-(2**15), 0)
+    assert checks.differences({}, {"x": right})[0]["found"] == "None"
 
 
-def test_an_unusable_gpu_begins_a_new_process_behind_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(backend: Any, device: torch.device) -> dict[str, Tensor]:
-        raise RuntimeError("CUDA error: misaligned address")
-
-    started: list[int] = []
-    monkeypatch.setattr(smoke, "_usable", lambda device: False)
-    several = [smoke.Check(name, torch.float32, fails) for name in ("a", "b")]
-    own = Journal(tmp_path / "lines", "smoke")
-    assert not smoke.run_checks(own, several, {"cuda": None}, torch.device("cuda", 0), 1, started.append)
-    assert started == [2]
-    (line,) = [line for line in journal.read(tmp_path / "lines") if line["kind"] == "bits"]
-    assert (line["check"], line["error"]) == ("b", "RuntimeError: CUDA error: misaligned address")
+# ---- versus and probe -----------------------------------------------------------------------------------------------
 
 
-def test_triton_makes_the_brief_checks_alone(tmp_path: Path) -> None:
-    """It compiles for each of them, and the CPU's tests of it have all formats."""
-    own = Journal(tmp_path / "lines", "smoke")
-    several = [smoke.Check(name, torch.float32, lambda *_: {}, brief=name == "a") for name in ("a", "b")]
-    smoke.run_checks(own, several, {"cuda": None, "triton": None}, CPU)
-    lines = [line for line in journal.read(tmp_path / "lines") if line["kind"] == "bits"]
-    assert [(line["backend"], line["check"]) for line in lines] == [("cuda", "a"), ("cuda", "b"), ("triton", "a")]
-
-
-def test_a_step_that_is_not_skipped_is_found(small_sizes: None, cuda: CudaBackend, monkeypatch: Any) -> None:
-    check = next(check for check in smoke.checks() if check.run is smoke._skip)
-    assert smoke.compare(check, cuda, CPU, "torch", {})["ok"]
-    monkeypatch.setattr(smoke.torch, "inf", 3.0)
-    assert not smoke.compare(check, cuda, CPU, "torch", {})["ok"]
-
-
-# ---- probe ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_probe_measures_all_that_was_predicted_and_two_modules_in_turn(
-    cuda: CudaBackend, emulated: Any, tmp_path: Path
-) -> None:
-    subjects = {"this": cuda, "that": probe.module_at(emulation.build(ROOT / "build" / "emulation"))}
-    own = Journal(tmp_path / "lines", "probe")
-    clock = HostClock()
-    tiny = probe.Probe(own, CPU, subjects, 3000, clock, clock, rounds=1, allow=emulated.allow)
-    tiny.measure_ceilings = lambda: None  # type: ignore[method-assign]  # test_bench_gpu.py has them
-    tiny.measure_all({name: [(300,), (7,)] for name in predictions.MICROSECONDS})
-    lines = journal.read(tmp_path / "lines")
-    assert not [line for line in lines if line.get("ok") is False]
-    measured = {line["what"]: line for line in lines if "what" in line}
-    assert predictions.SHARES.keys() | predictions.MICROSECONDS.keys() <= measured.keys()
-    for name, known in predictions.SHARES.items():
-        assert measured[name]["so"] in ("slower", "as predicted", "faster")
-        found = measured[name].get("bytes_an_element")
-        if known.bytes and found is not None:
-            assert found == pytest.approx(known.bytes, abs=0.1), name
-    timed = [line for line in lines if "by" in line]
-    orders = [line["by"] for line in timed if line["what"].endswith(", window of 4")]
-    assert orders == ["overlapping", "one after another"] * len(predictions.MICROSECONDS)
-    modules = [line for line in timed if not line["what"].endswith(", window of 4")]
-    by = [line["by"] for line in modules if line["kind"] != "graph replay"]
-    assert by == ["this", "that"] * (len(by) // 2)
-    replays = [line["by"] for line in modules if line["kind"] == "graph replay"]
-    assert replays == ["this", "that", "this, norm apart", "this, no queue"] * len(predictions.MICROSECONDS)
-    assert all(line["times_as_fast_as_the_first"] > 0 for line in timed)
-
-
-def test_the_probe_compares_one_launch_with_two(cuda: CudaBackend, emulated: Any, tmp_path: Path) -> None:
-    own = Journal(tmp_path / "lines", "probe")
-    tiny = probe.Probe(own, CPU, {}, 9, HostClock(), HostClock(), allow=emulated.allow)
-    param = torch.ones(9, requires_grad=True)
-    param.grad = torch.ones(9)
-    optimizer = Case().optimizer([param], cuda)
-    optimizer.step()
-    made = []
-    for switch in (None, "one_launch", None):
-        before = emulated.launches()
-        tiny.without(switch, optimizer.step)()
-        made.append(emulated.launches() - before)
-    assert made == [1, 2, 1]
-
-
-def test_what_fails_in_the_probe_is_said_and_the_next_part_follows(tmp_path: Path) -> None:
-    class Fails:
-        def __getattr__(self, name: str) -> Any:
-            raise RuntimeError("CUDA error: no")
-
-    own = Journal(tmp_path / "lines", "probe")
-    clock = HostClock()
-    tiny = probe.Probe(own, CPU, {"cuda": Fails()}, 300, clock, clock, rounds=1)
-    for case in (Case(), Case("Lion")):
-        tiny.section("step", case.name, lambda case=case: tiny.measure_step(case))  # type: ignore[misc]
-    lines = journal.read(tmp_path / "lines")
-    assert [(line["what"], line["error"]) for line in lines] == [
-        (case.name, "RuntimeError: CUDA error: no") for case in (Case(), Case("Lion"))
+def test_ours_and_torchs_recipes_are_timed_once_they_are_right(target: Target, own: Journal) -> None:
+    versus.measure(target, own, "some", [(300,), (7,)], 1e9)
+    lines = of(own, "versus")
+    assert [(line["how"], line["by"]) for line in lines] == [
+        (how, by)
+        for how in ("eager", "captured")
+        for by in (versus.FUSED, "grad_scale trick", "clip + AdamW(foreach)", "accumfused")
     ]
+    assert all(line["us"] > 0 and line["host us"] > 0 for line in lines)
+    assert lines[3]["of copy"] == pytest.approx(32 * 307 / lines[3]["us"] * 1e6 / 1e9)
+    assert lines[-1]["launches"] in (1, 2)
 
 
-def test_a_prediction_says_on_which_side_of_it_a_figure_is() -> None:
-    known = predictions.Prediction(4, (0.9, 0.95))
-    assert [known.verdict(share) for share in (0.89, 0.9, 0.95, 0.96)] == ["slower", *["as predicted"] * 2, "faster"]
+def test_what_is_wrong_is_not_timed(target: Target, own: Journal) -> None:
+    target.backend = Off(target.backend)
+    target.backend.step = lambda *args: None
+    versus.measure(target, own, "some", [(300,)], 1e9)
+    wrong = [line for line in of(own, "versus") if line.get("ok") is False]
+    assert [line["by"] for line in wrong] == ["accumfused", "accumfused"]
+    assert "WrongError: the step did nothing" in wrong[0]["error"]
 
 
-def test_without_counters_the_report_has_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    counters.count(Journal(tmp_path / "lines", "probe"))
-    (line,) = journal.read(tmp_path / "lines")
-    assert line["says"] == "not counted: ncu (Nsight Compute) is not on the PATH"
+def test_the_probe_measures_all_formats_by_their_bytes_and_goes_on_after_an_error(
+    target: Target, own: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "elements", lambda wanted, each: 3000)
+    works = probe.Probe(target, own)
+    monkeypatch.setattr(works, "folds", lambda dtype: 1 / 0)
+    works.run()
+    assert [line["error"] for line in of(own, "probe")] == ["ZeroDivisionError: division by zero"] * 3
+    steps = {line["what"]: round(line["B/el"]) for line in of(own, "step")}
+    assert list(steps.values()) == [28, 12, 14, 26, 14, 26, 10, 20, 20, 36, 20, 10, 28, 28]
+    assert len(steps) == 14
 
 
-NCU = """#!{python}
-import sys
-metrics = sys.argv[sys.argv.index("--metrics") + 1].split(",")
-if len(metrics) > {most}:
-    sys.exit("==ERROR== Failed to find metric")
-print('"ID","Kernel Name","Metric Name","Metric Value"')
-for number in range({launches}):
-    for place, metric in enumerate(metrics):
-        value = 1024 if "requests" in metric else (number + 1) * 134217728 * (place + 1)
-        print(f'"{{number}}","step_kernel(Work)","{{metric}}","{{value}}"')
+def test_a_replay_is_timed_without_each_mechanism(target: Target, own: Journal) -> None:
+    probe.Probe(target, own).replay("some", [(9,)])
+    assert [line["what"] for line in of(own, "replay")] == ["some", *(f"some, no {name}" for name in MECHANISMS)]
+    launches = {line["what"]: line["launches"] for line in of(own, "replay")}
+    assert launches["some"] < launches["some, no one_launch"]
+
+
+def test_a_stage_uses_the_mechanisms_that_it_was_started_with(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHES, "queue,overlap")
+    plain = Target()
+    assert plain.mechanisms == ("queue", "overlap")
+    run = versus.recipes(plain, _work(plain), captures=False)["accumfused"].run
+    assert plain.captured(run)[1] == 2  # no norm within the step
+
+
+def _work(target: Target) -> versus.Workload:
+    work = versus.Workload([(9,)], target.device)
+    work.set_grads()
+    return work
+
+
+# ---- the tests that run on a GPU ------------------------------------------------------------------------------------
+
+CONFTEST = """
+import pytest
+@pytest.fixture(params=["torch", "cuda", "triton"])
+def backend(request):
+    return request.param
+@pytest.fixture
+def emulated():
+    pass
 """
+ORDERED = """
+import pytest
+class Case:
+    is_common = False
+@pytest.mark.parametrize("case", [Case()], ids=["rare"])
+def test_compiles(backend, case): pass
+def test_for_all(backend): pass
+def test_for_cpus(): pass
+"""
+ABOUT_GPUS = f"""
+# {gpu_tests.ASKS}
+import pytest
+@pytest.mark.parametrize("gpu", ["cuda", "triton"])
+def test_both(gpu): pass
+def test_alone(): pass
+def test_on_a_cpu(emulated): pass
+@pytest.mark.parametrize("place", ["emulated", "cuda"])
+def test_places(place): pass
+"""
+FAILING = """
+import json, os, time, torch
+def test_first():
+    assert 1 + 1 == 3
+def test_second():
+    lines = [json.loads(line) for line in open(os.environ["ACCUMFUSED_GPU_JOURNAL"])]
+    (failure,) = [line for line in lines if line["kind"] == "failure"]
+    assert failure["test"].endswith("test_first") and "assert 1 + 1 == 3" in failure["trace"]
+def test_third():
+    time.sleep(600)
+def test_fourth():
+    def fails():
+        raise RuntimeError("CUDA error: misaligned address")
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, fails
+    fails()
+def test_fifth():
+    assert not torch.cuda.is_initialized()
+"""
+Run = Callable[..., tuple[str, Lines]]
 
 
-def test_the_program_under_ncu_makes_the_launches_that_are_named(
-    cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watching = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: watching.append("start"))
-    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: None)
-    known = list(counters.launches())
-    assert counters.watched(CPU, 3000) == known
-    assert len(watching) == len(known)
+@pytest.fixture
+def run_pytest(tmp_path: Path) -> Run:
+    def run(files: dict[str, str], *arguments: str) -> tuple[str, Lines]:
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        known = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT), journal.FILE: str(tmp_path / "lines")}
+        program = [sys.executable, "-m", "pytest", "-p", "bench.gpu.test", "-p", "no:cacheprovider", *arguments]
+        environment = {**os.environ, **known, DRY: "1", gpu_tests._SECONDS: "3"}
+        done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done.stdout + done.stderr, journal.read(tmp_path / "lines")
+
+    return run
 
 
-@pytest.mark.parametrize(("most", "columns"), [(99, True), (3, False)], ids=["all", "an older ncu"])
-def test_the_counters_are_named_by_their_launch(
-    most: int, columns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = list(counters.launches())
-    program = tmp_path / "ncu"
-    program.write_text(NCU.format(python=sys.executable, most=most, launches=len(known)))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    counters.count(Journal(tmp_path / "lines", "probe"))
-    lines = journal.read(tmp_path / "lines")
-    assert [line["what"] for line in lines][:3] == ["norm, fp32", "accumulate, fp32", known[2][1].name]
-    assert (lines[1]["read, B/el"], lines[1]["written, B/el"]) == (2, 4)
-    assert ("into L2, B/el" in lines[0]) is columns
-    assert ("ALU, %" in lines[0]) is columns
-    waits = {"long_scoreboard", "short_scoreboard", "wait", "math_pipe_throttle", "not_selected"}
-    assert (waits <= lines[0].get("warps wait for", {}).keys()) is columns
-    assert len(lines) == len(known)
+def test_failures_are_known_at_once_and_hangs_and_broken_gpus_end_one_process(run_pytest: Run) -> None:
+    pytest.importorskip("xdist")
+    workers = ("-p", "xdist", "-n", "1", "--dist", "load")
+    said, lines = run_pytest({"test_x.py": f"# {gpu_tests.ASKS}\n{FAILING}", "test_y.py": "import not_there"}, *workers)
+    failed = {line["test"].split("::")[1]: line["says"] for line in lines if line["kind"] == "failure"}
+    assert failed.keys() == {"test_first", "test_third", "test_fourth"}
+    assert failed["test_first"] == "assert (1 + 1) == 3"
+    assert "crashed while running" in failed["test_third"]
+    assert "Timeout (0:00:03)!" in said
+    assert [line for line in lines if line["kind"] == "so far"][-1]["passed"] == 2
+    (line,) = (line for line in lines if line["kind"] == "not collected")
+    assert "No module named 'not_there'" in line["trace"]
+
+
+def test_only_what_needs_a_gpu_runs_and_the_cuda_backend_comes_first(run_pytest: Run) -> None:
+    files = {"conftest.py": CONFTEST, "test_a.py": ORDERED, "test_gpu_b.py": ABOUT_GPUS}
+    said, _ = run_pytest(files, "--collect-only", "-q")
+    assert [line.split("::")[1] for line in said.splitlines() if "::" in line] == [
+        "test_both[cuda]", "test_alone", "test_places[cuda]", "test_for_all[cuda]",
+        "test_compiles[cuda-rare]", "test_both[triton]", "test_for_all[triton]", "test_compiles[triton-rare]",
+    ]  # fmt: skip

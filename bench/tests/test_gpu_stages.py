@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: its stages, over the emulation and over commands of a line, and their report."""
+"""`make gpu` without a GPU: its stages run and end, what is known survives, a launch that hangs is switched off."""
 
 from __future__ import annotations
 
@@ -10,30 +10,25 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from bench.gpu import __main__ as command
-from bench.gpu import build, journal, page, stages
+from bench.gpu import build, journal, runner, smoke
 from bench.gpu.journal import Journal
-from bench.gpu.stages import BENCH, JOURNAL, LOG, PAGE, Stage, python, run_all
+from bench.gpu.runner import JOURNAL, LAUNCHES, REPORT, ROOT, Stage, python, run_all
 
-ROOT = Path(__file__).parents[2]
-WRITES = (
-    "import os, sys, time, signal; from bench.gpu.journal import Journal; write = Journal.of_this_process('?').write; "
-)
+START = "import os, sys, signal, time\nfrom bench.gpu.journal import Journal\nwrite = Journal('x').write\n"
 Lines = list[dict[str, Any]]
 
 
 def stage(name: str, code: str, share: float = 1.0) -> Stage:
-    return Stage(name, share, python("-c", WRITES + code))
+    return Stage(name, share, python("-c", START.replace("'x'", repr(name)) + code))
 
 
-def of(lines: Lines, stage: str, kind: str) -> Lines:
-    return [line for line in lines if (line["stage"], line["kind"]) == (stage, kind)]
+def of(folder: Path, kind: str) -> Lines:
+    return [line for line in journal.read(folder / JOURNAL) if line["kind"] == kind]
 
 
 # ---- limits ---------------------------------------------------------------------------------------------------------
@@ -42,148 +37,154 @@ def of(lines: Lines, stage: str, kind: str) -> Lines:
 def test_the_next_stage_runs_whatever_the_last_one_said(tmp_path: Path) -> None:
     several = [stage("bad", "write('fact', value=1); sys.exit(3)"), stage("good", "write('fact', value=2)")]
     assert run_all(several, tmp_path, 600) == ["bad"]
-    lines = journal.read(tmp_path / JOURNAL)
-    assert [of(lines, name, "end")[0]["outcome"] for name in ("bad", "good")] == ["failed (3)", "passed"]
-    assert [of(lines, name, "fact")[0]["value"] for name in ("bad", "good")] == [1, 2]
+    assert [line["outcome"] for line in of(tmp_path, "end")] == ["failed (3)", "passed"]
+    assert [line["value"] for line in of(tmp_path, "fact")] == [1, 2]
 
 
-def test_a_stage_whose_time_is_up_is_interrupted_and_can_say_what_it_knows(tmp_path: Path) -> None:
-    code = "write('first')\ntry: time.sleep(600)\nexcept KeyboardInterrupt: write('last')"
-    several = [
-        Stage("long", 1, python("-c", WRITES.replace("; ", "\n") + code)),
-        stage("next", "write('fact')", share=99),
-    ]
-    assert run_all(several, tmp_path, 400) == ["long"]
-    lines = journal.read(tmp_path / JOURNAL)
-    assert [line["kind"] for line in lines] == ["begin", "first", "last", "end", "begin", "fact", "end"]
-    assert of(lines, "long", "end")[0]["outcome"] == "cut off"
+def test_a_stage_whose_time_is_up_can_say_what_it_knows_though_the_caller_ignores_interrupts(tmp_path: Path) -> None:
+    code = "write('fact', value=1)\ntry: time.sleep(600)\nexcept KeyboardInterrupt: write('fact', value=2)"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
+    try:
+        assert run_all([stage("long", code), stage("next", "write('fact', value=3)", share=199)], tmp_path, 400) == [
+            "long"
+        ]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [line["value"] for line in of(tmp_path, "fact")] == [1, 2, 3]
+    assert of(tmp_path, "end")[0]["outcome"] == "cut off"
 
 
 def test_what_ignores_the_interrupt_is_ended_with_all_that_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "_GRACE", 0.5)
+    monkeypatch.setattr(runner, "_GRACE", 0.5)
     code = "import subprocess; signal.signal(2, signal.SIG_IGN); child = subprocess.Popen(['sleep', '600']); "
     code += "write('child', pid=child.pid); time.sleep(600)"
-    assert run_all([stage("deaf", code)], tmp_path, 5) == ["deaf"]
-    pid = of(journal.read(tmp_path / JOURNAL), "deaf", "child")[0]["pid"]
+    assert run_all([stage("deaf", code)], tmp_path, 3) == ["deaf"]
     with contextlib.suppress(ProcessLookupError):  # it is gone
-        assert select.select([os.pidfd_open(pid)], [], [], 60)[0], "it still runs"
+        assert select.select([os.pidfd_open(of(tmp_path, "child")[0]["pid"])], [], [], 60)[0], "it still runs"
 
 
-def test_an_interrupt_reaches_a_stage_though_the_caller_ignores_it(tmp_path: Path) -> None:
-    """As in a shell's background."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        code = "try: time.sleep(600)\nexcept KeyboardInterrupt: write('last')"
-        run_all([Stage("long", 1, python("-c", WRITES.replace("; ", "\n") + code))], tmp_path, 5)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert of(journal.read(tmp_path / JOURNAL), "long", "last")
+def test_all_that_was_known_is_there_after_the_runner_was_killed(tmp_path: Path) -> None:
+    stages = [
+        stage("first", "write('fact', value=1)"),
+        stage("second", "write('fact', pid=os.getpid()); time.sleep(600)"),
+    ]
+    code = f"from pathlib import Path\nfrom bench.gpu.runner import Stage, run_all\nrun_all({stages!r}, Path({str(tmp_path)!r}), 600)"
+    with subprocess.Popen(python("-c", code), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("second: fact") for line in process.stdout)
+        process.kill()
+    os.kill(of(tmp_path, "fact")[1]["pid"], signal.SIGKILL)  # the runner could not
+    assert "| first | passed |" in (tmp_path / REPORT).read_text()
+    with (tmp_path / JOURNAL).open("a") as file:
+        file.write('{"stage": "second", "ki')  # what was being written
+    subprocess.run(python("-m", "bench.gpu", "report", str(tmp_path)), cwd=ROOT, check=True)
+    assert "| second | was ended together with everything |" in (tmp_path / REPORT).read_text()
+    run_all([stage("second", "write('fact', value=2)")], tmp_path, 60)
+    assert [(line["stage"], line["value"]) for line in of(tmp_path, "fact")] == [("first", 1), ("second", 2)]
 
 
-def test_all_that_was_known_is_there_after_the_driver_was_killed(tmp_path: Path) -> None:
-    code = f"""
-import sys; sys.path.insert(0, {str(ROOT)!r})
-from pathlib import Path
-from bench.gpu.stages import Stage, python, run_all
-first = Stage("first", 1, python("-c", {WRITES + "write('fact', value=1)"!r}))
-second = Stage("second", 1, python("-c", {WRITES + "write('fact', value=2, pid=os.getpid()); time.sleep(600)"!r}))
-run_all([first, second], Path({str(tmp_path)!r}), 600)
+# ---- the ladder -----------------------------------------------------------------------------------------------------
+
+RUNG = """
+on = os.environ["ACCUMFUSED_GPU_LAUNCHES"]
+write("so far", begins="norm")
+write("bits", ok=True, check="norm")
+write("so far", begins="step")
+write("bits", ok=False, check="step")
+if "overlap" in on:
+    write("so far", begins="window")
+    time.sleep(600)
+if "one_launch" in on:
+    write("bits", ok=False, check="window")
+sys.exit(1)
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None
-        said = next(line for line in driver.stdout if line.startswith("second: fact"))
-        driver.kill()
-    assert "value 2" in said
-    lines = journal.read(tmp_path / JOURNAL)
-    assert [line["value"] for line in lines if line["kind"] == "fact"] == [1, 2]
-    assert "| first | passed |" in (tmp_path / PAGE).read_text()
-    assert "| second | was ended together with everything |" in page.markdown(lines)
-    os.kill(of(lines, "second", "fact")[0]["pid"], signal.SIGKILL)  # the driver could not
 
 
-# ---- the report -----------------------------------------------------------------------------------------------------
+def test_a_mechanism_that_hangs_or_is_wrong_is_off_in_the_ladder_and_in_later_stages(tmp_path: Path) -> None:
+    (tmp_path / JOURNAL).touch()
+    own = Journal("smoke", tmp_path / JOURNAL)
+    program = python("-c", START.replace("'x'", "'smoke'") + RUNG)
+    assert not smoke.climb(own, program, ["plain", *smoke.MECHANISMS], quiet=0.7)
+    rungs = {line["rung"]: (line["outcome"], line["at check"]) for line in of(tmp_path, "rung")}
+    assert rungs == {
+        "plain": ("failed (1)", "step"), "queue": ("failed (1)", "step"),  # plain launches are wrong there, too
+        "overlap": ("hangs", "window"), "one_launch": ("failed (1)", "step"),
+    }  # fmt: skip
+    assert of(tmp_path, "mechanisms")[-1]["on"] == ["queue"]
+    assert of(tmp_path, "mechanisms")[-1]["off"] == ["overlap", "one_launch"]
+    run_all([stage("versus", f"write('fact', on=os.environ[{LAUNCHES!r}])")], tmp_path, 60)
+    assert of(tmp_path, "fact")[0]["on"] == "queue"
 
 
-def test_lines_of_other_stages_stay_and_a_broken_one_does_no_harm(tmp_path: Path) -> None:
-    path = tmp_path / "report.jsonl"
-    for name in ("one", "two"):
-        Journal(path, name).write("fact", tensor=torch.float32)
-    with path.open("a") as file:
-        file.write('{"stage": "two", "ki')
-    assert [line["stage"] for line in journal.read(path)] == ["one", "two"]
-    journal.begin(path, ["two"])
-    assert [line["stage"] for line in journal.read(path)] == ["one"]
+def test_a_rung_that_ends_early_leaves_its_mechanism_off(tmp_path: Path) -> None:
+    (tmp_path / JOURNAL).touch()
+    own = Journal("smoke", tmp_path / JOURNAL)
+    code = "if 'queue' in os.environ['ACCUMFUSED_GPU_LAUNCHES']: os.kill(os.getpid(), 9)"
+    smoke.climb(own, python("-c", START + code), ["plain", "queue"], quiet=60)
+    assert [line["outcome"] for line in of(tmp_path, "rung")] == ["passed", "failed (-9)"]
+    assert of(tmp_path, "mechanisms")[-1]["on"] == []
 
 
-def test_the_page_counts_what_is_ok_and_shows_what_is_not(tmp_path: Path) -> None:
-    path = tmp_path / "report.jsonl"
-    own = Journal(path, "smoke")
+# ---- the report and the command -------------------------------------------------------------------------------------
+
+
+def test_the_report_counts_what_is_ok_and_shows_what_is_not(tmp_path: Path) -> None:
+    own = Journal("smoke", tmp_path / JOURNAL)
     own.write("bits", ok=True, check="norm")
     own.write("bits", ok=False, check="step | bf16", trace="Traceback\nValueError: 3")
-    own.write("so far", number=1)
-    own.write("so far", number=2)
+    for number in (1, 2):
+        own.write("so far", number=number)
+    own.write("rates", share=0.91234)
     own.write("end", outcome="failed (1)", seconds=3.0)
-    text = page.markdown(journal.read(path))
+    text = journal.markdown(journal.read(tmp_path / JOURNAL))
     assert "| smoke | failed (1) | 3 | 1 | 1 |" in text
-    assert "### bits: 1 of 2 ok" in text
-    assert "| step \\| bf16 |" in text
-    assert "norm" not in text
+    assert "### bits: 1 of 2 ok\n\n| check |\n| --- |\n| step \\| bf16 |" in text
     assert "````\nTraceback\nValueError: 3\n````" in text
-    assert "### so far\n\n| number |\n|---|\n| 2 |" in text
-    assert "Traceback" not in page.markdown(journal.read(path), details=False)
+    assert "### so far\n\n| number |\n| --- |\n| 2 |" in text
+    assert "| share |\n| --- |\n| 0.9123 |" in text
+    assert "norm" not in text
+    assert "Traceback" not in journal.markdown(journal.read(tmp_path / JOURNAL), texts=False)
 
 
-def test_the_page_has_the_tables_of_the_suites_that_are_done(tmp_path: Path) -> None:
-    report = pytest.importorskip("bench.report")
-    done = report.Table(
-        "verbs, GPT-2", [report.Column("name", ""), report.Column("ms", "ms", "{:.2f}")], notes=["a note"]
-    )
-    done.rows.append({"name": "norm | fp32", "ms": 1.234})
-    report.write_json(tmp_path / BENCH, {"date": "today"}, {"verbs": [done]})
-    assert page.tables(tmp_path / "none.json") == ""
-    assert "### verbs, GPT-2\n\n|  | ms |\n|---|---|\n| norm \\| fp32 | 1.23 |\n\na note\n" in page.tables(
-        tmp_path / BENCH
-    )
-    run_all([stage("smoke", "")], tmp_path, 60)
-    assert "verbs, GPT-2" in (tmp_path / PAGE).read_text()
-    run_all([stage("bench", "")], tmp_path, 60)  # what it has written before is not of this run
-    assert "verbs, GPT-2" not in (tmp_path / PAGE).read_text()
-
-
-def test_the_command_runs_the_stages_that_are_asked_for_after_the_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = [each.name for each in command.all_stages(tmp_path)]
-    assert names == ["build", "smoke", "test", "probe", "bench", "sanitize"]
-    assert sum(each.share for each in command.all_stages(tmp_path)) == 60 * command.MINUTES
-    few = [stage(name, f"write('fact', name={name!r})") for name in names]
-    monkeypatch.setattr(command, "all_stages", lambda folder, dry: few)
-    monkeypatch.setattr(sys, "argv", ["bench.gpu", "probe", "smoke", "--report", str(tmp_path / "report")])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert ended.value.code is None
-    lines = journal.read(tmp_path / "report" / JOURNAL)
-    assert [line["name"] for line in lines if line["kind"] == "fact"] == ["build", "smoke", "probe"]
-    assert "| probe | passed |" in capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "report").iterdir()} == {JOURNAL, PAGE, LOG}
+def test_the_command_builds_and_then_runs_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(command, "run_all", lambda stages, folder, seconds: ran.append([s.name for s in stages]) or [])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for names in ([], ["probe", "smoke"], ["--dry"]):
+        monkeypatch.delenv(runner.DRY, raising=False)
+        monkeypatch.setattr(sys, "argv", ["bench.gpu", *names, "--report", str(tmp_path)])
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        assert ended.value.code is None
+    assert ran == [[*command.SECONDS], ["build", "smoke", "probe"], [*command.SECONDS][1:]]
+    monkeypatch.delenv(runner.DRY)
+    assert sum(command.SECONDS.values()) == 60 * command.MINUTES
+    assert all((ROOT / "bench" / "gpu" / f"{name}.py").exists() for name in command.SECONDS)
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "smok"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         command.main()
 
 
-def test_make_has_a_target_for_each_stage() -> None:
+def test_without_a_gpu_the_command_says_so_in_a_line() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(python("-m", "bench.gpu"), cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "finds no GPU that it can use; --dry runs the stages without one" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_make_has_a_target_for_each_stage_and_reports_into_the_folder_for_outputs() -> None:
     if shutil.which("make") is None:
         pytest.skip("no make")
-    # Of the make that runs these tests.
-    outside = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "ARGS"}
-    for target, asked in {"gpu": [], **{f"gpu-{name}": [name] for name in command.NAMES}}.items():
-        said = subprocess.run(
-            ["make", "--no-print-directory", "-n", target, "GPU_REPORT=r"],
-            cwd=ROOT, env=outside, capture_output=True, text=True,
-        ).stdout  # fmt: skip
-        assert said.split() == ["python3", "-m", "bench.gpu", "--minutes", "9", "--report", '"r"', *asked]
+    # Of the make that runs these tests, and of what runs that.
+    outside = {name: value for name, value in os.environ.items() if "MAKE" not in name and name not in ("ARGS", "OUT")}
+    for target, asked in {"gpu": [], **{f"gpu-{name}": [name] for name in command.SECONDS}}.items():
+        for out, folder in (({}, "build/gpu"), ({"OUT": "/there"}, "/there")):
+            run = ["make", "--no-print-directory", "-n", target]
+            said = subprocess.run(run, cwd=ROOT, env={**outside, **out}, capture_output=True, text=True).stdout
+            assert said.split() == ["python3", "-m", "bench.gpu", "--minutes", "9.5", "--report", f'"{folder}"', *asked]
 
 
 # ---- build ----------------------------------------------------------------------------------------------------------
@@ -191,86 +192,62 @@ def test_make_has_a_target_for_each_stage() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source folder of three files, in place of this one."""
-    for name in ("csrc/rules.h", "setup.py", "accumfused/_C.so"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("")
+    """A source folder, in place of this one; its build writes what it was asked for into the module."""
+    for name in ("csrc/rules.h", "setup.py", "accumfused/compiling.py", "report/x", "other/x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
     monkeypatch.setattr(build, "ROOT", tmp_path)
-    monkeypatch.setattr(build, "FOLDER", tmp_path / "build")
+    monkeypatch.setattr(build, "KEPT", tmp_path / "build" / "gpu")
     monkeypatch.setattr(build, "MODULE", tmp_path / "accumfused" / "_C.so")
     return tmp_path
 
 
-def test_the_module_is_built_only_when_sources_or_the_card_have_changed(source: Path) -> None:
-    calls = []
+def test_the_module_is_stored_by_content_in_the_reports_folder(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
 
-    def run(command: list[str], known: dict[str, str]) -> tuple[int, str]:
-        calls.append(known.get("ACCUMFUSED_CUDA_ARCHS"))
-        build.MODULE.write_text("built" * len(calls))
-        return 0, ""
+    def compiles(card: str) -> None:
+        calls.append(card)
+        build.MODULE.write_text(f"for {card}, build {len(calls)}")
 
-    for card in ("90", "90", "100"):
-        assert build.built(card, run)[1] is None
-    assert calls == ["90", "100"]
+    monkeypatch.setattr(build, "compile_module", compiles)
+    own = Journal("build", source / JOURNAL)
+
+    def built(card: str = "90", folder: str = "report") -> tuple[str, int]:
+        assert build.build(own, card, source / folder)
+        return build.MODULE.read_text(), len(calls)
+
+    assert built() == built() == ("for 90, build 1", 1)
     os.utime(source / "csrc/rules.h", (1, 1))  # a copy of the same sources is not a change
-    build.built("100", run)
-    assert calls == ["90", "100"]
+    assert built() == ("for 90, build 1", 1)
+    assert built("100") == ("for 100, build 2", 2)
+    assert built() == ("for 90, build 1", 2)  # both lie there
     (source / "csrc/rules.h").write_text("changed")
-    build.built("100", run)
-    build.built("100", run)
-    assert calls == ["90", "100", "100"]
-    build.MODULE.write_text("of another build")
-    build.built("100", run)
-    assert calls == ["90", "100", "100", "100"]
-
-
-def test_a_build_that_fails_is_tried_again_and_says_why(source: Path) -> None:
-    assert build.built("90", lambda command, known: (1, "rules.h:3: error: no")) == ("failed", "rules.h:3: error: no")
-    assert build.built("90", lambda command, known: (0, "")) == ("built", None)
+    assert built() == ("for 90, build 3", 3)
+    monkeypatch.setenv("CXXFLAGS", "-g")
+    assert built() == ("for 90, build 4", 4)
+    monkeypatch.setattr(build, "KEPT", source / "report")  # carried here; this run reports elsewhere
+    assert built(folder="other") == ("for 90, build 4", 4)
+    assert [path.read_text() for path in (source / "other").glob("_C-*.so")] == ["for 90, build 4"]
 
 
 def test_where_the_kernels_do_not_build_there_is_a_module_without_them(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    def compiles(card: str) -> str | None:
+        build.MODULE.write_text("")
+        return "launch.cu:1: error: no" if card else None
 
-    def run(command: list[str], known: dict[str, str]) -> tuple[int, str]:
-        asked.append((known["ACCUMFUSED_CUDA"], known.get("ACCUMFUSED_CUDA_ARCHS")))
-        return int(known["ACCUMFUSED_CUDA"]), "launch.cu:1: error: no"
-
-    monkeypatch.setattr(build, "_run", run)
-    assert not build._build(Journal(tmp_path / "lines", "build"), "90")
-    assert asked == [("1", "90"), ("0", None)]
-    kernels, without = of(journal.read(tmp_path / "lines"), "build", "module")
+    monkeypatch.setattr(build, "compile_module", compiles)
+    assert not build.build(Journal("build", source / JOURNAL), "90", source / "report")
+    kernels, without = of(source, "module")
     assert (kernels["ok"], kernels["compiler"]) == (False, "launch.cu:1: error: no")
-    assert (without["for"], without["outcome"]) == ("CPUs", "built")
-
-
-def test_the_build_says_what_machine_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '580.1, 345 MHz, 2619 MHz, 1980 MHz, 3201 MHz, 700.00 W, P0'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    card = {"name": "fake", "major": 9, "minor": 0, "multi_processor_count": 2, "total_memory": 1, "L2_cache_size": 1}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**card))
-    assert build._machine(Journal(tmp_path / "lines", "build")) == "90"
-    lines = {line["kind"]: line for line in journal.read(tmp_path / "lines")}
-    assert lines["nvidia-smi"]["clocks.sm"] == "345 MHz"
-    assert lines["GPU"]["gpu"] == "fake"
-    assert torch.__version__.startswith(lines["packages"]["torch"])
-    assert lines["programs"]["nvidia-smi"] == str(program)
+    assert (without["is_for"], without["ok"]) == ("CPUs", True)
 
 
 @pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source")
 def test_the_build_does_not_read_what_an_old_setuptools_refuses(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy2(ROOT / "setup.py", source)
-    for name in ("compiling.py", "functors.py", "arithmetic.py", "rule.py"):  # which setup.py imports
-        (source / "accumfused").mkdir(exist_ok=True)
-        shutil.copy2(ROOT / "accumfused" / name, source / "accumfused")
+    for name in ("setup.py", *(f"accumfused/{name}.py" for name in ("compiling", "functors", "arithmetic", "rule"))):
+        shutil.copy2(ROOT / name, source / name)
     (source / "pyproject.toml").write_text("[project]\nname = 3\n")
     monkeypatch.setenv("CXX", "false")
-    outcome, says = build.built(None, build._run)
-    assert outcome == "failed"
-    assert "false cannot compile C++17" in (says or "")
+    assert "false cannot compile C++17" in (build.compile_module("90") or "")
