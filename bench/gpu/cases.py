@@ -1,8 +1,8 @@
-"""A backend's kernels, each called alone, on an optimizer's tensors in one format: these are compared and timed."""
+"""Optimizers, and how their numbers are stored: these cases are compared and timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 import accumfused as af
-from accumfused.core.protocol import OVERWRITE, Fold, Outcome, Scaling
-from accumfused.core.weights import READY, Weights
-from accumfused.formats.kinds import MASTER
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
-_MAX_GRAD_NORM = 0.5
+MAX_GRAD_NORM = 0.5
 
 _ADAM: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.3}
 _MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.7}
@@ -61,7 +58,7 @@ class Case:
     def optimizer(self, params: Iterable[Tensor], backend: Any) -> af.FusedOptimizer:
         """Args: backend: a name or a backend."""
         make, options = RULES[self.rule]
-        known = {"max_grad_norm": _MAX_GRAD_NORM, "rounding_seed": 17, "state_dtype": STATES[self.states]}
+        known = {"max_grad_norm": MAX_GRAD_NORM, "rounding_seed": 17, "state_dtype": STATES[self.states]}
         known |= {"state_dtype_min_numel": 2, **WEIGHTS[self.weights][1]}
         return using(backend, lambda name: make(params, **options, **known, backend=name))
 
@@ -80,54 +77,10 @@ PACKED += (Case("AdamW", "bf16 stochastic", "int8", BF16),)
 PURE = Case("AdamW", "bf16 stochastic", "bf16", BF16)
 
 
-class Kernels:
-    """The kernels of an optimizer that has made its first step from these gradients, so that it has all its states."""
-
-    def __init__(self, case: Case, params: Sequence[Tensor], grads: Sequence[Tensor], backend: Any) -> None:
-        for param, grad in zip(params, grads, strict=True):
-            if grad.dtype != param.dtype:
-                param.grad_dtype = grad.dtype
-            param.grad = grad
-        self.optimizer = case.optimizer(params, backend)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        current = self.optimizer.engine.plans.current()
-        self.plan, self.backend = current.plan, current.backend
-        self.partials = torch.zeros(self.plan.chunks, device=self.plan.device)
-        self._hypers = self.plan.hypers(self.optimizer.param_groups)
-
-    @torch.no_grad()
-    def norm(self, grads: Sequence[Tensor]) -> Outcome:
-        scaling = Scaling(self.plan.device, max_grad_norm=_MAX_GRAD_NORM, skips_nonfinite=True)
-        outcome: Outcome = self.backend.norm(self.plan, [*grads], self.partials, scaling)
-        return outcome
-
-    @torch.no_grad()
-    def accumulate(self, grads: Sequence[Tensor], sums: Sequence[Tensor], *, first: bool = False) -> None:
-        factors = [OVERWRITE if first else READY] * len(grads)
-        fold = Fold([*grads], [*sums], factors, Weights().factors, READY, 1.0)
-        self.backend.accumulate(self.plan, fold, self.partials)
-
-    @torch.no_grad()
-    def step(self, grads: Sequence[Tensor], outcome: Outcome) -> None:
-        self.backend.step(self.plan, [*grads], self._hypers, outcome)
-
-    def everything(self) -> dict[str, Tensor]:
-        """Parameters and states, by name."""
-        found = {}
-        for index, param in enumerate(self.plan.params):
-            found[f"param {index}"] = param.detach()
-            found |= {f"{name} {index}": value for name, value in self.optimizer.state[param].items()}
-        return found
-
-    def step_bytes(self, grads: Sequence[Tensor]) -> int:
-        """What a step has to move: gradients in; parameters and states in and out.
-
-        A 16-bit parameter that has an fp32 master only goes out.
-        """
-        total = sum(grad.nbytes for grad in grads)
-        for param in self.plan.params:
-            state = self.optimizer.state[param]
-            total += param.nbytes * (1 if MASTER in state else 2)
-            total += 2 * sum(value.nbytes for value in state.values() if value.dim() > 0)
-        return total
+def everything(optimizer: af.FusedOptimizer) -> dict[str, Tensor]:
+    """Parameters and states, by name."""
+    found = {}
+    for index, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+        found[f"param {index}"] = param.detach()
+        found |= {f"{name} {index}": value for name, value in optimizer.state[param].items()}
+    return found

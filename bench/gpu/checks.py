@@ -16,7 +16,7 @@ from torch import Tensor
 
 import accumfused as af
 from accumfused.formats.numeric import CHUNK
-from bench.gpu.cases import BF16, DTYPES, FP16, FP32, PACKED, PURE, RULES, Case, Kernels
+from bench.gpu.cases import BF16, DTYPES, FP16, FP32, PACKED, PURE, RULES, Case, everything
 
 SIZES = (1, 15, 17, 127, 2049, CHUNK - 1, CHUNK, CHUNK + 130, 2 * CHUNK + 5)
 TINY = (1, 129, CHUNK + 130)  # in a dry run
@@ -45,9 +45,13 @@ class Place:
             several.append(tensor.repeat(-(-size // _PATTERN))[:size].to(self.device))
         return several
 
-    def kernels(self, case: Case) -> Kernels:
+    def optimizer(self, case: Case) -> tuple[af.FusedOptimizer, list[Tensor]]:
+        """It, and its parameters, which have gradients of that dtype."""
         params = [tensor.requires_grad_() for tensor in self.drawn(case.param_dtype, 0)]
-        return Kernels(case, params, self.drawn(case.grads, 1), self.backend)
+        for param in params:
+            if case.grads != param.dtype:
+                param.grad_dtype = case.grads
+        return case.optimizer(params, self.backend), params
 
 
 @dataclass(frozen=True)
@@ -63,124 +67,111 @@ class Check:
 def checks() -> list[Check]:
     """What holds up all else comes first."""
     first = [
-        Check("norm", partial(norm, FP32), brief=True),
-        Check("accumulate", partial(accumulate, FP32), brief=True),
+        Check("sums of a window, fp32", partial(sums, FP32), brief=True),
         Check(f"step: {Case().name}", partial(step, Case()), brief=True),
-        Check("a window of two", window, brief=True),
+        Check("weighted windows", windows, brief=True),
         Check("a skipped step", skip, brief=True),
         Check("a side stream", side_stream, brief=True, needs_gpu=True),
         Check("a captured graph, replayed", graph, brief=True, needs_gpu=True),
         Check("one large tensor, bf16", lambda at: step(PACKED[0], Place(at.backend, at.device, at.large))),
         Check("fused linears, bf16", linears),
     ]
-    steps = [*(Case(rule) for rule in RULES if rule != "AdamW"), *PACKED, PURE, Case(grads=FP16)]
-    steps += [Case("AdamW", "bf16 + fp32 master", "bf16", BF16), Case("Lion", "fp16 stochastic", "int8", FP16)]
-    off = (Case(), PACKED[0])
-    halves = [(run, dtype) for run in (norm, accumulate) for dtype in (BF16, FP16)]
+    cases = [*(Case(rule) for rule in RULES if rule != "AdamW"), *PACKED, PURE, Case(grads=BF16), Case(grads=FP16)]
+    cases += [Case("AdamW", "bf16 + fp32 master", "bf16", BF16), Case("Lion", "fp16 stochastic", "int8", FP16)]
     return [
         *first,
-        *(Check(f"{run.__name__}, {DTYPES[dtype]}", partial(run, dtype)) for run, dtype in halves),
-        *(Check(f"step: {case.name}", partial(step, case)) for case in steps),
-        *(Check(f"gradients off their boundaries: {case.name}", partial(step, case, off=True)) for case in off),
+        *(Check(f"sums of a window, {DTYPES[dtype]}", partial(sums, dtype)) for dtype in (BF16, FP16)),
+        *(Check(f"step: {case.name}", partial(step, case)) for case in cases),
+        *(Check(f"gradients off: {case.name}", partial(step, case, off=True)) for case in (Case(), PACKED[0])),
     ]
 
 
-def norm(dtype: torch.dtype, place: Place) -> Found:
-    work = place.kernels(Case("SGD", grads=dtype))
-    values = work.norm(place.drawn(dtype, 2)).values
-    return {"sums of squares": work.partials, "coefficient, norm, skipped": values}
-
-
-def accumulate(dtype: torch.dtype, place: Place) -> Found:
-    work, sums = place.kernels(Case("SGD", grads=dtype)), place.drawn(FP32, 3)
-    found: Found = {}
-    for name, first in (("first", True), ("second", False)):
-        work.accumulate(place.drawn(dtype, 4), sums, first=first)
-        found |= {f"{name}, sum {index}": tensor.clone() for index, tensor in enumerate(sums)}
-        found[f"{name}, sums of squares"] = work.partials.clone()
-    return found
+def sums(dtype: torch.dtype, place: Place) -> Found:
+    """A window's accumulators, and their norm."""
+    optimizer, params = place.optimizer(Case("SGD", grads=dtype))
+    for last in (False, True):
+        for param, grad in zip(params, place.drawn(dtype, 4 + last), strict=True):
+            param.grad = grad
+        optimizer.accumulate(last=last)
+    found = {f"sum {index}": param.grad for index, param in enumerate(params) if param.grad is not None}
+    optimizer.step()
+    return found | {"norm": optimizer.grad_norm}
 
 
 def step(case: Case, place: Place, *, off: bool = False) -> Found:
-    """Two steps: the optimizer's own first one, and the kernels alone. Args: off: gradients lie one element off."""
-    work, grads = place.kernels(case), place.drawn(case.grads, 5)
-    if off:
-        grads = [grad.new_empty(len(grad) + 1)[1:].copy_(grad) for grad in grads]
-    work.step(grads, work.norm(grads))
-    return work.everything()
+    """Two clipped steps. Args: off: gradients lie one element off their boundary."""
+    optimizer, params = place.optimizer(case)
+    found: Found = {}
+    for seed in (1, 2):
+        for param, grad in zip(params, place.drawn(case.grads, seed), strict=True):
+            param.grad = grad.new_empty(len(grad) + 1)[1:].copy_(grad) if off else grad
+        optimizer.step()
+        found[f"norm {seed}"] = optimizer.grad_norm.clone()
+    return found | everything(optimizer)
 
 
 def skip(place: Place) -> Found:
-    work = place.kernels(Case())
-    before = {name: tensor.clone() for name, tensor in work.everything().items()}
-    grads = place.drawn(FP32, 6)
-    grads[-1][-1] = torch.inf
-    for param, grad in zip(work.plan.params, grads, strict=True):
-        param.grad = grad
-    work.optimizer.step()
-    skipped = work.optimizer.skipped_steps.reshape(())
-    return _pairs({**work.everything(), "skipped": skipped}, {**before, "skipped": torch.ones_like(skipped)})
+    optimizer, params = place.optimizer(Case())
+    before: Found = {}
+    for value in (1.0, torch.inf):
+        before = {name: tensor.clone() for name, tensor in everything(optimizer).items()}
+        for param, grad in zip(params, place.drawn(FP32, 6), strict=True):
+            param.grad = grad
+        params[-1].grad[-1] = value
+        optimizer.step()
+    skipped = optimizer.skipped_steps.reshape(())
+    return _pairs({**everything(optimizer), "skipped": skipped}, {**before, "skipped": torch.ones_like(skipped)})
 
 
-def _windows(place: Place) -> tuple[Kernels, Callable[[], None], list[Tensor]]:
-    """A window of two weighted micro-batches and its step, and the tensors that its gradients are copied from."""
-    work, source = place.kernels(Case()), place.drawn(FP32, 7)
+def _windows(place: Place) -> tuple[Callable[[], None], list[Tensor], Callable[[], Found]]:
+    """A window of two weighted micro-batches and its step, the tensors of its gradients, and what has come out."""
+    optimizer, params = place.optimizer(Case())
+    source = place.drawn(FP32, 7)
 
     def run() -> None:
-        for micro in range(2):
-            for param, grad in zip(work.plan.params, source, strict=True):
-                param.grad = grad * (micro + 1.0)
-            work.optimizer.accumulate(weight=micro + 1.0)
-        work.optimizer.step()
+        for weight in (1.0, 2.0):
+            for param, grad in zip(params, source, strict=True):
+                param.grad = grad * weight
+            optimizer.accumulate(weight=weight)
+        optimizer.step()
 
-    return work, run, source
+    return run, source, lambda: {name: tensor.clone() for name, tensor in everything(optimizer).items()}
 
 
-def window(place: Place) -> Found:
-    work, run, _ = _windows(place)
-    run()
-    run()
-    return work.everything()
+def windows(place: Place) -> Found:
+    run, source, found = _windows(place)
+    for factor in (1.0, 0.5, 3.0):
+        torch._foreach_mul_(source, factor)
+        run()
+    return found()
 
 
 def side_stream(place: Place) -> Found:
-    """The windows of `window`, while the other stream sleeps: what goes to a wrong stream comes too early."""
-    work, run, _ = _windows(place)
-    here = torch.cuda.current_stream(place.device)
-    side = torch.cuda.Stream(place.device)
+    """The same while that stream is late: what goes to a wrong stream comes too early."""
+    here, side = torch.cuda.current_stream(place.device), torch.cuda.Stream(place.device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
         torch.cuda._sleep(20_000_000)
-        run()
-        run()
+        found = windows(place)
     here.wait_stream(side)
-    return _pairs(work.everything(), window(place))
+    return _pairs(found, windows(place))
 
 
 def graph(place: Place) -> Found:
-    """An eager window and two replays with other gradients, beside three eager windows."""
-    found = []
-    for captures in (False, True):
-        work, run, source = _windows(place)
-        here = torch.cuda.current_stream(place.device)
-        side = torch.cuda.Stream(place.device)
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            run()
-        here.wait_stream(side)
-        again: Callable[[], Any] = run
-        if captures:
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                run()
-            again = captured.replay
-        for factor in (0.5, 3.0):
-            for tensor in source:
-                tensor.mul_(factor)
-            again()
-        torch.cuda.synchronize()
-        found.append({name: tensor.clone() for name, tensor in work.everything().items()})
-    return _pairs(found[1], found[0])
+    """The same by an eager window and two replays."""
+    run, source, found = _windows(place)
+    here, side = torch.cuda.current_stream(place.device), torch.cuda.Stream(place.device)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        run()
+    here.wait_stream(side)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        run()
+    for factor in (0.5, 3.0):
+        torch._foreach_mul_(source, factor)
+        captured.replay()
+    return _pairs(found(), windows(place))
 
 
 def linears(place: Place) -> Found:
@@ -198,7 +189,7 @@ def linears(place: Place) -> Found:
         optimizer.step()
         if handle is not None and place.device.type == "cuda" and not handle.fused:  # a CPU has no such product
             raise RuntimeError(f"the layer is not fused: {handle.left}")
-        found.append({"weight": layer.weight.detach(), **optimizer.state[layer.weight]})
+        found.append(everything(optimizer))
     return _pairs(found[1], found[0])
 
 

@@ -5,13 +5,17 @@ Sizes are far beyond the caches. Small models are replayed from graphs, also wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from bench.gpu.cases import BF16, DTYPES, FP16, FP32, PACKED, PURE, Case, Kernels, using
+from accumfused.core.protocol import OVERWRITE, Fold, Outcome, Scaling
+from accumfused.core.weights import READY, Weights
+from accumfused.formats.kinds import MASTER
+from bench.gpu.cases import BF16, DTYPES, FP16, FP32, MAX_GRAD_NORM, PACKED, PURE, Case, using
 from bench.gpu.journal import Journal
 from bench.gpu.target import Target
 from bench.measure import Variant, interleave
@@ -24,6 +28,51 @@ OTHERS = (
     Case(grads=BF16), *PACKED[1:], Case("AdamW", "bf16 + fp32 master", "bf16", BF16), Case("Lion"), Case("AMSGrad"),
     Case("SGD-m"), Case("Lion", "bf16 stochastic", "bf16", BF16), Case("AdamW", "fp16 + fp32 master", "fp32", FP16),
 )  # fmt: skip
+
+
+class Kernels:
+    """An optimizer's kernels, each called alone, after a first step from these gradients, which makes its states."""
+
+    def __init__(self, case: Case, params: Sequence[Tensor], grads: Sequence[Tensor], backend: Any) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            if grad.dtype != param.dtype:
+                param.grad_dtype = grad.dtype
+            param.grad = grad
+        self.optimizer = case.optimizer(params, backend)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        current = self.optimizer.engine.plans.current()
+        self.plan, self.backend = current.plan, current.backend
+        self.partials = torch.zeros(self.plan.chunks, device=self.plan.device)
+        self._hypers = self.plan.hypers(self.optimizer.param_groups)
+
+    @torch.no_grad()
+    def norm(self, grads: Sequence[Tensor]) -> Outcome:
+        scaling = Scaling(self.plan.device, max_grad_norm=MAX_GRAD_NORM, skips_nonfinite=True)
+        outcome: Outcome = self.backend.norm(self.plan, [*grads], self.partials, scaling)
+        return outcome
+
+    @torch.no_grad()
+    def accumulate(self, grads: Sequence[Tensor], sums: Sequence[Tensor], *, first: bool = False) -> None:
+        factors = [OVERWRITE if first else READY] * len(grads)
+        fold = Fold([*grads], [*sums], factors, Weights().factors, READY, 1.0)
+        self.backend.accumulate(self.plan, fold, self.partials)
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[Tensor], outcome: Outcome) -> None:
+        self.backend.step(self.plan, [*grads], self._hypers, outcome)
+
+    def step_bytes(self, grads: Sequence[Tensor]) -> int:
+        """What a step has to move: gradients in; parameters and states in and out.
+
+        A 16-bit parameter that has an fp32 master only goes out.
+        """
+        total = sum(grad.nbytes for grad in grads)
+        for param in self.plan.params:
+            state = self.optimizer.state[param]
+            total += param.nbytes * (1 if MASTER in state else 2)
+            total += 2 * sum(value.nbytes for value in state.values() if value.dim() > 0)
+        return total
 
 
 class Probe:
@@ -63,10 +112,10 @@ class Probe:
             rates = {"TB/s": rate / 1e12, "of copy": rate / self.copy}
             self.own.write(kind, **facts, **runs[timing.variant.name][1], **rates)
 
-    def _random(self, dtype: torch.dtype, more: int = 0, scale: float = 1e-3) -> list[torch.Tensor]:
+    def _random(self, dtype: torch.dtype, more: int = 0, scale: float = 1e-3) -> list[Tensor]:
         return random_tensors(flat(self.elements + more), scale, dtype, self.target.device)
 
-    def _kernels(self, case: Case, grads: list[torch.Tensor]) -> Kernels:
+    def _kernels(self, case: Case, grads: list[Tensor]) -> Kernels:
         params = [tensor.requires_grad_() for tensor in self._random(case.param_dtype, scale=0.02)]
         return Kernels(case, params, grads, self.target.backend)
 

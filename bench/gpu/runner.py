@@ -81,7 +81,7 @@ def watch(
         path: the journal that it writes.
         known: more environment variables.
         quiet: it hangs where the journal gets no new line for so many seconds; None: only the whole time counts.
-        log: a file for its output, beside which new lines that are not simply ok are printed; None: ours.
+        log: a file for its output; None: ours.
 
     Returns:
         How it ended: "passed", "failed (exit code)", "cut off" or "hangs".
@@ -89,7 +89,7 @@ def watch(
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", journal.FILE: str(path), **known}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     environment["PATH"] = os.pathsep.join([environment.get("PATH", os.defpath), _CUDA])
-    size = begin = path.stat().st_size
+    size = path.stat().st_size
     deadline = time.monotonic() + seconds
     silent_until = time.monotonic() + max(quiet or seconds, _START)
     process = subprocess.Popen(
@@ -100,7 +100,6 @@ def watch(
         while process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_LOOK)
-            begin = begin if log is None else _tell(path, begin)
             if path.stat().st_size > size:
                 size, silent_until = path.stat().st_size, time.monotonic() + (quiet or seconds)
             if quiet is not None and time.monotonic() > silent_until:
@@ -110,8 +109,6 @@ def watch(
             outcome = "passed" if process.returncode == 0 else f"failed ({process.returncode})"
     finally:
         _end(process, _GRACE if quiet is None else 0.0)
-        if log is not None:
-            _tell(path, begin)
     return outcome
 
 
@@ -130,18 +127,6 @@ def _end(process: subprocess.Popen[bytes], grace: float) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _tell(path: Path, begin: int) -> int:
-    """Prints the new whole lines that are not simply ok; how far the journal was read."""
-    with open(path, "rb") as file:
-        file.seek(begin)
-        new = file.read()
-    new = new[: new.rfind(b"\n") + 1]
-    for line in journal.parse(new.decode()):
-        if line.get("ok") is not True and line["kind"] not in journal.LATEST:
-            print(journal.say(line), flush=True)
-    return begin + len(new)
 
 
 def python(*arguments: str) -> list[str]:

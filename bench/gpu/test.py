@@ -86,7 +86,11 @@ class Reporter:
         if report.failed:
             text = report.longreprtext[-_LAST:]
             marked = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
-            facts = {"test": report.nodeid, "when": report.when, "says": (marked or text.splitlines() or [""])[0]}
+            facts = {
+                "test": report.nodeid,
+                "when": report.when,
+                "says": (marked[:1] or text.splitlines()[-1:] or [""])[0],
+            }
             trace = {"trace": text} if self._counts["failed"] <= _MOST else {}
             self._journal.write("failure", ok=False, **facts, **trace)
         if time.monotonic() - self._told > 2:

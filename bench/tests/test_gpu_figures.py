@@ -64,21 +64,17 @@ def test_every_check_finds_the_bits_of_the_reference(target: Target, own: Journa
     assert len({line["check"] for line in of(own, "bits")}) == len(several)
 
 
-def test_a_different_bit_is_found_said_and_survived(target: Target, own: Journal) -> None:
-    several = [check for check in checks.checks() if check.name in ("norm", "accumulate")]
-    assert not smoke.compare_all(own, target, Off(target.backend), several)
-    wrong, right = of(own, "bits")
-    assert (wrong["ok"], right["ok"]) == (False, True)
-    assert (wrong["tensor"], wrong["first"], wrong["differ"], wrong["of"]) == ("coefficient, norm, skipped", 1, 1, 3)
-    assert wrong["found bits"] == wrong["expected bits"] + 1
-
-
-def test_a_check_that_raises_is_said_and_survived(target: Target, own: Journal) -> None:
+def test_what_differs_or_raises_is_said_and_survived(target: Target, own: Journal) -> None:
     def fails(place: checks.Place) -> checks.Found:
         raise RuntimeError("CUDA error: no")
 
-    assert not smoke.compare_all(own, target, "cpu", [checks.Check("a", fails), checks.Check("b", lambda place: {})])
-    assert [line.get("error") for line in of(own, "bits")] == ["RuntimeError: CUDA error: no", None]
+    several = [checks.checks()[0], checks.Check("fails", fails), checks.Check("empty", lambda place: {})]
+    assert not smoke.compare_all(own, target, Off(target.backend), several)
+    wrong, failed, right = of(own, "bits")
+    assert [line["ok"] for line in (wrong, failed, right)] == [False, False, True]
+    assert (wrong["tensors"], wrong["tensor"], wrong["first"], wrong["differ"], wrong["of"]) == (1, "norm", 0, 1, 1)
+    assert wrong["found bits"] == wrong["expected bits"] + 1
+    assert failed["error"] == "RuntimeError: CUDA error: no"
 
 
 def test_a_step_that_is_not_skipped_is_found(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,14 +66,13 @@ def test_what_ignores_the_interrupt_is_ended_with_all_that_it_has_started(
 
 
 def test_all_that_was_known_is_there_after_the_runner_was_killed(tmp_path: Path) -> None:
-    stages = [
-        stage("first", "write('fact', value=1)"),
-        stage("second", "write('fact', pid=os.getpid()); time.sleep(600)"),
-    ]
-    code = f"from pathlib import Path\nfrom bench.gpu.runner import Stage, run_all\nrun_all({stages!r}, Path({str(tmp_path)!r}), 600)"
-    with subprocess.Popen(python("-c", code), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert any(line.startswith("second: fact") for line in process.stdout)
+    os.mkfifo(tmp_path / "runs")
+    waits = f"write('fact', pid=os.getpid()); open({str(tmp_path / 'runs')!r}, 'w').close(); time.sleep(60)"
+    stages = [stage("first", "write('fact', value=1)"), stage("second", waits)]
+    code = "from pathlib import Path\nfrom bench.gpu.runner import Stage, run_all\n"
+    code += f"run_all({stages!r}, Path({str(tmp_path)!r}), 60)"
+    with subprocess.Popen(python("-c", code), cwd=ROOT) as process:
+        (tmp_path / "runs").read_text()  # until the second stage has written its line
         process.kill()
     os.kill(of(tmp_path, "fact")[1]["pid"], signal.SIGKILL)  # the runner could not
     assert "| first | passed |" in (tmp_path / REPORT).read_text()
@@ -106,7 +105,7 @@ def test_a_mechanism_that_hangs_or_is_wrong_is_off_in_the_ladder_and_in_later_st
     (tmp_path / JOURNAL).touch()
     own = Journal("smoke", tmp_path / JOURNAL)
     program = python("-c", START.replace("'x'", "'smoke'") + RUNG)
-    assert not smoke.climb(own, program, ["plain", *smoke.MECHANISMS], quiet=0.7)
+    assert not smoke.climb(own, program, ["plain", *smoke.MECHANISMS], quiet=1.5)
     rungs = {line["rung"]: (line["outcome"], line["at check"]) for line in of(tmp_path, "rung")}
     assert rungs == {
         "plain": ("failed (1)", "step"), "queue": ("failed (1)", "step"),  # plain launches are wrong there, too
