@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import checks, journal, probe, smoke, versus
+from bench.gpu import checks, counters, journal, probe, smoke, versus
 from bench.gpu import test as gpu_tests
 from bench.gpu.journal import Journal
 from bench.gpu.runner import DRY, LAUNCHES, ROOT
@@ -145,6 +145,22 @@ def test_a_stage_uses_the_mechanisms_that_it_was_started_with(target: Target, mo
     assert plain.mechanisms == ("queue", "overlap")
     run = versus.recipes(plain, _work(plain), captures=False)["accumfused"].run
     assert plain.captured(run)[1] == 2  # no norm within the step
+
+
+def test_the_counters_are_those_of_one_step_an_element(target: Target) -> None:
+    assert counters.counted("==ERROR== no permission", 1000) == {}
+    values = {metric: 1000 * (place + 1) for place, metric in enumerate(counters._METRICS)}
+    rows = [f'"0","step_kernel","{metric}","{value:,}"' for metric, value in values.items()]
+    facts = counters.counted("\n".join(["==PROF==", '"ID","Kernel Name","Metric Name","Metric Value"', *rows]), 1000)
+    assert [facts[name] for name in ("read, B/el", "written, B/el", "into L2, B/el", "instructions/el")] == [
+        1,
+        2,
+        96,
+        128,
+    ]
+    assert facts["issuing, %"] == 5000
+    assert facts["warps wait for"]["long_scoreboard"] == 7000
+    counters.step_once(target, counters.CASES[1], 3000)  # what ncu runs
 
 
 def _work(target: Target) -> versus.Workload:

@@ -160,7 +160,7 @@ def test_the_command_builds_and_then_runs_what_is_asked_for(tmp_path: Path, monk
     assert ran == [[*command.SECONDS], ["build", "smoke", "probe"], [*command.SECONDS][1:]]
     monkeypatch.delenv(runner.DRY)
     assert sum(command.SECONDS.values()) == 60 * command.MINUTES
-    assert all((ROOT / "bench" / "gpu" / f"{name}.py").exists() for name in command.SECONDS)
+    assert all((ROOT / "bench" / "gpu" / f"{name}.py").exists() for name in command.SECONDS | command.ALONE)
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "smok"])
     with pytest.raises(SystemExit, match="2"):
         command.main()
@@ -179,7 +179,7 @@ def test_make_has_a_target_for_each_stage_and_reports_into_the_folder_for_output
         pytest.skip("no make")
     # Of the make that runs these tests, and of what runs that.
     outside = {name: value for name, value in os.environ.items() if "MAKE" not in name and name not in ("ARGS", "OUT")}
-    for target, asked in {"gpu": [], **{f"gpu-{name}": [name] for name in command.SECONDS}}.items():
+    for target, asked in {"gpu": [], **{f"gpu-{name}": [name] for name in command.SECONDS | command.ALONE}}.items():
         for out, folder in (({}, "build/gpu"), ({"OUT": "/there"}, "/there")):
             run = ["make", "--no-print-directory", "-n", target]
             said = subprocess.run(run, cwd=ROOT, env={**outside, **out}, capture_output=True, text=True).stdout
