@@ -4,6 +4,7 @@ instructions, how busy the issue slots and the ALU are, and what warps wait for.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import shutil
@@ -64,14 +65,10 @@ def step_once(target: Target, case: Case, elements: int) -> None:
     params, grads = (random_tensors(flat(elements), scale, dtype, target.device) for dtype, scale in dtypes)
     work = Kernels(case, [param.requires_grad_() for param in params], grads, target.backend)
     outcome = work.norm(grads)
-    if target.is_dry:
+    target.synchronize()
+    with contextlib.nullcontext() if target.is_dry else torch.cuda.profiler.profile():
         work.step(grads, outcome)
-        return
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()
-    work.step(grads, outcome)
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
+        target.synchronize()
 
 
 def counted(text: str, elements: int) -> dict[str, object]:

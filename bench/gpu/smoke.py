@@ -23,16 +23,16 @@ from bench.gpu.target import MECHANISMS, Target
 
 QUIET = 20.0  # seconds for a check
 _LONG = 600.0  # the stage's own limit comes before
-_UNUSABLE = 70  # the exit code
+_DIFFERS, _UNUSABLE = 3, 70  # exit codes; 1 is an error of the program itself
 
 
 def main() -> None:
     own, target = Journal("smoke"), Target()
     if sys.argv[1:] == ["triton"]:
-        sys.exit(0 if compare_all(own, target, "triton", [check for check in checks() if check.brief]) else 1)
+        sys.exit(0 if compare_all(own, target, "triton", [check for check in checks() if check.brief]) else _DIFFERS)
     if sys.argv[1:]:
         several = [check for check in checks() if not (check.needs_gpu and target.is_dry)]
-        sys.exit(0 if compare_all(own, target, target.backend, several) else 1)
+        sys.exit(0 if compare_all(own, target, target.backend, several) else _DIFFERS)
     names = () if target.is_dry else ("cuda", "triton")
     reasons = {name: why for name in names if (why := why_not(name, target.device)) is not None}
     for name, reason in reasons.items():
@@ -52,6 +52,7 @@ def climb(own: Journal, program: Sequence[str], rungs: Sequence[str], quiet: flo
     on: list[str] = []
     wrong: dict[str, set[str]] = {}  # a rung's checks
     good = True
+    own.write("mechanisms", on=on)  # if the time is up before the first rung has ended
     for rung in rungs:
         asked = [*on, rung] if rung in MECHANISMS else on
         begin = len(journal.read(own.path))
@@ -62,7 +63,7 @@ def climb(own: Journal, program: Sequence[str], rungs: Sequence[str], quiet: flo
         last = [line["begins"] for line in lines if line["kind"] == "so far"][-1:]
         own.write("rung", ok=outcome == "passed", rung=rung, outcome=outcome, **({"at check": last[0]} if last else {}))
         # What plain launches have wrong, too, is not the mechanism's.
-        if outcome == "passed" or (outcome == "failed (1)" and wrong[rung] <= wrong[rungs[0]]):
+        if outcome == "passed" or (outcome == f"failed ({_DIFFERS})" and wrong[rung] <= wrong[rungs[0]]):
             on = asked
         good = good and outcome == "passed"
         own.write("mechanisms", on=on, off=[name for name in MECHANISMS if name in wrong and name not in on])

@@ -95,7 +95,7 @@ class Target:
             for _ in range(3):
                 run()
         torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
+        self.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph):
             run()
@@ -125,6 +125,10 @@ class Target:
         gc.collect()  # optimizers are cycles, and hold tensors
         if not self.is_dry:
             torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        if not self.is_dry:
+            torch.cuda.synchronize(self.device)
 
     def copy_rate(self) -> float:
         """Bytes a second of a large copy, read and written."""

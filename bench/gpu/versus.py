@@ -20,7 +20,7 @@ from bench.shapes import Shapes, flat, gpt2, small
 from bench.workload import Workload
 
 LARGE = 1_200_000_000
-_BYTES = 40  # an element: parameter, gradient, two states, and their copies
+_BYTES = 48  # an element: parameter, gradient, two states, their copies, and what torch's recipes take
 FUSED = "clip + AdamW(fused)"
 
 

@@ -97,7 +97,7 @@ if "overlap" in on:
     time.sleep(600)
 if "one_launch" in on:
     write("bits", ok=False, check="window")
-sys.exit(1)
+sys.exit(3)
 """
 
 
@@ -108,8 +108,8 @@ def test_a_mechanism_that_hangs_or_is_wrong_is_off_in_the_ladder_and_in_later_st
     assert not smoke.climb(own, program, ["plain", *smoke.MECHANISMS], quiet=1.5)
     rungs = {line["rung"]: (line["outcome"], line["at check"]) for line in of(tmp_path, "rung")}
     assert rungs == {
-        "plain": ("failed (1)", "step"), "queue": ("failed (1)", "step"),  # plain launches are wrong there, too
-        "overlap": ("hangs", "window"), "one_launch": ("failed (1)", "step"),
+        "plain": ("failed (3)", "step"), "queue": ("failed (3)", "step"),  # plain launches are wrong there, too
+        "overlap": ("hangs", "window"), "one_launch": ("failed (3)", "step"),
     }  # fmt: skip
     assert of(tmp_path, "mechanisms")[-1]["on"] == ["queue"]
     assert of(tmp_path, "mechanisms")[-1]["off"] == ["overlap", "one_launch"]
