@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from compare import assert_same_bits, params_of
+from compare import assert_same_bits, differences, params_of, snapshot
 from spread import Net, adamw, everything_whole, loss_of, sharded
 from table import random_grads, random_params, set_grads
 from torch import Tensor, nn
@@ -182,11 +183,14 @@ def test_gradients_travel_once_a_window_in_the_dtype_that_was_asked_for(
     assert numel <= sum(sent for *_, sent in calls[1:]) < numel + gaps
 
 
-def step_of_parts(clips: float | None, micro_batches: int, weight: float | None) -> list[int]:
-    optimizer = adamw(model := sharded(Net()), max_grad_norm=clips)
+def sent_by_a_step(over: str, clips: float | None, micro_batches: int, weight: Any, noise: bool = False) -> list[int]:
+    """In a worker: the sizes of what a step sends, once the processes know each other."""
+    outer = sharded(model := Net()) if over == "parts" else (model := Net())
+    group = None if over == "parts" else dist.group.WORLD
+    optimizer = adamw(model, max_grad_norm=clips, noise_scale=noise, process_group=group)
     for _ in range(2):
         for part in range(max(micro_batches, 1)):
-            loss = loss_of(model, 3, part)
+            loss = loss_of(outer, 3, part)
             optimizer.backward(loss, weight=weight) if micro_batches else loss.backward()
         with Sent() as sent:
             optimizer.step()
@@ -200,7 +204,15 @@ def step_of_parts(clips: float | None, micro_batches: int, weight: float | None)
 def test_a_step_of_parts_sends_a_number_and_three_for_a_window(
     clips: Any, micro_batches: int, weight: Any, sizes: list[int]
 ) -> None:
-    assert processes.agreed(2, step_of_parts, clips, micro_batches, weight) == sizes
+    assert processes.agreed(2, sent_by_a_step, "parts", clips, micro_batches, weight) == sizes
+
+
+@pytest.mark.parametrize("over", ["parts", "group"])
+def test_a_window_whose_noise_is_measured_sends_one_small_message_more(over: str) -> None:
+    plain, measured = (processes.agreed(2, sent_by_a_step, over, 1.0, 2, None, noise) for noise in (False, True))
+    (one,) = Counter(measured) - Counter(plain)
+    assert one < 4
+    assert len(measured) == len(plain) + 1
 
 
 def window_of_whole_parameters() -> list[str]:
@@ -311,3 +323,48 @@ def moved(name: str) -> list[float]:
 ], ids=lambda call: call.__name__)  # fmt: skip
 def test_gradients_are_added_up_once(call: Any) -> None:
     assert processes.agreed(2, moved, call.__name__) == [-2.0, -2.0]
+
+
+# ---- what is measured of all -----------------------------------------------------------------------------------------
+
+
+def repeat(last: bool) -> None:
+    """In a worker: steps that fail once the processes have added up their windows, and are made again."""
+    found = []
+    for fails in (False, True):
+        settings: dict[str, Any] = {"clip": af.ZScore(1.0, 0.9, 2), "process_group": dist.group.WORLD}
+        optimizer = adamw(model := Net(), noise_scale=0.5, **settings)
+        for step in range(3):
+            for index in range(2):
+                loss_of(model, 3, 100 * step + 10 * dist.get_rank() + index).backward()
+                optimizer.accumulate(2.0, last=last and index == 1)
+            for failing in (inside.step_fails, inside.norm_fails, inside.step_fails) if fails else ():
+                with failing(optimizer), pytest.raises(RuntimeError, match="out of memory"):
+                    optimizer.step()
+            optimizer.step()
+        found.append(snapshot(optimizer))
+    assert differences(*found) == []
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_norms_and_noise_of_steps_that_fail_and_are_made_again_count_once(last: bool) -> None:
+    processes.run(2, repeat, last)
+
+
+def grow() -> list[int]:
+    """In a worker: the sizes of windows whose noise scale is 40 micro-batches of one process."""
+    param = torch.zeros(4000, requires_grad=True)
+    optimizer = af.SGD([param], lr=0.0, noise_scale=0.9, process_group=dist.group.WORLD)
+    steps = af.NoiseScale(optimizer, start=2, most=64, every=2)
+    sizes = []
+    for update in range(16):
+        sizes.append(steps(update))
+        for _ in range(sizes[-1]):
+            param.grad = (1.0 + torch.randn_like(param) * 40**0.5) / sizes[-1]
+            optimizer.accumulate()
+        optimizer.step()
+    return sizes
+
+
+def test_windows_of_all_processes_grow_alike_and_share_the_batch() -> None:
+    assert 18 <= processes.agreed(2, grow)[-1] <= 22
