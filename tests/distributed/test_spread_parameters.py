@@ -32,9 +32,14 @@ TWO: list[tuple[Any, ...]] = [  # on one of 2 x 2; with one placement on its sec
 ]  # fmt: skip
 LAID = {"2": (2, ONE), "4": (4, ONE), "2 x 2": (4, TWO)}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.2, momentum=0.5, weight_decay=0.1),
-    "own step": lambda params: Own(params, lr=0.05),  # clipped, after fuse()
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5, weight_decay=0.1),
+    "own step": lambda params: Own(params, lr=0.05),
 }
+POLICIES: dict[str, dict[str, Any]] = {
+    "norm": {"max_grad_norm": MAX_NORM}, "per tensor": {"clip": af.PerTensor(0.3)},
+    "per group": {"clip": af.PerGroup(0.5)}, "adaptive": {"clip": af.Adaptive(0.1)},
+    "z-score": {"clip": af.ZScore(0.1, 0.5, 2), "skip_above": af.RunningMean(1.001, 0.5, 1)},
+}  # fmt: skip
 
 
 def values(laid: list[tuple[Any, ...]], dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -50,62 +55,39 @@ def laid_out(laid: list[tuple[Any, ...]], meshes: dict[int, Any], dtype: torch.d
     ]
 
 
-def step_laid_out(name: str, kind: str, on: str) -> tuple[list[Tensor], list[float]]:
-    mesh = mesh_over(2, 2) if name == "2 x 2" else mesh_over()
-    params, norms = laid_out(LAID[name][1], {1: mesh["b"] if mesh.ndim == 2 else mesh, 2: mesh}), list[float]()
-    optimizer = af.fuse(OPTIMIZERS[kind](params), max_grad_norm=MAX_NORM, backend=on)
-    for step in range(STEPS):
-        give_random_gradients(step, optimizer)
-        optimizer.step()
-        norms.append(float(optimizer.grad_norm))
-    return [whole(param) for param in params], norms
-
-
-@pytest.mark.pairwise(name=tuple(LAID), kind=tuple(OPTIMIZERS), on=("auto", "torch"))
-def test_the_norm_and_the_clip_are_over_the_whole_however_it_lies(name: str, kind: str, on: str) -> None:
-    size, laid = LAID[name]
-    found, norms = processes.agreed(size, step_laid_out, name, kind, on)
-    plain, truth = [nn.Parameter(value.double()) for value in values(laid)], []
-    stock, twin = OPTIMIZERS[kind](plain), OPTIMIZERS[kind](values(laid))
-    for step in range(STEPS):
-        give_random_gradients(step, twin)
-        for param, other in zip(plain, params_of(twin), strict=True):
-            param.grad = other.grad.double()
-        truth.append(float(nn.utils.clip_grad_norm_(plain, MAX_NORM)))
-        stock.step()
-    assert_close(torch.tensor(norms), torch.tensor(truth), "norm")
-    for actual, expected, start in zip(found, plain, values(laid), strict=True):
-        assert_close(actual, expected, "model")
-        assert not torch.equal(actual, start)
-
-
-POLICIES: dict[str, dict[str, Any]] = {
-    "per tensor": {"clip": af.PerTensor(0.3)}, "per group": {"clip": af.PerGroup(0.5)},
-    "adaptive": {"clip": af.Adaptive(0.1)},
-    "z-score": {"clip": af.ZScore(0.1, 0.5, 2), "skip_above": af.RunningMean(1.001, 0.5, 1)},
-}  # fmt: skip
-
-
-def step_by_policy(name: str, policy: str, how: str) -> tuple[list[Tensor], Tensor | None, int]:
+def step_laid_out(name: str, kind: str, policy: str, on: str, how: str) -> tuple[Any, ...]:
+    """Parameters, norms, what the policy remembers, and skips. Args: how: spread, summed over a group, or alone."""
     laid = LAID[name][1]
     params: list[Any] = [nn.Parameter(value) for value in values(laid)]
     if how == "spread":
         mesh = mesh_over(2, 2) if name == "2 x 2" else mesh_over()
         params = laid_out(laid, {1: mesh["b"] if mesh.ndim == 2 else mesh, 2: mesh})
     group = dist.group.WORLD if how == "summed" else None  # each process has the whole gradients: so is their mean
-    groups = [{"params": params[:2]}, {"params": params[2:]}]
-    optimizer = af.SGD(groups, lr=0.5, process_group=group, **POLICIES[policy])
+    made, norms = OPTIMIZERS[kind]([{"params": params[:2]}, {"params": params[2:]}]), list[float]()
+    optimizer = af.fuse(made, backend=on, process_group=group, **POLICIES[policy])
     for step in range(5):
         give_random_gradients(step, optimizer)
         optimizer.step()
-    return [whole(param) for param in params], optimizer.engine.clipping.history, int(optimizer.skipped_steps)
+        norms.append(float(optimizer.grad_norm))
+    return (
+        [whole(p) for p in params],
+        torch.tensor(norms),
+        optimizer.engine.clipping.history,
+        int(optimizer.skipped_steps),
+    )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("name", "how"), [*((name, "spread") for name in LAID), ("2", "summed")])
-def test_norms_of_tensors_and_groups_are_over_the_whole_too(name: str, how: str, policy: str) -> None:
-    found, history, skipped = processes.agreed(LAID[name][0], step_by_policy, name, policy, how)
-    wanted, truth, skips = step_by_policy(name, policy, "alone")
+@pytest.mark.pairwise(
+    where=[*((name, "spread") for name in LAID), ("2", "summed")], kind=tuple(OPTIMIZERS), policy=tuple(POLICIES),
+    on=("auto", "torch"),
+)  # fmt: skip
+def test_norms_and_clips_are_over_the_whole_however_it_lies(
+    where: tuple[str, str], kind: str, policy: str, on: str
+) -> None:
+    name, how = where
+    found, norms, history, skipped = processes.agreed(LAID[name][0], step_laid_out, name, kind, policy, on, how)
+    wanted, lengths, truth, skips = step_laid_out(name, kind, policy, on, "alone")
+    assert_close(norms, lengths, "norm")
     for actual, expected, start in zip(found, wanted, values(LAID[name][1]), strict=True):
         assert_close(actual, expected, "model")
         assert not torch.equal(actual, start)
