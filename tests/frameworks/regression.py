@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,9 @@ SIZES = (4, 1, 7, 2, 5, 3, 8, 2)  # samples per micro-batch: with K = 3 the last
 # Of parameters of order 1, after updates of some 0.1. In 16 bits forward and backward round each product, by 2^-11 or
 # 2^-8.
 ROUNDING = {"32-true": 2e-6, "16-mixed": 5e-4, "bf16-mixed": 5e-3, "bf16-true": 5e-3}
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+OVERFLOW = "16-mixed and an infinity"
 
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 Batch = tuple[Tensor, Tensor]
@@ -67,6 +72,54 @@ def cut(data: list[Batch], k: int = K) -> list[list[Batch]]:
 def loss_of(net: nn.Module, batch: Batch) -> Tensor:
     x, y = batch
     return nn.functional.mse_loss(net(x).to(y.dtype), y)
+
+
+# ---- a training ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a loop trains with, in every framework."""
+
+    make: MakeOptimizer
+    name: str = "32-true"  # a precision as Lightning calls it; or OVERFLOW
+    k: int = K
+    clip: str = "in the step"  # of CLIPS
+    # Lightning's rates change, Accelerate's windows end, and Trainer stops, with an epoch, or not; None: one epoch.
+    by_epoch: bool | None = None
+
+    @property
+    def precision(self) -> str:
+        return self.name.removesuffix(" and an infinity")
+
+    @property
+    def data(self) -> list[Batch]:
+        return with_an_infinity() if self.name == OVERFLOW else batches()
+
+    @property
+    def optimizer_of(self) -> MakeOptimizer:
+        return clipping if self.clip == "in the step" and self.make is not stock else self.make
+
+
+@dataclass
+class Trained:
+    """A training that is over. `norms` and `rates`: one an update; the norm of an update that is skipped is inf."""
+
+    net: nn.Module
+    optimizer: Any  # without the framework's wrapper
+    updates: int = 0  # 0: nobody counts them
+    scaler: Any = None
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """Updates that were not skipped."""
+        return int(next(iter(self.optimizer.state.values()))["step"])
+
+    @property
+    def scale(self) -> float:
+        return self.scaler.get_scale() if self.scaler else 1.0
 
 
 # ---- truth ---------------------------------------------------------------------------------------------------------

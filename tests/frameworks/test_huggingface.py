@@ -60,10 +60,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "by tokens, in a loss function": {"compute_loss_func": sum_over_tokens},
     "by tokens, with smoothing": {"label_smoothing_factor": 0.1},
     "by micro-batches": {"model_of": MeanOfEachMicroBatch},
-    "no accumulation": {"gradient_accumulation_steps": 1, "max_steps": STEPS},
     "windows longer than the epoch": {"gradient_accumulation_steps": 20, "max_steps": 2},
-    "bf16": {"bf16": True},
-    "no clip": {"max_grad_norm": 0.0},
     "ends within an epoch, evaluates": {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1},
     "SGD": {"optim": "sgd", "weight_decay": 0.1},
     "no fused rule": {"optim": "adafactor", "lr_scheduler_type": "constant"},
@@ -90,7 +87,7 @@ def test_training_equals_the_stock_run(tmp_path: Path, monkeypatch: pytest.Monke
     decays = [[group["weight_decay"] for group in each.optimizer.param_groups] for each in (ours, stock)]
     assert decays[0] == decays[1]
     clips = [entry["grad_norm"] > 0.3 for entry in history(stock) if "grad_norm" in entry]
-    assert any(clips) or row in ("no clip", "windows longer than the epoch")
+    assert any(clips) or row == "windows longer than the epoch"
     for again in (False, True):
         if again and row == "a model that Trainer makes":  # and a new optimizer, in each training
             assert_same_training(trained(ours), stock)
@@ -137,26 +134,6 @@ def test_batch_norm_is_warned_of_once_where_windows_have_several_micro_batches(
         fuse_trainer(make(tmp_path, model, gradient_accumulation_steps=micro_batches)).train()
     found = [str(each.message) for each in seen if each.category is af.BatchNormWarning]
     assert ["norm (BatchNorm1d)" in text for text in found] == [True] * (micro_batches > 1)
-
-
-class Scaled(Trainer):
-    """Accelerate makes a scaler on GPUs only, so this one brings its own."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        # 2^127 overflows twice, and again when it has grown.
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
-        self.accelerator.scaler = scaler
-        self.accelerator.unscale_gradients = lambda: scaler.unscale_(self.optimizer.optimizer)
-
-
-def test_a_scaler_skips_and_backs_off_as_in_the_stock_run(tmp_path: Path) -> None:
-    # Not with Trainer's default, adamw_torch_fused: a scaler calls it for skipped steps too, so Accelerate counts them
-    # as taken and the learning rate goes on.
-    ours, stock = both(lambda: make(tmp_path, kind=Scaled, num_train_epochs=4, optim="adamw_torch"))
-    assert_same_training(ours, stock, steps=12)
-    assert 3 <= sum(not math.isfinite(entry["grad_norm"]) for entry in history(ours)) <= 8
-    assert ours.accelerator.scaler.get_scale() == stock.accelerator.scaler.get_scale()
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_logged(tmp_path: Path) -> None:
