@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from pathlib import Path
@@ -42,38 +43,7 @@ def test_a_trainer_is_sound_if_the_model_takes_the_count_of_tokens(
     assert [step.micro_batches for step in report.steps] == [4, 4, 3] * 2
 
 
-@pytest.mark.parametrize(
-    ("model_of", "verdict"), [(language_model, "is that of"), (MeanOfEachMicroBatch, "is NOT that of")]
-)
-def test_a_fused_trainer_watches_its_first_steps_and_logs_the_report(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, model_of: Any, verdict: str
-) -> None:
-    caplog.set_level(logging.INFO, "accumfused")
-    trainer = fuse_trainer(make(tmp_path, model_of=lambda: model_of().eval()), audit=True)
-    trainer.train()
-    (record,) = caplog.records
-    assert record.message.startswith(f"The update {verdict} the large batch.")
-    assert "\n4 " in record.message
-    assert "\n5 " not in record.message
-    assert (record.levelno == logging.WARNING) == ("NOT" in verdict)
-    assert attached(trainer.model, trainer.optimizer.optimizer, *trainer.model.parameters())[-1] == 0
-
-
-def test_an_exception_in_an_audited_training_passes_and_leaves_no_hook(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Broken(transformers.Trainer):  # type: ignore[misc]
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            if self.state.global_step == 1:
-                raise KeyError("data")
-            return super().training_step(*args, **kwargs)
-
-    caplog.set_level(logging.INFO, "accumfused")
-    trainer = fuse_trainer(make(tmp_path, kind=Broken), audit=True)
-    with pytest.raises(KeyError, match="data"):
-        trainer.train()
-    assert sum(attached(trainer.model, trainer.optimizer.optimizer, *trainer.model.parameters())) == 0
-    assert caplog.records[-1].message.startswith("The update is that of the large batch.")
+# ---- the first steps of a training -----------------------------------------------------------------------------------
 
 
 class Logging(Stock):
@@ -89,47 +59,63 @@ class LoggingAndWeighted(Weighted, Logging):
     """Both."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "causes"), [(Logging, ["mean_of_means", "remainder_under_weighted"]), (LoggingAndWeighted, [])]
-)
-def test_lightning_weighs_micro_batches_alike_and_the_mixin_samples(
-    caplog: pytest.LogCaptureFixture, kind: Any, causes: list[str]
-) -> None:
-    caplog.set_level(logging.INFO, "accumfused")
+class BrokenTrainer(transformers.Trainer):  # type: ignore[misc]
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 1:
+            raise KeyError("data")
+        return super().training_step(*args, **kwargs)
+
+
+class Broken(Weighted):
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == K:
+            raise KeyError("data")
+
+
+def trainer_trains(folder: Path, hooked: list[Any], model_of: Any = language_model, **options: Any) -> None:
+    trainer = fuse_trainer(make(folder, model_of=lambda: model_of().eval(), **options), audit=True)
+    hooked += [trainer.create_optimizer(), trainer.model, *trainer.model.parameters()]
+    trainer.train()
+
+
+def lightning_trains(folder: Path, hooked: list[Any], kind: Any) -> None:
     module, plain = kind(), kind()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*`self.log\\(\\)`.*")  # of the probe's copy, which is in no training
-        trainer = fit(module, audit=True, max_epochs=2, accumulate_grad_batches=K)
-    (record,) = (each for each in caplog.records if each.name == "accumfused")
-    assert [cause for cause in CAUSES if f"\n{cause} (" in record.message] == causes
-    assert record.message.startswith(f"The update is {'NOT ' if causes else ''}that of the large batch.")
-    assert (record.levelno == logging.WARNING) == bool(causes)
-    assert "net.0.weight" in record.message
-    assert "not looked at" not in record.message  # the probe's copy has met no warning
-    assert "\n4 " in record.message
-    assert "\n5 " not in record.message
+    if kind is Broken:
+        module.training_step = module.training_step  # as a compiled module has one
+    own = vars(module).get("training_step")
+    hooked += [module, *module.parameters()]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*`self.log\\(\\)`.*")  # of the probe's copy, which is in no training
+            hooked += fit(module, audit=True, max_epochs=2, accumulate_grad_batches=K).optimizers
+    finally:
+        assert vars(module).get("training_step") is own
     fit(plain, max_epochs=2, accumulate_grad_batches=K)
     assert all(map(torch.equal, module.parameters(), plain.parameters()))
-    assert "training_step" not in vars(module)
-    assert sum(attached(module, *trainer.optimizers, *module.parameters())) == 0
 
 
-def test_an_exception_in_an_audited_lightning_training_passes_and_leaves_no_hook(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(("train", "given", "causes"), [
+    (trainer_trains, {}, []), (trainer_trains, {"model_of": MeanOfEachMicroBatch}, ["mean_of_means"]),
+    (lightning_trains, {"kind": LoggingAndWeighted}, []),
+    (lightning_trains, {"kind": Logging}, ["mean_of_means", "remainder_under_weighted"]),
+    (trainer_trains, {"kind": BrokenTrainer}, None), (lightning_trains, {"kind": Broken}, None),
+])  # fmt: skip
+def test_the_first_steps_are_watched_and_reported_also_where_an_exception_ends_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, train: Any, given: Any, causes: list[str] | None
 ) -> None:
-    class Broken(Weighted):
-        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-            if batch_idx == K:
-                raise KeyError("data")
-
     caplog.set_level(logging.INFO, "accumfused")
-    module = Broken()
-    module.training_step = own = module.training_step  # as a compiled module has one
-    with pytest.raises(KeyError, match="data"):
-        fit(module, audit=True, accumulate_grad_batches=K)
-    assert vars(module)["training_step"] is own
-    assert sum(attached(module, *module.parameters())) == 0
-    assert caplog.records[-1].message.startswith("The update is that of the large batch.")
+    hooked = list[Any]()
+    with pytest.raises(KeyError, match="data") if causes is None else contextlib.nullcontext():
+        train(tmp_path, hooked, **given)
+    assert sum(attached(*hooked)) == 0
+    (record,) = (each for each in caplog.records if each.name == "accumfused")
+    assert record.message.startswith(f"The update is {'NOT ' if causes else ''}that of the large batch.")
+    assert (record.levelno == logging.WARNING) == bool(causes)
+    assert [cause for cause in CAUSES if f"\n{cause} (" in record.message] == (causes or [])
+    assert "not looked at" not in record.message  # the probe's copy has met no warning
+    assert ("\n4 " in record.message) == (causes is not None)
+    assert "\n5 " not in record.message
+    assert train is trainer_trains or "net.0.weight" in record.message
 
 
 def test_manual_optimization_is_not_audited() -> None:

@@ -1,4 +1,4 @@
-"""Trainers that train in a tenth of a second, a language model or the small regression; and Accelerate's loops of that."""
+"""Trainers that train a language model or the small regression in a tenth of a second; and Accelerate's loops."""
 
 from __future__ import annotations
 
