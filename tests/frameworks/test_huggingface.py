@@ -14,7 +14,6 @@ import torch
 from compare import assert_same
 from torch import Tensor
 from trainers import (
-    EPS,
     STEPS,
     Endless,
     MeanOfEachMicroBatch,
@@ -57,7 +56,6 @@ def failing(at: int, survives: bool = True) -> type[Trainer]:
 
 ROWS: dict[str, dict[str, Any]] = {
     "by tokens, in the model": {},
-    "by tokens, in a loss function": {"compute_loss_func": sum_over_tokens},
     "by tokens, with smoothing": {"label_smoothing_factor": 0.1},
     "by micro-batches": {"model_of": MeanOfEachMicroBatch},
     "windows longer than the epoch": {"gradient_accumulation_steps": 20, "max_steps": 2},
@@ -102,22 +100,6 @@ def test_linear_layers_of_a_second_optimizer_go_to_its_sums(tmp_path: Path, monk
         trainer.optimizer = trainer.lr_scheduler = None
         trained(trainer)
     assert_same_training(ours, stock, steps=2)
-
-
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, af.AdamW])
-def test_a_given_optimizer_and_its_scheduler_stay_the_same_objects(tmp_path: Path, cls: Any) -> None:
-    def prepare(cls: Any) -> Trainer:
-        trainer = make(tmp_path, optimizer_of=lambda params: cls(params, lr=1e-2, eps=EPS, weight_decay=0.1))
-        trainer.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.5)
-        return trainer
-
-    ours, stock = prepare(cls), trained(prepare(torch.optim.AdamW))
-    optimizer, scheduler = ours.optimizer, ours.lr_scheduler
-    trained(fuse_trainer(ours))
-    assert ours.optimizer.optimizer is optimizer
-    assert type(optimizer) is af.AdamW
-    assert ours.lr_scheduler is scheduler
-    assert_same_training(ours, stock)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

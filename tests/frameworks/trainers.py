@@ -182,9 +182,12 @@ class Scaled(InOrder):
 
 
 def by_trainer(case: Case) -> Trained:
-    """The mean over samples, if it is one epoch; `fused`: Trainer's argument is a stock optimizer."""
+    """The mean over samples, if it is one epoch; `fused`: Trainer's argument is a stock optimizer.
+
+    Optimizer and scheduler stay the same objects.
+    """
     length = {"max_steps": 11} if case.by_epoch is False else {"num_train_epochs": 4 if case.by_epoch else 1}
-    weighted = {"compute_loss_func": mean_over_samples, "lr_scheduler_type": "constant"}
+    weighted = {"compute_loss_func": mean_over_samples}
     trainer = make(
         Path(tempfile.gettempdir()), Regression, Scaled if case.precision == "16-mixed" else InOrder,
         stock if case.optimizer_of is fused else case.optimizer_of, data_collator=lambda rows: rows[0],
@@ -192,11 +195,15 @@ def by_trainer(case: Case) -> Trained:
         gradient_accumulation_steps=case.k, max_grad_norm=0.0 if case.clip == "never" else MAX_NORM,
         bf16=case.precision == "bf16-mixed", **length, **(weighted if case.by_epoch is None else {}),
     )  # fmt: skip
+    optimizer, decay = trainer.optimizer, 1.0 if case.by_epoch is None else 0.9
+    trainer.lr_scheduler = scheduler = LambdaLR(optimizer, lambda update: decay**update)
     trained(trainer if case.make is stock else fuse_trainer(trainer))
+    assert (trainer.optimizer.optimizer, trainer.lr_scheduler) == (optimizer, scheduler)
+    assert type(optimizer) is (torch.optim.AdamW if case.make is stock else af.AdamW)
     norms, rates = (
         [entry.get(name, math.nan) for entry in history(trainer)] for name in ("grad_norm", "learning_rate")
     )
-    result = Trained(trainer.model.net, trainer.optimizer.optimizer, trainer.state.global_step)
+    result = Trained(trainer.model.net, optimizer, trainer.state.global_step)
     return replace(result, scaler=trainer.accelerator.scaler, norms=[finite(norm) for norm in norms], rates=rates)
 
 
