@@ -114,7 +114,7 @@ class Loop:
 
 AXES: dict[str, tuple[Any, ...]] = {
     "closes": tuple(CLOSES), "quiet": ("never", "all but the last", "all"), "scaler": ("none", "ours", "torch"),
-    "clips": ("step", "torch", "together"), "processes": (2, 4), "linears": (False, True),
+    "clips": ("step", "torch", "together"), "linears": (False, True),
 }  # fmt: skip
 PLAIN = AXES | {
     "over": ("group", *DDP), "sizes": ("even", "uneven", "holes", "absent"), "releases": (False, True),
@@ -124,7 +124,10 @@ PARTS = AXES | {"over": tuple(SPREAD), "sizes": ("zeros", "even"), "backend": ("
 
 
 def covering(axes: dict[str, tuple[Any, ...]]) -> list[Loop]:
-    """Few lawful loops, in which every two values of two axes meet that meet in any lawful loop."""
+    """Few lawful loops, in which every two values of two axes meet that meet in any lawful loop.
+
+    The last one of each kind is trained by 4 processes, the others by 2 where these will do.
+    """
     draw = random.Random(0)
     drawn = [Loop(**{axis: draw.choice(values) for axis, values in axes.items()}).lawful() for _ in range(1500)]
     pairs = {loop: set(itertools.combinations(asdict(loop).items(), 2)) for loop in drawn}
@@ -132,7 +135,8 @@ def covering(axes: dict[str, tuple[Any, ...]]) -> list[Loop]:
     while left:
         chosen.append(max(pairs, key=lambda loop: len(pairs[loop] & left)))
         left -= pairs[chosen[-1]]
-    return chosen
+    last = {loop.over: loop for loop in chosen}
+    return [replace(loop, processes=4) if loop is last[loop.over] else loop for loop in chosen]
 
 
 NOISE = [Loop(noise=True, **axes) for axes in (
