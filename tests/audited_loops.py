@@ -9,16 +9,12 @@ so there was no difference. It names random numbers since, whether or not they h
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import processes
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import accumfused as af
 
@@ -236,23 +232,6 @@ def zero_grad(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
         optimizer.step()
 
 
-def ranks_of_one() -> Any:
-    """A process of DDP, which divides by the number of processes, whatever the number of their tokens."""
-    model = DistributedDataParallel(Language())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = [(x, y if dist.get_rank() else y.where(torch.arange(12) < 2, -100)) for x, y in tokens(1) * 2 * K]
-    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K, process_group=dist.group.WORLD) as report:
-        for i, (x, y) in enumerate(batches):
-            with contextlib.nullcontext() if ends(i) else model.no_sync():
-                (token_loss(model, x, y) / K).backward()
-            end(optimizer, i)
-    return report
-
-
-def ranks() -> Any:
-    return processes.run(2, ranks_of_one)[0]
-
-
 def in_16_bits(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x.bfloat16()).float(), y)
 
@@ -364,7 +343,6 @@ FAULTS: dict[str, Loop] = {
     "clip": lambda: watched(clip),
     "unscale": unscale,
     "zero_grad": lambda: watched(zero_grad, make=adamw),
-    "ranks": ranks,
     "sums_in_16_bits": lambda: watched(dividing(in_16_bits), net().bfloat16()),
     "weights_changed": weights_changed,
 }

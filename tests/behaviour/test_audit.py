@@ -18,10 +18,9 @@ from torch.nn import functional as F
 import accumfused as af
 
 Body = Callable[[Any, Any], None]
-HERE = {name: loop for name, loop in FAULTS.items() if name != "ranks"}  # tests/distributed has that one
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", FAULTS)
 def test_the_fault_of_a_loop_is_named_and_no_other(name: str) -> None:
     report = FAULTS[name]()
     assert report.names == [name], str(report)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
-import audited_loops
 import processes
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from audited_loops import K, Language, token_loss, tokens
+from audited_loops import Batch, K, Language, end, ends, token_loss, tokens
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,9 +19,22 @@ import accumfused as af
 from accumfused.integrations.audited import FirstSteps
 
 
-def unequal(rank: int) -> list[tuple[Tensor, Tensor]]:
+def unequal(rank: int, batches: list[Batch] | None = None) -> list[Batch]:
     """The second process has more tokens."""
-    return [(x, y if rank else y.where(torch.arange(12) < 2, -100)) for x, y in tokens(2 * K, seed=rank)]
+    return [(x, y if rank else y.where(torch.arange(12) < 2, -100)) for x, y in batches or tokens(2 * K, seed=rank)]
+
+
+def ranks_of_one() -> Any:
+    """A process of DDP, which divides by the number of processes, whatever the number of their tokens."""
+    model = DistributedDataParallel(Language())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = unequal(dist.get_rank(), tokens(1) * 2 * K)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K, process_group=dist.group.WORLD) as report:
+        for i, (x, y) in enumerate(batches):
+            with contextlib.nullcontext() if ends(i) else model.no_sync():
+                (token_loss(model, x, y) / K).backward()
+            end(optimizer, i)
+    return report
 
 
 def fused() -> Any:
@@ -95,7 +108,7 @@ def alone() -> Any:
 
 
 def test_processes_with_other_counts_and_the_same_weight_are_named() -> None:
-    assert [report.names for report in processes.run(2, audited_loops.ranks_of_one)] == [["ranks"]] * 2
+    assert [report.names for report in processes.run(2, ranks_of_one)] == [["ranks"]] * 2
 
 
 @pytest.mark.parametrize("loop", [fused, summed])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +86,7 @@ FUSES = ("audit", "metrics", "noise_scale")  # arguments of fuse_trainer; the ot
 
 
 def fit(
-    model: Any, data: list[Batch] | None = None, *, ckpt_path: Any = None, package: str = "lightning", **settings: Any
+    model: Any, data: list[Batch] | None = None, *, ckpt_path: Any = None, package: Any = lightning, **settings: Any
 ) -> Any:
     """Trains in silence; one epoch over `data` unless told otherwise. With FUSES the trainer is fused."""
     fuses = {name: settings.pop(name) for name in FUSES if name in settings}
@@ -97,7 +96,7 @@ def fit(
     with warnings.catch_warnings():
         for text in QUIET:
             warnings.filterwarnings("ignore", text)
-        trainer = sys.modules[package].Trainer(**settings)
+        trainer = package.Trainer(**settings)
         if fuses:
             fuse_trainer(trainer, **fuses)
         trainer.fit(model, loader, ckpt_path=ckpt_path)

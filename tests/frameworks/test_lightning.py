@@ -23,7 +23,6 @@ from regression import (
     loss_of,
     mean_gradients,
     network,
-    ours,
     stock,
     stock_fused,
     truth,
@@ -66,48 +65,34 @@ class LeavesOut(Weighted):
         return None if self.returns_none else loss * torch.nan
 
 
-def of_another_package() -> Any:
-    """pytorch_lightning will do too."""
+@pytest.mark.parametrize(
+    ("left_out", "returns_none"), [([4], True), ([5], True), ([4, 5], True), ([4], False), ([5], False)]
+)
+def test_a_training_step_may_leave_a_batch_out(left_out: list[int], returns_none: bool) -> None:
+    model = LeavesOut(left_out, returns_none)
+    fit(model, **CLIP, **WINDOWS)
+    windows = cut(batches())
+    windows[1] = [batch for index, batch in enumerate(windows[1], start=K) if index not in left_out]
+    assert_trained(model.net, truth(windows))
+
+
+def test_the_number_of_micro_batches_may_change_between_epochs() -> None:
+    model = Weighted(clipping)
+    fit(model, max_epochs=2, callbacks=[callbacks.GradientAccumulationScheduler({0: 2, 1: 3})])
+    assert_trained(model.net, truth(cut(batches(), 2) + cut(batches(), 3)))
+
+
+def test_the_package_pytorch_lightning_will_do_too() -> None:
     package = pytest.importorskip("pytorch_lightning", minversion="2.4")
 
     class Model(FusedAccumulation, package.LightningModule):
-        make_optimizer, interval = staticmethod(ours), None
-        configure_optimizers = Stock.configure_optimizers
-        training_step = Weighted.training_step
+        make_optimizer, interval = staticmethod(clipping), None
+        configure_optimizers, training_step = Stock.configure_optimizers, Weighted.training_step
 
     model = Model()
     model.net = network()
-    return model
-
-
-def without(*left_out: int) -> list[list[Batch]]:
-    return [
-        [batch for i, batch in enumerate(window, K * n) if i not in left_out] for n, window in enumerate(cut(batches()))
-    ]
-
-
-CHANGES = callbacks.GradientAccumulationScheduler({0: 2, 1: 3})
-EXACT: dict[str, tuple[Any, dict[str, Any], list[list[Batch]]]] = {  # a model, settings of its Trainer, and the windows
-    **{
-        f"leaves out {left_out}, {'no loss' if returns_none else 'NaN'}": (
-            lambda left_out=left_out, returns_none=returns_none: LeavesOut(left_out, returns_none), WINDOWS,
-            without(*left_out),
-        )
-        for left_out, returns_none in (([4], True), ([5], True), ([4, 5], True), ([4], False), ([5], False))
-    },
-    "another number in each epoch": (
-        Weighted, {"max_epochs": 2, "callbacks": [CHANGES]}, cut(batches(), 2) + cut(batches(), 3)
-    ),
-    "another package": (of_another_package, {**WINDOWS, "package": "pytorch_lightning"}, cut(batches())),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("row", EXACT)
-def test_each_window_is_the_mean_over_its_samples(row: str) -> None:
-    model_of, settings, windows = EXACT[row]
-    model = model_of()
-    fit(model, **CLIP, **settings)
-    assert_trained(model.net, truth(windows))
+    fit(model, package=package, **CLIP, **WINDOWS)
+    assert_trained(model.net, truth(cut(batches())))
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
