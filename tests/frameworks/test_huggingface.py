@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-import warnings
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import processes
 import pytest
 import torch
 from compare import assert_same
@@ -19,6 +21,7 @@ from trainers import (
     MeanOfEachMicroBatch,
     assert_same_training,
     both,
+    forget_processes,
     fuse_trainer,
     history,
     language_model,
@@ -102,22 +105,6 @@ def test_linear_layers_of_a_second_optimizer_go_to_its_sums(tmp_path: Path, monk
     assert_same_training(ours, stock, steps=2)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_batch_norm_is_warned_of_once_where_windows_have_several_micro_batches(
-    tmp_path: Path, micro_batches: int
-) -> None:
-    def model() -> torch.nn.Module:
-        made = language_model()
-        made.add_module("norm", torch.nn.BatchNorm1d(4))
-        return made
-
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        fuse_trainer(make(tmp_path, model, gradient_accumulation_steps=micro_batches)).train()
-    found = [str(each.message) for each in seen if each.category is af.BatchNormWarning]
-    assert ["norm (BatchNorm1d)" in text for text in found] == [True] * (micro_batches > 1)
-
-
 def test_a_gradient_that_is_not_finite_is_skipped_and_logged(tmp_path: Path) -> None:
     def poison(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         calls.append(1)
@@ -146,6 +133,31 @@ def test_no_pass_is_left_for_the_norm_the_clipping_and_autograds_sum(tmp_path: P
         assert stock[name] >= steps > ours[name] == 0, name
     assert stock["aten::add_"] - ours["aten::add_"] >= steps * 3 * parameters  # autograd's sums
     assert ours["aten::item"] < stock["aten::item"]  # where a GPU would be waited for
+
+
+# ---- processes, whose workers need not import Lightning here -----------------------------------------------------------
+
+
+def rank_trains(folder: Path) -> list[float]:
+    """In a worker: the noise scales of two trainings, which are those of the stock Trainer otherwise."""
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(torch.distributed.get_rank()))
+    options = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    state = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **ranks}  # which a launcher sets
+    with mock.patch.dict(os.environ, state):
+        forget_processes()
+        ours, stock = fuse_trainer(make(folder, **options), noise_scale=True), make(folder, **options)
+        found = []
+        for _ in range(2):
+            trained(ours), trained(stock)
+            found += [entry.pop("noise_scale") for entry in history(ours)]
+            assert_same_training(ours, stock, steps=2)
+    forget_processes()
+    assert int(ours.optimizer.optimizer.noise_scale().windows) == 4
+    return found
+
+
+def test_processes_log_the_noise_scale_of_all_and_train_the_same(tmp_path: Path) -> None:
+    assert len(processes.agreed(2, rank_trains, tmp_path)) == 4
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from regression import (
 )
 from torch import Tensor, nn
 
-import accumfused as af
 from accumfused.integrations.lightning import FusedAccumulation
 
 callbacks: Any = lightning.pytorch.callbacks
@@ -164,14 +162,3 @@ def test_a_class_that_the_mixin_refuses(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(package, "__version__", "1.9.5")
     with pytest.raises(ImportError, match=rf"needs {name} 2\.0 or newer, got 1\.9\.5"):
         type("Old", (FusedAccumulation, package.LightningModule), {})
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_batch_norm_is_warned_of_once_where_windows_have_several_micro_batches(k: int) -> None:
-    model = Weighted()
-    model.add_module("norm", nn.BatchNorm1d(4))
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        fit(model, max_epochs=2, accumulate_grad_batches=k)
-    found = [str(each.message) for each in seen if each.category is af.BatchNormWarning]
-    assert ["norm (BatchNorm1d)" in text for text in found] == [True] * (k > 1)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import os
 import pickle
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import processes
 import pytest
 import torch
 from compare import assert_all_same_bits, everything
@@ -20,7 +17,7 @@ from lightning_loops import Stock, Weighted, fit, lightning
 from lightning_loops import fuse_trainer as fuse_lightning
 from regression import MAX_NORM, Batch, K, fused, stock
 from torch import nn
-from trainers import EPS, STEPS, Trainer, assert_same_training, forget_processes, fuse_trainer, history, make, trained
+from trainers import EPS, STEPS, Trainer, fuse_trainer, history, make, trained
 
 import accumfused as af
 from accumfused.integrations.logged import readings
@@ -124,28 +121,6 @@ def test_a_resumed_trainer_logs_the_same(tmp_path: Path) -> None:
         assert of_steps(entry) == of_steps(other)
         assert entry["grad_norm/all"] == pytest.approx(entry["grad_norm"], rel=1e-6)
     assert resumed.optimizer.optimizer.noise_scale() == whole.optimizer.optimizer.noise_scale()
-
-
-def rank_trains(folder: Path) -> list[float]:
-    """In a worker: the noise scales of two trainings, which are those of the stock Trainer otherwise."""
-    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(torch.distributed.get_rank()))
-    options = {"gradient_accumulation_steps": 2, "max_steps": 2}
-    state = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **ranks}  # which a launcher sets
-    with mock.patch.dict(os.environ, state):
-        forget_processes()
-        ours, stock = fuse_trainer(make(folder, **options), noise_scale=True), make(folder, **options)
-        found = []
-        for _ in range(2):
-            trained(ours), trained(stock)
-            found += [entry.pop("noise_scale") for entry in history(ours)]
-            assert_same_training(ours, stock, steps=2)
-    forget_processes()
-    assert int(ours.optimizer.optimizer.noise_scale().windows) == 4
-    return found
-
-
-def test_processes_log_the_noise_scale_of_all_and_train_the_same(tmp_path: Path) -> None:
-    assert len(processes.agreed(2, rank_trains, tmp_path)) == 4
 
 
 # ---- Lightning -------------------------------------------------------------------------------------------------------

@@ -7,50 +7,24 @@ window, in float64; after a checkpoint the uninterrupted run, bit for bit.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning_loops
 import pytest
+import regression
+import trainers
 from compare import assert_same
 from harness import pairwise
-from lightning_loops import (
-    CLIPS,
-    Linears,
-    Manual,
-    ManualWindowed,
-    ReleasedLinears,
-    Stock,
-    Weighted,
-    Windowed,
-    by_fabric,
-    by_lightning,
-    fabric_of,
-    fit,
-    precision,
-    train,
-)  # fmt: skip
-from regression import (
-    OVERFLOW,
-    PRECISIONS,
-    ROUNDING,
-    Case,
-    K,
-    Trained,
-    assert_trained,
-    batches,
-    cut,
-    difference,
-    fused,
-    loss_of,
-    network,
-    ours,
-    stock,
-    truth,
-)  # fmt: skip
+from lightning_loops import Linears, Manual, ManualWindowed, ReleasedLinears, Stock, Weighted, Windowed, fit, precision
+from regression import OVERFLOW, PRECISIONS, ROUNDING, Case, K, Trained, batches, cut, fused, loss_of, network, ours
+from torch import nn
 from trainers import Accelerated, accelerated, by_trainer, forget_processes, weighted_by_accelerate
 
+import accumfused as af
 from accumfused.loop import linears
 
 
@@ -66,18 +40,20 @@ LOOPS: dict[str, Callable[[Case], Trained]] = {
     "accelerate, weights": functools.partial(weighted_by_accelerate, False),
     "accelerate, in the loss": functools.partial(weighted_by_accelerate, True),
     **{
-        f"lightning, {kind.__name__}": functools.partial(by_lightning, kind)
+        f"lightning, {kind.__name__}": functools.partial(lightning_loops.by_lightning, kind)
         for kind in (Stock, Windowed, Weighted, Linears, ReleasedLinears, Manual, ManualWindowed)
     },
-    "fabric": by_fabric, "trainer": by_trainer,
+    "fabric": lightning_loops.by_fabric, "trainer": by_trainer,
 }  # fmt: skip
 
 
 @functools.cache
 def stock_run(framework: str, case: Case) -> Trained:
     clip = "norm" if case.clip == "in the step" else case.clip
-    run = LOOPS[{"lightning": "lightning, Stock"}.get(framework, framework)](replace(case, make=stock, clip=clip))
-    assert difference(run.net, network()) > 0.1
+    run = LOOPS[{"lightning": "lightning, Stock"}.get(framework, framework)](
+        replace(case, make=regression.stock, clip=clip)
+    )
+    assert regression.difference(run.net, network()) > 0.1
     assert len({*run.rates}) > 1
     return run
 
@@ -96,21 +72,21 @@ def name_of(value: Any) -> str:
 
 @pytest.mark.parametrize(("loop", "case"), rows(
     ("accelerate", "accelerate, folds", "lightning, Stock", "lightning, Windowed", "trainer"), make=(ours, fused),
-    name=PRECISIONS, k=(1, K), clip=tuple(CLIPS), by_epoch=(False, True),
+    name=PRECISIONS, k=(1, K), clip=tuple(lightning_loops.CLIPS), by_epoch=(False, True),
 ))  # fmt: skip
 def test_without_weights_the_run_is_the_stock_one(loop: str, case: Case) -> None:
     framework, *_ = loop.split(",")
     if (framework, case.clip) == ("trainer", "value"):
         case = replace(case, clip="norm")  # it has no other
     expected, run = stock_run(framework, case), LOOPS[loop](case)
-    assert_trained(run.net, expected.net)
+    regression.assert_trained(run.net, expected.net)
     assert (run.updates, run.steps, run.scale) == (expected.updates, expected.steps, expected.scale)
     assert run.rates == expected.rates
     if case.clip in ("norm", "in the step"):
         assert run.norms == pytest.approx(expected.norms, rel=1e-5)
     assert (case.name == "16-mixed") == (run.steps < run.updates) or framework == "lightning"
     never = stock_run(framework, replace(case, clip="never"))
-    assert case.clip == "never" or difference(expected.net, never.net) > 0.01
+    assert case.clip == "never" or regression.difference(expected.net, never.net) > 0.01
 
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -140,7 +116,7 @@ def test_with_weights_a_window_is_the_mean_over_its_samples(
     if case.name == OVERFLOW:
         del windows[1 // case.k]
         assert run.scale == (2.0**8 if case.k == 1 else 2.0**6)  # halved, and doubled after two good steps, and two
-    assert_trained(run.net, truth(windows, case.clip != "never"), case.precision)
+    regression.assert_trained(run.net, regression.truth(windows, case.clip != "never"), case.precision)
     assert run.steps == len(windows)
 
 
@@ -176,8 +152,8 @@ def resumed_by_lightning(folder: Path, kind: Any, case: Case) -> tuple[Any, Any]
 
 def resumed_by_fabric(folder: Path, case: Case) -> tuple[Any, Any]:
     """Within a window."""
-    (fabric, model, wrapper, _), (other, fresh, unwrapped, _) = (fabric_of(case) for _ in range(2))
-    train(model, wrapper, fabric.backward, batches())
+    (fabric, model, wrapper, _), (other, fresh, unwrapped, _) = (lightning_loops.fabric_of(case) for _ in range(2))
+    lightning_loops.train(model, wrapper, fabric.backward, batches())
     fabric.backward(loss_of(model, batches()[0]))
     wrapper.accumulate(2.0)
     fabric.save(folder / "run.ckpt", {"model": model, "optimizer": wrapper})
@@ -203,3 +179,22 @@ RESUMED: dict[str, Callable[..., tuple[Any, Any]]] = {
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, loop: str, case: Case) -> None:
     resumed, whole = RESUMED[loop](tmp_path, case=case)
     assert_same(resumed, whole)
+
+
+@pytest.mark.parametrize("loop", ["lightning, Windowed", "trainer"])
+@pytest.mark.parametrize("k", [1, K])
+def test_batch_norm_is_warned_of_once_where_windows_have_several_micro_batches(
+    loop: str, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_norm() -> nn.Module:
+        net = network()
+        net[0].add_module("norm", nn.BatchNorm1d(4))
+        return net
+
+    for module in (lightning_loops, trainers):
+        monkeypatch.setattr(module, "network", with_norm)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        LOOPS[loop](Case(regression.clipping, k=k, by_epoch=True))
+    found = [str(each.message) for each in seen if each.category is af.BatchNormWarning]
+    assert ["norm (BatchNorm1d)" in text for text in found] == [True] * (k > 1)
