@@ -135,7 +135,7 @@ def test_no_pass_is_left_for_the_norm_the_clipping_and_autograds_sum(tmp_path: P
     assert ours["aten::item"] < stock["aten::item"]  # where a GPU would be waited for
 
 
-# ---- processes, whose workers need not import Lightning here -----------------------------------------------------------
+# ---- processes, whose workers need not import Lightning here ---------------------------------------------------------
 
 
 def rank_trains(folder: Path) -> list[float]:
