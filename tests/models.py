@@ -1,13 +1,15 @@
 """Small models for many tests, each with its batches, gradients and optimizers.
 
-`Model`, `build` and `trained` make parameters of every format, for tests of what is saved. `Net`, `mlp` and `fused`
-make linear layers, called in every way, whose gradients a window takes. `both` and `matrices` make what Muon is tested
-with.
+`Model`, `build` and `trained` make parameters of every format, for tests of what is saved, which goes by all ROUTES.
+`Net`, `mlp` and `fused` make linear layers, called in every way, whose gradients a window takes. `both` and `matrices`
+make what Muon is tested with.
 """
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from compare import assert_close, params_of
 from table import STATES, WEIGHTS, random_params
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn import Module, Parameter, ParameterList
 from torch.utils.checkpoint import checkpoint
 
@@ -84,6 +87,34 @@ def through_a_file(saved: Any) -> Any:
     torch.save(saved, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+Pair = tuple[Any, Any]  # a model and its optimizer
+
+
+def by_file(old: Pair, new: Pair, *order: int) -> Pair:
+    new[1].load_state_dict(new[1].state_dict())  # a load leaves nothing behind for the next
+    for index in order:
+        new[index].load_state_dict(through_a_file(old[index].state_dict()))
+    return new
+
+
+def by_names(old: Pair, new: Pair, *, flat: bool) -> Pair:
+    options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat, strict=False)  # some may have no state yet
+    saved = copy.deepcopy(dcp.get_optimizer_state_dict(*old, options=options))
+    new[0].load_state_dict(old[0].state_dict())
+    dcp.set_optimizer_state_dict(*new, saved, options=options)
+    return new
+
+
+ROUTES: dict[str, Callable[[Pair, Pair], Pair]] = {  # from the old pair to the new one, or to a third
+    "weights first": lambda old, new: by_file(old, new, 0, 1),
+    "states first": lambda old, new: by_file(old, new, 1, 0),
+    "names": lambda old, new: by_names(old, new, flat=False),
+    "flat names": lambda old, new: by_names(old, new, flat=True),
+    "deepcopy": lambda old, new: copy.deepcopy(old),
+    "pickle": lambda old, new: pickle.loads(pickle.dumps(old)),
+}
 
 
 def whole(optimizer: Any) -> list[Tensor]:

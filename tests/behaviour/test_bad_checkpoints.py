@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,20 +36,48 @@ def adamw() -> Any:
     return stepped(af.AdamW, max_grad_norm=0.5, weight_decay=0.3)
 
 
-def in_groups() -> Any:
-    return af.AdamW([{"params": [Parameter(torch.ones(shape))]} for shape in ((3,), (2, 2))])
+def in_groups(**options: Any) -> Any:
+    return af.AdamW([{"params": [Parameter(torch.ones(shape))]} for shape in ((3,), (2, 2))], **options)
 
 
 def rmsprop() -> Any:
     return af.fuse(stepped(Own))
 
 
-def window() -> Any:
-    optimizer = adamw()
+def muon(is_muon: bool = False) -> Any:
+    matrices = [Parameter(torch.ones(2, 2)) for _ in range(2)]
+    optimizer = af.Muon([{"params": matrices[:1]}, {"params": matrices[1:], "use_muon": is_muon}])
+    train(optimizer, 1)
+    return optimizer
+
+
+def limited(*limits: float, **options: Any) -> Any:
+    optimizer = in_groups(**options)
+    for group, limit in zip(optimizer.param_groups, limits, strict=False):
+        group["max_grad_norm"] = limit
+    train(optimizer, 1)
+    return optimizer
+
+
+def zscore() -> Any:
+    return stepped(af.AdamW, clip=af.ZScore())
+
+
+def accumulated(optimizer: Any, weight: float) -> Any:
     for param in params_of(optimizer):
         param.grad = torch.ones_like(param)
-    optimizer.accumulate(3.0)
+    optimizer.accumulate(weight)
     return optimizer
+
+
+def noise() -> Any:
+    optimizer = accumulated(accumulated(stepped(af.AdamW, noise_scale=True), 1.0), 2.0)
+    optimizer.step()
+    return optimizer
+
+
+def window() -> Any:
+    return accumulated(adamw(), 3.0)
 
 
 def halves(state_dtype: Any = "int8", form: torch.memory_format = CONTIGUOUS) -> Any:
@@ -109,6 +138,19 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
     "no eta": (of("ASGD"), without(1, "eta"), of("ASGD"), "state of parameter 1 has no 'eta'"),
     "no maximum": (adamw, lambda s: s["param_groups"][0].update(amsgrad=True), adamw, "has no 'max_exp_avg_sq'"),
     "a maximum into 8 bits": (of("AdamW", amsgrad=True), None, of("AdamW", state_dtype="int8"), "go with amsgrad=True"),
+    # of groups
+    "Muon's": (muon, lambda saved: saved["param_groups"][1].update(use_muon=True), muon, "group 1 is Muon's in one of"),
+    "not Muon's": (lambda: muon(True), None, muon, "group 1 is Muon's in one of checkpoint and optimizer"),
+    "AdamW's": (muon, None, lambda: muon(True), "group 1 is Muon's in one of checkpoint and optimizer"),
+    "limits": (lambda: limited(0.5, 0.25), None, lambda: limited(clip=af.PerTensor(1.0)), "does not clip groups"),
+    "a limit of NaN": (
+        lambda: limited(0.5, 0.25), lambda saved: saved["param_groups"][1].update(max_grad_norm=math.nan),
+        lambda: limited(0.5, 0.25), "max_grad_norm of parameter group 1 must be > 0",
+    ),
+    # of what is remembered
+    "a short history": (zscore, state(0, clip_history=torch.zeros(2)), zscore, "'clip_history' of parameter 0 is"),
+    "a history of one": (zscore, state(0, clip_history=4.0), zscore, "'clip_history' of parameter 0 is not a tensor"),
+    "short means": (noise, state(0, noise_scale=torch.zeros(2)), noise, "'noise_scale' of parameter 0 is not a tensor"),
     # with an open window
     "no weights": (window, without(1, "grad_accumulator_weights"), adamw, "window of parameter 1 is incomplete"),
     "no sum": (window, without(1, "grad_accumulator"), adamw, "window of parameter 1 is incomplete"),

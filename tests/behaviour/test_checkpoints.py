@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from compare import (
     snapshot,
     writes_nothing,
 )
-from models import Model, build, grads_of, through_a_file, train, trained
+from models import ROUTES, Model, build, grads_of, through_a_file, train, trained
 from table import EACH_VARIANT, OF_TORCH, STATES, WEIGHTS, Case, Own, kept, one_of_each
 from torch.distributed.checkpoint import state_dict as dcp
 
@@ -44,34 +42,6 @@ def micro_batches(optimizer: Any, weights: list[Any], seed: int = 0, grads: torc
         if index == 0:
             params_of(optimizer)[1].grad = None
         optimizer.accumulate(weight)
-
-
-Pair = tuple[Model, Any]
-
-
-def by_file(old: Pair, new: Pair, *order: int) -> Pair:
-    new[1].load_state_dict(new[1].state_dict())  # a load leaves nothing behind for the next
-    for index in order:
-        new[index].load_state_dict(through_a_file(old[index].state_dict()))
-    return new
-
-
-def by_names(old: Pair, new: Pair, *, flat: bool) -> Pair:
-    options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat, strict=False)  # some may have no state yet
-    saved = copy.deepcopy(dcp.get_optimizer_state_dict(*old, options=options))
-    new[0].load_state_dict(old[0].state_dict())
-    dcp.set_optimizer_state_dict(*new, saved, options=options)
-    return new
-
-
-ROUTES: dict[str, Callable[[Pair, Pair], Pair]] = {
-    "weights first": lambda old, new: by_file(old, new, 0, 1),
-    "states first": lambda old, new: by_file(old, new, 1, 0),
-    "names": lambda old, new: by_names(old, new, flat=False),
-    "flat names": lambda old, new: by_names(old, new, flat=True),
-    "deepcopy": lambda old, new: copy.deepcopy(old),
-    "pickle": lambda old, new: pickle.loads(pickle.dumps(old)),
-}
 
 
 @pytest.mark.pairwise(
@@ -239,15 +209,6 @@ def test_loading_releases_a_closed_window(backend: str) -> None:
     optimizer.step()
     other.step()
     assert_same(other, optimizer)
-
-
-def test_a_load_leaves_nothing_of_the_one_before(backend: str) -> None:
-    (_, first), (_, second), (_, twin) = (trained("split16", "int8", backend, steps=steps) for steps in (1, 2, 3))
-    for each in (first, second):
-        twin.load_state_dict(copy.deepcopy(each.state_dict()))
-    for param, source in zip(params_of(twin), params_of(second), strict=True):
-        for name, value in second.state[source].items():
-            assert_same_bits(twin.state[param][name], value, name)
 
 
 def test_hooks_may_change_what_is_loaded_and_see_it_in_order_and_what_else_a_state_holds_is_kept(backend: str) -> None:

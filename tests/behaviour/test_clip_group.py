@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import inside
 import pytest
 import torch
 from compare import assert_close, refused
@@ -141,6 +142,15 @@ def test_a_norm_that_is_not_finite_skips_all(backend: str, scaler: Any, row: Any
     assert (params[1].tolist() == [0.0] * 4) is is_skipped or not skips
 
 
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_members_count_the_skips_of_steps_that_they_have_made(backend: str, value: float) -> None:
+    params, optimizers, group = pair(backend)
+    set_grads(params, [torch.full((4,), value)] * 2)
+    with inside.step_fails(optimizers[1]), pytest.raises(RuntimeError, match="out of memory"):
+        group.step()
+    assert [int(each.skipped_steps) for each in optimizers] == [value == math.inf, 0]
+
+
 def test_a_hook_before_the_step_counts_in_the_norm(backend: str) -> None:
     params, optimizers, group = pair(backend, limit=1.0)
     optimizers[0].register_step_pre_hook(lambda *_: params[0].grad.mul_(100))  # type: ignore[union-attr]
@@ -179,6 +189,11 @@ def sgd(**settings: Any) -> af.SGD:
     return af.SGD([torch.ones(2).requires_grad_()], **settings)
 
 
+def limited(optimizer: af.SGD) -> af.SGD:
+    optimizer.param_groups[0]["max_grad_norm"] = 1.0
+    return optimizer
+
+
 WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "one": (lambda a: ([a], 1.0), ValueError, "two or more different optimizers, got 1"),
     "twice the same": (lambda a: ([a, a], 1.0), ValueError, "two or more different optimizers"),
@@ -186,6 +201,9 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "none": (lambda a: ([a, sgd()], None), TypeError, "must be a number, got None; inf is off"),
     "zero": (lambda a: ([a, sgd()], 0), ValueError, "max_grad_norm must be > 0, got 0; inf is off"),
     "its own": (lambda a: ([a, sgd(max_grad_norm=1.0)], 1.0), ValueError, "has a max_grad_norm of its own"),
+    "a policy": (lambda a: ([a, sgd(clip=af.PerTensor(1.0))], 1.0), ValueError, "a ClipGroup clips by one norm"),
+    "a limit of norms": (lambda a: ([a, sgd(skip_above=3.0)], 1.0), ValueError, "a ClipGroup clips by one norm"),
+    "a group's limit": (lambda a: ([a, limited(sgd())], 1.0), ValueError, "a ClipGroup clips by one norm"),
     "shared": (lambda a: ([a, af.SGD(a.param_groups[0]["params"])], 1.0), ValueError, "a parameter is in two of the"),
 }
 
@@ -201,6 +219,10 @@ def test_what_cannot_be_a_group_is_refused_and_not_bound(name: str) -> None:
         af.ClipGroup([one, sgd()], 1.0)
     with refused(one, ValueError, "in a ClipGroup; set max_grad_norm on that"):
         one.max_grad_norm = 1.0
+    limited(other)
+    with refused(one, ValueError, "a ClipGroup clips by one norm"):
+        group.step()
+    del other.param_groups[0]["max_grad_norm"]
     one.add_param_group({"params": other.param_groups[0]["params"]})
     with refused(one, ValueError, "a parameter is in two of the optimizers"):
         group.step()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_same_bits, params_of, refused, writes_nothing
+from models import ROUTES, Pair
 from table import Own, random_grads, random_params, set_grads
 from torch import nn
 
@@ -144,14 +145,28 @@ def test_limits_that_cannot_be_are_refused_before_anything_is_changed() -> None:
     assert type(stock) is torch.optim.AdamW
 
 
-def test_limits_in_a_checkpoint_are_checked_before_anything_is_changed() -> None:
-    limited, others = optimizer_of(0.5, 0.25), optimizer_of(clip=af.PerTensor(1.0))
-    train(limited, 0)
-    train(others, 1)
-    saved = limited.state_dict()
-    with refused(others, ValueError, "does not clip groups"):
-        others.load_state_dict(saved)
-    saved["param_groups"][1]["max_grad_norm"] = math.nan
-    with refused(limited, ValueError, "max_grad_norm of parameter group 1 must be > 0"):
-        limited.load_state_dict(saved)
-    torch.optim.AdamW([{"params": [param]} for param in random_params(SHAPES)]).load_state_dict(saved)
+def by_torch(old: Pair, new: Pair) -> Pair:
+    stock = torch.optim.AdamW([{"params": group["params"]} for group in old[1].param_groups])
+    stock.load_state_dict(old[1].state_dict())
+    new[1].load_state_dict(stock.state_dict())
+    return new
+
+
+@pytest.mark.parametrize("route", ["torch", *(name for name in ROUTES if name != "flat names")])
+def test_checkpoints_bring_the_limits_of_groups_as_any_option_of_a_group(route: str) -> None:
+    old, new = (
+        (model, af.AdamW([{"params": [param]} for param in model.parameters()], max_grad_norm=1.0))
+        for model in (nn.Linear(6, 10), nn.Linear(6, 10))
+    )
+    for group, limit in zip(old[1].param_groups, (0.5, None), strict=True):
+        group["max_grad_norm"] = limit
+    train(old[1], 0)
+    _, resumed = (ROUTES | {"torch": by_torch})[route](old, new)
+    assert [group["max_grad_norm"] for group in resumed.param_groups] == [0.5, None]
+
+
+def test_a_checkpoint_without_limits_leaves_those_that_are_there() -> None:
+    limited, plain = optimizer_of(0.5, 0.5), optimizer_of()
+    train(plain, 0)
+    limited.load_state_dict(plain.state_dict())
+    assert [group["max_grad_norm"] for group in limited.param_groups] == [0.5, 0.5]

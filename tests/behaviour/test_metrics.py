@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from typing import Any
 
 import pytest
 import torch
-from compare import assert_all_same_bits, assert_same_bits, everything, refused
-from models import through_a_file
-from torch.distributed.checkpoint import state_dict as dcp
+from compare import assert_all_same_bits, everything, refused
 
 import accumfused as af
 
@@ -206,95 +203,6 @@ def test_a_resumed_window_does_not_enter(backend: str) -> None:
     assert int(resumed.noise_scale().windows) == 1
     window(param, resumed)
     assert int(resumed.noise_scale().windows) == 2
-
-
-def of(model: torch.nn.Module) -> Any:
-    return af.AdamW(model.parameters(), lr=0.1, noise_scale=0.5, backend="cpu", master_weights=None)
-
-
-def by_file(model: torch.nn.Module, optimizer: Any) -> Any:
-    resumed = of(copy.deepcopy(model))
-    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
-    return resumed
-
-
-def by_names(model: torch.nn.Module, optimizer: Any) -> Any:
-    saved = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer))
-    twin = copy.deepcopy(model)
-    resumed = of(twin)
-    dcp.set_optimizer_state_dict(twin, resumed, saved)
-    return resumed
-
-
-def by_copy(_: torch.nn.Module, optimizer: Any) -> Any:
-    return copy.deepcopy(optimizer)
-
-
-def by_pickle(_: torch.nn.Module, optimizer: Any) -> Any:
-    return pickle.loads(pickle.dumps(optimizer))
-
-
-def by_torch(model: torch.nn.Module, optimizer: Any) -> Any:
-    """torch's AdamW carries the means, in the parameter's dtype."""
-    stock = torch.optim.AdamW(model.parameters())
-    stock.load_state_dict(optimizer.state_dict())
-    resumed = of(copy.deepcopy(model))
-    resumed.load_state_dict(stock.state_dict())
-    return resumed
-
-
-def random_windows(optimizer: Any, *seeds: int) -> None:
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        for weight in (2.0, 1.0):
-            for param in optimizer.param_groups[0]["params"]:
-                param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-            optimizer.accumulate(weight)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("route", [by_file, by_names, by_copy, by_pickle])
-def test_the_noise_scale_is_resumed_bit_for_bit(route: Any) -> None:
-    model = torch.nn.Linear(6, 5)
-    optimizer = of(model)
-    random_windows(optimizer, 0, 1, 2)
-    resumed = route(model, optimizer)
-    for seeds in ((), (3, 4)):
-        for each in (optimizer, resumed):
-            random_windows(each, *seeds)
-        found, expected = (each.engine.noise.means for each in (resumed, optimizer))
-        assert found is not expected
-        assert_same_bits(found, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_stock_optimizer_brings_the_noise_scale_back_unless_it_has_overflowed(dtype: torch.dtype) -> None:
-    model = torch.nn.Linear(6, 5).to(dtype)
-    optimizer = of(model)
-    random_windows(optimizer, 0)
-    optimizer.engine.noise.means *= 1e6
-    resumed = by_torch(model, optimizer)
-    if dtype is torch.float16:
-        assert resumed.engine.noise.means is None
-    else:
-        assert_same_bits(resumed.engine.noise.means, optimizer.engine.noise.means.float().double())
-    random_windows(resumed, 1)
-
-
-def test_a_checkpoint_without_a_noise_scale_begins_one_and_a_stranger_drops_it() -> None:
-    model = torch.nn.Linear(6, 5)
-    optimizer, plain = of(model), af.AdamW(copy.deepcopy(model).parameters(), lr=0.1)
-    random_windows(optimizer, 0)
-    random_windows(plain, 0)
-    with_one = through_a_file(optimizer.state_dict())
-    optimizer.load_state_dict(plain.state_dict())
-    with pytest.raises(RuntimeError, match="no window of two"):
-        optimizer.noise_scale()
-    plain.load_state_dict(with_one)
-    assert "noise_scale" not in str(plain.state_dict())
-    with_one["state"][0]["noise_scale"] = torch.zeros(3)
-    with refused(optimizer, ValueError, "'noise_scale' of parameter 0 is not a tensor"):
-        optimizer.load_state_dict(with_one)
 
 
 def test_parameters_in_one_micro_batch_only_enter(backend: str) -> None:

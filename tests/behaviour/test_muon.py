@@ -138,16 +138,3 @@ def test_a_spread_matrix_is_refused_and_a_whole_one_is_not(backend: str) -> None
         assert not torch.equal(before, whole.full_tensor())
     finally:
         dist.destroy_process_group()
-
-
-def test_a_checkpoint_with_other_kinds_of_groups_is_refused(backend: str) -> None:
-    mixed, all_muon = (
-        af.Muon(
-            [{"params": matrices(MATRICES[:1])}, {"params": matrices(MATRICES[1:2]), "use_muon": is_muon}],
-            backend=backend,
-        )
-        for is_muon in (False, True)
-    )
-    for ours, other in ((mixed, all_muon), (all_muon, mixed)):
-        with pytest.raises(ValueError, match="group 1 is Muon's in one of checkpoint and optimizer"):
-            ours.load_state_dict(other.state_dict())
