@@ -197,7 +197,6 @@ def limited(optimizer: af.SGD) -> af.SGD:
 WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "one": (lambda a: ([a], 1.0), ValueError, "two or more different optimizers, got 1"),
     "twice the same": (lambda a: ([a, a], 1.0), ValueError, "two or more different optimizers"),
-    "torch's": (lambda a: ([a, torch.optim.SGD([torch.ones(1)])], 1.0), TypeError, r"got SGD; convert it with accumf"),
     "none": (lambda a: ([a, sgd()], None), TypeError, "must be a number, got None; inf is off"),
     "zero": (lambda a: ([a, sgd()], 0), ValueError, "max_grad_norm must be > 0, got 0; inf is off"),
     "its own": (lambda a: ([a, sgd(max_grad_norm=1.0)], 1.0), ValueError, "has a max_grad_norm of its own"),

@@ -99,9 +99,7 @@ def saved(model: Any, optimizer: Any, window: int) -> None:
     optimizer.step()
 
 
-LOOPS = [
-    plain, sums, weighted, closed, empty, on_the_device, several_passes, dropped, overflow, scaled, saved,
-]  # fmt: skip
+LOOPS = [plain, sums, weighted, closed, empty, on_the_device, several_passes, dropped, overflow, scaled, saved]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -130,27 +128,6 @@ def test_a_loop_has_the_bits_of_the_same_loop_without_it(backend: str, loop: Any
         assert_all_same_bits(results[1], results[0])
 
 
-def test_sums_are_those_of_autograd_and_no_gradient_of_a_weight_exists(backend: str) -> None:
-    own, stock = mlp(), mlp()
-    optimizer = af.SGD(own.parameters(), lr=0.1, backend=backend)
-    with af.fuse_linears(own, optimizer):
-        for number in range(4):
-            backward(own, number)
-            backward(stock, number)
-            assert {name for name, param in own.named_parameters() if param.grad is None} == {
-                "0.weight", "3.weight", "5.weight"
-            }  # fmt: skip
-            optimizer.accumulate(last=number == 3)
-        assert_all_same_bits(
-            {name: param.grad for name, param in own.named_parameters()},  # type: ignore[misc]
-            {name: param.grad for name, param in stock.named_parameters()},  # type: ignore[misc]
-        )
-        optimizer.step()
-        assert all(param.grad is None for param in own.parameters())
-    backward(own)
-    assert all(param.grad is not None for param in own.parameters())
-
-
 def test_a_window_takes_the_memory_of_its_sums(backend: str) -> None:
     """Of three layers of a quarter of a megabyte each; autograd's sums and ours without it take up to twice that."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
@@ -173,15 +150,7 @@ def test_a_window_takes_the_memory_of_its_sums(backend: str) -> None:
 # ---- models of every kind, against fp64 -----------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # the outer's first pass
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("weights", [(None, None, None), (3, 1, 2)], ids=["sums", "weights"])
-def test_whatever_a_model_does_with_its_layers(backend: str, way: str, weights: Any) -> None:
-    handle = hold_to_fp64(Net(way), backend, weights)
-    assert handle.fused == ["a", "b"]
-
-
-def hold_to_fp64(model: nn.Module, backend: str, weights: Any = (2, 3, 1), loss: Loss = loss_of) -> Any:
+def hold_to_fp64(model: nn.Module, backend: str, weights: Any, loss: Loss = loss_of) -> Any:
     exact = copy.deepcopy(model).double()
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = af.SGD(trained, lr=0.1, backend=backend)
@@ -230,10 +199,12 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {  # and the layer
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_every_kind(backend: str, kind: str) -> None:
-    make, names = KINDS[kind]
-    assert hold_to_fp64(make(), backend).fused == names
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # the outer's first pass
+@pytest.mark.parametrize("kind", [*KINDS, *WAYS])
+@pytest.mark.parametrize("weights", [(None, None, None), (3, 1, 2)], ids=["sums", "weights"])
+def test_weights_of_every_kind_and_whatever_a_model_does_with_its_layers(backend: str, kind: str, weights: Any) -> None:
+    make, names = KINDS.get(kind, (lambda: Net(kind), ["a", "b"]))
+    assert hold_to_fp64(make(), backend, weights).fused == names
 
 
 def second_order(model: Any, x: Tensor) -> Tensor:
@@ -249,6 +220,11 @@ def of_weights(model: Any, x: Tensor) -> Tensor:
     return model(x).square().mean() * slopes[0].norm().item()  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("loss", [second_order, of_weights])
+def test_gradients_that_somebody_else_takes_are_autograds(backend: str, loss: Loss) -> None:
+    assert hold_to_fp64(Net("twice"), backend, (2, 3, 1), loss).fused == ["a", "b"]
+
+
 def of_inputs(model: Any, x: Tensor) -> Tensor:
     """Backward passes that ask for no gradient of the weights, or of one of them."""
     y = x.detach().requires_grad_()
@@ -256,11 +232,6 @@ def of_inputs(model: Any, x: Tensor) -> Tensor:
     model(y).square().sum().backward(inputs=[y])
     (model(y).square().sum() / 8).backward(inputs=[model.a.weight])
     return loss_of(model, x)
-
-
-@pytest.mark.parametrize("loss", [second_order, of_weights])
-def test_gradients_that_somebody_else_takes_are_autograds(backend: str, loss: Loss) -> None:
-    assert hold_to_fp64(Net("twice"), backend, loss=loss).fused == ["a", "b"]
 
 
 def differentiated_again(model: Any, x: Tensor) -> Tensor:

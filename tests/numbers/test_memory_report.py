@@ -77,8 +77,6 @@ def test_what_no_step_of_ours_makes(backend: str) -> None:
     assert list(af.memory_report(optimizer).formats) == ["bf16, its own states"]
     empty = af.memory_report(af.SGD([Parameter(torch.zeros(0))], backend=backend))
     assert str(empty).splitlines()[1].split() == ["fp32,", "no", "states", "1", "0", *"-------", "0.00"]
-    with pytest.raises(TypeError, match="takes an optimizer of this package, got SGD"):
-        af.memory_report(torch.optim.SGD(frozen, lr=0.1))  # type: ignore[arg-type]
 
 
 TABLE = """\
