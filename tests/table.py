@@ -11,7 +11,6 @@ from typing import Any
 
 import inside
 import oracle
-import pytest
 import torch
 from torch import Tensor
 
@@ -276,8 +275,6 @@ WEIGHTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp16_master": (torch.float16, {"master_weights": "fp32"}),
 }
 STATES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}
-
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def kept(states: str, case: Case, *groups: Mapping[str, Any]) -> str:

@@ -59,6 +59,10 @@ def limited(*limits: float, **options: Any) -> Any:
     return optimizer
 
 
+def averaging() -> Any:
+    return stepped(af.SGDScheduleFree)
+
+
 def zscore() -> Any:
     return stepped(af.AdamW, clip=af.ZScore())
 
@@ -134,8 +138,7 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
     "a state of nobody": (adamw, lambda saved: saved["state"].update({7: {}}), adamw, "a state of parameter 7, which"),
     "a state that is none": (adamw, lambda saved: saved["state"].update({0: 3.0}), adamw, "is a float, not a dict"),
     "two steps": (adamw, changed(1, step=two), adamw, "'step' of parameter 1 has shape"),
-    "two products": (of("NAdam"), changed(1, mu_product=two), of("NAdam"), "'mu_product' of parameter 1 has shape"),
-    "no eta": (of("ASGD"), without(1, "eta"), of("ASGD"), "state of parameter 1 has no 'eta'"),
+    "two sums": (averaging, changed(1, weight_sum=two), averaging, "'weight_sum' of parameter 1 has shape"),
     "no maximum": (adamw, lambda s: s["param_groups"][0].update(amsgrad=True), adamw, "has no 'max_exp_avg_sq'"),
     "a maximum into 8 bits": (of("AdamW", amsgrad=True), None, of("AdamW", state_dtype="int8"), "go with amsgrad=True"),
     # of groups

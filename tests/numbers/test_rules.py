@@ -15,7 +15,6 @@ from table import (
     EACH_VARIANT,
     OPTIMIZERS,
     Case,
-    every_case,
     random_grads,
     random_params,
     set_grads,
@@ -144,7 +143,7 @@ def test_bias_correction_at_any_step_count(case: Case, step: int, backend: str) 
     assert_like_oracle(optimizer, params, truth)
 
 
-@every_case
+@pytest.mark.parametrize("case", EACH_VARIANT, ids=lambda case: case.name)
 def test_propagate_writes_what_a_nan_makes_of_it(case: Case, backend: str) -> None:
     params = random_params([(5,), (5,)])
     optimizer = case.make(params, backend, nonfinite="propagate")
