@@ -190,6 +190,7 @@ def test_no_kernel_of_the_same_name_runs_another_rule(
     [
         ("ACCUMFUSED_CACHE", __file__, "set ACCUMFUSED_CACHE to a folder that can be written"),
         ("ACCUMFUSED_CACHE", "/proc/self", "set ACCUMFUSED_CACHE to a folder that can be written"),  # it is there
+        ("CXX", "no-such-compiler", r"no C\+\+17 compiler was found"),
         ("CXX", "false", r"false failed; install g\+\+ or clang\+\+, or set CXX"),
     ],
 )
