@@ -126,8 +126,6 @@ def test_limits_that_cannot_be_are_refused_before_anything_is_changed() -> None:
     train(optimizer, 0)
     first, second = optimizer.param_groups
     first["max_grad_norm"] = 0.5
-    with refused(optimizer, ValueError, "parameter group 1 has no max_grad_norm, and others have"):
-        optimizer.step()
     for bad in (0.0, -1.0, math.nan):
         second["max_grad_norm"] = bad
         with refused(optimizer, ValueError, "max_grad_norm of parameter group 1 must be > 0"):

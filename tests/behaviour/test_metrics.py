@@ -82,26 +82,21 @@ def test_measuring_changes_no_bit(backend: str) -> None:
     assert_all_same_bits(found[1], found[0])
 
 
-def test_a_skipped_step_updates_nothing_and_counts(backend: str) -> None:
-    param, optimizer = made(backend, metrics=True, noise_scale=True, max_grad_norm=0.5)
-    window(param, optimizer)
-    noise = optimizer.noise_scale()
-    window(param, optimizer, value=math.inf)
-    found = optimizer.metrics().as_dict()
-    assert (found["update_norm"], found["update_ratio"], found["skipped_steps"]) == (0.0, 0.0, 1.0)
-    assert math.isnan(found["param_norm"])
-    assert found["clip_share"] == 1.0
-    after = optimizer.noise_scale()
-    assert torch.equal(after.signal, noise.signal)
-    assert int(after.windows) == 1
-
-
 @pytest.mark.parametrize("bad", [math.inf, math.nan, 10.0])
-def test_a_skipped_step_did_not_clip(bad: float) -> None:
-    param, optimizer = made(metrics=True, max_grad_norm=0.5, skip_above=9.0)
+@pytest.mark.parametrize("clipped", [0, 1])
+def test_a_skipped_step_updates_nothing_counts_and_did_not_clip(backend: str, bad: float, clipped: int) -> None:
+    param, optimizer = made(backend, metrics=True, noise_scale=True, max_grad_norm=0.5, skip_above=9.0)
+    for _ in range(clipped):  # which counts in the share
+        window(param, optimizer)
+    noise = optimizer.noise_scale() if clipped else None
     window(param, optimizer, value=bad)
     found = optimizer.metrics().as_dict()
-    assert (found["clip"], found["clip_share"], found["skipped_steps"]) == (1.0, 0.0, 1.0)
+    wanted = {"update_norm": 0.0, "update_ratio": 0.0, "skipped_steps": 1.0, "clip": 1.0, "clip_share": float(clipped)}
+    assert wanted.items() <= found.items()
+    assert math.isnan(found["param_norm"])
+    if noise is not None:
+        after = optimizer.noise_scale()
+        assert (after.signal, int(after.windows)) == (noise.signal, 1)
 
 
 def test_the_ratio_of_a_parameter_that_is_nan_is_no_zero() -> None:
