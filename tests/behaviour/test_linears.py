@@ -193,7 +193,7 @@ def laid_out(lay: Callable[[Tensor], Tensor]) -> nn.Module:
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {  # and the layers that are fused
     "tied": (Tied, ["head"]),  # its embedding's part comes through autograd
-    "transposed": (conv1d, ["0", "2"]),
+    "Conv1D": (conv1d, ["0", "2"]),
     "columns first": (lambda: laid_out(lambda weight: weight.t().contiguous().t()), ["a", "b"]),
     "with holes": (lambda: laid_out(lambda weight: weight.repeat(1, 2)[:, :WIDTH]), ["a", "b"]),
 }

@@ -136,8 +136,9 @@ def test_without_a_compiler_pytorch_runs_the_rule(
 
     monkeypatch.setenv("CXX", "no-such-compiler")
     with caplog.at_level("INFO", logger="accumfused"):
-        optimizer = af.optimizer_of(LonelyRule)(random_params(SHAPES))
-        set_grads(optimizer.engine.plans.params, random_grads(random_params(SHAPES), 0))
+        params = random_params(SHAPES)
+        optimizer = af.optimizer_of(LonelyRule)(params)
+        set_grads(params, random_grads(params, 0))
         optimizer.step()
     assert "no C++17 compiler was found" in caplog.text
     assert inside.backend(optimizer).name == "foreach"

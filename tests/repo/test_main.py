@@ -126,7 +126,6 @@ def test_the_report_ends_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
     for reason, remedy in (
         ("torch 2.9.1 has no DLPack exchange table; install torch 2.10 or newer", "install torch 2.10 or newer"),
         ("it was not built: false cannot compile C++17; install g++, or set CXX:\nerror", "install g++, or set CXX"),
-        ("it was not built: g++ failed", "install a C++ compiler (g++ or clang++), then accumfused again"),
     ):
         monkeypatch.setattr(compiled, "unavailable", reason)
         assert advice(known["backends"]) == remedy
