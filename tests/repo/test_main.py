@@ -51,9 +51,10 @@ def test_json_holds_what_a_bug_report_needs(
 
 
 PURE = """
-import importlib, importlib.machinery, json, logging, os
+import importlib, importlib.machinery, json, logging, os, sys
 import torch
-import accumfused as af
+import accumfused as af, accumfused.integrations.lightning
+assert {"transformers", "accelerate", "lightning", "pytorch_lightning"}.isdisjoint(sys.modules)
 from accumfused import compiled
 from accumfused.__main__ import report
 
@@ -93,6 +94,7 @@ print(json.dumps([said, results, reports]))
 
 
 def test_without_a_native_module_it_runs_and_says_why_it_is_slow_and_what_to_do(tmp_path: Path) -> None:
+    """And that its import brings no framework, which only its integrations need."""
     shutil.copytree(PACKAGE, tmp_path / "accumfused", ignore=shutil.ignore_patterns("_C.*", "_native_error.txt"))
     command = [sys.executable, "-W", "error", "-c", PURE]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={})
