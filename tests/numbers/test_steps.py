@@ -8,6 +8,7 @@ from typing import Any
 import inside
 import pytest
 import torch
+from loop import Loop
 from torch import Tensor, nn
 
 import accumfused as af
@@ -100,39 +101,20 @@ def test_a_closure_may_fold_whole_windows(backend: str) -> None:
 @pytest.mark.parametrize("closed", [False, True])
 def test_two_open_windows_dropped_in_a_row_warn_once(backend: str, closed: bool) -> None:
     """A GradScaler that skips drops closed ones, and is right."""
-    param, optimizer = one_parameter(backend)
-
-    def drop() -> None:
-        param.grad = torch.ones(4)
-        optimizer.accumulate(last=closed)
-        optimizer.zero_grad()
-
-    drop()
-    if closed:
-        drop()  # warnings are errors
-    else:
+    it, drop = Loop(backend), f"backward {'close' if closed else 'accumulate'} zero_grad "
+    it.run(drop)
+    if not closed:
         with pytest.warns(UserWarning, match=r"after optimizer\.step\(\), not between the micro-batches"):
-            drop()
-    drop()
-    param.grad = torch.ones(4)
-    optimizer.step()
-    assert param.tolist() == [8.0 - LR] * 4
+            it.run(drop)
+    it.run(drop * 2 + "backward step")  # warnings are errors
+    assert it.values() == [7.5, 7.0]
 
 
 def test_windows_that_are_dropped_before_each_of_the_last_steps_warn_once(backend: str) -> None:
-    param, optimizer = one_parameter(backend)
-
-    def update(*, drops: bool) -> None:
-        for _ in range(2):
-            if drops:  # misplaced: half of each window of two is lost
-                optimizer.zero_grad()
-            param.grad = torch.ones(4)
-            optimizer.accumulate()
-        optimizer.step()
-
-    for drops in (True, True, False, True, True):  # two in a row may be lawful
-        update(drops=drops)
+    it, update = Loop(backend), "backward accumulate " * 2 + "step "
+    misplaced = "zero_grad backward accumulate " * 2 + "step "  # half of each window of two is lost
+    it.run(misplaced * 2 + update + misplaced * 2)  # two in a row may be lawful
     with pytest.warns(UserWarning, match="dropped before each of the last steps; zero_grad"):
-        update(drops=True)
-    update(drops=True)
-    assert param.tolist() == [8.0 - LR * (6 * 1 + 1 * 2)] * 4
+        it.run(misplaced)
+    it.run(misplaced)
+    assert it.values() == [8.0 - LR * (6 * 1 + 1 * 2), 8.0 - LR * 2 * (6 * 1 + 1 * 2)]
