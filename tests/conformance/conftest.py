@@ -74,19 +74,9 @@ def tensors_there(place: Place) -> Iterator[None]:
 def machine(emulated: Any) -> Iterator[Any]:
     """The emulation of a GPU, given back as it was."""
     need_native()
-    emulated.seed(0)
+    emulated.reset()
     yield emulated
-    emulated.multiprocessors(3)
-    emulated.skip_barrier(-1)
-    emulated.skip_fence(-1)
-    emulated.skip_ticket(-1)
-    emulated.cooperates(True)
-    emulated.room(1 << 30)
-    emulated.allow()
-    emulated.ptx_version(90)
-    emulated.unwatch()
-    emulated.fail_after(-1)
-    emulated.capture(0)
+    emulated.reset()
 
 
 @pytest.fixture
@@ -107,13 +97,9 @@ def _checked() -> Any:
 def checked(_checked: Any) -> Iterator[Any]:
     """The emulation whose kernels' accesses are checked."""
     need_native()
-    _checked.seed(0)
+    _checked.reset()
     yield _checked
-    _checked.defer(False)
-    _checked.skip_wait(False)
-    _checked.cooperates(True)
-    _checked.capture(0)
-    _checked.forbid()
+    _checked.reset()
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, everything
+from device import DeviceMemory
 from layouts import PIECE, edges
-from problems import LOOPS, Loop, Problem, assert_conforms, expected, play
+from problems import LOOPS, Loop, Problem, assert_conforms, play
 from table import ADAMW_CASE, set_grads
 from torch import Tensor
 
@@ -60,62 +61,24 @@ def test_a_launch_carries_no_more_than_a_gpu_takes(tmp_path: Path) -> None:
 # ---- the emulation bites --------------------------------------------------------------------------------------------
 
 
-def without_barrier(cuda: CudaBackend, machine: Any, verb: str, index: int) -> CudaBackend:
-    """The backend, one barrier of one verb's kernel taken away; "both": of the step that takes its norm."""
-    machine.cooperates(verb == "both")
-    verb = "step" if verb == "both" else verb
-    inner = getattr(cuda, verb)
-
-    def call(*arguments: Any) -> Any:
-        machine.skip_barrier(index)
-        try:
-            return inner(*arguments)
-        finally:
-            machine.skip_barrier(-1)
-
-    setattr(cuda, verb, call)
-    return cuda
+def windows(backend: Any) -> dict[str, Tensor]:
+    """A step from `p.grad`, and two windows: of chunks that fill all lanes of the norm's order, and of others."""
+    loop = Loop(((), (3.0, 0.7, 5.0), (2.0, 1.0)))
+    return play(Problem("adamw", loop=loop, edges=edges(1029, 1029, 1029, 70, 5), seed=1), backend)[0]
 
 
-def differs(run: Callable[[], Any], wanted: Any, machine: Any) -> bool:
-    """Whether some order of threads gives other bits, or never ends."""
-    for seed in range(40):
-        machine.seed(seed)
-        try:
-            assert_all_same_bits(run(), wanted)
-        except (AssertionError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "threads wait for others at a barrier" not in str(error):
-                raise
-            return True
-    return False
+def packed_steps(backend: Any) -> dict[str, Tensor]:
+    sizes = edges(2 * PIECE + 5, PIECE, PIECE + 70)
+    return play(Problem("adamw", torch.bfloat16, "split8", "int8", LOOPS["steps"], edges=sizes, seed=1), backend)[0]
 
 
-# Those that a block of several chunks comes to, but for two that nobody needs yet: the one before a block's first sum,
-# which nobody has read, and the one before a norm's ticket, which the thread takes that has written the sums.
-BARRIERS = [*(("accumulate", index) for index in (1, 2, 3)), *(("norm", index) for index in (1, 2, 3, 7))]
-BARRIERS += [("step", index) for index in range(3)]
-# In one launch: the sums; the barrier of all blocks; the outcome, which thread 0 computes for the others.
-BARRIERS += [("both", index) for index in (1, 2, 3, 7, 8, 17)]
+def sums(backend: Any) -> dict[str, Tensor]:
+    """As many chunks as the tree has lanes, so that all its levels have something to add.
 
-
-@pytest.mark.parametrize(("verb", "index"), [(None, 0), *BARRIERS])
-def test_a_missing_barrier_is_seen(verb: str | None, index: int, machine: Any, cuda: CudaBackend) -> None:
-    machine.multiprocessors(2)
-    machine.allow(queue=False)  # else a block has one chunk
-    problem = Problem("adamw", loop=Loop(((), (3.0, 0.7, 5.0), (2.0, 1.0))), edges=edges(3 * CHUNK + 5, 70, 5), seed=1)
-    backend = cuda if verb is None else without_barrier(cuda, machine, verb, index)
-    wanted = expected(problem)[0]
-    assert differs(lambda: play(problem, backend)[0], wanted, machine) == (verb is not None)
-
-
-def test_every_kernel_waits_for_the_launch_in_front_before_all_else() -> None:
-    first = [
-        body.split(";")[0].strip()
-        for path in (emulation.ROOT / "csrc" / "cuda").glob("*.cu*")
-        for body in re.findall(r"__global__ void[^{]*\{([^}]*)", path.read_text())
-    ]
-    assert len(first) == 8
-    assert set(first) == {"wait_for_launches_in_front()"}
+    Others first, or shared memory would still hold the right sums.
+    """
+    partials, others = torch.rand(2, 1030, generator=torch.Generator().manual_seed(0))
+    return norms(backend, [1] * 1030, partials, others, partials)
 
 
 def norms(backend: Any, sizes: list[int], partials: Tensor, *reads: float | Tensor) -> dict[str, Tensor]:
@@ -131,17 +94,93 @@ def norms(backend: Any, sizes: list[int], partials: Tensor, *reads: float | Tens
     return found
 
 
+def differs(run: Callable[[], Any], wanted: Any, machine: Any, missing: Any, seeds: int = 20) -> bool:
+    """Whether some order of threads gives other bits without something, never ends, or leaves the device's memory."""
+    for seed in range(seeds):
+        machine.seed(seed)
+        try:
+            with missing, DeviceMemory(machine):
+                found = run()
+            assert_all_same_bits(found, wanted)
+        except AssertionError:
+            return True
+        except RuntimeError as error:
+            assert "CUDA, " in str(error)  # noqa: PT017
+            return True
+        finally:
+            machine.forbid()
+            machine.unwatch()
+    return False
+
+
+# Kernels, by a type that their own parameters have; the last one is a step that takes its norm.
+FOLD, NORM, STEP, BOTH = "Fold", "Scaling", "Hypers", "Norm"
+THREADS, CHUNK_SUM = range(0, 256, 51), range(21)  # 21 shuffles: the search for the chunk, and its sum
+
+
+@pytest.mark.parametrize(
+    ("kernel", "program", "what", "indices", "redundant"),
+    [
+        # Before a block's first sum, whose lanes nobody has read yet.
+        (FOLD, windows, "barrier", range(6), [0]), (NORM, windows, "barrier", range(6), [0]),
+        # Before the ticket, which the thread takes that has written the sums.
+        (NORM, sums, "barrier", range(10), [0]),
+        (STEP, windows, "barrier", range(5), []),
+        # The sums; the barrier of all blocks; the outcome, which thread 0 computes for the others.
+        (BOTH, windows, "barrier", [1, 2, 3, 7, 8, 17], []),
+        (FOLD, windows, "shuffle", CHUNK_SUM, []), (NORM, windows, "shuffle", CHUNK_SUM, []),
+        (STEP, windows, "shuffle", range(2), []),
+        # All lanes have these two numbers: they are shuffled for the compiler.
+        (STEP, packed_steps, "shuffle", range(20), [2, 3]),
+        *[(kernel, windows, "thread", THREADS, []) for kernel in (FOLD, NORM, STEP)],
+        (STEP, packed_steps, "thread", THREADS, []),
+    ],
+)  # fmt: skip
+def test_what_a_kernel_goes_without_is_seen(
+    kernel: str, program: Any, what: str, indices: Any, redundant: list[int], checked: Any, checked_cuda: CudaBackend
+) -> None:
+    checked.multiprocessors(2)
+    checked.allow(queue=False)  # else a block has one chunk
+    checked.cooperates(kernel == BOTH)
+    wanted, seen = program(CpuBackend()), []
+    for index in indices:
+        missing = checked.without(kernel, **{what: index})
+        if differs(lambda: program(checked_cuda), wanted, checked, missing):
+            seen.append(index)
+        assert missing.was_met
+    assert seen == [index for index in indices if index not in redundant]
+
+
+@pytest.mark.parametrize("program", [windows, packed_steps, sums])
+def test_what_misses_nothing_differs_in_nothing(program: Any, checked: Any, checked_cuda: CudaBackend) -> None:
+    checked.multiprocessors(2)
+    checked.allow(queue=False)
+    assert not differs(lambda: program(checked_cuda), program(CpuBackend()), checked, checked.without())
+
+
+def test_every_kernel_waits_for_the_launch_in_front_before_all_else() -> None:
+    first = [
+        body.split(";")[0].strip()
+        for path in (emulation.ROOT / "csrc" / "cuda").glob("*.cu*")
+        for body in re.findall(r"__global__ void[^{]*\{([^}]*)", path.read_text())
+    ]
+    assert len(first) == 8
+    assert set(first) == {"wait_for_launches_in_front()"}
+
+
 @pytest.mark.parametrize("fence", [-1, 0])
 def test_a_missing_fence_before_the_ticket_is_seen(fence: int, machine: Any, cuda: CudaBackend) -> None:
-    sizes, partials = [3 * CHUNK + 5, 70, 5], torch.empty(6)
-    wanted = norms(CpuBackend(), sizes, partials, 1.0, 3.0)
-    machine.watch(partials.data_ptr(), partials.nbytes)
-    machine.skip_fence(fence)
-    assert differs(lambda: norms(cuda, sizes, partials, 1.0, 3.0), wanted, machine) == (fence == 0)
+    partials = torch.empty(6)
+
+    def run(backend: Any) -> dict[str, Tensor]:
+        machine.watch(partials.data_ptr(), partials.nbytes)
+        return norms(backend, [3 * CHUNK + 5, 70, 5], partials, 1.0, 3.0)
+
+    assert differs(lambda: run(cuda), run(CpuBackend()), machine, machine.without(fence=fence)) == (fence == 0)
 
 
-@pytest.mark.parametrize("missing", [None, "skip_fence", "skip_ticket"])
-def test_a_missing_barrier_of_all_blocks_is_seen(missing: str | None, machine: Any, cuda: CudaBackend) -> None:
+@pytest.mark.parametrize("missing", [{}, {"fence": 0}, {"ticket": 0}], ids=str)
+def test_a_missing_barrier_of_all_blocks_is_seen(missing: dict[str, int], machine: Any, cuda: CudaBackend) -> None:
     """In a step that takes its norm: the fence before its ticket, or the wait for the others."""
     machine.multiprocessors(2)
 
@@ -151,27 +190,12 @@ def test_a_missing_barrier_of_all_blocks_is_seen(missing: str | None, machine: A
         for value in (1.0, 3.0):
             set_grads(params, [torch.full_like(p, value) for p in params])
             optimizer.step()
-            if backend is cuda and missing is not None and value == 1.0:  # then sums of the step before lie there
+            if value == 1.0:  # then sums of the step before lie there
                 machine.watch(inside.partials(optimizer).data_ptr(), inside.partials(optimizer).nbytes)
-                getattr(machine, missing)(0)
-        machine.skip_fence(-1)
-        machine.skip_ticket(-1)
-        machine.unwatch()
         return everything(optimizer)
 
     wanted = run(CpuBackend())
-    assert differs(lambda: run(cuda), wanted, machine) == (missing is not None)
-
-
-@pytest.mark.parametrize("index", [None, *range(2, 10)])  # after those by which a block finds that it is the last
-def test_a_missing_barrier_of_the_final_sum_is_seen(index: int | None, machine: Any, cuda: CudaBackend) -> None:
-    # As many chunks as the tree has lanes, so that all its levels have something to add. Others first, or shared
-    # memory would still hold the right sums.
-    partials, others = torch.rand(2, 1030, generator=torch.Generator().manual_seed(0))
-    run = [[1] * 1030, partials, others, partials]
-    wanted = norms(CpuBackend(), *run)
-    backend = cuda if index is None else without_barrier(cuda, machine, "norm", index)
-    assert differs(lambda: norms(backend, *run), wanted, machine) == (index is not None)
+    assert differs(lambda: run(cuda), wanted, machine, machine.without(**missing)) == bool(missing)
 
 
 # ---- root and quotient of the loops for packed formats --------------------------------------------------------------

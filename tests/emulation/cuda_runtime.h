@@ -36,7 +36,7 @@ inline const dim3& gridDim = emulation::Machine::get().grid;
 inline void __syncthreads() {
   const emulation::InMachine in_machine;
   auto& machine = emulation::Machine::get();
-  if (machine.running->barriers_of[machine.thread.x]++ == machine.skipped_barrier) return;
+  if (machine.lacks(&emulation::Missing::barrier, machine.running->barriers_of[machine.thread.x]++)) return;
   machine.wait(emulation::State::kAtBlockBarrier);
 }
 
@@ -47,9 +47,12 @@ T in_warp(T value, const Body& body) {
   const emulation::InMachine in_machine;
   auto& machine = emulation::Machine::get();
   const unsigned index = machine.thread.x, lane = index % emulation::kWarp;
+  T values[emulation::kWarp];
+  if (machine.lacks(&emulation::Missing::shuffle, machine.running->shuffles_of[index]++)) {
+    return std::fill(values, std::end(values), value), body(values, int(lane));
+  }
   memcpy(&machine.running->exchanged[index], &value, sizeof value);
   machine.wait(emulation::State::kAtWarpBarrier);
-  T values[emulation::kWarp];
   memcpy(values, &machine.running->exchanged[index - lane], sizeof values);
   machine.wait(emulation::State::kAtWarpBarrier);
   return body(values, int(lane));
@@ -125,7 +128,7 @@ inline void __threadfence() {
   take_turns();
   const emulation::InMachine in_machine;
   auto& machine = emulation::Machine::get();
-  if (machine.running->fences++ != machine.skipped_fence) machine.fence(*machine.running);
+  if (!machine.lacks(&emulation::Missing::fence, machine.running->fences++)) machine.fence(*machine.running);
 }
 inline void __nanosleep(unsigned) {
   take_turns();
@@ -136,7 +139,7 @@ inline void __nanosleep(unsigned) {
 inline bool skips_ticket() {
   const emulation::InMachine in_machine;
   auto& machine = emulation::Machine::get();
-  return machine.running->tickets++ == machine.skipped_ticket;
+  return machine.lacks(&emulation::Missing::ticket, machine.running->tickets++);
 }
 inline uint32_t atomicInc(uint32_t* to, uint32_t last) {
   take_turns();
@@ -146,7 +149,8 @@ inline uint32_t atomicInc(uint32_t* to, uint32_t last) {
 inline void cudaGridDependencySynchronize() {
   const emulation::InMachine in_machine;
   auto& machine = emulation::Machine::get();
-  if (machine.is_early && !machine.skips_wait) machine.wait(emulation::State::kAtLaunchInFront);
+  if (!machine.is_early || machine.lacks(&emulation::Missing::wait, 0)) return;
+  machine.wait(emulation::State::kAtLaunchInFront);
 }
 inline bool __isGlobal(const void*) { return true; }
 inline float __ldcg(const float* from) {
@@ -244,8 +248,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   ++machine.launches;
   using Call = std::pair<void (*)(Parameters...), std::tuple<std::remove_cv_t<Parameters>...>>;
   static_assert(sizeof(Call::second) <= 32764, "a launch carries no more");
-  const auto run = [&machine, config = *config, at_once, call = Call{kernel, {std::forward<Arguments>(given)...}}](
-                       emulation::Grid& grid, bool is_early) {
+  const char* const types = __PRETTY_FUNCTION__;  // of all parameters
+  const auto run = [&machine, config = *config, at_once, types,
+                    call = Call{kernel, {std::forward<Arguments>(given)...}}](emulation::Grid& grid, bool is_early) {
+    machine.is_faulty = strstr(types, machine.missing.of.c_str()) != nullptr;
     machine.arguments = &call, machine.arguments_bytes = sizeof call;
     machine.body = [](const void* arguments) {
       const auto& [function, values] = *static_cast<const Call*>(arguments);

@@ -28,7 +28,7 @@ struct dim3 {
 namespace emulation {
 
 constexpr int kWarp = 32;
-enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kAtLaunchInFront, kDone };
+enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kAtLaunchInFront, kDone, kMissing };
 
 static thread_local volatile char known = 0;
 
@@ -85,7 +85,7 @@ struct Block {
   size_t next = 0;               // of them
   bool ran = false;              // one of them, in this pass
   int sleeper = -1;              // the warp that does not run while others can
-  std::vector<int> barriers_of;  // how many each thread has come to
+  std::vector<int> barriers_of, shuffles_of;  // how many each thread has come to
   std::vector<char> shared;
   std::vector<View> views;  // of what is watched
   int fences = 0, tickets = 0;
@@ -105,11 +105,38 @@ struct Launch {
   std::shared_ptr<Grid> grid;
 };
 
-struct Machine {
+// What kernels go without, as if it were not written there: the index-th barrier or shuffle that each thread comes to
+// (from a shuffle it gets its own number), the index-th fence or ticket of each block (which goes on as the last), one
+// thread of each block, the wait (0) for the launch in front. -1: nothing.
+struct Missing {
+  std::string of;  // kernels with a parameter whose type has this name; "": all
+  int barrier = -1, shuffle = -1, thread = -1, fence = -1, ticket = -1, wait = -1;
+  bool was_met = false;
+};
+
+// What tests set.
+struct Setup {
   std::mt19937 shuffle{0};
+  int multiprocessors = 3;
+  Missing missing;
+  bool cooperates = true;  // it knows cooperative launches
+  int room = 1 << 30;      // for thread blocks of theirs
+  int ptx_version = 90;    // of the kernels
+  std::vector<Watched> watched;
+  std::map<uintptr_t, size_t> memory;  // the device's, address to bytes; empty: not known
+  bool defers = false;                 // launches wait to be synchronized with
+  std::vector<Launch> queue;
+  int launches_until_failure = -1;
+  uint64_t capture = 0;
+  std::vector<Launch> captured;  // to be made again
+  std::string trouble;           // CUDA's reason why nothing runs
+};
+
+struct Machine : Setup {
   std::vector<std::unique_ptr<Block>> spare;
   Grid* now = nullptr;
-  bool is_early = false;  // threads stop where they wait for the launch in front
+  bool is_early = false;   // threads stop where they wait for the launch in front
+  bool is_faulty = false;  // what is missing is missing in this kernel
   Block* running = nullptr;
   jmp_buf scheduler;
   void (*body)(const void*) = nullptr;  // the kernel, and its arguments
@@ -119,24 +146,6 @@ struct Machine {
   static inline bool in_kernel = false;
   std::string fault;  // what a kernel did wrong
   dim3 thread{0}, block{0}, grid{0};
-
-  // What tests set.
-  int multiprocessors = 3;
-  int skipped_barrier = -1;  // of the barriers that each thread of a block comes to, the one that is not there
-  int skipped_fence = -1;    // the same of a block's fences
-  int skipped_ticket = -1;   // of the tickets that a block takes, the one that lets it go on as the last
-  bool cooperates = true;    // it knows cooperative launches
-  int room = 1 << 30;        // for thread blocks of theirs
-  bool skips_wait = false;   // for the launch in front
-  int ptx_version = 90;      // of the kernels
-  std::vector<Watched> watched;
-  std::map<uintptr_t, size_t> memory;  // the device's, address to bytes; empty: not known
-  bool defers = false;                 // launches wait to be synchronized with
-  std::vector<Launch> queue;
-  int launches_until_failure = -1;
-  uint64_t capture = 0;
-  std::vector<Launch> captured;  // to be made again
-  std::string trouble;           // CUDA's reason why nothing runs
   long launches = 0, overlapping = 0;
   bool stuck = false;
   bool offers = false;  // the running thread, to let other blocks go on
@@ -145,6 +154,12 @@ struct Machine {
   static Machine& get() {
     static Machine machine;
     return machine;
+  }
+
+  // Whether the running kernel goes without the next one of these.
+  bool lacks(int Missing::*what, int index) {
+    if (!is_faulty || missing.*what != index) return false;
+    return missing.was_met = true;
   }
 
   // Of the running thread: others go on. swapcontext() would ask the kernel for the signals each time.
@@ -209,8 +224,10 @@ struct Machine {
   void begin(Block& made, unsigned count, size_t shared_bytes) {
     if (made.threads.size() != count) made.threads = std::vector<Thread>(count);
     for (unsigned i = 0; i < count; ++i) prepare(made, i);
-    for (Thread& each : made.threads) each.state = State::kReady;
-    made.barriers_of.assign(count, 0);
+    for (unsigned i = 0; i < count; ++i) {
+      made.threads[i].state = lacks(&Missing::thread, int(i)) ? State::kMissing : State::kReady;
+    }
+    made.barriers_of.assign(count, 0), made.shuffles_of.assign(count, 0);
     made.shared = now->blocks[shuffle() % grid.x]->shared;  // as another block has left it
     if (made.shared.size() != shared_bytes || shuffle() % 2) made.shared.assign(shared_bytes, char(0xa5));
     made.order.resize(count);
@@ -344,13 +361,27 @@ struct Machine {
     order[index].run(*order[index].grid, false);
   }
 
+  // Whether all of these threads are there; one that is missing is wherever the others are.
+  template <class Threads>
+  static bool all_are(State state, Threads begin, Threads end) {
+    const auto is = [=](const Thread& each) { return each.state == state || each.state == State::kMissing; };
+    return std::all_of(begin, end, is);
+  }
+
+  template <class Threads>
+  static void let_go(Threads begin, Threads end) {
+    std::for_each(begin, end, [](Thread& each) {
+      if (each.state != State::kMissing) each.state = State::kReady;
+    });
+  }
+
   // Lets warps go on whose threads have all come to their barrier; false if there is none.
   static bool release_warps(Block& of) {
     bool released = false;
     for (size_t warp = 0; warp < of.threads.size(); warp += kWarp) {
       const auto begin = of.threads.begin() + long(warp), end = begin + kWarp;
-      if (!std::all_of(begin, end, [](const Thread& each) { return each.state == State::kAtWarpBarrier; })) continue;
-      std::for_each(begin, end, [](Thread& each) { each.state = State::kReady; });
+      if (!all_are(State::kAtWarpBarrier, begin, end)) continue;
+      let_go(begin, end);
       released = true;
     }
     return released;
@@ -358,17 +389,15 @@ struct Machine {
 
   // Lets a block go on whose threads have all come to its barrier; false when all are done.
   bool release_block(Block& of) {
-    const auto all_are = [&](State state) {
-      return std::all_of(of.threads.begin(), of.threads.end(), [=](const Thread& each) { return each.state == state; });
-    };
-    if (all_are(State::kDone)) return false;
+    const auto begin = of.threads.begin(), end = of.threads.end();
+    if (all_are(State::kDone, begin, end)) return false;
     const auto waits = [](const Thread& each) { return each.state == State::kAtLaunchInFront; };
-    if (std::any_of(of.threads.begin(), of.threads.end(), waits)) return false;
-    if (!all_are(State::kAtBlockBarrier)) {
+    if (std::any_of(begin, end, waits)) return false;
+    if (!all_are(State::kAtBlockBarrier, begin, end)) {
       stuck = true;  // they wait at a barrier for threads that have gone, or never come
       return false;
     }
-    for (Thread& each : of.threads) each.state = State::kReady;
+    let_go(begin, end);
     return true;
   }
 };

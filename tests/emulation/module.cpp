@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "../../csrc/binding.h"
+#include "../../csrc/cuda/launch.h"
 
 // What the compiler calls before each access of launch.cu, if it was asked to check them (CHECKS in __init__.py).
 namespace {
@@ -53,19 +54,26 @@ PYBIND11_MODULE(AF_EMULATED, m) {
   using emulation::Machine;
   accumfused::bind_table(m);
   accumfused::bind_cuda(m);
+  m.def(
+      "reset",
+      [] {
+        static_cast<emulation::Setup&>(Machine::get()) = {};
+        accumfused::cuda::allow(true, true, true);
+      },
+      "As if nothing below had been called.");
   m.def("seed", [](unsigned value) { Machine::get().shuffle.seed(value); }, "Of the order of threads and blocks.");
   m.def("multiprocessors", [](int count) { Machine::get().multiprocessors = count; }, "So many blocks run at once.");
   m.def("grid", [] { return Machine::get().grid.x; }, "The thread blocks of the last launch.");
-  m.def(
-      "skip_barrier", [](int index) { Machine::get().skipped_barrier = index; },
-      "Takes the index-th barrier of every thread away; -1: none.");
-  m.def(
-      "skip_ticket", [](int index) { Machine::get().skipped_ticket = index; },
-      "Lets every block go on as the last at its index-th ticket.");
   m.def("cooperates", [](bool does) { Machine::get().cooperates = does; }, "Whether it knows cooperative launches.");
   m.def("room", [](int blocks) { Machine::get().room = blocks; }, "For thread blocks of cooperative launches.");
-  m.def("skip_fence", [](int index) { Machine::get().skipped_fence = index; }, "The same for the fences of a block.");
-  m.def("skip_wait", [](bool skips) { Machine::get().skips_wait = skips; }, "The one for the launch in front.");
+  using emulation::Missing;
+  py::class_<Missing>(m, "without", py::module_local(), "For a `with` block in which kernels go without one thing.")
+      .def(py::init<std::string, int, int, int, int, int, int>(), py::arg("of") = "", py::kw_only(),
+           py::arg("barrier") = -1, py::arg("shuffle") = -1, py::arg("thread") = -1, py::arg("fence") = -1,
+           py::arg("ticket") = -1, py::arg("wait") = -1)
+      .def_readonly("was_met", &Missing::was_met, "Whether some thread came to it.")
+      .def("__enter__", [](const Missing& self) { Machine::get().missing = self; })
+      .def("__exit__", [](Missing& self, const py::args&) { self = std::exchange(Machine::get().missing, {}); });
   m.def("ptx_version", [](int version) { Machine::get().ptx_version = version; }, "That kernels are compiled for.");
   m.def("overlapping", [] { return Machine::get().overlapping; }, "So many launches might begin early, so far.");
   m.def(
