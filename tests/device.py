@@ -106,9 +106,6 @@ class Launches:
     def capture(self, graph: int) -> None:
         self._graph = graph
 
-    def is_capturing(self, device: torch.device) -> bool:
-        return self._graph != 0
-
     def synchronize(self) -> None:
         waiting, self._waiting = self._waiting, []
         _run(waiting)

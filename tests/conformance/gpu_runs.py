@@ -1,22 +1,32 @@
-"""Windows on a GPU that are run again and again, eagerly or as a graph, for test_gpu.py and test_gpu_graphs.py."""
+"""GPUs, a card or an emulation, and windows that are run again and again on them, eagerly or as a graph."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import inside
+import pytest
 import torch
 from compare import everything
-from table import random_params
+from device import DeviceMemory, Launches
+from table import random_grads, random_params
 from torch import Tensor
 
 import accumfused as af
+import accumfused.backends.cuda
+import accumfused.core.graphs
+from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 from accumfused.formats.numeric import CHUNK
 
 DEVICE = torch.device("cuda", 0)
+SIDE = 77  # a stream
 
 
 def backend_named(gpu: str) -> Any:
@@ -24,6 +34,99 @@ def backend_named(gpu: str) -> Any:
     if gpu == "triton":
         return importlib.import_module("accumfused.backends.triton.backend").TritonBackend()
     return CudaBackend()
+
+
+class Card:
+    """A GPU: its side stream, graphs, and memory that goes to others."""
+
+    device = DEVICE
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._side, self._others = torch.cuda.Stream(DEVICE), list[Tensor]()
+
+    @property
+    def backend(self) -> Any:
+        return backend_named(self.name)
+
+    @contextlib.contextmanager
+    def on_side_stream(self) -> Iterator[None]:
+        self._side.wait_stream(torch.cuda.current_stream(DEVICE))
+        with torch.cuda.stream(self._side):
+            inside.sleep_on_the_gpu(50_000_000)  # so that kernels on another stream would run first
+            yield
+        torch.cuda.current_stream(DEVICE).wait_stream(self._side)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[Callable[[], None]]:
+        """Its replay."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.zeros(1, device=DEVICE)  # torch warns of graphs with nothing in them
+            yield graph.replay
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(DEVICE)
+        self._others.clear()
+
+    def give_away(self) -> None:
+        """Others on the default stream get memory that nobody has any more, and write NaN there."""
+        gc.collect()
+        with torch.cuda.stream(torch.cuda.default_stream(DEVICE)):
+            self._others += [torch.full((n,), torch.nan, device=DEVICE) for n in (5000, 30) for _ in range(20)]
+
+
+class Emulation(DeviceMemory):
+    """A GPU as torch.cuda shows it; launches wait until the test synchronizes, or replays a captured graph.
+
+    What torch's own operations write is not put off. While it is entered, new tensors lie on the device.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, name: str, machine: Any, backend: Any, module: Any, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(machine)
+        self.name, self.machine, self.backend, self.synchronize = name, machine, backend, machine.synchronize
+        self._graphs, self._captures = 0, False
+        patch.setattr(module, "current_stream", lambda device: (0, self.stream))
+        for owner in (accumfused.core.graphs, module) if name == "interpreted" else (accumfused.core.graphs,):
+            patch.setattr(owner, "is_capturing", lambda device: self._captures)
+        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream))
+        patch.setattr(Tensor, "record_stream", lambda tensor, to: self.record_stream(tensor, to.cuda_stream))
+
+    @classmethod
+    def of_triton(cls, backend: Any, patch: pytest.MonkeyPatch) -> Emulation:
+        """Interpreted kernels, whose launches wait."""
+        module, launches = sys.modules[type(backend).__module__], Launches()
+        for owner, name in (
+            (module.kernels, "norm_kernel"), (module.kernels, "accumulate_kernel"), (module, "step_kernel"),
+        ):  # fmt: skip
+            patch.setattr(owner, name, launches.put_off(getattr(owner, name)))
+        return cls("interpreted", launches, backend, module, patch)
+
+    @contextlib.contextmanager
+    def on_side_stream(self) -> Iterator[None]:
+        before, self.stream = self.stream, SIDE
+        yield
+        self.stream = before
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[Callable[[], None]]:
+        """Its replay."""
+        self._graphs += 1
+        with self.on_side_stream():
+            self.machine.capture(self._graphs)
+            self._captures = True
+            try:
+                yield self.machine.replay
+            finally:
+                self._captures = False
+                self.machine.capture(0)
+
+    def give_away(self) -> None:
+        """Memory that nobody has any more, and the current stream's launches do not hold."""
+        gc.collect()
+        self.poison(self.stream)
 
 
 class Windows:
@@ -35,12 +138,13 @@ class Windows:
         streams: how many others compute the losses.
     """
 
+    shapes = ((40, 7), (2 * CHUNK + 3,), (5,), (300, 20))
+
     def __init__(
         self, gpu: str, weights: Any = (1.0, 2.0, 3.0), *, bucket: int | None = None, streams: int = 0,
         device: torch.device = DEVICE, dtype: torch.dtype = torch.float32, **options: Any,
     ) -> None:  # fmt: skip
-        shapes = [(40, 7), (2 * CHUNK + 3,), (5,), (300, 20)]
-        self.params = [p.detach().to(device, dtype).requires_grad_() for p in random_params(shapes)]
+        self.params = [p.detach().to(device, dtype).requires_grad_() for p in random_params(self.shapes)]
         self.device, self.bucket = device, bucket
         self.lr, self.factor, self.scale = (torch.tensor(value, device=device) for value in (0.05, 1.0, 4.0))
         on_device = [torch.tensor(value, device=device) for value in (1.0, 2.0, 3.0)]
@@ -65,13 +169,21 @@ class Windows:
             current.wait_stream(stream)
         return torch.stack(losses).sum() * self.scale
 
+    def backward(self, micro: int) -> None:
+        self.loss(micro).backward()
+
+    def follow(self, factor: float, lr: float) -> None:
+        """The next window's."""
+        self.factor.fill_(factor)
+        self.lr.fill_(lr)
+
     def window(self) -> None:
         (optimizer,) = self.optimizers
         for micro, weight in enumerate(self.weights):
             if self.bucket is not None:
                 optimizer.backward(self.loss(micro), weight)
             else:
-                self.loss(micro).backward()
+                self.backward(micro)
                 optimizer.accumulate(weight)
         optimizer.grad_scale = self.scale
         optimizer.step(normalizer=self.scale)
@@ -83,6 +195,32 @@ class Windows:
             found |= {f"{name} of {number}": value for name, value in everything(optimizer).items()}
             found[f"norm of {number}"] = optimizer.grad_norm.clone()
         return found
+
+
+class EmulatedWindows(Windows):
+    """Their gradients stay where they are, as a graph's do: an emulation puts off no backward pass."""
+
+    shapes = ((5000,), (70,))
+
+    def __init__(self, gpu: Emulation, backend: Any, **options: Any) -> None:
+        super().__init__("torch", device=gpu.device, **options)
+        self.gpu = gpu
+        inside.use_backend(self.optimizers[0], backend)
+        self.values = [random_grads(self.params, micro, torch.bfloat16) for micro in range(3)]
+        self.grads = [[value.clone() for value in values] for values in self.values]
+
+    def backward(self, micro: int) -> None:
+        for param, grad in zip(self.params, self.grads[micro], strict=True):
+            param.grad_dtype = grad.dtype
+            param.grad = grad
+
+    def follow(self, factor: float, lr: float) -> None:
+        """A window's first gradients may have become its accumulators."""
+        self.gpu.synchronize()
+        super().follow(factor, lr)
+        for grads, values in zip(self.grads, self.values, strict=True):
+            for grad, value in zip(grads, values, strict=True):
+                grad.copy_(value * factor)
 
 
 class Scaled(Windows):
@@ -111,14 +249,8 @@ class Scaled(Windows):
         return found | {"loss scale": torch.tensor(self.scaler.get_scale())}
 
 
-def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """A replay of the graph of one run, after another on a side stream to warm up."""
-    stream = torch.cuda.Stream(DEVICE)
-    stream.wait_stream(torch.cuda.current_stream(DEVICE))
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream(DEVICE).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+def windows_on(gpu: Card | Emulation, *, is_eager: bool = False, **options: Any) -> Windows:
+    """A run there; of an emulation the eager one on the CPU."""
+    if isinstance(gpu, Emulation):
+        return EmulatedWindows(gpu, CpuBackend() if is_eager else gpu.backend, **options)
+    return (Scaled if "kind" in options else Windows)(gpu.name, **options)

@@ -1,4 +1,4 @@
-"""The CUDA backend's launches over the emulation: what they send to the device, launches that fail, and graphs."""
+"""The CUDA backend's launches over the emulation: what they send to the device, and launches that fail."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ from typing import Any
 import inside
 import pytest
 import torch
-from compare import assert_all_same_bits, everything, refused
-from table import ADAMW_CASE, STATES, WEIGHTS, random_grads, random_params, set_grads
+from compare import assert_all_same_bits, everything
+from table import ADAMW_CASE, random_grads, random_params, set_grads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accumfused as af
-import accumfused.backends.cuda
-import accumfused.core.graphs
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.several import SeveralDevices
 from accumfused.core.protocol import Outcome
 from accumfused.formats.numeric import CHUNK
-
-SIDE = 77  # a stream
 
 
 def make(backend: Any, **options: Any) -> tuple[Any, list[Tensor]]:
@@ -343,107 +339,3 @@ def test_a_step_that_fails_tells_no_norm_that_it_has_not_taken(cuda: CudaBackend
     with pytest.raises(RuntimeError, match="too many resources"):
         optimizer.step()
     assert optimizer.grad_norm is None
-
-
-# ---- graphs ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def captures(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """What is launched from now on goes into this graph, from a stream of its own; 0: into none."""
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-
-    def begin(graph: int) -> None:
-        monkeypatch.setattr(accumfused.backends.cuda, "current_stream", lambda device: (0, SIDE if graph else 0))
-        machine.capture(graph)
-
-    return begin
-
-
-def test_a_capture_has_a_table_of_its_own(cuda: CudaBackend, machine: Any, captures: Callable[[int], None]) -> None:
-    optimizer, params = make(cuda)
-    optimizer.step()
-    tables = inside.device_tables(optimizer)
-    eager = tables[0][0]
-    before = eager.clone()
-    captures(7)
-    set_grads(params, [torch.full_like(p, 2.0) for p in params])  # other addresses
-    assert launches(machine, optimizer.step) == 4, "rows, operands, numbers; step"
-    assert launches(machine, optimizer.step) == 1
-    assert sorted(tables) == [0, 7]
-    assert torch.equal(eager, before), "a replay at any later time leaves eager calls alone"
-    captures(8)
-    optimizer.step()
-    assert sorted(tables) == [0, 8]
-
-
-class Window:
-    """Two micro-batches and a step, over and over; their gradients stay where they are, as a graph's do."""
-
-    def __init__(self, cuda: CudaBackend, weights: str, states: str) -> None:
-        dtype, options = WEIGHTS[weights]
-        self.params = [p.detach().to(dtype).requires_grad_() for p in random_params([(5000,), (70,)])]
-        known = {"state_dtype": STATES[states], "state_dtype_min_numel": 2, "rounding_seed": 17}
-        self.optimizer = ADAMW_CASE.make(self.params, cuda, **known, **options)
-        self.values = [random_grads(self.params, micro, torch.bfloat16) for micro in range(2)]
-        self.grads = [[value.clone() for value in values] for values in self.values]
-
-    def write_grads(self) -> None:
-        """As backward would: a window's first gradients may have become its accumulators."""
-        for grads, values in zip(self.grads, self.values, strict=True):
-            for grad, value in zip(grads, values, strict=True):
-                grad.copy_(value)
-
-    def run(self) -> None:
-        for grads in self.grads:
-            for param, grad in zip(self.params, grads, strict=True):
-                param.grad = grad
-            self.optimizer.accumulate()
-        self.kept = inside.window_memory(self.optimizer)  # which a graph's own pool would keep for its replays
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(("weights", "states"), [("split8", "int8"), ("split16", "bf16"), ("bf16_stochastic", "int8")])
-def test_a_replay_rounds_with_new_noise(
-    weights: str, states: str, cuda: CudaBackend, machine: Any, captures: Callable[[int], None]
-) -> None:
-    """A captured window that is replayed twice gives the bits of three eager ones."""
-    found = []
-    for captured in (True, False):
-        window = Window(cuda, weights, states)
-        for number in range(4):
-            window.write_grads()
-            if captured and number == 1:
-                captures(7)
-            machine.replay() if captured and number > 1 else window.run()
-        captures(0)
-        found.append(everything(window.optimizer))
-    assert_all_same_bits(found[0], found[1])
-    assert int(found[0]["step 0"]) == 4
-
-
-def moved(optimizer: Any) -> None:
-    param = optimizer.param_groups[0]["params"][0]
-    param.data = param.data.clone()
-
-
-def without_state(optimizer: Any) -> None:
-    optimizer.state.pop(optimizer.param_groups[0]["params"][1])
-
-
-@pytest.mark.parametrize(
-    ("change", "verb"),
-    [(None, "step"), (None, "accumulate"), (moved, "step"), (moved, "accumulate"), (without_state, "step")],
-)
-def test_a_capture_that_would_build_a_plan_or_states_is_refused(
-    change: Any, verb: str, cuda: CudaBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    optimizer, _ = make(cuda)
-    if change is not None:
-        optimizer.step()
-        change(optimizer)
-    monkeypatch.setattr(accumfused.core.graphs, "is_capturing", lambda device: True)
-    with refused(optimizer, RuntimeError, "make one whole step"):
-        getattr(optimizer, verb)()

@@ -19,7 +19,7 @@ from compare import assert_all_same_bits, everything
 from device import DeviceMemory
 from layouts import PIECE, edges
 from problems import LOOPS, Loop, Problem, assert_conforms, play
-from table import ADAMW_CASE, set_grads
+from table import ADAMW_CASE, random_params, set_grads
 from torch import Tensor
 
 from accumfused.backends.cpu import CpuBackend
@@ -196,6 +196,46 @@ def test_a_missing_barrier_of_all_blocks_is_seen(missing: dict[str, int], machin
 
     wanted = run(CpuBackend())
     assert differs(lambda: run(cuda), wanted, machine, machine.without(**missing)) == bool(missing)
+
+
+# ---- accesses -------------------------------------------------------------------------------------------------------
+
+OUTSIDE = r"CUDA, (norm|step): it reads \d+ bytes at 0x\w+, outside of the device's memory"
+OFF = r"CUDA, table: it takes 0x\w+, line \d+, for a multiple of 16"
+
+
+def memory_of_the_host(optimizer: Any, memory: DeviceMemory, checked: Any) -> None:
+    optimizer.param_groups[0]["params"][1].grad = torch.ones(30)
+
+
+def what_lies_behind_a_tensor(optimizer: Any, memory: DeviceMemory, checked: Any) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        checked.allow(param.grad.data_ptr(), param.grad.nbytes - 1)
+
+
+def an_address_off_its_boundary(optimizer: Any, memory: DeviceMemory, checked: Any) -> None:
+    tables = inside.device_tables(optimizer)
+    kept, _, stream = tables[0]
+    with memory:
+        shifted = torch.empty(len(kept) + 16, dtype=torch.uint8)
+    tables[0] = shifted, checked.DeviceTable(0, shifted.data_ptr() + 4, 1, 7), stream
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [(memory_of_the_host, OUTSIDE), (what_lies_behind_a_tensor, OUTSIDE), (an_address_off_its_boundary, OFF)],
+)
+def test_a_kernel_is_refused(
+    spoil: Any, text: str, checked_cuda: CudaBackend, memory: DeviceMemory, checked: Any
+) -> None:
+    with memory:
+        params = random_params([(5000,), (30,)])
+        optimizer = ADAMW_CASE.make(params, checked_cuda, max_grad_norm=1.0)
+        set_grads(params, [torch.ones_like(p) for p in params])
+        optimizer.step()
+    spoil(optimizer, memory, checked)
+    with pytest.raises(RuntimeError, match=text), memory:
+        optimizer.step()
 
 
 # ---- root and quotient of the loops for packed formats --------------------------------------------------------------

@@ -12,7 +12,7 @@ import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, assert_close, assert_same_bits, everything
-from gpu_runs import DEVICE, Scaled, Windows, backend_named
+from gpu_runs import DEVICE, Card, Scaled, Windows, backend_named
 from layouts import edges
 from problems import Problem, assert_conforms
 from table import ADAMW_CASE, STATES, WEIGHTS, case_named, random_grads, random_params, set_grads
@@ -107,12 +107,8 @@ def test_root_and_quotient_are_ieee_over_many_numbers(weights: str) -> None:
 
 
 def on_a_side_stream(call: Callable[[], None]) -> None:
-    stream = torch.cuda.Stream(DEVICE)
-    stream.wait_stream(torch.cuda.current_stream(DEVICE))
-    with torch.cuda.stream(stream):
-        inside.sleep_on_the_gpu(50_000_000)  # so that kernels on another stream would run first
+    with Card("cuda").on_side_stream():
         call()
-    torch.cuda.current_stream(DEVICE).wait_stream(stream)
 
 
 def in_another_thread(call: Callable[[], None]) -> None:

@@ -1,97 +1,264 @@
-"""Windows in CUDA graphs: replays give the bits of eager windows, and a capture that cannot is refused."""
+"""Graphs and streams, on emulations and on a GPU: replays have the bits of eager windows, and memory lasts."""
 
 from __future__ import annotations
 
-from functools import partial
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import inside
 import pytest
 import torch
-from compare import assert_all_same_bits, assert_same_bits
-from gpu_runs import DEVICE, Scaled, Windows, captured
-from table import STATES, WEIGHTS
+from compare import assert_all_same_bits, everything, refused
+from gpu_runs import DEVICE, Card, Emulation, windows_on
+from harness import GPU
+from places import INTERPRETED, interpreted
+from table import ADAMW_CASE, STATES, WEIGHTS, random_params
+from torch import Tensor
 
 import accumfused as af
-from accumfused import compiled
+import accumfused.backends.cuda
+from accumfused import backends, compiled
+from accumfused.backends.cpu import CpuBackend
+from accumfused.backends.cuda import CudaBackend
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
-FACTORS = (1.0, float("inf"), 0.5, 2.0, 1.0, 1.0)  # of the parameters in each window's losses
+FACTORS = (1.0, float("inf"), 0.5, 2.0, 1.0, 1.0)  # of the parameters in each window's losses, or of gradients
 HALVES = ("bf16_stochastic", "split16", "split8")
 
 
-def of_format(weights: str, states: str) -> Any:
+@pytest.fixture(params=["emulated", *INTERPRETED, *(["cuda", "triton"] if GPU else [])])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card | Emulation]:
+    """One whose steps can be captured."""
+    if request.param == "emulated":
+        checked = request.getfixturevalue("checked")
+        checked.defer(True)
+        backend = CudaBackend(checked, checked.Table)
+        with Emulation(request.param, checked, backend, accumfused.backends.cuda, monkeypatch) as found:
+            yield found
+    elif request.param == "interpreted":
+        for place in interpreted():
+            with Emulation.of_triton(place.backend, monkeypatch) as found:
+                yield found
+    else:
+        reason = backends.why_not(request.param, DEVICE)
+        if reason is None and request.param == "triton":  # whose plans cannot be known to be unchanged without a table
+            reason = compiled.unavailable
+        if reason is not None:
+            pytest.skip(reason)
+        yield Card(request.param)
+
+
+def of_format(weights: str, states: str) -> dict[str, Any]:
     dtype, settings = WEIGHTS[weights]
-    known = {"state_dtype": STATES[states], "state_dtype_min_numel": 2, "rounding_seed": 17}
-    return partial(Windows, dtype=dtype, **known, **settings)
+    return {"dtype": dtype, "state_dtype": STATES[states], "state_dtype_min_numel": 2, "rounding_seed": 17, **settings}
 
 
-def of_policy(clip: Any) -> Any:
-    return partial(Windows, max_grad_norm=None, clip=clip)
-
-
-# What is captured, what runs eagerly beside it, and the windows that are no replays.
-PAIRS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
-    "windows": (Windows, Windows, ()),
-    "eager windows between replays": (Windows, Windows, (2, 5)),  # `grad_norm` is theirs until the next capture
-    "our scaler, and torch's": (Scaled, partial(Scaled, kind=torch.amp.GradScaler), ()),
-    **{f"released in {size}": (partial(Windows, bucket=size), Windows, ()) for size in (1, 2000, 2**30)},
+# Options of what is captured, and of what runs eagerly beside it; and the windows that are no replays.
+Pair = tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]
+EMULATED: dict[str, Pair] = {
+    "windows": ({}, {}, ()),
+    "eager windows between replays": ({}, {}, (2, 5)),  # `grad_norm` is theirs until the next capture
+    **{f"{w}, {s}": (*[of_format(w, s)] * 2, ()) for w in HALVES for s in STATES},
+}
+# Those in which torch computes, too.
+PAIRS: dict[str, Pair] = EMULATED | {
+    "our scaler, and torch's": ({"kind": af.GradScaler}, {"kind": torch.amp.GradScaler}, ()),
+    **{f"released in {size}": ({"bucket": size}, {}, ()) for size in (1, 2000, 2**30)},
     **{
-        str(clip): (of_policy(clip), of_policy(clip), ())
+        str(clip): (*[{"max_grad_norm": None, "clip": clip}] * 2, ())
         for clip in (af.PerTensor(0.5), af.PerGroup(0.5), af.Adaptive(0.1), af.ZScore(0.1, 0.5, 2))
     },
-    **{f"{w}, {s}": (of_format(w, s), of_format(w, s), ()) for w in HALVES for s in STATES},
 }
 
 
-@pytest.fixture
-def graphs(gpu: str) -> str:
-    """A backend whose steps can be captured."""
-    if gpu == "triton" and compiled.unavailable is not None:
-        pytest.skip("without the native module's table a plan cannot be known to be unchanged")
-    return gpu
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_a_captured_window_gives_the_bits_of_eager_ones(pair: str, graphs: str) -> None:
-    """It follows lr and losses, skips, rounds with the noise of its own step, and leaves eager windows alone."""
-    captures, eager, unreplayed = PAIRS[pair]
-    one, other = captures(graphs), eager(graphs)
-    replay = captured(one.window)
+def assert_replays_conform(name: str, gpu: Card | Emulation) -> None:
+    *options, unreplayed = PAIRS[name]
+    one, other = windows_on(gpu, **options[0]), windows_on(gpu, is_eager=True, **options[1])
+    with gpu.on_side_stream():  # to warm up
+        one.window()
     other.window()
+    one.follow(1.0, 0.05)
+    with gpu.capturing() as replay:
+        one.window()
     for number, factor in enumerate(FACTORS):
         for run, play in ((one, one.window if number in unreplayed else replay), (other, other.window)):
-            run.factor.fill_(factor)
-            run.lr.fill_(0.05 / (number + 1))
+            run.follow(factor, 0.05 / (number + 1))
             play()
+    gpu.synchronize()
     assert_all_same_bits(one.everything(), other.everything())
     assert int(one.optimizers[0].state[one.params[0]]["step"]) == len(FACTORS)  # one to warm up, one that is skipped
     assert [int(optimizer.skipped_steps) for optimizer in one.optimizers] == [1] * len(one.optimizers)
 
 
-@pytest.mark.parametrize("moved", [False, True], ids=["before the first step", "after a tensor has moved"])
-def test_a_capture_that_would_make_tensors_is_refused(moved: bool, graphs: str) -> None:
-    run = Windows(graphs)
-    if moved:
-        run.window()
-        run.params[1].data = run.params[1].data.clone()
-    before = [p.detach().clone() for p in run.params]
-    with pytest.raises(RuntimeError, match="make one whole step"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        run.window()
-    run.optimizers[0].zero_grad()
-    for param, old in zip(run.params, before, strict=True):
-        assert_same_bits(param, old)
+@pytest.mark.parametrize("name", PAIRS if GPU else EMULATED)
+def test_a_captured_window_gives_the_bits_of_eager_ones(name: str, gpu: Card | Emulation) -> None:
+    """It follows lr and losses, skips, rounds with the noise of its own step, and leaves eager windows alone."""
+    if not isinstance(gpu, Card) and name not in [*EMULATED][: 1 if gpu.name == "interpreted" else None]:
+        pytest.skip("torch computes in this graph, or the interpreter for long")
+    assert_replays_conform(name, gpu)
 
 
-def test_gradients_in_the_memory_of_compiled_graphs_are_copied(gpu: str) -> None:
+@pytest.mark.parametrize("gpu", ["emulated"], indirect=True)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_launch_may_begin_before_the_one_in_front_has_run(waits: bool, gpu: Emulation) -> None:
+    gpu.machine.cooperates(False)  # such a launch takes the norm, and does not begin early
+    with gpu.machine.without(wait=-1 if waits else 0):
+        if waits:
+            assert_replays_conform("windows", gpu)
+        else:  # then the test has to fail: other bits, or addresses that are not there yet
+            with pytest.raises((AssertionError, RuntimeError)):
+                assert_replays_conform("windows", gpu)
+
+
+def moved(optimizer: Any) -> None:
+    param = optimizer.param_groups[0]["params"][0]
+    param.data = param.data.clone()
+
+
+def without_state(optimizer: Any) -> None:
+    optimizer.state.pop(optimizer.param_groups[0]["params"][1])
+
+
+@pytest.mark.parametrize(
+    ("change", "verb"),
+    [(None, "step"), (None, "accumulate"), (moved, "step"), (moved, "accumulate"), (without_state, "step")],
+)
+def test_a_capture_that_would_build_a_plan_or_states_is_refused(change: Any, verb: str, gpu: Card | Emulation) -> None:
+    optimizer = new_optimizer(gpu)
+    give(optimizer, gradients(optimizer, 1.0))
+    if change is not None:
+        optimizer.step()
+        gpu.synchronize()
+        change(optimizer)
+    with refused(optimizer, RuntimeError, "make one whole step"), gpu.capturing():
+        getattr(optimizer, verb)()
+
+
+@pytest.mark.parametrize("gpu", ["emulated"], indirect=True)
+def test_a_capture_has_a_table_of_its_own(gpu: Emulation) -> None:
+    optimizer, before = new_optimizer(gpu), gpu.machine.launches()
+    step(optimizer, gradients(optimizer, 1.0))
+    gpu.synchronize()
+    tables = inside.device_tables(optimizer)
+    eager = tables[0][0].clone()
+    counts = []
+    give(optimizer, gradients(optimizer, 2.0))  # other addresses
+    with gpu.capturing():
+        for _ in range(2):
+            before = gpu.machine.launches()
+            optimizer.step()
+            counts.append(gpu.machine.launches() - before)
+    assert counts == [4, 1], "rows, operands, numbers; step"
+    assert sorted(tables) == [0, 1]
+    assert torch.equal(tables[0][0], eager), "a replay at any later time leaves eager calls alone"
+    with gpu.capturing():
+        optimizer.step()
+    assert sorted(tables) == [0, 2]
+
+
+# ---- memory that others get -----------------------------------------------------------------------------------------
+
+
+def new_optimizer(gpu: Card | Emulation | None) -> Any:
+    device, backend = (gpu.device, gpu.backend) if gpu else ("cpu", CpuBackend())
+    params = [param.detach().to(device).requires_grad_() for param in random_params([(5000,), (30,)])]
+    return ADAMW_CASE.make(params, backend, max_grad_norm=1.0)
+
+
+def gradients(optimizer: Any, value: float) -> list[Tensor]:
+    return [torch.full_like(p, value) for p in optimizer.param_groups[0]["params"]]
+
+
+def give(optimizer: Any, grads: list[Tensor]) -> None:
+    for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
+        param.grad = grad
+
+
+def step(optimizer: Any, grads: list[Tensor], lr: float = 0.1) -> None:
+    """One that leaves no gradient behind."""
+    optimizer.param_groups[0]["lr"] = lr
+    give(optimizer, grads)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_made(optimizer: Any, *steps: tuple[float, float]) -> None:
+    """These steps (gradient, lr), and no others."""
+    other = new_optimizer(None)
+    for value, lr in steps:
+        step(other, gradients(other, value), lr)
+    assert_all_same_bits(everything(optimizer), everything(other))
+
+
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize(("first", "micro_batches"), [("default", 1), ("side", 1), ("default", 2)])
+def test_a_side_stream_keeps_what_it_reads(
+    first: str, micro_batches: int, records: bool, gpu: Card | Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the stream of all steps. Gradients come from the default stream."""
+    if not records:  # then the test has to fail
+        if isinstance(gpu, Card):
+            pytest.skip("a card may still have the right numbers there")
+        monkeypatch.setattr(Tensor, "record_stream", lambda tensor, to: None)
+    optimizer = new_optimizer(gpu)
+    with gpu.on_side_stream() if first == "side" else contextlib.nullcontext():
+        step(optimizer, gradients(optimizer, 1.0))
+    gpu.synchronize()
+    grads = [gradients(optimizer, -2.0) for _ in range(micro_batches)]
+    with gpu.on_side_stream():
+        while grads:
+            give(optimizer, grads.pop())
+            if micro_batches > 1:
+                optimizer.accumulate()
+                gpu.give_away()
+                gpu.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+        gpu.give_away()
+    gpu.synchronize()
+    if records:
+        assert_made(optimizer, (1.0, 0.1), (-2.0 * micro_batches, 0.1))
+    else:
+        assert int(optimizer.skipped_steps) == 1, "the gradients are NaN"
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_graph_reads_what_it_was_captured_with(keeps: bool, gpu: Card | Emulation) -> None:
+    if not keeps and isinstance(gpu, Card):
+        pytest.skip("a card may still have the right numbers there")
+    optimizer = new_optimizer(gpu)
+    step(optimizer, gradients(optimizer, 1.0))
+    gpu.synchronize()
+    static = gradients(optimizer, -2.0)  # the graph's, as long as the test keeps them
+    with gpu.capturing() as replay:
+        step(optimizer, static)
+    if not keeps:
+        static.clear()
+    step(optimizer, gradients(optimizer, 3.0), lr=0.05)
+    gpu.synchronize()
+    with gpu.on_side_stream():
+        gpu.give_away()
+        for _ in range(2):
+            replay()
+    step(optimizer, gradients(optimizer, 4.0))
+    gpu.give_away()
+    gpu.synchronize()
+    if keeps:
+        assert_made(optimizer, (1.0, 0.1), (3.0, 0.05), (-2.0, 0.1), (-2.0, 0.1), (4.0, 0.1))
+    else:
+        assert int(optimizer.skipped_steps) == 2, "the gradients are NaN"
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("gpu", ["cuda", "triton"], indirect=True)
+def test_gradients_in_the_memory_of_compiled_graphs_are_copied(gpu: Card) -> None:
     """With reduce-overhead each backward pass writes the same memory again."""
     found = []
     for mode in (None, "reduce-overhead"):
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)).to(DEVICE)
         forward: Any = net if mode is None else torch.compile(net, mode=mode)
-        optimizer = af.SGD(net.parameters(), lr=0.1, backend=gpu)
+        optimizer = af.SGD(net.parameters(), lr=0.1, backend=gpu.name)
         data = torch.randn(3, 16, 64, device=DEVICE)
         for _ in range(6):  # some to warm up, some recorded, some replayed
             for x in data:
