@@ -1,7 +1,7 @@
 """What a device does and a CPU does not: launches wait, memory is given away, and reads make the host wait.
 
-`NoReads` refuses to read a tensor's value. `DeviceMemory` is the memory of the emulated GPU. `Launches` makes launches
-of interpreted Triton kernels wait.
+`NoReads` refuses to read a tensor's value. `DeviceMemory` is the memory of the emulated GPU. `Launches` are those of
+interpreted Triton kernels: it records them, and makes them wait.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,19 +88,20 @@ class DeviceMemory(TorchDispatchMode):
 
 
 class Launches:
-    """As a checked module of the emulation, it takes launches for `synchronize`, or for a captured graph's `replay`."""
+    """Of interpreted Triton kernels: at once, or when the test synchronizes, or replays what it has captured."""
 
-    def __init__(self) -> None:
-        self._waiting: list[Callable[[], None]] = []
-        self._captured: list[Callable[[], None]] = []
+    def __init__(self, module: Any, patch: pytest.MonkeyPatch, *, wait: bool) -> None:
+        self.made: dict[str, list[tuple[int, tuple[Any, ...]]]] = {"norm": [], "accumulate": [], "step": []}
+        self.fits = 1  # what a launch tells, as Triton's do, of the kernel that it has loaded: so many programs fit
+        self._waits, self._waiting, self._captured = wait, list[Callable[[], None]](), list[Callable[[], None]]()
         self._graph = 0
-
-    def put_off(self, kernel: Any) -> _Kernel:
-        """The kernel, with launches that wait."""
-        return _Kernel(self, kernel)
+        for owner, verb in ((module.kernels, "norm"), (module.kernels, "accumulate"), (module, "step")):
+            patch.setattr(owner, f"{verb}_kernel", _Kernel(self, verb, getattr(owner, f"{verb}_kernel")))
 
     def add(self, launch: Callable[[], None]) -> None:
         (self._captured if self._graph else self._waiting).append(launch)
+        if not self._waits:
+            self.synchronize()
 
     def allow(self, address: int, size: int) -> None:
         """Nothing is refused."""
@@ -115,13 +118,15 @@ class Launches:
 
 
 class _Kernel:
-    def __init__(self, launches: Launches, kernel: Any) -> None:
-        self._launches, self._kernel = launches, kernel
+    def __init__(self, launches: Launches, verb: str, kernel: Any) -> None:
+        self._launches, self._verb, self._kernel = launches, verb, kernel
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: Any, **options: Any) -> None:
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> Any:
             makers = [_maker(arg) for arg in args]
+            self._launches.made[self._verb].append((*grid, args))
             self._launches.add(lambda: self._kernel[grid](*(make() for make in makers), **options))
+            return SimpleNamespace(fits=self._launches.fits)
 
         return launch
 

@@ -97,12 +97,8 @@ class Emulation(DeviceMemory):
     @classmethod
     def of_triton(cls, backend: Any, patch: pytest.MonkeyPatch) -> Emulation:
         """Interpreted kernels, whose launches wait."""
-        module, launches = sys.modules[type(backend).__module__], Launches()
-        for owner, name in (
-            (module.kernels, "norm_kernel"), (module.kernels, "accumulate_kernel"), (module, "step_kernel"),
-        ):  # fmt: skip
-            patch.setattr(owner, name, launches.put_off(getattr(owner, name)))
-        return cls("interpreted", launches, backend, module, patch)
+        module = sys.modules[type(backend).__module__]
+        return cls("interpreted", Launches(module, patch, wait=True), backend, module, patch)
 
     @contextlib.contextmanager
     def on_side_stream(self) -> Iterator[None]:

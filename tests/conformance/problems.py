@@ -23,7 +23,10 @@ from torch import Tensor
 
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.clipping import Clip, RunningMean
+from accumfused.core import plan
 from accumfused.formats import codecs
+from accumfused.optimizers import RULES
+from accumfused.settings import Settings
 
 GRADS = (torch.float32, torch.float16, torch.bfloat16)
 Number = float | str | None  # a str: a tensor on the device
@@ -32,6 +35,14 @@ Found = dict[str, Tensor]
 
 def on_device(number: Number) -> Any:
     return torch.tensor(float(number)) if isinstance(number, str) else number
+
+
+def bare_plan(backend: Any, params: Sequence[Tensor]) -> plan.Plan:
+    """For calls of the backend's verbs: of these parameters, without an optimizer."""
+    groups: Any = [{"params": [*params]}]
+    built = plan.build(groups, {}, [RULES[0]], Settings())
+    backend.prepare(built, groups, {})
+    return built
 
 
 # ---- what happens ---------------------------------------------------------------------------------------------------

@@ -11,16 +11,13 @@ import torch
 from compare import assert_all_same_bits, assert_same_bits, everything, params_of
 from layouts import EDGES, PIECE, edges
 from places import INSTRUCTION_SETS, INTERPRETED, ON_CPU, ON_GPU, Place
-from problems import GRADS, INF, Loop, Problem, Tail, assert_conforms
+from problems import GRADS, INF, Loop, Problem, Tail, assert_conforms, bare_plan
 from table import random_grads, random_params, set_grads
 
 import accumfused as af
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.reference import ReferenceBackend
-from accumfused.core import plan
 from accumfused.formats.numeric import CHUNK, LANES, sum_partials, sum_segments
-from accumfused.optimizers import RULES
-from accumfused.settings import Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 EVERYWHERE = [*ON_CPU, "two devices", *INTERPRETED, *ON_GPU]
@@ -70,9 +67,7 @@ def test_each_segment_is_added_up_like_all_chunks(place: Place) -> None:
         torch.rand(total, generator=generator), torch.randint(-60, 60, (total,), generator=generator)
     )
     bounds = torch.tensor([0, *itertools.accumulate(counts)])
-    groups = [{"params": [torch.empty(CHUNK * total, device=place.device)]}]  # which nobody reads
-    built = plan.build(groups, {}, [RULES[0]], Settings())
-    place.backend.prepare(built, groups, {})
+    built = bare_plan(place.backend, [torch.empty(CHUNK * total, device=place.device)])  # which nobody reads
     found = place.backend.segment_norms(built, partials.to(place.device), bounds.to(place.device)).cpu()
     wanted = torch.stack([sum_partials(part) for part in partials.split(counts)])
     assert_same_bits(found, wanted)

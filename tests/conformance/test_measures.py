@@ -10,15 +10,13 @@ import torch
 from compare import assert_same_bits
 from layouts import shifted
 from places import INTERPRETED, ON_CPU, ON_GPU, Place
+from problems import bare_plan
 from table import STATES, WEIGHTS, case_named
 from torch import Tensor
 
 from accumfused.backends.reference import ReferenceBackend
-from accumfused.core import plan
 from accumfused.core.protocol import Scaling
 from accumfused.formats.numeric import CHUNK, LANES
-from accumfused.optimizers import RULES
-from accumfused.settings import Settings
 
 SIZES = (CHUNK + 2100, 5, 0, 1500)
 WINDOWS: dict[str, Sequence[Any]] = {"sum": (None,) * 3, "mean": (3.0, 0.7, 5.0), "device": ("3", "0", "0.7", "5")}
@@ -87,9 +85,7 @@ def test_each_chunk_is_counted(place: Place, dtype: torch.dtype) -> None:
         values = torch.tensor(special)[torch.randint(len(special), (size,))].to(dtype)
         values[CHUNK:] = 3e38  # infinite in fp16 alone
         grads += [values.to(place.device), shifted(values).to(place.device)]
-    groups = [{"params": [torch.empty_like(grad) for grad in grads]}]
-    built = plan.build(groups, {}, [RULES[0]], Settings())
-    place.backend.prepare(built, groups, {})
+    built = bare_plan(place.backend, [torch.empty_like(grad) for grad in grads])
     found, counts = torch.zeros(2, built.chunks, device=place.device), torch.zeros(2, built.chunks, device=place.device)
     given: Any = [None, *grads[1:]]  # the first is empty
     place.backend.count(built, given, found[0], counts)

@@ -9,16 +9,14 @@ import torch
 from compare import assert_same_bits
 from harness import GPU
 from places import INTERPRETED, ON_CPU, ON_GPU, Place
+from problems import bare_plan
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accumfused.backends.reference import ReferenceBackend
-from accumfused.core import plan
 from accumfused.core.protocol import Fold, Scaling
 from accumfused.core.weights import READY, Weights
 from accumfused.formats.numeric import CHUNK, LANES, sum_partials
-from accumfused.optimizers import RULES
-from accumfused.settings import Settings
 
 SIZES = [0, 1, 5, *(n + off for n in (LANES, 2 * LANES, 32 * LANES) for off in (-1, 0, 1)), 200_000]
 every_size = pytest.mark.parametrize("size", SIZES)
@@ -82,9 +80,7 @@ def test_the_sum_over_more_chunks_than_lanes(place: Place) -> None:
     partials, found = torch.zeros(2500), []
     partials[:LANES], partials[0], partials[LANES] = 2.0**-53, 2.0, 2.0**-23
     for backend, device in ((ReferenceBackend(), "cpu"), (place.backend, place.device)):
-        groups = [{"params": [torch.empty(CHUNK * len(partials), device=device)]}]  # which nobody reads
-        built = plan.build(groups, {}, [RULES[0]], Settings())
-        backend.prepare(built, groups, {})
+        built = bare_plan(backend, [torch.empty(CHUNK * len(partials), device=device)])  # which nobody reads
         scaling = Scaling(built.device, normalization=0.3, max_grad_norm=0.7)
         found.append(backend.norm(built, None, partials.to(device), scaling).values.cpu())
     assert float(found[0][1]) * 0.3 > 2.0**0.5
@@ -100,9 +96,7 @@ def test_the_sum_within_a_chunk(place: Place) -> None:
     for every, value in zip(apart, values, strict=True):
         value[torch.arange(size) % every != 0] = 0.0
     for backend, device in ((ReferenceBackend(), "cpu"), (place.backend, place.device)):
-        groups = [{"params": [torch.empty(size, device=device) for _ in apart]}]
-        built = plan.build(groups, {}, [RULES[0]], Settings())
-        backend.prepare(built, groups, {})
+        built = bare_plan(backend, [torch.empty(size, device=device) for _ in apart])
         grads: list[Tensor | None] = [*values.to(device, copy=True)]
         zeros: list[Tensor | None] = [torch.zeros(size, device=device) for _ in apart]
         read, folded = torch.zeros(2, len(apart), device=device)

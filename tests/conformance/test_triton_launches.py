@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_all_same_bits, everything
+from device import Launches
 from places import INTERPRETED, interpreted
 from table import ADAMW_CASE, random_params
 from torch import Tensor
@@ -34,37 +35,6 @@ RTX_5090 = SimpleNamespace(
 )  # fmt: skip
 
 
-class Launches:
-    """The interpreted kernels. A launch tells, as Triton's do, what it has loaded: here, how many programs fit."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-        self.grids: dict[str, list[int]] = {"norm": [], "accumulate": [], "step": []}
-        self.tables: dict[str, list[Tensor]] = {"norm": [], "accumulate": [], "step": [], "hypers": []}
-        self.fits = 1
-        for owner, verb in ((module.kernels, "norm"), (module.kernels, "accumulate"), (module, "step")):
-            monkeypatch.setattr(owner, f"{verb}_kernel", self._watched(verb, getattr(owner, f"{verb}_kernel")))
-        monkeypatch.setattr(module, "resident_programs", lambda device, kernel=None: kernel.fits if kernel else 3)
-
-    def _watched(self, verb: str, kernel: Any) -> Any:
-        def launch(grid: tuple[int], *args: Any, **options: Any) -> Any:
-            self.grids[verb] += grid
-            self.tables[verb].append(args[0])
-            if verb == "step":
-                self.tables["hypers"].append(args[3])
-            kernel[grid](*args, **options)
-            return SimpleNamespace(fits=self.fits)
-
-        class Kernel:
-            def __getitem__(self, grid: tuple[int]) -> Any:
-                return lambda *args, **options: launch(grid, *args, **options)
-
-        return Kernel()
-
-    def sent(self, verb: str) -> list[bool]:
-        """Whether each launch's table was another one than the last launch's of this verb."""
-        return [new is not old for old, new in pairwise(self.tables[verb])]
-
-
 @pytest.fixture
 def triton() -> Iterator[Any]:
     """The backend over interpreted kernels."""
@@ -80,7 +50,17 @@ def module(triton: Any) -> Any:
 
 @pytest.fixture
 def launches(module: Any, monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return Launches(monkeypatch, module)
+    monkeypatch.setattr(module, "resident_programs", lambda device, kernel=None: kernel.fits if kernel else 3)
+    return Launches(module, monkeypatch, wait=False)
+
+
+def grids(launches: Launches, verb: str) -> list[int]:
+    return [grid for grid, _ in launches.made[verb]]
+
+
+def sent(launches: Launches, verb: str, argument: int = 0) -> list[bool]:
+    """Whether each launch's table was another one than the last launch's of this verb."""
+    return [new[argument] is not old[argument] for (_, old), (_, new) in pairwise(launches.made[verb])]
 
 
 SHAPES = [(300,), (30,), (7,), (65,)]  # a chunk each
@@ -133,9 +113,9 @@ def test_a_grid_is_what_fits_and_changes_no_bit(fits: int, triton: Any, launches
     launches.fits = fits
     grads, lrs = [gradients(value) for value in (1.0, -3.0, 2.0)], [0.1, 0.2, 0.3]
     found = stepped(triton, grads, lrs, folds=2)
-    assert launches.grids["accumulate"] == [3, *[min(fits, 4)] * 5]
-    assert launches.grids["step"] == [3, *[min(fits, 4)] * 2]
-    assert launches.grids["norm"] == [1] * 3, "the folds have measured"
+    assert grids(launches, "accumulate") == [3, *[min(fits, 4)] * 5]
+    assert grids(launches, "step") == [3, *[min(fits, 4)] * 2]
+    assert grids(launches, "norm") == [1] * 3, "the folds have measured"
     assert_all_same_bits(everything(found), everything(stepped(CpuBackend(), grads, lrs, folds=2)))
 
 
@@ -147,21 +127,21 @@ def test_folds_and_steps_have_tables_of_their_own_and_learning_rates_travel_alon
 ) -> None:
     same, other = gradients(1.0), gradients(2.0)
     stepped(triton, [same, same, same, other, same], [0.1, 0.1, 0.2, 0.2, 0.2], folds=1)
-    assert launches.sent("accumulate") == [True, False, True, True], "the first step makes states, and another plan"
-    assert launches.sent("norm") == launches.sent("step") == [False] * 4, "the sums have not moved"
-    assert launches.sent("hypers") == [False, True, False, False]
+    assert sent(launches, "accumulate") == [True, False, True, True], "the first step makes states, and another plan"
+    assert sent(launches, "norm") == sent(launches, "step") == [False] * 4, "the sums have not moved"
+    assert sent(launches, "step", 3) == [False, True, False, False]
 
 
 def test_a_norm_and_its_step_share_a_table(triton: Any, launches: Launches) -> None:
     same, other = gradients(1.0), gradients(2.0)
     stepped(triton, [same, same, other, same], [0.1] * 4)
-    assert launches.sent("step") == launches.sent("norm") == [False, True, True]
-    assert launches.tables["step"][-1] is launches.tables["norm"][-1]
+    assert sent(launches, "step") == sent(launches, "norm") == [False, True, True]
+    assert launches.made["step"][-1][1][0] is launches.made["norm"][-1][1][0]
 
 
 def test_an_address_with_another_dtype_is_sent(triton: Any, launches: Launches) -> None:
     halves = gradients(1.0)
     grads = [halves, [grad.view(torch.float16) for grad in halves]]
     found = stepped(triton, grads, [0.1] * 2)
-    assert launches.sent("step") == [True]
+    assert sent(launches, "step") == [True]
     assert_all_same_bits(everything(found), everything(stepped(CpuBackend(), grads, [0.1] * 2)))
