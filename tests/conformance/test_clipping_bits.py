@@ -5,18 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import inside
 import pytest
 import torch
-from compare import assert_all_same_bits, assert_same_bits, everything, params_of
+from compare import assert_same_bits
 from layouts import EDGES, PIECE, edges
 from places import INSTRUCTION_SETS, INTERPRETED, ON_CPU, ON_GPU, Place
 from problems import GRADS, INF, Loop, Problem, Tail, assert_conforms, bare_plan
-from table import random_grads, random_params, set_grads
 
 import accumfused as af
-from accumfused.backends.cpu import CpuBackend
-from accumfused.backends.reference import ReferenceBackend
 from accumfused.formats.numeric import CHUNK, LANES, sum_partials, sum_segments
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -72,21 +68,3 @@ def test_each_segment_is_added_up_like_all_chunks(place: Place) -> None:
     wanted = torch.stack([sum_partials(part) for part in partials.split(counts)])
     assert_same_bits(found, wanted)
     assert_same_bits(sum_segments(partials, bounds), wanted)
-
-
-@pytest.mark.parametrize("clip", [af.PerTensor(0.2), af.PerGroup(0.2)])
-def test_muons_rules_take_the_coefficients_of_their_matrices(clip: af.PerTensor | af.PerGroup) -> None:
-    """Its stacks have another order than the optimizer's rows."""
-    found = []
-    for backend in [ReferenceBackend(), *map(CpuBackend, INSTRUCTION_SETS)]:
-        params = random_params([(7,), (20, 30), (40, 40), (20, 30), (40, 40)])
-        groups = [{"params": params[:1], "use_muon": False}, {"params": params[1:]}]
-        optimizer = af.Muon(groups, lr=0.1, clip=clip)
-        inside.use_backend(optimizer, backend)
-        for seed in range(2):
-            grads = random_grads(params, seed)
-            set_grads(params_of(optimizer), [grad * 3**index for index, grad in enumerate(grads)])
-            optimizer.step()
-        found.append(everything(optimizer))
-    for other in found[1:]:
-        assert_all_same_bits(other, found[0])

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,8 @@ extern "C" const Program programs[] = {AF_RULES(AF_RUN)};
 
 
 @pytest.fixture
-def in_triton() -> Iterator[Callable[..., list[Tensor]]]:
+def in_triton() -> Iterator[Callable[[list[type[Rule]]], Any]]:
+    """The same of Triton's, by its interpreter."""
     for _ in interpreted():
         import triton
         import triton.language as tl
@@ -154,13 +156,13 @@ def in_triton() -> Iterator[Callable[..., list[Tensor]]]:
 
         kernel.fn.__globals__["tl"] = tl
 
-        def run(rule: type[Rule], hypers: tuple[float, float], step: int, tensors: list[Tensor]) -> list[Tensor]:
+        def run(programs: Any, place: int, hypers: Any, step: int, tensors: list[Tensor]) -> list[Tensor]:
             p, g, a, b = (tensor.clone() for tensor in tensors)
             numbers = torch.tensor(hypers, dtype=torch.float64), torch.tensor(step, dtype=torch.int32), torch.ones(())
-            kernel[(1,)](*numbers, p, g, a, b, ELEMENTS, *rules.compiled(rule))
+            kernel[(1,)](*numbers, p, g, a, b, ELEMENTS, *rules.compiled(programs[place]))
             return [p, a, b]
 
-        yield run
+        yield lambda programs: partial(run, programs)
 
 
 def values(seed: int) -> list[Tensor]:
@@ -190,32 +192,20 @@ def assert_agree(rule: type[Rule], ours: list[Tensor], theirs: list[Tensor]) -> 
         assert_same_bits(mine, other, f"{name} of\n{functors.functor(rule, is_common=False)}")
 
 
-def test_functors_have_the_bits_of_torch(in_cpp: Any) -> None:
-    met = set[str]()
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_other_languages_have_the_bits_of_torch(language: str, request: pytest.FixtureRequest) -> None:
+    compiled, met = request.getfixturevalue(f"in_{language}"), set[str]()
 
     @few
     @every_program
     def agree(codes: list[int], hypers: list[tuple[float, float]], step: int, seed: int) -> None:
-        rules = [rule_from(code, place) for place, code in enumerate(codes)]
-        run, tensors = in_cpp(rules), values(seed)
+        rules, tensors = [rule_from(code, place) for place, code in enumerate(codes)], values(seed)
+        run = compiled(rules)
         for place, rule in enumerate(rules):
             met.update(op.name for trace in (rule.traced.scalars, rule.traced.update) for op in trace.operations)
-            for own in hypers:
+            for own in hypers if language == "cpp" else [hypers[place % len(hypers)]]:
                 assert_agree(rule, run(place, own, step, tensors), in_torch(rule, own, step, tensors))
 
     agree()
     assert met >= NAMES
-
-
-@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-def test_triton_has_the_bits_of_torch(in_triton: Any) -> None:
-    @few
-    @every_program
-    def agree(codes: list[int], hypers: list[tuple[float, float]], step: int, seed: int) -> None:
-        tensors = values(seed)
-        for place, code in enumerate(codes):
-            rule = rule_from(code, place)
-            own = hypers[place % len(hypers)]
-            assert_agree(rule, in_triton(rule, own, step, tensors), in_torch(rule, own, step, tensors))
-
-    agree()
