@@ -36,7 +36,8 @@ inline const dim3& gridDim = emulation::Machine::get().grid;
 inline void __syncthreads() {
   const emulation::InMachine in_machine;
   auto& machine = emulation::Machine::get();
-  if (machine.lacks(&emulation::Missing::barrier, machine.running->barriers_of[machine.thread.x]++)) return;
+  int& count = machine.running->barriers_of[machine.thread.x];
+  if (machine.is_faulty && machine.lacks(&emulation::Missing::barrier, count++)) return;
   machine.wait(emulation::State::kAtBlockBarrier);
 }
 
@@ -48,7 +49,7 @@ T in_warp(T value, const Body& body) {
   auto& machine = emulation::Machine::get();
   const unsigned index = machine.thread.x, lane = index % emulation::kWarp;
   T values[emulation::kWarp];
-  if (machine.lacks(&emulation::Missing::shuffle, machine.running->shuffles_of[index]++)) {
+  if (machine.is_faulty && machine.lacks(&emulation::Missing::shuffle, machine.running->shuffles_of[index]++)) {
     return std::fill(values, std::end(values), value), body(values, int(lane));
   }
   memcpy(&machine.running->exchanged[index], &value, sizeof value);
@@ -128,7 +129,8 @@ inline void __threadfence() {
   take_turns();
   const emulation::InMachine in_machine;
   auto& machine = emulation::Machine::get();
-  if (!machine.lacks(&emulation::Missing::fence, machine.running->fences++)) machine.fence(*machine.running);
+  if (machine.is_faulty && machine.lacks(&emulation::Missing::fence, machine.running->fences++)) return;
+  machine.fence(*machine.running);
 }
 inline void __nanosleep(unsigned) {
   take_turns();
@@ -139,7 +141,7 @@ inline void __nanosleep(unsigned) {
 inline bool skips_ticket() {
   const emulation::InMachine in_machine;
   auto& machine = emulation::Machine::get();
-  return machine.lacks(&emulation::Missing::ticket, machine.running->tickets++);
+  return machine.is_faulty && machine.lacks(&emulation::Missing::ticket, machine.running->tickets++);
 }
 inline uint32_t atomicInc(uint32_t* to, uint32_t last) {
   take_turns();
@@ -149,7 +151,7 @@ inline uint32_t atomicInc(uint32_t* to, uint32_t last) {
 inline void cudaGridDependencySynchronize() {
   const emulation::InMachine in_machine;
   auto& machine = emulation::Machine::get();
-  if (!machine.is_early || machine.lacks(&emulation::Missing::wait, 0)) return;
+  if (!machine.is_early || (machine.is_faulty && machine.lacks(&emulation::Missing::wait, 0))) return;
   machine.wait(emulation::State::kAtLaunchInFront);
 }
 inline bool __isGlobal(const void*) { return true; }
@@ -251,7 +253,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const char* const types = __PRETTY_FUNCTION__;  // of all parameters
   const auto run = [&machine, config = *config, at_once, types,
                     call = Call{kernel, {std::forward<Arguments>(given)...}}](emulation::Grid& grid, bool is_early) {
-    machine.is_faulty = strstr(types, machine.missing.of.c_str()) != nullptr;
+    machine.is_faulty = machine.missing.is_there && strstr(types, machine.missing.of.c_str()) != nullptr;
     machine.arguments = &call, machine.arguments_bytes = sizeof call;
     machine.body = [](const void* arguments) {
       const auto& [function, values] = *static_cast<const Call*>(arguments);

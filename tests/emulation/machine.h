@@ -111,7 +111,7 @@ struct Launch {
 struct Missing {
   std::string of;  // kernels with a parameter whose type has this name; "": all
   int barrier = -1, shuffle = -1, thread = -1, fence = -1, ticket = -1, wait = -1;
-  bool was_met = false;
+  bool is_there = false, was_met = false;
 };
 
 // What tests set.
@@ -156,9 +156,9 @@ struct Machine : Setup {
     return machine;
   }
 
-  // Whether the running kernel goes without the next one of these.
+  // Whether the kernel, which is faulty, goes without the one of this index.
   bool lacks(int Missing::*what, int index) {
-    if (!is_faulty || missing.*what != index) return false;
+    if (missing.*what != index) return false;
     return missing.was_met = true;
   }
 
@@ -225,7 +225,7 @@ struct Machine : Setup {
     if (made.threads.size() != count) made.threads = std::vector<Thread>(count);
     for (unsigned i = 0; i < count; ++i) prepare(made, i);
     for (unsigned i = 0; i < count; ++i) {
-      made.threads[i].state = lacks(&Missing::thread, int(i)) ? State::kMissing : State::kReady;
+      made.threads[i].state = is_faulty && lacks(&Missing::thread, int(i)) ? State::kMissing : State::kReady;
     }
     made.barriers_of.assign(count, 0), made.shuffles_of.assign(count, 0);
     made.shared = now->blocks[shuffle() % grid.x]->shared;  // as another block has left it
@@ -364,15 +364,17 @@ struct Machine : Setup {
   // Whether all of these threads are there; one that is missing is wherever the others are.
   template <class Threads>
   static bool all_are(State state, Threads begin, Threads end) {
-    const auto is = [=](const Thread& each) { return each.state == state || each.state == State::kMissing; };
-    return std::all_of(begin, end, is);
+    for (; begin != end; ++begin) {
+      if (begin->state != state && begin->state != State::kMissing) return false;
+    }
+    return true;
   }
 
   template <class Threads>
   static void let_go(Threads begin, Threads end) {
-    std::for_each(begin, end, [](Thread& each) {
-      if (each.state != State::kMissing) each.state = State::kReady;
-    });
+    for (; begin != end; ++begin) {
+      if (begin->state != State::kMissing) begin->state = State::kReady;
+    }
   }
 
   // Lets warps go on whose threads have all come to their barrier; false if there is none.

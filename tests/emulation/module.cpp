@@ -72,7 +72,8 @@ PYBIND11_MODULE(AF_EMULATED, m) {
            py::arg("barrier") = -1, py::arg("shuffle") = -1, py::arg("thread") = -1, py::arg("fence") = -1,
            py::arg("ticket") = -1, py::arg("wait") = -1)
       .def_readonly("was_met", &Missing::was_met, "Whether some thread came to it.")
-      .def("__enter__", [](const Missing& self) { Machine::get().missing = self; })
+      .def("__enter__",
+           [](const Missing& self) { Machine::get().missing = self, Machine::get().missing.is_there = true; })
       .def("__exit__", [](Missing& self, const py::args&) { self = std::exchange(Machine::get().missing, {}); });
   m.def("ptx_version", [](int version) { Machine::get().ptx_version = version; }, "That kernels are compiled for.");
   m.def("overlapping", [] { return Machine::get().overlapping; }, "So many launches might begin early, so far.");
