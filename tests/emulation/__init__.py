@@ -58,12 +58,6 @@ def build(folder: Path, *kernel_flags: str, name: str = "emulated") -> Path:
     return module
 
 
-def check_source(source: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Whether a file like those of SOURCES compiles, beside what is in the folder."""
-    command = ["g++", *FLAGS, *_include(folder), "-DAF_EMULATED=checked", "-x", "c++", "-fsyntax-only", str(source)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 def _include(folder: Path) -> list[str]:
     """The compiler's flags, once the rules are printed into the folder."""
     import pybind11
