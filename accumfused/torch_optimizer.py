@@ -126,17 +126,16 @@ class TorchOptimizer(torch.optim.Optimizer):
         engine.refuse_open("load_state_dict()", ", and its gradients are not those of the checkpoint")
         window: Window | None = None
         kept: dict[Tensor, dict[str, Tensor]] = {}
-        brought: set[Tensor] = set()
         histories: history.Histories = {}
 
         def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            nonlocal window, kept, brought, histories
+            nonlocal window, kept, histories
             loaded, histories = history.without_histories(loaded)
             checkpoint.check(self, loaded)
             loaded = history.with_limits(self.param_groups, loaded)
             accepted.check_groups(engine.settings, self.rules, loaded["param_groups"], self.defaults)
             loaded, window = checkpoint.without_window(self, loaded)
-            loaded, kept, brought = checkpoint.without_formats(self, loaded)
+            loaded, kept = checkpoint.without_formats(self, loaded)
             return loaded
 
         def complete(_: torch.optim.Optimizer) -> None:
@@ -151,7 +150,6 @@ class TorchOptimizer(torch.optim.Optimizer):
             last.remove()
             first.remove()
         engine.plans.forget()
-        engine.plans.masters.see(self.state, but=brought)
         history.resume(engine, histories)
         engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
         if window is not None:
@@ -163,7 +161,6 @@ class TorchOptimizer(torch.optim.Optimizer):
 
         While a window of DTensors is open, every process must call this: the processes agree on its weights.
         """
-        self.engine.plans.masters.settle()
         first = []
         if self.engine.window.is_open:
             checkpoint.refuse_part(self.engine)
@@ -210,7 +207,6 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         engine = self.engine
-        engine.plans.masters.settle()
         settings = replace(engine.settings, process_group=None, reduce_dtype=None)
         carried = {**super().__getstate__(), "settings": settings, "is_grouped": engine.group is not None}
         carried["histories"] = {name: own.clone() for name, own in history.of(engine).items()}
@@ -231,6 +227,5 @@ class TorchOptimizer(torch.optim.Optimizer):
             # As torch's constructor does: on a machine with a GPU a copy of its Adafactor cannot step without.
             self._warned_capturable_if_run_uncaptured = True
             self.engine = Engine(self, settings, _SURROUNDINGS, window)
-            self.engine.plans.masters.see(self.state)
             history.resume(self.engine, histories or {})
             self.engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up

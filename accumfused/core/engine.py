@@ -204,8 +204,6 @@ class Engine(Accumulation):
     def update(self, measured: Measured, step: Callable[[Plan, Grads, Hypers, Outcome], None]) -> None:
         """Makes the step by `step`, which is `Backend.step` or does as much, and what it needs before and after."""
         plan, grads = measured.prepared.plan, measured.matched
-        if plan.has_remainders:
-            self.plans.masters.refresh(plan)
         copies = [plan.rows[index] for index in plan.copies if grads[index] is not None]
         for row in copies:
             row.tensor.copy_(row.owned)
@@ -217,9 +215,6 @@ class Engine(Accumulation):
             written = [param for param, grad in zip(plan.params, grads, strict=True) if grad is not None]
         # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
         torch.autograd.graph.increment_version(written)
-        if plan.has_remainders:
-            self.plans.masters.written()
-            self.plans.masters.watch()
 
     def end_window(self) -> None:
         """After a step, made or skipped: releases its gradients."""

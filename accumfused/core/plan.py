@@ -18,7 +18,7 @@ from accumfused import compiled
 from accumfused.core import memory
 from accumfused.core.reader import OWN_REFERENCES, TensorReader
 from accumfused.core.rows import Grads, Row, check_gradient, check_parameter, has_memory, is_freed, row_of
-from accumfused.formats.kinds import REMAINDER, check_states
+from accumfused.formats.kinds import check_states
 from accumfused.formats.numeric import chunk_count
 from accumfused.rule import Rule
 from accumfused.settings import Settings
@@ -56,12 +56,6 @@ class Plan:
     def has_all_states(self) -> bool:
         """Whether every parameter has its state."""
         return all(row.storage is not None for row in self.rows)
-
-    @cached_property
-    def has_remainders(self) -> bool:
-        """Whether some masters are split between parameter and remainder."""
-        masters = [row.form.master for row in self.rows]
-        return any(master is not None and master[0] == REMAINDER for master in masters)
 
     @cached_property
     def is_spread(self) -> bool:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from accumfused.core import graphs
-from accumfused.core.masters import Masters
 from accumfused.core.plan import EMPTY, Plan, build, rule_of
 from accumfused.core.protocol import Backend, Exchange, Outcome, Owner, Scaling
 from accumfused.core.rows import Grads, has_memory
@@ -71,7 +70,6 @@ class Plans:
     def __init__(self, owner: Owner, settings: Settings, surroundings: Surroundings) -> None:
         self._owner = weakref.ref(owner)
         self.settings = settings
-        self.masters = Masters()
         self.skips: Skips | None = None
         self.last: Prepared | None = None
         self.backend: Backend | None = None  # a benchmark sets it; it overrides the selection
@@ -129,7 +127,6 @@ class Plans:
     def with_states(self, plan: Plan, grads: Grads) -> Prepared:
         """Makes the state of every parameter with a gradient, in its format, and a plan with these states."""
         graphs.refuse_new_tensors({plan.device})  # a graph would keep the zeros' addresses without filling them
-        self.masters.settle()
         for row, grad in zip(plan.rows, grads, strict=True):
             if grad is None:
                 continue
@@ -142,6 +139,4 @@ class Plans:
                 shard.put(own, entries, names(row.rule, row.form))
             if row.is_copy:
                 row.owned.copy_(row.tensor)
-        self.masters.written()  # the copies back are our own writes
-        self.masters.see(self.owner.state)  # a converted state has other memory
         return self.current()

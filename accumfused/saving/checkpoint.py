@@ -128,21 +128,19 @@ def _resumed(rows: list[tuple[Tensor, Tensor | None, list[float] | None]]) -> Wi
 
 def without_formats(
     optimizer: Owner, state_dict: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]], set[Tensor]]:
-    """Returns the checkpoint without entries that torch would cast, those entries, and parameters with a loaded master.
+) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]]]:
+    """Returns the checkpoint without entries that torch would cast, and those entries.
 
     The next step converts the entries, once the parameters are loaded too. Entries that another optimizer has cast are
     left out. A parameter keeps its master if the checkpoint has none.
     """
     params, groups, state = _params(optimizer, state_dict), _groups(optimizer, state_dict), dict(state_dict["state"])
-    kept, brought = dict[Tensor, dict[str, Tensor]](), set[Tensor]()
-    # Not settled: torch.distributed.checkpoint may have put the loaded tensors into the same memory.
-    out_of_date, formatted = optimizer.engine.plans.masters.out_of_date(), _formatted(optimizer)
+    kept, formatted = dict[Tensor, dict[str, Tensor]](), _formatted(optimizer)
     for key, param in params.items():
         rule, entries = optimizer.rule_of(groups[key]), state.get(key)
         if rule.is_foreign or param.dtype not in DTYPES:
             continue
-        known = {} if id(param) in out_of_date else optimizer.state.get(param, {})
+        known = optimizer.state.get(param, {})
         masters = {name: known[name] for name in (REMAINDER, MASTER) if name in known}
         if not entries:
             if masters:
@@ -160,10 +158,8 @@ def without_formats(
         kept[param] = {name: entries[name].to(param.device) for name in entries if name in usable}
         if kept[param].keys().isdisjoint((REMAINDER, MASTER)):
             kept[param] |= masters
-        else:
-            brought.add(param)
         state[key] = {name: value for name, value in entries.items() if name not in formatted}
-    return {**state_dict, "state": state}, kept, brought
+    return {**state_dict, "state": state}, kept
 
 
 def _complete(optimizer: Owner, group: Mapping[str, Any], param: Tensor, entries: dict[str, Any]) -> None:

@@ -22,7 +22,6 @@ from accumfused.formats.shards import owned, shard_of
 def state_dict(optimizer: Owner, model: Module) -> dict[str, Any]:
     """See `FusedOptimizer.full_precision_state_dict`."""
     _check_model(optimizer, model)
-    optimizer.engine.plans.masters.settle()
     saved: dict[str, Any] = model.state_dict(keep_vars=True)  # the parameters themselves, under all their names
     whole: dict[int, Tensor] = {}
     for name, value in saved.items():
@@ -47,8 +46,7 @@ def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, An
     _check_names(own, state_dict, strict)
     values = {id(own[name]): value for name, value in state_dict.items() if isinstance(own.get(name), Parameter)}
 
-    current, masters = engine.plans.current().plan, engine.plans.masters
-    masters.refresh(current)  # drops remainders of earlier writes, before this one
+    current = engine.plans.current().plan
     members = {id(param) for group in optimizer.param_groups for param in group["params"]}
     others = {
         name for name, value in state_dict.items() if id(own.get(name)) not in members and _has(own.get(name), value)
@@ -69,8 +67,6 @@ def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, An
         if shard is not None:
             entries, value = shard.parts(entries), shard.part("weights", value)
         store_full_precision(row.form, row.owned, entries, value)
-    masters.written()
-    masters.refresh(current)  # the plan may have more masters now
     return result
 
 
@@ -86,8 +82,7 @@ def rewrite(optimizer: Owner, params: Container[int], change: Callable[[Tensor, 
         RuntimeError: a CUDA graph is being captured.
     """
     engine, state = optimizer.engine, optimizer.state
-    window, masters = engine.window, engine.plans.masters
-    plan = engine.plans.current().plan
+    window, plan = engine.window, engine.plans.current().plan
     if window.is_open:
         window.follow(plan)
         window.habits.watch_writes(window.params)
@@ -99,7 +94,6 @@ def rewrite(optimizer: Owner, params: Container[int], change: Callable[[Tensor, 
             entries = state[row.param] if row.shard is None else row.shard.parts(state[row.param])
             store_full_precision(row.form, row.owned, entries, change(full_precision(row.owned, entries), entries))
     torch.autograd.graph.increment_version(written)
-    masters.written()
     if window.is_open:
         window.habits.see(window.params)
 
@@ -113,7 +107,7 @@ def _full_precision(optimizer: Owner, param: Tensor) -> Tensor:
 
 @ieee()
 def _has(param: Any, values: Tensor) -> bool:
-    """Whether a parameter has these (rounded) values already: to write them would cost another optimizer its master."""
+    """Whether a parameter has these (rounded) values already: written again, a tie could be rounded the other way."""
     if not isinstance(param, Parameter) or param.dtype not in DTYPES:
         return False
     shard = shard_of(param)

@@ -1,10 +1,9 @@
-"""Parameters overwritten from outside: their masters follow, and only theirs; our own steps are not mistaken for it."""
+"""Parameters overwritten from outside: fp32 masters follow, remainders stay, weights that come back lose nothing."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +105,9 @@ def test_what_was_overwritten_is_stepped_from_what_it_is_and_other_masters_stay(
     SEEN_BY[seen_by](model, optimizer)
     for _ in range(2):
         found = optimizer.full_precision_state_dict(model)
-        assert torch.equal(found["matrix"], values.float())
+        # An fp32 master is the parameter where that was written; a remainder adds up to half a unit of bfloat16.
+        error = (found["matrix"] - values.float()).abs()
+        assert bool((error <= (values.float() * 2.0**-8 if "split" in weights else 0.0)).all())
         for name in ("scalar", "kernel") if write != "load" else ():
             assert_same_bits(found[name], masters[name], name)
         skip_a_step(optimizer)
@@ -117,15 +118,16 @@ def test_what_was_overwritten_is_stepped_from_what_it_is_and_other_masters_stay(
     assert_same(optimizer, twin)
 
 
-@pytest.mark.parametrize("weights", ["bf16_master", "fp16_master"])
-def test_an_fp32_master_serves_again_when_its_weights_come_back(backend: str, weights: str) -> None:
+@each_master
+def test_weights_that_are_swapped_for_an_evaluation_come_back_with_their_masters(backend: str, weights: str) -> None:
     model, optimizer = trained(weights, "fp32", backend)
     kept, twin = copy.deepcopy((model, optimizer))
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(0.25)
         optimizer.state_dict(), copy.deepcopy(optimizer)  # neither of which may take the average for the weights
-        assert whole(optimizer)[1].unique().tolist() == [0.25]
+        if "split" not in weights:
+            assert whole(optimizer)[1].unique().tolist() == [0.25]
         model.load_state_dict(kept.state_dict())
     for each in (optimizer, twin):
         train(each, 1, seed=5)
@@ -133,21 +135,16 @@ def test_an_fp32_master_serves_again_when_its_weights_come_back(backend: str, we
 
 
 @pytest.mark.parametrize("weights", ["split16", "split8"])
-def test_remainders_that_are_dropped_before_every_step_draw_one_warning(backend: str, weights: str) -> None:
-    model, optimizer = build(weights, "fp32", backend, lr=1e-6)
-
-    def steps(count: int, limit: float = 1000.0) -> str:
-        with warnings.catch_warnings(record=True) as seen, torch.no_grad():
-            warnings.simplefilter("always")
-            for _ in range(count):
-                if limit:
-                    model.vector.clamp_(max=limit)
-                train(optimizer, 1)
-        return "".join(str(warning.message) for warning in seen)
-
-    assert steps(4) + steps(1, limit=0.0) + steps(3) == ""  # the first had no remainder to drop
-    message = steps(4)
-    assert message.count("a parameter was written") == 1
-    assert "before each of the last 4 steps (by Embedding(max_norm=...), clamp_()" in message
-    assert "master_weights='fp32' keeps every element" in message
-    assert steps(9) == ""
+def test_steps_far_below_a_unit_arrive_though_the_weights_are_swapped_before_each(backend: str, weights: str) -> None:
+    found = []
+    for swaps in (False, True):
+        model, optimizer = build(weights, "fp32", backend, lr=1e-6)
+        for _ in range(50):
+            kept = copy.deepcopy(model.state_dict())
+            if swaps:
+                model.load_state_dict({name: torch.ones_like(value) for name, value in kept.items()})
+                model.load_state_dict(kept)
+            train(optimizer, 1)
+        found.append(whole(optimizer))
+    for plain, swapped in zip(*found, strict=True):
+        assert_same_bits(swapped, plain)

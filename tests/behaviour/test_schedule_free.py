@@ -93,15 +93,14 @@ def test_without_a_step_both_leave_the_parameters(weights: str, backend: str) ->
 
 
 def test_a_write_from_outside_counts(backend: str) -> None:
-    """Its remainder is dropped before the switch, and a swapped-in average is not mistaken for the old weights."""
+    """Off by at most half a unit of bfloat16, which its remainder may add; the switch takes it as it is."""
     optimizer = made("SGD", "split16", backend=backend)
     train(optimizer, 2)
     with torch.no_grad():
         for param in params_of(optimizer):
             param.mul_(2.0)
-    expected = [param.detach().float() for param in params_of(optimizer)]
-    for found, value in zip(whole(optimizer), expected, strict=True):
-        assert_same_bits(found, value, "y")
+    for found, param in zip(whole(optimizer), params_of(optimizer), strict=True):
+        torch.testing.assert_close(found, param.detach().float(), rtol=2.0**-8, atol=0.0)
     truth = averaged(optimizer)
     optimizer.eval()
     for x, value in zip(whole(optimizer), truth, strict=True):
