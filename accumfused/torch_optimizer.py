@@ -154,7 +154,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
         if window is not None:
             engine.window = window
-            window.measures = engine.noise is not None
+            if engine.noise is not None:
+                engine.noise.of_window = None
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state_dict; `state` holds an open window, under keys that torch's optimizers ignore.

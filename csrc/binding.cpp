@@ -62,10 +62,9 @@ cpu::Work work_on(const Table& table, int threads) {
 }
 
 void accumulate(const std::string& instruction_set, const Table& table, int threads, const GivenNumbers& weights,
-                int64_t weight, const GivenNumber& scale, uintptr_t partials, uintptr_t squares,
-                const GivenNumbers& shares) {
+                int64_t weight, const GivenNumber& scale, uintptr_t partials) {
   const cpu::Kernels& run = kernels(instruction_set);
-  const Fold fold = make_fold(weights, weight, scale, partials, squares, shares);
+  const Fold fold = make_fold(weights, weight, scale, partials);
   const py::gil_scoped_release release;
   run.accumulate(work_on(table, threads), fold);
 }
@@ -74,12 +73,6 @@ void norm(const std::string& instruction_set, const Table& table, int threads, u
   const cpu::Kernels& run = kernels(instruction_set);
   const py::gil_scoped_release release;
   run.norm(work_on(table, threads), pointer<float>(partials));
-}
-
-void count(const std::string& instruction_set, const Table& table, int threads, uintptr_t partials, uintptr_t counts) {
-  const cpu::Kernels& run = kernels(instruction_set);
-  const py::gil_scoped_release release;
-  run.count(work_on(table, threads), pointer<float>(partials), pointer<float>(counts));
 }
 
 void finish_norm(const Table& table, uintptr_t partials, double normalization, uintptr_t device_normalization,
@@ -153,7 +146,6 @@ PYBIND11_MODULE(_C, m) {
 #endif
   m.def("accumulate", accumulate);
   m.def("norm", norm);
-  m.def("count", count);
   m.def("finish_norm", finish_norm);
   m.def("segment_norms", segment_norms);
   m.def("step", step);

@@ -95,11 +95,8 @@ struct Fold {
   int64_t weight;
   Number scale;
   float* partials;
-  float* squares;  // nullable; [chunks]: see accumfused/core/protocol.py, Squares
-  Number shares[kPlaces];
 
   AF_METHOD float factor(int64_t place) const { return float(weights[place].value() * scale.value()); }
-  AF_METHOD float share(int64_t place) const { return squares ? float(shares[place].value()) : 0.0f; }
 };
 
 // A hyper-parameter of a GPU's launch: a number, or one that the device holds and a graph's replay reads anew.

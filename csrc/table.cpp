@@ -326,14 +326,10 @@ void Table::clear() {
   for (Operands& in : operands_) in = {};
 }
 
-Fold make_fold(const GivenNumbers& weights, int64_t weight, const GivenNumber& scale, uintptr_t partials,
-               uintptr_t squares, const GivenNumbers& shares) {
+Fold make_fold(const GivenNumbers& weights, int64_t weight, const GivenNumber& scale, uintptr_t partials) {
   const auto number = [](const GivenNumber& given) { return Number{given.first, pointer<const double>(given.second)}; };
-  Fold fold{{}, weight, number(scale), pointer<float>(partials), pointer<float>(squares), {}};
-  for (size_t i = 0; i < size_t(kPlaces); ++i) {
-    fold.weights[i] = number(weights.at(i));
-    if (squares) fold.shares[i] = number(shares.at(i));
-  }
+  Fold fold{{}, weight, number(scale), pointer<float>(partials)};
+  for (size_t i = 0; i < size_t(kPlaces); ++i) fold.weights[i] = number(weights.at(i));
   return fold;
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from accumfused.core.plan import Plan
 from accumfused.core.rows import Grads
 from accumfused.formats.kinds import Format
-from accumfused.formats.numeric import CHUNK, LANES, count_values, memory_order
+from accumfused.formats.numeric import CHUNK, LANES, memory_order
 
 WHOLE = 0  # in place of a number of elements: tensors stay whole
 
@@ -88,12 +88,6 @@ class Batch:
                 sums = [torch.cat([sums[0], value[whole:].square().sum().view(1)])]
         for first, own in zip(self._first_chunks(plan), sums, strict=True):
             partials[first : first + own.numel()] = own
-
-    def count(self, plan: Plan, values: Tensors, counts: Tensor) -> None:
-        """Writes how many values of each chunk are zeros, and how many are not finite."""
-        for first, value in zip(self._first_chunks(plan), values, strict=True):
-            own = count_values(memory_order(value))
-            counts[:, first : first + own.shape[1]] = own
 
     def _first_chunks(self, plan: Plan) -> list[int]:
         return [plan.rows[row].first_chunk + self.begin // CHUNK for row in self.rows]

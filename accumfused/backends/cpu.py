@@ -35,7 +35,7 @@ class CpuBackend:
         plan.point_at(fold.grads, fold.accumulators, fold.held)
         self._c.accumulate(
             self.instruction_set, plan.table, torch.get_num_threads(),
-            *factors_of(fold), partials.data_ptr(), *squares_of(fold),
+            *factors_of(fold), partials.data_ptr(),
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -49,11 +49,6 @@ class CpuBackend:
             outcome.values.data_ptr(), address(scaling.skips),
         )  # fmt: skip
         return outcome
-
-    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
-        plan.point_at(grads)
-        threads = torch.get_num_threads()
-        self._c.count(self.instruction_set, plan.table, threads, partials.data_ptr(), counts.data_ptr())
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         squares = torch.empty(len(bounds) - 1, dtype=torch.float64, device=plan.device)
@@ -75,13 +70,6 @@ def address(tensor: Tensor | None) -> int:
 def factors_of(fold: Fold) -> tuple[list[tuple[float, int]], int, tuple[float, int]]:
     """A fold's weights, the index of the micro-batch's own, and the scale."""
     return [_number(weight) for weight in fold.weights], fold.weight, _number(fold.scale)
-
-
-def squares_of(fold: Fold) -> tuple[int, list[tuple[float, int]]]:
-    """The address of a fold's squares, and their shares; (0, []): it takes none."""
-    if fold.squares is None:
-        return 0, []
-    return fold.squares.sums.data_ptr(), [_number(share) for share in fold.squares.shares]
 
 
 def _number(value: Number) -> tuple[float, int]:

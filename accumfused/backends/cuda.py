@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accumfused import compiled
 from accumfused.backends import native_rules
-from accumfused.backends.cpu import address, factors_of, squares_of
+from accumfused.backends.cpu import address, factors_of
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import Grads
@@ -57,7 +57,7 @@ class CudaBackend:
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         plan.point_at(fold.grads, fold.accumulators, fold.held)
         copy, stream = self._on_device(plan, lambda: [*fold.tensors(), partials, *fold.grads, *fold.accumulators])
-        copy.accumulate(plan.table, stream, *factors_of(fold), partials.data_ptr(), *squares_of(fold))
+        copy.accumulate(plan.table, stream, *factors_of(fold), partials.data_ptr())
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = _Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
@@ -79,11 +79,6 @@ class CudaBackend:
         else:
             take()
         return outcome
-
-    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
-        plan.point_at(grads)
-        copy, stream = self._on_device(plan, lambda: [partials, counts, *grads])
-        copy.count(plan.table, stream, partials.data_ptr(), counts.data_ptr())
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         squares = torch.empty(len(bounds) - 1, dtype=torch.float64, device=plan.device)

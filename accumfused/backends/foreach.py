@@ -42,19 +42,14 @@ class ForeachBackend:
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
         given = fold.tensors()  # without one, the numbers are the host's, and travel in the launches
-        numbers: Any = fold.factors(plan.device if given else torch.device("cpu"))
+        factors: Any = fold.factors(plan.device if given else torch.device("cpu"))
         add_up: Any = _add_on_device
         if _can_read(plan) or not given:
-            numbers, add_up = numbers.tolist(), _add_numbers
-        factors, *shares = numbers
-
+            factors, add_up = factors.tolist(), _add_numbers
         rows = zip(fold.accumulators, fold.held, fold.grads, strict=True)
         kinds = [accumulator is not None and (held, grad is not None) for accumulator, held, grad in rows]
         for batch in self._batches(plan, WHOLE, kinds):
             held, values, grads = fold.held[batch.rows[0]], batch.of(fold.accumulators), batch.of(fold.grads)
-            if held != OVERWRITE and fold.squares is not None:
-                _add_squares(plan, batch, values, fold.squares.sums, shares[0][held])
-                _add_squares(plan, batch, grads, fold.squares.sums, shares[0][fold.weight])
             if held == OVERWRITE:
                 torch._foreach_copy_(values, grads)
             else:
@@ -66,13 +61,6 @@ class ForeachBackend:
                 batch.measure(plan, batch.of(grads), partials)
         with ieee():
             return finish_norm(None if partials is None else sum_partials(partials), scaling)
-
-    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
-        with ieee():
-            for batch in self._measured(plan, grads):
-                values = batch.of(grads)
-                batch.measure(plan, values, partials)
-                batch.count(plan, values, counts)
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         with ieee():
@@ -131,14 +119,6 @@ def _are_plain(plan: Plan, grads: Grads) -> bool:
     """Whether parameters, states and gradients are all fp32."""
     every = all(row.form == Format() for row in plan.rows)
     return every and all(grad is None or grad.dtype == torch.float32 for grad in grads)
-
-
-def _add_squares(plan: Plan, batch: Batch, values: Tensors, squares: Tensor, share: Any) -> None:
-    if not values or (isinstance(share, float) and share == 0):
-        return
-    sums = torch.zeros_like(squares)
-    batch.measure(plan, values, sums)
-    squares.add_(share * sums if isinstance(share, float) else torch.where(share != 0, share * sums, 0.0))
 
 
 def _add_numbers(values: Tensors, grads: Tensors, keep: float, add: float) -> None:

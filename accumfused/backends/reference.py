@@ -17,7 +17,6 @@ from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
 from accumfused.formats.numeric import (
     chunk_count,
-    count_values,
     ieee,
     memory_order,
     sum_partials,
@@ -38,7 +37,7 @@ class ReferenceBackend:
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
         with ieee():
-            factors, *shares = fold.factors(plan.device)
+            factors = fold.factors(plan.device)
             add = factors[fold.weight]
             for row, accumulator, grad, held in zip(plan.rows, fold.accumulators, fold.grads, fold.held, strict=True):
                 if accumulator is None:
@@ -48,9 +47,6 @@ class ReferenceBackend:
                     accumulator.copy_(grad)
                     continue
                 keep = factors[held]
-                if fold.squares is not None:
-                    _add_squares(fold.squares.sums, row.first_chunk, accumulator, shares[0][held], keep)
-                    _add_squares(fold.squares.sums, row.first_chunk, grad, shares[0][fold.weight], add)
                 kept = torch.where(keep != 0, accumulator * keep, 0.0)
                 if grad is None:
                     accumulator.copy_(kept)
@@ -68,14 +64,6 @@ class ReferenceBackend:
                 if grad is not None:
                     _write_partials(partials, row.first_chunk, grad)
             return finish_norm(sum_partials(partials), scaling)
-
-    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
-        with ieee():
-            for row, grad in zip(plan.rows, grads, strict=True):
-                if grad is not None:
-                    _write_partials(partials, row.first_chunk, grad)
-                    own = count_values(memory_order(grad))
-                    counts[:, row.first_chunk : row.first_chunk + own.shape[1]] = own
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         with ieee():
@@ -149,14 +137,6 @@ def _update(
         if old is not None and new_value is not None:
             old.copy_(torch.where(skipped, old, new_value))
     return old_param, new_param - old_param
-
-
-def _add_squares(squares: Tensor, first_chunk: int, values: Tensor | None, share: Tensor, factor: Tensor) -> None:
-    if values is None:
-        return
-    sums = sums_of_squares(memory_order(values).float())
-    own = squares[first_chunk : first_chunk + len(sums)]
-    own.copy_(torch.where((share != 0) & (factor != 0), own + share * sums, own))
 
 
 def _write_partials(partials: Tensor, first_chunk: int, values: Tensor) -> None:

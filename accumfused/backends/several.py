@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Fold, Hypers, Number, Outcome, Scaling, Squares, moved
+from accumfused.core.protocol import Backend, Fold, Hypers, Number, Outcome, Scaling, moved
 from accumfused.core.rows import Grads
 
 T = TypeVar("T")
@@ -40,20 +40,14 @@ class SeveralDevices:
             rows = _rows(part)
             if not any(own and a is not None for own, a in zip(rows, fold.accumulators, strict=True)):
                 continue
-            squares = fold.squares
-            if squares is not None:
-                shares = [_number_at(share, part.device) for share in squares.shares]
-                squares = Squares(moved(squares.sums, part.device), shares)
             own_fold = replace(
                 fold, grads=_only(rows, fold.grads), accumulators=_only(rows, fold.accumulators),
                 weights=[_number_at(weight, part.device) for weight in fold.weights],
-                scale=_number_at(fold.scale, part.device), squares=squares,
+                scale=_number_at(fold.scale, part.device),
             )  # fmt: skip
             sums = moved(partials, part.device)
             self.backends[part.device].accumulate(part, own_fold, sums)
             _bring(sums, partials)
-            if fold.squares is not None and squares is not None:
-                _bring(squares.sums, fold.squares.sums)
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         for part in plan.parts:
@@ -64,13 +58,6 @@ class SeveralDevices:
                 _bring(sums, partials)
         leading = plan.parts[0]
         return self.backends[leading.device].norm(leading, None, partials, scaling)
-
-    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
-        for part in plan.parts:
-            own, sums = _only(_rows(part), grads), moved(torch.cat([partials[None], counts]), part.device)
-            self.backends[part.device].count(part, own, sums[0], sums[1:])
-            _bring(sums[0], partials)
-            _bring(sums[1:], counts)
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         leading = plan.parts[0]

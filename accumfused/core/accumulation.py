@@ -35,7 +35,6 @@ class Accumulation:
         self.settings = settings
         self.window = window or Window()
         self.noise = Noise(settings.noise_decay) if settings.noise_decay else None
-        self.window.measures = self.noise is not None
         self.release: Release | None = None  # while gradients are folded during backward
         self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of DistributedDataParallel, from attach_ddp
 
@@ -92,14 +91,22 @@ class Accumulation:
             window.habits.watch_writes(window.params)
         matched = plan.match(grads)
         closes = last and (ends or not exchange.adds_up)
+        measured = None
         with window.undone_by_an_error():
-            if not window.entered:
+            begins, opens = not window.entered, window.phase is Phase.IDLE
+            if begins:
                 window.enter(plan, weight, exchange, in_loss=in_loss)
+            if self.noise is not None:
+                if opens:
+                    self.noise.open(plan)
+                measured = self.noise.measured(prepared.backend, plan, matched, window.weights, weight, in_loss, begins)
             if ends and self.release is not None:
                 self.release.forget()
             if closes and ends:
                 window.agree(plan, exchange, matched, seed=self.plans.seed, last=True)
             window.fold(plan, prepared.backend, matched, present == len(grads), last=closes, ends=ends)
+        if self.noise is not None:
+            self.noise.of_window = measured
         if last and ends:
             self._add_up(prepared, closes=True)
             window.expose()
@@ -124,6 +131,8 @@ class Accumulation:
                 self.fold(None, in_loss=False, last=False)
             else:
                 window.open(prepared.plan)  # other processes may have gradients
+                if self.noise is not None:
+                    self.noise.open(prepared.plan)
             prepared = self.plans.current()
         plan = prepared.plan
         grads, present = plan.gradients()
@@ -150,7 +159,7 @@ class Accumulation:
             return
         plan, sums = prepared.plan, window.sums
         try:
-            numbers = [] if self.noise is None else self.noise.count(prepared.backend, plan, window, closes=closes)
+            numbers = [] if self.noise is None else self.noise.count(prepared.backend, plan, window.weights, closes=closes)
             prepared.exchange.add_up([*numbers, *sums.arena.memory_of(plan, sums.accumulators)])
         except BaseException:
             window.drop()  # some are added up, some are not

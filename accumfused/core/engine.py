@@ -110,18 +110,16 @@ class Engine(Accumulation):
             stale, partials = window.sums.stale(plan, matched), window.sums.partials
         elif takes_norm:
             partials = prepared.cleared_partials(complete)
-        if meter is not None and partials is not None:
-            meter.count(prepared.backend, plan, groups, matched, partials)
-            stale = None
         if asked is None or partials is None:
-            scaling.may_wait = self.noise is None and not divisors.is_shared  # else others read what the norm writes
+            # Else others read what the norm writes.
+            scaling.may_wait = self.noise is None and meter is None and not divisors.is_shared
             outcome = prepared.norm(stale, partials, scaling)
         else:
             outcome = self.clipping.norm(asked, prepared, stale, matched, partials, scaling)
         outcome.spends_grads = is_open
         measured = Measured(prepared, grads, matched, complete, outcome, scaling.skips)
-        if meter is not None:
-            meter.begin(plan, scaling, outcome)
+        if meter is not None and partials is not None:
+            meter.begin(plan, groups, partials, scaling, outcome)
         if self.noise is not None:
             with measured.uncounted_by_an_error():
                 self.noise.see(prepared.backend, plan, prepared.exchange, window, scaling)

@@ -1,8 +1,8 @@
-"""Norms, counts and ratios of every tensor, group, and all.
+"""Norms and ratios of every tensor, group, and all.
 
-In: the chunks' sums of squares of gradients, with counts of zeros and of non-finite values; and those of parameters and
-changes, which a step's kernels add up while both are in registers. Out: one small tensor on the device, whose names are
-on the host. Nothing waits for the device.
+In: the chunks' sums of squares of gradients, which the norm has taken; and those of parameters and changes, which a
+step's kernels add up while both are in registers. Out: one small tensor on the device, whose names are on the host.
+Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from torch import Tensor
 from accumfused.core.norm import divisor_of, norms
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Backend, Outcome, Scaling
-from accumfused.core.rows import Grads
 from accumfused.formats.numeric import ieee, square_root
 
 _Kept = tuple[tuple[Tensor, ...], Tensor, tuple[str, ...]]  # bounds, sums, names
 
-_OF_EACH = ("grad_norm", "grad_zeros", "grad_nonfinite", "param_norm", "update_norm", "update_ratio")
-_SUMS = 5  # of squares of gradients, of zeros, of non-finite values; of squares of parameters before, and of changes
+_OF_EACH = ("grad_norm", "param_norm", "update_norm", "update_ratio")
+_SUMS = 3  # of squares of gradients, of parameters before the step, and of their changes
 _OF_STEP = ("clip", "clip_share", "skipped_steps")
 
 
@@ -69,14 +68,13 @@ class _Made:
 
     def metrics(self) -> Metrics:
         with ieee():
-            grads, zeros, nonfinite, params, changes = torch.cat(self.sums, dim=1)
+            grads, params, changes = torch.cat(self.sums, dim=1)
             divisor, inverse = divisor_of(self.scaling)
             param_norm, change = (square_root(each.float()).double() for each in (params, changes))
             ratio = torch.where(param_norm == 0, 0.0, change / param_norm)
             param_norm = torch.where(self.skipped, torch.nan, param_norm)
             change, ratio = (torch.where(self.skipped, 0.0, each) for each in (change, ratio))
-            grad_norm = norms(grads, divisor, inverse)
-            of_each = torch.stack([grad_norm, zeros, nonfinite, param_norm, change, ratio], dim=1)
+            of_each = torch.stack([norms(grads, divisor, inverse), param_norm, change, ratio], dim=1)
             is_clipped = (self.coefficient < inverse.float()) & ~self.skipped
             clip = torch.where(is_clipped, self.coefficient.double() * divisor, 1.0)
             clipped, every = self.clips.double().unbind()
@@ -113,21 +111,20 @@ class Meter:
             raise RuntimeError("parameters are DTensors, and metrics do not add up over shards; leave metrics= out")
         return (self.steps + 1) % self._every == 0
 
-    def count(
-        self, backend: Backend, plan: Plan, groups: Sequence[Mapping[str, Any]], grads: Grads, partials: Tensor
+    def begin(
+        self, plan: Plan, groups: Sequence[Mapping[str, Any]], partials: Tensor, scaling: Scaling, outcome: Outcome
     ) -> None:
-        """Reads the gradients of a measured step, before its norm: writes their sums of squares, and counts."""
+        """Before a measured step that has its coefficient: asks it for the sums of parameters and changes.
+
+        Args:
+            partials: the chunks' sums of squares of the gradients, as the norm has left them.
+        """
         if plan not in self._kept:
             sums = torch.empty(_SUMS, plan.chunks, dtype=torch.float32, device=plan.device)
             self._kept[plan] = _bounds(plan), sums, _names(plan, groups)
         sums = self._kept[plan][1].zero_()
-        backend.count(plan, grads, partials, sums[1:3])
         sums[0].copy_(partials)
-
-    def begin(self, plan: Plan, scaling: Scaling, outcome: Outcome) -> None:
-        """Before a measured step that has its coefficient: asks it for the sums of parameters and changes."""
-        sums = self._kept[plan][1]
-        outcome.changes = sums[3:]
+        outcome.changes = sums[1:]
         self._begun = _Begun(scaling, sums)
 
     def end(self, backend: Backend, plan: Plan, outcome: Outcome, skips: Tensor) -> None:

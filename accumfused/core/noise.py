@@ -1,7 +1,7 @@
-"""The gradient noise scale: means over windows of what the folds and the norm have summed anyway.
+"""The gradient noise scale: means over windows, from the squares of each micro-batch's gradient and of their sum.
 
-In: a window's sums of squares, of each micro-batch's own gradient and of their sum. Out: `NoiseEstimate`. McCandlish et
-al. 2018 (arXiv:1812.06162), appendix A.1; for micro-batches of unequal weights w with the sum W, and N of them:
+In: gradients before each fold, whose sums of squares the verb `norm` takes. Out: `NoiseEstimate`. McCandlish et al.
+2018 (arXiv:1812.06162), appendix A.1; for micro-batches of unequal weights w with the sum W, and N of them:
 
     G = sum(w g) / W                                       a window's gradient
     signal = (N |G|^2 - sum(w |g|^2) / W) / (N - 1)        its mean is the squared norm of the true gradient
@@ -13,17 +13,42 @@ travel with its accumulators. Where gradients are means over processes before th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from accumfused.core import graphs
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Exchange, Number, Scaling, moved
+from accumfused.core.protocol import Backend, Exchange, Number, Scaling, moved, on_device
+from accumfused.core.rows import Grads
 from accumfused.core.weights import Weights
 from accumfused.core.window import Phase, Window
 from accumfused.warn import warn
+
+
+@dataclass(frozen=True)
+class _Squares:
+    """What the micro-batches of a window have summed so far."""
+
+    plan: Plan
+    sums: Tensor  # fp32 [plan.chunks]: of w |g|^2, in the unit of the window's weights
+    micro_batches: int = 0
+    parts: Number = 0  # those whose weight is not 0
+
+    def follow(self, plan: Plan) -> _Squares | None:
+        """Goes on with a newer plan; None if its chunks are others."""
+        if plan is self.plan:
+            return self
+        if any(old.first_chunk != new.first_chunk for old, new in zip(self.plan.rows, plan.rows, strict=False)):
+            return None
+        sums = plan_zeros(plan)
+        sums[: len(self.sums)] = self.sums.to(plan.device)
+        return replace(self, plan=plan, sums=sums)
+
+
+def plan_zeros(plan: Plan) -> Tensor:
+    return torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)
 
 
 @dataclass(frozen=True)
@@ -55,6 +80,8 @@ class Noise:
     def __init__(self, decay: float) -> None:
         self.means: Tensor | None = None  # fp64 [signal, noise, the weight of both, windows]; see saving/history.py
         self._decay = decay
+        self.of_window: _Squares | None = None  # None: a window was resumed, or its chunks have changed
+        self._counted: Tensor | None = None  # the numbers of all processes, once they are added up
         self._sample: tuple[Tensor, Tensor] | None = None  # signal and noise of the window whose step is to come
         self._empty_steps = 0  # before the first sample
 
@@ -70,24 +97,58 @@ class Noise:
                 "with a weight of its own; leave the weights out (micro-batches of one size), or noise_scale="
             )
 
-    def count(self, backend: Backend, plan: Plan, window: Window, *, closes: bool) -> list[Tensor]:
+    def open(self, plan: Plan) -> None:
+        """A window begins."""
+        self.of_window, self._counted = _Squares(plan, plan_zeros(plan)), None
+
+    def measured(
+        self, backend: Backend, plan: Plan, grads: Grads, weights: Weights, weight: Number | None, in_loss: bool,
+        begins: bool,
+    ) -> _Squares | None:  # fmt: skip
+        """Takes the squares of a micro-batch's gradients before a fold, which may keep them as its sums.
+
+        Args:
+            grads: those of the fold, as kernels read them.
+            weights: the window's, with this micro-batch's.
+            begins: this is the micro-batch's first fold.
+
+        Returns:
+            `of_window`, once the fold is made.
+        """
+        known = None if self.of_window is None else self.of_window.follow(plan)
+        if known is None or (not isinstance(weight, Tensor) and weight == 0):
+            return known
+        own = plan_zeros(plan)
+        backend.norm(plan, grads, own, Scaling(plan.device))
+        share: Number = 1.0 if weight is None else weight
+        if isinstance(share, Tensor):
+            share = on_device(share, plan.device, torch.float64)
+        parts = known.parts + (share != 0) if begins else known.parts
+        share = 1.0 / (share * weights.unit) if in_loss and weight is not None else share / weights.unit
+        if isinstance(share, Tensor):  # of weight 0, the gradients are those of nothing: NaN
+            own = torch.where(share.isfinite() & (share != 0), share * own, 0.0)
+        else:
+            own *= share
+        return _Squares(plan, known.sums + own, known.micro_batches + begins, parts)
+
+    def count(self, backend: Backend, plan: Plan, weights: Weights, *, closes: bool) -> list[Tensor]:
         """Begins the numbers that processes add up beside their accumulators.
 
         Args:
             closes: the accumulators are divided by the weights already.
         """
-        sums = window.sums
-        if sums.squares is None:
-            return []
-        own = Exchange().sums_of_squares(backend, plan, [sums.squares])[0]
-        sums.counted = _numbers(own, window.weights, is_divided=closes)
-        return [sums.counted]
+        self._counted = torch.full((3,), torch.nan, dtype=torch.float64, device=plan.device)
+        if self._knows(weights):
+            assert self.of_window is not None
+            own = Exchange().sums_of_squares(backend, plan, [self.of_window.sums])[0]
+            self._counted = self._numbers(own, weights, is_divided=closes)
+        return [self._counted]
 
     def close(self, backend: Backend, plan: Plan, window: Window) -> None:
-        """Takes what the sums of a closed window lack, before others change `p.grad`."""
-        sums = window.sums
-        if sums.squares is None or (sums.counted is None and window.weights.count < 2):
+        """Measures accumulators whose norm is unknown, before user code can change `p.grad`."""
+        if not self._has_noise(window.weights):
             return
+        sums = window.sums
         stale = sums.stale(plan, sums.accumulators)
         if stale is not None:
             backend.norm(plan, plan.match(stale), sums.partials, Scaling(plan.device))
@@ -101,17 +162,18 @@ class Noise:
         """
         self._sample = None
         sums, weights = window.sums, window.weights
-        if window.phase is Phase.IDLE or sums.squares is None or (sums.counted is None and weights.count < 2):
+        if window.phase is Phase.IDLE or not self._has_noise(weights):
             if self.means is None:
                 self._watch_empty_steps()
             return
         if window.phase is Phase.CLOSED:
             self.close(backend, plan, window)  # an error may have kept it
-        if sums.counted is None:
-            own, whole = exchange.sums_of_squares(backend, plan, [sums.squares, sums.partials]).unbind()
-            numbers = _numbers(own, weights, is_divided=window.phase is Phase.CLOSED)
+        if self._counted is None:
+            assert self.of_window is not None
+            own, whole = exchange.sums_of_squares(backend, plan, [self.of_window.sums, sums.partials]).unbind()
+            numbers = self._numbers(own, weights, is_divided=window.phase is Phase.CLOSED)
         else:
-            numbers, whole = sums.counted, exchange.sums_of_squares(backend, plan, [sums.partials])[0]
+            numbers, whole = self._counted, exchange.sums_of_squares(backend, plan, [sums.partials])[0]
         own, parts, total = numbers.unbind()
         divisor: Number = scaling.normalization
         if scaling.device_normalization is not None:
@@ -159,13 +221,21 @@ class Noise:
         ratio = torch.where(signal > 0, noise / signal, torch.inf)
         return NoiseEstimate(ratio, signal, noise, self.means[3].clone())
 
+    def _knows(self, weights: Weights) -> bool:
+        """Whether the squares are those of all the window's micro-batches."""
+        return self.of_window is not None and self.of_window.micro_batches == weights.count
 
-def _numbers(own: Tensor, weights: Weights, *, is_divided: bool) -> Tensor:
-    """A window's weighted sum of squares, number of micro-batches, and weight: fp64 [3], which processes add up."""
-    numbers = own.new_zeros(3)
-    total = weights.total if weights.is_weighted else weights.parts
-    for place, number in zip(numbers.unbind(), (own, weights.parts, total), strict=True):
-        place.add_(number)  # not assigned: to assign a number would wait for a GPU
-    if is_divided:
-        numbers[0].mul_(weights.closing_scale).mul_(weights.closing_scale)
-    return numbers
+    def _has_noise(self, weights: Weights) -> bool:
+        """Whether the window, or those of all processes, are known and have more than one micro-batch."""
+        return self._counted is not None or (self._knows(weights) and weights.count > 1)
+
+    def _numbers(self, own: Tensor, weights: Weights, *, is_divided: bool) -> Tensor:
+        """A window's weighted sum of squares, number of micro-batches, and weight: fp64 [3], which processes add up."""
+        assert self.of_window is not None
+        numbers, parts = own.new_zeros(3), self.of_window.parts
+        total = weights.total if weights.is_weighted else parts
+        for place, number in zip(numbers.unbind(), (own, parts, total), strict=True):
+            place.add_(number)  # not assigned: to assign a number would wait for a GPU
+        if is_divided:
+            numbers[0].mul_(weights.closing_scale).mul_(weights.closing_scale)
+        return numbers

@@ -25,18 +25,6 @@ Number = float | Tensor  # a tensor has one element, which nobody reads
 OVERWRITE = -1  # stands for the weight's index of an accumulator that is still empty
 
 
-@dataclass(frozen=True)
-class Squares:
-    """The squares of each micro-batch's own gradient, for the noise scale.
-
-    sums[chunk] <- sums[chunk] + shares[index] * (sum of squares), first of an accumulator that still holds its
-    micro-batch's gradient as it came (index: held), then of the gradient (index: weight). A share of 0 leaves it out.
-    """
-
-    sums: Tensor  # [plan.chunks], fp32
-    shares: list[Number]  # like Fold.weights; each is rounded to fp32 once
-
-
 @dataclass
 class Fold:
     """One micro-batch's fold into the accumulators.
@@ -51,19 +39,14 @@ class Fold:
     weights: list[Number]  # those of weights.py's places; a tensor is fp64, of shape []
     weight: int  # this micro-batch's index
     scale: Number  # as a weight
-    squares: Squares | None = None  # None also where accumulators are empty
 
     def tensors(self) -> list[Tensor]:
         """The numbers that the device holds."""
-        shares = [] if self.squares is None else self.squares.shares
-        return [number for number in (*self.weights, self.scale, *shares) if isinstance(number, Tensor)]
+        return [number for number in (*self.weights, self.scale) if isinstance(number, Tensor)]
 
     def factors(self, device: torch.device) -> Tensor:
-        """Rows of fp32, for backends that compute with tensors: each weight by the scale; and each share, if any."""
-        shares = [] if self.squares is None else self.squares.shares
-        rows = stacked([*self.weights, *shares], device).view(-1, len(self.weights))
-        rows[0].mul_(self.scale)
-        return rows.float()
+        """Each weight by the scale, in fp32, for backends that compute with tensors."""
+        return stacked(self.weights, device).mul_(self.scale).float()
 
     def refuse_overwritten(self) -> None:
         """Refuses gradients in the memory of their accumulators, for backends without a table (a table checks that)."""
@@ -179,15 +162,6 @@ class Backend(Protocol):
         Args:
             grads: gradients whose sums of squares partials lack, if any; None leaves a row's partials alone.
             partials: None: it takes no norm, and only the normalization enters.
-        """
-
-    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
-        """The first half of `norm`, in a step that is measured: reads gradients, and makes no coefficient of them.
-
-        Args:
-            grads: None leaves a row's partials and counts alone.
-            partials: gets the chunks' sums of squares.
-            counts: fp32 [2, plan.chunks], gets how many values of a chunk are zeros, and how many are not finite.
         """
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from accumfused.core import graphs, memory
 from accumfused.core.arena import Arena, adoptable
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import OVERWRITE, Backend, Fold, Number, Squares
+from accumfused.core.protocol import OVERWRITE, Backend, Fold, Number
 from accumfused.core.rows import Grads
 from accumfused.core.weights import CLOSED, CURRENT, FIRST, READY, Weights
 
@@ -20,7 +20,7 @@ from accumfused.core.weights import CLOSED, CURRENT, FIRST, READY, Weights
 class Sums:
     """Lists over the plan's rows, as kernels take them: 1000 objects would cost more host time than a launch."""
 
-    def __init__(self, plan: Plan, arena: Arena, measures: bool = False, *, lacks_rows: bool = False) -> None:
+    def __init__(self, plan: Plan, arena: Arena, *, lacks_rows: bool = False) -> None:
         """Args: lacks_rows: some rows will have no accumulator, if this window is as the last one."""
         rows = len(plan.rows)
         self.accumulators: Grads = [None] * rows
@@ -32,9 +32,6 @@ class Sums:
         self._is_cleared = lacks_rows
         if lacks_rows:
             self.partials.zero_()
-        # Those of each micro-batch's own gradient: see protocol.Squares. None: nobody asks for them.
-        self.squares = torch.zeros_like(self.partials) if measures else None
-        self.counted: Tensor | None = None  # what the noise scale takes of all processes: see noise.py
         self.arena = arena  # for gradients that cannot be adopted; kept between windows
 
     @property
@@ -63,9 +60,7 @@ class Sums:
         before = [] if old is None else old.rows
         if any(one.first_chunk != other.first_chunk for one, other in zip(before, plan.rows, strict=False)):  # resized
             self.partials, self.is_measured = self.partials.new_zeros(plan.chunks), [False] * len(plan.rows)
-            self.squares = None
         self.partials = _extended(self.partials, plan)
-        self.squares = None if self.squares is None else _extended(self.squares, plan)
 
     def fold(
         self, plan: Plan, backend: Backend, weights: Weights, grads: Grads, complete: bool, place: int,
@@ -116,7 +111,7 @@ class Sums:
     def settle(self, plan: Plan, backend: Backend, weights: Weights) -> Number:
         """Brings all accumulators to one common factor and returns it: the step divides by it."""
         is_sum = not weights.is_weighted and weights.divisor is None
-        if is_sum and self.squares is None:
+        if is_sum:
             return 1.0
         if self.are_of_one(weights):
             return weights.total / weights.factors[FIRST] if isinstance(weights.total, Tensor) else 1.0
@@ -125,7 +120,7 @@ class Sums:
             self._launch(plan, backend, weights, [None] * len(pending), pending, READY, 1.0)
         if weights.divisor is not None:
             return weights.divisor
-        return 1.0 if is_sum else weights.total
+        return weights.total
 
     def bundle(self, plan: Plan, missing: list[bool]) -> None:
         """Before processes add accumulators up: puts small ones side by side, and makes `missing` ones zeros."""
@@ -154,8 +149,6 @@ class Sums:
         twin.accumulators = [None if a is None else a.clone() for a in self.accumulators]
         twin.places, twin.is_measured = list(self.places), [False] * len(self.places)
         twin.partials, twin.arena, twin._is_cleared = self.partials[:0], Arena(len(self.places)), True
-        twin.squares = None if self.squares is None else self.squares.clone()
-        twin.counted = None
         return twin
 
     def _waits_for_closing(self, weights: Weights, scale: float) -> bool:
@@ -171,17 +164,12 @@ class Sums:
         rows: Grads,
         place: int,
         scale: Number,
-        measures: bool = True,
     ) -> None:
         """Folds into the accumulators `rows`, which become READY; a None leaves its row alone."""
         folded = [accumulator for accumulator in rows if accumulator is not None]
         if not folded:
             return
-        squares = None
-        if measures and self.squares is not None and weights.shares is not None:
-            squares = Squares(self.squares, weights.shares)
-        fold = Fold(grads, rows, self.places, weights.factors, place, scale, squares)
-        backend.accumulate(plan, fold, self.partials)
+        backend.accumulate(plan, Fold(grads, rows, self.places, weights.factors, place, scale), self.partials)
         if len(folded) == len(rows):
             self.places, self.is_measured = [READY] * len(rows), [backend.measures_folds] * len(rows)
         else:
@@ -210,7 +198,7 @@ class Sums:
             copied = self.arena.apart(copied)
             self.arena.extend(plan, copied)
             copies: Grads = [None if g is None else a for g, a in zip(copied, self.arena.places, strict=True)]
-            self._launch(plan, backend, weights, copied, copies, READY, 1.0, measures=False)
+            self._launch(plan, backend, weights, copied, copies, READY, 1.0)
             taken = [a if copy is None else copy for a, copy in zip(taken, copies, strict=True)]
         self.accumulators = taken
         for index, grad in enumerate(grads):

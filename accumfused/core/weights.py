@@ -21,12 +21,10 @@ _EXPONENT = 0x7FF << 52  # the exponent's bits of an fp64 number
 class Weights:
     """The weights of one window. Device tensors are not read: a bad one makes the norm non-finite."""
 
-    def __init__(self, device: torch.device | None = None, measures: bool = False) -> None:
-        """Args: device: of the kernels; None: no window is open. measures: the squares of each micro-batch, too."""
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Args: device: where the kernels run; None: no window is open."""
         self.device = device or torch.device("cpu")
         self.factors: list[Number] = [1.0] * 4  # by place; they travel in launches, a tensor is on the device
-        self.shares: list[Number] | None = [0.0] * 4 if measures else None  # of squares: see protocol.Squares
-        self.parts: Number = 0  # micro-batches whose weight is not 0
         self.is_weighted: bool | None = None  # None: no micro-batch yet
         self.total: Number = 0.0
         self.unit: Number = 1.0  # a power of two that divides the weights, so that squares stay in fp32's range
@@ -42,7 +40,7 @@ class Weights:
         self.is_weighted = weight is not None
         if weight is None:
             self.count += 1
-            return READY if self.shares is None else self._place(1.0, 1.0)
+            return READY
         if isinstance(weight, Tensor):
             weight = on_device(weight, self.device, torch.float64)
             weight = torch.where(weight >= 0, weight, torch.nan)  # so that the step is skipped
@@ -58,13 +56,11 @@ class Weights:
             return None
         self.count += 1
         if not in_loss:
-            return self._place(weight, weight)
+            return self._place(weight)
         if is_own and isinstance(weight, Tensor):
-            return self._place(
-                (weight != 0).double() / self.unit, weight, in_loss
-            )  # a masked mean of nothing is NaN, also times 0
-        if self.shares is not None or isinstance(self.unit, Tensor) or self.unit != 1.0:
-            return self._place(1.0 / self.unit, weight, in_loss)
+            return self._place((weight != 0).double() / self.unit)  # a masked mean of nothing is NaN, also times 0
+        if isinstance(self.unit, Tensor) or self.unit != 1.0:
+            return self._place(1.0 / self.unit)
         return READY
 
     def check(self, weight: Number | None) -> None:
@@ -120,16 +116,9 @@ class Weights:
         weights.count, weights.is_weighted, weights.unit = int(count), unit != 0, abs(unit) or 1.0
         return weights
 
-    def _place(self, factor: Number, weight: Number, in_loss: bool = False) -> int:
+    def _place(self, factor: Number) -> int:
         place = FIRST if self.count == 1 else CURRENT
         self.factors[place] = factor
-        if self.shares is not None:
-            share = weight
-            if in_loss:  # the gradient's square has the weight in it twice
-                share = 1.0 / (weight * self.unit * self.unit)
-                share = torch.where(weight != 0, share, 0.0) if isinstance(weight, Tensor) else share
-            self.shares[place] = share
-            self.parts = self.parts + (weight != 0)
         return place
 
 

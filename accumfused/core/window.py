@@ -50,7 +50,6 @@ class Window:
         self.entered = False  # a micro-batch is in progress: it is counted, and more of its gradients may come
         self.habits = Habits()
         self._place: int | None = None  # of the micro-batch's factor; None: it is left out
-        self.measures = False  # the squares of each micro-batch's own gradient, from the next window on
         self._plan: Plan | None = None
         self._pin = Pin()
         self._lacked_rows = False  # the last window
@@ -100,8 +99,8 @@ class Window:
             self.params, arena = list(plan.params), Arena(len(plan.params))
             self._grad_dtypes.clear()
         self.phase, self._plan = Phase.OPEN, plan
-        self.sums = Sums(plan, arena, self.measures, lacks_rows=self._lacked_rows)
-        self.weights = Weights(plan.device, self.measures)
+        self.sums = Sums(plan, arena, lacks_rows=self._lacked_rows)
+        self.weights = Weights(plan.device)
         self.habits.see(self.params)
 
     def follow(self, plan: Plan) -> None:
@@ -241,7 +240,6 @@ class Window:
         twin = copy.copy(self)
         twin.params, twin.sums, twin.weights = list(self.params), self.sums.copied(), copy.copy(self.weights)
         twin.weights.factors = list(self.weights.factors)
-        twin.weights.shares = None if self.weights.shares is None else list(self.weights.shares)
         twin._plan, twin._grad_dtypes, twin.habits = None, {}, Habits()
         return twin
 

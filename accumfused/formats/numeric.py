@@ -92,13 +92,6 @@ def sums_of_squares(values: Tensor) -> Tensor:
     return _tree(lanes)
 
 
-def count_values(values: Tensor) -> Tensor:
-    """How many values of each chunk of a flat tensor are zeros, and how many are not finite: fp32 [2, chunks]."""
-    flags = torch.stack([values == 0, ~values.isfinite()])
-    padded = torch.nn.functional.pad(flags, (0, -values.numel() % CHUNK))
-    return padded.view(2, -1, CHUNK).sum(-1).float()
-
-
 def sum_partials(partials: Tensor) -> Tensor:
     """The sum of all chunks' sums, fp64, shape []: strided over 1024 lanes, then the same halving tree."""
     rows = -(-partials.numel() // LANES)

@@ -139,7 +139,7 @@ class Contributions:
         Raises:
             RuntimeError, TypeError, ValueError: as `accumulate()`; zero_grad() goes on from there.
         """
-        if has_hooks(param):
+        if has_hooks(param) or self.optimizer.engine.noise is not None:  # which measures gradients
             return None
         with self.lock:
             self.watch_backward()  # a backward that is refused here has left other gradients in p.grad

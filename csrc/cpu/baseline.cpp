@@ -2,4 +2,4 @@
 #include "kernels.inl"
 
 const accumfused::cpu::Kernels accumfused::cpu::kBaseline = {"baseline",      baseline::accumulate, baseline::norm,
-                                                             baseline::count, baseline::step,       baseline::kRules};
+                                                             baseline::step,       baseline::kRules};

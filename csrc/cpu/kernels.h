@@ -48,7 +48,6 @@ struct Kernels {
   const char* name;
   void (*accumulate)(const Work&, const Fold&);
   void (*norm)(const Work&, float* partials);
-  void (*count)(const Work&, float* partials, float* counts);  // the same; counts: [2][chunks], see protocol.py
   void (*step)(const Work&, const Step&);
   const RuleCode* rules;  // in the order of rules()
 };

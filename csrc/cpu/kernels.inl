@@ -123,81 +123,40 @@ void norm(const Work& work, float* partials) {
   });
 }
 
-// The bits without the sign, which order finite numbers, infinity and NaNs; and those of infinity.
-AF_INLINE uint32_t magnitude(float value) { return bits_of(value) & 0x7fffffffu; }
-AF_INLINE uint32_t magnitude(Float16 value) { return value.bits & 0x7fffu; }
-AF_INLINE uint32_t magnitude(Bfloat16 value) { return value.bits & 0x7fffu; }
-constexpr uint32_t infinity_of(float) { return 0x7f800000u; }
-constexpr uint32_t infinity_of(Float16) { return 0x7c00u; }
-constexpr uint32_t infinity_of(Bfloat16) { return 0x7f80u; }
-
-template <class G>
-float count_from(const G* grad, int64_t n, uint32_t least) {
-  int32_t count = 0;
-  for (int64_t i = 0; i < n; ++i) count += magnitude(grad[i]) >= least;
-  return float(count);
-}
-
-// Each chunk is read twice, but for the second time from the cache. A sum is finite only where all gradients are.
-void count(const Work& work, float* partials, float* counts) {
-  for_each_chunk<Nothing>(work, [&](Nothing, const Row&, const Operands& in, int64_t chunk, int64_t offset, int64_t n) {
-    if (in.grad == nullptr) return;
-    with_grad(in, offset, [=](const auto* grad) {
-      partials[chunk] = sum_of_squares(grad, n);
-      counts[chunk] = float(n) - count_from(grad, n, 1);
-      counts[work.chunks + chunk] = is_finite(partials[chunk]) ? 0.0f : count_from(grad, n, infinity_of(*grad));
-    });
-  });
-}
-
 // ---- accumulate -----------------------------------------------------------------------------------------------------
 
-// Sums of squares of a fold's operands, as they come.
-struct OwnSquares {
-  float held = 0.0f, grad = 0.0f;
-};
-
 // One row of 1024 at a time, so that squares are summed while the result is in registers.
-template <bool kKeep, bool kAdd, bool kMeasure, class G>
-float fold_chunk(float* __restrict accumulator, const G* __restrict grad, float keep, float add, int64_t n,
-                 OwnSquares& own) {
+template <bool kKeep, bool kAdd, class G>
+float fold_chunk(float* __restrict accumulator, const G* __restrict grad, float keep, float add, int64_t n) {
   alignas(64) float lanes[kLanes];
-  alignas(64) float held[kMeasure && kKeep ? kLanesApart : 1], added[kMeasure && kAdd ? kLanesApart : 1];
   const int64_t width = tree_width(n);
   for (int64_t l = 0; l < width; ++l) lanes[l] = 0.0f;
-  if constexpr (kMeasure && kKeep) memset(held, 0, sizeof held);
-  if constexpr (kMeasure && kAdd) memset(added, 0, sizeof added);
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t length = smaller(kLanes, n - i);
     float* __restrict out = accumulator + i;
     const G* __restrict in = kAdd ? grad + i : nullptr;
     for (int64_t l = 0; l < length; ++l) {
-      if constexpr (kMeasure && kKeep) held[l] += out[l] * out[l];
-      if constexpr (kMeasure && kAdd) added[l] += to_float(in[l]) * to_float(in[l]);
       float value = kKeep ? out[l] * keep : 0.0f;
       if constexpr (kAdd) value = kKeep ? value + to_float(in[l]) * add : to_float(in[l]) * add;
       out[l] = value;
       lanes[l] += value * value;
     }
   }
-  if constexpr (kMeasure && kKeep) own.held = tree_sum(held, width);
-  if constexpr (kMeasure && kAdd) own.grad = tree_sum(added, width);
   return tree_sum(lanes, width);
 }
 
-template <bool kMeasure, class G>
-float fold_any(float* accumulator, const G* grad, float keep, float add, int64_t n, OwnSquares& own) {
+template <class G>
+float fold_any(float* accumulator, const G* grad, float keep, float add, int64_t n) {
   if (grad == nullptr) {
-    return keep != 0.0f ? fold_chunk<true, false, kMeasure>(accumulator, grad, keep, add, n, own)
-                        : fold_chunk<false, false, kMeasure>(accumulator, grad, keep, add, n, own);
+    return keep != 0.0f ? fold_chunk<true, false>(accumulator, grad, keep, add, n)
+                        : fold_chunk<false, false>(accumulator, grad, keep, add, n);
   }
-  return keep != 0.0f ? fold_chunk<true, true, kMeasure>(accumulator, grad, keep, add, n, own)
-                      : fold_chunk<false, true, kMeasure>(accumulator, grad, keep, add, n, own);
+  return keep != 0.0f ? fold_chunk<true, true>(accumulator, grad, keep, add, n)
+                      : fold_chunk<false, true>(accumulator, grad, keep, add, n);
 }
 
 void accumulate(const Work& work, const Fold& fold) {
   const float add = fold.factor(fold.weight);
-  const float grad_share = fold.share(fold.weight);
   int64_t written_bytes = 0;
   for (int64_t i = 0; i < work.count; ++i)
     written_bytes += work.operands[i].weight == kOverwrite ? work.rows[i].numel * 4 : 0;
@@ -210,16 +169,9 @@ void accumulate(const Work& work, const Fold& fold) {
       return;
     }
     const float keep = fold.factor(in.weight);
-    const float held_share = fold.share(in.weight);
-    OwnSquares own;
-    const auto run = [&](auto* grad) {
-      fold.partials[chunk] = fold.squares ? fold_any<true>(accumulator, grad, keep, add, n, own)
-                                          : fold_any<false>(accumulator, grad, keep, add, n, own);
-    };
+    const auto run = [&](auto* grad) { fold.partials[chunk] = fold_any(accumulator, grad, keep, add, n); };
     if (in.grad == nullptr || add == 0.0f) run(static_cast<const float*>(nullptr));
     else with_grad(in, offset, run);
-    if (held_share != 0.0f) fold.squares[chunk] += held_share * own.held;
-    if (grad_share != 0.0f && in.grad != nullptr) fold.squares[chunk] += grad_share * own.grad;
   });
 }
 

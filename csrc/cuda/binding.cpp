@@ -7,14 +7,6 @@
 namespace accumfused {
 namespace {
 
-// A verb that takes a Table for its rows.
-template <class... Arguments>
-auto on_rows(void (cuda::DeviceTable::*verb)(const Rows&, Arguments...)) {
-  return [verb](cuda::DeviceTable& self, const Table& table, Arguments... arguments) {
-    (self.*verb)(table.rows(), arguments...);
-  };
-}
-
 // In the order of Norm.
 using NormTuple = std::tuple<bool, uintptr_t, double, uintptr_t, uintptr_t, bool, std::optional<double>, bool,
                              uintptr_t, uintptr_t, bool>;
@@ -45,12 +37,11 @@ void bind_cuda(py::module_& m) {
           py::arg("table"), py::arg("groups"), py::arg("stride"))
       .def("accumulate",
            [](DeviceTable& self, const Table& table, uintptr_t stream, const GivenNumbers& weights, int64_t weight,
-              const GivenNumber& scale, uintptr_t partials, uintptr_t squares, const GivenNumbers& shares) {
-             const Fold fold = make_fold(weights, weight, scale, partials, squares, shares);
+              const GivenNumber& scale, uintptr_t partials) {
+             const Fold fold = make_fold(weights, weight, scale, partials);
              const py::gil_scoped_release released;
              self.accumulate(table.rows(), stream, fold);
            })
-      .def("count", on_rows(&DeviceTable::count), release)
       .def(
           "norm",
           [](DeviceTable& self, const Table& table, uintptr_t stream, const NormTuple& norm) {

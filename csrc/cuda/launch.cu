@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "accumulate.cuh"
-#include "count.cuh"
 #include "launch.h"
 #include "norm.cuh"
 #include "packet.cuh"
@@ -303,8 +302,7 @@ void DeviceTable::accumulate(const Rows& table, uintptr_t stream, const Fold& fo
   const Layout layout = send(rows, stream, true);
   has_counts_ = false;
   const gpu::Work work = common == kOverwrite ? layout.units : layout.chunks;
-  launch("accumulate", fold.squares ? gpu::measure_kernel : gpu::accumulate_kernel, blocks_of(work), stream, work, fold,
-         common);
+  launch("accumulate", gpu::accumulate_kernel, blocks_of(work), stream, work, fold, common);
 }
 
 void DeviceTable::norm(const Rows& table, uintptr_t stream, const Norm& norm) {
@@ -315,13 +313,6 @@ void DeviceTable::norm(const Rows& table, uintptr_t stream, const Norm& norm) {
   launch("norm", gpu::norm_kernel, blocks, stream, layout.chunks, args.reads, args.partials, args.scaling, args.outcome,
          args.skips);
   has_counts_ = true, is_next_ = norm.step_follows;
-}
-
-void DeviceTable::count(const Rows& table, uintptr_t stream, uintptr_t partials, uintptr_t counts) {
-  const Device device(device_);
-  const Layout layout = send(table, stream, false);
-  launch("count", gpu::count_kernel, {table.chunks}, stream, layout.chunks, pointer<float>(partials),
-         pointer<float>(counts));
 }
 
 void DeviceTable::segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t bounds, int64_t segments,
@@ -380,9 +371,7 @@ std::string why_not(int device) {
       check(cudaFuncGetAttributes(&attributes, kernel), name);
     };
     load("accumulate", gpu::accumulate_kernel);
-    load("accumulate", gpu::measure_kernel);
     load("norm", gpu::norm_kernel);
-    load("count", gpu::count_kernel);
     load("step counts", gpu::counts_kernel);
     load("segment norms", gpu::segment_norms_kernel);
     load("table", gpu::write_kernel<Policy::kSmallPacket>);

@@ -38,8 +38,6 @@ class DeviceTable {
 
   void accumulate(const Rows& table, uintptr_t stream, const Fold& fold);
   void norm(const Rows& table, uintptr_t stream, const Norm& norm);
-  // The gradients' sums of squares; counts: [2][chunks], how many of them are zeros, and how many are not finite.
-  void count(const Rows& table, uintptr_t stream, uintptr_t partials, uintptr_t counts);
   void segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t bounds, int64_t segments, uintptr_t squares);
   // Whether a step of a small model can take its norm in the same launch.
   bool steps_with_norm(const Rows& table, const std::vector<int32_t>& rules) const;

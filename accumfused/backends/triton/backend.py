@@ -71,16 +71,13 @@ class TritonBackend:
         grads, accumulators = _addresses(fold.grads), _addresses(fold.accumulators)
         if any(map(operator.eq, grads, accumulators)):
             fold.refuse_overwritten()
-        squares = fold.squares
         scale, at = (1.0, fold.scale.data_ptr()) if isinstance(fold.scale, Tensor) else (fold.scale, 0)
         with self._on(plan, [*fold.tensors(), partials, *fold.grads, *fold.accumulators]):
             table = self._send(plan, "fold", [*grads, *_dtypes(fold.grads), *accumulators, *fold.held])
-            shares = None if squares is None else self._numbers(plan, "shares", squares.shares)
             self._launch(
                 kernels.accumulate_kernel, plan, plan.chunks,
                 table, len(plan.rows), plan.chunks, self._numbers(plan, "weights", fold.weights), fold.weight,
-                _bits(scale), at, partials, address(squares.sums if squares else None), address(shares),
-                constants=(squares is not None,),
+                _bits(scale), at, partials,
             )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -99,13 +96,6 @@ class TritonBackend:
                 _bits(limit or 0.0), int(scaling.skips_nonfinite), outcome.values, address(scaling.skips),
             )  # fmt: skip
         return outcome
-
-    def count(self, plan: Plan, grads: Grads, partials: Tensor, counts: Tensor) -> None:
-        if partials.numel():
-            with self._on(plan, [partials, counts, *grads]):
-                table = self._send(plan, "step", _operands(grads))
-                arguments = table, len(plan.rows), plan.chunks, partials, counts
-                self._launch(kernels.count_kernel, plan, plan.chunks, *arguments)
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         squares = torch.zeros(len(bounds) - 1, dtype=torch.float64, device=plan.device)

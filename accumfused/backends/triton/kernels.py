@@ -38,7 +38,7 @@ from accumfused.backends.triton.numeric import LANES, LEAST_DIVISOR, LEAST_SUM, 
 NUMBERS = (
     "table", "hypers", "outcome", "weights", "count", "chunks", "chunks_to_read", "partials", "normalization",
     "device_normalization", "found_inf", "clips", "max_grad_norm", "skips_nonfinite", "skips", "weight", "scale",
-    "device_scale", "squares", "shares",
+    "device_scale",
 )  # fmt: skip
 
 
@@ -115,50 +115,6 @@ def norm_kernel(
             tl.store(counter, tl.load(counter) + skipped.to(tl.int64))
 
 
-@triton.jit
-def count_values(grad, n, aligned, squares, zeros, nonfinite):
-    others = tl.zeros([LANES], tl.int32)  # than zeros, which stand in the place of missing elements too
-    bad = tl.zeros([LANES], tl.int32)
-    lanes = tl.zeros([LANES], tl.float32)
-    whole = whole_elements(n, LANES, aligned)
-    for first in range(0, whole, LANES):
-        g = load(grad, first, n, LANES, True)
-        size = g.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        others += (size != 0).to(tl.int32)
-        bad += (size >= 0x7F800000).to(tl.int32)
-        lanes += g * g
-    for first in range(whole, n, LANES):
-        g = load(grad, first, n, LANES, False)
-        size = g.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        others += (size != 0).to(tl.int32)
-        bad += (size >= 0x7F800000).to(tl.int32)
-        lanes += g * g
-    tl.store(squares, tree(lanes))
-    tl.store(zeros, (n - tl.sum(others, axis=0)).to(tl.float32))
-    tl.store(nonfinite, tl.sum(bad, axis=0).to(tl.float32))
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def count_kernel(table, count: tl.int32, chunks: tl.int32, partials, counts):
-    """Of each chunk: its sum of squares, as the norm takes it, and how many values are zeros, or not finite."""
-    rows = table + ROWS
-    for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
-        row, _ = row_of(rows, count, chunk)
-        dtype = tl.load(row + DTYPE)
-        if dtype != NO_GRAD:
-            offset, n = extent(row, chunk)
-            aligned = is_aligned(row, GRAD)
-            squares = partials + chunk
-            zeros = counts + chunk
-            bad = zeros + chunks
-            if dtype == FLOAT32:
-                count_values(pointer(row, GRAD, tl.float32, offset), n, aligned, squares, zeros, bad)
-            elif dtype == FLOAT16:
-                count_values(pointer(row, GRAD, tl.float16, offset), n, aligned, squares, zeros, bad)
-            else:
-                count_values(pointer(row, GRAD, BFLOAT16_BITS, offset), n, aligned, squares, zeros, bad)
-
-
 @triton.jit(do_not_specialize=("segments",))
 def segment_norms_kernel(partials, bounds, segments: tl.int32, squares):
     """squares[s]: the sum of partials[bounds[s]] up to partials[bounds[s + 1]]; a program for each."""
@@ -183,12 +139,9 @@ def folded(kept, g, keep, add, has_grad: tl.constexpr):
 
 @triton.jit
 def fold_chunk(
-    accumulator, grad, n, aligned, keep, add, has_grad: tl.constexpr, total, squares, held_share, grad_share,
-    measures: tl.constexpr
+    accumulator, grad, n, aligned, keep, add, has_grad: tl.constexpr, total
 ):  # fmt: skip
     lanes = tl.zeros([LANES], tl.float32)
-    held = tl.zeros([LANES], tl.float32)
-    added = tl.zeros([LANES], tl.float32)
     whole = whole_elements(n, 2 * LANES, aligned)
     for first in range(0, whole, 2 * LANES):
         second = first + LANES
@@ -196,11 +149,6 @@ def fold_chunk(
         g, h = a, b
         if has_grad:
             g, h = load(grad, first, n, LANES, True), load(grad, second, n, LANES, True)
-        if measures:
-            held += a * a
-            held += b * b
-            added += g * g
-            added += h * h
         a, b = folded(a, g, keep, add, has_grad), folded(b, h, keep, add, has_grad)
         lanes += a * a
         lanes += b * b
@@ -211,24 +159,14 @@ def fold_chunk(
         g = a
         if has_grad:
             g = load(grad, first, n, LANES, False)
-        if measures:
-            held += a * a
-            added += g * g
         a = folded(a, g, keep, add, has_grad)
         lanes += a * a
         store(accumulator, a, first, n, LANES, False)
     tl.store(total, tree(lanes))
-    if measures:
-        if (held_share != 0) & (keep != 0):
-            tl.store(squares, tl.load(squares) + held_share * tree(held))
-        if has_grad & (grad_share != 0) & (add != 0):
-            tl.store(squares, tl.load(squares) + grad_share * tree(added))
 
 
 @triton.jit
-def fold_or_copy(
-    accumulator, grad, n, aligned, copies, keep, add, total, squares, held_share, grad_share, measures: tl.constexpr
-):
+def fold_or_copy(accumulator, grad, n, aligned, copies, keep, add, total):
     if copies:
         whole = whole_elements(n, BLOCK, aligned)
         for first in range(0, whole, BLOCK):
@@ -236,7 +174,7 @@ def fold_or_copy(
         for first in range(whole, n, BLOCK):
             store(accumulator, load(grad, first, n, BLOCK, False), first, n, BLOCK, False)
     else:
-        fold_chunk(accumulator, grad, n, aligned, keep, add, True, total, squares, held_share, grad_share, measures)
+        fold_chunk(accumulator, grad, n, aligned, keep, add, True, total)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -249,17 +187,8 @@ def accumulate_kernel(
     scale: tl.int64,
     device_scale: tl.int64,
     partials,
-    squares: tl.int64,  # 0: see protocol.Squares
-    shares: tl.int64,
-    measures: tl.constexpr,
 ):
     rows = table + ROWS
-    sums = pointer_to(squares, tl.float32)
-    of_squares = pointer_to(shares, tl.float64)
-    grad_share = 0.0
-    held_share = 0.0
-    if measures:
-        grad_share = tl.load(of_squares + weight).to(tl.float32)
     factor = float64_from(scale)
     if device_scale != 0:
         factor *= tl.load(pointer_to(device_scale, tl.float64))
@@ -273,27 +202,16 @@ def accumulate_kernel(
             held = tl.load(row + WEIGHT)
             keep = (tl.load(weights + tl.maximum(held, 0)) * factor).to(tl.float32)
             copies = held == OVERWRITE
-            if measures:
-                held_share = tl.load(of_squares + tl.maximum(held, 0)).to(tl.float32)
-            own = sums + chunk
             aligned = is_aligned(row, ACCUMULATOR) & is_aligned(row, GRAD)
             dtype = tl.load(row + DTYPE)
             if dtype == NO_GRAD:
-                fold_chunk(
-                    accumulator, accumulator, n, aligned, keep, add, False, total, own, held_share, grad_share, measures
-                )
+                fold_chunk(accumulator, accumulator, n, aligned, keep, add, False, total)
             elif dtype == FLOAT32:
                 grad = pointer(row, GRAD, tl.float32, offset)
-                fold_or_copy(
-                    accumulator, grad, n, aligned, copies, keep, add, total, own, held_share, grad_share, measures
-                )
+                fold_or_copy(accumulator, grad, n, aligned, copies, keep, add, total)
             elif dtype == FLOAT16:
                 half = pointer(row, GRAD, tl.float16, offset)
-                fold_or_copy(
-                    accumulator, half, n, aligned, copies, keep, add, total, own, held_share, grad_share, measures
-                )
+                fold_or_copy(accumulator, half, n, aligned, copies, keep, add, total)
             else:
                 brain = pointer(row, GRAD, BFLOAT16_BITS, offset)
-                fold_or_copy(
-                    accumulator, brain, n, aligned, copies, keep, add, total, own, held_share, grad_share, measures
-                )
+                fold_or_copy(accumulator, brain, n, aligned, copies, keep, add, total)
