@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Generic, TypeVar
 
 from accumfused.arguments import checked_whole
+from accumfused.optimizer import FusedOptimizer, check_fused
 from accumfused.warn import warn
 
 Item = TypeVar("Item")
@@ -14,12 +15,17 @@ Item = TypeVar("Item")
 class Windows(Generic[Item]):
     """Iterates over (item, last), with the iterable's length; `windows` returns it."""
 
-    def __init__(self, iterable: Iterable[Item], steps: int | Callable[[int], int], start: int) -> None:
+    def __init__(
+        self, iterable: Iterable[Item], steps: int | Callable[[int], int], start: int, resumed: FusedOptimizer | None
+    ) -> None:
         if not callable(steps):
             _checked(steps)
         self._iterable = iterable
         self._steps: Callable[[int], int] = steps if callable(steps) else lambda _: steps
         self._start = checked_whole(start, "start", 0)
+        if resumed is not None:
+            check_fused(resumed, "windows(resumed=)")
+        self._resumed = resumed
 
     def __len__(self) -> int:
         if not isinstance(self._iterable, Sized):
@@ -35,16 +41,22 @@ class Windows(Generic[Item]):
 
     def _cut(self, items: Iterable[tuple[Item, bool]]) -> Iterator[tuple[Item, bool]]:
         update, left = self._start, 0
+        window = None if self._resumed is None else self._resumed.engine.window
+        begun = window.count if window is not None and window.is_open else 0  # micro-batches of the first window
         for item, ends in items:
             if left == 0:
-                left = _checked(self._steps(update))
-                update += 1
+                left = max(1, _checked(self._steps(update)) - begun)
+                update, begun = update + 1, 0
             left = 0 if ends else left - 1
             yield item, left == 0
 
 
 def windows(
-    iterable: Iterable[Item], gradient_accumulation_steps: int | Callable[[int], int], *, start: int = 0
+    iterable: Iterable[Item],
+    gradient_accumulation_steps: int | Callable[[int], int],
+    *,
+    start: int = 0,
+    resumed: FusedOptimizer | None = None,
 ) -> Windows[Item]:
     """Cuts an iterable of micro-batches into windows: yields (item, last), `last` at the end of each.
 
@@ -55,18 +67,21 @@ def windows(
         iterable: micro-batches, a DataLoader for instance.
         gradient_accumulation_steps: micro-batches in a window, or a function that returns them for an update's index.
         start: the index of the first update in every iteration; a resumed run gives it for such a function.
+        resumed: an optimizer that may have loaded a checkpoint of an open window: the first window then lacks the
+            micro-batches that it has, and the iterable begins with the next one.
 
     Returns:
         An iterable of (item, last), with the iterable's len() if it has one.
 
     Raises:
         ValueError: a number of steps below 1, or `start` below 0.
+        TypeError: `resumed` is not an optimizer of accumfused.
 
     Examples:
         >>> list(windows("abcde", 2))
         [('a', False), ('b', True), ('c', False), ('d', True), ('e', True)]
     """
-    return Windows(iterable, gradient_accumulation_steps, start)
+    return Windows(iterable, gradient_accumulation_steps, start, resumed)
 
 
 def _checked(steps: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -120,3 +121,38 @@ def test_what_is_no_number_of_steps_or_start_is_refused(steps: Any) -> None:
     if steps != 0:
         with pytest.raises(ValueError, match="start must be a whole number >= 0, got"):
             af.windows([1, 2], 2, start=steps)
+
+
+@pytest.mark.parametrize("done", range(1, 10))
+def test_a_resumed_loop_goes_on_in_the_middle_of_a_window(done: int) -> None:
+    """The update that closes a window, and its micro-batches, are those of the uninterrupted loop."""
+
+    def run(optimizer: Any, param: torch.Tensor, items: Any) -> list[tuple[int, float]]:
+        updates = []
+        for item, last in items:
+            (param * (item + 1.0)).sum().backward()
+            optimizer.accumulate(weight=item + 1)
+            if last:
+                optimizer.step()
+                updates.append((item, float(param.detach())))
+        return updates
+
+    def made() -> tuple[Any, torch.Tensor]:
+        param = torch.zeros((), requires_grad=True)
+        return af.SGD([param], lr=0.5), param
+
+    whole = run(*made(), af.windows(range(10), 4))
+    optimizer, param = made()
+    updates = run(optimizer, param, [*af.windows(range(10), 4)][:done])
+    other, restored = made()
+    with torch.no_grad():
+        restored.copy_(param)
+    other.load_state_dict(optimizer.state_dict())
+    updates += run(other, restored, af.windows(range(done, 10), 4, resumed=other))
+    assert updates == whole
+    assert [last for _, last in af.windows(range(8), 4, resumed=other)] == [False, False, False, True] * 2
+
+
+def test_what_is_no_fused_optimizer_has_no_window_to_resume() -> None:
+    with pytest.raises(TypeError, match="windows"):
+        af.windows([1, 2], 2, resumed=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))  # type: ignore[arg-type]
