@@ -71,6 +71,12 @@ def without_histories(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Histo
                     f"the checkpoint's {name!r} of parameter {key} is not a tensor {list(shape)}; it is damaged"
                 )
             found[name] = value.to(torch.float64, copy=True)
+            least = found[name] if name == "clip_history" else found[name][2:]  # counts, norms' means and variances...
+            if bool((least < 0).any()):
+                raise ValueError(
+                    f"the checkpoint's {name!r} of parameter {key} holds {float(least.min())}, and none of its numbers "
+                    "can be below 0; it is damaged"
+                )
         others[key] = {name: value for name, value in entries.items() if name not in _SHAPES}
         if not others[key]:  # an entry that has nothing else is left out
             del others[key]

@@ -154,12 +154,25 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
     # of what is remembered
     "a short history": (zscore, state(0, clip_history=torch.zeros(2)), zscore, "'clip_history' of parameter 0 is"),
     "a history of one": (zscore, state(0, clip_history=4.0), zscore, "'clip_history' of parameter 0 is not a tensor"),
+    "a mean below 0": (
+        zscore, state(0, clip_history=torch.tensor([[5.0, -500.0, 1.0], [0.0] * 3])), zscore, "holds -500.0, and none",
+    ),
+    "windows below 0": (
+        noise, state(0, noise_scale=torch.tensor([-1.0, 1.0, 0.5, -2.0])), noise, "'noise_scale' .* holds -2.0, and",
+    ),
     "short means": (noise, state(0, noise_scale=torch.zeros(2)), noise, "'noise_scale' of parameter 0 is not a tensor"),
     # with an open window
     "no weights": (window, without(1, "grad_accumulator_weights"), adamw, "window of parameter 1 is incomplete"),
     "no sum": (window, without(1, "grad_accumulator"), adamw, "window of parameter 1 is incomplete"),
     "cut weights": (window, changed(0, grad_accumulator_weights=lambda w: w[:2]), adamw, "parameter 0 is incomplete"),
     "listed weights": (window, changed(0, grad_accumulator_weights=list), adamw, "window of parameter 0 is incomplete"),
+    "a weight below 0": (
+        window, changed(0, grad_accumulator_weights=lambda w: w * torch.tensor([1.0, -1.0, 1.0, 1.0])), adamw,
+        "window of parameter 0 has .* micro-batches of the weight -",
+    ),
+    "half a micro-batch": (
+        window, changed(0, grad_accumulator_weights=lambda w: w + 0.5), adamw, r"window of parameter 0 has \d\.5 micro",
+    ),
     "a cut sum": (window, changed(0, grad_accumulator=lambda a: a[:2]), adamw, r"'grad_accumulator' .* shape \[2\]"),
 }  # fmt: skip
 FORMATS: dict[str, tuple[Edit, str]] = {

@@ -315,6 +315,16 @@ def test_a_storage_that_has_become_too_small_is_refused(
         getattr(optimizer, verb)()
 
 
+@pytest.mark.parametrize(("name", "size"), [("exp_avg", 0), ("exp_avg_sq", 64), ("master_remainder", 0)])
+def test_a_state_whose_storage_has_become_too_small_is_refused(backend: str, name: str, size: int) -> None:
+    param = Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = stepped([param], backend)
+    optimizer.state[param][name].untyped_storage().resize_(size)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match=rf"a state of shape \[64, 64\] lies in a storage of {size} bytes"):
+        optimizer.step()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped read-only")
 def test_memory_that_is_mapped_read_only_is_refused_and_a_private_mapping_works(backend: str, tmp_path: Path) -> None:
     if torch.get_default_device().type != "cpu":
