@@ -95,7 +95,7 @@ class FusedOptimizer(Measures, TorchOptimizer):
         weight, engine = checked_weight(weight), self.engine
         prepared, _, present = engine.begin(weight, in_loss=True, last=last)
         engine.plans.let_go()
-        if present or engine.window.entered:
+        if present or engine.window.in_progress is not None:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
         in_loss = weight is None or _holds(loss.dtype, weight)
         if not in_loss and (engine.release is not None or prepared.exchange.has_means):
@@ -109,7 +109,7 @@ class FusedOptimizer(Measures, TorchOptimizer):
                 engine.fold(weight, in_loss=in_loss, last=last)
         finally:
             engine.plans.let_go()
-        if engine.window.weights.count > 1 and not self._checked_graph:  # last: a warning may be an error
+        if engine.window.count - engine.window.empty > 1 and not self._checked_graph:  # last: a warning may be an error
             self._checked_graph = True
             check_graph(loss, engine.plans.params)
 

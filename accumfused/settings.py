@@ -80,8 +80,8 @@ class Settings:
             adds them up in bf16), or None: the dtype of the accumulators.
         noise_scale: True measures the gradient noise scale in windows, for `optimizer.noise_scale()`. A number > 0 and
             < 1 is the decay of its means, for each window, in place of 0.99. The same in all processes.
-        metrics: True measures every step for `optimizer.metrics()`: norms of gradients, parameters and updates, and
-            counts of the gradient's zeros and non-finite values. A whole number n measures every n-th step.
+        metrics: True measures every step for `optimizer.metrics()`: norms of gradients, parameters and updates,
+            and their ratio. A whole number n measures every n-th step.
     """
 
     max_grad_norm: float | None = None

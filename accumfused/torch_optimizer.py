@@ -80,7 +80,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         if kept:
             lines["formats"] = "; ".join(sorted(kept))
         if window.phase is not Phase.IDLE:
-            lines["window"] = f"{window.phase.value}, micro-batches: {window.weights.count}"
+            lines["window"] = f"{window.phase.value}, micro-batches: {window.count}"
         ours = next(each for each in type(self).__mro__ if each.__module__.startswith("accumfused."))
         text = "".join(f"    {name}: {value}\n" for name, value in lines.items())
         return f"{super().__repr__()}\naccumfused.{ours.__name__} (\n{text})"
@@ -154,8 +154,6 @@ class TorchOptimizer(torch.optim.Optimizer):
         engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
         if window is not None:
             engine.window = window
-            if engine.noise is not None:
-                engine.noise.of_window = None
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state_dict; `state` holds an open window, under keys that torch's optimizers ignore.

@@ -61,10 +61,10 @@ cpu::Work work_on(const Table& table, int threads) {
   return {table.rows(), threads};
 }
 
-void accumulate(const std::string& instruction_set, const Table& table, int threads, const GivenNumbers& weights,
-                int64_t weight, const GivenNumber& scale, uintptr_t partials) {
+void accumulate(const std::string& instruction_set, const Table& table, int threads, const GivenNumber& factor,
+                uintptr_t before, bool overwrites, uintptr_t partials) {
   const cpu::Kernels& run = kernels(instruction_set);
-  const Fold fold = make_fold(weights, weight, scale, partials);
+  const Fold fold = make_fold(factor, before, overwrites, partials);
   const py::gil_scoped_release release;
   run.accumulate(work_on(table, threads), fold);
 }

@@ -13,10 +13,8 @@ namespace accumfused {
 namespace py = pybind11;
 
 using GivenNumber = std::pair<double, uintptr_t>;  // as accumfused/backends/cpu.py gives it
-using GivenNumbers = std::vector<GivenNumber>;     // [kPlaces]
 
-Fold make_fold(const GivenNumbers& weights, int64_t weight, const GivenNumber& scale,
-               uintptr_t partials);  // table.cpp
+Fold make_fold(const GivenNumber& factor, uintptr_t before, bool overwrites, uintptr_t partials);  // table.cpp
 
 void bind_table(py::module_& m);  // table.cpp
 void bind_cuda(py::module_& m);   // cuda/binding.cpp, where CUDA is built

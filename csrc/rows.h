@@ -36,8 +36,6 @@ enum class Weights : int32_t {
 };
 enum class States : int32_t { kFloat32 = 0, kBfloat16, kInt8 };
 
-constexpr int32_t kOverwrite = -1;  // in place of a weight's index: the accumulator holds nothing yet
-
 // The part that lasts from call to call: the parameter, its states and its place in the order of chunks.
 struct Row {
   void* param = nullptr;
@@ -60,11 +58,10 @@ struct Row {
 
 // The part that changes with every call.
 struct Operands {
-  const void* grad = nullptr;    // null: no gradient in this call
-  float* accumulator = nullptr;  // null: not folded in this call
-  int32_t weight = kOverwrite;   // the accumulator's: an index into the window's weights
+  const void* grad = nullptr;  // null: no gradient in this call
+  float* sum = nullptr;        // null: not folded in this call
   Dtype grad_dtype = Dtype::kFloat32;
-  int64_t unused = 0;
+  int32_t unused[3] = {};
 };
 
 static_assert(sizeof(Row) % 16 == 0 && sizeof(Operands) % 16 == 0, "copied to a GPU 16 bytes at a time");
@@ -85,18 +82,19 @@ struct Number {
   AF_METHOD double value() const { return on_device ? *on_device : number; }
 };
 
-constexpr int kPlaces = 4;  // of a window's weights: accumfused/core/weights.py
-
-// accumulator <- (w[operands.weight] * scale) * accumulator + (w[weight] * scale) * grad, in fp32; a weight of 0 leaves
-// its term out, whatever it holds. An accumulator that holds nothing (kOverwrite) takes the gradient as it is. Where a
-// gradient was added, or the accumulator rescaled, `partials[chunk]` becomes the sum of squares of the result.
+// One launch of accumulate: sum <- sum + factor * grad, or sum <- factor * grad where it overwrites; in fp32. While
+// *before is 0 the sums hold nothing, and become their gradients, or 0 without one. A factor of 0 leaves a sum as it
+// is, or overwrites it with 0, whatever the gradient is. `partials[chunk]` becomes the sum of squares of the result,
+// unless gradients are copied as they are.
 struct Fold {
-  Number weights[kPlaces];
-  int64_t weight;
-  Number scale;
+  Number factor;
+  const double* before;  // nullable
+  bool overwrites;
   float* partials;
 
-  AF_METHOD float factor(int64_t place) const { return float(weights[place].value() * scale.value()); }
+  AF_METHOD float multiplier() const { return float(factor.value()); }
+  AF_METHOD bool is_fresh() const { return before != nullptr && *before == 0.0; }
+  AF_METHOD bool copies() const { return overwrites && factor.on_device == nullptr && factor.number == 1.0; }
 };
 
 // A hyper-parameter of a GPU's launch: a number, or one that the device holds and a graph's replay reads anew.

@@ -305,19 +305,18 @@ void Table::release_grads() {
   }
 }
 
-int64_t Table::set_accumulators(const py::list& accumulators, const py::list& weights) {
+int64_t Table::set_sums(const py::list& sums, bool overwrites) {
   for (size_t i = 0; i < rows_.size(); ++i) {
     Operands& in = operands_[i];
-    in.accumulator = nullptr;
-    PyObject* accumulator = PyList_GET_ITEM(accumulators.ptr(), i);
-    if (accumulator == Py_None) continue;
+    in.sum = nullptr;
+    PyObject* sum = PyList_GET_ITEM(sums.ptr(), i);
+    if (sum == Py_None) continue;
     dlpack::Tensor tensor;
     Dtype dtype;
-    if (!read(accumulator, tensor) || !same_layout(layouts_[i], tensor)) return int64_t(i);
+    if (!read(sum, tensor) || !same_layout(layouts_[i], tensor)) return int64_t(i);
     if (!float_dtype(tensor.dtype, dtype) || dtype != Dtype::kFloat32) return int64_t(i);
-    in.accumulator = static_cast<float*>(address(tensor));
-    in.weight = int32_t(PyLong_AsLong(PyList_GET_ITEM(weights.ptr(), i)));
-    if (in.grad == in.accumulator && in.weight != kOverwrite && rows_[i].numel > 0) return -2 - int64_t(i);
+    in.sum = static_cast<float*>(address(tensor));
+    if (in.grad == in.sum && !overwrites && rows_[i].numel > 0) return -2 - int64_t(i);
   }
   return -1;
 }
@@ -326,11 +325,11 @@ void Table::clear() {
   for (Operands& in : operands_) in = {};
 }
 
-Fold make_fold(const GivenNumbers& weights, int64_t weight, const GivenNumber& scale, uintptr_t partials) {
-  const auto number = [](const GivenNumber& given) { return Number{given.first, pointer<const double>(given.second)}; };
-  Fold fold{{}, weight, number(scale), pointer<float>(partials)};
-  for (size_t i = 0; i < size_t(kPlaces); ++i) fold.weights[i] = number(weights.at(i));
-  return fold;
+Fold make_fold(const GivenNumber& factor, uintptr_t before, bool overwrites, uintptr_t partials) {
+  return {{factor.first, pointer<const double>(factor.second)},
+          pointer<const double>(before),
+          overwrites,
+          pointer<float>(partials)};
 }
 
 void bind_table(py::module_& m) {
@@ -343,7 +342,7 @@ void bind_table(py::module_& m) {
       .def("held", &Table::held)
       .def("release_grads", &Table::release_grads)
       .def("set_grads", &Table::set_grads, py::arg("grads"))
-      .def("set_accumulators", &Table::set_accumulators, py::arg("accumulators"), py::arg("weights"))
+      .def("set_sums", &Table::set_sums, py::arg("sums"), py::arg("overwrites"))
       .def("clear", &Table::clear)
       .def_property_readonly("chunks", &Table::chunks);
 }

@@ -39,9 +39,9 @@ class Table {
   void release_grads();
   // As read_grads, for gradients that are given; returns that index or -1.
   int64_t set_grads(const py::list& grads);
-  // Points the rows at their fp32 accumulators (None: not folded), which hold a sum under weights[i]. Returns -1, the
-  // first index whose accumulator does not fit, or -2 - index where it lies at the same address as the gradient.
-  int64_t set_accumulators(const py::list& accumulators, const py::list& weights);
+  // Points the rows at their fp32 sums (None: not folded). Returns -1, the first index whose sum does not fit, or
+  // -2 - index where it lies at the same address as a gradient that it is not overwritten with.
+  int64_t set_sums(const py::list& sums, bool overwrites);
   void clear();  // forget the gradients and accumulators again
 
   Rows rows() const { return {rows_.data(), operands_.data(), int64_t(rows_.size()), chunks_, plain_}; }

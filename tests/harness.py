@@ -149,7 +149,7 @@ def _broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def _adds_too_much(accumulate: Callable[..., None]) -> Callable[..., None]:
     def wrong(self: Any, plan: Any, fold: Any, partials: Any) -> None:
-        fold.scale = fold.scale * 1.001
+        fold.factor = fold.factor * 1.001
         accumulate(self, plan, fold, partials)
 
     return wrong

@@ -85,7 +85,7 @@ def plan_of(optimizer: af.FusedOptimizer) -> Any:
 
 def accumulators(optimizer: af.FusedOptimizer) -> list[Any]:
     """The tensors of its window's sums, None where a parameter has none."""
-    return optimizer.engine.window.sums.accumulators
+    return optimizer.engine.window.sums
 
 
 def open_window(optimizer: Any) -> dict[str, Any]:
@@ -94,9 +94,9 @@ def open_window(optimizer: Any) -> dict[str, Any]:
     if engine is None or not engine.window.is_open:
         return {}
     window = engine.window
-    sums = {f"accumulator {row}": value for row, value in enumerate(window.sums.accumulators) if value is not None}
-    held = tuple(index for index in window.sums.places if index >= 0)
-    return sums | {"total": window.weights.total, "micro-batches": window.weights.count, "held": held}
+    sums = {f"accumulator {row}": value for row, value in enumerate(window.sums) if value is not None}
+    numbers = {"unit": window.unit, "total": window.total, "factors": window.factors, "micro-batches": window.count}
+    return sums | numbers
 
 
 def memories(optimizer: Any) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def partials(optimizer: af.FusedOptimizer) -> Any:
 
 def window_memory(optimizer: af.FusedOptimizer) -> list[Tensor]:
     """What kernels read of an open window beside its sums."""
-    weights, sums = optimizer.engine.window.weights, optimizer.engine.window.sums
-    return [sums.partials, *(factor for factor in weights.factors if isinstance(factor, Tensor))]
+    window = optimizer.engine.window
+    return [window.partials, *(n for n in (window.unit, window.total, window.factors) if isinstance(n, Tensor))]
 
 
 def allocations(profiler: Any) -> list[int]:

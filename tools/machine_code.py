@@ -36,8 +36,7 @@ RULES = {  # functors' names
     "AdamAmsgrad": "AMSGrad", "Lion": "Lion",
 }  # fmt: skip
 NAMES = {
-    "accumulate_kernel": "accumulate", "measure_kernel": "accumulate and measure",
-    "norm_kernel": "norm", "count_kernel": "count", "segment_norms_kernel": "segment norms",
+    "accumulate_kernel": "accumulate", "norm_kernel": "norm", "segment_norms_kernel": "segment norms",
     "counts_kernel": "step counts",
     "write_kernelILi1024": "table (1 kB)", "write_kernelILi32512": "table (32 kB)",
     **{

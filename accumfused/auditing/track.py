@@ -224,17 +224,16 @@ def _taken(optimizer: Optimizer, params: list[Tensor], kwargs: Mapping[str, Any]
     divisor = 1.0
     if isinstance(optimizer, FusedOptimizer) and optimizer.engine.window.is_open:
         window = optimizer.engine.window
-        factors = [float(factor) for factor in window.weights.factors]
-        for param, held, place in zip(window.params, window.sums.accumulators, window.sums.places, strict=True):
-            if held is not None:
-                sums[id(param)] = on_host(held) * factors[place]
-        divisor = float(window.weights.total) if window.weights.is_weighted else 1.0
+        sums = {
+            id(param): on_host(own) for param, own in zip(window.params, window.sums, strict=True) if own is not None
+        }
+        divisor = float(window.divisor())
         if group is not None and optimizer.engine.settings.process_group is not None:  # the step will add them up
             everyone = _gathered(([sums.get(id(param)) for param in params], divisor), group)
             for index, param in enumerate(params):
                 own = [grads[index] for grads, _ in everyone if grads[index] is not None]
                 sums |= {id(param): torch.stack(own).sum(0)} if own else {}
-            divisor = sum(each for _, each in everyone) if window.weights.is_weighted else 1.0
+            divisor = sum(each for _, each in everyone) if window.is_weighted else 1.0
     else:
         sums = {id(param): on_host(param.grad) for param in params if param.grad is not None}
     for number in (_scale_of(optimizer), kwargs.get("normalizer")):

@@ -32,10 +32,10 @@ class CpuBackend:
         plan.functors = native_rules.codes(plan, self.instruction_set)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
-        plan.point_at(fold.grads, fold.accumulators, fold.held)
+        plan.point_at(fold.grads, fold.sums, overwrites=fold.overwrites)
         self._c.accumulate(
             self.instruction_set, plan.table, torch.get_num_threads(),
-            *factors_of(fold), partials.data_ptr(),
+            number(fold.factor), address(fold.before), fold.overwrites, partials.data_ptr(),
         )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -67,11 +67,6 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def factors_of(fold: Fold) -> tuple[list[tuple[float, int]], int, tuple[float, int]]:
-    """A fold's weights, the index of the micro-batch's own, and the scale."""
-    return [_number(weight) for weight in fold.weights], fold.weight, _number(fold.scale)
-
-
-def _number(value: Number) -> tuple[float, int]:
+def number(value: Number) -> tuple[float, int]:
     """A number of the host and 0, or the address of an fp64 number on the device."""
     return (0.0, value.data_ptr()) if isinstance(value, Tensor) else (value, 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accumfused import compiled
 from accumfused.backends import native_rules
-from accumfused.backends.cpu import address, factors_of
+from accumfused.backends.cpu import address, number
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import Grads
@@ -55,9 +55,10 @@ class CudaBackend:
         plan.functors = native_rules.indices(plan)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
-        plan.point_at(fold.grads, fold.accumulators, fold.held)
-        copy, stream = self._on_device(plan, lambda: [*fold.tensors(), partials, *fold.grads, *fold.accumulators])
-        copy.accumulate(plan.table, stream, *factors_of(fold), partials.data_ptr())
+        plan.point_at(fold.grads, fold.sums, overwrites=fold.overwrites)
+        copy, stream = self._on_device(plan, lambda: [*fold.tensors(), partials, *fold.grads, *fold.sums])
+        before = address(fold.before)
+        copy.accumulate(plan.table, stream, number(fold.factor), before, fold.overwrites, partials.data_ptr())
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = _Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)

@@ -19,7 +19,7 @@ from accumfused.backends import foreach_step
 from accumfused.backends.batches import WHOLE, Batch, Tensors, cut
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling
+from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads
 from accumfused.formats.kinds import Format
 from accumfused.formats.numeric import CHUNK, ieee, sum_partials, sum_segments
@@ -41,19 +41,13 @@ class ForeachBackend:
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
-        given = fold.tensors()  # without one, the numbers are the host's, and travel in the launches
-        factors: Any = fold.factors(plan.device if given else torch.device("cpu"))
-        add_up: Any = _add_on_device
-        if _can_read(plan) or not given:
-            factors, add_up = factors.tolist(), _add_numbers
-        rows = zip(fold.accumulators, fold.held, fold.grads, strict=True)
-        kinds = [accumulator is not None and (held, grad is not None) for accumulator, held, grad in rows]
-        for batch in self._batches(plan, WHOLE, kinds):
-            held, values, grads = fold.held[batch.rows[0]], batch.of(fold.accumulators), batch.of(fold.grads)
-            if held == OVERWRITE:
-                torch._foreach_copy_(values, grads)
-            else:
-                add_up(values, grads, factors[held], factors[fold.weight])
+        factor, before, add = fold.factor, fold.before, _add_on_device
+        if _can_read(plan) or not fold.tensors():  # else the device's numbers are not read
+            factor, add = float(factor), _add_numbers
+            before = None if before is None else float(before)  # type: ignore[assignment]
+        rows = zip(fold.sums, fold.grads, strict=True)
+        for batch in self._batches(plan, WHOLE, [own is not None and (grad is not None,) for own, grad in rows]):
+            add(batch.of(fold.sums), batch.of(fold.grads), factor, before, fold.overwrites)
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         if partials is not None and grads is not None:
@@ -121,18 +115,29 @@ def _are_plain(plan: Plan, grads: Grads) -> bool:
     return every and all(grad is None or grad.dtype == torch.float32 for grad in grads)
 
 
-def _add_numbers(values: Tensors, grads: Tensors, keep: float, add: float) -> None:
-    if keep == 0:
-        torch._foreach_zero_(values)
-    elif keep != 1:
-        torch._foreach_mul_(values, keep)
-    if grads and add != 0:
-        torch._foreach_add_(values, grads, alpha=add)
+def _add_numbers(sums: Tensors, grads: Tensors, factor: Any, before: Any, overwrites: bool) -> None:
+    if before == 0 and not overwrites:
+        factor, overwrites = float(bool(grads)), True
+    if not overwrites:
+        if grads and factor != 0:
+            torch._foreach_add_(sums, grads, alpha=factor)
+    elif factor == 0:
+        torch._foreach_zero_(sums)
+    else:
+        if any(own is not grad for own, grad in zip(sums, grads, strict=True)):
+            torch._foreach_copy_(sums, grads)
+        if factor != 1:
+            torch._foreach_mul_(sums, factor)
 
 
-def _add_on_device(values: Tensors, grads: Tensors, keep: Tensor, add: Tensor) -> None:
-    """Adds up without reading the factors: `where` is needed because infinity times 0 is NaN."""
-    for index, value in enumerate(values):
-        value.copy_(torch.where(keep != 0, value * keep, 0.0))
-        if grads:
-            value.add_(torch.where(add != 0, grads[index].float() * add, 0.0))
+def _add_on_device(sums: Tensors, grads: Tensors, factor: Any, before: Any, overwrites: bool) -> None:
+    """Adds up without reading the numbers: `where` is needed because NaN times 0 is NaN."""
+    factor = torch.as_tensor(factor, device=sums[0].device).float()
+    holds = torch.ones_like(factor, dtype=torch.bool) if before is None else before != 0
+    for index, own in enumerate(sums):
+        if not grads:
+            own.copy_(torch.where(holds, own, 0.0))
+            continue
+        grad = grads[index].float()
+        added = torch.where(factor != 0, grad * factor, 0.0)
+        own.copy_(added if overwrites else torch.where(holds, own + added, grad))

@@ -11,7 +11,7 @@ from torch import Tensor
 from accumfused.backends import evaluate
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import OVERWRITE, Fold, Hypers, Outcome, Scaling
+from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads
 from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
@@ -37,24 +37,22 @@ class ReferenceBackend:
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         fold.refuse_overwritten()
         with ieee():
-            factors = fold.factors(plan.device)
-            add = factors[fold.weight]
-            for row, accumulator, grad, held in zip(plan.rows, fold.accumulators, fold.grads, fold.held, strict=True):
-                if accumulator is None:
+            factor = torch.zeros((), dtype=torch.float64, device=plan.device).add_(fold.factor).float()
+            holds = torch.ones_like(factor, dtype=torch.bool) if fold.before is None else fold.before != 0
+            for row, own, grad in zip(plan.rows, fold.sums, fold.grads, strict=True):
+                if own is None:
                     continue
-                if held == OVERWRITE:
-                    assert grad is not None
-                    accumulator.copy_(grad)
-                    continue
-                keep = factors[held]
-                kept = torch.where(keep != 0, accumulator * keep, 0.0)
                 if grad is None:
-                    accumulator.copy_(kept)
-                else:
-                    added = grad.float() * add
-                    both = torch.where(keep != 0, kept + added, added)
-                    accumulator.copy_(torch.where(add != 0, both, kept))
-                _write_partials(partials, row.first_chunk, accumulator)
+                    own.copy_(torch.where(holds, own, 0.0))
+                    _scale_partials(partials, row.first_chunk, own, holds)
+                    continue
+                added = torch.where(factor != 0, grad.float() * factor, 0.0)
+                if not fold.overwrites:
+                    both = torch.where(factor != 0, own + added, own)
+                    added = torch.where(holds, both, grad.float())
+                own.copy_(added)
+                if not fold.copies:
+                    _write_partials(partials, row.first_chunk, own)
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         with ieee():
@@ -142,3 +140,8 @@ def _update(
 def _write_partials(partials: Tensor, first_chunk: int, values: Tensor) -> None:
     chunks = chunk_count(values.numel())
     partials[first_chunk : first_chunk + chunks] = sums_of_squares(memory_order(values).float())
+
+
+def _scale_partials(partials: Tensor, first_chunk: int, values: Tensor, holds: Tensor) -> None:
+    own = partials[first_chunk : first_chunk + chunk_count(values.numel())]
+    own.copy_(torch.where(holds, own, 0.0))

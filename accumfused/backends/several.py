@@ -38,12 +38,12 @@ class SeveralDevices:
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
         for part in plan.parts:
             rows = _rows(part)
-            if not any(own and a is not None for own, a in zip(rows, fold.accumulators, strict=True)):
+            if not any(own and s is not None for own, s in zip(rows, fold.sums, strict=True)):
                 continue
             own_fold = replace(
-                fold, grads=_only(rows, fold.grads), accumulators=_only(rows, fold.accumulators),
-                weights=[_number_at(weight, part.device) for weight in fold.weights],
-                scale=_number_at(fold.scale, part.device),
+                fold, grads=_only(rows, fold.grads), sums=_only(rows, fold.sums),
+                factor=_number_at(fold.factor, part.device),
+                before=None if fold.before is None else moved(fold.before, part.device),
             )  # fmt: skip
             sums = moved(partials, part.device)
             self.backends[part.device].accumulate(part, own_fold, sums)

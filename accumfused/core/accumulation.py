@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Container
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accumfused import versions
@@ -63,12 +64,12 @@ class Accumulation:
             present = sum(grad is not None for grad in grads)
         elif self.release is not None:
             self.release.end(weight, in_loss=in_loss)
-        self.window.begin(plan, grads, weight)
+        self.window.check(plan, grads, weight)
         if self.noise is not None:
             self.noise.check(prepared.exchange, weight)
         if last:
             if prepared.exchange.is_alone:  # else other processes may have weights
-                self.window.weights.check(weight)
+                self.window.check_weights(weight)
             versions.refuse_wide_sums(plan.params)
         return prepared, grads, present
 
@@ -77,7 +78,7 @@ class Accumulation:
         prepared, grads, present = self.begin(weight, in_loss=in_loss, last=last, rows=rows)
         window, plan, exchange, ends = self.window, prepared.plan, prepared.exchange, rows is None
         empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
-        if not present and not empty and not window.entered:
+        if not present and not empty and window.in_progress is None:
             if not (in_loss and plan.is_spread):
                 raise RuntimeError(
                     "there is no new gradient to accumulate; call loss.backward() before each accumulate()"
@@ -90,33 +91,30 @@ class Accumulation:
         if last and ends and window.is_open:
             window.habits.watch_writes(window.params)
         matched = plan.match(grads)
-        closes = last and (ends or not exchange.adds_up)
         measured = None
         with window.undone_by_an_error():
-            begins, opens = not window.entered, window.phase is Phase.IDLE
-            if begins:
-                window.enter(plan, weight, exchange, in_loss=in_loss)
+            if window.in_progress is None:
+                window.begin(plan, weight, exchange, in_loss=in_loss)
             if self.noise is not None:
-                if opens:
-                    self.noise.open(plan)
-                measured = self.noise.measured(prepared.backend, plan, matched, window.weights, weight, in_loss, begins)
+                measured = self.noise.measured(prepared.backend, plan, matched, window, weight, in_loss)
             if ends and self.release is not None:
                 self.release.forget()
-            if closes and ends:
+            if last and ends:
                 window.agree(plan, exchange, matched, seed=self.plans.seed, last=True)
-            window.fold(plan, prepared.backend, matched, present == len(grads), last=closes, ends=ends)
+            window.add(plan, prepared.backend, matched, complete=present == len(grads), ends=ends)
         if self.noise is not None:
             self.noise.of_window = measured
         if last and ends:
-            self._add_up(prepared, closes=True)
+            self._add_up(prepared)
+            window.divide(plan, prepared.backend, window.divisor())
             window.expose()
             if self.noise is not None:
                 self.noise.close(prepared.backend, plan, window)
         if not self.plans.owner.state and window.is_open:
             # torch.distributed.checkpoint makes a missing optimizer state by a step of its own, with zeros in p.grad.
             # An open window refuses that step, and the learning rate of 0 that it sets would stay.
-            held = zip(window.params, window.sums.accumulators, strict=True)
-            marked = next((param for param, accumulator in held if accumulator is not None), window.params[0])
+            both = zip(window.params, window.sums, strict=True)
+            marked = next((param for param, own in both if own is not None), window.params[0])
             self.plans.owner.state[marked] = {}
 
     def complete(self, prepared: Prepared) -> tuple[Prepared, Grads, int, Number | None]:
@@ -131,8 +129,6 @@ class Accumulation:
                 self.fold(None, in_loss=False, last=False)
             else:
                 window.open(prepared.plan)  # other processes may have gradients
-                if self.noise is not None:
-                    self.noise.open(prepared.plan)
             prepared = self.plans.current()
         plan = prepared.plan
         grads, present = plan.gradients()
@@ -143,24 +139,27 @@ class Accumulation:
         self.refuse_live(present)
         window.follow(plan)
         window.habits.watch_writes(window.params)
+        others_close = None
         if window.phase is not Phase.SEALED:  # a refused step may have sealed it
-            window.agree(plan, prepared.exchange, [None] * len(plan.params), seed=self.plans.seed, last=False)
-        window.weights.check(0.0)
-        if not window.sums.count:
+            nothing: Grads = [None] * len(plan.params)
+            others_close = window.agree(plan, prepared.exchange, nothing, seed=self.plans.seed, last=False)
+        window.check_weights()
+        if not window.rows_with_sums:
             return prepared, [], 0, None
-        divisor = window.sums.settle(plan, prepared.backend, window.weights)
         self._add_up(prepared)
-        return prepared, window.sums.accumulators, window.sums.count, divisor
+        if others_close is not None:  # they divide before their step: so does this process, for the same bits
+            window.divide(plan, prepared.backend, torch.where(others_close, window.divisor(), 1.0))
+        return prepared, window.sums, window.rows_with_sums, window.divisor()
 
-    def _add_up(self, prepared: Prepared, *, closes: bool = False) -> None:
-        """Adds up the accumulators of all processes, and what the noise scale counts; `closes`: they are divided."""
+    def _add_up(self, prepared: Prepared) -> None:
+        """Adds up the sums of all processes, and what the noise scale counts."""
         window = self.window
         if not prepared.exchange.adds_up or window.phase is Phase.SEALED:
             return
-        plan, sums = prepared.plan, window.sums
+        plan = prepared.plan
         try:
-            numbers = [] if self.noise is None else self.noise.count(prepared.backend, plan, window.weights, closes=closes)
-            prepared.exchange.add_up([*numbers, *sums.arena.memory_of(plan, sums.accumulators)])
+            numbers = [] if self.noise is None else self.noise.count(prepared.backend, plan, window)
+            prepared.exchange.add_up([*numbers, *window.arena.memory_of(plan, window.sums)])
         except BaseException:
             window.drop()  # some are added up, some are not
             raise

@@ -107,7 +107,7 @@ class Engine(Accumulation):
         stale: Grads | None = matched
         partials: Tensor | None = None
         if is_open:
-            stale, partials = window.sums.stale(plan, matched), window.sums.partials
+            stale, partials = window.stale(plan, matched), window.partials
         elif takes_norm:
             partials = prepared.cleared_partials(complete)
         if asked is None or partials is None:

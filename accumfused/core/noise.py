@@ -22,7 +22,6 @@ from accumfused.core import graphs
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Backend, Exchange, Number, Scaling, moved, on_device
 from accumfused.core.rows import Grads
-from accumfused.core.weights import Weights
 from accumfused.core.window import Phase, Window
 from accumfused.warn import warn
 
@@ -31,8 +30,9 @@ from accumfused.warn import warn
 class _Squares:
     """What the micro-batches of a window have summed so far."""
 
+    window: int  # its number
     plan: Plan
-    sums: Tensor  # fp32 [plan.chunks]: of w |g|^2, in the unit of the window's weights
+    sums: Tensor  # fp32 [plan.chunks]: of w |g|^2
     micro_batches: int = 0
     parts: Number = 0  # those whose weight is not 0
 
@@ -80,8 +80,8 @@ class Noise:
     def __init__(self, decay: float) -> None:
         self.means: Tensor | None = None  # fp64 [signal, noise, the weight of both, windows]; see saving/history.py
         self._decay = decay
-        self.of_window: _Squares | None = None  # None: a window was resumed, or its chunks have changed
-        self._counted: Tensor | None = None  # the numbers of all processes, once they are added up
+        self.of_window: _Squares | None = None  # None: not known, because its chunks have changed, say
+        self._counted: tuple[int, Tensor] | None = None  # a window's number, and the numbers of all its processes
         self._sample: tuple[Tensor, Tensor] | None = None  # signal and noise of the window whose step is to come
         self._empty_steps = 0  # before the first sample
 
@@ -97,26 +97,23 @@ class Noise:
                 "with a weight of its own; leave the weights out (micro-batches of one size), or noise_scale="
             )
 
-    def open(self, plan: Plan) -> None:
-        """A window begins."""
-        self.of_window, self._counted = _Squares(plan, plan_zeros(plan)), None
-
     def measured(
-        self, backend: Backend, plan: Plan, grads: Grads, weights: Weights, weight: Number | None, in_loss: bool,
-        begins: bool,
-    ) -> _Squares | None:  # fmt: skip
+        self, backend: Backend, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool
+    ) -> _Squares | None:
         """Takes the squares of a micro-batch's gradients before a fold, which may keep them as its sums.
 
         Args:
             grads: those of the fold, as kernels read them.
-            weights: the window's, with this micro-batch's.
-            begins: this is the micro-batch's first fold.
+            window: has counted this micro-batch.
 
         Returns:
             `of_window`, once the fold is made.
         """
-        known = None if self.of_window is None else self.of_window.follow(plan)
-        if known is None or (not isinstance(weight, Tensor) and weight == 0):
+        known = self._known(plan, window)
+        if known is None:
+            return None
+        begins, known = known.micro_batches < window.count, replace(known, micro_batches=window.count)
+        if not isinstance(weight, Tensor) and weight == 0:
             return known
         own = plan_zeros(plan)
         backend.norm(plan, grads, own, Scaling(plan.device))
@@ -124,35 +121,36 @@ class Noise:
         if isinstance(share, Tensor):
             share = on_device(share, plan.device, torch.float64)
         parts = known.parts + (share != 0) if begins else known.parts
-        share = 1.0 / (share * weights.unit) if in_loss and weight is not None else share / weights.unit
+        if in_loss and weight is not None:  # the gradient's square has the weight in it twice
+            share = 1.0 / share
         if isinstance(share, Tensor):  # of weight 0, the gradients are those of nothing: NaN
             own = torch.where(share.isfinite() & (share != 0), share * own, 0.0)
         else:
             own *= share
-        return _Squares(plan, known.sums + own, known.micro_batches + begins, parts)
+        return replace(known, sums=known.sums + own, parts=parts)
 
-    def count(self, backend: Backend, plan: Plan, weights: Weights, *, closes: bool) -> list[Tensor]:
-        """Begins the numbers that processes add up beside their accumulators.
+    def _known(self, plan: Plan, window: Window) -> _Squares | None:
+        """The squares of the window so far; None for one that was resumed."""
+        known = self.of_window
+        if known is not None and known.window == window.number:
+            return known.follow(plan)
+        return _Squares(window.number, plan, plan_zeros(plan)) if window.count <= 1 else None
 
-        Args:
-            closes: the accumulators are divided by the weights already.
-        """
-        self._counted = torch.full((3,), torch.nan, dtype=torch.float64, device=plan.device)
-        if self._knows(weights):
-            assert self.of_window is not None
-            own = Exchange().sums_of_squares(backend, plan, [self.of_window.sums])[0]
-            self._counted = self._numbers(own, weights, is_divided=closes)
-        return [self._counted]
+    def count(self, backend: Backend, plan: Plan, window: Window) -> list[Tensor]:
+        """Begins the numbers that processes add up beside their sums."""
+        numbers, known = torch.full((3,), torch.nan, dtype=torch.float64, device=plan.device), self._known(plan, window)
+        if known is not None and known.micro_batches == window.count:
+            own = Exchange().sums_of_squares(backend, plan, [known.sums])[0]
+            numbers = _numbers(own, known, window)
+        self._counted = window.number, numbers
+        return [numbers]
 
     def close(self, backend: Backend, plan: Plan, window: Window) -> None:
         """Measures accumulators whose norm is unknown, before user code can change `p.grad`."""
-        if not self._has_noise(window.weights):
-            return
-        sums = window.sums
-        stale = sums.stale(plan, sums.accumulators)
+        stale = window.stale(plan, window.sums) if self._has_noise(plan, window) else None
         if stale is not None:
-            backend.norm(plan, plan.match(stale), sums.partials, Scaling(plan.device))
-            sums.is_measured = [True] * len(stale)
+            backend.norm(plan, plan.match(stale), window.partials, Scaling(plan.device))
+            window.is_measured = [True] * len(stale)
 
     def see(self, backend: Backend, plan: Plan, exchange: Exchange, window: Window, scaling: Scaling) -> None:
         """Takes a sample from a window that is complete, and whose sums are measured.
@@ -161,26 +159,29 @@ class Noise:
             scaling: has the divisors of the step, those of an open window's weights among them.
         """
         self._sample = None
-        sums, weights = window.sums, window.weights
-        if window.phase is Phase.IDLE or not self._has_noise(weights):
+        if window.phase is Phase.IDLE or not self._has_noise(plan, window):
             if self.means is None:
                 self._watch_empty_steps()
             return
         if window.phase is Phase.CLOSED:
             self.close(backend, plan, window)  # an error may have kept it
-        if self._counted is None:
-            assert self.of_window is not None
-            own, whole = exchange.sums_of_squares(backend, plan, [self.of_window.sums, sums.partials]).unbind()
-            numbers = self._numbers(own, weights, is_divided=window.phase is Phase.CLOSED)
+        known = self._known(plan, window)
+        if self._counted is not None and self._counted[0] == window.number:
+            numbers, whole = self._counted[1], exchange.sums_of_squares(backend, plan, [window.partials])[0]
         else:
-            numbers, whole = self._counted, exchange.sums_of_squares(backend, plan, [sums.partials])[0]
+            assert known is not None
+            own, whole = exchange.sums_of_squares(backend, plan, [known.sums, window.partials]).unbind()
+            numbers = _numbers(own, known, window)
         own, parts, total = numbers.unbind()
         divisor: Number = scaling.normalization
         if scaling.device_normalization is not None:
             divisor = divisor * scaling.device_normalization
-        own = own * total / (divisor * divisor)
         whole, rest = whole / (divisor * divisor), parts - 1
-        self._sample = (parts * whole - own) / rest, (own - whole) * total * weights.unit / rest
+        # The micro-batches' own gradients are not in the unit of the sums, nor divided where these are.
+        mean = window.agreed if window.agreed is not None else total if window.is_weighted else 1.0
+        divisor = divisor * mean / (window.divisor() if window.is_open else 1.0)
+        own = own * total / (divisor * divisor)
+        self._sample = (parts * whole - own) / rest, (own - whole) * total / rest
         if self.means is None or self.means.device != whole.device:
             graphs.refuse_new_tensors({whole.device})  # `take` makes them
 
@@ -221,21 +222,20 @@ class Noise:
         ratio = torch.where(signal > 0, noise / signal, torch.inf)
         return NoiseEstimate(ratio, signal, noise, self.means[3].clone())
 
-    def _knows(self, weights: Weights) -> bool:
-        """Whether the squares are those of all the window's micro-batches."""
-        return self.of_window is not None and self.of_window.micro_batches == weights.count
+    def _has_noise(self, plan: Plan, window: Window) -> bool:
+        """Whether the squares are those of all the window's micro-batches, and these more than one."""
+        if self._counted is not None and self._counted[0] == window.number:
+            return True
+        known = self._known(plan, window)
+        if known is None or known.micro_batches != window.count:
+            return False
+        return isinstance(known.parts, Tensor) or known.parts > 1
 
-    def _has_noise(self, weights: Weights) -> bool:
-        """Whether the window, or those of all processes, are known and have more than one micro-batch."""
-        return self._counted is not None or (self._knows(weights) and weights.count > 1)
 
-    def _numbers(self, own: Tensor, weights: Weights, *, is_divided: bool) -> Tensor:
-        """A window's weighted sum of squares, number of micro-batches, and weight: fp64 [3], which processes add up."""
-        assert self.of_window is not None
-        numbers, parts = own.new_zeros(3), self.of_window.parts
-        total = weights.total if weights.is_weighted else parts
-        for place, number in zip(numbers.unbind(), (own, parts, total), strict=True):
-            place.add_(number)  # not assigned: to assign a number would wait for a GPU
-        if is_divided:
-            numbers[0].mul_(weights.closing_scale).mul_(weights.closing_scale)
-        return numbers
+def _numbers(own: Tensor, known: _Squares, window: Window) -> Tensor:
+    """A window's weighted sum of squares, number of micro-batches, and weight: fp64 [3], which processes add up."""
+    numbers = own.new_zeros(3)
+    total = window.total if window.is_weighted else known.parts
+    for place, number in zip(numbers.unbind(), (own, known.parts, total), strict=True):
+        place.add_(number)  # not assigned: to assign a number would wait for a GPU
+    return numbers

@@ -108,15 +108,15 @@ class Plan:
             return grads
         return [None if g is None else self._match(i, g) for i, g in enumerate(grads)]
 
-    def point_at(self, grads: Grads, accumulators: Grads | None = None, held: list[int] | None = None) -> None:
-        """Points the table's rows at these (matched) gradients, and at accumulators, until `let_go`."""
+    def point_at(self, grads: Grads, sums: Grads | None = None, *, overwrites: bool = False) -> None:
+        """Points the table's rows at these (matched) gradients, and at sums, until `let_go`."""
         if self._pointed_at is not grads:
             refused = self.table.set_grads(grads)
             if refused >= 0:
                 raise RuntimeError(f"the gradient of parameter {refused} cannot be read natively; use backend='torch'")
             self._pointed_at = grads
-        if accumulators is not None:
-            refused = self.table.set_accumulators(accumulators, held)
+        if sums is not None:
+            refused = self.table.set_sums(sums, overwrites)
             if refused < -1:
                 raise overwritten(-2 - refused)
             if refused >= 0:
@@ -169,6 +169,10 @@ def build(
             chunks += chunk_count(rows[-1].tensor.numel())
     owned = [row.owned for row in rows]
     memory.check([tensor for tensor in owned if has_memory(tensor) and not is_freed(tensor) and tensor.numel()])
+    for row in rows:
+        for slot in () if row.storage is None else row.storage.slots():
+            if slot is not None:
+                memory.check_size(slot, "state")
     device = next((tensor.device for tensor in owned if has_memory(tensor)), torch.device("cpu"))
     plan = Plan(rows, rules, chunks, device)
     if plan.is_spread:

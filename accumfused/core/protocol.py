@@ -22,38 +22,42 @@ from accumfused.rule import Rule
 Hypers = list[tuple[float | Tensor, ...]]  # per group, in the order of its rule's `hypers`; a tensor has one element
 Number = float | Tensor  # a tensor has one element, which nobody reads
 
-OVERWRITE = -1  # stands for the weight's index of an accumulator that is still empty
-
 
 @dataclass
 class Fold:
-    """One micro-batch's fold into the accumulators.
+    """One launch of `accumulate`.
 
-    accumulator <- (weights[held] * scale) * accumulator + (weights[weight] * scale) * grad, each factor rounded to fp32
-    once; a weight of 0 leaves its term out, even a NaN. OVERWRITE: accumulator <- grad.
+    sum <- sum + factor * grad; with `overwrites` sum <- factor * grad, where a gradient may be the sum itself. A factor
+    of 0 leaves a sum as it is, overwrites it with 0, and reads no gradient: NaN times 0 is NaN.
+
+    Args:
+        grads: None: the sum is left alone, but for `before`.
+        sums: fp32; None: left alone.
+        factor: rounded to fp32 once; a tensor is fp64, of shape [].
+        before: while this is 0 the sums hold nothing: they become their gradients, or 0 without one. fp64, shape [].
     """
 
-    grads: Grads  # None: the accumulator is only rescaled
-    accumulators: Grads  # fp32; None: left alone
-    held: list[int]  # per row: the index of the weight that the accumulator waits for, or OVERWRITE
-    weights: list[Number]  # those of weights.py's places; a tensor is fp64, of shape []
-    weight: int  # this micro-batch's index
-    scale: Number  # as a weight
+    grads: Grads
+    sums: Grads
+    factor: Number
+    before: Tensor | None = None
+    overwrites: bool = False
+
+    @property
+    def copies(self) -> bool:
+        """Whether gradients are copied as they are; nothing is measured then."""
+        return self.overwrites and not isinstance(self.factor, Tensor) and self.factor == 1.0
 
     def tensors(self) -> list[Tensor]:
         """The numbers that the device holds."""
-        return [number for number in (*self.weights, self.scale) if isinstance(number, Tensor)]
-
-    def factors(self, device: torch.device) -> Tensor:
-        """Each weight by the scale, in fp32, for backends that compute with tensors."""
-        return stacked(self.weights, device).mul_(self.scale).float()
+        return [number for number in (self.factor, self.before) if isinstance(number, Tensor)]
 
     def refuse_overwritten(self) -> None:
-        """Refuses gradients in the memory of their accumulators, for backends without a table (a table checks that)."""
-        for row, (grad, accumulator, held) in enumerate(zip(self.grads, self.accumulators, self.held, strict=True)):
-            if grad is None or accumulator is None or held == OVERWRITE or not grad.numel():
+        """Refuses gradients in the memory of their sums, for backends without a table (a table checks that)."""
+        for row, (grad, own) in enumerate(zip(self.grads, self.sums, strict=True)):
+            if grad is None or own is None or self.overwrites or not grad.numel():
                 continue
-            if grad.data_ptr() == accumulator.data_ptr():
+            if grad.data_ptr() == own.data_ptr():
                 raise overwritten(row)
 
 
@@ -151,7 +155,10 @@ class Backend(Protocol):
         """Adds this backend's tables to a new plan."""
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
-        """Folds; if it measures folds, writes the sums of squares into partials [plan.chunks], fp32."""
+        """Folds; if it measures folds, and this one does not copy, it writes the sums of squares into partials.
+
+        Those of rows without a gradient stay right: they are 0 where `before` makes the sum 0. fp32 [plan.chunks].
+        """
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         """Reduces the sums of squares to one coefficient on the device.
@@ -193,8 +200,11 @@ class Exchange:
 
     def agree(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
-    ) -> tuple[Tensor, list[bool]] | None:
-        """The window's divisor, and a flag per parameter with gradients elsewhere only; None: no change."""
+    ) -> tuple[Tensor, list[bool], Tensor | None] | None:
+        """The window's divisor, flags of parameters with gradients elsewhere only, and whether others close it.
+
+        The last is None where this process has micro-batches, and says so itself. None: no change.
+        """
         return None
 
     def add_up(self, flats: Iterable[Tensor]) -> None:

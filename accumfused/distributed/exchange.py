@@ -74,11 +74,11 @@ class Means(Exchange):
 
     def agree(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
-    ) -> tuple[Tensor, list[bool]] | None:
+    ) -> tuple[Tensor, list[bool], Tensor | None] | None:
         """The mean of all processes' weights."""
         if not self.has_means:
             return None
-        return mean_of_totals(plan, total, is_weighted), [False] * len(present)
+        return mean_of_totals(plan, total, is_weighted), [False] * len(present), None
 
     def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
         """The mean over processes, the divisor for sums of such gradients."""
@@ -164,19 +164,19 @@ class Summed(Exchange):
 
     def agree(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
-    ) -> tuple[Tensor, list[bool]] | None:
+    ) -> tuple[Tensor, list[bool], Tensor | None] | None:
         """Agrees on the window's divisor, once its sums are added up, and on the parameters with a gradient.
 
         Args:
             total: the sum of this process's weights.
             is_weighted: None: this process had no micro-batch.
             present: flags parameters with a gradient here.
-            last: this process divides its sums before they are added up, not after that.
+            last: this process closes its window: it divides the sums before its step.
 
         Returns:
             The sum of all weights, or without weights the number of processes (a mean over them, as DDP takes): fp64,
-            shape []. It is NaN if some processes have weights, or close with last=True, and some do not. It is 1 for a
-            process without micro-batches if others have divided. And flags of parameters with gradients elsewhere only.
+            shape []. It is NaN if some processes have weights, or close with last=True, and some do not. Then flags of
+            parameters with gradients elsewhere only, and for a process without micro-batches whether others close.
 
         Raises:
             ValueError: on every process, if the parameters of some differ.
@@ -201,15 +201,14 @@ class Summed(Exchange):
         dist.all_reduce(message, group=self.group)
         number = torch.full_like(weights, float(self.size))
         divisor = torch.where(unweighted == 0, weights, torch.where(weighted == 0, number, torch.nan))
-        if is_weighted is None:
-            divisor = torch.where(closed > 0, 1.0, divisor)
-        else:
+        others_close = closed > 0 if is_weighted is None else None
+        if is_weighted is not None:
             divisor = torch.where((closed == 0) | (closed == weighted + unweighted), divisor, torch.nan)
         asked = [p.requires_grad and not here for p, here in zip(plan.params, present, strict=True)]
         if True not in asked:
-            return divisor, asked
+            return divisor, asked, others_close
         elsewhere = (message[4:] > 0).tolist()
-        return divisor, [there and ask for there, ask in zip(elsewhere, asked, strict=True)]
+        return divisor, [there and ask for there, ask in zip(elsewhere, asked, strict=True)], others_close
 
     def _compare_parameters(self, plan: Plan, seed: int) -> None:
         """Refuses parameters, and seeds, that differ from those of other processes; asks once for each list of them."""

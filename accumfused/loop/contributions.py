@@ -93,7 +93,7 @@ class Contributions:
     def end(self, weight: float | Tensor | None, *, in_loss: bool) -> None:
         """Prepares the end of a micro-batch: refuses a weight that comes after its gradients were folded."""
         self._refuse_unfinished()
-        if self.optimizer.engine.window.entered and weight is not None and not in_loss:
+        if self.optimizer.engine.window.in_progress is not None and weight is not None and not in_loss:
             raise RuntimeError(
                 "the gradients were folded during backward, before their weight was known; call "
                 "optimizer.backward(loss, weight) in place of loss.backward() and accumulate(weight). Those that are "
@@ -106,7 +106,7 @@ class Contributions:
         """Makes a window of one micro-batch from the gradients of a loop that calls no accumulate()."""
         window = self.optimizer.engine.window
         self._refuse_unfinished()
-        if not window.entered:
+        if window.in_progress is None:
             new = self.follow()
             if window.phase is not Phase.IDLE or all(param.grad is None for param in new):
                 return  # otherwise a parameter that was frozen has a gradient, which no hook has seen
@@ -132,7 +132,7 @@ class Contributions:
         """A parameter's gradient is complete: it stays in `p.grad`."""
 
     def contribute(self, param: Tensor) -> tuple[Tensor, bool] | None:
-        """Gives the accumulator to a backward that adds this parameter's gradient itself: see `Sums.contribute`.
+        """Gives the accumulator to a backward that adds this parameter's gradient itself: see `Window.contribute`.
 
         None: the gradient has to come through autograd, for hooks of others, say.
 
@@ -155,9 +155,9 @@ class Contributions:
     def row(self, param: Tensor) -> int | None:
         """The parameter's row in the micro-batch, which begins if it has not; None: the parameter is not in it."""
         window = self.optimizer.engine.window
-        if not window.entered:
+        if window.in_progress is None:
             self._enter(param)
-        return self._members.get(id(param)) if window.entered else None
+        return self._members.get(id(param)) if window.in_progress is not None else None
 
     @torch.no_grad()
     def _enter(self, param: Tensor) -> None:
@@ -175,8 +175,8 @@ class Contributions:
                 groups.refuse_synchronizing(ddp)
             if not window.is_open:
                 prepared.exchange.check(current, weight, in_loss=True)
-            window.begin(current, grads, weight)
-            window.enter(current, weight, prepared.exchange, in_loss=True)
+            window.check(current, grads, weight)
+            window.begin(current, weight, prepared.exchange, in_loss=True)
         finally:
             optimizer.engine.plans.let_go()
 

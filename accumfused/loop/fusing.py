@@ -172,13 +172,13 @@ def _rescale(grads: Grads, outcome: Outcome) -> None:
 
 def _cast_gradients(window: Window) -> None:
     """Casts p.grad of a closed window to its parameter's dtype: some of torch's steps refuse another dtype."""
-    for index, (param, accumulator) in enumerate(zip(window.params, window.sums.accumulators, strict=True)):
+    for index, (param, accumulator) in enumerate(zip(window.params, window.sums, strict=True)):
         grad, dtype = param.grad, getattr(param, "grad_dtype", None)
         if grad is None or grad.dtype == param.dtype or dtype not in (None, param.dtype):
             continue
         param.grad = grad.to(param.dtype)
         if local(grad) is accumulator:
-            window.sums.accumulators[index] = local(param.grad)
+            window.sums[index] = local(param.grad)
 
 
 class ForeignStep(FusedOptimizer):

@@ -136,7 +136,7 @@ class FusedLinears:
             self.remove()
             return
         optimizer = self._optimizer()
-        if optimizer is not None and self._layers and optimizer.engine.window.entered:
+        if optimizer is not None and self._layers and optimizer.engine.window.in_progress is not None:
             optimizer.zero_grad()
         self._put_back()
 

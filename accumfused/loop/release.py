@@ -92,7 +92,7 @@ class GradientRelease(Contributions):
         if kind is None:
             self.remove()
         elif self.optimizer.engine.release is self:
-            if self.optimizer.engine.window.entered:
+            if self.optimizer.engine.window.in_progress is not None:
                 self.optimizer.zero_grad()
             self.unhook()
 

@@ -144,8 +144,8 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
     check_fused(optimizer, "memory_report")
     window, formats = optimizer.engine.window, dict[str, Memory]()
     accumulators: dict[int, list[Tensor | None]] = {}
-    kept = window.sums.arena.places
-    for param, *held in zip(window.params, window.sums.accumulators or kept, kept, strict=True):
+    kept = window.arena.places
+    for param, *held in zip(window.params, window.sums or kept, kept, strict=True):
         accumulators[id(param)] = held
     for group in optimizer.param_groups:
         rule = optimizer.rule_of(group)

@@ -2,9 +2,8 @@
 
 The state of each parameter holds its window, because torch.distributed.checkpoint keeps nothing else.
 `state[p]["grad_accumulator"]`, fp32, is the sum so far. `state[p]["grad_accumulator_weights"]`, fp64 [4], holds the
-factor that the next fold applies to it, the sum of the window's weights, and the number of its micro-batches. Its last
-number is the power of two that divided the weights (negative: weights on a device; 0: a plain sum). A window without
-sums has its weights alone, in the state of the first parameter.
+window's numbers, the same for each: its unit, the sum of its weights, that of its factors, and the number of its
+micro-batches (negative: a plain sum). A window without sums has its numbers alone, in the state of the first parameter.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor
 
 from accumfused.core.engine import Engine
-from accumfused.core.protocol import OVERWRITE, Owner
-from accumfused.core.weights import FIRST, READY, Weights
-from accumfused.core.window import Phase, Window
+from accumfused.core.protocol import Owner
+from accumfused.core.window import Window
 from accumfused.formats.codecs import BLOCK
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import (
@@ -49,7 +47,7 @@ def refuse_part(engine: Engine) -> None:
             "a window is open, and holds this process's own part of the sums: no checkpoint or copy of one process "
             "has them all; call step() or zero_grad(), or accumulate(..., last=True), before that"
         )
-    if engine.window.entered:
+    if engine.window.in_progress is not None:
         raise RuntimeError(
             "a micro-batch is in progress, and a part of its gradients is in the window; call accumulate() (or step(), "
             "or zero_grad()) before the optimizer is saved or copied"
@@ -67,17 +65,15 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     keys = {id(param): key for key, param in _params(optimizer, state_dict).items()}
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     prepared = optimizer.engine.plans.current()
-    weights = window.weights
-    total = prepared.exchange.total(prepared.plan, weights.total, weights.is_weighted)
-    held = weights.saved([max(place, READY) for place in window.sums.places], total)
-    rows = list(zip(window.params, window.sums.accumulators, held, strict=True))
-    for param, accumulator, weights in [row for row in rows if row[1] is not None] or rows[:1]:
+    numbers = window.saved(prepared.exchange.total(prepared.plan, window.total, window.is_weighted))
+    rows = list(zip(window.params, window.sums, strict=True))
+    for param, accumulator in [row for row in rows if row[1] is not None] or rows[:1]:
         key, group = keys[id(param)], groups[id(param)]
         rule = optimizer.rule_of(group)
         entries = dict(state.get(key, {}))
         if "step" in rule.torch_states and not all(name in entries for name in rule.states):
             _complete(optimizer, group, param, entries)
-        state[key] = entries | {WEIGHTS: weights}
+        state[key] = entries | {WEIGHTS: numbers}
         if accumulator is not None:
             shard = shard_of(param)
             state[key][ACCUMULATOR] = accumulator if shard is None else shard.whole(accumulator)
@@ -87,7 +83,7 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 def without_window(optimizer: Owner, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Window | None]:
     """Returns the checkpoint without its open window, and that window on the parameters' devices."""
     params = _params(optimizer, state_dict)
-    found, state = {}, {}
+    found, state, numbers = dict[int, Tensor | None](), {}, list[float]()
     for key, entries in state_dict["state"].items():
         state[key] = entries
         if key in params and WEIGHTS in entries:
@@ -102,28 +98,11 @@ def without_window(optimizer: Owner, state_dict: Mapping[str, Any]) -> tuple[dic
             if saved is not None:
                 accumulator = torch.empty_like(owned(params[key], shard), dtype=torch.float32, requires_grad=False)
                 accumulator.copy_(saved if shard is None else shard.part(ACCUMULATOR, saved))
-            found[id(params[key])] = accumulator, entries[WEIGHTS].tolist()
-    if not found:
+            found[id(params[key])], numbers = accumulator, entries[WEIGHTS].tolist()
+    if not numbers:
         return dict(state_dict), None
-    window = _resumed([(param, *found.get(id(param), (None, None))) for param in params.values()])
+    window = Window.resumed([*params.values()], [found.get(id(param)) for param in params.values()], numbers)
     return {**state_dict, "state": state}, window
-
-
-def _resumed(rows: list[tuple[Tensor, Tensor | None, list[float] | None]]) -> Window:
-    """Makes an open window from parameters, their accumulators, and the saved weights of each, on the host."""
-    saved = [weights for *_, weights in rows if weights is not None]
-    factors = [math.nan if math.isnan(weights[0]) else weights[0] for weights in saved]  # one NaN equals itself
-    first = next((factor for factor in factors if factor != 1.0), 1.0)
-    window = Window()
-    window.phase, window.params = Phase.OPEN, [param for param, *_ in rows]
-    window.weights, sums = Weights.restored(saved[-1], first), window.sums
-    sums.arena.add_rows(len(rows))
-    for _, accumulator, weights in rows:
-        factor = 1.0 if weights is None else math.nan if math.isnan(weights[0]) else weights[0]
-        sums.accumulators.append(accumulator)
-        sums.places.append(OVERWRITE if accumulator is None else READY if factor == 1.0 else FIRST)
-        sums.is_measured.append(False)
-    return window
 
 
 def without_formats(
@@ -270,6 +249,13 @@ def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_su
         raise ValueError(
             f"the open window of parameter {key} is incomplete: it needs {ACCUMULATOR!r} and {WEIGHTS!r} [4]"
         )
+    if is_there:
+        _, total, factors, count = entries[WEIGHTS].tolist()
+        if total < 0 or factors < 0 or count != int(count) or not count:
+            raise ValueError(
+                f"the open window of parameter {key} has {count:g} micro-batches of the weight {total:g}, as no window "
+                "has; the checkpoint is damaged"
+            )
 
 
 def _check_formats(key: Any, param: Tensor, entries: Mapping[str, Any], optimizer: Owner) -> None:

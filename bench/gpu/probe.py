@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.core.protocol import OVERWRITE, Fold, Outcome, Scaling
-from accumfused.core.weights import READY, Weights
+from accumfused.core.protocol import Fold, Outcome, Scaling
 from accumfused.formats.kinds import MASTER
 from bench.gpu.cases import BF16, DTYPES, FP16, FP32, MAX_GRAD_NORM, PACKED, PURE, Case, using
 from bench.gpu.journal import Journal
@@ -54,9 +53,7 @@ class Kernels:
 
     @torch.no_grad()
     def accumulate(self, grads: Sequence[Tensor], sums: Sequence[Tensor], *, first: bool = False) -> None:
-        factors = [OVERWRITE if first else READY] * len(grads)
-        fold = Fold([*grads], [*sums], factors, Weights().factors, READY, 1.0)
-        self.backend.accumulate(self.plan, fold, self.partials)
+        self.backend.accumulate(self.plan, Fold([*grads], [*sums], 1.0, overwrites=first), self.partials)
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor], outcome: Outcome) -> None:

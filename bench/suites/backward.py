@@ -124,7 +124,7 @@ def _error(contender: Contender, model: nn.Module, inputs: list[Tensor]) -> floa
     params = list(contender.model.parameters())
     grads = [param.grad for param in params]
     if grads[0] is None:
-        grads = contender.after_backward.__self__.engine.window.sums.accumulators  # type: ignore[attr-defined]
+        grads = contender.after_backward.__self__.engine.window.sums  # type: ignore[attr-defined]
     error = 0.0
     for grad, right in zip(grads, exact.parameters(), strict=True):
         assert right.grad is not None

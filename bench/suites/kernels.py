@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from accumfused.core.protocol import OVERWRITE, Fold, Scaling
+from accumfused.core.protocol import Fold, Scaling
 from accumfused.core.rows import Grads
-from accumfused.core.weights import READY, Weights
 from bench import shapes
 from bench.exact import MAX_GRAD_NORM
 from bench.measure import Variant
@@ -52,7 +51,6 @@ def _verbs(
     optimizer = work.ours(name)
     prepared = optimizer.engine.plans.current()
     plan, backend = prepared.plan, prepared.backend
-    rows = len(work.shapes)
     partials = torch.zeros(plan.chunks, device=work.device)
     scaling = Scaling(plan.device, max_grad_norm=MAX_GRAD_NORM)
     hypers = plan.hypers(optimizer.param_groups)
@@ -63,20 +61,19 @@ def _verbs(
     stock_difference = abs(float(torch.nn.utils.get_total_norm(work.grads)) / exact - 1.0)
     assert difference < 1e-6, f"the norm is {difference:.1e} off"
 
-    def accumulate(grads: list[Tensor], held: int) -> None:
-        fold = Fold(list(grads), list(accumulators), [held] * rows, Weights().factors, READY, 1.0)
-        backend.accumulate(plan, fold, partials)
+    def accumulate(grads: list[Tensor], *, overwrites: bool = False) -> None:
+        backend.accumulate(plan, Fold([*grads], [*accumulators], 1.0, overwrites=overwrites), partials)
 
     def step() -> None:
         backend.step(plan, grads_fp32, hypers, outcome)
 
     # Overwriting goes last: what the accumulators hold before does not matter to it.
-    for grads, held in ((work.grads, READY), (grads_bf16, READY), (grads_bf16, OVERWRITE)):
+    for grads, overwrites in ((work.grads, False), (grads_bf16, False), (grads_bf16, True)):
         expected = [
-            grad.double() + (accumulator.double() if held == READY else 0.0)
+            grad.double() + (0.0 if overwrites else accumulator.double())
             for grad, accumulator in zip(grads, accumulators, strict=True)
         ]
-        accumulate(grads, held)
+        accumulate(grads, overwrites=overwrites)
         errors = [(x - y).abs().max() for x, y in zip(accumulators, expected, strict=True)]
         error = float(torch.stack(errors).max())
         assert error < 1e-8, f"accumulate is {error:.1e} off"
@@ -84,9 +81,9 @@ def _verbs(
     work.error(step)
     variants = [
         Variant("norm", lambda: backend.norm(plan, grads_fp32, partials, scaling), passes=("read",)),
-        Variant("accumulate, fp32", lambda: accumulate(work.grads, READY), passes=("accumulate",)),
-        Variant("first accumulate, bf16", lambda: accumulate(grads_bf16, OVERWRITE), passes=("overwrite_bf16",)),
-        Variant("accumulate, bf16", lambda: accumulate(grads_bf16, READY), passes=("accumulate_bf16",)),
+        Variant("accumulate, fp32", lambda: accumulate(work.grads), passes=("accumulate",)),
+        Variant("first accumulate, bf16", lambda: accumulate(grads_bf16, overwrites=True), passes=("overwrite_bf16",)),
+        Variant("accumulate, bf16", lambda: accumulate(grads_bf16), passes=("accumulate_bf16",)),
         Variant("step, AdamW", step, passes=("step",)),
     ]
     note = (

@@ -125,19 +125,21 @@ void norm(const Work& work, float* partials) {
 
 // ---- accumulate -----------------------------------------------------------------------------------------------------
 
-// One row of 1024 at a time, so that squares are summed while the result is in registers.
+// sum <- (sum if kKeep) + (factor * grad if kAdd). One row of 1024 at a time, so that squares are summed while the
+// result is in registers. Where a sum is not kept it may be the gradient itself, scaled in place.
 template <bool kKeep, bool kAdd, class G>
-float fold_chunk(float* __restrict accumulator, const G* __restrict grad, float keep, float add, int64_t n) {
+float fold_chunk(float* sum, const G* grad, float factor, int64_t n) {
   alignas(64) float lanes[kLanes];
   const int64_t width = tree_width(n);
   for (int64_t l = 0; l < width; ++l) lanes[l] = 0.0f;
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t length = smaller(kLanes, n - i);
-    float* __restrict out = accumulator + i;
-    const G* __restrict in = kAdd ? grad + i : nullptr;
+    float* const out = sum + i;
+    const G* const in = kAdd ? grad + i : nullptr;
+#pragma GCC ivdep  // element k of the one is at most element k of the other
     for (int64_t l = 0; l < length; ++l) {
-      float value = kKeep ? out[l] * keep : 0.0f;
-      if constexpr (kAdd) value = kKeep ? value + to_float(in[l]) * add : to_float(in[l]) * add;
+      float value = kKeep ? out[l] : 0.0f;
+      if constexpr (kAdd) value = kKeep ? value + to_float(in[l]) * factor : to_float(in[l]) * factor;
       out[l] = value;
       lanes[l] += value * value;
     }
@@ -145,33 +147,28 @@ float fold_chunk(float* __restrict accumulator, const G* __restrict grad, float 
   return tree_sum(lanes, width);
 }
 
-template <class G>
-float fold_any(float* accumulator, const G* grad, float keep, float add, int64_t n) {
-  if (grad == nullptr) {
-    return keep != 0.0f ? fold_chunk<true, false>(accumulator, grad, keep, add, n)
-                        : fold_chunk<false, false>(accumulator, grad, keep, add, n);
-  }
-  return keep != 0.0f ? fold_chunk<true, true>(accumulator, grad, keep, add, n)
-                      : fold_chunk<false, true>(accumulator, grad, keep, add, n);
-}
-
 void accumulate(const Work& work, const Fold& fold) {
-  const float add = fold.factor(fold.weight);
+  const bool is_fresh = fold.is_fresh(), copies = fold.copies(), keeps = !fold.overwrites && !is_fresh;
+  const float factor = is_fresh && !fold.overwrites ? 1.0f : fold.multiplier();
   int64_t written_bytes = 0;
-  for (int64_t i = 0; i < work.count; ++i)
-    written_bytes += work.operands[i].weight == kOverwrite ? work.rows[i].numel * 4 : 0;
+  for (int64_t i = 0; copies && i < work.count; ++i) written_bytes += work.operands[i].sum ? work.rows[i].numel * 4 : 0;
   const bool beyond_cache = written_bytes > kStreamBytes;
   for_each_chunk<Nothing>(work, [&](Nothing, const Row&, const Operands& in, int64_t chunk, int64_t offset, int64_t n) {
-    if (in.accumulator == nullptr) return;
-    float* const accumulator = in.accumulator + offset;
-    if (in.weight == kOverwrite) {
-      with_grad(in, offset, [=](auto grad) { overwrite(accumulator, grad, n, beyond_cache); });
-      return;
+    if (in.sum == nullptr) return;
+    float* const sum = in.sum + offset;
+    float* const partial = fold.partials + chunk;
+    const float* const nothing = nullptr;
+    if (in.grad == nullptr) {
+      if (is_fresh) *partial = fold_chunk<false, false>(sum, nothing, factor, n);
+    } else if (copies) {
+      with_grad(in, offset, [=](auto grad) { overwrite(sum, grad, n, beyond_cache); });
+    } else if (factor == 0.0f) {
+      *partial = keeps ? sum_of_squares(sum, n) : fold_chunk<false, false>(sum, nothing, factor, n);
+    } else {
+      with_grad(in, offset, [=](auto grad) {
+        *partial = keeps ? fold_chunk<true, true>(sum, grad, factor, n) : fold_chunk<false, true>(sum, grad, factor, n);
+      });
     }
-    const float keep = fold.factor(in.weight);
-    const auto run = [&](auto* grad) { fold.partials[chunk] = fold_any(accumulator, grad, keep, add, n); };
-    if (in.grad == nullptr || add == 0.0f) run(static_cast<const float*>(nullptr));
-    else with_grad(in, offset, run);
   });
 }
 

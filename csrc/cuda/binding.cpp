@@ -36,9 +36,9 @@ void bind_cuda(py::module_& m) {
           },
           py::arg("table"), py::arg("groups"), py::arg("stride"))
       .def("accumulate",
-           [](DeviceTable& self, const Table& table, uintptr_t stream, const GivenNumbers& weights, int64_t weight,
-              const GivenNumber& scale, uintptr_t partials) {
-             const Fold fold = make_fold(weights, weight, scale, partials);
+           [](DeviceTable& self, const Table& table, uintptr_t stream, const GivenNumber& factor, uintptr_t before,
+              bool overwrites, uintptr_t partials) {
+             const Fold fold = make_fold(factor, before, overwrites, partials);
              const py::gil_scoped_release released;
              self.accumulate(table.rows(), stream, fold);
            })

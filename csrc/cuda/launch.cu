@@ -216,19 +216,6 @@ gpu::Norm norm_of(const Rows& table, const Norm& norm) {
           pointer<int64_t>(norm.skips)};
 }
 
-// The weight that all accumulators wait for, if it is one: the launch brings it along. A window's weights take turns,
-// so operands without them stay the same from launch to launch, and need not be sent.
-int32_t take_common_weight(std::vector<Operands>& operands) {
-  int32_t common = gpu::kEachItsOwn;
-  for (const Operands& in : operands) {
-    if (in.accumulator == nullptr || in.weight == common) continue;
-    if (common != gpu::kEachItsOwn) return gpu::kEachItsOwn;
-    common = in.weight;
-  }
-  for (Operands& in : operands) in.weight = 0;
-  return common;
-}
-
 size_t rounded(size_t bytes) { return (bytes + sizeof(uint4) - 1) / sizeof(uint4) * sizeof(uint4); }
 
 }  // namespace
@@ -295,14 +282,10 @@ DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream, bool 
 
 void DeviceTable::accumulate(const Rows& table, uintptr_t stream, const Fold& fold) {
   const Device device(device_);
-  std::vector<Operands> operands(table.operands, table.operands + table.count);
-  const int32_t common = take_common_weight(operands);
-  Rows rows = table;
-  rows.operands = operands.data();
-  const Layout layout = send(rows, stream, true);
+  const Layout layout = send(table, stream, true);
   has_counts_ = false;
-  const gpu::Work work = common == kOverwrite ? layout.units : layout.chunks;
-  launch("accumulate", gpu::accumulate_kernel, blocks_of(work), stream, work, fold, common);
+  const gpu::Work work = fold.copies() ? layout.units : layout.chunks;
+  launch("accumulate", gpu::accumulate_kernel, blocks_of(work), stream, work, fold);
 }
 
 void DeviceTable::norm(const Rows& table, uintptr_t stream, const Norm& norm) {

@@ -126,7 +126,7 @@ def test_the_second_micro_batch_warns_once_and_is_in_the_window_where_that_is_an
     fold(optimizer, model, 0)  # nor is an empty micro-batch a second one
     with pytest.raises(af.BatchNormWarning, match=SEEN.split(",")[0]) as caught:  # as pytest is set up here
         fold(optimizer, model, 3)
-    assert "micro-batches: 2" in repr(optimizer)
+    assert "micro-batches: 3" in repr(optimizer)
     optimizer.step()
     for _ in range(3):
         fold(optimizer, model)

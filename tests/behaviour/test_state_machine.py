@@ -17,7 +17,6 @@ from loop import VERBS, Loop, Verb
 from torch.nn import Parameter
 
 import accumfused as af
-from accumfused.core.weights import Weights
 
 R, V, T = RuntimeError, ValueError, TypeError
 NO_GRADIENT = (R, r"call loss\.backward\(\) before each accumulate\(\)")
@@ -211,11 +210,3 @@ def test_what_a_scaler_cannot_do_is_refused(backend: str, scaler: Any, before: s
     it = Loop(backend, before, scaler=scaler("cpu", init_scale=2.0**10))
     with refused(it.optimizer, R, text):
         call(it)
-
-
-def test_kernels_of_another_device_find_a_resumed_windows_total_there() -> None:
-    weights = Weights(torch.device("cpu"))
-    weights.total = torch.tensor(3.0, dtype=torch.float64)
-    weights.follow(torch.device("meta"))
-    assert isinstance(weights.total, torch.Tensor)
-    assert weights.total.device.type == weights.device.type == "meta"

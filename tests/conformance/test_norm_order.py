@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.core.protocol import Fold, Scaling
-from accumfused.core.weights import READY, Weights
 from accumfused.formats.numeric import CHUNK, LANES, sum_partials
 
 SIZES = [0, 1, 5, *(n + off for n in (LANES, 2 * LANES, 32 * LANES) for off in (-1, 0, 1)), 200_000]
@@ -101,7 +100,7 @@ def test_the_sum_within_a_chunk(place: Place) -> None:
         zeros: list[Tensor | None] = [torch.zeros(size, device=device) for _ in apart]
         read, folded = torch.zeros(2, len(apart), device=device)
         backend.norm(built, grads, read, Scaling(built.device))
-        backend.accumulate(built, Fold(grads, zeros, [0] * len(apart), Weights().factors, READY, 1.0), folded)
+        backend.accumulate(built, Fold(grads, zeros, 1.0), folded)
         found.append(torch.stack([read, folded]).cpu())
     assert_same_bits(found[1], found[0])
     assert_same_bits(found[0][0], found[0][1])

@@ -30,9 +30,9 @@ ALL_KERNELS = ("norm", "accumulate", *STATES, *LEAN)
 # The first rule with each number of states, and Muon, which writes no parameter: the others are printed alike.
 FIRST = {count: name for name, count in reversed(STATES.items())}
 FEW_KERNELS = ("norm", "accumulate", *FIRST.values(), "muon", *LEAN)
-MEASURES = ("count", "segment norms")
-POINTERS = {"table": "*i64", "weights": "*fp64", "partials": "*fp32", "hypers": "*i64", "outcome": "*fp32"}
-POINTERS |= {"bounds": "*i64", "squares": "*fp64", "counts": "*fp32"}
+MEASURES = ("segment norms",)
+POINTERS = {"table": "*i64", "partials": "*fp32", "hypers": "*i64", "outcome": "*fp32"}
+POINTERS |= {"bounds": "*i64", "squares": "*fp64"}
 
 
 def compile_kernels(target: str, folder: Path, *chosen: str) -> None:
@@ -46,8 +46,7 @@ def compile_kernels(target: str, folder: Path, *chosen: str) -> None:
 
     kernels: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "norm": (verbs.norm_kernel, {}, backend.OPTIONS),
-        "accumulate": (verbs.accumulate_kernel, {"measures": False}, backend.OPTIONS),
-        "count": (verbs.count_kernel, {}, backend.OPTIONS),
+        "accumulate": (verbs.accumulate_kernel, {}, backend.OPTIONS),
         "segment norms": (verbs.segment_norms_kernel, {}, backend.OPTIONS),
     }
     for name, (rule, form) in ({rule.name: (rule, Format()) for rule in RULES} | LEAN).items():

@@ -292,7 +292,7 @@ def test_each_process_refuses_and_writes_nothing(name: str) -> None:
     for kind, message, changed in processes.run(2, refuse, name):
         assert kind == REFUSED[name][1].__name__, message
         assert re.search(REFUSED[name][2], message), message
-        folded = ("grad", "accumulator", "total", "micro-batches", "held") if name in FOLDS else ()
+        folded = ("grad", "accumulator", "unit", "total", "factors", "micro-batches") if name in FOLDS else ()
         assert [each for each in changed if not each.startswith(folded)] == []
 
 

@@ -81,10 +81,10 @@ struct View {
 struct Block {
   unsigned index = 0;
   std::vector<Thread> threads;
-  std::vector<unsigned> order;   // of the threads in this pass
-  size_t next = 0;               // of them
-  bool ran = false;              // one of them, in this pass
-  int sleeper = -1;              // the warp that does not run while others can
+  std::vector<unsigned> order;                // of the threads in this pass
+  size_t next = 0;                            // of them
+  bool ran = false;                           // one of them, in this pass
+  int sleeper = -1;                           // the warp that does not run while others can
   std::vector<int> barriers_of, shuffles_of;  // how many each thread has come to
   std::vector<char> shared;
   std::vector<View> views;  // of what is watched
@@ -157,7 +157,7 @@ struct Machine : Setup {
   }
 
   // Whether the kernel, which is faulty, goes without the one of this index.
-  bool lacks(int Missing::*what, int index) {
+  bool lacks(int Missing::* what, int index) {
     if (missing.*what != index) return false;
     return missing.was_met = true;
   }

@@ -25,7 +25,7 @@ from accumfused.backends.triton import kernels, memory, rules
 from accumfused.backends.triton.step import step_kernel
 from accumfused.core.graphs import is_capturing
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Fold, Hypers, Number, Outcome, Scaling, at_hand, stacked
+from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import Grads, has_memory
 from accumfused.formats.kinds import DTYPES, Format, Storage
 from accumfused.formats.numeric import ieee
@@ -68,16 +68,16 @@ class TritonBackend:
         self._kept[plan] = _kept(plan)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
-        grads, accumulators = _addresses(fold.grads), _addresses(fold.accumulators)
-        if any(map(operator.eq, grads, accumulators)):
+        grads, sums = _addresses(fold.grads), _addresses(fold.sums)
+        if any(map(operator.eq, grads, sums)):
             fold.refuse_overwritten()
-        scale, at = (1.0, fold.scale.data_ptr()) if isinstance(fold.scale, Tensor) else (fold.scale, 0)
-        with self._on(plan, [*fold.tensors(), partials, *fold.grads, *fold.accumulators]):
-            table = self._send(plan, "fold", [*grads, *_dtypes(fold.grads), *accumulators, *fold.held])
+        factor, at = (1.0, fold.factor.data_ptr()) if isinstance(fold.factor, Tensor) else (fold.factor, 0)
+        with self._on(plan, [*fold.tensors(), partials, *fold.grads, *fold.sums]):
+            table = self._send(plan, "fold", [*grads, *_dtypes(fold.grads), *sums])
             self._launch(
                 kernels.accumulate_kernel, plan, plan.chunks,
-                table, len(plan.rows), plan.chunks, self._numbers(plan, "weights", fold.weights), fold.weight,
-                _bits(scale), at, partials,
+                table, len(plan.rows), plan.chunks, _bits(factor), at, address(fold.before), int(fold.overwrites),
+                int(fold.copies), partials,
             )  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -131,13 +131,6 @@ class TritonBackend:
                 if tensor is not None:
                     tensor.record_stream(torch.cuda.current_stream(plan.device))
         return torch.cuda.device(plan.device) if plan.device.type == "cuda" else ieee()
-
-    def _numbers(self, plan: Plan, key: str, numbers: list[Number]) -> Tensor:
-        """Numbers on the plan's device, fp64; those of the host are sent when they change."""
-        given = [number for number in numbers if not isinstance(number, Tensor)]
-        if len(given) < len(numbers):
-            return stacked(numbers, plan.device)
-        return self._send(plan, key, [_bits(number) for number in given]).view(torch.float64)
 
     def _send(self, plan: Plan, key: str, words: list[int]) -> Tensor:
         """A copy of the words on the plan's device; "fold", "step": of its rows, with the words as their operands.

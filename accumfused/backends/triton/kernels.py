@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from accumfused.backends.triton.memory import (
-    ACCUMULATOR,
     BFLOAT16_BITS,
     BLOCK,
     DTYPE,
@@ -18,9 +17,8 @@ from accumfused.backends.triton.memory import (
     FLOAT32,
     GRAD,
     NO_GRAD,
-    OVERWRITE,
     ROWS,
-    WEIGHT,
+    SUM,
     extent,
     float64_from,
     is_aligned,
@@ -36,9 +34,9 @@ from accumfused.backends.triton.numeric import LANES, LEAST_DIVISOR, LEAST_SUM, 
 
 # Values of these arguments must not make another kernel: Triton compiles anew for a 1 and for multiples of 16.
 NUMBERS = (
-    "table", "hypers", "outcome", "weights", "count", "chunks", "chunks_to_read", "partials", "normalization",
-    "device_normalization", "found_inf", "clips", "max_grad_norm", "skips_nonfinite", "skips", "weight", "scale",
-    "device_scale",
+    "table", "hypers", "outcome", "count", "chunks", "chunks_to_read", "partials", "normalization",
+    "device_normalization", "found_inf", "clips", "max_grad_norm", "skips_nonfinite", "skips", "factor",
+    "device_factor", "before", "overwrites", "copies",
 )  # fmt: skip
 
 
@@ -128,53 +126,45 @@ def segment_norms_kernel(partials, bounds, segments: tl.int32, squares):
 
 
 @triton.jit
-def folded(kept, g, keep, add, has_grad: tl.constexpr):
-    """Adds both terms; a factor of 0 leaves its term out, even NaN."""
-    value = tl.where(keep != 0, kept * keep, 0.0)
-    if has_grad:
-        added = g * add
-        value = tl.where(add != 0, tl.where(keep != 0, value + added, added), value)
-    return value
-
-
-@triton.jit
-def fold_chunk(
-    accumulator, grad, n, aligned, keep, add, has_grad: tl.constexpr, total
-):  # fmt: skip
+def fold_chunk(own, grad, n, aligned, factor, keeps, adds: tl.constexpr, total):
+    """own <- (own if keeps) + (factor * grad if adds). total: the sum of squares of the result."""
     lanes = tl.zeros([LANES], tl.float32)
     whole = whole_elements(n, 2 * LANES, aligned)
     for first in range(0, whole, 2 * LANES):
         second = first + LANES
-        a, b = load(accumulator, first, n, LANES, True), load(accumulator, second, n, LANES, True)
-        g, h = a, b
-        if has_grad:
-            g, h = load(grad, first, n, LANES, True), load(grad, second, n, LANES, True)
-        a, b = folded(a, g, keep, add, has_grad), folded(b, h, keep, add, has_grad)
+        a, b = load(own, first, n, LANES, True), load(own, second, n, LANES, True)
+        if adds:
+            g = load(grad, first, n, LANES, True) * factor
+            h = load(grad, second, n, LANES, True) * factor
+            a, b = tl.where(keeps, a + g, g), tl.where(keeps, b + h, h)
+        else:
+            a, b = tl.where(keeps, a, 0.0), tl.where(keeps, b, 0.0)
         lanes += a * a
         lanes += b * b
-        store(accumulator, a, first, n, LANES, True)
-        store(accumulator, b, second, n, LANES, True)
+        store(own, a, first, n, LANES, True)
+        store(own, b, second, n, LANES, True)
     for first in range(whole, n, LANES):
-        a = load(accumulator, first, n, LANES, False)
-        g = a
-        if has_grad:
-            g = load(grad, first, n, LANES, False)
-        a = folded(a, g, keep, add, has_grad)
+        a = load(own, first, n, LANES, False)
+        if adds:
+            g = load(grad, first, n, LANES, False) * factor
+            a = tl.where(keeps, a + g, g)
+        else:
+            a = tl.where(keeps, a, 0.0)
         lanes += a * a
-        store(accumulator, a, first, n, LANES, False)
+        store(own, a, first, n, LANES, False)
     tl.store(total, tree(lanes))
 
 
 @triton.jit
-def fold_or_copy(accumulator, grad, n, aligned, copies, keep, add, total):
-    if copies:
+def fold_or_copy(own, grad, n, aligned, copies, factor, keeps, total):
+    if copies != 0:
         whole = whole_elements(n, BLOCK, aligned)
         for first in range(0, whole, BLOCK):
-            store(accumulator, load(grad, first, n, BLOCK, True), first, n, BLOCK, True)
+            store(own, load(grad, first, n, BLOCK, True), first, n, BLOCK, True)
         for first in range(whole, n, BLOCK):
-            store(accumulator, load(grad, first, n, BLOCK, False), first, n, BLOCK, False)
+            store(own, load(grad, first, n, BLOCK, False), first, n, BLOCK, False)
     else:
-        fold_chunk(accumulator, grad, n, aligned, keep, add, True, total)
+        fold_chunk(own, grad, n, aligned, factor, keeps, True, total)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -182,36 +172,43 @@ def accumulate_kernel(
     table,
     count: tl.int32,
     chunks: tl.int32,
-    weights,
-    weight: tl.int32,
-    scale: tl.int64,
-    device_scale: tl.int64,
+    factor: tl.int64,
+    device_factor: tl.int64,
+    before: tl.int64,
+    overwrites: tl.int32,
+    copies: tl.int32,
     partials,
 ):
     rows = table + ROWS
-    factor = float64_from(scale)
-    if device_scale != 0:
-        factor *= tl.load(pointer_to(device_scale, tl.float64))
-    add = (tl.load(weights + weight) * factor).to(tl.float32)
+    own_factor = float64_from(factor)
+    if device_factor != 0:
+        own_factor = tl.load(pointer_to(device_factor, tl.float64))
+    multiplier = own_factor.to(tl.float32)
+    keeps = overwrites == 0
+    is_fresh = False
+    if before != 0:  # protocol.Fold
+        is_fresh = tl.load(pointer_to(before, tl.float64)) == 0
+    if is_fresh:
+        multiplier = tl.where(keeps, 1.0, multiplier)
+        keeps = False
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         row, _ = row_of(rows, count, chunk)
-        if tl.load(row + ACCUMULATOR) != 0:
+        if tl.load(row + SUM) != 0:
             offset, n = extent(row, chunk)
-            accumulator = pointer(row, ACCUMULATOR, tl.float32, offset)
+            own = pointer(row, SUM, tl.float32, offset)
             total = partials + chunk
-            held = tl.load(row + WEIGHT)
-            keep = (tl.load(weights + tl.maximum(held, 0)) * factor).to(tl.float32)
-            copies = held == OVERWRITE
-            aligned = is_aligned(row, ACCUMULATOR) & is_aligned(row, GRAD)
+            aligned = is_aligned(row, SUM) & is_aligned(row, GRAD)
             dtype = tl.load(row + DTYPE)
-            if dtype == NO_GRAD:
-                fold_chunk(accumulator, accumulator, n, aligned, keep, add, False, total)
+            has_grad = dtype != NO_GRAD
+            if (multiplier == 0) | (has_grad == 0):
+                if is_fresh | has_grad:
+                    fold_chunk(own, own, n, aligned, multiplier, keeps, False, total)
             elif dtype == FLOAT32:
                 grad = pointer(row, GRAD, tl.float32, offset)
-                fold_or_copy(accumulator, grad, n, aligned, copies, keep, add, total)
+                fold_or_copy(own, grad, n, aligned, copies, multiplier, keeps, total)
             elif dtype == FLOAT16:
                 half = pointer(row, GRAD, tl.float16, offset)
-                fold_or_copy(accumulator, half, n, aligned, copies, keep, add, total)
+                fold_or_copy(own, half, n, aligned, copies, multiplier, keeps, total)
             else:
                 brain = pointer(row, GRAD, BFLOAT16_BITS, offset)
-                fold_or_copy(accumulator, brain, n, aligned, copies, keep, add, total)
+                fold_or_copy(own, brain, n, aligned, copies, multiplier, keeps, total)

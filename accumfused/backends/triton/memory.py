@@ -13,7 +13,7 @@ from accumfused.backends.triton.codecs import from_bfloat16
 from accumfused.backends.triton.numeric import CHUNK, whole_steps
 
 # The table: a row that begins with the ticket, which is 0 between launches; then a row of these words per parameter.
-ROWS = tl.constexpr(24)
+ROWS = tl.constexpr(23)
 WORDS = ROWS
 PARAM = tl.constexpr(0)
 STEP = tl.constexpr(1)  # from here on the order of formats.kinds.Storage
@@ -29,12 +29,10 @@ KIND = tl.constexpr(18)  # rule and formats
 ORIGIN = tl.constexpr(19)
 GRAD = tl.constexpr(20)  # from here on a call's operands; a step's are the first two
 DTYPE = tl.constexpr(21)
-ACCUMULATOR = tl.constexpr(22)
-WEIGHT = tl.constexpr(23)
+SUM = tl.constexpr(22)
 
 NO_GRAD, FLOAT32, FLOAT16 = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)  # values of DTYPE; bfloat16 is the last
 BFLOAT16_BITS = tl.constexpr(tl.uint16)  # kernels read bfloat16 as this: Triton's interpreter gets its subnormals wrong
-OVERWRITE = tl.constexpr(-1)
 
 HYPER_WORDS = tl.constexpr(3)  # a number's bits, an fp32 number's address, an fp64 number's
 MAX_HYPERS = tl.constexpr(rule.MAX_HYPERS)
