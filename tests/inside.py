@@ -121,6 +121,20 @@ def norm_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManage
     return mock.patch.object(backend, "norm", side_effect=RuntimeError("out of memory"))
 
 
+def accumulate_fails(optimizer: af.FusedOptimizer, after: int) -> contextlib.AbstractContextManager[Any]:
+    """A block in which the backend has no memory to fold, after so many launches."""
+    backend = optimizer.engine.plans.current().backend
+    runs = iter([backend.accumulate] * after)
+
+    def run(*given: Any) -> None:
+        launch = next(runs, None)
+        if launch is None:
+            raise MemoryError
+        launch(*given)
+
+    return mock.patch.object(backend, "accumulate", side_effect=run)
+
+
 def step_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManager[Any]:
     """A block in which the backend has no memory to make a step."""
     backend = optimizer.engine.plans.current().backend

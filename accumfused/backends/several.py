@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Fold, Hypers, Number, Outcome, Scaling, moved
+from accumfused.core.protocol import Backend, Fold, Hypers, Outcome, Scaling, moved
 from accumfused.core.rows import Grads
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class SeveralDevices:
             own_fold = replace(
                 fold, grads=_only(rows, fold.grads), sums=_only(rows, fold.sums),
                 factor=_number_at(fold.factor, part.device),
-                before=None if fold.before is None else moved(fold.before, part.device),
+                before=_number_at(fold.before, part.device),
             )  # fmt: skip
             sums = moved(partials, part.device)
             self.backends[part.device].accumulate(part, own_fold, sums)
@@ -75,7 +75,7 @@ class SeveralDevices:
                     _bring(sums, outcome.changes)
 
 
-def _number_at(value: Number, device: torch.device) -> Number:
+def _number_at(value: Any, device: torch.device) -> Any:
     return moved(value, device) if isinstance(value, Tensor) else value
 
 

@@ -92,6 +92,7 @@ class Accumulation:
             window.habits.watch_writes(window.params)
         matched = plan.match(grads)
         measured = None
+        window.choose_unit(plan, prepared.backend, 1.0 if in_loss else weight, exchange)
         with window.undone_by_an_error():
             if window.in_progress is None:
                 window.begin(plan, weight, exchange, in_loss=in_loss)
@@ -141,6 +142,7 @@ class Accumulation:
         window.habits.watch_writes(window.params)
         others_close = None
         if window.phase is not Phase.SEALED:  # a refused step may have sealed it
+            window.choose_unit(plan, prepared.backend, None, prepared.exchange)
             nothing: Grads = [None] * len(plan.params)
             others_close = window.agree(plan, prepared.exchange, nothing, seed=self.plans.seed, last=False)
         window.check_weights()

@@ -42,12 +42,13 @@ class _Squares:
             return self
         if any(old.first_chunk != new.first_chunk for old, new in zip(self.plan.rows, plan.rows, strict=False)):
             return None
-        sums = plan_zeros(plan)
+        sums = _zeros(plan)
         sums[: len(self.sums)] = self.sums.to(plan.device)
         return replace(self, plan=plan, sums=sums)
 
 
-def plan_zeros(plan: Plan) -> Tensor:
+def _zeros(plan: Plan) -> Tensor:
+    """Sums of squares of no gradient: fp32 [plan.chunks]."""
     return torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)
 
 
@@ -115,7 +116,7 @@ class Noise:
         begins, known = known.micro_batches < window.count, replace(known, micro_batches=window.count)
         if not isinstance(weight, Tensor) and weight == 0:
             return known
-        own = plan_zeros(plan)
+        own = _zeros(plan)
         backend.norm(plan, grads, own, Scaling(plan.device))
         share: Number = 1.0 if weight is None else weight
         if isinstance(share, Tensor):
@@ -134,7 +135,7 @@ class Noise:
         known = self.of_window
         if known is not None and known.window == window.number:
             return known.follow(plan)
-        return _Squares(window.number, plan, plan_zeros(plan)) if window.count <= 1 else None
+        return _Squares(window.number, plan, _zeros(plan)) if window.count <= 1 else None
 
     def count(self, backend: Backend, plan: Plan, window: Window) -> list[Tensor]:
         """Begins the numbers that processes add up beside their sums."""

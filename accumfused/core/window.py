@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,6 +38,7 @@ from accumfused.core.rows import Grads, Row
 from accumfused.formats import shards
 from accumfused.formats.kinds import DTYPES
 
+_numbers = itertools.count(1)  # of all windows
 _LARGEST_FACTOR = 2.0**40  # beyond it the sums get another unit: squares of theirs must stay in fp32's range
 
 
@@ -58,12 +60,10 @@ class MicroBatch:
         factor: of its gradients; None leaves them out.
         before: the sum of the weights before it, where the device alone knows it; while that is 0 the sums hold
             nothing, and are overwritten.
-        rescale: a factor for the sums, which brings them to a new unit.
     """
 
     factor: Number | None
     before: Tensor | None = None
-    rescale: float = 1.0
     rows: set[int] = field(default_factory=set)  # that got a gradient in it; only with `before`
 
 
@@ -72,11 +72,12 @@ class Window:
 
     def __init__(self) -> None:
         self.phase = Phase.IDLE
-        self.number = 0  # of windows so far
+        self.number = 0  # no other window has it
         self.params: list[Tensor] = []
         self.sums: Grads = []  # fp32, one per parameter; None: no gradient yet
         self.is_measured: list[bool] = []  # a sum's squares are in `partials`
-        self.partials = torch.empty(0)  # fp32 [chunks]: folds and the norm write them
+        # fp32 [chunks]: folds and the norm write them
+        self.partials = torch.empty(0, dtype=torch.float32, device="cpu")
         self.count = 0  # micro-batches
         self.empty = 0  # those whose weight is known to be 0
         self.is_weighted: bool | None = None  # None: no micro-batch yet
@@ -143,13 +144,37 @@ class Window:
         if len(self.params) != len(plan.params) or not all(map(operator.is_, self.params, plan.params)):
             self.params, self.arena = list(plan.params), Arena(len(plan.params))
             self._grad_dtypes.clear()
-        self.phase, self.number, self._plan = Phase.OPEN, self.number + 1, plan
+        self.phase, self.number, self._plan = Phase.OPEN, next(_numbers), plan
         self.sums, self.is_measured, self._has_all = [None] * len(plan.rows), [False] * len(plan.rows), False
         self.partials = torch.empty(plan.chunks, dtype=torch.float32, device=plan.device)
         self._is_cleared = self._lacked_rows
         if self._lacked_rows:  # as this one will, probably: else they are cleared before the norm
             self.partials.zero_()
         self.habits.see(self.params)
+
+    def choose_unit(self, plan: Plan, backend: Backend, weight: Number | None, exchange: Exchange) -> None:
+        """Before a micro-batch, or the end: brings the sums to another unit, if one is needed, in a pass of its own.
+
+        It is 1 where processes share the window, which may have begun without them. On the host it is a weight that is
+        far larger than the unit; or the total, where the larger weight's micro-batch has failed.
+        """
+        unit, total, factors = self.unit, self.total, self.factors
+        if not self.is_weighted or self.in_progress is not None or self.phase is not Phase.OPEN:
+            return
+        if not exchange.is_alone:
+            new = 1.0
+        elif isinstance(unit, Tensor) or isinstance(total, Tensor) or isinstance(factors, Tensor):
+            return
+        elif 0 < factors * _LARGEST_FACTOR < 1:
+            new = total
+        elif weight is None or isinstance(weight, Tensor) or not weight > _LARGEST_FACTOR * unit > 0:
+            return
+        else:
+            new = weight
+        if isinstance(unit, Tensor) or unit != new:
+            factor = unit / new
+            self._scale(plan, backend, factor)
+            self.unit, self.factors = new, self.factors * _rounded(factor)
 
     def begin(self, plan: Plan, weight: Number | None, exchange: Exchange, *, in_loss: bool) -> None:
         """Counts a micro-batch and computes its factor. A tensor is not read: a bad weight makes the divisor NaN."""
@@ -176,21 +201,16 @@ class Window:
             self.unit, factor = own, 1.0
         elif isinstance(before, Tensor):
             micro_batch.before = before
-            self.unit = _either(before == 0, own, self.unit)
+            self.unit = _either(torch.eq(before, 0), own, self.unit)
             factor = _nothing_of_zero(weight, own / self.unit)
         else:
-            if not isinstance(own, Tensor) and not isinstance(self.unit, Tensor) and own > _LARGEST_FACTOR * self.unit:
-                micro_batch.rescale, self.unit = self.unit / own, own
-                self.factors = self.factors * _rounded(micro_batch.rescale)
             factor = _nothing_of_zero(weight, own / self.unit)
         micro_batch.factor = factor
         entered = _rounded(factor) * (weight if in_loss else 1.0)
         # New tensors: a launch may still read the old ones, and copies of the window share them.
         self.total = before + weight
-        if micro_batch.before is None:
-            self.factors = self.factors + entered
-        else:
-            self.factors = _either(before == 0, entered, self.factors + entered)
+        factors = self.factors + entered
+        self.factors = factors if micro_batch.before is None else _either(micro_batch.before == 0, entered, factors)
         self.in_progress = micro_batch
 
     def add(self, plan: Plan, backend: Backend, grads: Grads, *, complete: bool, ends: bool) -> None:
@@ -202,9 +222,6 @@ class Window:
         """
         micro_batch = self.in_progress
         assert micro_batch is not None
-        if micro_batch.rescale != 1.0:
-            self._scale(plan, backend, micro_batch.rescale)
-            micro_batch.rescale = 1.0
         factor = micro_batch.factor
         if factor is not None and complete and self._has_all and micro_batch.before is None:  # nearly always
             self._launch(plan, backend, Fold(grads, self.sums, factor), everywhere=True)
@@ -300,7 +317,7 @@ class Window:
         assert plan is not None
         assert micro_batch is not None
         factor = micro_batch.factor
-        if isinstance(factor, Tensor) or factor != 1.0 or micro_batch.before is not None or micro_batch.rescale != 1.0:
+        if isinstance(factor, Tensor) or factor != 1.0 or micro_batch.before is not None:
             return None
         given, holds = self.sums[index], self.sums[index] is not None
         if given is None:
@@ -331,9 +348,8 @@ class Window:
         if not self.is_weighted:
             return 1.0
         if not isinstance(self.total, Tensor):
-            return self.factors
-        factors = torch.zeros_like(self.total) + self.factors
-        return torch.where(self.total > 0, factors, torch.nan)  # sums without any weight hold nothing
+            return self.factors / self.divided
+        return _either(~(self.total > 0), math.nan, self.factors) / self.divided  # without any weight they hold nothing
 
     def agree(self, plan: Plan, exchange: Exchange, grads: Grads, *, seed: int, last: bool) -> Tensor | None:
         """Before the window closes: processes exchange its weight, and flags of parameters with a sum or a gradient.
@@ -480,6 +496,7 @@ class Window:
         except BaseException:
             if not is_begun:
                 vars(self).update(known)
+                self._is_cleared = False  # partials of rows that have no sum again
             raise
 
     def saved(self, total: Number) -> Tensor:
@@ -488,11 +505,12 @@ class Window:
         The unit is negative if the device knows the weights, the count for a plain sum.
 
         Args:
-            total: the sum of the weights, or what processes have made of it.
+            total: the sum of the weights, or the mean of the processes' sums, which is then that of the factors, too.
         """
+        factors = self.factors if total is self.total else total
         device = self.partials.device
         unit = -self.unit if isinstance(self.total, Tensor) else self.unit
-        numbers = (unit, total, self.factors, self.count if self.is_weighted else -self.count)
+        numbers = (unit, total, factors, self.count if self.is_weighted else -self.count)
         return stacked([on_device(n, device, torch.float64) if isinstance(n, Tensor) else n for n in numbers], device)
 
     @classmethod
@@ -500,6 +518,7 @@ class Window:
         """Makes an open window of a checkpoint's sums and numbers."""
         unit, total, factors, count = numbers
         window = cls()
+        window.number = next(_numbers)
         window.phase, window.params, window.is_weighted = Phase.OPEN, params, count > 0
         window.count, window.unit, window.factors = abs(int(count)), abs(unit), factors
         window.total = total

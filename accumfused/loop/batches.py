@@ -68,7 +68,7 @@ def windows(
         gradient_accumulation_steps: micro-batches in a window, or a function that returns them for an update's index.
         start: the index of the first update in every iteration; a resumed run gives it for such a function.
         resumed: an optimizer that may have loaded a checkpoint of an open window: the first window then lacks the
-            micro-batches that it has, and the iterable begins with the next one.
+            micro-batches that it has, and the iterable begins with the next one. Step a complete one before.
 
     Returns:
         An iterable of (item, last), with the iterable's len() if it has one.

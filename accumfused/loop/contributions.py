@@ -176,6 +176,7 @@ class Contributions:
             if not window.is_open:
                 prepared.exchange.check(current, weight, in_loss=True)
             window.check(current, grads, weight)
+            window.choose_unit(current, prepared.backend, 1.0, prepared.exchange)
             window.begin(current, weight, prepared.exchange, in_loss=True)
         finally:
             optimizer.engine.plans.let_go()

@@ -250,8 +250,11 @@ def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_su
             f"the open window of parameter {key} is incomplete: it needs {ACCUMULATOR!r} and {WEIGHTS!r} [4]"
         )
     if is_there:
-        _, total, factors, count = entries[WEIGHTS].tolist()
-        if total < 0 or factors < 0 or count != int(count) or not count:
+        numbers = entries[WEIGHTS].tolist()
+        unit, total, factors, count = numbers
+        is_whole = math.isfinite(count) and count == int(count) != 0
+        has_unit = total == 0 or math.isnan(total) or unit * factors != 0
+        if not is_whole or not has_unit or math.inf in map(abs, numbers) or total < 0 or factors < 0:
             raise ValueError(
                 f"the open window of parameter {key} has {count:g} micro-batches of the weight {total:g}, as no window "
                 "has; the checkpoint is damaged"

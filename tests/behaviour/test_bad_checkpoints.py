@@ -154,12 +154,8 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
     # of what is remembered
     "a short history": (zscore, state(0, clip_history=torch.zeros(2)), zscore, "'clip_history' of parameter 0 is"),
     "a history of one": (zscore, state(0, clip_history=4.0), zscore, "'clip_history' of parameter 0 is not a tensor"),
-    "a mean below 0": (
-        zscore, state(0, clip_history=torch.tensor([[5.0, -500.0, 1.0], [0.0] * 3])), zscore, "holds -500.0, and none",
-    ),
-    "windows below 0": (
-        noise, state(0, noise_scale=torch.tensor([-1.0, 1.0, 0.5, -2.0])), noise, "'noise_scale' .* holds -2.0, and",
-    ),
+    "a mean below 0": (zscore, changed(0, clip_history=lambda h: h - 500.0), zscore, "'clip_history' .* holds -"),
+    "windows below 0": (noise, changed(0, noise_scale=lambda n: n - 500.0), noise, "'noise_scale' .* holds -"),
     "short means": (noise, state(0, noise_scale=torch.zeros(2)), noise, "'noise_scale' of parameter 0 is not a tensor"),
     # with an open window
     "no weights": (window, without(1, "grad_accumulator_weights"), adamw, "window of parameter 1 is incomplete"),

@@ -134,3 +134,18 @@ def test_a_step_that_fails_behind_its_norm_is_none_and_can_be_made_again(setting
         assert int(optimizer.skipped_steps) == bad
         found.append(snapshot(optimizer))
     assert differences(*found) == []
+
+
+def test_squares_of_a_dropped_window_do_not_enter_a_loaded_one() -> None:
+    _, other = made(NOISE)
+    for seed in (1, 2):
+        accumulate(other, seed, 1.0)
+    saved = through_a_file(other.state_dict())
+    _, optimizer = made(NOISE)
+    for seed in (3, 4):
+        accumulate(optimizer, seed, 1.0, factor=100.0)
+    optimizer.zero_grad()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="no window of two or more micro-batches"):
+        optimizer.noise_scale()

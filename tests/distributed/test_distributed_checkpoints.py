@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from compare import assert_close
 from spread import ADAMW, Net, adamw, differing, everything_whole, loss_of, mesh_over, placed, sharded, take_steps
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -181,3 +181,61 @@ def test_an_open_window_of_parts_goes_on(steps_before: int, tmp_path: Path) -> N
     assert_close(resumed_norm, norm, "norm")
     for name, value in truth.items():
         assert_close(found[name], value, "window", name)
+
+
+# ---- weights of one process, and means over several ------------------------------------------------------------------
+
+SLOPES, WEIGHTS = ((1.0, 3.0), (5.0, 7.0)), ((2.0, 6.0), (4.0, 8.0))  # by rank and micro-batch
+OWN = ((1.0, 3.0), (2.0, 5.0))  # slope and weight
+
+
+def linear() -> nn.Linear:
+    layer = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    return layer
+
+
+def saved_by_all() -> dict[str, Any]:
+    """In a worker: the checkpoint of an open window whose gradients are means over processes."""
+    layer, rank = sharded(linear(), mesh_over()), dist.get_rank()
+    optimizer = af.SGD(layer.parameters(), lr=1.0)
+    for slope, weight in zip(SLOPES[rank], WEIGHTS[rank], strict=True):
+        optimizer.backward(layer(torch.full((1, 4), slope)).sum(), weight=weight)
+    return states.get_optimizer_state_dict(layer, optimizer, options=FULL)
+
+
+def saved_by_one() -> tuple[nn.Linear, Any]:
+    layer = linear()
+    optimizer = af.SGD(layer.parameters(), lr=1.0)
+    for slope, weight in OWN:
+        layer(torch.full((1, 4), slope)).sum().backward()
+        optimizer.accumulate(weight)
+    return layer, optimizer.state_dict()
+
+
+def finished_by_all(saved: dict[str, Any]) -> Tensor:
+    """In a worker: a window that one process began, and whose gradients are means over processes now."""
+    layer = linear()
+    optimizer = af.SGD(layer.parameters(), lr=1.0, grads_are_reduced=True)
+    optimizer.load_state_dict(saved)
+    optimizer.backward(layer(torch.full((1, 4), 7.0)).sum(), weight=8.0)
+    optimizer.step()
+    return layer.weight.detach()
+
+
+def test_one_process_divides_a_window_of_several_by_the_weights_of_all() -> None:
+    layer = linear()
+    optimizer = af.SGD(layer.parameters(), lr=1.0)
+    saved: Any = processes.run(2, saved_by_all)[0]
+    states.set_optimizer_state_dict(layer, optimizer, saved)
+    optimizer.step()
+    both = [(s, w) for ss, ws in zip(SLOPES, WEIGHTS, strict=True) for s, w in zip(ss, ws, strict=True)]
+    mean = sum(slope * weight for slope, weight in both) / sum(weight for _, weight in both)
+    torch.testing.assert_close(layer.weight.detach(), torch.full((1, 4), -mean))
+
+
+def test_a_window_of_one_process_goes_on_among_several() -> None:
+    (_, saved), every = saved_by_one(), [*OWN, (7.0, 8.0)]
+    found = processes.agreed(2, finished_by_all, saved)
+    mean = sum(slope * weight for slope, weight in every) / sum(weight for _, weight in every)
+    torch.testing.assert_close(found, torch.full((1, 4), -mean))

@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import inside
 import pytest
 import torch
 from torch import Tensor
@@ -194,3 +195,47 @@ def test_equal_weights_are_autograds_own_sum_bit_for_bit(weight: float, backend:
         for each in grads[1:]:
             total = total + each[row]
         assert torch.equal(mean, total / 4)
+
+
+# ---- what a window lives through -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_window_is_resumed_under_any_default_dtype(dtype: torch.dtype, backend: str) -> None:
+    def made() -> tuple[Parameter, af.SGD]:
+        param = Parameter(torch.zeros(40_000, dtype=torch.float32))
+        return param, af.SGD([param], lr=1.0, backend=backend, max_grad_norm=1e6)
+
+    first, optimizer = made()
+    first.grad = torch.ones_like(first)
+    optimizer.accumulate(2)
+    param, resumed = made()
+    was = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        resumed.load_state_dict(optimizer.state_dict())
+        param.grad = torch.full_like(param, 4.0)
+        resumed.accumulate(1)
+        resumed.step()
+    finally:
+        torch.set_default_dtype(was)
+    assert torch.equal(param.detach(), torch.full((40_000,), -2.0, dtype=torch.float32))
+    assert resumed.grad_norm is not None
+    assert float(resumed.grad_norm) == 400.0
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_far_larger_weight_that_fails_leaves_the_window_as_it_was(failing: int, backend: str) -> None:
+    """It brings the sums to its own unit first, in a launch of its own."""
+    param = Parameter(torch.zeros(4))
+    optimizer = af.SGD([param], lr=1.0, backend=backend)
+    for weight, slope, fails in ((1e-6, 3.0, False), (1e12, 8.0, True), (1e-6, 5.0, False)):
+        param.grad = torch.full((4,), slope)
+        if not fails:
+            optimizer.accumulate(weight)
+            continue
+        with inside.accumulate_fails(optimizer, after=failing), pytest.raises(MemoryError):
+            optimizer.accumulate(weight)
+        param.grad = None
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full((4,), -4.0), rtol=BOUND, atol=0.0)
