@@ -58,6 +58,14 @@ def _fp32(bench: Bench, model: str, of: Shapes) -> Table:
             Variant(label, window(work, optimizer, sets), passes=(*added, "step"))
             for label, optimizer in bench.ours(work).items()
         ),
+        *(
+            Variant(
+                f"{label}, weights, last=True",
+                window(work, optimizer, sets, closes=True),
+                passes=(*added, "scale", "read", "step"),
+            )
+            for label, optimizer in bench.ours(work).items()
+        ),
     ]
     errors = {variant.name: work.error(variant.run, sets) for variant in variants}
     against = {"trick": "autograd + trick", "clip+fused": "autograd + clip + fused"}
@@ -136,14 +144,22 @@ def _bf16(bench: Bench, model: str, of: Shapes) -> Table:
     return table
 
 
-def window(work: Workload, optimizer: af.AdamW, sets: list[list[Tensor]]) -> Callable[[], None]:
-    """One window of ours: what a loop does after each backward(), and the step."""
+def window(
+    work: Workload, optimizer: af.AdamW, sets: list[list[Tensor]], *, closes: bool = False
+) -> Callable[[], None]:
+    """One window of ours: what a loop does after each backward(), and the step.
+
+    Args:
+        closes: micro-batches have a weight, and the window is closed: p.grad is its mean before the step.
+    """
 
     def run() -> None:
-        for grads in sets:
+        for grads in sets[:-1]:
             work.set_grads(grads)
-            optimizer.accumulate()
-        optimizer.step()
+            optimizer.accumulate(2.0 if closes else None)
+        work.set_grads(sets[-1])
+        optimizer.accumulate(2.0 if closes else None, last=closes)
+        optimizer.step(normalizer=1 / len(sets) if closes else None)  # the truth is the sum
 
     return run
 
