@@ -93,7 +93,7 @@ class Window:
         self._pin = Pin()
         self._lacked_rows = False  # the last window
         self._is_cleared = False  # partials of rows without a sum are 0
-        self._has_all = False  # every row has a sum
+        self._lacking = 0  # rows without a sum
         self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another dtype
 
     @property
@@ -109,7 +109,7 @@ class Window:
     @property
     def rows_with_sums(self) -> int:
         """The number of sums."""
-        return len(self.sums) - sum(each is None for each in self.sums)
+        return len(self.sums) - self._lacking
 
     # ---- a micro-batch ---------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class Window:
             self.params, self.arena = list(plan.params), Arena(len(plan.params))
             self._grad_dtypes.clear()
         self.phase, self.number, self._plan = Phase.OPEN, next(_numbers), plan
-        self.sums, self.is_measured, self._has_all = [None] * len(plan.rows), [False] * len(plan.rows), False
+        self.sums, self.is_measured, self._lacking = [None] * len(plan.rows), [False] * len(plan.rows), len(plan.rows)
         self.partials = torch.empty(plan.chunks, dtype=torch.float32, device=plan.device)
         self._is_cleared = self._lacked_rows
         if self._lacked_rows:  # as this one will, probably: else they are cleared before the norm
@@ -223,7 +223,7 @@ class Window:
         micro_batch = self.in_progress
         assert micro_batch is not None
         factor = micro_batch.factor
-        if factor is not None and complete and self._has_all and micro_batch.before is None:  # nearly always
+        if factor is not None and complete and not self._lacking and micro_batch.before is None:  # nearly always
             self._launch(plan, backend, Fold(grads, self.sums, factor), everywhere=True)
         elif factor is not None:
             self._add(plan, backend, grads, micro_batch, factor, ends)
@@ -286,7 +286,7 @@ class Window:
             sources = copied  # what is adopted stays as it is
         targets: Grads = [None if source is None else s for s, source in zip(taken, sources, strict=True)]
         self.is_measured = [m and g is None for m, g in zip(self.is_measured, grads, strict=True)]
-        self.sums, self._has_all = taken, all(s is not None for s in taken)
+        self.sums, self._lacking = taken, sum(s is None for s in taken)
         if any(source is not None for source in sources):
             self._launch(plan, backend, Fold(sources, targets, factor, overwrites=True))
 
@@ -322,7 +322,7 @@ class Window:
         given, holds = self.sums[index], self.sums[index] is not None
         if given is None:
             given = self.sums[index] = self.arena.place(plan, index)
-            self._has_all = all(s is not None for s in self.sums)
+            self._lacking -= 1
         self.is_measured[index] = False
         return given, holds
 
@@ -372,7 +372,7 @@ class Window:
         for index, (is_missing, zeros) in enumerate(zip(missing, self.arena.places, strict=True)):
             if is_missing and zeros is not None:
                 self.sums[index] = zeros.zero_()
-        self._has_all = all(s is not None for s in self.sums)
+        self._lacking = sum(s is None for s in self.sums)
         return others_close
 
     def seal(self) -> None:
@@ -409,7 +409,7 @@ class Window:
 
     def stale(self, plan: Plan, grads: Grads) -> Grads | None:
         """The sums (as kernels read them) without sums of squares in `partials`; None: all have them."""
-        if not self._is_cleared and not self._has_all:
+        if not self._is_cleared and self._lacking:
             bounds = [*(row.first_chunk for row in plan.rows), plan.chunks]
             rows = zip(self.sums, bounds, bounds[1:], strict=False)
             torch._foreach_zero_([self.partials[begin:end] for s, begin, end in rows if s is None])
@@ -443,7 +443,7 @@ class Window:
             if self.params[index].grad is None:
                 self.params[index].grad_dtype = dtype
                 del self._grad_dtypes[index]
-        self._lacked_rows = not self._has_all
+        self._lacked_rows, self._lacking = self._lacking > 0, 0
         self.phase, self._plan, self.in_progress = Phase.IDLE, None, None
         self.sums, self.is_measured, self.is_weighted, self.count, self.empty = [], [], None, 0, 0
         self.unit, self.total, self.factors, self.agreed, self.divided = 1.0, 0.0, 0.0, None, 1.0
@@ -469,7 +469,7 @@ class Window:
         new = len(plan.rows) - known
         self.sums += [None] * new
         self.is_measured += [False] * new
-        self._has_all = self._has_all and not new
+        self._lacking += new
         self.arena.add_rows(new)
         before = [] if self._plan is None else self._plan.rows
         partials = self.partials.to(plan.device)
@@ -525,7 +525,7 @@ class Window:
         window.sums, window.is_measured = list(sums), [False] * len(sums)
         if not math.isfinite(total) or (total == 0 and math.copysign(1.0, unit) < 0):
             window.total = torch.tensor(total, dtype=torch.float64, device="cpu")  # skips the step, and does not raise
-        window._has_all = all(s is not None for s in window.sums)
+        window._lacking = sum(s is None for s in window.sums)
         window.arena.add_rows(len(params))
         return window
 
