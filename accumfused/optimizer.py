@@ -76,10 +76,7 @@ class FusedOptimizer(Measures, TorchOptimizer):
             ValueError: a negative or non-finite weight; weights that are all zero; weights for some micro-batches only.
             TypeError: a weight, parameter or gradient of a wrong type.
         """
-        try:
-            self.engine.fold(checked_weight(weight), in_loss=False, last=last)
-        finally:
-            self.engine.plans.let_go()
+        self.engine.fold(checked_weight(weight), in_loss=False, last=last)
 
     @_disable_dynamo
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False) -> None:
@@ -94,7 +91,6 @@ class FusedOptimizer(Measures, TorchOptimizer):
         """
         weight, engine = checked_weight(weight), self.engine
         prepared, _, present = engine.begin(weight, in_loss=True, last=last)
-        engine.plans.let_go()
         if present or engine.window.in_progress is not None:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
         in_loss = weight is None or _holds(loss.dtype, weight)
@@ -104,12 +100,10 @@ class FusedOptimizer(Measures, TorchOptimizer):
             )
         with contextlib.nullcontext() if engine.release is None else engine.release.expecting(weight, last):
             (loss * weight if in_loss and weight is not None else loss).backward()  # type: ignore[no-untyped-call]
-        try:
-            with torch.no_grad():
-                engine.fold(weight, in_loss=in_loss, last=last)
-        finally:
-            engine.plans.let_go()
-        if engine.window.count - engine.window.empty > 1 and not self._checked_graph:  # last: a warning may be an error
+        with torch.no_grad():
+            engine.fold(weight, in_loss=in_loss, last=last)
+        known = engine.window.weights
+        if known.count - known.empty > 1 and not self._checked_graph:  # last: a warning may be an error
             self._checked_graph = True
             check_graph(loss, engine.plans.params)
 
@@ -148,14 +142,11 @@ class FusedOptimizer(Measures, TorchOptimizer):
                 loss = closure()
         engine.outcome = None
         divisors = divisors_of(self, normalizer, engine.loss_scale)
-        try:
-            with torch.no_grad():
-                measured = engine.measure(divisors)
-                if measured is not None:
-                    engine.refuse_nonfinite(measured, divisors)
-                engine.finish(measured)
-        finally:
-            engine.plans.let_go()
+        with torch.no_grad():
+            measured = engine.measure(divisors)
+            if measured is not None:
+                engine.refuse_nonfinite(measured, divisors)
+            engine.finish(measured)
         return loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # step tells schedulers itself, without a wrapper
@@ -165,9 +156,10 @@ class FusedOptimizer(Measures, TorchOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as torch does, and drops any window."""
         engine = self.engine
-        engine.window.watch_drops()
+        if engine.window.holds_micro_batches:
+            engine.window.habits.watch_drops()
         super().zero_grad(set_to_none or engine.release is not None)  # folded gradients cannot become zeros
-        engine.window.drop()
+        engine.drop()
         if engine.release is not None:
             engine.release.forget()
 

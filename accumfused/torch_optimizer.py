@@ -80,7 +80,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         if kept:
             lines["formats"] = "; ".join(sorted(kept))
         if window.phase is not Phase.IDLE:
-            lines["window"] = f"{window.phase.value}, micro-batches: {window.count}"
+            lines["window"] = f"{window.phase.value}, micro-batches: {window.weights.count}"
         ours = next(each for each in type(self).__mro__ if each.__module__.startswith("accumfused."))
         text = "".join(f"    {name}: {value}\n" for name, value in lines.items())
         return f"{super().__repr__()}\naccumfused.{ours.__name__} (\n{text})"
@@ -161,6 +161,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         While a window of DTensors is open, every process must call this: the processes agree on its weights.
         """
         first = []
+        self.engine.window.refuse_broken()
         if self.engine.window.is_open:
             checkpoint.refuse_part(self.engine)
             first.append(self.register_state_dict_post_hook(checkpoint.with_window, prepend=True))
@@ -209,6 +210,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         settings = replace(engine.settings, process_group=None, reduce_dtype=None)
         carried = {**super().__getstate__(), "settings": settings, "is_grouped": engine.group is not None}
         carried["histories"] = {name: own.clone() for name, own in history.of(engine).items()}
+        engine.window.refuse_broken()
         if engine.window.is_open:
             checkpoint.refuse_part(engine)
             carried["window"] = engine.window.copied()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,3 +40,8 @@ def refuse_wide_sums(params: Iterable[Tensor]) -> None:
             f"last=True puts fp32 sums into p.grad, which has 16 bits for these parameters with torch "
             f"{torch.__version__}; leave it out, and step() closes the window, or install torch 2.10 or newer"
         )
+
+
+def incrementing(tensors: Iterable[Tensor]) -> partial[Any]:
+    """The call of a C function that does what `torch.autograd.graph.increment_version` does in Python."""
+    return partial(torch._C._increment_version, tensors)  # noqa: SLF001

@@ -65,49 +65,60 @@ bool walk_state(const py::dict& state, const Visit& visit) {
   return true;
 }
 
-// What torch.Tensor says of a gradient, through the descriptors' own getters: 42 ns for p.grad against 55 through
-// getattr.
-class TensorType {
+// An attribute of one of torch's classes, read through its descriptor: 42 ns for p.grad against 55 through getattr.
+class Getter {
  public:
-  static const TensorType& get() {
-    static const auto* const type = new TensorType();  // never destroyed: Python may be gone by then
-    return *type;
+  Getter(const py::object& type, const char* name) : descriptor_(type.attr(name)) {}
+
+  py::object operator()(PyObject* object) const {
+    PyObject* const value = getset()->get(object, getset()->closure);
+    if (value == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(value);
   }
-
-  PyObject* grad(PyObject* param) const { return call(grad_, param); }
-
-  // p.grad = None.
-  bool release_grad(PyObject* param) const {
-    const auto* getset = reinterpret_cast<PyGetSetDescrObject*>(grad_.ptr())->d_getset;
-    return getset->set(param, Py_None, getset->closure) == 0;
-  }
-
-  PyTypeObject* type() const { return reinterpret_cast<PyTypeObject*>(type_.ptr()); }
-
-  // Whether the memory holds the values with the other sign (torch's lazy negation).
-  // Asked each time: a freed gradient's object and memory may both come back as those of another.
-  bool is_negated(PyObject* tensor) const {
-    const auto negated = py::reinterpret_steal<py::object>(is_neg_method_ ? is_neg_method_(tensor, nullptr)
-                                                                          : PyObject_CallOneArg(is_neg_.ptr(), tensor));
-    if (!negated) throw py::error_already_set();
-    return negated.ptr() == Py_True;
+  void set_none(PyObject* object) const {
+    if (getset()->set(object, Py_None, getset()->closure) != 0) throw py::error_already_set();
   }
 
  private:
-  TensorType()
-      : type_(py::module_::import("torch").attr("Tensor")), grad_(type_.attr("grad")), is_neg_(type_.attr("is_neg")) {
-    if (!PyObject_TypeCheck(is_neg_.ptr(), &PyMethodDescr_Type)) return;
-    const PyMethodDef* method = reinterpret_cast<PyMethodDescrObject*>(is_neg_.ptr())->d_method;
-    if (method->ml_flags == METH_NOARGS) is_neg_method_ = method->ml_meth;  // a sixth faster than through the object
+  const PyGetSetDef* getset() const { return reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())->d_getset; }
+  py::object descriptor_;
+};
+
+// A method of one of them that takes no arguments: a sixth faster than through the object.
+class Method {
+ public:
+  Method(const py::object& type, const char* name) : descriptor_(type.attr(name)) {
+    if (!PyObject_TypeCheck(descriptor_.ptr(), &PyMethodDescr_Type)) return;
+    const PyMethodDef* method = reinterpret_cast<PyMethodDescrObject*>(descriptor_.ptr())->d_method;
+    if (method->ml_flags == METH_NOARGS) method_ = method->ml_meth;
   }
 
-  static PyObject* call(const py::object& descriptor, PyObject* tensor) {
-    const auto* getset = reinterpret_cast<PyGetSetDescrObject*>(descriptor.ptr())->d_getset;
-    return getset->get(tensor, getset->closure);
+  py::object operator()(PyObject* object) const {
+    PyObject* const value = method_ ? method_(object, nullptr) : PyObject_CallOneArg(descriptor_.ptr(), object);
+    if (value == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(value);
   }
 
-  py::object type_, grad_, is_neg_;
-  PyCFunction is_neg_method_ = nullptr;
+ private:
+  py::object descriptor_;
+  PyCFunction method_ = nullptr;
+};
+
+// What torch's classes say of tensors and their memory.
+struct Torch {
+  static const Torch& get() {
+    static const auto* const torch = new Torch();  // never destroyed: Python may be gone by then
+    return *torch;
+  }
+
+  py::object tensor = py::module_::import("torch").attr("Tensor");
+  py::object storage = py::module_::import("torch").attr("_C").attr("StorageBase");
+  Getter grad{tensor, "grad"}, version{tensor, "_version"}, requires_grad{tensor, "requires_grad"};
+  // Whether the memory holds the values with the other sign (torch's lazy negation). Asked each time: a freed
+  // gradient's object and memory may both come back as those of another.
+  Method is_neg{tensor, "is_neg"};
+  Method untyped_storage{tensor, "untyped_storage"}, nbytes{storage, "nbytes"}, resizable{storage, "resizable"};
+  Getter storage_address{storage, "_cdata"};
 };
 
 }  // namespace
@@ -136,7 +147,9 @@ Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py:
     numel_ += row.numel;
     if (!layouts_[i].readable) continue;  // frozen, say: a gradient for it is refused
     row.param = own(tensor.ptr());
+    watched_.back().is_param = true;
     if (owners_[i] != tensor.ptr()) own(owners_[i]);
+    watched_.back().is_param = true;
     row.weights = Weights(given.attr("form").attr("weights").cast<int32_t>());
     row.states = States(given.attr("form").attr("states").cast<int32_t>());
     plain_ &= row.is_plain();
@@ -218,13 +231,13 @@ void Table::remember(const py::list& param_groups, const py::dict& state) {
   walk_state(state, keep(state_walk_));
 }
 
-bool Table::unchanged(const py::list& param_groups, const py::dict& state) const {
+bool Table::unchanged(const py::list& param_groups, const std::optional<py::dict>& state) const {
   const auto same = [](const std::vector<PyObject*>& known, size_t& next) {
     return [&known, &next](PyObject* object) { return next < known.size() && known[next++] == object; };
   };
   size_t params = 0, entries = 0;
   if (!walk_groups(param_groups, same(group_params_, params)) || params != group_params_.size()) return false;
-  if (!walk_state(state, same(state_walk_, entries)) || entries != state_walk_.size()) return false;
+  if (state && (!walk_state(*state, same(state_walk_, entries)) || entries != state_walk_.size())) return false;
   dlpack::Tensor tensor;
   for (size_t i = 0; i < owners_.size(); ++i) {  // one that could not be read may have become readable
     if (!owner_layouts_[i].readable && read(owners_[i], tensor) && is_addressable(tensor)) return false;
@@ -232,6 +245,7 @@ bool Table::unchanged(const py::list& param_groups, const py::dict& state) const
   for (size_t i = 0; i < watched_.size(); ++i) {
     if (i + kAhead < watched_.size()) fetch(watched_[i + kAhead].seen.shape);
     const Watched& watched = watched_[i];
+    if (!state && !watched.is_param) continue;
     if (!read(watched.object, tensor)) return false;
     // Address, device, number of dimensions and dtype, which stand in front; then sizes and strides.
     if (memcmp(&tensor, &watched.seen, offsetof(dlpack::Tensor, shape)) != 0) return false;
@@ -251,8 +265,8 @@ bool Table::set_grad(size_t index, PyObject* grad) {
   if (grad == Py_None) return true;
   dlpack::Tensor tensor;
   // A subclass may keep its values elsewhere.
-  if (Py_TYPE(grad) != TensorType::get().type() || !read(grad, tensor)) return false;
-  if (TensorType::get().is_negated(grad)) return false;
+  if (Py_TYPE(grad) != reinterpret_cast<PyTypeObject*>(Torch::get().tensor.ptr()) || !read(grad, tensor)) return false;
+  if (Torch::get().is_neg(grad).ptr() == Py_True) return false;
   if (!float_dtype(tensor.dtype, in.grad_dtype) || !same_layout(layouts_[index], tensor)) return false;
   if (!empty && tensor.data == nullptr) return false;  // zeros that are nowhere (torch._efficientzerotensor)
   in.grad = empty ? &kEmpty : address(tensor);
@@ -272,8 +286,7 @@ py::tuple Table::read_grads(Py_ssize_t own_references) {
   int64_t present = 0, refused = -1;
   bool any_held = false;
   for (size_t i = 0; i < rows_.size(); ++i) {
-    PyObject* grad = TensorType::get().grad(owners_[i]);
-    if (grad == nullptr) throw py::error_already_set();
+    PyObject* grad = Torch::get().grad(owners_[i]).release().ptr();
     held_[i] = grad != Py_None && Py_REFCNT(grad) > own_references;
     any_held |= held_[i];
     PyList_SET_ITEM(grads.ptr(), i, grad);
@@ -301,11 +314,37 @@ py::list Table::held() const {
 
 void Table::release_grads() {
   for (PyObject* owner : owners_) {
-    if (!TensorType::get().release_grad(owner)) throw py::error_already_set();
+    Torch::get().grad.set_none(owner);
   }
 }
 
-int64_t Table::set_sums(const py::list& sums, bool overwrites) {
+bool Table::adoptable(const py::list& grads, const py::object& uses, int64_t own_uses) const {
+  const Torch& torch = Torch::get();
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    PyObject* const grad = PyList_GET_ITEM(grads.ptr(), i);
+    if (grad == Py_None || held_[i] || operands_[i].grad_dtype != Dtype::kFloat32) return false;
+    if (torch.requires_grad(grad).ptr() == Py_True) return false;
+    const py::object storage = torch.untyped_storage(grad);
+    const py::object address = torch.storage_address(storage.ptr());
+    if (uses(address).cast<int64_t>() != own_uses || torch.resizable(storage.ptr()).ptr() != Py_True) return false;
+    if (torch.nbytes(storage.ptr()).cast<int64_t>() != rows_[i].numel * int64_t(sizeof(float))) return false;
+  }
+  return true;
+}
+
+int64_t Table::present() const {
+  int64_t present = 0;
+  for (PyObject* owner : owners_) present += !Torch::get().grad(owner).is_none();
+  return present;
+}
+
+int64_t Table::versions() const {
+  int64_t sum = 0;
+  for (PyObject* owner : owners_) sum += Torch::get().version(owner).cast<int64_t>();
+  return sum;
+}
+
+int64_t Table::set_sums(const py::list& sums) {
   for (size_t i = 0; i < rows_.size(); ++i) {
     Operands& in = operands_[i];
     in.sum = nullptr;
@@ -315,14 +354,23 @@ int64_t Table::set_sums(const py::list& sums, bool overwrites) {
     Dtype dtype;
     if (!read(sum, tensor) || !same_layout(layouts_[i], tensor)) return int64_t(i);
     if (!float_dtype(tensor.dtype, dtype) || dtype != Dtype::kFloat32) return int64_t(i);
-    in.sum = static_cast<float*>(address(tensor));
-    if (in.grad == in.sum && !overwrites && rows_[i].numel > 0) return -2 - int64_t(i);
+    in.sum = static_cast<float*>(rows_[i].numel == 0 ? const_cast<char*>(&kEmpty) : address(tensor));
   }
   return -1;
 }
 
-void Table::clear() {
-  for (Operands& in : operands_) in = {};
+void Table::take_sums() {
+  for (Operands& in : operands_) {
+    in.grad = in.sum;
+    in.grad_dtype = Dtype::kFloat32;
+  }
+}
+
+int64_t Table::overwritten() const {
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    if (operands_[i].grad != nullptr && operands_[i].grad == operands_[i].sum && rows_[i].numel > 0) return int64_t(i);
+  }
+  return -1;
 }
 
 Fold make_fold(const GivenNumber& factor, uintptr_t before, bool overwrites, uintptr_t partials) {
@@ -337,13 +385,17 @@ void bind_table(py::module_& m) {
       .def(py::init<const py::capsule&, const py::tuple&, const py::list&>(), py::arg("exchange_api"),
            py::arg("device"), py::arg("rows"))
       .def("remember", &Table::remember, py::arg("param_groups"), py::arg("state"))
-      .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state"))
+      .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state").none(true))
       .def("read_grads", &Table::read_grads, py::arg("own_references"))
       .def("held", &Table::held)
       .def("release_grads", &Table::release_grads)
       .def("set_grads", &Table::set_grads, py::arg("grads"))
-      .def("set_sums", &Table::set_sums, py::arg("sums"), py::arg("overwrites"))
-      .def("clear", &Table::clear)
+      .def("set_sums", &Table::set_sums, py::arg("sums"))
+      .def("take_sums", &Table::take_sums)
+      .def("overwritten", &Table::overwritten)
+      .def("adoptable", &Table::adoptable, py::arg("grads"), py::arg("uses"), py::arg("own_uses"))
+      .def("present", &Table::present)
+      .def("versions", &Table::versions)
       .def_property_readonly("chunks", &Table::chunks);
 }
 

@@ -8,6 +8,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "dlpack_abi.h"
@@ -26,8 +27,9 @@ class Table {
 
   // Remembers which objects param_groups and the optimizer's state hold...
   void remember(const py::list& param_groups, const py::dict& state);
-  // ...and says whether they, and the memory behind them, are still the same.
-  bool unchanged(const py::list& param_groups, const py::dict& state) const;
+  // ...and says whether they, and the memory behind them, are still the same. Without a state it asks only for the
+  // parameters: a fold needs no more.
+  bool unchanged(const py::list& param_groups, const std::optional<py::dict>& state) const;
 
   // Every p.grad, and points the rows at them: (gradients, how many are there, the first index that the kernels cannot
   // take as it is, or -1). Such a gradient has another device, dtype, shape or strides than its parameter.
@@ -35,14 +37,22 @@ class Table {
   py::tuple read_grads(Py_ssize_t own_references);
   // Of the gradients that were read last: which of them somebody else holds, too, or another parameter has.
   py::list held() const;
+  // Whether each of these gradients, just read, is fp32 memory that nobody else can write: held by nobody, and a whole
+  // storage that torch owns and no other tensor has. uses tells how often a storage (its address) is used, own_uses
+  // that number for a storage of one tensor.
+  bool adoptable(const py::list& grads, const py::object& uses, int64_t own_uses) const;
+  // How many parameters have a p.grad, and the sum of the parameters' version counters.
+  int64_t present() const;
+  int64_t versions() const;
   // p.grad = None for every parameter.
   void release_grads();
   // As read_grads, for gradients that are given; returns that index or -1.
   int64_t set_grads(const py::list& grads);
-  // Points the rows at their fp32 sums (None: not folded). Returns -1, the first index whose sum does not fit, or
-  // -2 - index where it lies at the same address as a gradient that it is not overwritten with.
-  int64_t set_sums(const py::list& sums, bool overwrites);
-  void clear();  // forget the gradients and accumulators again
+  // Points the rows at their fp32 sums (None: not folded). Returns -1, or the first index whose sum does not fit.
+  int64_t set_sums(const py::list& sums);
+  void take_sums();  // the sums are the gradients
+  // The first index whose gradient lies at its sum's address, or -1.
+  int64_t overwritten() const;
 
   Rows rows() const { return {rows_.data(), operands_.data(), int64_t(rows_.size()), chunks_, plain_}; }
   int64_t chunks() const { return chunks_; }
@@ -58,6 +68,7 @@ class Table {
     PyObject* object;
     dlpack::Tensor seen;
     size_t shape;  // where its sizes and strides stand in shapes_
+    bool is_param = false;
   };
   bool set_grad(size_t index, PyObject* grad);
   void hold_shared(const py::list& grads);

@@ -143,26 +143,30 @@ def _broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setattr(backend, "step", _steps_too_far(backend.step))
             monkeypatch.setattr(backend, "accumulate", _adds_too_much(backend.accumulate))
         else:
-            monkeypatch.setattr(backend, "step", lambda *args: None)
-            monkeypatch.setattr(backend, "accumulate", lambda *args: None)
+            monkeypatch.setattr(backend, "step", _commits)
+            monkeypatch.setattr(backend, "accumulate", _commits)
 
 
 def _adds_too_much(accumulate: Callable[..., None]) -> Callable[..., None]:
-    def wrong(self: Any, plan: Any, fold: Any, partials: Any) -> None:
+    def wrong(self: Any, plan: Any, fold: Any, *others: Any) -> None:
         fold.factor = fold.factor * 1.001
-        accumulate(self, plan, fold, partials)
+        accumulate(self, plan, fold, *others)
 
     return wrong
 
 
 def _steps_too_far(step: Callable[..., None]) -> Callable[..., None]:
-    def wrong(self: Any, plan: Any, grads: Any, hypers: Any, outcome: Any) -> None:
+    def wrong(self: Any, plan: Any, grads: Any, hypers: Any, outcome: Any, *commit: Any) -> None:
         outcome.values[0] *= 1.001
         if outcome.coefficients is not None:
             outcome.coefficients *= 1.001
-        step(self, plan, grads, hypers, outcome)
+        step(self, plan, grads, hypers, outcome, *commit)
 
     return wrong
+
+
+def _commits(self: Any, plan: Any, *given: Any) -> None:
+    given[-1].end()
 
 
 @pytest.fixture

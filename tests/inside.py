@@ -95,7 +95,8 @@ def open_window(optimizer: Any) -> dict[str, Any]:
         return {}
     window = engine.window
     sums = {f"accumulator {row}": value for row, value in enumerate(window.sums) if value is not None}
-    numbers = {"unit": window.unit, "total": window.total, "factors": window.factors, "micro-batches": window.count}
+    known = window.weights
+    numbers = {"unit": known.unit, "total": known.total, "factors": known.factors, "micro-batches": known.count}
     return sums | numbers
 
 
@@ -185,8 +186,8 @@ def partials(optimizer: af.FusedOptimizer) -> Any:
 
 def window_memory(optimizer: af.FusedOptimizer) -> list[Tensor]:
     """What kernels read of an open window beside its sums."""
-    window = optimizer.engine.window
-    return [window.partials, *(n for n in (window.unit, window.total, window.factors) if isinstance(n, Tensor))]
+    window, known = optimizer.engine.window, optimizer.engine.window.weights
+    return [window.partials, *(n for n in (known.unit, known.total, known.factors) if isinstance(n, Tensor))]
 
 
 def allocations(profiler: Any) -> list[int]:

@@ -233,7 +233,7 @@ def _taken(optimizer: Optimizer, params: list[Tensor], kwargs: Mapping[str, Any]
             for index, param in enumerate(params):
                 own = [grads[index] for grads, _ in everyone if grads[index] is not None]
                 sums |= {id(param): torch.stack(own).sum(0)} if own else {}
-            divisor = sum(each for _, each in everyone) if window.is_weighted else 1.0
+            divisor = sum(each for _, each in everyone) if window.weights.is_weighted else 1.0
     else:
         sums = {id(param): on_host(param.grad) for param in params if param.grad is not None}
     for number in (_scale_of(optimizer), kwargs.get("normalizer")):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from accumfused.core.plan import Plan
-from accumfused.core.rows import Grads
 from accumfused.formats.kinds import Format
 from accumfused.formats.numeric import CHUNK, LANES, memory_order
 
@@ -24,9 +23,9 @@ class Stored:
     """The tensors that a step of the batch updates: lists with one piece per row."""
 
     params: Tensors
-    masters: Grads
+    masters: list[Tensor | None]
     states: list[Tensors]  # per state of the rule
-    scales: list[Grads]
+    scales: list[list[Tensor | None]]
     steps: Tensors  # step counts; empty if the format and the rule count none
     seeds: Tensors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from accumfused import compiled
 from accumfused.backends import native_rules
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Fold, Hypers, Number, Outcome, Scaling
+from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Number, Outcome, Scaling
 from accumfused.core.rows import Grads
 
 
@@ -31,12 +32,12 @@ class CpuBackend:
         plan.add_table(self._c.Table, param_groups, state)
         plan.functors = native_rules.codes(plan, self.instruction_set)
 
-    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         plan.point_at(fold.grads, fold.sums, overwrites=fold.overwrites)
-        self._c.accumulate(
-            self.instruction_set, plan.table, torch.get_num_threads(),
+        commit.with_launch(partial(
+            self._c.accumulate, self.instruction_set, plan.table, torch.get_num_threads(),
             number(fold.factor), address(fold.before), fold.overwrites, partials.data_ptr(),
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
@@ -55,12 +56,12 @@ class CpuBackend:
         self._c.segment_norms(partials.data_ptr(), bounds.data_ptr(), len(squares), squares.data_ptr())
         return squares
 
-    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         plan.point_at(grads)
-        self._c.step(
-            self.instruction_set, plan.table, torch.get_num_threads(),
+        commit.with_launch(partial(
+            self._c.step, self.instruction_set, plan.table, torch.get_num_threads(),
             hypers, plan.functors, outcome.values.data_ptr(), address(outcome.coefficients), address(outcome.changes),
-        )  # fmt: skip
+        ))  # fmt: skip
 
 
 def address(tensor: Tensor | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from accumfused import compiled
 from accumfused.backends import native_rules
 from accumfused.backends.cpu import address, number
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
+from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import Grads
 
 _NONE = (0.0, 0, 0)  # in the place of a hyper-parameter that only other groups' rules have
@@ -54,11 +55,13 @@ class CudaBackend:
         self._copies[plan] = {}
         plan.functors = native_rules.indices(plan)
 
-    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         plan.point_at(fold.grads, fold.sums, overwrites=fold.overwrites)
         copy, stream = self._on_device(plan, lambda: [*fold.tensors(), partials, *fold.grads, *fold.sums])
-        before = address(fold.before)
-        copy.accumulate(plan.table, stream, number(fold.factor), before, fold.overwrites, partials.data_ptr())
+        commit.with_launch(partial(
+            copy.accumulate, plan.table, stream, number(fold.factor), address(fold.before), fold.overwrites,
+            partials.data_ptr(),
+        ))  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = _Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
@@ -87,7 +90,7 @@ class CudaBackend:
         copy.segment_norms(stream, partials.data_ptr(), bounds.data_ptr(), len(squares), squares.data_ptr())
         return squares
 
-    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         own = outcome if isinstance(outcome, _Outcome) and outcome.take and outcome.changes is None else None
         norm, values = (None, outcome.values) if own is None else (own.operands[0], own.memory)
         plan.point_at(grads)
@@ -96,7 +99,9 @@ class CudaBackend:
         stride = max(map(len, kept), default=0)
         flat = [hyper for values in kept for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
         each, changes = address(outcome.coefficients), address(outcome.changes)
-        copy.step(plan.table, stream, flat, plan.functors, values.data_ptr(), each, changes, norm)
+        commit.with_launch(
+            partial(copy.step, plan.table, stream, flat, plan.functors, values.data_ptr(), each, changes, norm)
+        )
         if own is not None:
             own.take = None
 

@@ -19,7 +19,7 @@ from accumfused.backends import foreach_step
 from accumfused.backends.batches import WHOLE, Batch, Tensors, cut
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling
+from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads
 from accumfused.formats.kinds import Format
 from accumfused.formats.numeric import CHUNK, ieee, sum_partials, sum_segments
@@ -39,15 +39,17 @@ class ForeachBackend:
         plan.reader.remember(param_groups, state)
         self._batches_of[plan] = {}
 
-    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         fold.refuse_overwritten()
         factor, before, add = fold.factor, fold.before, _add_on_device
         if _can_read(plan) or not fold.tensors():  # else the device's numbers are not read
             factor, add = float(factor), _add_numbers
             before = None if before is None else float(before)  # type: ignore[assignment]
         rows = zip(fold.sums, fold.grads, strict=True)
+        commit.begin()
         for batch in self._batches(plan, WHOLE, [own is not None and (grad is not None,) for own, grad in rows]):
             add(batch.of(fold.sums), batch.of(fold.grads), factor, before, fold.overwrites)
+        commit.end()
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         if partials is not None and grads is not None:
@@ -60,9 +62,10 @@ class ForeachBackend:
         with ieee():
             return sum_segments(partials, bounds)
 
-    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         skipped = None if _can_read(plan) else outcome.skipped
         if skipped is None and bool(outcome.skipped):
+            commit.end()
             return
         coefficient = float(outcome.coefficient) if skipped is None else outcome.coefficient
         known = [
@@ -74,11 +77,12 @@ class ForeachBackend:
         coefficients: list[Any] = []
         if outcome.coefficients is not None:
             coefficients = outcome.coefficients.tolist() if skipped is None else [*outcome.coefficients.unbind()]
-        foreach_step.advance(plan, grads, skipped)
         size = _cached(plan) if absorbed is None else WHOLE
         scratch = torch.empty(
             size, dtype=torch.float32, device=plan.device
         )  # once, because the system would map new memory for each piece
+        commit.begin()
+        foreach_step.advance(plan, grads, skipped)
         for batch in self._batches(plan, size, [grad is not None for grad in grads]):
             given = batch.of(grads)
             if absorbed is None:
@@ -86,6 +90,7 @@ class ForeachBackend:
             if batch.stored is None:
                 batch.stored = foreach_step.stored(plan, batch)
             foreach_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped, outcome.changes)
+        commit.end()
 
     def _measured(self, plan: Plan, grads: Grads) -> Iterator[Batch]:
         is_fp32 = all(grad is None or grad.dtype == torch.float32 for grad in grads)

@@ -11,7 +11,7 @@ from torch import Tensor
 from accumfused.backends import evaluate
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling
+from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads
 from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
@@ -34,8 +34,9 @@ class ReferenceBackend:
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         """Prepares nothing: the reference reads all tensors at each step."""
 
-    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         fold.refuse_overwritten()
+        commit.begin()
         with ieee():
             factor = torch.zeros((), dtype=torch.float64, device=plan.device).add_(fold.factor).float()
             holds = torch.ones_like(factor, dtype=torch.bool) if fold.before is None else fold.before != 0
@@ -53,6 +54,7 @@ class ReferenceBackend:
                 own.copy_(added)
                 if not fold.copies:
                     _write_partials(partials, row.first_chunk, own)
+        commit.end()
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         with ieee():
@@ -67,7 +69,8 @@ class ReferenceBackend:
         with ieee():
             return sum_segments(partials, bounds)
 
-    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
+        commit.begin()
         with ieee():
             for group, (rule, values) in enumerate(zip(plan.rules, hypers, strict=True)):
                 rows = [i for i, row in enumerate(plan.rows) if row.group == group and grads[i] is not None]
@@ -85,6 +88,7 @@ class ReferenceBackend:
                     if outcome.changes is not None:
                         for sums, own_part in zip(outcome.changes, changes, strict=True):
                             _write_partials(sums, plan.rows[row].first_chunk, own_part)
+        commit.end()
 
 
 def _steps_made(plan: Plan, row: int) -> Tensor:
@@ -115,7 +119,7 @@ def _update(
     assert storage is not None
     master = None if storage.master is None else memory_order(storage.master)
     values = [memory_order(value) for value in storage.values]
-    scales: Grads = [*storage.scales] or [None] * len(values)
+    scales: list[Tensor | None] = [*storage.scales] or [None] * len(values)
     kinds = [name in rule.second_moments for name in rule.states]
     states = [load_state(*part) for part in zip(values, scales, kinds, strict=True)]
     old_param = load_weights(form, param, master).clone()

@@ -6,18 +6,15 @@ so the numbers are the same. The coefficient goes back to the other devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Fold, Hypers, Outcome, Scaling, moved
+from accumfused.core.protocol import ALONE, Backend, Commit, Fold, Hypers, Outcome, Scaling, moved
 from accumfused.core.rows import Grads
-
-T = TypeVar("T")
 
 
 class SeveralDevices:
@@ -35,7 +32,8 @@ class SeveralDevices:
             backend.prepare(part, param_groups, state)
             plan.parts.append(part)
 
-    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
+        commit.begin()
         for part in plan.parts:
             rows = _rows(part)
             if not any(own and s is not None for own, s in zip(rows, fold.sums, strict=True)):
@@ -48,10 +46,11 @@ class SeveralDevices:
             sums = moved(partials, part.device)
             self.backends[part.device].accumulate(part, own_fold, sums)
             _bring(sums, partials)
+        commit.end()
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         for part in plan.parts:
-            own = _only(_rows(part), grads or [None] * len(plan.params))
+            own = _only(_rows(part), grads or Grads([None] * len(plan.params)))
             if partials is not None and any(grad is not None for grad in own):
                 sums = moved(partials, part.device)
                 self.backends[part.device].norm(part, own, sums, Scaling(part.device))
@@ -63,7 +62,8 @@ class SeveralDevices:
         leading = plan.parts[0]
         return self.backends[leading.device].segment_norms(leading, partials, bounds)
 
-    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
+        commit.begin()
         for part in plan.parts:
             own = _only(_rows(part), grads)
             if any(grad is not None for grad in own):
@@ -73,6 +73,7 @@ class SeveralDevices:
                 self.backends[part.device].step(part, own, hypers, of_part)
                 if sums is not None and outcome.changes is not None:
                     _bring(sums, outcome.changes)
+        commit.end()
 
 
 def _number_at(value: Any, device: torch.device) -> Any:
@@ -83,8 +84,8 @@ def _rows(part: Plan) -> list[bool]:
     return [row.tensor.device == part.device for row in part.rows]
 
 
-def _only(rows: list[bool], values: Sequence[T | None]) -> list[T | None]:
-    return [value if own else None for own, value in zip(rows, values, strict=True)]
+def _only(rows: list[bool], values: Grads) -> Grads:
+    return Grads([value if own else None for own, value in zip(rows, values, strict=True)])
 
 
 def _bring(sums: Tensor, partials: Tensor) -> None:

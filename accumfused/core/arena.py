@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from accumfused.core.plan import Plan
+from accumfused.core.reader import OWN_USES, storage_uses
 from accumfused.core.rows import Grads, Row
 from accumfused.formats.numeric import memory_order
 
@@ -16,17 +17,17 @@ class Arena:
     """One place per row, allocated on demand."""
 
     def __init__(self, rows: int) -> None:
-        self.places: Grads = [None] * rows
+        self.places = Grads([None] * rows)
         self._bundles: list[Tensor] = []  # flat; the rows in each travel together
 
     def add_rows(self, rows: int) -> None:
-        self.places += [None] * rows
+        self.places.extend([None] * rows)
 
     def place(self, plan: Plan, index: int) -> Tensor:
         """The place of one row; it may hold anything."""
         have = self.places[index]
         if have is None or not _fits(have, plan.rows[index].tensor):
-            self.extend(plan, [row.tensor if i == index else None for i, row in enumerate(plan.rows)])
+            self.extend(plan, Grads([row.tensor if i == index else None for i, row in enumerate(plan.rows)]))
             have = self.places[index]
         assert have is not None
         return have
@@ -34,11 +35,11 @@ class Arena:
     def apart(self, grads: Grads) -> Grads:
         """These gradients, with a copy of each that lies in a place (an earlier window's `p.grad`, exchanged, say)."""
         addresses = {place.data_ptr() for place in self.places if place is not None}
-        return [g.clone() if g is not None and g.data_ptr() in addresses else g for g in grads]
+        return Grads([g.clone() if g is not None and g.data_ptr() in addresses else g for g in grads])
 
     def extend(self, plan: Plan, grads: Grads) -> None:
         """Makes places for these gradients, unless they have places that fit."""
-        grads = [row.tensor if _travels(row) else grad for row, grad in zip(plan.rows, grads, strict=True)]
+        grads = Grads([row.tensor if _travels(row) else grad for row, grad in zip(plan.rows, grads, strict=True)])
         missing: dict[tuple[torch.device, bool], list[int]] = {}
         for index, grad in enumerate(grads):
             have = self.places[index]
@@ -72,9 +73,9 @@ class Arena:
         )
         if not alike or len(self._bundles) > len({row.tensor.device for row in plan.rows}):
             self._bundles = []
-            self.places = [None if row.is_bundled else place for row, place in both]
-            self.extend(plan, [None] * len(both))
-        placed: Grads = []
+            self.places = Grads([None if row.is_bundled else place for row, place in both])
+            self.extend(plan, Grads([None] * len(both)))
+        placed = Grads()
         for row, accumulator, place in zip(plan.rows, accumulators, self.places, strict=True):
             if accumulator is not None and _travels(row) and place is not None and accumulator is not place:
                 accumulator = place.copy_(accumulator)
@@ -108,15 +109,6 @@ def adoptable(grad: Tensor) -> bool:
     if grad.dtype is not torch.float32 or grad.requires_grad:
         return False
     storage = grad.untyped_storage()
-    if _uses(storage._cdata) != _OWN_USES or not storage.resizable():
+    if storage_uses(storage._cdata) != OWN_USES or not storage.resizable():
         return False
     return bool(storage.nbytes() == grad.numel() * grad.itemsize)
-
-
-def _own_uses() -> int:
-    tensor = torch.empty(1, dtype=torch.float32, device="cpu")
-    return int(_uses(tensor.untyped_storage()._cdata))
-
-
-_uses = torch._C._storage_Use_Count
-_OWN_USES = _own_uses()  # of a storage with one tensor, as `adoptable` counts

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +28,7 @@ from accumfused.clipping import (
 from accumfused.core import graphs
 from accumfused.core.norm import clipped, divisor_of, norms
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Divisors, Outcome, Owner, Scaling, Segments, moved
+from accumfused.core.protocol import Call, Divisors, Outcome, Owner, Scaling, Segments, moved
 from accumfused.core.rows import Grads
 from accumfused.formats.numeric import LEAST_DIVISOR, ieee, square_root
 from accumfused.settings import Settings, refuse_settings_of_groups
@@ -136,10 +137,9 @@ class Clipping:
                 scaling.skips.add_(skipped)
         return outcome
 
-    def remember(self, history: Tensor) -> None:
-        """Goes on from the history of a step that was made, or skipped; the tensor stays, for CUDA graphs."""
-        assert self.history is not None
-        self.history.copy_(history)
+    def remembering(self, outcome: Outcome) -> list[Call[Any]]:
+        """The calls that go on from a step, made or skipped; the history's tensor stays, for CUDA graphs."""
+        return [] if self.history is None or outcome.history is None else [partial(self.history.copy_, outcome.history)]
 
     def _coefficients(self, asked: Asked, prepared: Any, grads: Grads, partials: Tensor, scaling: Scaling) -> Tensor:
         """Each row's coefficient, from the norm of its tensor or group: fp32 [rows]."""
@@ -211,7 +211,8 @@ def _squares(prepared: Any, partials: Tensor, segments: Segments) -> Tensor:
 def _squares_of_params(prepared: Any, grads: Grads, partials: Tensor) -> Tensor:
     """The chunks' sums of squares of the parameters that have a gradient."""
     plan: Plan = prepared.plan
-    tensors = [None if grad is None else row.tensor.detach() for row, grad in zip(plan.rows, grads, strict=True)]
+    both = zip(plan.rows, grads, strict=True)
+    tensors = Grads([None if grad is None else row.tensor.detach() for row, grad in both])
     for row, tensor in zip(plan.rows, tensors, strict=True):
         if tensor is not None and row.is_copy:
             tensor.copy_(row.owned)

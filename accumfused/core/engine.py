@@ -1,56 +1,47 @@
-"""The engine: from gradients, in p.grad or in the window of its base class, to updated weights.
+"""The engine: from gradients in p.grad to the window, and from the window, or p.grad, to updated weights.
 
-One step is two verbs of a backend; nothing between them waits for the host. `measure` ends in `norm`, which reduces
-the window's sums (or p.grad) to one coefficient. `finish` ends in `step`, which applies it.
+A micro-batch is one `fold`. A step is `measure`, which reduces the gradients to one coefficient (`Backend.norm`), and
+`finish`, which applies it (`Backend.step`); nothing between them waits for the host. Each ends in a `Commit`: what is
+true after it becomes true in the same call as the launch.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Container
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accumfused import versions
 from accumfused.arguments import checked_positive
-from accumfused.core.accumulation import Accumulation
 from accumfused.core.clipping import Clipping
 from accumfused.core.metrics import Meter
+from accumfused.core.noise import Noise
+from accumfused.core.observer import Observer
 from accumfused.core.plan import Plan
-from accumfused.core.plans import Prepared, Surroundings
-from accumfused.core.protocol import Divisors, Hypers, LossScale, Number, Outcome, Owner, Scaling, on_device
+from accumfused.core.plans import Measured, Plans, Prepared, Surroundings
+from accumfused.core.protocol import (
+    Call,
+    Commit,
+    Divisors,
+    Hypers,
+    LossScale,
+    Number,
+    Outcome,
+    Owner,
+    Release,
+    Scaling,
+    on_device,
+)
+from accumfused.core.reader import setting_grads
 from accumfused.core.rows import Grads
 from accumfused.core.window import OPEN_PHASES, Phase, Window
 from accumfused.formats.shards import replicated
 from accumfused.settings import NAMES, Settings
-
-
-@dataclass
-class Measured:
-    """The gradients of one step with their coefficient, ready to be applied."""
-
-    prepared: Prepared
-    grads: Grads  # as the step finds them: p.grad, or an open window's accumulators
-    matched: Grads  # as the kernels read them
-    complete: bool  # every parameter has a gradient
-    outcome: Outcome
-    skips: Tensor | None = None  # the count that holds this step's skip already
-
-    def count(self, skips: Tensor) -> None:
-        """Counts the step's skip, where `Backend.norm` has not."""
-        self.skips = skips.add_(self.outcome.skipped)
-
-    @contextlib.contextmanager
-    def uncounted_by_an_error(self) -> Iterator[None]:
-        """Takes the skip of a step that fails back."""
-        try:
-            yield
-        except BaseException:
-            if self.skips is not None:
-                self.skips.sub_(self.outcome.skipped.long())
-            raise
 
 
 def divisors_of(
@@ -67,43 +58,252 @@ def divisors_of(
     return Divisors(normalizer, scale, given.found_inf, for_scaler, is_shared)
 
 
-class Engine(Accumulation):
-    """Takes one optimizer's gradients to weights: the only door for clipping, scalers, release and checkpoints."""
+class Engine:
+    """Takes one optimizer's gradients to weights: the only door for clipping, scalers, release and checkpoints.
+
+    Args:
+        owner: the optimizer.
+        window: an open window, if the owner is a copy of an optimizer.
+    """
 
     def __init__(
         self, owner: Owner, settings: Settings, surroundings: Surroundings, window: Window | None = None
     ) -> None:
-        super().__init__(owner, settings, surroundings, window)
+        self.settings = settings
+        self.plans = Plans(owner, settings, surroundings)
+        self.window = window or Window()
         self.clipping = Clipping(settings)
         self.meter = Meter(int(settings.metrics)) if settings.metrics else None
+        self.noise = Noise(settings.noise_decay) if settings.noise_decay else None
+        self.observers: list[Observer] = [each for each in (self.meter, self.noise) if each is not None]
         self.outcome: Outcome | None = None  # of the last step
-        self.group: Callable[[], Any] | None = None  # gives the ClipGroup it is in; None: it clips alone
         self.loss_scale: LossScale | None = None  # while a GradScaler of ours steps
+        self.release: Release | None = None  # while gradients are folded during backward
+        self.group: Callable[[], Any] | None = None  # gives the ClipGroup it is in; None: it clips alone
+        self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of DistributedDataParallel, from attach_ddp
+
+    def _taking(self, window: Window, *calls: Call[Any]) -> Commit:
+        """The commit that puts a draft in the window's place, and makes these calls."""
+        breaks = partial(setattr, self.window, "phase", Phase.BROKEN)
+        return Commit([partial(setattr, self, "window", window), *calls], [breaks])
+
+    # ---- a micro-batch ---------------------------------------------------------------------------------------------
+
+    def begin(
+        self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None
+    ) -> tuple[Prepared, Grads, int]:
+        """Refuses a wrong micro-batch before anything is written.
+
+        Args:
+            weight: None: a plain sum.
+            in_loss: the weight multiplied the loss, so it is in the gradients already.
+            last: the micro-batch closes the window.
+            rows: ids of the parameters whose gradients are folded; None: all, and the micro-batch ends.
+
+        Returns:
+            The prepared plan, the fresh gradients, and their number.
+        """
+        self.plans.owner.refuse_gradients()
+        prepared = self.plans.current(with_states=False)
+        plan = prepared.plan
+        grads, present = plan.gradients()
+        if not self.window.is_open:
+            prepared.exchange.check(plan, weight, in_loss=in_loss)
+        if rows is not None:
+            grads = Grads([g if id(param) in rows else None for param, g in zip(plan.params, grads, strict=True)])
+            present = sum(grad is not None for grad in grads)
+        elif self.release is not None:
+            self.release.end(weight, in_loss=in_loss)
+        self.window = self.window.check(plan, grads, weight)
+        for observer in self.observers:
+            observer.check(prepared.exchange, weight)
+        if last:
+            if prepared.exchange.is_alone:  # else other processes may have weights
+                self.window.weights.check_total(weight)
+            versions.refuse_wide_sums(plan.params)
+        return prepared, grads, present
+
+    def enter(self, prepared: Prepared, grads: Grads, weight: Number | None) -> None:
+        """Begins a micro-batch during its backward, with its weight in the loss."""
+        plan = prepared.plan
+        if not self.window.is_open:
+            prepared.exchange.check(plan, weight, in_loss=True)
+        self.window = self.window.check(plan, grads, weight)
+        self._bring_to_unit(prepared, 1.0)
+        self.window = self.window.begun(plan, weight, prepared.exchange, in_loss=True)
+
+    def fold(self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None) -> None:
+        """Adds fresh gradients to the window, and releases them; see `begin`."""
+        prepared, grads, present = self.begin(weight, in_loss=in_loss, last=last, rows=rows)
+        plan, exchange, ends = prepared.plan, prepared.exchange, rows is None
+        empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
+        if not present and not empty and self.window.in_progress is None:
+            if not (in_loss and plan.is_spread):
+                raise RuntimeError(
+                    "there is no new gradient to accumulate; call loss.backward() before each accumulate()"
+                )
+            if self.noise is not None:  # without synchronization, fully_shard keeps gradients in the module
+                raise RuntimeError(
+                    "fully_shard keeps the gradients of this micro-batch, and delivers them in a sum with others, "
+                    "which tells no noise; call set_requires_gradient_sync(True) for each, or leave noise_scale= out"
+                )
+        closes = last and ends
+        if closes and self.window.is_open:
+            self.window.habits.watch_writes(plan)
+        matched = plan.match(grads)
+        self._bring_to_unit(prepared, 1.0 if in_loss else weight)
+        window = self.window.draft()
+        if window.in_progress is None:
+            window = window.begun(plan, weight, exchange, in_loss=in_loss)
+        calls = [plan.releasing_grads(rows)]
+        for observer in self.observers:
+            calls += observer.before_fold(prepared.backend, plan, matched, window, weight, in_loss)
+        if ends and self.release is not None:
+            self.release.forget()
+        if closes:
+            window.agree(exchange, matched, seed=self.plans.seed, last=True)
+        commit = self._taking(window, *calls)
+        window.add(prepared.backend, matched, commit, complete=present == len(grads), ends=ends)
+        if closes:
+            self._close(prepared)
+        if not self.plans.owner.state and self.window.is_open:
+            # torch.distributed.checkpoint makes a missing optimizer state by a step of its own, with zeros in p.grad.
+            # An open window refuses that step, and the learning rate of 0 that it sets would stay.
+            both = zip(plan.params, self.window.sums, strict=True)
+            marked = next((param for param, own in both if own is not None), plan.params[0])
+            self.plans.owner.state[marked] = {}
+
+    def _bring_to_unit(self, prepared: Prepared, weight: Number | None) -> None:
+        """Before a micro-batch, or the end: brings the sums to another unit, if they need one, in a pass of its own."""
+        window, known = self.window, self.window.weights
+        if window.phase is not Phase.OPEN or window.in_progress is not None or not known.is_weighted:
+            return
+        unit = known.unit_for(weight, prepared.exchange)
+        if unit is known.unit or (not isinstance(known.unit, Tensor) and unit == known.unit):
+            return
+        window = window.draft()
+        window.weights, factor = known.in_unit(unit)
+        window.scale(prepared.backend, factor, self._taking(window))
+
+    # ---- the window's end ------------------------------------------------------------------------------------------
+
+    def _close(self, prepared: Prepared) -> None:
+        """Makes p.grad of the sums, divided."""
+        self._add_up(prepared)
+        window, expose = self.window.exposed()
+        self._divide(prepared, window, self.window.divisor(), expose)
+        for observer in self.observers:
+            observer.closed(prepared.backend, prepared.plan, self.window)
+
+    def _divide(self, prepared: Prepared, window: Window, divisor: Number, *calls: Call[Any]) -> None:
+        """Makes means of a draft's sums, and takes the draft."""
+        commit = self._taking(window, *calls)
+        if isinstance(divisor, Tensor) or divisor != 1.0:
+            window.divided = divisor
+            window.scale(prepared.backend, 1.0 / divisor, commit)
+        else:
+            commit.end()
+
+    def _add_up(self, prepared: Prepared) -> None:
+        """Adds up the sums of all processes, and what observers count."""
+        window, plan = self.window, prepared.plan
+        if not prepared.exchange.adds_up or window.phase is Phase.SEALED:
+            return
+        try:
+            numbers = [each for own in self.observers for each in own.numbers(prepared.backend, plan, window)]
+            prepared.exchange.add_up([*numbers, *window.arena.memory_of(plan, window.sums)])
+        except BaseException:
+            self.drop()  # some are added up, some are not
+            raise
+        self.window = window.sealed()
+
+    def complete(self, prepared: Prepared) -> tuple[Prepared, Grads, int, Number | None]:
+        """Completes the window for a step. Where processes add up windows, p.grad is one of a single micro-batch.
+
+        Returns:
+            The plan, its sums (or p.grad, if the window is closed) and their number, and the divisor of these sums.
+        """
+        if self.window.phase is Phase.IDLE:
+            if prepared.plan.gradients()[1]:
+                self.fold(None, in_loss=False, last=False)
+            else:
+                self.window = self.window.opened(prepared.plan)  # other processes may have gradients
+            prepared = self.plans.current()
+        plan, exchange = prepared.plan, prepared.exchange
+        if not self.window.is_open:
+            grads, present = plan.gradients()
+            if not present:
+                self.drop()  # model.zero_grad() has released its sums
+            return prepared, grads, present, None
+        self.refuse_live(plan.reader.present())
+        window = self.window = self.window.following(plan)
+        window.habits.watch_writes(plan)
+        others_close = None
+        if window.phase is not Phase.SEALED:  # a refused step may have sealed it
+            self._bring_to_unit(prepared, None)
+            window = self.window.draft()
+            if not exchange.is_alone:
+                nothing = Grads([None] * len(plan.params))
+                others_close = window.agree(exchange, nothing, seed=self.plans.seed, last=False)
+            self.window = window
+        if window.agreed is None:
+            window.weights.check_total()
+        if not window.rows_with_sums:
+            return prepared, Grads(), 0, None
+        self._add_up(prepared)
+        if others_close is not None:  # they divide before their step: so does this process, for the same bits
+            divisor = torch.where(others_close, self.window.divisor(), 1.0)
+            self._divide(prepared, self.window.draft(), divisor)
+        window = self.window
+        return prepared, window.sums, window.rows_with_sums, window.divisor()
+
+    def drop(self) -> None:
+        """Ends the window without a step."""
+        window = self.window
+        if window.holds_micro_batches:  # a GradScaler may skip a closed window; plain loops may drop freely
+            window.habits.dropped()
+        if window.phase is not Phase.IDLE:
+            self.window = window.ended()
+            self.window.restore_grad_dtypes()
+
+    def refuse_live(self, present: int) -> None:
+        """Refuses a step of an open window if there are gradients that it does not hold."""
+        if present and self.window.is_open:
+            raise RuntimeError(
+                "a window is open and there is a gradient that was not accumulated; "
+                "call accumulate() after the last backward(), before step()"
+            )
+
+    def refuse_open(self, call: str, why: str = "") -> None:
+        """Refuses a call while a window is open."""
+        self.window.refuse_broken()
+        if self.window.is_open:
+            raise RuntimeError(f"a window is open{why}; call optimizer.step() or zero_grad() before {call}")
 
     # ---- the coefficient -------------------------------------------------------------------------------------------
 
     def measure(self, divisors: Divisors) -> Measured | None:
         """Computes the coefficient for the gradients that a step takes now; None if there is no gradient."""
+        self.window.refuse_broken()
         settings, groups, asked = self.settings, self.plans.owner.param_groups, None
         if settings.clip is not None or settings.skip_above is not None or not all(map(NAMES.isdisjoint, groups)):
             asked = self.clipping.of_step(self.plans.owner, divisors)
         if self.release is not None:
             self.release.end_before_step()
-        window, prepared, normalization = self.window, self.plans.current(), None
-        if prepared.exchange.adds_up or window.phase is not Phase.IDLE:
+        prepared, normalization = self.plans.current(), None
+        if prepared.exchange.adds_up or self.window.phase is not Phase.IDLE:
             prepared, grads, present, normalization = self.complete(prepared)
         else:
             grads, present = prepared.plan.gradients()
         if not present:
             return None
-        matched = prepared.plan.match(grads)
+        window, matched = self.window, prepared.plan.match(grads)
         if prepared.plan.lacks_state(matched):
             prepared = self.plans.with_states(prepared.plan, matched)
-            window.habits.see(window.params)  # make_state wrote a loaded master into its parameter
+            window.habits.see(prepared.plan)  # make_state wrote a loaded master into its parameter
         plan, complete, is_open = prepared.plan, present == len(grads), window.phase in OPEN_PHASES
         scaling, takes_norm = self._scaling(plan, divisors, normalization, must=asked is not None)
-        meter = self.meter if self.meter is not None and self.meter.is_due(plan) else None
-        takes_norm |= meter is not None
+        takes_norm |= any(each.takes_norm(plan) for each in self.observers)
         stale: Grads | None = matched
         partials: Tensor | None = None
         if is_open:
@@ -112,17 +312,15 @@ class Engine(Accumulation):
             partials = prepared.cleared_partials(complete)
         if asked is None or partials is None:
             # Else others read what the norm writes.
-            scaling.may_wait = self.noise is None and meter is None and not divisors.is_shared
+            scaling.may_wait = not self.observers and not divisors.is_shared
             outcome = prepared.norm(stale, partials, scaling)
         else:
             outcome = self.clipping.norm(asked, prepared, stale, matched, partials, scaling)
         outcome.spends_grads = is_open
-        measured = Measured(prepared, grads, matched, complete, outcome, scaling.skips)
-        if meter is not None and partials is not None:
-            meter.begin(plan, groups, partials, scaling, outcome)
-        if self.noise is not None:
-            with measured.uncounted_by_an_error():
-                self.noise.see(prepared.backend, plan, prepared.exchange, window, scaling)
+        measured = Measured(prepared, grads, matched, complete, outcome, scaling, partials)
+        with measured.uncounted_by_an_error():
+            for observer in self.observers:
+                observer.before(measured, window, groups)
         return measured
 
     def _scaling(
@@ -152,8 +350,6 @@ class Engine(Accumulation):
         """Whether a skipped step is counted; otherwise it raises."""
         return self.settings.nonfinite != "raise" or divisors.for_scaler
 
-    # ---- the step --------------------------------------------------------------------------------------------------
-
     def refuse_nonfinite(self, measured: Measured, divisors: Divisors) -> None:
         """Refuses a skipped step if nonfinite="raise", which waits for the device.
 
@@ -167,54 +363,69 @@ class Engine(Accumulation):
                 "the non-finite gradient (or found_inf), and call zero_grad() to go on, or use nonfinite='skip'"
             )
 
+    # ---- the step --------------------------------------------------------------------------------------------------
+
     def finish(self, measured: Measured | None) -> None:
         """Makes the step, if there is a gradient, and ends the window; then the step counts.
 
         A step that fails leaves histories, noise scale and skips as they were, and the window open.
         """
-        if measured is not None:
-            with measured.uncounted_by_an_error():
-                own_step = self.plans.owner.own_step
-                if own_step is not None:
-                    own_step(self.plans.owner, self, measured)
-                else:
-                    self.update(measured, measured.prepared.backend.step)
-            self.outcome = measured.outcome
-        self.end_window()
-        if measured is not None:
-            self._note(measured)
-
-    def _note(self, measured: Measured) -> None:
-        """After the step: what comes after it may fail, and must not repeat it."""
+        if measured is None:
+            self.end_window()
+            return
+        has_window = self.window.phase is not Phase.IDLE
+        with measured.uncounted_by_an_error():
+            own_step = self.plans.owner.own_step
+            if own_step is not None:
+                own_step(self.plans.owner, self, measured)
+            else:
+                self.update(measured, measured.prepared.backend.step)
+        self.window.restore_grad_dtypes()
+        if has_window:
+            self.window.habits.stepped()
         skips = self.plans.skips
         assert skips is not None
-        if measured.outcome.history is not None:
-            self.clipping.remember(measured.outcome.history)
-        if self.noise is not None:
-            self.noise.take(measured.outcome.skipped)
-        if self.meter is not None:
-            prepared = measured.prepared
-            self.meter.end(prepared.backend, prepared.plan, measured.outcome, skips.count)
+        for observer in self.observers:  # what comes after the step may fail, and must not repeat it
+            observer.after(measured, skips.count)
         skips.steps += 1
         if not skips.steps % skips.WATCH_EVERY:
             skips.look(or_above=self.settings.skip_above is not None)
 
-    def update(self, measured: Measured, step: Callable[[Plan, Grads, Hypers, Outcome], None]) -> None:
+    def update(self, measured: Measured, step: Callable[[Plan, Grads, Hypers, Outcome, Commit], None]) -> None:
         """Makes the step by `step`, which is `Backend.step` or does as much, and what it needs before and after."""
         plan, grads = measured.prepared.plan, measured.matched
         copies = [plan.rows[index] for index in plan.copies if grads[index] is not None]
         for row in copies:
             row.tensor.copy_(row.owned)
-        step(plan, grads, plan.hypers(self.plans.owner.param_groups), measured.outcome)
-        for row in copies:
-            row.owned.copy_(row.tensor)
         written = plan.params
         if not measured.complete:
             written = [param for param, grad in zip(plan.params, grads, strict=True) if grad is not None]
         # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
-        torch.autograd.graph.increment_version(written)
+        calls = [*(partial(row.owned.copy_, row.tensor) for row in copies), versions.incrementing(written)]
+        commit = self.stepped(measured, *calls)
+        step(plan, grads, plan.hypers(self.plans.owner.param_groups), measured.outcome, commit)
+
+    def stepped(self, measured: Measured, *calls: Call[Any]) -> Commit:
+        """What a step, made or skipped, commits: the window's end, and what histories and observers keep of it."""
+        outcome = measured.outcome
+        calls += (partial(setattr, measured, "is_made", True), partial(setattr, self, "outcome", outcome))
+        calls += tuple(self.clipping.remembering(outcome))
+        for observer in self.observers:
+            calls += tuple(observer.with_step(outcome))
+        return self._taking(*self._ended(), *calls)
 
     def end_window(self) -> None:
-        """After a step, made or skipped: releases its gradients."""
-        if self.window.phase is not Phase.IDLE:
-            self.window.consume(self.plans.params)
+        """Releases the window's gradients: a step has taken them, or there are none."""
+        window, *calls = self._ended()
+        self._taking(window, *calls).end()
+        self.window.restore_grad_dtypes()
+
+    def _ended(self) -> tuple[Any, ...]:
+        """The window after a step, and the calls that release its gradients."""
+        window = self.window
+        if window.phase is Phase.IDLE:
+            return (window.draft(),)
+        calls = list[Call[Any]]()
+        if window.phase is Phase.CLOSED:
+            calls.append(setting_grads(self.plans.params, repeat(None)))
+        return window.ended(), *calls

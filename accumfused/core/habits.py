@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
+from accumfused.core.plan import Plan
 from accumfused.warn import warn
 
 
@@ -13,22 +10,23 @@ class Habits:
     """Warns of each habit once."""
 
     def __init__(self) -> None:
-        self._versions: list[int] = []  # of the parameters, when the window began
+        self._versions = self._seen = 0  # the sum of the parameters', when the window began, and their number
         self._drops = 0  # open windows since the last step
         self._steps_after_drops = 0  # in a row
         self._warned_of_drops = self._warned_of_writes = False
 
-    def see(self, params: Sequence[Tensor]) -> None:
+    def see(self, plan: Plan) -> None:
         """Notes the versions of the parameters: all writes so far are our own."""
-        self._versions = [param._version for param in params]
+        self._versions, self._seen = plan.reader.versions(), len(plan.params)
 
-    def see_new(self, params: Sequence[Tensor]) -> None:
+    def see_new(self, plan: Plan) -> None:
         """As `see`, for parameters added since."""
-        self._versions += [param._version for param in params[len(self._versions) :]]
+        self._versions += sum(param._version for param in plan.params[self._seen :])
+        self._seen = len(plan.params)
 
-    def watch_writes(self, params: Sequence[Tensor]) -> None:
+    def watch_writes(self, plan: Plan) -> None:
         """Before a window closes: its micro-batches must see the same parameters. Writes through `.data` go unseen."""
-        if self._warned_of_writes or self._versions == [param._version for param in params]:
+        if self._warned_of_writes or self._versions == plan.reader.versions():
             return
         warn(
             "a parameter was written while a window was open (by Embedding(max_norm=...), another step, load_state_dict"

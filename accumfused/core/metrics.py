@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from accumfused.core.norm import divisor_of, norms
+from accumfused.core.observer import Observer
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Outcome, Scaling
+from accumfused.core.plans import Measured
+from accumfused.core.protocol import Scaling
+from accumfused.core.window import Window
 from accumfused.formats.numeric import ieee, square_root
 
 _Kept = tuple[tuple[Tensor, ...], Tensor, tuple[str, ...]]  # bounds, sums, names
@@ -83,7 +86,7 @@ class _Made:
         return Metrics(values, self.names)
 
 
-class Meter:
+class Meter(Observer):
     """Measures every n-th step of an optimizer.
 
     Args:
@@ -101,7 +104,7 @@ class Meter:
         self._last: _Made | None = None
         self._kept: WeakKeyDictionary[Plan, _Kept] = WeakKeyDictionary()
 
-    def is_due(self, plan: Plan) -> bool:
+    def takes_norm(self, plan: Plan) -> bool:
         """Whether the step to come is measured.
 
         Raises:
@@ -111,24 +114,22 @@ class Meter:
             raise RuntimeError("parameters are DTensors, and metrics do not add up over shards; leave metrics= out")
         return (self.steps + 1) % self._every == 0
 
-    def begin(
-        self, plan: Plan, groups: Sequence[Mapping[str, Any]], partials: Tensor, scaling: Scaling, outcome: Outcome
-    ) -> None:
-        """Before a measured step that has its coefficient: asks it for the sums of parameters and changes.
-
-        Args:
-            partials: the chunks' sums of squares of the gradients, as the norm has left them.
-        """
+    def before(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Asks a measured step for the sums of parameters and changes."""
+        plan, partials = measured.prepared.plan, measured.partials
+        if partials is None or not self.takes_norm(plan):
+            return
         if plan not in self._kept:
             sums = torch.empty(_SUMS, plan.chunks, dtype=torch.float32, device=plan.device)
             self._kept[plan] = _bounds(plan), sums, _names(plan, groups)
         sums = self._kept[plan][1].zero_()
         sums[0].copy_(partials)
-        outcome.changes = sums[1:]
-        self._begun = _Begun(scaling, sums)
+        measured.outcome.changes = sums[1:]
+        self._begun = _Begun(measured.scaling, sums)
 
-    def end(self, backend: Backend, plan: Plan, outcome: Outcome, skips: Tensor) -> None:
-        """After a step, made or skipped: adds up the sums if it was measured; the rest can wait until it is read."""
+    def after(self, measured: Measured, skips: Tensor) -> None:
+        """Adds up the sums if the step was measured; the rest can wait until it is read."""
+        backend, plan, outcome = measured.prepared.backend, measured.prepared.plan, measured.outcome
         self.steps += 1
         if self._begun is None:
             return

@@ -13,14 +13,19 @@ travel with its accumulators. Where gradients are means over processes before th
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accumfused.core import graphs
+from accumfused.core.observer import Observer
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Exchange, Number, Scaling, moved, on_device
+from accumfused.core.plans import Measured
+from accumfused.core.protocol import Backend, Call, Exchange, Number, Outcome, Scaling, moved, on_device
 from accumfused.core.rows import Grads
 from accumfused.core.window import Phase, Window
 from accumfused.warn import warn
@@ -71,7 +76,7 @@ class NoiseEstimate:
     windows: Tensor
 
 
-class Noise:
+class Noise(Observer):
     """Means of signal and noise over windows, on the device; nothing waits for it.
 
     Args:
@@ -98,22 +103,19 @@ class Noise:
                 "with a weight of its own; leave the weights out (micro-batches of one size), or noise_scale="
             )
 
-    def measured(
+    def before_fold(
+        self, backend: Backend, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool
+    ) -> Sequence[Call[Any]]:
+        """Takes the squares of a micro-batch's gradients."""
+        return [partial(setattr, self, "of_window", self._measured(backend, plan, grads, window, weight, in_loss))]
+
+    def _measured(
         self, backend: Backend, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool
     ) -> _Squares | None:
-        """Takes the squares of a micro-batch's gradients before a fold, which may keep them as its sums.
-
-        Args:
-            grads: those of the fold, as kernels read them.
-            window: has counted this micro-batch.
-
-        Returns:
-            `of_window`, once the fold is made.
-        """
         known = self._known(plan, window)
         if known is None:
             return None
-        begins, known = known.micro_batches < window.count, replace(known, micro_batches=window.count)
+        begins, known = known.micro_batches < window.weights.count, replace(known, micro_batches=window.weights.count)
         if not isinstance(weight, Tensor) and weight == 0:
             return known
         own = _zeros(plan)
@@ -135,37 +137,33 @@ class Noise:
         known = self.of_window
         if known is not None and known.window == window.number:
             return known.follow(plan)
-        return _Squares(window.number, plan, _zeros(plan)) if window.count <= 1 else None
+        return _Squares(window.number, plan, _zeros(plan)) if window.weights.count <= 1 else None
 
-    def count(self, backend: Backend, plan: Plan, window: Window) -> list[Tensor]:
-        """Begins the numbers that processes add up beside their sums."""
+    def numbers(self, backend: Backend, plan: Plan, window: Window) -> Sequence[Tensor]:
         numbers, known = torch.full((3,), torch.nan, dtype=torch.float64, device=plan.device), self._known(plan, window)
-        if known is not None and known.micro_batches == window.count:
+        if known is not None and known.micro_batches == window.weights.count:
             own = Exchange().sums_of_squares(backend, plan, [known.sums])[0]
             numbers = _numbers(own, known, window)
         self._counted = window.number, numbers
         return [numbers]
 
-    def close(self, backend: Backend, plan: Plan, window: Window) -> None:
-        """Measures accumulators whose norm is unknown, before user code can change `p.grad`."""
+    def closed(self, backend: Backend, plan: Plan, window: Window) -> None:
+        """Measures accumulators whose norm is unknown."""
         stale = window.stale(plan, window.sums) if self._has_noise(plan, window) else None
         if stale is not None:
             backend.norm(plan, plan.match(stale), window.partials, Scaling(plan.device))
             window.is_measured = [True] * len(stale)
 
-    def see(self, backend: Backend, plan: Plan, exchange: Exchange, window: Window, scaling: Scaling) -> None:
-        """Takes a sample from a window that is complete, and whose sums are measured.
-
-        Args:
-            scaling: has the divisors of the step, those of an open window's weights among them.
-        """
-        self._sample = None
+    def before(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes a sample from a window that is complete, and whose sums are measured."""
+        plan, backend, exchange = measured.prepared.plan, measured.prepared.backend, measured.prepared.exchange
+        scaling, self._sample = measured.scaling, None  # it has the divisors of an open window's weights, too
         if window.phase is Phase.IDLE or not self._has_noise(plan, window):
             if self.means is None:
                 self._watch_empty_steps()
             return
         if window.phase is Phase.CLOSED:
-            self.close(backend, plan, window)  # an error may have kept it
+            self.closed(backend, plan, window)  # an error may have kept it
         known = self._known(plan, window)
         if self._counted is not None and self._counted[0] == window.number:
             numbers, whole = self._counted[1], exchange.sums_of_squares(backend, plan, [window.partials])[0]
@@ -179,12 +177,12 @@ class Noise:
             divisor = divisor * scaling.device_normalization
         whole, rest = whole / (divisor * divisor), parts - 1
         # The micro-batches' own gradients are not in the unit of the sums, nor divided where these are.
-        mean = window.agreed if window.agreed is not None else total if window.is_weighted else 1.0
+        mean = window.agreed if window.agreed is not None else total if window.weights.is_weighted else 1.0
         divisor = divisor * mean / (window.divisor() if window.is_open else 1.0)
         own = own * total / (divisor * divisor)
         self._sample = (parts * whole - own) / rest, (own - whole) * total / rest
         if self.means is None or self.means.device != whole.device:
-            graphs.refuse_new_tensors({whole.device})  # `take` makes them
+            graphs.refuse_new_tensors({whole.device})  # `with_step` makes them
 
     def _watch_empty_steps(self) -> None:
         """Warns at the second step of a loop that has nothing to measure. (One may be a remainder, or resumed.)"""
@@ -196,17 +194,17 @@ class Noise:
             )
         self._empty_steps += 1
 
-    def take(self, skipped: Tensor) -> None:
-        """Adds the sample to the means, unless the step was skipped or the sample is not finite."""
+    def with_step(self, outcome: Outcome) -> Sequence[Call[Any]]:
+        """Adds the sample to the means, unless the step is skipped or the sample is not finite."""
         if self._sample is None:
-            return
+            return []
         sample, self._sample = torch.stack(self._sample), None
-        self.means = sample.new_zeros(4) if self.means is None else moved(self.means, sample.device)
-        known, rest = self.means, 1.0 - self._decay
+        known = sample.new_zeros(4) if self.means is None else moved(self.means, sample.device)
+        rest = 1.0 - self._decay
         means = torch.cat([sample, torch.ones_like(sample[:1])])
         made = torch.cat([known[:3] * self._decay + means * rest, known[3:] + 1.0])
-        is_good = sample.isfinite().all() & ~skipped.to(sample.device)
-        known.copy_(torch.where(is_good, made, known))
+        is_good = sample.isfinite().all() & ~outcome.skipped.to(sample.device)
+        return [partial(known.copy_, torch.where(is_good, made, known)), partial(setattr, self, "means", known)]
 
     def estimate(self) -> NoiseEstimate:
         """The means so far.
@@ -228,7 +226,7 @@ class Noise:
         if self._counted is not None and self._counted[0] == window.number:
             return True
         known = self._known(plan, window)
-        if known is None or known.micro_batches != window.count:
+        if known is None or known.micro_batches != window.weights.count:
             return False
         return isinstance(known.parts, Tensor) or known.parts > 1
 
@@ -236,7 +234,7 @@ class Noise:
 def _numbers(own: Tensor, known: _Squares, window: Window) -> Tensor:
     """A window's weighted sum of squares, number of micro-batches, and weight: fp64 [3], which processes add up."""
     numbers = own.new_zeros(3)
-    total = window.total if window.is_weighted else known.parts
+    total = window.weights.total if window.weights.is_weighted else known.parts
     for place, number in zip(numbers.unbind(), (own, known.parts, total), strict=True):
         place.add_(number)  # not assigned: to assign a number would wait for a GPU
     return numbers

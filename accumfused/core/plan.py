@@ -6,17 +6,19 @@ chunks, with a gradient or without, so the norm's summation order depends on the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accumfused import compiled
-from accumfused.core import memory
-from accumfused.core.reader import OWN_REFERENCES, TensorReader
+from accumfused.core import graphs, memory
+from accumfused.core.reader import OWN_REFERENCES, OWN_USES, TensorReader, setting_grads, storage_uses
 from accumfused.core.rows import Grads, Row, check_gradient, check_parameter, has_memory, is_freed, row_of
 from accumfused.formats.kinds import check_states
 from accumfused.formats.numeric import chunk_count
@@ -36,7 +38,8 @@ class Plan:
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
     functors: list[int] = field(default_factory=list)  # of each group's rule, as native kernels know it
     parts: list[Plan] = field(default_factory=list)  # with several devices: the plan of each
-    _pointed_at: Grads | None = None
+    _pointed_at: weakref.ref[Grads] | None = None  # the gradients of the table's rows
+    _sums: weakref.ref[Grads] | None = None  # and their sums
     _checked: set[int] = field(default_factory=set)  # parameters, if no table checks them
 
     def __post_init__(self) -> None:
@@ -46,6 +49,11 @@ class Plan:
     def params(self) -> list[Tensor]:
         """All parameters."""
         return [row.param for row in self.rows]
+
+    @cached_property
+    def bundles(self) -> bool:
+        """Whether some rows' accumulators travel together."""
+        return any(row.is_bundled for row in self.rows)
 
     @cached_property
     def copies(self) -> list[int]:
@@ -70,17 +78,31 @@ class Plan:
             self.reader = self.table
         assert self.table.chunks == self.chunks
 
-    def unchanged(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any]) -> bool:
-        """Whether groups, states and the memory behind them are still those of this plan."""
+    def unchanged(self, param_groups: list[dict[str, Any]], state: Mapping[Tensor, Any] | None) -> bool:
+        """Whether groups, states (None: not asked for) and the memory behind them are still those of this plan."""
         readers = [part.reader for part in self.parts if not self.is_spread] or [self.reader]
         return all(reader.unchanged(param_groups, state) for reader in readers)
 
     def gradients(self) -> tuple[Grads, int]:
         """Every p.grad, and their number."""
-        grads, present, refused = self.reader.read_grads(OWN_REFERENCES)
+        read, present, refused = self.reader.read_grads(OWN_REFERENCES)
+        grads = Grads(read)
         if self.table is not None:
-            self._pointed_at = grads if refused < 0 else []
+            self._pointed_at = weakref.ref(grads) if refused < 0 else None
         return grads, present
+
+    def adopts_all(self, grads: Grads) -> bool:
+        """Whether a window may keep these gradients, just read, as its sums: nobody else can write any of them."""
+        if not self._points_at(grads) or self.reader is not self.table or self.bundles:
+            return False
+        return not graphs.has_static_memory(self.device) and self.table.adoptable(grads, storage_uses, OWN_USES)
+
+    def releasing_grads(self, rows: Container[int] | None) -> partial[Any]:
+        """The call of a C function that sets p.grad = None: of all parameters, or of those with these ids."""
+        if rows is None and self.reader is self.table:
+            return partial(self.table.release_grads)
+        params = [param for param in self.params if rows is None or id(param) in rows]
+        return setting_grads(params, repeat(None))
 
     def hypers(self, param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[float | Tensor, ...]]:
         """The groups' numbers in the order of their rules' `hypers`; a tensor is not read."""
@@ -103,32 +125,44 @@ class Plan:
             RuntimeError: a gradient is sparse or complex, or its device or shape is not the parameter's.
             TypeError: a parameter or gradient is not fp32, fp16 or bf16.
         """
-        if self.table is not None and (self._pointed_at is grads or self.table.set_grads(grads) < 0):
-            self._pointed_at = grads
+        if self.table is not None and self._point_at(grads) < 0:
             return grads
-        return [None if g is None else self._match(i, g) for i, g in enumerate(grads)]
+        return Grads([None if g is None else self._match(i, g) for i, g in enumerate(grads)])
 
     def point_at(self, grads: Grads, sums: Grads | None = None, *, overwrites: bool = False) -> None:
-        """Points the table's rows at these (matched) gradients, and at sums, until `let_go`."""
-        if self._pointed_at is not grads:
-            refused = self.table.set_grads(grads)
-            if refused >= 0:
-                raise RuntimeError(f"the gradient of parameter {refused} cannot be read natively; use backend='torch'")
-            self._pointed_at = grads
-        if sums is not None:
-            refused = self.table.set_sums(sums, overwrites)
-            if refused < -1:
-                raise overwritten(-2 - refused)
+        """Points the table's rows at these (matched) gradients, and at sums, as long as the lists live."""
+        refused = self._point_at(grads)
+        if refused >= 0:
+            raise RuntimeError(f"the gradient of parameter {refused} cannot be read natively; use backend='torch'")
+        if sums is None:
+            return
+        if self._sums is None or self._sums() is not sums:
+            refused = self.table.set_sums(sums)
+            self._sums = weakref.ref(sums) if refused < 0 else None
             if refused >= 0:
                 raise RuntimeError(f"the accumulator of parameter {refused} no longer fits it; call zero_grad()")
+        both = -1 if overwrites else self.table.overwritten()
+        if both >= 0:
+            raise overwritten(both)
 
-    def let_go(self) -> None:
-        """Drops the references to gradients, so that these can be freed."""
-        for part in self.parts:
-            part.let_go()
-        if self._pointed_at is not None:
-            self.table.clear()
-        self._pointed_at = None
+    def forget_sums(self) -> None:
+        """Before a list of sums that the table may point at changes."""
+        self._sums = None
+
+    def _points_at(self, grads: Grads) -> bool:
+        return self._pointed_at is not None and self._pointed_at() is grads
+
+    def _point_at(self, grads: Grads) -> int:
+        """Returns the first row whose gradient kernels cannot read, or -1."""
+        if self._points_at(grads):
+            return -1
+        if self._sums is not None and self._sums() is grads:  # a step takes what the last fold has written
+            self.table.take_sums()
+            refused = -1
+        else:
+            refused = int(self.table.set_grads(grads))
+        self._pointed_at = weakref.ref(grads) if refused < 0 else None
+        return refused
 
     def _match(self, index: int, grad: Tensor) -> Tensor:
         tensor = self.rows[index].tensor

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,6 +46,34 @@ class Prepared:
         elif not complete:
             self.partials.zero_()
         return self.partials
+
+
+@dataclass
+class Measured:
+    """The gradients of one step with their coefficient, ready to be applied."""
+
+    prepared: Prepared
+    grads: Grads  # as the step finds them: p.grad, or an open window's accumulators
+    matched: Grads  # as the kernels read them
+    complete: bool  # every parameter has a gradient
+    outcome: Outcome
+    scaling: Scaling
+    partials: Tensor | None  # the chunks' sums of squares; None: it took no norm
+    is_made: bool = False
+
+    def count(self, skips: Tensor) -> None:
+        """Counts the step's skip, where `Backend.norm` has not."""
+        self.scaling.skips = skips.add_(self.outcome.skipped)
+
+    @contextlib.contextmanager
+    def uncounted_by_an_error(self) -> Iterator[None]:
+        """Takes the skip of a step that fails back."""
+        try:
+            yield
+        except BaseException:
+            if self.scaling.skips is not None and not self.is_made:
+                self.scaling.skips.sub_(self.outcome.skipped.long())
+            raise
 
 
 @dataclass(frozen=True)
@@ -94,12 +123,16 @@ class Plans:
         given = self.settings.rounding_seed
         return self._surroundings.default_seed() if given is None else given
 
-    def current(self) -> Prepared:
-        """The plan for the current parameters and states, with backend and exchange."""
-        groups, state = self.owner.param_groups, self.owner.state
-        rules = [rule_of(self.owner.rules, group) for group in groups]
-        known = self.last
-        if known is not None and known.is_valid and known.plan.rules == rules and known.plan.unchanged(groups, state):
+    def current(self, *, with_states: bool = True) -> Prepared:
+        """The plan for the current parameters and states, with backend and exchange.
+
+        Args:
+            with_states: False: for a fold, which reads no states; they may be others.
+        """
+        owner, known = self.owner, self.last
+        groups, state, asked = owner.param_groups, owner.state, owner.state if with_states else None
+        rules = [rule_of(owner.rules, group) for group in groups]
+        if known is not None and known.is_valid and known.plan.rules == rules and known.plan.unchanged(groups, asked):
             return known
         devices = {param.device for param in self.params if has_memory(param)}
         graphs.refuse_new_tensors(devices)
@@ -118,11 +151,6 @@ class Plans:
         """The optimizer's state or settings were replaced: the next call makes a new plan. The old one is freed."""
         if self.last is not None:
             self.last = replace(self.last, plan=EMPTY, partials=None, is_valid=False)
-
-    def let_go(self) -> None:
-        """Drops the references to gradients, so that these can be freed."""
-        if self.last is not None:
-            self.last.plan.let_go()
 
     def with_states(self, plan: Plan, grads: Grads) -> Prepared:
         """Makes the state of every parameter with a gradient, in its format, and a plan with these states."""

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -21,6 +23,42 @@ from accumfused.rule import Rule
 
 Hypers = list[tuple[float | Tensor, ...]]  # per group, in the order of its rule's `hypers`; a tensor has one element
 Number = float | Tensor  # a tensor has one element, which nobody reads
+Call = partial  # of a C function
+
+
+def run(calls: Iterable[Call[Any]]) -> None:
+    """Calls C functions one after the other. No bytecode runs in between, so Python delivers no signal there."""
+    deque(map(partial.__call__, calls), maxlen=0)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What becomes true together with a verb's writes, as calls of C functions.
+
+    Ctrl-C raises between two bytecodes. So where one call is the whole launch, all is as before it or as after it.
+
+    Args:
+        ends: what is true when all is written.
+        begins: where a verb launches in several calls: what is true when only some is.
+    """
+
+    ends: Sequence[Call[Any]] = ()
+    begins: Sequence[Call[Any]] = ()
+
+    def with_launch(self, launch: Call[Any]) -> None:
+        """Runs a launch that is one call of a C function."""
+        run([launch, *self.ends])
+
+    def begin(self) -> None:
+        """Before the first write of several."""
+        run(self.begins)
+
+    def end(self) -> None:
+        """Behind the last one."""
+        run(self.ends)
+
+
+ALONE = Commit()  # nothing follows a verb
 
 
 @dataclass
@@ -154,7 +192,7 @@ class Backend(Protocol):
     def prepare(self, plan: Plan, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
         """Adds this backend's tables to a new plan."""
 
-    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         """Folds; if it measures folds, and this one does not copy, it writes the sums of squares into partials.
 
         Those of rows without a gradient stay right: they are 0 where `before` makes the sum 0. fp32 [plan.chunks].
@@ -180,7 +218,7 @@ class Backend(Protocol):
                 bounds[i + 1].
         """
 
-    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         """Updates parameters, states and step counts; writes nothing if the outcome is a skip."""
 
 

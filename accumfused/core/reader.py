@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -28,7 +30,14 @@ def _own_references() -> int:
     return sys.getrefcount(param.grad)
 
 
+def _own_uses() -> int:
+    tensor = torch.empty(1, dtype=torch.float32, device="cpu")
+    return int(storage_uses(tensor.untyped_storage()._cdata))
+
+
 OWN_REFERENCES = _own_references()  # to `param.grad` as it is read, if nobody else holds the gradient
+storage_uses = torch._C._storage_Use_Count  # of a storage, by its address
+OWN_USES = _own_uses()  # of one with a single tensor
 
 
 class TensorReader:
@@ -44,15 +53,21 @@ class TensorReader:
         objects, arranged = _objects(groups, state)
         self._seen = objects, arranged, [_place(shards.local(value)) for value in objects]
 
-    def unchanged(self, groups: Groups, state: State) -> bool:
-        """Whether groups, states and their memory are still those of the plan."""
+    def unchanged(self, groups: Groups, state: State | None) -> bool:
+        """Whether groups, states and their memory are still those of the plan; without a state, only the groups."""
         if self._seen is None:
             return False
         known, known_arranged, places = self._seen
-        objects, arranged = _objects(groups, state)
+        objects, arranged = _objects(groups, state or {})
+        if state is None:
+            known, known_arranged, arranged = known[: len(self._rows)], known_arranged[:1], arranged[:1]
         if len(objects) != len(known) or arranged != known_arranged or not all(map(operator.is_, objects, known)):
             return False
         return all(map(_lies, map(shards.local, objects), places))
+
+    def present(self) -> int:
+        """How many parameters have a p.grad."""
+        return sum(row.param.grad is not None for row in self._rows)
 
     def read_grads(self, own_references: int) -> tuple[Grads, int, int]:
         """Every p.grad, their number, and 0: no row of a table points at them."""
@@ -61,7 +76,8 @@ class TensorReader:
         whole = [param.grad for param in params]
         counts = Counter(map(id, whole))
         self._held = [own or counts[id(grad)] > 1 for own, grad in zip(held, whole, strict=True)]
-        grads = [g if row.shard is None else _part(row.param, g) for row, g in zip(self._rows, whole, strict=True)]
+        both = zip(self._rows, whole, strict=True)
+        grads = Grads([g if row.shard is None else _part(row.param, g) for row, g in both])
         return grads, sum(grad is not None for grad in grads), 0
 
     def held(self) -> list[bool]:
@@ -70,8 +86,16 @@ class TensorReader:
 
     def release_grads(self) -> None:
         """Sets p.grad = None for every parameter."""
-        for row in self._rows:
-            row.param.grad = None
+        setting_grads([row.param for row in self._rows], repeat(None))()
+
+    def versions(self) -> int:
+        """The sum of the parameters' version counters, which grow with each write that autograd sees."""
+        return sum(row.param._version for row in self._rows)
+
+
+def setting_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> partial[Any]:
+    """The call of a C function that sets p.grad of each parameter; it can be made once."""
+    return partial(deque, map(setattr, params, repeat("grad"), grads), 0)
 
 
 def _objects(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> tuple[list[Any], list[Any]]:

@@ -16,7 +16,11 @@ from accumfused.formats.shards import Shard
 from accumfused.rule import Rule
 from accumfused.settings import Settings
 
-Grads = list[Tensor | None]  # one for each row
+
+class Grads(list[Tensor | None]):
+    """A gradient for each row, or None. A table that points at them knows the list weakly."""
+
+    __slots__ = ("__weakref__",)
 
 
 @dataclass(eq=False)

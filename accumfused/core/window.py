@@ -1,27 +1,21 @@
-"""The window: the micro-batches between two updates, summed in fp32 and counted in units of the first weight.
+"""The window: the micro-batches between two updates, as one sum in fp32 for each parameter.
 
-In: fresh `p.grad`s and their weights. Out: one sum per parameter, exposed as `p.grad` when `last=True` closes the
-window, or handed to the step with its divisor. The k-th micro-batch enters as
-
-    sum <- sum + fp32(w_k / unit) * grad        unit: the first weight that is not 0; 1 without weights
-
-and the step divides by the sum of these factors. So equal weights make autograd's own sum, and a window of one
-micro-batch has its gradients unchanged: the first ones become the sums as they are. A gradient that has its weight
-already, from its loss, lacks a factor of 1 and not of w. Where processes add up their windows, or gradients are means
-over them, the unit is 1. docs/internals/state-machine.md draws the states and the calls that each refuses.
+In: fresh `p.grad`s with their factors (weights.py). Out: sums, which become `p.grad` when `last=True` closes the
+window, or go to the step with their divisor. An engine never changes the window that it has. It changes a draft, and
+this takes the window's place in the same call of a C function as the launch that writes the sums: so an error, or
+Ctrl-C, finds the books as they were before the launch or as they are after it. docs/internals/state-machine.md draws
+the states, and the calls that each refuses.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import ctypes
 import itertools
-import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,13 +27,14 @@ from accumfused.core.arena import Arena, adoptable
 from accumfused.core.habits import Habits
 from accumfused.core.heap import Pin
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Exchange, Fold, Number, on_device, stacked
+from accumfused.core.protocol import Backend, Commit, Exchange, Fold, Number, run
+from accumfused.core.reader import setting_grads
 from accumfused.core.rows import Grads, Row
+from accumfused.core.weights import MicroBatch, Weights
 from accumfused.formats import shards
 from accumfused.formats.kinds import DTYPES
 
 _numbers = itertools.count(1)  # of all windows
-_LARGEST_FACTOR = 2.0**40  # beyond it the sums get another unit: squares of theirs must stay in fp32's range
 
 
 class Phase(Enum):
@@ -47,54 +42,35 @@ class Phase(Enum):
     OPEN = "open"  # the sums are here, p.grad is None between micro-batches
     SEALED = "sealed"  # open, with the sums of all processes: it waits for its step
     CLOSED = "closed"  # p.grad is the sum
+    BROKEN = "broken"  # a call of several launches ended between two of them
 
 
 OPEN_PHASES = (Phase.OPEN, Phase.SEALED)  # the window holds the sums, p.grad does not
 
 
-@dataclass
-class MicroBatch:
-    """The micro-batch in progress: it is counted once, and one fold or several bring its gradients.
-
-    Args:
-        factor: of its gradients; None leaves them out.
-        before: the sum of the weights before it, where the device alone knows it; while that is 0 the sums hold
-            nothing, and are overwritten.
-    """
-
-    factor: Number | None
-    before: Tensor | None = None
-    rows: set[int] = field(default_factory=set)  # that got a gradient in it; only with `before`
-
-
+@dataclass(eq=False)
 class Window:
-    """The state machine of one optimizer's gradients, from the first micro-batch to the step."""
+    """The state of one optimizer's gradients, from the first micro-batch to the step."""
 
-    def __init__(self) -> None:
-        self.phase = Phase.IDLE
-        self.number = 0  # no other window has it
-        self.params: list[Tensor] = []
-        self.sums: Grads = []  # fp32, one per parameter; None: no gradient yet
-        self.is_measured: list[bool] = []  # a sum's squares are in `partials`
-        # fp32 [chunks]: folds and the norm write them
-        self.partials = torch.empty(0, dtype=torch.float32, device="cpu")
-        self.count = 0  # micro-batches
-        self.empty = 0  # those whose weight is known to be 0
-        self.is_weighted: bool | None = None  # None: no micro-batch yet
-        self.unit: Number = 1.0
-        self.total: Number = 0.0  # of the weights
-        self.factors: Number = 0.0  # the sum of the factors, as rounded: the divisor of sums of this process alone
-        self.agreed: Number | None = None  # the divisor on which processes have agreed
-        self.divided: Number = 1.0  # by what the sums have been divided
-        self.in_progress: MicroBatch | None = None
-        self.arena = Arena(0)  # memory of sums that are no adopted gradients; kept between windows
-        self.habits = Habits()
-        self._plan: Plan | None = None
-        self._pin = Pin()
-        self._lacked_rows = False  # the last window
-        self._is_cleared = False  # partials of rows without a sum are 0
-        self._lacking = 0  # rows without a sum
-        self._grad_dtypes: dict[int, torch.dtype] = {}  # of exposed parameters whose p.grad has another dtype
+    # Kept between windows.
+    params: list[Tensor] = field(default_factory=list)
+    arena: Arena = field(default_factory=lambda: Arena(0))  # memory of sums that are no adopted gradients
+    habits: Habits = field(default_factory=Habits)
+    pin: Pin = field(default_factory=Pin)
+    grad_dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of exposed parameters with others in p.grad
+    # fp32 [chunks]: folds and the norm write them.
+    partials: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu"))
+
+    phase: Phase = Phase.IDLE
+    number: int = 0  # no other window has it
+    plan: Plan | None = None
+    sums: Grads = field(default_factory=Grads)  # fp32, one per parameter; None: no gradient yet
+    is_measured: list[bool] = field(default_factory=list)  # a sum's squares are in `partials`
+    lacking: int = 0  # rows without a sum
+    weights: Weights = field(default_factory=Weights)
+    in_progress: MicroBatch | None = None
+    agreed: Number | None = None  # the divisor on which processes have agreed
+    divided: Number = 1.0  # by what the sums have been divided
 
     @property
     def is_open(self) -> bool:
@@ -104,207 +80,173 @@ class Window:
     @property
     def holds_micro_batches(self) -> bool:
         """Whether a micro-batch is complete: a loop without accumulate() has only one in progress."""
-        return self.is_open and not (self.in_progress is not None and self.count <= 1)
+        return self.is_open and not (self.in_progress is not None and self.weights.count <= 1)
 
     @property
     def rows_with_sums(self) -> int:
         """The number of sums."""
-        return len(self.sums) - self._lacking
+        return len(self.sums) - self.lacking
+
+    def draft(self) -> Window:
+        """A copy to change; lists and numbers are replaced, never changed in place."""
+        return copy.copy(self)
 
     # ---- a micro-batch ---------------------------------------------------------------------------------------------
 
-    def check(self, plan: Plan, grads: Grads, weight: Number | None) -> None:
-        """Refuses a wrong micro-batch before anything is written."""
+    def refuse_broken(self) -> None:
+        """Refuses any call but zero_grad() after one that was interrupted."""
+        if self.phase is Phase.BROKEN:
+            raise RuntimeError(
+                "an accumulate() or step() ended between two of its launches (by Ctrl-C, or out of memory), so some "
+                "tensors have it and some have not; call optimizer.zero_grad(), which drops the window, and go on"
+            )
+
+    def check(self, plan: Plan, grads: Grads, weight: Number | None) -> Window:
+        """Refuses a wrong micro-batch before anything is written; returns the window that goes on."""
+        self.refuse_broken()
+        window = self
         if self.phase is Phase.CLOSED:
             if self.is_exposed(grads):
                 raise RuntimeError(
                     "p.grad is still the previous window's accumulator; call optimizer.step() or optimizer.zero_grad() "
                     "after a window was closed, before the next backward() (a GradScaler that skips calls neither)"
                 )
-            self.drop()  # model.zero_grad() has released it
+            window = self.ended()  # model.zero_grad() has released it
         if self.phase is Phase.SEALED:
             raise RuntimeError(
                 "the window is complete and waits for its step; call step() or zero_grad() before the next backward()"
             )
         if self.phase is Phase.OPEN:
-            self.follow(plan)
-        if self.is_weighted is not None and self.is_weighted != (weight is not None):
-            raise ValueError(
-                "weights for some micro-batches of a window only; this one began "
-                f"{'with' if self.is_weighted else 'without'} weights: give one to every micro-batch, or to none"
-            )
+            window = self.following(plan)
+        window.weights.check(weight)
+        return window
 
     def is_exposed(self, grads: Grads) -> bool:
         """Whether p.grad is still a sum of a closed window."""
         exposed = {id(each) for each in self.sums if each is not None}
         return any(id(grad) in exposed for grad in grads if grad is not None)
 
-    def open(self, plan: Plan) -> None:
-        """Begins a window without micro-batches."""
-        if len(self.params) != len(plan.params) or not all(map(operator.is_, self.params, plan.params)):
-            self.params, self.arena = list(plan.params), Arena(len(plan.params))
-            self._grad_dtypes.clear()
-        self.phase, self.number, self._plan = Phase.OPEN, next(_numbers), plan
-        self.sums, self.is_measured, self._lacking = [None] * len(plan.rows), [False] * len(plan.rows), len(plan.rows)
-        self.partials = torch.empty(plan.chunks, dtype=torch.float32, device=plan.device)
-        self._is_cleared = self._lacked_rows
-        if self._lacked_rows:  # as this one will, probably: else they are cleared before the norm
-            self.partials.zero_()
-        self.habits.see(self.params)
+    def opened(self, plan: Plan) -> Window:
+        """A window without micro-batches."""
+        window, rows = self.ended(), len(plan.rows)
+        if len(self.params) != rows or not all(map(operator.is_, self.params, plan.params)):
+            window.params, window.arena, window.grad_dtypes = list(plan.params), Arena(rows), {}
+        window.phase, window.number, window.plan = Phase.OPEN, next(_numbers), plan
+        window.sums, window.is_measured, window.lacking = Grads([None] * rows), [False] * rows, rows
+        if window.partials.device != plan.device or len(window.partials) != plan.chunks:
+            window.partials = torch.empty(plan.chunks, dtype=torch.float32, device=plan.device)
+        window.habits.see(plan)
+        return window
 
-    def choose_unit(self, plan: Plan, backend: Backend, weight: Number | None, exchange: Exchange) -> None:
-        """Before a micro-batch, or the end: brings the sums to another unit, if one is needed, in a pass of its own.
+    def begun(self, plan: Plan, weight: Number | None, exchange: Exchange, *, in_loss: bool) -> Window:
+        """The window with one more micro-batch in progress, which is counted and has its factor."""
+        window = self.opened(plan) if self.phase is Phase.IDLE else self.draft()
+        window.weights, window.in_progress = self.weights.entered(weight, plan.device, exchange, in_loss=in_loss)
+        return window
 
-        It is 1 where processes share the window, which may have begun without them. On the host it is a weight that is
-        far larger than the unit; or the total, where the larger weight's micro-batch has failed.
-        """
-        unit, total, factors = self.unit, self.total, self.factors
-        if not self.is_weighted or self.in_progress is not None or self.phase is not Phase.OPEN:
-            return
-        if not exchange.is_alone:
-            new = 1.0
-        elif isinstance(unit, Tensor) or isinstance(total, Tensor) or isinstance(factors, Tensor):
-            return
-        elif 0 < factors * _LARGEST_FACTOR < 1:
-            new = total
-        elif weight is None or isinstance(weight, Tensor) or not weight > _LARGEST_FACTOR * unit > 0:
-            return
-        else:
-            new = weight
-        if isinstance(unit, Tensor) or unit != new:
-            factor = unit / new
-            self._scale(plan, backend, factor)
-            self.unit, self.factors = new, self.factors * _rounded(factor)
-
-    def begin(self, plan: Plan, weight: Number | None, exchange: Exchange, *, in_loss: bool) -> None:
-        """Counts a micro-batch and computes its factor. A tensor is not read: a bad weight makes the divisor NaN."""
-        if self.phase is Phase.IDLE:
-            self.open(plan)
-        self.is_weighted, self.count = weight is not None, self.count + 1
-        if weight is None:
-            self.in_progress = MicroBatch(1.0)
-            return
-        if isinstance(weight, Tensor):
-            weight = on_device(weight, plan.device, torch.float64)
-            weight = torch.where((weight >= 0) & weight.isfinite(), weight, torch.nan)
-        elif weight == 0 and not exchange.has_means:  # else other processes' weights may differ
-            self.in_progress, self.empty = MicroBatch(None), self.empty + 1
-            return
-        own: Number = 1.0 if in_loss else weight  # what the gradients lack
-        before, is_first = self.total, not isinstance(self.total, Tensor) and self.total == 0
-        micro_batch = MicroBatch(1.0)
-        if exchange.has_means:
-            factor: Number = 1.0
-        elif exchange.adds_up:
-            factor = _nothing_of_zero(weight, own)
-        elif is_first:  # whatever the device holds: if it is 0, the next micro-batch overwrites
-            self.unit, factor = own, 1.0
-        elif isinstance(before, Tensor):
-            micro_batch.before = before
-            self.unit = _either(torch.eq(before, 0), own, self.unit)
-            factor = _nothing_of_zero(weight, own / self.unit)
-        else:
-            factor = _nothing_of_zero(weight, own / self.unit)
-        micro_batch.factor = factor
-        entered = _rounded(factor) * (weight if in_loss else 1.0)
-        # New tensors: a launch may still read the old ones, and copies of the window share them.
-        self.total = before + weight
-        factors = self.factors + entered
-        self.factors = factors if micro_batch.before is None else _either(micro_batch.before == 0, entered, factors)
-        self.in_progress = micro_batch
-
-    def add(self, plan: Plan, backend: Backend, grads: Grads, *, complete: bool, ends: bool) -> None:
-        """Adds matched gradients of the micro-batch in progress.
+    def add(self, backend: Backend, grads: Grads, commit: Commit, *, complete: bool, ends: bool) -> None:
+        """Adds matched gradients of the micro-batch in progress to this draft's sums, and commits.
 
         Args:
             complete: every parameter has a gradient.
-            ends: no more of its gradients will come: `p.grad` is released.
+            ends: no more of its gradients will come.
         """
-        micro_batch = self.in_progress
+        plan, micro_batch = self.plan, self.in_progress
+        assert plan is not None
         assert micro_batch is not None
-        factor = micro_batch.factor
-        if factor is not None and complete and not self._lacking and micro_batch.before is None:  # nearly always
-            self._launch(plan, backend, Fold(grads, self.sums, factor), everywhere=True)
-        elif factor is not None:
-            self._add(plan, backend, grads, micro_batch, factor, ends)
+        folds = list[Fold]()
+        if micro_batch.factor is not None:
+            is_whole = complete and not self.lacking and micro_batch.before is None  # nearly always
+            folds = [Fold(grads, self.sums, micro_batch.factor)]
+            if not is_whole:
+                folds = self._folds(plan, backend, grads, micro_batch, micro_batch.factor, ends)
         if plan.device.type == "cpu":
-            self._pin.hold(grads)
+            self.pin.hold(grads)
         if ends:
             self.in_progress = None
-            plan.reader.release_grads()
+        if not folds:
+            run(commit.ends)
+        for fold in folds:
+            self._note(backend, fold, everywhere=complete and fold.sums is self.sums)
+            ends_all = fold is folds[-1]
+            backend.accumulate(plan, fold, self.partials, commit if ends_all else Commit(commit.begins, commit.begins))
 
-    def _add(
+    def _folds(
         self, plan: Plan, backend: Backend, grads: Grads, micro_batch: MicroBatch, factor: Number, ends: bool
-    ) -> None:
-        before = micro_batch.before
-        first: Grads = [g if s is None else None for g, s in zip(grads, self.sums, strict=True)]
-        later: Grads = [None if s is None else g for g, s in zip(grads, self.sums, strict=True)]
-        rows: Grads = [None if g is None else s for g, s in zip(later, self.sums, strict=True)]
+    ) -> list[Fold]:
+        """The launches that add gradients; those that only copy first gradients to new memory are made here."""
+        before, rows = micro_batch.before, len(grads)
+        is_one = not isinstance(factor, Tensor) and factor == 1.0
+        if is_one and self.lacking == rows and plan.adopts_all(grads):  # nearly always, for a window's first
+            self.sums, self.lacking, self.is_measured = grads, 0, [False] * rows
+            return []
+        first = Grads([g if s is None else None for g, s in zip(grads, self.sums, strict=True)])
+        later = Grads([None if s is None else g for g, s in zip(grads, self.sums, strict=True)])
+        targets = Grads([None if g is None else s for g, s in zip(later, self.sums, strict=True)])
+        folds = list[Fold]()
         if before is not None:
             again = micro_batch.rows
             if ends:  # of what overwrites nothing, nothing is left
                 both = enumerate(zip(grads, self.sums, strict=True))
-                rows = [s if g is not None or index not in again else None for index, (g, s) in both]
+                targets = Grads([s if g is not None or index not in again else None for index, (g, s) in both])
             if again:  # a second part of a gradient
-                those: Grads = [own if index in again else None for index, own in enumerate(rows)]
-                self._launch(plan, backend, Fold(later, those, factor))
-                rows = [None if index in again else own for index, own in enumerate(rows)]
-            again.update(index for index, grad in enumerate(grads) if grad is not None)
-        adds = any(each is not None for each in rows)
+                those = Grads([own if index in again else None for index, own in enumerate(targets)])
+                folds.append(Fold(later, those, factor))
+                targets = Grads([None if index in again else own for index, own in enumerate(targets)])
+            new = frozenset(index for index, grad in enumerate(grads) if grad is not None)
+            self.in_progress = replace(micro_batch, rows=again | new)
+        adds = any(each is not None for each in targets)
         if any(grad is not None for grad in first):  # into memory that nobody misses, if what follows fails
-            self._take_first(plan, backend, first, factor, may_scale=not adds)
+            folds = [*self._first(plan, backend, first, factor, may_scale=not adds), *folds]
         if adds:
-            self._launch(plan, backend, Fold(later, rows, factor, before))
+            folds.append(Fold(later, targets, factor, before))
+        return folds
 
-    def _take_first(self, plan: Plan, backend: Backend, grads: Grads, factor: Number, *, may_scale: bool) -> None:
+    def _first(self, plan: Plan, backend: Backend, grads: Grads, factor: Number, *, may_scale: bool) -> list[Fold]:
         """Adopts first gradients of some parameters as their sums if nobody else holds them, else copies them.
 
         Args:
             may_scale: an adopted gradient may be multiplied where it lies.
+
+        Returns:
+            The launch that multiplies adopted gradients, if there is one.
         """
         is_one = not isinstance(factor, Tensor) and factor == 1.0
         adopts = (is_one or may_scale) and not graphs.has_static_memory(plan.device)
-        copied: Grads = [None] * len(grads)
-        taken = list(self.sums)
+        copied, adopted = Grads([None] * len(grads)), Grads([None] * len(grads))
         rows = zip(plan.rows, grads, self.arena.places, plan.reader.held(), strict=True)
         for index, (row, grad, own, is_held) in enumerate(rows):
             if grad is None:
                 continue
             if grad is own or (adopts and not is_held and not row.is_bundled and adoptable(grad)):
-                taken[index] = grad
+                adopted[index] = grad
             else:
                 memory.check_size(grad, "gradient")
                 copied[index] = grad
-        both = zip(grads, copied, strict=True)
-        adopted: Grads = [grad if copy is None else None for grad, copy in both]
+        places = Grads([None] * len(grads))
         if any(grad is not None for grad in copied):
             copied = self.arena.apart(copied)
             self.arena.extend(plan, copied)
-            taken = [s if c is None else a for s, c, a in zip(taken, copied, self.arena.places, strict=True)]
-        sources: Grads = [a if c is None else c for a, c in zip(adopted, copied, strict=True)]
-        if is_one:
-            sources = copied  # what is adopted stays as it is
-        targets: Grads = [None if source is None else s for s, source in zip(taken, sources, strict=True)]
+            places = Grads([None if c is None else a for c, a in zip(copied, self.arena.places, strict=True)])
+        new = [p if a is None else a for a, p in zip(adopted, places, strict=True)]
+        self.sums = Grads([s if n is None else n for s, n in zip(self.sums, new, strict=True)])
+        self.lacking = sum(s is None for s in self.sums)
         self.is_measured = [m and g is None for m, g in zip(self.is_measured, grads, strict=True)]
-        self.sums, self._lacking = taken, sum(s is None for s in taken)
-        if any(source is not None for source in sources):
-            self._launch(plan, backend, Fold(sources, targets, factor, overwrites=True))
+        if any(grad is not None for grad in copied):
+            fold = Fold(copied, places, factor, overwrites=True)
+            self._note(backend, fold)
+            backend.accumulate(plan, fold, self.partials)
+        scales = not is_one and any(grad is not None for grad in adopted)
+        return [Fold(adopted, adopted, factor, overwrites=True)] if scales else []
 
-    def _launch(self, plan: Plan, backend: Backend, fold: Fold, *, everywhere: bool = False) -> None:
-        """Folds; `everywhere`: every row has a sum and a gradient."""
-        backend.accumulate(plan, fold, self.partials)
+    def _note(self, backend: Backend, fold: Fold, *, everywhere: bool = False) -> None:
+        """Notes which sums a launch measures; `everywhere`: every row has a sum and a gradient."""
         measures = backend.measures_folds and not fold.copies
         if everywhere:
             self.is_measured = [measures] * len(fold.sums)
         else:
             pairs = zip(fold.grads, fold.sums, self.is_measured, strict=True)
             self.is_measured = [m if s is None or g is None else measures for g, s, m in pairs]
-        torch.autograd.graph.increment_version([s for s in fold.sums if s is not None])
-
-    def _scale(self, plan: Plan, backend: Backend, factor: Number) -> None:
-        """Multiplies the sums in place, in a pass of its own: 8 bytes a parameter."""
-        if self.rows_with_sums:
-            self._launch(plan, backend, Fold(self.sums, self.sums, factor, overwrites=True))
 
     def contribute(self, index: int) -> tuple[Tensor, bool] | None:
         """Lets a backward add a row's gradient of the micro-batch to its sum directly; `add` needs none then.
@@ -313,7 +255,7 @@ class Window:
             The sum, fp32, and whether it holds anything (else it is to be overwritten). None: a factor is to be
             applied, so the gradient must come by `add`.
         """
-        micro_batch, plan = self.in_progress, self._plan
+        micro_batch, plan = self.in_progress, self.plan
         assert plan is not None
         assert micro_batch is not None
         factor = micro_batch.factor
@@ -321,139 +263,111 @@ class Window:
             return None
         given, holds = self.sums[index], self.sums[index] is not None
         if given is None:
+            plan.forget_sums()
             given = self.sums[index] = self.arena.place(plan, index)
-            self._lacking -= 1
+            self.lacking -= 1
         self.is_measured[index] = False
         return given, holds
 
     # ---- its end ---------------------------------------------------------------------------------------------------
 
-    def check_weights(self, weight: Number | None = 0.0) -> None:
-        """Refuses to close a window whose weights, this one included, are all zero.
-
-        Raises:
-            ValueError: all are zero, and no other process has told its own.
-        """
-        if self.is_weighted is False or weight is None or self.agreed is not None:
-            return
-        if not isinstance(self.total, Tensor) and not isinstance(weight, Tensor) and self.total + weight == 0:
-            raise ValueError(
-                "the weights of this window are all zero, so it has no mean; call zero_grad() in place of the step"
-            )
-
     def divisor(self) -> Number:
         """What the sums are still to be divided by."""
-        if self.agreed is not None:
-            return self.agreed / self.divided
-        if not self.is_weighted:
-            return 1.0
-        if not isinstance(self.total, Tensor):
-            return self.factors / self.divided
-        return _either(~(self.total > 0), math.nan, self.factors) / self.divided  # without any weight they hold nothing
+        return (self.weights.divisor if self.agreed is None else self.agreed) / self.divided
 
-    def agree(self, plan: Plan, exchange: Exchange, grads: Grads, *, seed: int, last: bool) -> Tensor | None:
-        """Before the window closes: processes exchange its weight, and flags of parameters with a sum or a gradient.
+    def scale(self, backend: Backend, factor: Number, commit: Commit) -> None:
+        """Multiplies the sums of a draft in place, in a pass of its own: 8 bytes a parameter."""
+        assert self.plan is not None
+        if self.rows_with_sums:
+            fold = Fold(self.sums, self.sums, factor, overwrites=True)
+            self._note(backend, fold, everywhere=not self.lacking)
+            backend.accumulate(self.plan, fold, self.partials, commit)
+        else:
+            run(commit.ends)
+
+    def agree(self, exchange: Exchange, grads: Grads, *, seed: int, last: bool) -> Tensor | None:
+        """Before a draft closes: processes exchange its weight, and flags of parameters with a sum or a gradient.
 
         A parameter that has them elsewhere only gets a sum of zeros.
 
         Returns:
             Whether other processes close the window with `last`, if this one has no micro-batch: bool, shape [].
         """
+        plan = self.plan
+        assert plan is not None
         left_out = self.in_progress is not None and self.in_progress.factor is None
-        grads = [None] * len(grads) if left_out else grads
-        present = [s is not None or g is not None for s, g in zip(self.sums, grads, strict=True)]
-        agreed = exchange.agree(plan, self.total, self.is_weighted, present, seed=seed, last=last)
+        present = [s is not None or (g is not None and not left_out) for s, g in zip(self.sums, grads, strict=True)]
+        known = self.weights
+        agreed = exchange.agree(plan, known.total, known.is_weighted, present, seed=seed, last=last)
         if agreed is None:
             return None
         self.agreed, missing, others_close = agreed
-        self.sums = self.arena.bundle(plan, self.sums)
+        sums = Grads(self.arena.bundle(plan, self.sums))
         if True in missing:
-            self.arena.extend(plan, [row.tensor if m else None for row, m in zip(plan.rows, missing, strict=True)])
-        for index, (is_missing, zeros) in enumerate(zip(missing, self.arena.places, strict=True)):
-            if is_missing and zeros is not None:
-                self.sums[index] = zeros.zero_()
-        self._lacking = sum(s is None for s in self.sums)
+            zeros = Grads([row.tensor if m else None for row, m in zip(plan.rows, missing, strict=True)])
+            self.arena.extend(plan, zeros)
+        for index, (is_missing, place) in enumerate(zip(missing, self.arena.places, strict=True)):
+            if is_missing and place is not None:
+                sums[index] = place.zero_()
+        self.sums, self.lacking = sums, sum(s is None for s in sums)
         return others_close
 
-    def seal(self) -> None:
-        """Notes that the sums are those of all processes now; their sums of squares are unknown."""
-        self.phase, self.is_measured = Phase.SEALED, [False] * len(self.params)
-        torch.autograd.graph.increment_version([s for s in self.sums if s is not None])
+    def sealed(self) -> Window:
+        """The window with the sums of all processes; their sums of squares are unknown."""
+        return replace(self, phase=Phase.SEALED, is_measured=[False] * len(self.params))
 
-    def divide(self, plan: Plan, backend: Backend, divisor: Number) -> None:
-        """Makes means of the sums."""
-        if isinstance(divisor, Tensor) or divisor != 1.0:
-            self._scale(plan, backend, 1.0 / divisor)
-            self.divided = divisor
-
-    def expose(self) -> None:
-        """Closes the window: p.grad becomes the sum, even if autograd's gradient has another dtype."""
-        assert self._plan is not None
-        self.phase = Phase.CLOSED
-        for index, (row, own) in enumerate(zip(self._plan.rows, self.sums, strict=True)):
+    def exposed(self) -> tuple[Window, partial[Any]]:
+        """The closed window, and the call that makes its sums p.grad, even if autograd's gradient has another dtype."""
+        assert self.plan is not None
+        window = replace(self, phase=Phase.CLOSED, sums=Grads(self.sums))
+        params, grads = list[Tensor](), list[Tensor]()
+        for index, (row, own) in enumerate(zip(self.plan.rows, self.sums, strict=True)):
             if own is None:
                 continue
             param = row.param
             dtype = param.grad_dtype if versions.HAS_GRAD_DTYPE else param.dtype
             if dtype not in (own.dtype, None):
                 if versions.HAS_GRAD_DTYPE:
-                    self._grad_dtypes[index] = dtype
+                    self.grad_dtypes[index] = dtype
                     param.grad_dtype = None
                 else:  # for an optimizer's own step, which wants this dtype in any case
-                    own = self.sums[index] = own.to(dtype)
-            if row.shard is None:
-                param.grad = own
-            else:
-                param.grad = row.shard.whole(own)
-                self.sums[index] = shards.local(param.grad)  # `is_exposed` looks for this object
+                    own = own.to(dtype)
+            grad = own if row.shard is None else row.shard.whole(own)
+            window.sums[index] = shards.local(grad)  # `is_exposed` looks for this object
+            params.append(param)
+            grads.append(grad)
+        torch.autograd.graph.increment_version(grads)  # kernels have written them
+        return window, setting_grads(params, grads)
 
     def stale(self, plan: Plan, grads: Grads) -> Grads | None:
         """The sums (as kernels read them) without sums of squares in `partials`; None: all have them."""
-        if not self._is_cleared and self._lacking:
+        if self.lacking:
             bounds = [*(row.first_chunk for row in plan.rows), plan.chunks]
             rows = zip(self.sums, bounds, bounds[1:], strict=False)
             torch._foreach_zero_([self.partials[begin:end] for s, begin, end in rows if s is None])
-            self._is_cleared = True
         if False not in self.is_measured:
             return None
-        return [None if known else grad for grad, known in zip(grads, self.is_measured, strict=True)]
+        if True not in self.is_measured:
+            return grads
+        return Grads([None if known else grad for grad, known in zip(grads, self.is_measured, strict=True)])
 
-    def consume(self, params: Iterable[Tensor]) -> None:
-        """Ends the window after a step, made or skipped, and releases its sums."""
-        if self.phase is Phase.CLOSED:
-            for param in params:
-                param.grad = None
-        self.habits.stepped()
-        self._end()
+    def ended(self) -> Window:
+        """No window; what is kept between two stays."""
+        return Window(self.params, self.arena, self.habits, self.pin, self.grad_dtypes, self.partials)
 
-    def drop(self) -> None:
-        """Ends the window without a step."""
-        if self.holds_micro_batches:  # a GradScaler may skip a closed window; plain loops may drop freely
-            self.habits.dropped()
-        if self.phase is not Phase.IDLE:
-            self._end()
-
-    def watch_drops(self) -> None:
-        """Before a window is dropped: warns, once, if that is a habit."""
-        if self.holds_micro_batches:
-            self.habits.watch_drops()
-
-    def _end(self) -> None:
-        for index, dtype in list(self._grad_dtypes.items()):
+    def restore_grad_dtypes(self) -> None:
+        """After the end: parameters whose p.grad was of another dtype get theirs back, once it is released."""
+        for index, dtype in list(self.grad_dtypes.items()):
             if self.params[index].grad is None:
                 self.params[index].grad_dtype = dtype
-                del self._grad_dtypes[index]
-        self._lacked_rows, self._lacking = self._lacking > 0, 0
-        self.phase, self._plan, self.in_progress = Phase.IDLE, None, None
-        self.sums, self.is_measured, self.is_weighted, self.count, self.empty = [], [], None, 0, 0
-        self.unit, self.total, self.factors, self.agreed, self.divided = 1.0, 0.0, 0.0, None, 1.0
+                del self.grad_dtypes[index]
 
-    # ---- plans, errors, checkpoints --------------------------------------------------------------------------------
+    # ---- plans, copies ---------------------------------------------------------------------------------------------
 
-    def follow(self, plan: Plan) -> None:
-        """Goes on with a newer plan: added parameters become new rows, others must be unchanged."""
-        if plan is self._plan:
-            return
+    def following(self, plan: Plan) -> Window:
+        """The window with a newer plan: added parameters become new rows, others must be unchanged."""
+        if plan is self.plan:
+            return self
         known = len(self.params)
         if len(plan.params) < known or any(a is not b for a, b in zip(self.params, plan.params, strict=False)):
             raise RuntimeError(
@@ -461,98 +375,41 @@ class Window:
             )
         for row, own in zip(plan.rows, self.sums, strict=False):
             _refuse_moved(row, own)
+        new = [None] * (len(plan.rows) - known)
+        sums, is_measured = Grads([*self.sums, *new]), [*self.is_measured, *(False for _ in new)]
         for index, (row, own) in enumerate(zip(plan.rows, self.sums, strict=False)):
             if own is not None and own.stride() != row.tensor.stride():
                 laid_out = torch.empty_like(row.tensor, dtype=own.dtype, requires_grad=False)
-                self.sums[index] = laid_out.copy_(own)
-                self.is_measured[index] = False  # the norm's order is that of memory
-        new = len(plan.rows) - known
-        self.sums += [None] * new
-        self.is_measured += [False] * new
-        self._lacking += new
-        self.arena.add_rows(new)
-        before = [] if self._plan is None else self._plan.rows
+                sums[index] = laid_out.copy_(own)
+                is_measured[index] = False  # the norm's order is that of memory
+        self.arena.add_rows(len(plan.rows) - len(self.arena.places))
+        before = [] if self.plan is None else self.plan.rows
         partials = self.partials.to(plan.device)
         if any(one.first_chunk != other.first_chunk for one, other in zip(before, plan.rows, strict=False)):  # resized
-            partials, self.is_measured = partials.new_zeros(plan.chunks), [False] * len(plan.rows)
-        self.partials = torch.cat([partials, partials.new_zeros(plan.chunks - len(partials))])
-        for name in ("unit", "total", "factors"):  # a resumed window has its numbers on the host
-            value = getattr(self, name)
-            if isinstance(value, Tensor):
-                setattr(self, name, on_device(value, plan.device, torch.float64))
-        self._plan, self.params = plan, list(plan.params)
-        self.habits.see_new(self.params)
-
-    @contextlib.contextmanager
-    def undone_by_an_error(self) -> Iterator[None]:
-        """Undoes a micro-batch that fails (out of memory, say) before it is added: its gradients stay in p.grad.
-
-        A failing fold does not undo a micro-batch that an earlier fold began.
-        """
-        known, is_begun = dict(vars(self)), self.in_progress is not None
-        known.update(sums=list(self.sums), is_measured=list(self.is_measured))
-        try:
-            yield
-        except BaseException:
-            if not is_begun:
-                vars(self).update(known)
-                self._is_cleared = False  # partials of rows that have no sum again
-            raise
-
-    def saved(self, total: Number) -> Tensor:
-        """The numbers for `resumed`: fp64 [4], unit, total, sum of the factors, count.
-
-        The unit is negative if the device knows the weights, the count for a plain sum.
-
-        Args:
-            total: the sum of the weights, or the mean of the processes' sums, which is then that of the factors, too.
-        """
-        factors = self.factors if total is self.total else total
-        device = self.partials.device
-        unit = -self.unit if isinstance(self.total, Tensor) else self.unit
-        numbers = (unit, total, factors, self.count if self.is_weighted else -self.count)
-        return stacked([on_device(n, device, torch.float64) if isinstance(n, Tensor) else n for n in numbers], device)
+            partials, is_measured = partials.new_zeros(plan.chunks), [False] * len(plan.rows)
+        if len(partials) < plan.chunks:
+            partials = torch.cat([partials, partials.new_zeros(plan.chunks - len(partials))])
+        self.habits.see_new(plan)
+        return replace(
+            self, plan=plan, params=list(plan.params), sums=sums, is_measured=is_measured,
+            lacking=self.lacking + len(new), weights=self.weights.on(plan.device), partials=partials,
+        )  # fmt: skip
 
     @classmethod
     def resumed(cls, params: list[Tensor], sums: Grads, numbers: Sequence[float]) -> Window:
-        """Makes an open window of a checkpoint's sums and numbers."""
-        unit, total, factors, count = numbers
-        window = cls()
-        window.number = next(_numbers)
-        window.phase, window.params, window.is_weighted = Phase.OPEN, params, count > 0
-        window.count, window.unit, window.factors = abs(int(count)), abs(unit), factors
-        window.total = total
-        window.sums, window.is_measured = list(sums), [False] * len(sums)
-        if not math.isfinite(total) or (total == 0 and math.copysign(1.0, unit) < 0):
-            window.total = torch.tensor(total, dtype=torch.float64, device="cpu")  # skips the step, and does not raise
-        window._lacking = sum(s is None for s in window.sums)
-        window.arena.add_rows(len(params))
-        return window
+        """An open window of a checkpoint's sums and numbers."""
+        return cls(
+            params, Arena(len(params)), phase=Phase.OPEN, number=next(_numbers), sums=Grads(sums),
+            is_measured=[False] * len(sums), lacking=sum(s is None for s in sums), weights=Weights.resumed(numbers),
+        )  # fmt: skip
 
     def copied(self) -> Window:
-        """Copies the window, with sums in memory of their own, for a copy of the optimizer."""
-        twin = copy.copy(self)
-        twin.params, twin.is_measured = list(self.params), [False] * len(self.params)
-        twin.sums = [None if s is None else s.clone() for s in self.sums]
-        twin.partials, twin.arena, twin._is_cleared = self.partials[:0], Arena(len(self.params)), True
-        twin._plan, twin._grad_dtypes, twin.habits = None, {}, Habits()
-        return twin
-
-
-def _rounded(factor: Number) -> Number:
-    """The factor as kernels multiply by it: rounded to fp32 once."""
-    return factor.float().double() if isinstance(factor, Tensor) else ctypes.c_float(factor).value
-
-
-def _nothing_of_zero(weight: Number, factor: Number) -> Number:
-    """0 for a weight of 0 on the device: a masked mean of nothing is NaN, also times 0 within the loss."""
-    return _either(weight == 0, 0.0, factor) if isinstance(weight, Tensor) else factor
-
-
-def _either(condition: Tensor, one: Number, other: Number) -> Tensor:
-    """One of two numbers, fp64, where the device knows which."""
-    other = other if isinstance(other, Tensor) else torch.full_like(condition, other, dtype=torch.float64)
-    return torch.where(condition, one, other)
+        """An open window with sums in memory of their own, for a copy of the optimizer."""
+        sums = Grads([None if s is None else s.clone() for s in self.sums])
+        return replace(
+            self, plan=None, params=list(self.params), sums=sums, is_measured=[False] * len(sums),
+            arena=Arena(len(sums)), partials=self.partials[:0], habits=Habits(), pin=Pin(), grad_dtypes={},
+        )  # fmt: skip
 
 
 def refuse_foreign_scaler(window: Window, process_group: Any) -> None:

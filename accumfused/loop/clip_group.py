@@ -13,8 +13,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from accumfused.arguments import checked_positive
 from accumfused.clipping import check_limit
-from accumfused.core.engine import Measured, divisors_of
+from accumfused.core.engine import divisors_of
 from accumfused.core.norm import finish_norm
+from accumfused.core.plans import Measured
 from accumfused.core.protocol import Divisors, Scaling, moved
 from accumfused.core.window import refuse_foreign_scaler
 from accumfused.optimizer import FusedOptimizer, check_fused
@@ -142,16 +143,12 @@ class ClipGroup:
                 loss = closure()
         self._refuse_shared()
         divisors = divisors_of(self, normalizer, self.optimizers[0].engine.loss_scale, is_shared=True)
-        try:
-            with torch.no_grad():
-                for optimizer, measured in zip(self.optimizers, self._measure(divisors), strict=True):
-                    skips = optimizer.engine.plans.skips
-                    if measured is not None and skips is not None and optimizer.engine.counts_skips(divisors):
-                        measured.count(skips.count)
-                    _step(optimizer, measured)
-        finally:
-            for optimizer in self.optimizers:
-                optimizer.engine.plans.let_go()
+        with torch.no_grad():
+            for optimizer, measured in zip(self.optimizers, self._measure(divisors), strict=True):
+                skips = optimizer.engine.plans.skips
+                if measured is not None and skips is not None and optimizer.engine.counts_skips(divisors):
+                    measured.count(skips.count)
+                _step(optimizer, measured)
         return loss
 
     def _measure(self, divisors: Divisors) -> list[Measured | None]:
@@ -162,8 +159,7 @@ class ClipGroup:
             _refuse_policies(engine.plans.owner)
             if engine.release is not None:
                 engine.release.end_before_step()
-            engine.refuse_live(engine.plans.current().plan.gradients()[1])
-            engine.plans.let_go()
+            engine.refuse_live(engine.plans.current().plan.reader.present())
         parts: list[Measured | None] = []
         for engine in engines:
             engine.outcome = None

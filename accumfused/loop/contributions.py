@@ -154,32 +154,23 @@ class Contributions:
 
     def row(self, param: Tensor) -> int | None:
         """The parameter's row in the micro-batch, which begins if it has not; None: the parameter is not in it."""
-        window = self.optimizer.engine.window
-        if window.in_progress is None:
+        engine = self.optimizer.engine
+        if engine.window.in_progress is None:
             self._enter(param)
-        return self._members.get(id(param)) if window.in_progress is not None else None
+        return None if engine.window.in_progress is None else self._members.get(id(param))
 
     @torch.no_grad()
     def _enter(self, param: Tensor) -> None:
         """Begins a micro-batch, unless p.grad is a closed window's accumulator, which accumulate() will refuse."""
-        optimizer, weight = self.optimizer, self.expected[0]
-        window = optimizer.engine.window
-        try:
-            prepared = optimizer.engine.plans.current()
-            current = prepared.plan
-            grads, _ = current.gradients()
-            self._members = {id(member): row for row, member in enumerate(current.params)}
-            if id(param) not in self._members or (window.phase is Phase.CLOSED and window.is_exposed(grads)):
-                return
-            for ddp in optimizer.engine.attached:
-                groups.refuse_synchronizing(ddp)
-            if not window.is_open:
-                prepared.exchange.check(current, weight, in_loss=True)
-            window.check(current, grads, weight)
-            window.choose_unit(current, prepared.backend, 1.0, prepared.exchange)
-            window.begin(current, weight, prepared.exchange, in_loss=True)
-        finally:
-            optimizer.engine.plans.let_go()
+        engine = self.optimizer.engine
+        prepared = engine.plans.current(with_states=False)
+        grads, _ = prepared.plan.gradients()
+        self._members = {id(member): row for row, member in enumerate(prepared.plan.params)}
+        if id(param) not in self._members or (engine.window.phase is Phase.CLOSED and engine.window.is_exposed(grads)):
+            return
+        for ddp in engine.attached:
+            groups.refuse_synchronizing(ddp)
+        engine.enter(prepared, grads, self.expected[0])
 
     def watch_backward(self) -> None:
         """Remembers the backward pass until it ends; one that raises never ends, and its gradients are incomplete."""

@@ -10,8 +10,9 @@ import torch
 from typing_extensions import Unpack
 
 from accumfused.accepted import check_formats, check_parameters, check_settings
-from accumfused.core.engine import Engine, Measured
-from accumfused.core.protocol import Outcome, OwnStep
+from accumfused.core.engine import Engine
+from accumfused.core.plans import Measured
+from accumfused.core.protocol import Outcome, OwnStep, run
 from accumfused.core.rows import Grads
 from accumfused.core.window import Phase, Window
 from accumfused.formats.shards import local
@@ -140,11 +141,13 @@ def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
     outcome, window = measured.outcome, engine.window
     coefficient, _, skipped = outcome.values.tolist()
     if skipped:
+        engine.stepped(measured).end()
         return
     if coefficient != 1.0 or outcome.coefficients is not None:
         _rescale(measured.grads, outcome)
     if window.is_open:
-        window.expose()
+        window, expose = window.exposed()
+        run([expose, functools.partial(setattr, engine, "window", window)])
     if window.phase is Phase.CLOSED:
         _cast_gradients(window)
     step: Any = optimizer.torch_class.step
@@ -156,6 +159,7 @@ def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
         step(optimizer)
     finally:
         vars(optimizer).update(hidden)
+    engine.stepped(measured).end()
 
 
 def _rescale(grads: Grads, outcome: Outcome) -> None:

@@ -148,12 +148,7 @@ class GradientRelease(Contributions):
     def _fold(self, bucket: _Bucket) -> None:
         weight, last = self.expected
         self.join_streams()
-        try:
-            self.optimizer.engine.fold(weight, in_loss=True, last=last, rows=bucket.params)
-        finally:
-            self.optimizer.engine.plans.let_go()
-        for param in bucket.params.values():
-            param.grad = None
+        self.optimizer.engine.fold(weight, in_loss=True, last=last, rows=bucket.params)
         bucket.params.clear()
         bucket.bytes = 0
 

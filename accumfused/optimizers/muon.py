@@ -25,9 +25,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from accumfused.arithmetic import where
-from accumfused.core.engine import Engine, Measured
+from accumfused.core.engine import Engine
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Hypers, Outcome, OwnStep
+from accumfused.core.plans import Measured
+from accumfused.core.protocol import Backend, Commit, Hypers, Outcome, OwnStep
 from accumfused.core.rows import Grads, Row
 from accumfused.formats import shards
 from accumfused.formats.kinds import Format, Storage
@@ -148,25 +149,21 @@ class _Matrices:
         changes, outcome = outcome.changes, replace(outcome, changes=None)  # the first rule writes no parameter
         if changes is not None:
             applied.changes = changes.new_zeros(2, self.last.chunks)
-        try:
-            for stack in self.stacks:
-                own = [grads[row] for row in stack.rows]
-                if all(grad is None for grad in own):
-                    continue
-                backend.step(self.first, self._only(stack, own), first, outcome)
-                group = groups[stack.group]
-                made = orthogonalized(stack.memory, group["ns_steps"], group["ns_coefficients"], group["eps"])
-                found = zip(own, stack.laid_out(made), strict=True)
-                own = [None if grad is None else matrix for grad, matrix in found]
-                backend.step(self.last, self._only(stack, own), last, applied)
-        finally:
-            self.first.let_go()
-            self.last.let_go()
+        for stack in self.stacks:
+            own = Grads([grads[row] for row in stack.rows])
+            if all(grad is None for grad in own):
+                continue
+            backend.step(self.first, self._only(stack, own), first, outcome)
+            group = groups[stack.group]
+            made = orthogonalized(stack.memory, group["ns_steps"], group["ns_coefficients"], group["eps"])
+            found = zip(own, stack.laid_out(made), strict=True)
+            own = Grads([None if grad is None else matrix for grad, matrix in found])
+            backend.step(self.last, self._only(stack, own), last, applied)
         if changes is not None and applied.changes is not None:
             changes[:, self._chunks] = applied.changes
 
     def _only(self, stack: _Stack, own: Grads) -> Grads:
-        grads: Grads = [None] * len(self.first.rows)
+        grads = Grads([None] * len(self.first.rows))
         grads[stack.begin : stack.begin + len(own)] = own
         return grads
 
@@ -179,7 +176,13 @@ def _step(optimizer: Any, engine: Engine, measured: Measured) -> None:
 
 
 def _update(
-    backend: Backend, groups: Sequence[Mapping[str, Any]], plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome
+    backend: Backend,
+    groups: Sequence[Mapping[str, Any]],
+    plan: Plan,
+    grads: Grads,
+    hypers: Hypers,
+    outcome: Outcome,
+    commit: Commit,
 ) -> None:
     """`Backend.step` of the optimizer's plan."""
     for group, rule in zip(groups, plan.rules, strict=True):
@@ -187,10 +190,12 @@ def _update(
             _check_iteration(group)
     if plan not in _KNOWN:
         _KNOWN[plan] = _Matrices(plan, backend)
+    commit.begin()
     _KNOWN[plan].step(backend, groups, grads, outcome)
-    others = [None if row.rule is MuonRule else grad for row, grad in zip(plan.rows, grads, strict=True)]
+    others = Grads([None if row.rule is MuonRule else grad for row, grad in zip(plan.rows, grads, strict=True)])
     if any(grad is not None for grad in others):
         backend.step(plan, others, hypers, outcome)
+    commit.end()
 
 
 def _stacks(plan: Plan) -> list[_Stack]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from accumfused.core.engine import Engine
 from accumfused.core.protocol import Owner
+from accumfused.core.rows import Grads
 from accumfused.core.window import Window
 from accumfused.formats.codecs import BLOCK
 from accumfused.formats.convert import make_state
@@ -65,7 +66,9 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     keys = {id(param): key for key, param in _params(optimizer, state_dict).items()}
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     prepared = optimizer.engine.plans.current()
-    numbers = window.saved(prepared.exchange.total(prepared.plan, window.total, window.is_weighted))
+    known = window.weights
+    total = prepared.exchange.total(prepared.plan, known.total, known.is_weighted)
+    numbers = known.saved(total, prepared.plan.device)
     rows = list(zip(window.params, window.sums, strict=True))
     for param, accumulator in [row for row in rows if row[1] is not None] or rows[:1]:
         key, group = keys[id(param)], groups[id(param)]
@@ -101,7 +104,8 @@ def without_window(optimizer: Owner, state_dict: Mapping[str, Any]) -> tuple[dic
             found[id(params[key])], numbers = accumulator, entries[WEIGHTS].tolist()
     if not numbers:
         return dict(state_dict), None
-    window = Window.resumed([*params.values()], [found.get(id(param)) for param in params.values()], numbers)
+    sums = Grads([found.get(id(param)) for param in params.values()])
+    window = Window.resumed([*params.values()], sums, numbers)
     return {**state_dict, "state": state}, window
 
 

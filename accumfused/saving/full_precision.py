@@ -84,8 +84,8 @@ def rewrite(optimizer: Owner, params: Container[int], change: Callable[[Tensor, 
     engine, state = optimizer.engine, optimizer.state
     window, plan = engine.window, engine.plans.current().plan
     if window.is_open:
-        window.follow(plan)
-        window.habits.watch_writes(window.params)
+        window = engine.window = window.following(plan)
+        window.habits.watch_writes(plan)
     written = [row.param for row in plan.rows if id(row.param) in params and state.get(row.param)]
     ids = {id(param) for param in written}
     plan = engine.plans.with_states(plan, [param if id(param) in ids else None for param in plan.params]).plan
@@ -95,7 +95,7 @@ def rewrite(optimizer: Owner, params: Container[int], change: Callable[[Tensor, 
             store_full_precision(row.form, row.owned, entries, change(full_precision(row.owned, entries), entries))
     torch.autograd.graph.increment_version(written)
     if window.is_open:
-        window.habits.see(window.params)
+        window.habits.see(plan)
 
 
 def _full_precision(optimizer: Owner, param: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from accumfused.core.protocol import Fold, Outcome, Scaling
+from accumfused.core.rows import Grads
 from accumfused.formats.kinds import MASTER
 from bench.gpu.cases import BF16, DTYPES, FP16, FP32, MAX_GRAD_NORM, PACKED, PURE, Case, using
 from bench.gpu.journal import Journal
@@ -48,16 +49,16 @@ class Kernels:
     @torch.no_grad()
     def norm(self, grads: Sequence[Tensor]) -> Outcome:
         scaling = Scaling(self.plan.device, max_grad_norm=MAX_GRAD_NORM, skips_nonfinite=True)
-        outcome: Outcome = self.backend.norm(self.plan, [*grads], self.partials, scaling)
+        outcome: Outcome = self.backend.norm(self.plan, Grads(grads), self.partials, scaling)
         return outcome
 
     @torch.no_grad()
     def accumulate(self, grads: Sequence[Tensor], sums: Sequence[Tensor], *, first: bool = False) -> None:
-        self.backend.accumulate(self.plan, Fold([*grads], [*sums], 1.0, overwrites=first), self.partials)
+        self.backend.accumulate(self.plan, Fold(Grads(grads), Grads(sums), 1.0, overwrites=first), self.partials)
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor], outcome: Outcome) -> None:
-        self.backend.step(self.plan, [*grads], self._hypers, outcome)
+        self.backend.step(self.plan, Grads(grads), self._hypers, outcome)
 
     def step_bytes(self, grads: Sequence[Tensor]) -> int:
         """What a step has to move: gradients in; parameters and states in and out.

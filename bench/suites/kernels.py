@@ -54,7 +54,7 @@ def _verbs(
     partials = torch.zeros(plan.chunks, device=work.device)
     scaling = Scaling(plan.device, max_grad_norm=MAX_GRAD_NORM)
     hypers = plan.hypers(optimizer.param_groups)
-    grads_fp32: Grads = [*work.grads]
+    grads_fp32 = Grads(work.grads)
     outcome = backend.norm(plan, grads_fp32, partials, scaling)
     exact = math.sqrt(sum(float(grad.double().square().sum()) for grad in work.grads))
     difference = abs(float(outcome.norm) / exact - 1.0)
@@ -62,7 +62,7 @@ def _verbs(
     assert difference < 1e-6, f"the norm is {difference:.1e} off"
 
     def accumulate(grads: list[Tensor], *, overwrites: bool = False) -> None:
-        backend.accumulate(plan, Fold([*grads], [*accumulators], 1.0, overwrites=overwrites), partials)
+        backend.accumulate(plan, Fold(Grads(grads), Grads(accumulators), 1.0, overwrites=overwrites), partials)
 
     def step() -> None:
         backend.step(plan, grads_fp32, hypers, outcome)

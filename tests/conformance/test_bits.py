@@ -23,6 +23,7 @@ from table import CASES, EACH_RULE, WEIGHTS, Case
 
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.reference import ReferenceBackend
+from accumfused.core.protocol import ALONE, Commit
 from accumfused.formats.numeric import CHUNK
 
 # Triton 3.6 makes numbers of numpy's arrays of one element.
@@ -212,10 +213,12 @@ def test_every_problem_tells_a_wrong_backend(how: str, monkeypatch: pytest.Monke
     backend = CpuBackend() if INSTRUCTION_SETS else ReferenceBackend()
     right = backend.step
 
-    def step(plan: Any, grads: Any, hypers: Any, outcome: Any) -> None:
+    def step(plan: Any, grads: Any, hypers: Any, outcome: Any, commit: Commit = ALONE) -> None:
         if how == "coefficient":
             outcome.values[0] *= 1.001
-            right(plan, grads, hypers, outcome)
+            right(plan, grads, hypers, outcome, commit)
+        else:
+            commit.end()
 
     monkeypatch.setattr(backend, "step", step)
     # Others make NaN of nearly everything.

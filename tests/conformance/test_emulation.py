@@ -25,6 +25,7 @@ from torch import Tensor
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 from accumfused.core.protocol import Scaling
+from accumfused.core.rows import Grads
 from accumfused.formats.numeric import CHUNK
 
 
@@ -85,7 +86,7 @@ def norms(backend: Any, sizes: list[int], partials: Tensor, *reads: float | Tens
     plan = bare_plan(backend, params)
     scaling, found = Scaling(plan.device), {}
     for number, read in enumerate(reads):
-        grads = None if isinstance(read, Tensor) else [torch.full_like(p, read) for p in params]
+        grads = None if isinstance(read, Tensor) else Grads(torch.full_like(p, read) for p in params)
         sums = read if isinstance(read, Tensor) else partials
         found[str(number)] = backend.norm(plan, grads, sums, scaling).values
     return found

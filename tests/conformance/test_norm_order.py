@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.core.protocol import Fold, Scaling
+from accumfused.core.rows import Grads
 from accumfused.formats.numeric import CHUNK, LANES, sum_partials
 
 SIZES = [0, 1, 5, *(n + off for n in (LANES, 2 * LANES, 32 * LANES) for off in (-1, 0, 1)), 200_000]
@@ -96,8 +97,8 @@ def test_the_sum_within_a_chunk(place: Place) -> None:
         value[torch.arange(size) % every != 0] = 0.0
     for backend, device in ((ReferenceBackend(), "cpu"), (place.backend, place.device)):
         built = bare_plan(backend, [torch.empty(size, device=device) for _ in apart])
-        grads: list[Tensor | None] = [*values.to(device, copy=True)]
-        zeros: list[Tensor | None] = [torch.zeros(size, device=device) for _ in apart]
+        grads = Grads(values.to(device, copy=True))
+        zeros = Grads(torch.zeros(size, device=device) for _ in apart)
         read, folded = torch.zeros(2, len(apart), device=device)
         backend.norm(built, grads, read, Scaling(built.device))
         backend.accumulate(built, Fold(grads, zeros, 1.0), folded)

@@ -10,7 +10,7 @@ import contextlib
 import operator
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +25,7 @@ from accumfused.backends.triton import kernels, memory, rules
 from accumfused.backends.triton.step import step_kernel
 from accumfused.core.graphs import is_capturing
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Fold, Hypers, Outcome, Scaling, at_hand
+from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import Grads, has_memory
 from accumfused.formats.kinds import DTYPES, Format, Storage
 from accumfused.formats.numeric import ieee
@@ -67,18 +67,20 @@ class TritonBackend:
             plan.add_table(compiled.module.Table, param_groups, state)
         self._kept[plan] = _kept(plan)
 
-    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor) -> None:
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         grads, sums = _addresses(fold.grads), _addresses(fold.sums)
         if any(map(operator.eq, grads, sums)):
             fold.refuse_overwritten()
         factor, at = (1.0, fold.factor.data_ptr()) if isinstance(fold.factor, Tensor) else (fold.factor, 0)
         with self._on(plan, [*fold.tensors(), partials, *fold.grads, *fold.sums]):
             table = self._send(plan, "fold", [*grads, *_dtypes(fold.grads), *sums])
+            commit.begin()
             self._launch(
                 kernels.accumulate_kernel, plan, plan.chunks,
                 table, len(plan.rows), plan.chunks, _bits(factor), at, address(fold.before), int(fold.overwrites),
                 int(fold.copies), partials,
             )  # fmt: skip
+        commit.end()
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
@@ -104,13 +106,14 @@ class TritonBackend:
                 self._launch(kernels.segment_norms_kernel, plan, len(squares), partials, bounds, len(squares), squares)
         return squares
 
-    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome) -> None:
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         """Launches once per kind of row: nearly always once, twice if small states stay fp32."""
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         words = [word for values in kept for word in _hyper_words(values)]
         with self._on(plan, [outcome.coefficients, outcome.changes, *grads]):
             table = self._send(plan, "step", _operands(grads))
             hyper_table = self._send(plan, "hypers", words)
+            commit.begin()
             for index, kind in enumerate(self._kept[plan].kinds):
                 self._launch(
                     step_kernel, plan, plan.chunks,
@@ -119,6 +122,7 @@ class TritonBackend:
                     constants=constants(*kind, measured=outcome.changes is not None),
                     options=NOISY_OPTIONS if kind[1].needs_noise else OPTIONS,
                 )  # fmt: skip
+        commit.end()
 
     def _on(self, plan: Plan, used: Iterable[Tensor | None]) -> contextlib.AbstractContextManager[Any]:
         """Sets the current device, on which Triton launches, or the float mode, which its interpreter takes over.
@@ -207,7 +211,7 @@ def _stream(device: torch.device) -> tuple[int, bool]:
     return stream, stream != 0 and is_capturing(device)
 
 
-def _addresses(tensors: Grads) -> list[int]:
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 

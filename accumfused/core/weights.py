@@ -1,0 +1,188 @@
+"""A window's numbers: its weights, and by what each micro-batch is multiplied. docs/internals/arithmetic.md explains.
+
+The k-th micro-batch enters as `sum <- sum + fp32(w_k / unit) * grad`. The unit is the first weight that is not 0 (1
+without weights), and the step divides by the sum of these factors. So equal weights make autograd's own sum, and a
+window of one micro-batch has its gradients unchanged. A gradient that has its weight already, from its loss, lacks a
+factor of 1 and not of w. Where processes add up their windows, or gradients are means over processes, the unit is 1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from accumfused.core.protocol import Exchange, Number, on_device, stacked
+
+_LARGEST_FACTOR = 2.0**40  # beyond it the sums get another unit: squares of theirs must stay in fp32's range
+
+
+@dataclass
+class MicroBatch:
+    """The micro-batch in progress: it is counted once, and one fold or several bring its gradients.
+
+    Args:
+        factor: of its gradients; None leaves them out.
+        before: the sum of the weights before it, where the device alone knows it; while that is 0 the sums hold
+            nothing, and are overwritten.
+    """
+
+    factor: Number | None
+    before: Tensor | None = None
+    rows: frozenset[int] = field(default_factory=frozenset)  # that got a gradient in it; only with `before`
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The numbers of the micro-batches so far. A tensor among them is fp64, of shape [], and nobody reads it."""
+
+    is_weighted: bool | None = None  # None: no micro-batch yet
+    count: int = 0  # micro-batches
+    empty: int = 0  # those whose weight is known to be 0
+    unit: Number = 1.0
+    total: Number = 0.0
+    factors: Number = 0.0  # the sum of the factors, as rounded: the divisor of sums of this process alone
+
+    def check(self, weight: Number | None) -> None:
+        """Refuses a weight beside micro-batches without one, and the reverse.
+
+        Raises:
+            ValueError: that.
+        """
+        if self.is_weighted is not None and self.is_weighted != (weight is not None):
+            raise ValueError(
+                "weights for some micro-batches of a window only; this one began "
+                f"{'with' if self.is_weighted else 'without'} weights: give one to every micro-batch, or to none"
+            )
+
+    def check_total(self, weight: Number | None = 0.0) -> None:
+        """Refuses to end a window whose weights, this one included, are all zero.
+
+        Raises:
+            ValueError: they are.
+        """
+        if self.is_weighted is False or weight is None:
+            return
+        if not isinstance(self.total, Tensor) and not isinstance(weight, Tensor) and self.total + weight == 0:
+            raise ValueError(
+                "the weights of this window are all zero, so it has no mean; call zero_grad() in place of the step"
+            )
+
+    def unit_for(self, weight: Number | None, exchange: Exchange) -> Number:
+        """The unit before a micro-batch, or before the end: another one, if the sums are to be brought to it first.
+
+        It is 1 where processes share the window, which may have begun without them. On the host it is a weight that is
+        far larger than the unit; or the total, where the larger weight's micro-batch has failed.
+        """
+        unit, total, factors = self.unit, self.total, self.factors
+        if not self.is_weighted:
+            return unit
+        if not exchange.is_alone:
+            return 1.0
+        if isinstance(unit, Tensor) or isinstance(total, Tensor) or isinstance(factors, Tensor):
+            return unit
+        if 0 < factors * _LARGEST_FACTOR < 1:
+            return total
+        if weight is None or isinstance(weight, Tensor) or not weight > _LARGEST_FACTOR * unit > 0:
+            return unit
+        return weight
+
+    def in_unit(self, unit: Number) -> tuple[Weights, Number]:
+        """The numbers in another unit, and the factor that brings the sums to it."""
+        factor = self.unit / unit
+        return replace(self, unit=unit, factors=self.factors * _rounded(factor)), factor
+
+    def entered(
+        self, weight: Number | None, device: torch.device, exchange: Exchange, *, in_loss: bool
+    ) -> tuple[Weights, MicroBatch]:
+        """The numbers with one more micro-batch, and its factor.
+
+        A tensor is not read: a bad weight makes the divisor NaN. All tensors are new, because a launch may still read
+        the old ones, and copies of the window share them.
+        """
+        known = replace(self, is_weighted=weight is not None, count=self.count + 1)
+        if weight is None:
+            return known, MicroBatch(1.0)
+        if isinstance(weight, Tensor):
+            weight = on_device(weight, device, torch.float64)
+            weight = torch.where((weight >= 0) & weight.isfinite(), weight, torch.nan)
+        elif weight == 0 and not exchange.has_means:  # else other processes' weights may differ
+            return replace(known, empty=self.empty + 1), MicroBatch(None)
+        own: Number = 1.0 if in_loss else weight  # what the gradients lack
+        before, unit = None, self.unit
+        if exchange.has_means:
+            factor: Number = 1.0
+        elif exchange.adds_up:
+            factor = _nothing_of_zero(weight, own)
+        elif isinstance(self.total, Tensor):
+            before = self.total
+            unit = _either(torch.eq(before, 0), own, unit)
+            factor = _nothing_of_zero(weight, own / unit)
+        elif self.total == 0:  # whatever the device holds: if it is 0, the next micro-batch overwrites
+            unit, factor = own, 1.0
+        else:
+            factor = _nothing_of_zero(weight, own / unit)
+        new = _rounded(factor) * (weight if in_loss else 1.0)
+        factors = self.factors + new
+        if before is not None:
+            factors = _either(before == 0, new, factors)
+        return replace(known, unit=unit, total=self.total + weight, factors=factors), MicroBatch(factor, before)
+
+    @property
+    def divisor(self) -> Number:
+        """By what the sums of this process alone are to be divided; NaN if they hold nothing."""
+        if not self.is_weighted:
+            return 1.0
+        if not isinstance(self.total, Tensor):
+            return self.factors
+        return _either(~(self.total > 0), math.nan, self.factors)
+
+    def on(self, device: torch.device) -> Weights:
+        """The same, its tensors on a device: those of a resumed window lie on the host."""
+        unit, total, factors = (
+            on_device(number, device, torch.float64) if isinstance(number, Tensor) else number
+            for number in (self.unit, self.total, self.factors)
+        )
+        return replace(self, unit=unit, total=total, factors=factors)
+
+    def saved(self, total: Number, device: torch.device) -> Tensor:
+        """The numbers for `resumed`: fp64 [4], unit, total, sum of the factors, count.
+
+        The unit is negative if the device knows the weights, the count for a plain sum.
+
+        Args:
+            total: the sum of the weights, or the mean of the processes' sums, which is then that of the factors, too.
+        """
+        factors = self.factors if total is self.total else total
+        unit = -self.unit if isinstance(self.total, Tensor) else self.unit
+        numbers = (unit, total, factors, self.count if self.is_weighted else -self.count)
+        return stacked([on_device(n, device, torch.float64) if isinstance(n, Tensor) else n for n in numbers], device)
+
+    @classmethod
+    def resumed(cls, numbers: Sequence[float]) -> Weights:
+        """The numbers that a checkpoint has."""
+        unit, given, factors, count = numbers
+        total: Number = given
+        if not math.isfinite(given) or (given == 0 and math.copysign(1.0, unit) < 0):
+            total = torch.tensor(given, dtype=torch.float64, device="cpu")  # skips the step, and does not raise
+        return cls(count > 0, abs(int(count)), 0, abs(unit), total, factors)
+
+
+def _rounded(factor: Number) -> Number:
+    """The factor as kernels multiply by it: rounded to fp32 once."""
+    return factor.float().double() if isinstance(factor, Tensor) else ctypes.c_float(factor).value
+
+
+def _nothing_of_zero(weight: Number, factor: Number) -> Number:
+    """0 for a weight of 0 on the device: a masked mean of nothing is NaN, also times 0 within the loss."""
+    return _either(weight == 0, 0.0, factor) if isinstance(weight, Tensor) else factor
+
+
+def _either(condition: Tensor, one: Number, other: Number) -> Tensor:
+    """One of two numbers, fp64, where the device knows which."""
+    other = other if isinstance(other, Tensor) else torch.full_like(condition, other, dtype=torch.float64)
+    return torch.where(condition, one, other)
