@@ -76,7 +76,7 @@ class Weights:
         """The unit before a micro-batch, or before the end: another one, if the sums are to be brought to it first.
 
         It is 1 where processes share the window, which may have begun without them. On the host it is a weight that is
-        far larger than the unit; or the total, where the larger weight's micro-batch has failed.
+        far larger than the unit; or the total, where the larger weight's micro-batch has failed for good.
         """
         unit, total, factors = self.unit, self.total, self.factors
         if not self.is_weighted:
@@ -85,11 +85,10 @@ class Weights:
             return 1.0
         if isinstance(unit, Tensor) or isinstance(total, Tensor) or isinstance(factors, Tensor):
             return unit
-        if 0 < factors * _LARGEST_FACTOR < 1:
-            return total
-        if weight is None or isinstance(weight, Tensor) or not weight > _LARGEST_FACTOR * unit > 0:
-            return unit
-        return weight
+        known = 0.0 if weight is None or isinstance(weight, Tensor) else weight
+        if known > _LARGEST_FACTOR * unit > 0:
+            return known
+        return total if 0 < factors * _LARGEST_FACTOR < 1 and known * _LARGEST_FACTOR < unit else unit
 
     def in_unit(self, unit: Number) -> tuple[Weights, Number]:
         """The numbers in another unit, and the factor that brings the sums to it."""

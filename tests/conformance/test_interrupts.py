@@ -1,0 +1,234 @@
+"""Ctrl-C at any point of accumulate() and step(): the optimizer is as before the call or as after it.
+
+Then whoever goes on (and repeats what has left its gradients in p.grad, or its window open) gets the numbers of a run
+that nobody interrupted, bit for bit. A backend that launches several times may call its window broken instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import inside
+import pytest
+import torch
+from compare import assert_all_same_bits
+
+import accumfused as af
+from accumfused.backends.several import SeveralDevices
+
+OURS = str(Path(af.__file__).parent)
+SIZES = (40, 7, 300)
+GRADS = [[(k + 1) * (torch.arange(size) - size / 3) / size for size in SIZES] for k in range(2)]
+Call = Callable[[], Any]
+
+
+class Interrupted:
+    """Within the block Python raises KeyboardInterrupt before the n-th instruction of this package's functions.
+
+    With None it counts them.
+    """
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.seen, self.came = at, 0, False
+
+    def __enter__(self) -> Interrupted:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> bool:
+        sys.settrace(None)
+        return kind is KeyboardInterrupt
+
+    def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._instruction
+
+    def _instruction(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "opcode":
+            self.seen += 1
+            if self.at is not None and self.seen > self.at and not self.came:
+                self.came = True
+                raise KeyboardInterrupt
+        return self._instruction
+
+
+class Run:
+    """A window of two micro-batches and its step, again and again; each has the same gradients."""
+
+    def __init__(self, backend: Any, weights: tuple[Any, Any], *, closes: bool, **settings: Any) -> None:
+        self.params = [torch.nn.Parameter(torch.linspace(-1, 1, size)) for size in SIZES]
+        self.optimizer = af.AdamW(self.params, lr=0.1, **settings)
+        if isinstance(backend, str):
+            self.optimizer = af.AdamW(self.params, lr=0.1, backend=backend, **settings)
+        else:
+            inside.use_backend(self.optimizer, backend)
+        self.weights, self.closes = weights, closes
+
+    def backward(self, number: int) -> None:
+        for param, grad in zip(self.params, GRADS[number], strict=True):
+            assert param.grad is None
+            param.grad = grad.clone()
+
+    def calls(self) -> Iterator[tuple[Call, Call, Callable[[], bool]]]:
+        """What comes before a call; the call; whether it has to be made again."""
+        for number, weight in enumerate(self.weights):
+            last = self.closes and number == 1
+            yield (
+                lambda number=number: self.backward(number),
+                lambda weight=weight, last=last: self.optimizer.accumulate(weight, last=last),
+                lambda: self.params[0].grad is not None and not self.is_closed,
+            )
+        yield self.note_values, self.optimizer.step, lambda: torch.equal(self.values(), self.before)
+
+    def note_values(self) -> None:
+        self.before = self.values()
+
+    def values(self) -> torch.Tensor:
+        return torch.cat([param.detach() for param in self.params]).clone()
+
+    @property
+    def is_closed(self) -> bool:
+        return "window: closed" in repr(self.optimizer)
+
+    def state(self) -> dict[str, Any]:
+        state = {"params": self.values(), "skipped": self.optimizer.skipped_steps}
+        for index, entries in enumerate(self.optimizer.state_dict()["state"].values()):
+            state |= {f"{name} {index}": value for name, value in entries.items()}
+        return state
+
+
+def whole(run: Run) -> dict[str, Any]:
+    for _ in range(2):
+        for prepare, call, _ in run.calls():
+            prepare()
+            call()
+    return run.state()
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "plain": {"weights": (None, None), "closes": False},
+    "weights": {"weights": (3, 5), "closes": False},
+    "weights on the device": {"weights": (lambda: torch.tensor(3.0), lambda: torch.tensor(5.0)), "closes": False},
+    "closed": {"weights": (3, 5), "closes": True},
+    "another unit": {"weights": (1e-6, 1e9), "closes": False},
+    "clipped, with histories": {
+        "weights": (3, 5), "closes": False, "clip": af.ZScore(warmup=2), "noise_scale": True, "metrics": True,
+    },
+}  # fmt: skip
+
+
+def made(backend: Any, window: dict[str, Any]) -> Run:
+    own = dict(window)
+    own["weights"] = tuple(weight() if callable(weight) else weight for weight in own["weights"])
+    return Run(backend, own.pop("weights"), closes=own.pop("closes"), **own)
+
+
+@pytest.mark.parametrize("which", ["cpu", "torch", "two devices"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_an_interrupted_call_is_made_or_not(
+    which: str, name: str, request: pytest.FixtureRequest, two_devices: SeveralDevices
+) -> None:
+    backend: Any = two_devices if which == "two devices" else which
+    expected = whole(made(backend, WINDOWS[name]))
+    found = set[str]()
+    for number in range(3):  # the call that is interrupted, in the second window: the first has warmed up
+        instructions = interrupt(made(backend, WINDOWS[name]), number, None)[0].seen
+        draws = random.Random(number)
+        points = range(instructions)
+        for at in points if request.config.getoption("--full") else draws.sample(points, min(25, instructions)):
+            run = made(backend, WINDOWS[name])
+            interrupted, (is_to_do, again), rest = interrupt(run, number, at)
+            assert interrupted.came
+            if "window: broken" in repr(run.optimizer):
+                found.add("broken")
+                assert which != "cpu"
+                assert_broken(run)
+                continue
+            is_again = is_to_do()
+            found.add("not made" if is_again else "made")
+            if is_again:
+                again()
+            for prepare, call, _ in rest:
+                prepare()
+                call()
+            assert_all_same_bits(run.state(), expected)
+    assert "not made" in found
+    assert not found.isdisjoint({"made", "broken"})
+
+
+def interrupt(run: Run, number: int, at: int | None) -> tuple[Interrupted, tuple[Call, Call], list[Any]]:
+    """Makes a window and the next one's calls before this one, which is interrupted there, or counted.
+
+    Returns:
+        The interruption; whether the call has to be made again, and the call; the calls that remain.
+    """
+    for prepare, call, _ in run.calls():
+        prepare()
+        call()
+    calls = [*run.calls()]
+    for prepare, call, _ in calls[:number]:
+        prepare()
+        call()
+    prepare, call, is_to_do = calls[number]
+    prepare()
+    with Interrupted(at) as interrupted:
+        call()
+    return interrupted, (is_to_do, call), calls[number + 1 :]
+
+
+def assert_broken(run: Run) -> None:
+    """Every call but zero_grad() refuses; then all goes on."""
+    for call in (run.optimizer.step, run.optimizer.accumulate, run.optimizer.state_dict):
+        with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\)"):
+            call()
+    run.optimizer.zero_grad()
+    for prepare, call, _ in run.calls():
+        prepare()
+        call()
+
+
+def test_real_signals(request: pytest.FixtureRequest) -> None:
+    """A timer's, at random moments: thousands of parameters make kernels take most of the time."""
+    draw = random.Random(0)
+    params = [torch.nn.Parameter(torch.zeros(64)) for _ in range(2000)]
+    optimizer = af.SGD(params, lr=1.0, backend="cpu", max_grad_norm=1e9)
+    came = 0
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def make(call: Call, is_to_do: Callable[[], bool]) -> None:
+        """Interrupts a call until it is made, but at most five times."""
+        nonlocal came
+        for tries in itertools.count():
+            try:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 3e-3) if tries < 5 else 0)
+                call()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                came += 1
+            if not is_to_do():
+                return
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for steps in range(1, 60):
+            for _ in range(2):
+                for param in params:
+                    param.grad = torch.ones(64)
+                make(optimizer.accumulate, lambda: params[0].grad is not None)
+            make(optimizer.step, lambda steps=steps: float(params[0].detach()[0]) > -2 * steps)
+            assert all(float(param.detach().sum()) == -128 * steps for param in params[::97])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert came > 10
