@@ -28,6 +28,7 @@ from accumfused.clipping import (
 from accumfused.core import graphs
 from accumfused.core.norm import clipped, divisor_of, norms
 from accumfused.core.plan import Plan
+from accumfused.core.plans import Prepared
 from accumfused.core.protocol import Call, Divisors, Outcome, Owner, Scaling, Segments, moved
 from accumfused.core.rows import Grads
 from accumfused.formats.numeric import LEAST_DIVISOR, ieee, square_root
@@ -103,13 +104,13 @@ class Clipping:
         return asked
 
     def norm(
-        self, asked: Asked, prepared: Any, stale: Grads | None, grads: Grads, partials: Tensor, scaling: Scaling
+        self, asked: Asked, prepared: Prepared, stale: Grads | None, grads: Grads, partials: Tensor, scaling: Scaling
     ) -> Outcome:
         """`Prepared.norm` with these policies; `grads`: all gradients of the step, `stale` those to measure."""
         plain = replace(scaling, skips=None)
         if asked.clip is not None:
             plain.max_grad_norm = None
-        outcome: Outcome = prepared.norm(stale, partials, plain)
+        outcome = prepared.norm(stale, partials, plain)
         on_gpu = scaling.device.type != "cpu"  # which has no other float mode
         with contextlib.nullcontext() if on_gpu else ieee():
             norm, skipped = outcome.norm.double(), outcome.skipped
@@ -141,7 +142,7 @@ class Clipping:
         """The calls that go on from a step, made or skipped; the history's tensor stays, for CUDA graphs."""
         return [] if self.history is None or outcome.history is None else [partial(self.history.copy_, outcome.history)]
 
-    def _coefficients(self, asked: Asked, prepared: Any, grads: Grads, partials: Tensor, scaling: Scaling) -> Tensor:
+    def _coefficients(self, asked: Asked, prepared: Prepared, grads: Grads, partials: Tensor, scaling: Scaling) -> Tensor:
         """Each row's coefficient, from the norm of its tensor or group: fp32 [rows]."""
         segments = self._segments_of(prepared.plan, per_group=asked.limits is not None)
         divisor, inverse = divisor_of(scaling)
@@ -203,12 +204,12 @@ def _with(history: Tensor, norm: Tensor, decay: float, warmup: int) -> Tensor:
     return torch.stack([count + 1.0, new_mean, variance + (away * (norm - new_mean) - variance) * share])
 
 
-def _squares(prepared: Any, partials: Tensor, segments: Segments) -> Tensor:
+def _squares(prepared: Prepared, partials: Tensor, segments: Segments) -> Tensor:
     squares: Tensor = prepared.exchange.segment_norms(prepared.backend, prepared.plan, partials, segments)
     return squares
 
 
-def _squares_of_params(prepared: Any, grads: Grads, partials: Tensor) -> Tensor:
+def _squares_of_params(prepared: Prepared, grads: Grads, partials: Tensor) -> Tensor:
     """The chunks' sums of squares of the parameters that have a gradient."""
     plan: Plan = prepared.plan
     both = zip(plan.rows, grads, strict=True)

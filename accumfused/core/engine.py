@@ -23,7 +23,8 @@ from accumfused.core.metrics import Meter
 from accumfused.core.noise import Noise
 from accumfused.core.observer import Observer
 from accumfused.core.plan import Plan
-from accumfused.core.plans import Measured, Plans, Prepared, Surroundings
+from accumfused.core.coefficient import Measured
+from accumfused.core.plans import Plans, Prepared, Surroundings
 from accumfused.core.protocol import (
     Call,
     Commit,
@@ -35,12 +36,10 @@ from accumfused.core.protocol import (
     Owner,
     Release,
     Scaling,
-    on_device,
 )
 from accumfused.core.reader import setting_grads
 from accumfused.core.rows import Grads
 from accumfused.core.window import OPEN_PHASES, Phase, Window
-from accumfused.formats.shards import replicated
 from accumfused.settings import NAMES, Settings
 
 
@@ -310,14 +309,15 @@ class Engine:
             stale, partials = window.stale(plan, matched), window.partials
         elif takes_norm:
             partials = prepared.cleared_partials(complete)
-        if asked is None or partials is None:
-            # Else others read what the norm writes.
-            scaling.may_wait = not self.observers and not divisors.is_shared
+        if divisors.is_shared:  # the coefficient comes with those of others
+            outcome = prepared.backend.norm(plan, stale, partials, Scaling(plan.device))
+        elif asked is None or partials is None:
+            scaling.may_wait = not self.observers  # else others read what the norm writes
             outcome = prepared.norm(stale, partials, scaling)
         else:
             outcome = self.clipping.norm(asked, prepared, stale, matched, partials, scaling)
         outcome.spends_grads = is_open
-        measured = Measured(prepared, grads, matched, complete, outcome, scaling, partials)
+        measured = Measured(prepared, grads, matched, complete, outcome, scaling, normalization, partials)
         with measured.uncounted_by_an_error():
             for observer in self.observers:
                 observer.before(measured, window, groups)
@@ -327,21 +327,18 @@ class Engine:
         self, plan: Plan, divisors: Divisors, normalization: Number | None, *, must: bool
     ) -> tuple[Scaling, bool]:
         """The inputs of the coefficient, and whether the step takes a norm, as with `must` it does."""
-        settings, found_inf = self.settings, divisors.found_inf
-        is_unchecked = divisors.for_scaler and found_inf is None
+        settings = self.settings
+        is_unchecked = divisors.for_scaler and divisors.found_inf is None
         # The contract of windows: bad weights skip the step.
         takes_norm = must or divisors.is_shared or is_unchecked or self.window.phase is not Phase.IDLE
         takes_norm = takes_norm or settings.max_grad_norm is not None or settings.nonfinite in ("skip", "raise")
-        scaling = Scaling(plan.device, max_grad_norm=settings.max_grad_norm)
+        scaling = divisors.scaling(plan.device)
+        scaling.max_grad_norm = settings.max_grad_norm
         if not divisors.is_shared and self.counts_skips(divisors):
             assert self.plans.skips is not None
             scaling.skips = self.plans.skips.count
-        if found_inf is not None:
-            found_inf = replicated(torch.as_tensor(found_inf, dtype=torch.float32))
-            scaling.found_inf = on_device(found_inf, plan.device, torch.float32)
-        for divisor in (divisors.grad_scale, divisors.normalizer, normalization):
-            if divisor is not None:
-                scaling.normalize(divisor)
+        if normalization is not None:
+            scaling.normalize(normalization)
         checked = takes_norm or scaling.device_normalization is not None
         scaling.skips_nonfinite = checked and (settings.nonfinite != "propagate" or is_unchecked)
         return scaling, takes_norm

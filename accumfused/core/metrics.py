@@ -19,7 +19,7 @@ from torch import Tensor
 from accumfused.core.norm import divisor_of, norms
 from accumfused.core.observer import Observer
 from accumfused.core.plan import Plan
-from accumfused.core.plans import Measured
+from accumfused.core.coefficient import Measured
 from accumfused.core.protocol import Scaling
 from accumfused.core.window import Window
 from accumfused.formats.numeric import ieee, square_root

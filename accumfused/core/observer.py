@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from accumfused.core.plan import Plan
-from accumfused.core.plans import Measured
+from accumfused.core.coefficient import Measured
 from accumfused.core.protocol import Backend, Call, Exchange, Number, Outcome
 from accumfused.core.rows import Grads
 from accumfused.core.window import Window

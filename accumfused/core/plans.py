@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from accumfused.core import graphs
+from accumfused.core.norm import finish_norm
 from accumfused.core.plan import EMPTY, Plan, build, rule_of
 from accumfused.core.protocol import Backend, Exchange, Outcome, Owner, Scaling
 from accumfused.core.rows import Grads, has_memory
 from accumfused.core.skips import Skips
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import names
+from accumfused.formats.numeric import ieee
 from accumfused.rule import Rule
 from accumfused.settings import Settings
 
@@ -34,10 +35,16 @@ class Prepared:
     is_valid: bool = True  # False: the optimizer's state was replaced
 
     def norm(self, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        """`Backend.norm`, over all shards of the parameters."""
-        if self.exchange.is_alone and not self.plan.is_spread:
+        """`Backend.norm`, over all processes that share the norm."""
+        if partials is None or not self.exchange.shares_norm(self.plan):
             return self.backend.norm(self.plan, grads, partials, scaling)
-        return self.exchange.norm(self.backend, self.plan, grads, partials, scaling)
+        self.backend.norm(self.plan, grads, partials, Scaling(self.plan.device))
+        with ieee():
+            return finish_norm(self.sum_of_squares(partials), scaling)
+
+    def sum_of_squares(self, partials: Tensor) -> Tensor:
+        """The sum of all chunks' sums of squares, over all processes that share the norm: fp64, shape []."""
+        return self.exchange.sums_of_squares(self.backend, self.plan, [partials])[0]
 
     def cleared_partials(self, complete: bool) -> Tensor:
         """Memory for the sums of squares; zero for rows without a gradient."""
@@ -46,34 +53,6 @@ class Prepared:
         elif not complete:
             self.partials.zero_()
         return self.partials
-
-
-@dataclass
-class Measured:
-    """The gradients of one step with their coefficient, ready to be applied."""
-
-    prepared: Prepared
-    grads: Grads  # as the step finds them: p.grad, or an open window's accumulators
-    matched: Grads  # as the kernels read them
-    complete: bool  # every parameter has a gradient
-    outcome: Outcome
-    scaling: Scaling
-    partials: Tensor | None  # the chunks' sums of squares; None: it took no norm
-    is_made: bool = False
-
-    def count(self, skips: Tensor) -> None:
-        """Counts the step's skip, where `Backend.norm` has not."""
-        self.scaling.skips = skips.add_(self.outcome.skipped)
-
-    @contextlib.contextmanager
-    def uncounted_by_an_error(self) -> Iterator[None]:
-        """Takes the skip of a step that fails back."""
-        try:
-            yield
-        except BaseException:
-            if self.scaling.skips is not None and not self.is_made:
-                self.scaling.skips.sub_(self.outcome.skipped.long())
-            raise
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from accumfused.core.plan import Plan, overwritten
 from accumfused.core.rows import Grads
+from accumfused.formats.shards import replicated
 from accumfused.rule import Rule
 
 Hypers = list[tuple[float | Tensor, ...]]  # per group, in the order of its rule's `hypers`; a tensor has one element
@@ -252,11 +253,9 @@ class Exchange:
         """The sum of weights that a checkpoint of an open window holds."""
         return total
 
-    def norm(
-        self, backend: Backend, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling
-    ) -> Outcome:
-        """`Backend.norm`, over all shards of the parameters."""
-        return backend.norm(plan, grads, partials, scaling)
+    def shares_norm(self, plan: Plan) -> bool:
+        """Whether a norm is one over several processes."""
+        return False
 
     def segment_norms(self, backend: Backend, plan: Plan, partials: Tensor, segments: Segments) -> Tensor:
         """`Backend.segment_norms`, over all shards of the parameters."""
@@ -322,6 +321,17 @@ class Divisors:
     found_inf: Number | None = None
     for_scaler: bool = False  # an overflow then raises no error
     is_shared: bool = False  # the norm will be one over several optimizers
+
+    def scaling(self, device: torch.device) -> Scaling:
+        """These divisors and the flag, on a device."""
+        scaling = Scaling(device)
+        if self.found_inf is not None:
+            found_inf = replicated(torch.as_tensor(self.found_inf, dtype=torch.float32))
+            scaling.found_inf = on_device(found_inf, device, torch.float32)
+        for divisor in (self.grad_scale, self.normalizer):
+            if divisor is not None:
+                scaling.normalize(divisor)
+        return scaling
 
 
 def on_device(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

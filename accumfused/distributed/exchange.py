@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Exchange, Outcome, Scaling, Segments
-from accumfused.core.rows import Grads, Row
+from accumfused.core.protocol import Backend, Exchange, Segments
+from accumfused.core.rows import Row
 from accumfused.distributed.groups import has_processes, refuse_reducing
 from accumfused.formats.numeric import chunk_count, ieee, sum_partials, sum_segments
 from accumfused.settings import Settings
@@ -84,16 +83,9 @@ class Means(Exchange):
         """The mean over processes, the divisor for sums of such gradients."""
         return mean_of_totals(plan, total, is_weighted) if self.has_means and is_weighted else total
 
-    def norm(
-        self, backend: Backend, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling
-    ) -> Outcome:
-        """The norm over the shards of all processes."""
-        if not plan.is_spread or partials is None:
-            return backend.norm(plan, grads, partials, scaling)
-        backend.norm(plan, grads, partials, Scaling(plan.device))
-        squares = self.sums_of_squares(backend, plan, [partials])
-        with ieee():
-            return finish_norm(squares[0], scaling)
+    def shares_norm(self, plan: Plan) -> bool:
+        """Whether parameters are sharded."""
+        return plan.is_spread
 
     def sums_of_squares(self, backend: Backend, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
         """The same; one all-reduce of a few numbers for each dimension of a mesh.

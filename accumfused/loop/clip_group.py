@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +13,9 @@ from torch.optim import optimizer as torch_optimizer
 from accumfused.arguments import checked_positive
 from accumfused.clipping import check_limit
 from accumfused.core.engine import divisors_of
-from accumfused.core.norm import finish_norm
-from accumfused.core.plans import Measured
-from accumfused.core.protocol import Divisors, Scaling, moved
-from accumfused.core.window import refuse_foreign_scaler
+from accumfused.core.coefficient import Measured, share
+from accumfused.core.protocol import Divisors
+from accumfused.core.window import Phase, refuse_foreign_scaler
 from accumfused.optimizer import FusedOptimizer, check_fused
 
 
@@ -125,8 +123,9 @@ class ClipGroup:
             The closure's result.
 
         Raises:
-            RuntimeError: as `FusedOptimizer.step` of any member. No member has written anything then, unless a member
-                that keeps its own step (`accumfused.fuse`) raised inside it.
+            RuntimeError: as `FusedOptimizer.step` of any member. No member has written anything then, unless a member's
+                step itself failed (out of memory, say) after another's was made: members that have not stepped then
+                refuse every call but `zero_grad()`.
             ValueError: the normalizer is not > 0; two members share a parameter; a group of parameters has a limit.
         """
         if normalizer is not None:
@@ -144,11 +143,19 @@ class ClipGroup:
         self._refuse_shared()
         divisors = divisors_of(self, normalizer, self.optimizers[0].engine.loss_scale, is_shared=True)
         with torch.no_grad():
-            for optimizer, measured in zip(self.optimizers, self._measure(divisors), strict=True):
-                skips = optimizer.engine.plans.skips
-                if measured is not None and skips is not None and optimizer.engine.counts_skips(divisors):
-                    measured.count(skips.count)
-                _step(optimizer, measured)
+            members = list(zip(self.optimizers, self._measure(divisors), strict=True))
+            try:
+                for optimizer, measured in members:
+                    skips = optimizer.engine.plans.skips
+                    if measured is not None and skips is not None and optimizer.engine.counts_skips(divisors):
+                        measured.count(skips.count)
+                    _step(optimizer, measured)
+            except BaseException:
+                waiting = [optimizer for optimizer, part in members if part is not None and not part.is_made]
+                if len(waiting) < sum(part is not None for _, part in members):
+                    for optimizer in waiting:
+                        optimizer.engine.window.phase = Phase.BROKEN
+                raise
         return loss
 
     def _measure(self, divisors: Divisors) -> list[Measured | None]:
@@ -167,24 +174,15 @@ class ClipGroup:
         found = [part for part in parts if part is not None]
         if found:
             propagates = all(engine.settings.nonfinite == "propagate" for engine in engines)
-            self._share(found, skips=divisors.for_scaler or not propagates)
+            scaling = divisors.scaling(found[0].prepared.plan.device)
+            scaling.max_grad_norm, scaling.skips_nonfinite = self._max_grad_norm, divisors.for_scaler or not propagates
+            share(found, scaling)
         both = [(engine, part) for engine, part in zip(engines, parts, strict=True) if part is not None]
         for engine, part in both:
             engine.outcome = part.outcome
         for engine, part in both:  # before any member steps or counts a skip
             engine.refuse_nonfinite(part, divisors)
         return parts
-
-    def _share(self, found: list[Measured], *, skips: bool) -> None:
-        """Writes the common norm and the common skip into each outcome; `skips`: an overflow of the norm skips too."""
-        device = found[0].prepared.plan.device
-        coefficients, norms, skipped = torch.stack([moved(part.outcome.values, device) for part in found]).unbind(1)
-        squares = (norms.double() * norms.double()).sum()
-        scaling = Scaling(device, max_grad_norm=self._max_grad_norm, skips_nonfinite=skips, found_inf=skipped.amax())
-        common = finish_norm(squares, scaling)
-        for part, own in zip(found, coefficients, strict=True):
-            values = torch.stack([own * common.coefficient, common.norm, common.values[2]])
-            part.outcome = replace(part.outcome, values=moved(values, part.prepared.plan.device), normed=True)
 
 
 def _refuse_policies(optimizer: Any) -> None:

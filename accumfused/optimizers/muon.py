@@ -27,7 +27,7 @@ from typing_extensions import Unpack
 from accumfused.arithmetic import where
 from accumfused.core.engine import Engine
 from accumfused.core.plan import Plan
-from accumfused.core.plans import Measured
+from accumfused.core.coefficient import Measured
 from accumfused.core.protocol import Backend, Commit, Hypers, Outcome, OwnStep
 from accumfused.core.rows import Grads, Row
 from accumfused.formats import shards

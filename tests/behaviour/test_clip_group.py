@@ -143,12 +143,56 @@ def test_a_norm_that_is_not_finite_skips_all(backend: str, scaler: Any, row: Any
 
 
 @pytest.mark.parametrize("value", [1.0, math.inf])
-def test_members_count_the_skips_of_steps_that_they_have_made(backend: str, value: float) -> None:
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_a_step_that_fails_between_two_members_is_not_made_again(backend: str, value: float, has_windows: bool) -> None:
+    """Its norm would be that of the other members alone. Each counts the skip of a step that it has made."""
     params, optimizers, group = pair(backend)
     set_grads(params, [torch.full((4,), value)] * 2)
+    for optimizer in optimizers if has_windows else ():
+        optimizer.accumulate()
+    with inside.step_fails(optimizers[0]), pytest.raises(RuntimeError, match="out of memory"):
+        group.step()  # no member has stepped: it can be made again
     with inside.step_fails(optimizers[1]), pytest.raises(RuntimeError, match="out of memory"):
         group.step()
     assert [int(each.skipped_steps) for each in optimizers] == [value == math.inf, 0]
+    with refused(optimizers[1], RuntimeError, r"ended between two .* call optimizer\.zero_grad\(\)"):
+        group.step()
+    group.zero_grad()
+    set_grads(params, [torch.ones(4)] * 2)
+    group.step()
+    assert_close(group.optimizers[0].grad_norm, torch.tensor(8.0).sqrt(), "norm")
+
+
+@pytest.mark.pairwise(
+    weights=[(None, None), (2.0, 2.0), (3.0, 5.0), (torch.tensor(2.0), torch.tensor(6.0))],
+    scale=[None, 4.0],
+    limit=[1.0, 1e9],
+)
+def test_the_coefficient_is_that_of_one_optimizer(backend: str, weights: Any, scale: Any, limit: float) -> None:
+    """With one divisor for all windows bit for bit; else to rounding."""
+    torch.manual_seed(0)
+    sizes = (5, 40000, 7, 300)
+    starts, grads = [torch.randn(n) for n in sizes], [[torch.randn(n) for n in sizes] for _ in weights]
+    results = []
+    for members in ([slice(0, 4)], [slice(0, 1), slice(1, 4)]):
+        params = [start.clone().requires_grad_() for start in starts]
+        optimizers = [af.SGD(params[member], lr=0.1, backend=backend) for member in members]
+        taker: Any = optimizers[0]
+        if len(members) > 1:
+            taker = af.ClipGroup(optimizers, limit)
+        else:
+            taker.max_grad_norm = limit
+        for weight, own in zip(weights, grads, strict=True):
+            set_grads(params, own)
+            for optimizer in optimizers:
+                optimizer.accumulate(weight)
+        taker.grad_scale = scale
+        taker.step(normalizer=3.0)
+        results.append(torch.cat([*params, optimizers[0].grad_norm[None]]).detach())
+    if isinstance(weights[0], torch.Tensor):
+        assert_close(results[1], results[0], "norm")
+    else:
+        assert torch.equal(*results)
 
 
 def test_a_hook_before_the_step_counts_in_the_norm(backend: str) -> None:
