@@ -1,9 +1,11 @@
-"""The trace: an optimizer's arithmetic, written once in Python, as a list of single operations in the written order.
+"""The trace: an optimizer's arithmetic, written once in Python, as two lists of single operations in the written order.
 
-A function is called with symbols in place of numbers, and each operator that it applies is recorded. functors.py
-prints the list as C++, backends/triton/rules.py as Triton, and backends/evaluate.py runs it on tensors. Each operation
-is one IEEE operation, so all backends compute the same bits. This file imports Python alone: setup.py prints the
-functors where no torch is installed.
+A rule's function is called with symbols in place of numbers, and each operator that it applies is recorded. An
+operation on which an element has an influence is one of fp32, for each element. All others go to the second list: they
+are computed in fp64, once for each tensor, and rounded to fp32 where they meet an element. functors.py prints the lists
+as C++, backends/triton/rules.py as Triton, and backends/evaluate.py runs them on tensors. Each operation is one IEEE
+operation, so all backends compute the same bits. This file imports Python alone: setup.py prints the functors where no
+torch is installed.
 
 A function may use + - * /, abs(), comparisons, & | ~ between those, and the functions below. It must not branch on a
 number: `where` chooses.
@@ -18,7 +20,7 @@ from typing import Any, NoReturn
 
 CONDITIONS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not")  # operations that are true or false
 _TAKE_CONDITIONS = ("and", "or", "not")
-_OF_SCALARS = ("power", "real_power", "float32")  # in fp64
+_IN_FP64 = ("power", "real_power", "float32")
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,23 @@ class Operation:
 
 @dataclass(eq=False)
 class Trace:
-    """Operations in order: first the inputs, then what is computed from them. No two are the same."""
+    """Operations in order: first the inputs, then what is computed from them. No two are the same.
 
+    Args:
+        scalars: the trace of the numbers that all elements of a tensor share, whose results are inputs here; None: this
+            is that trace.
+    """
+
+    scalars: Trace | None = None
     operations: list[Operation] = field(default_factory=list)
     results: dict[str, int] = field(default_factory=dict)  # by name, their places
+    names: dict[int, str] = field(default_factory=dict)  # of operations that `named` names
     _places: dict[Operation, int] = field(default_factory=dict)
 
     def add(self, name: str, *operands: Any, label: str = "", constant: float = 0.0) -> Symbol:
+        if name in _IN_FP64 and self.scalars is not None:
+            raise TypeError(f"{name.removeprefix('real_')}() takes numbers that all elements share, not an element's")
         places = tuple(self.symbol(operand).place for operand in operands)
-        if name in _OF_SCALARS and Operation("input", (), "step") not in self._places:
-            raise TypeError(f"{name.removeprefix('real_')}() is for scalars(); update() computes in fp32")
         for index, place in enumerate(places):
             takes_condition = name in _TAKE_CONDITIONS or (name == "where" and index == 0)
             if (self.operations[place].name in CONDITIONS) != takes_condition:
@@ -57,12 +66,29 @@ class Trace:
     def symbol(self, value: Any) -> Symbol:
         """The value as a symbol of this trace; a plain number becomes a constant."""
         if isinstance(value, Symbol):
-            if value.trace is not self:
-                raise TypeError("a number of another function is used; update() may read what scalars() returns")
-            return value
+            if value.trace is self:
+                return value
+            if value.trace is self.scalars:
+                return self._rounded(value)
+            raise TypeError("a number of another function is used, or one that depends on an element where none may")
         if isinstance(value, int | float):
             return self.add("constant", label=float(value).hex(), constant=float(value))
         raise TypeError(f"{type(value).__name__} is no number of a rule; use + - * / and accumfused.arithmetic")
+
+    def _rounded(self, value: Symbol) -> Symbol:
+        """A number that all elements share, as an input here. A condition travels as the number 1 or 0."""
+        scalars = value.trace
+        made = scalars.operations[value.place]
+        if made.name in CONDITIONS:
+            zero = Operation("constant", label=(0.0).hex())
+            is_test = made.name == "ne" and scalars.operations[made.operands[1]] == zero  # of a number that is at hand
+            number = Symbol(scalars, made.operands[0]) if is_test else scalars.add("where", value, 1.0, 0.0)
+            return self.add("ne", number, 0.0)
+        given = made.label if made.name == "input" else scalars.names.get(value.place)
+        name = f"s{value.place}" if given is None else f"{given}_"
+        if scalars.results.setdefault(name, value.place) != value.place:
+            raise TypeError(f"two numbers are named {given}")
+        return self.add("input", label=f"s.{name}")
 
     def inputs(self, *labels: str) -> list[Symbol]:
         return [self.add("input", label=label) for label in labels]
@@ -76,12 +102,18 @@ class Trace:
         return sorted(needed)
 
 
+def _recorded(name: str, *operands: Any) -> Symbol:
+    """Records the operation where its operands are: among the elements' if one of them is an element's."""
+    traces = [operand.trace for operand in operands if isinstance(operand, Symbol)]
+    return next((trace for trace in traces if trace.scalars is not None), traces[0]).add(name, *operands)
+
+
 def _operator(name: str) -> Callable[[Symbol, Any], Symbol]:
-    return lambda a, b: a.trace.add(name, a, b)
+    return lambda a, b: _recorded(name, a, b)
 
 
 def _reflected(name: str) -> Callable[[Symbol, Any], Symbol]:
-    return lambda b, a: b.trace.add(name, a, b)
+    return lambda b, a: _recorded(name, a, b)
 
 
 class Symbol:
@@ -112,9 +144,9 @@ class Symbol:
         return self.trace.add("abs", self)
 
     def __pow__(self, exponent: Any) -> Symbol:
-        if exponent == 2:
+        if isinstance(exponent, int | float) and exponent == 2:
             return self * self
-        raise TypeError("** takes the exponent 2 alone; power(base, exponent) takes any, in scalars()")
+        raise TypeError("** takes the exponent 2 alone; power(base, exponent) takes any, of shared numbers")
 
     def __bool__(self) -> NoReturn:
         raise TypeError("a rule cannot branch on a number that is known only when it runs; use where(condition, a, b)")
@@ -127,8 +159,7 @@ class Symbol:
 
 def _apply(name: str, plain: Callable[..., Any], *operands: Any) -> Any:
     """Records the operation; plain numbers alone are computed at once."""
-    trace = next((operand.trace for operand in operands if isinstance(operand, Symbol)), None)
-    return plain(*operands) if trace is None else trace.add(name, *operands)
+    return _recorded(name, *operands) if any(isinstance(each, Symbol) for each in operands) else plain(*operands)
 
 
 def sqrt(value: Any) -> Any:
@@ -140,7 +171,7 @@ def where(condition: Any, a: Any, b: Any) -> Any:
     """`a` where the condition holds, `b` elsewhere; both are computed."""
     if not isinstance(condition, Symbol):
         return a if condition else b
-    return condition.trace.add("where", condition, a, b)
+    return _recorded("where", condition, a, b)
 
 
 def maximum(a: Any, b: Any) -> Any:
@@ -164,7 +195,7 @@ def agree(a: Any, b: Any) -> Any:
 
 
 def power(base: Any, exponent: Any) -> Any:
-    """base ** exponent in fp64, for scalars(): base >= 0, or the exponent is `step`.
+    """base ** exponent, of numbers that all elements share: base >= 0, or the exponent is `step`.
 
     Squares are multiplied for the exponent's whole part, and roots for the digits behind the point, because no two
     backends have a pow() with the same bits. The relative error is at most (|exponent| + 160 + |log(base)|) 2^-53, for
@@ -175,12 +206,18 @@ def power(base: Any, exponent: Any) -> Any:
 
 
 def float32(value: Any) -> Any:
-    """The number rounded to fp32, for scalars(), which compute in fp64."""
+    """The number, which all elements share, rounded to fp32; it would be fp64."""
     return _apply("float32", float, value)
 
 
+def named(**numbers: Any) -> None:
+    """Names numbers that all elements share, for a kernel written by hand that reads them in the printed C++."""
+    for name, value in numbers.items():
+        value.trace.names[value.place] = name
+
+
 class Names:
-    """The numbers and flags that a function of a rule reads by name."""
+    """The numbers and flags that a rule's function reads by name."""
 
     def __init__(self, of: str, values: Mapping[str, Any]) -> None:
         self.__dict__.update(values)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accumfused.arithmetic import CONDITIONS, Trace
-from accumfused.rule import Rule
+from accumfused.rule import Rule, renewed
 
 _EXPRESSIONS = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "lt": "{} < {}", "le": "{} <= {}",
@@ -56,12 +56,12 @@ def functor(rule: type[Rule], *, is_common: bool) -> str:
 
 def _functor(rule: type[Rule], digest: str, is_common: bool) -> str:
     # A rule's own names get an underscore behind: some are keywords of C++, or names of this functor.
-    name, scalars = functor_name(rule), [f"{scalar}_" for scalar in rule.traced.scalars.results]
+    name, scalars = functor_name(rule), list(rule.traced.scalars.results)
     states = [f"{state}_" for state in rule.states]
     inputs = {hyper: f"hyper[{index}]" for index, hyper in enumerate(rule.hypers)} | {"step": "double(step)"}
     maximizes = f"{inputs['maximize']} != 0 ? -coef : coef" if "maximize" in inputs else "coef"
     inputs |= {state: f"double(*kept[{index}])" for index, state in enumerate(rule.tensor_states)}
-    elements = {f"s.{scalar}": f"{scalar}_" for scalar in rule.traced.scalars.results} | {"p": "p", "g": "g"}
+    elements = {f"s.{scalar}": scalar for scalar in scalars} | {"p": "p", "g": "g"}
     elements |= dict(zip(rule.states, states, strict=True))
     made, numbers = _statements(rule.traced.scalars, inputs, "double")
     updated, results = _statements(rule.traced.update, elements, "float")
@@ -87,7 +87,7 @@ def _functor(rule: type[Rule], digest: str, is_common: bool) -> str:
         "  }",
         "",
         "  AF_METHOD void keep([[maybe_unused]] float* const* kept) const {",
-        *(f"    *kept[{index}] = {state}_;" for index, state in enumerate(rule.tensor_states)),
+        *(f"    *kept[{index}] = {renewed(state)};" for index, state in enumerate(rule.tensor_states)),
         "  }",
         "",
         f"  AF_METHOD void operator()(float& p, float grad{''.join(f', float& {state}' for state in states)}) const {{",

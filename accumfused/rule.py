@@ -5,31 +5,27 @@
         hypers = ("lr", "weight_decay")
 
         @staticmethod
-        def scalars(h, step):
-            return {"lr": h.lr, "decay": 1.0 - h.lr * h.weight_decay}
-
-        @staticmethod
-        def update(s, p, g):
-            return (p * s.decay - sign(g) * s.lr,)
+        def update(h, step, p, g):
+            return (p * (1.0 - h.lr * h.weight_decay) - sign(g) * h.lr,)
 
 This file imports no torch: setup.py prints the functors of all rules in accumfused/optimizers/.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accumfused.arithmetic import Names, Trace
+from accumfused.arithmetic import CONDITIONS, Names, Trace
 
 MAX_STATES = 4  # csrc/rows.h's kMaxStates
 MAX_HYPERS = 12  # csrc/rows.h's kMaxHypers
 MAX_TENSOR_STATES = 3  # csrc/rows.h's kMaxTensorStates
 MAX_SCALARS = 23  # in csrc/rows.h's kMaxFunctorBytes, beside the coefficient
 MAXIMUM_RATCHETS = "whose maximum ratchets up on the noise of 8-bit codes"
-_TAKEN = ("p", "g", "step")  # names of the functions' other arguments
-_FIXED = ("name", "states", "tensor_states", "second_moments", "hypers", "flags", "scalars", "update")
+_TAKEN = ("p", "g", "step")  # names of the function's other arguments
+_FIXED = ("name", "states", "tensor_states", "second_moments", "hypers", "flags", "update")
 
 
 class _RuleType(type):
@@ -48,27 +44,27 @@ class _RuleType(type):
 
 @dataclass(frozen=True)
 class Traced:
-    scalars: Trace
-    update: Trace
+    scalars: Trace  # fp64, once for each tensor
+    update: Trace  # fp32, for each element; reads the results of `scalars`
 
 
 class Rule(metaclass=_RuleType):
     """The base class of all rules.
 
     Raises, when a rule's class is made:
-        TypeError: the functions branch on a number, use unknown operations or names, or return something else than
-            `update` has to.
+        TypeError: `update` branches on a number, uses unknown operations or names, or returns something else than it
+            has to.
         ValueError: a name stands twice, is no identifier, or there are too many.
     """
 
     name: ClassVar[str] = ""  # of the functor and the kernels, unique; "" for a base of rules
     states: ClassVar[tuple[str, ...]] = ()  # per element, under the names of the optimizer's state
     second_moments: ClassVar[tuple[str, ...]] = ()  # the last of the states: never negative
-    # Per tensor, with their first values; scalars() renews them.
+    # Per tensor, with their first values; update() reads them from `h` and returns the new ones.
     tensor_states: ClassVar[Mapping[str, float]] = {}
     # Keys of a parameter group, see `hyper`; optimizer_of() takes a mapping to their defaults.
     hypers: ClassVar[tuple[str, ...] | Mapping[str, float]] = ("lr",)
-    flags: ClassVar[Mapping[str, bool]] = {}  # what scalars() and update() may branch on: each value is another rule
+    flags: ClassVar[Mapping[str, bool]] = {}  # what update() may branch on: each value is another rule
     counts_steps: ClassVar[bool] = True  # keeps state["step"], an fp32 scalar per tensor
     torch_states: ClassVar[tuple[str, ...]] = ()  # all that torch's optimizer of this name keeps and expects
     # States that begin at a hyper-parameter in torch's checkpoints, not at 0. Step 1 does not read them.
@@ -98,24 +94,15 @@ class Rule(metaclass=_RuleType):
         return all(bool(group.get(flag.removeprefix("has_"))) == value for flag, value in cls.flags.items())
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        """The numbers that all elements of a tensor share, computed in fp64; each is rounded to fp32 once.
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        """The new parameter and states of one element, and the new tensor states.
+
+        A number that depends on no element is computed in fp64, once for each tensor, and rounded to fp32 where it
+        meets an element. What depends on an element is fp32.
 
         Args:
             h: the hyper-parameters, flags and tensor states, by name.
             step: this step's number, 1 for the first.
-
-        Returns:
-            What `update` reads, and the new value of each tensor state, under its name.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-        """The new parameter and states of one element, in fp32.
-
-        Args:
-            s: what `scalars` returned, and the flags, by name.
             p, states: the parameter and its states.
             g: the gradient, unscaled, normalised, clipped and, with `maximize`, negated.
         """
@@ -126,17 +113,7 @@ class Rule(metaclass=_RuleType):
         if cls.is_foreign:
             return
         _check_names(cls)
-        scalars = _traced_scalars(cls)
-        update = _traced_update(cls, tuple(scalars.results))
-        # What update() does not read is not computed.
-        read = [update.operations[place].label for place in update.needed()]
-        scalars.results = {
-            name: place for name, place in scalars.results.items() if f"s.{name}" in read or name in cls.tensor_states
-        }
-        if len(scalars.results) > MAX_SCALARS:
-            count = len(scalars.results)
-            raise ValueError(f"{cls.__name__}.update reads {count} numbers of scalars(); at most {MAX_SCALARS} can be")
-        cls.traced = Traced(scalars, update)
+        cls.traced = _traced(cls)
 
 
 def _check_names(rule: type[Rule]) -> None:
@@ -163,45 +140,47 @@ def _check_names(rule: type[Rule]) -> None:
         raise ValueError(f"{rule.__name__}: second_moments must be the last of states {rule.states}")
 
 
-def _traced_scalars(rule: type[Rule]) -> Trace:
-    trace = Trace()
+def _traced(rule: type[Rule]) -> Traced:
+    scalars = Trace()
+    trace = Trace(scalars)
     known = (*rule.hypers, *rule.tensor_states)
-    *numbers, step = trace.inputs(*known, "step")
-    names = Names(f"h of {rule.__name__}.scalars", {**dict(zip(known, numbers, strict=True)), **rule.flags})
-    results = _call(rule, "scalars", rule.scalars, names, step)
-    if not isinstance(results, dict):
-        raise TypeError(f"{rule.__name__}.scalars returns {type(results).__name__}; it must return a dict")
-    lacking = [name for name in rule.tensor_states if name not in results]
-    if lacking:
-        raise TypeError(f"{rule.__name__}.scalars returns no {lacking[0]!r}, the new value of that tensor state")
-    for name in results:
-        if not (isinstance(name, str) and name.isidentifier()):
-            raise ValueError(f"{rule.__name__}.scalars returns {name!r}, which is no identifier")
-    trace.results = {name: _call(rule, "scalars", trace.symbol, value).place for name, value in results.items()}
-    return trace
-
-
-def _traced_update(rule: type[Rule], scalars: tuple[str, ...]) -> Trace:
-    trace = Trace()
-    known = dict(zip(scalars, trace.inputs(*(f"s.{name}" for name in scalars)), strict=True))
-    results = _call(
-        rule, "update", rule.update, Names(f"s of {rule.__name__}.update", {**known, **rule.flags}),
-        *trace.inputs("p", "g", *rule.states),
-    )  # fmt: skip
-    expected = ("p", *rule.states)
-    if not isinstance(results, tuple) or len(results) != len(expected):
-        given = f"{len(results)} values" if isinstance(results, tuple) else type(results).__name__
-        raise TypeError(f"{rule.__name__}.update returns {given}; it must return ({', '.join(expected)},)")
-    places = [_call(rule, "update", trace.symbol, value).place for value in results]
-    trace.results = dict(zip(expected, places, strict=True))
-    return trace
-
-
-def _call(rule: type[Rule], name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    *numbers, step = scalars.inputs(*known, "step")
+    names = Names(f"h of {rule.__name__}.update", {**dict(zip(known, numbers, strict=True)), **rule.flags})
+    elements = ("p", *rule.states)
+    expected = (*elements, *rule.tensor_states)
     try:
-        return function(*arguments)
+        results = rule.update(names, step, *trace.inputs("p", "g", *rule.states))
+        if not isinstance(results, tuple) or len(results) != len(expected):
+            given = f"{len(results)} values" if isinstance(results, tuple) else type(results).__name__
+            raise TypeError(f"it returns {given}; it must return ({', '.join(expected)},)")
+        traces = [trace] * len(elements) + [scalars] * len(rule.tensor_states)
+        places = [each.symbol(value).place for each, value in zip(traces, results, strict=True)]
+        if any(each.operations[place].name in CONDITIONS for each, place in zip(traces, places, strict=True)):
+            raise TypeError(
+                "a condition stands for a number in the result; where(condition, a, b) makes a number of it"
+            )
     except (TypeError, AttributeError, ValueError) as error:
-        raise TypeError(f"{rule.__name__}.{name} cannot be traced: {error}") from error
+        raise TypeError(f"{rule.__name__}.update cannot be traced: {error}") from error
+    trace.results = dict(zip(elements, places, strict=False))
+    # A number that only a dropped result of an element's operation reads is not computed.
+    read = {trace.operations[place].label for place in trace.needed()}
+    kept = [(name, place) for name, place in scalars.results.items() if f"s.{name}" in read]
+    # Computed ones first, then those as they are given: nvcc makes fewer instructions of this order than of others.
+    scalars.results = dict(sorted(kept, key=lambda each: each[1] if each[1] <= len(known) else -1))
+    if len(scalars.results) > MAX_SCALARS:
+        count = len(scalars.results)
+        raise ValueError(
+            f"the elements of {rule.__name__}.update read {count} numbers that they share; at most {MAX_SCALARS} can be"
+        )
+    scalars.results |= {
+        renewed(name): place for name, place in zip(rule.tensor_states, places[len(elements) :], strict=True)
+    }
+    return Traced(scalars, trace)
+
+
+def renewed(tensor_state: str) -> str:
+    """The name, among the results of `scalars`, of a tensor state's new value."""
+    return f"new_{tensor_state}"
 
 
 def known_states() -> set[str]:

@@ -24,12 +24,8 @@ class SignRule(af.Rule):
     hypers = {"lr": 0.1}  # noqa: RUF012
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return {"lr": h.lr}
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-        return (p - sign(g) * s.lr,)
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        return (p - sign(g) * h.lr,)
 
 
 def step(optimizer_class: Any, **options: Any) -> None:

@@ -24,7 +24,7 @@ from accumfused.formats.numeric import (
     sums_of_squares,
     whole_steps,
 )
-from accumfused.rule import Rule
+from accumfused.rule import Rule, renewed
 
 
 class ReferenceBackend:
@@ -134,7 +134,7 @@ def _update(
         stored += zip([value, scale], new, strict=True)
     if storage.step is not None:
         stored.append((storage.step, storage.step + 1))
-    stored += zip(storage.tensor_states, (scalars[name] for name in rule.tensor_states), strict=True)
+    stored += zip(storage.tensor_states, (scalars[renewed(name)] for name in rule.tensor_states), strict=True)
     for old, new_value in stored:
         if old is not None and new_value is not None:
             old.copy_(torch.where(skipped, old, new_value))

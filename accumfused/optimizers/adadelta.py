@@ -30,23 +30,13 @@ class AdadeltaRule(Rule):
     hypers = ("lr", "rho", "eps", "weight_decay", "maximize")
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return {
-            "lr": h.lr,
-            "rho": h.rho,
-            "one_minus_rho": 1.0 - h.rho,
-            "eps": h.eps,
-            "weight_decay": h.weight_decay,
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         square_avg, acc_delta = states
-        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
-        square_avg = square_avg * s.rho + (g * g) * s.one_minus_rho
-        delta = sqrt(acc_delta + s.eps) / sqrt(square_avg + s.eps) * g
-        acc_delta = acc_delta * s.rho + (delta * delta) * s.one_minus_rho
-        return p - delta * s.lr, square_avg, acc_delta
+        g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
+        square_avg = square_avg * h.rho + (g * g) * (1.0 - h.rho)
+        delta = sqrt(acc_delta + h.eps) / sqrt(square_avg + h.eps) * g
+        acc_delta = acc_delta * h.rho + (delta * delta) * (1.0 - h.rho)
+        return p - delta * h.lr, square_avg, acc_delta
 
 
 @takes_settings

@@ -30,20 +30,11 @@ class AdagradRule(Rule):
     hypers = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "maximize")
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return {
-            "rate": h.lr / (1.0 + (step - 1.0) * h.lr_decay),
-            "eps": h.eps,
-            "weight_decay": h.weight_decay,
-            "initial": h.initial_accumulator_value,
-            "is_first": where(step == 1, 1.0, 0.0),
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
-        total = where(s.is_first != 0, s.initial, states[0]) + g * g
-        return p - (g * s.rate) / (sqrt(total) + s.eps), total
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
+        total = where(step == 1, h.initial_accumulator_value, states[0]) + g * g
+        rate = h.lr / (1.0 + (step - 1.0) * h.lr_decay)
+        return p - (g * rate) / (sqrt(total) + h.eps), total
 
 
 @takes_settings

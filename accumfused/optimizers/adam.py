@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from accumfused.arithmetic import agree, float32, maximum, power, sqrt, where
+from accumfused.arithmetic import agree, float32, maximum, named, power, sqrt, where
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rule import MAXIMUM_RATCHETS, Rule
 from accumfused.settings import SettingArguments, chosen, takes_settings
@@ -41,33 +41,25 @@ class AdamRule(Rule):
     }  # fmt: skip
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        root = float32(sqrt(float32(1.0 - power(h.beta2, step))))
-        return {
-            "beta1": h.beta1,
-            "one_minus_beta1": 1.0 - h.beta1,
-            "beta2": h.beta2,
-            "one_minus_beta2": 1.0 - h.beta2,
-            "eps": h.eps,
-            "weight_decay": where(h.decoupled_weight_decay != 0, 0.0, h.weight_decay),
-            "decay": where(h.decoupled_weight_decay != 0, 1.0 - h.lr * h.weight_decay, 1.0),
-            "step_size": h.lr / (1.0 - power(h.beta1, step)),
-            "inverse_root": 1.0 / root,
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         exp_avg, exp_avg_sq, *maximum_so_far = states
-        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
-        exp_avg = exp_avg * s.beta1 + g * s.one_minus_beta1
-        exp_avg_sq = exp_avg_sq * s.beta2 + (g * g) * s.one_minus_beta2
+        is_decoupled = h.decoupled_weight_decay != 0
+        weight_decay = where(is_decoupled, 0.0, h.weight_decay)
+        decay = where(is_decoupled, 1.0 - h.lr * h.weight_decay, 1.0)
+        step_size = h.lr / (1.0 - power(h.beta1, step))
+        inverse_root = 1.0 / float32(sqrt(float32(1.0 - power(h.beta2, step))))
+        named(weight_decay=weight_decay, decay=decay, step_size=step_size, inverse_root=inverse_root)
+        named(one_minus_beta1=1.0 - h.beta1, one_minus_beta2=1.0 - h.beta2)  # csrc/cuda/step_packed.cuh has Adam, too
+
+        g = where(weight_decay != 0, g + p * weight_decay, g)
+        exp_avg = exp_avg * h.beta1 + g * (1.0 - h.beta1)
+        exp_avg_sq = exp_avg_sq * h.beta2 + (g * g) * (1.0 - h.beta2)
         maxima = [maximum(exp_avg_sq, max_exp_avg_sq) for max_exp_avg_sq in maximum_so_far]
-        second = maxima[0] if s.amsgrad else exp_avg_sq
-        denominator = sqrt(second) * s.inverse_root + s.eps
-        update, decay = (exp_avg * s.step_size) / denominator, s.decay
-        if s.is_cautious:
-            update = update * where(agree(exp_avg, g), 1.0, s.kept_update)
-            decay = where(agree(update, -p), s.opposed_decay, decay)
+        denominator = sqrt(maxima[0] if h.amsgrad else exp_avg_sq) * inverse_root + h.eps
+        update = (exp_avg * step_size) / denominator
+        if h.is_cautious:
+            update = update * where(agree(exp_avg, g), 1.0, where(h.cautious != 0, 0.0, 1.0))
+            decay = where(agree(update, -p), where(h.cautious_weight_decay != 0, 1.0, decay), decay)
         return p * decay - update, exp_avg, exp_avg_sq, *maxima
 
 
@@ -81,7 +73,7 @@ class AmsgradRule(AdamRule):
 
 
 class CautiousAdamRule(AdamRule):
-    """Both cautious options: one kernel, whose scalars switch them."""
+    """Both cautious options: one kernel, in which numbers switch them."""
 
     is_common = False
     name = "adam_cautious"
@@ -99,14 +91,6 @@ class CautiousAdamRule(AdamRule):
     @classmethod
     def hyper(cls, group: Mapping[str, Any], name: str) -> Any:
         return group.get(name, False) if name.startswith("cautious") else super().hyper(group, name)
-
-    @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        made = AdamRule.scalars(h, step)
-        return made | {
-            "kept_update": where(h.cautious != 0, 0.0, 1.0),
-            "opposed_decay": where(h.cautious_weight_decay != 0, 1.0, made["decay"]),
-        }
 
 
 @takes_settings

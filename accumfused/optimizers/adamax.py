@@ -30,23 +30,12 @@ class AdamaxRule(Rule):
     needs_16_bits = MAXIMUM_RATCHETS
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return {
-            "beta1": h.beta1,
-            "one_minus_beta1": 1.0 - h.beta1,
-            "beta2": h.beta2,
-            "eps": h.eps,
-            "weight_decay": h.weight_decay,
-            "step_size": h.lr / (1.0 - power(h.beta1, step)),
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         exp_avg, exp_inf = states
-        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
-        exp_avg = exp_avg * s.beta1 + g * s.one_minus_beta1
-        exp_inf = maximum(exp_inf * s.beta2, abs(g) + s.eps)
-        return p - (exp_avg * s.step_size) / exp_inf, exp_avg, exp_inf
+        g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
+        exp_avg = exp_avg * h.beta1 + g * (1.0 - h.beta1)
+        exp_inf = maximum(exp_inf * h.beta2, abs(g) + h.eps)
+        return p - (exp_avg * (h.lr / (1.0 - power(h.beta1, step)))) / exp_inf, exp_avg, exp_inf
 
 
 @takes_settings

@@ -35,35 +35,20 @@ class AdanRule(Rule):
     hypers = ("lr", "beta1", "beta2", "beta3", "eps", "weight_decay", "no_prox", "maximize")
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        decay = h.lr * h.weight_decay
-        return {
-            "beta1": h.beta1,
-            "one_minus_beta1": 1.0 - h.beta1,
-            "beta2": h.beta2,
-            "one_minus_beta2": 1.0 - h.beta2,
-            "beta3": h.beta3,
-            "one_minus_beta3": 1.0 - h.beta3,
-            "eps": h.eps,
-            "decay_before": where(h.no_prox != 0, 1.0 - decay, 1.0),
-            "decay_after": where(h.no_prox != 0, 1.0, 1.0 / (1.0 + decay)),
-            "step_size": h.lr / (1.0 - power(h.beta1, step)),
-            "step_size_diff": h.lr * h.beta2 / (1.0 - power(h.beta2, step)),
-            "inverse_root": 1.0 / sqrt(1.0 - power(h.beta3, step)),
-            "is_first": where(step == 1, 1.0, 0.0),
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         exp_avg, exp_avg_diff, neg_pre_grad, exp_avg_sq = states
-        diff = where(s.is_first != 0, 0.0, g + neg_pre_grad)
-        ahead = g + diff * s.beta2
-        exp_avg = exp_avg * s.beta1 + g * s.one_minus_beta1
-        exp_avg_diff = exp_avg_diff * s.beta2 + diff * s.one_minus_beta2
-        exp_avg_sq = exp_avg_sq * s.beta3 + (ahead * ahead) * s.one_minus_beta3
-        update = exp_avg * s.step_size + exp_avg_diff * s.step_size_diff
-        p = p * s.decay_before - update / (sqrt(exp_avg_sq) * s.inverse_root + s.eps)
-        return p * s.decay_after, exp_avg, exp_avg_diff, -g, exp_avg_sq
+        decay = h.lr * h.weight_decay
+        diff = where(step == 1, 0.0, g + neg_pre_grad)
+        ahead = g + diff * h.beta2
+        exp_avg = exp_avg * h.beta1 + g * (1.0 - h.beta1)
+        exp_avg_diff = exp_avg_diff * h.beta2 + diff * (1.0 - h.beta2)
+        exp_avg_sq = exp_avg_sq * h.beta3 + (ahead * ahead) * (1.0 - h.beta3)
+        update = exp_avg * (h.lr / (1.0 - power(h.beta1, step)))
+        update = update + exp_avg_diff * (h.lr * h.beta2 / (1.0 - power(h.beta2, step)))
+        denominator = sqrt(exp_avg_sq) * (1.0 / sqrt(1.0 - power(h.beta3, step))) + h.eps
+        p = p * where(h.no_prox != 0, 1.0 - decay, 1.0) - update / denominator
+        p = p * where(h.no_prox != 0, 1.0, 1.0 / (1.0 + decay))
+        return p, exp_avg, exp_avg_diff, -g, exp_avg_sq
 
 
 @takes_settings

@@ -45,32 +45,18 @@ class AdEMAMixRule(Rule):
         return 0.0 if value is None else value
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        exp_avg_fast, exp_avg_slow, exp_avg_sq = states
         ramp = step / maximum(h.beta3_warmup, step)
         beta3 = power(h.beta3, 1.0 / ((1.0 - ramp) * h.half_life_ratio + ramp))
-        return {
-            "beta1": h.beta1,
-            "one_minus_beta1": 1.0 - h.beta1,
-            "beta2": h.beta2,
-            "one_minus_beta2": 1.0 - h.beta2,
-            "beta3": beta3,
-            "one_minus_beta3": 1.0 - beta3,
-            "eps": h.eps,
-            "decay": 1.0 - h.lr * h.weight_decay,
-            "step_size": h.lr / (1.0 - power(h.beta1, step)),
-            "slow_step_size": h.lr * h.alpha * (step / maximum(h.alpha_warmup, step)),
-            "inverse_root": 1.0 / sqrt(1.0 - power(h.beta2, step)),
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-        exp_avg_fast, exp_avg_slow, exp_avg_sq = states
-        exp_avg_fast = exp_avg_fast * s.beta1 + g * s.one_minus_beta1
-        exp_avg_slow = exp_avg_slow * s.beta3 + g * s.one_minus_beta3
-        exp_avg_sq = exp_avg_sq * s.beta2 + (g * g) * s.one_minus_beta2
-        update = exp_avg_fast * s.step_size + exp_avg_slow * s.slow_step_size
-        p = p * s.decay - update / (sqrt(exp_avg_sq) * s.inverse_root + s.eps)
-        return p, exp_avg_fast, exp_avg_slow, exp_avg_sq
+        step_size = h.lr / (1.0 - power(h.beta1, step))
+        slow_step_size = h.lr * h.alpha * (step / maximum(h.alpha_warmup, step))
+        exp_avg_fast = exp_avg_fast * h.beta1 + g * (1.0 - h.beta1)
+        exp_avg_slow = exp_avg_slow * beta3 + g * (1.0 - beta3)
+        exp_avg_sq = exp_avg_sq * h.beta2 + (g * g) * (1.0 - h.beta2)
+        update = exp_avg_fast * step_size + exp_avg_slow * slow_step_size
+        denominator = sqrt(exp_avg_sq) * (1.0 / sqrt(1.0 - power(h.beta2, step))) + h.eps
+        return p * (1.0 - h.lr * h.weight_decay) - update / denominator, exp_avg_fast, exp_avg_slow, exp_avg_sq
 
 
 @takes_settings

@@ -30,23 +30,13 @@ class ASGDRule(Rule):
     hypers = ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize")
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        eta = where(step == 1, h.lr, h.eta)
-        return {
-            "used_eta": eta,
-            "used_mu": h.mu,
-            "decay": 1.0 - h.lambd * eta,
-            "weight_decay": h.weight_decay,
-            "eta": h.lr / power(1.0 + h.lambd * h.lr * step, h.alpha),
-            "mu": 1.0 / maximum(step - h.t0, 1.0),
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         (ax,) = states
-        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
-        p = p * s.decay - g * s.used_eta
-        return p, where(s.used_mu == 1, p, ax + (p - ax) * s.used_mu)
+        eta = where(step == 1, h.lr, h.eta)
+        g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
+        p = p * (1.0 - h.lambd * eta) - g * eta
+        ax = where(h.mu == 1, p, ax + (p - ax) * h.mu)
+        return p, ax, h.lr / power(1.0 + h.lambd * h.lr * step, h.alpha), 1.0 / maximum(step - h.t0, 1.0)
 
 
 @takes_settings

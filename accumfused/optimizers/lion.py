@@ -32,30 +32,19 @@ class LionRule(Rule):
     flags: ClassVar[Mapping[str, bool]] = {"is_cautious": False}
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return {
-            "lr": h.lr,
-            "beta1": h.beta1,
-            "one_minus_beta1": 1.0 - h.beta1,
-            "beta2": h.beta2,
-            "one_minus_beta2": 1.0 - h.beta2,
-            "decay": 1.0 - h.lr * h.weight_decay,
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         (exp_avg,) = states
-        direction = exp_avg * s.beta1 + g * s.one_minus_beta1
-        exp_avg = exp_avg * s.beta2 + g * s.one_minus_beta2
-        update, decay = sign(direction), s.decay
-        if s.is_cautious:
-            update = update * where(agree(direction, g), 1.0, s.kept_update)
-            decay = where(agree(update, -p), s.opposed_decay, decay)
-        return p * decay - update * s.lr, exp_avg
+        direction = exp_avg * h.beta1 + g * (1.0 - h.beta1)
+        exp_avg = exp_avg * h.beta2 + g * (1.0 - h.beta2)
+        update, decay = sign(direction), 1.0 - h.lr * h.weight_decay
+        if h.is_cautious:
+            update = update * where(agree(direction, g), 1.0, where(h.cautious != 0, 0.0, 1.0))
+            decay = where(agree(update, -p), where(h.cautious_weight_decay != 0, 1.0, decay), decay)
+        return p * decay - update * h.lr, exp_avg
 
 
 class CautiousLionRule(LionRule):
-    """Both cautious options: one kernel, whose scalars switch them."""
+    """Both cautious options: one kernel, in which numbers switch them."""
 
     is_common = False
     name = "lion_cautious"
@@ -65,14 +54,6 @@ class CautiousLionRule(LionRule):
     @classmethod
     def fits(cls, group: Mapping[str, Any]) -> bool:
         return bool(group["cautious"] or group["cautious_weight_decay"])
-
-    @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        made = LionRule.scalars(h, step)
-        return made | {
-            "kept_update": where(h.cautious != 0, 0.0, 1.0),
-            "opposed_decay": where(h.cautious_weight_decay != 0, 1.0, made["decay"]),
-        }
 
 
 @takes_settings

@@ -57,14 +57,11 @@ class MuonRule(Rule):
         return bool(group.get("use_muon", True))
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return {"rest": 1.0 - h.momentum, "share": where(h.nesterov != 0, 1.0 - h.momentum, 0.0)}
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         (buffer,) = states
-        buffer = buffer + (g - buffer) * s.rest
-        return buffer + (g - buffer) * s.share, buffer
+        rest = 1.0 - h.momentum
+        buffer = buffer + (g - buffer) * rest
+        return buffer + (g - buffer) * where(h.nesterov != 0, rest, 0.0), buffer
 
 
 class OrthogonalRule(Rule):
@@ -75,12 +72,8 @@ class OrthogonalRule(Rule):
     counts_steps = False
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return {"decay": 1.0 - h.lr * h.weight_decay, "step_size": h.lr * h.ratio}
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-        return (p * s.decay - g * s.step_size,)
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        return (p * (1.0 - h.lr * h.weight_decay) - g * (h.lr * h.ratio),)
 
 
 # ---- the step -------------------------------------------------------------------------------------------------------

@@ -33,32 +33,20 @@ class NAdamRule(Rule):
     )  # fmt: skip
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        exp_avg, exp_avg_sq = states
         is_decoupled = h.decoupled_weight_decay != 0
         mu, following = (h.beta1 * (1.0 - 0.5 * power(0.96, count * h.momentum_decay)) for count in (step, step + 1))
         mu_product = h.mu_product * mu
-        return {
-            "beta1": h.beta1,
-            "one_minus_beta1": 1.0 - h.beta1,
-            "beta2": h.beta2,
-            "one_minus_beta2": 1.0 - h.beta2,
-            "inverse_correction": 1.0 / (1.0 - power(h.beta2, step)),
-            "eps": h.eps,
-            "weight_decay": where(is_decoupled, 0.0, h.weight_decay),
-            "decay": where(is_decoupled, 1.0 - h.lr * h.weight_decay, 1.0),
-            "of_gradient": h.lr * (1.0 - mu) / (1.0 - mu_product),
-            "of_momentum": h.lr * following / (1.0 - mu_product * following),
-            "mu_product": mu_product,
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-        exp_avg, exp_avg_sq = states
-        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
-        exp_avg = exp_avg * s.beta1 + g * s.one_minus_beta1
-        exp_avg_sq = exp_avg_sq * s.beta2 + (g * g) * s.one_minus_beta2
-        denominator = sqrt(exp_avg_sq * s.inverse_correction) + s.eps
-        return p * s.decay - (g * s.of_gradient + exp_avg * s.of_momentum) / denominator, exp_avg, exp_avg_sq
+        weight_decay = where(is_decoupled, 0.0, h.weight_decay)
+        g = where(weight_decay != 0, g + p * weight_decay, g)
+        exp_avg = exp_avg * h.beta1 + g * (1.0 - h.beta1)
+        exp_avg_sq = exp_avg_sq * h.beta2 + (g * g) * (1.0 - h.beta2)
+        of_gradient = h.lr * (1.0 - mu) / (1.0 - mu_product)
+        of_momentum = h.lr * following / (1.0 - mu_product * following)
+        denominator = sqrt(exp_avg_sq * (1.0 / (1.0 - power(h.beta2, step)))) + h.eps
+        p = p * where(is_decoupled, 1.0 - h.lr * h.weight_decay, 1.0)
+        return p - (g * of_gradient + exp_avg * of_momentum) / denominator, exp_avg, exp_avg_sq, mu_product
 
 
 @takes_settings

@@ -31,7 +31,9 @@ class RadamRule(Rule):
     hypers = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        exp_avg, exp_avg_sq = states
+        is_decoupled = h.decoupled_weight_decay != 0
         remaining = power(h.beta2, step)
         longest = 2.0 / (1.0 - h.beta2) - 1.0
         length = longest - 2.0 * step * remaining / (1.0 - remaining)
@@ -39,26 +41,15 @@ class RadamRule(Rule):
         length, longest = where(is_rectified, length, 6.0), where(is_rectified, longest, 6.0)
         rectification = (length - 4.0) * (length - 2.0) * longest / ((longest - 4.0) * (longest - 2.0) * length)
         step_size = h.lr / (1.0 - power(h.beta1, step))
-        return {
-            "beta1": h.beta1,
-            "one_minus_beta1": 1.0 - h.beta1,
-            "beta2": h.beta2,
-            "one_minus_beta2": 1.0 - h.beta2,
-            "eps": h.eps,
-            "weight_decay": where(h.decoupled_weight_decay != 0, 0.0, h.weight_decay),
-            "decay": where(h.decoupled_weight_decay != 0, 1.0 - h.lr * h.weight_decay, 1.0),
-            "step_size": where(is_rectified, step_size * sqrt((1.0 - remaining) * rectification), step_size),
-            "is_rectified": where(is_rectified, 1.0, 0.0),
-        }
+        step_size = where(is_rectified, step_size * sqrt((1.0 - remaining) * rectification), step_size)
 
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-        exp_avg, exp_avg_sq = states
-        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
-        exp_avg = exp_avg * s.beta1 + g * s.one_minus_beta1
-        exp_avg_sq = exp_avg_sq * s.beta2 + (g * g) * s.one_minus_beta2
-        denominator = where(s.is_rectified != 0, sqrt(exp_avg_sq) + s.eps, 1.0)
-        return p * s.decay - (exp_avg * s.step_size) / denominator, exp_avg, exp_avg_sq
+        weight_decay = where(is_decoupled, 0.0, h.weight_decay)
+        g = where(weight_decay != 0, g + p * weight_decay, g)
+        exp_avg = exp_avg * h.beta1 + g * (1.0 - h.beta1)
+        exp_avg_sq = exp_avg_sq * h.beta2 + (g * g) * (1.0 - h.beta2)
+        denominator = where(is_rectified, sqrt(exp_avg_sq) + h.eps, 1.0)
+        p = p * where(is_decoupled, 1.0 - h.lr * h.weight_decay, 1.0)
+        return p - (exp_avg * step_size) / denominator, exp_avg, exp_avg_sq
 
 
 @takes_settings

@@ -33,28 +33,17 @@ class RmspropRule(Rule):
     flags: ClassVar[Mapping[str, bool]] = {"has_momentum": False, "centered": False}
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return {
-            "lr": h.lr,
-            "alpha": h.alpha,
-            "one_minus_alpha": 1.0 - h.alpha,
-            "eps": h.eps,
-            "weight_decay": h.weight_decay,
-            "momentum": h.momentum,
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         *averages, square_avg = states
-        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
-        second = square_avg = square_avg * s.alpha + (g * g) * s.one_minus_alpha
-        if s.centered:
-            averages[-1] = averages[-1] * s.alpha + g * s.one_minus_alpha
+        g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
+        second = square_avg = square_avg * h.alpha + (g * g) * (1.0 - h.alpha)
+        if h.centered:
+            averages[-1] = averages[-1] * h.alpha + g * (1.0 - h.alpha)
             second = maximum(square_avg - averages[-1] * averages[-1], 0.0)  # roundings may make it negative
-        direction = g / (sqrt(second) + s.eps)
-        if s.has_momentum:
-            direction = averages[0] = averages[0] * s.momentum + direction
-        return p - direction * s.lr, *averages, square_avg
+        direction = g / (sqrt(second) + h.eps)
+        if h.has_momentum:
+            direction = averages[0] = averages[0] * h.momentum + direction
+        return p - direction * h.lr, *averages, square_avg
 
 
 class RmspropMomentumRule(RmspropRule):

@@ -32,23 +32,12 @@ class RpropRule(Rule):
     hypers = ("lr", "eta1", "eta2", "step_size1", "step_size2", "maximize")
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return {
-            "shrinking": h.eta1,
-            "growing": h.eta2,
-            "smallest": h.step_size1,
-            "largest": h.step_size2,
-            "initial": h.lr,
-            "is_first": where(step == 1, 1.0, 0.0),
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         prev, step_size = states
         agreement = sign(g) * sign(prev)  # a product of gradients could underflow
-        factor = where(agreement > 0, s.growing, where(agreement < 0, s.shrinking, 1.0))
-        step_size = where(s.is_first != 0, s.initial, step_size) * factor
-        step_size = minimum(maximum(step_size, s.smallest), s.largest)
+        factor = where(agreement > 0, h.eta2, where(agreement < 0, h.eta1, 1.0))
+        step_size = where(step == 1, h.lr, step_size) * factor
+        step_size = minimum(maximum(step_size, h.step_size1), h.step_size2)
         g = where(agreement < 0, 0.0, g)
         return p - sign(g) * step_size, g, step_size
 

@@ -34,31 +34,21 @@ class ScheduleFreeRule(Rule):
     needs_16_bits = "whose z is a copy of the weights"
 
     @staticmethod
-    def averaging(h: Any, step: Any, beta: Any) -> dict[str, Any]:
-        """The numbers that move y and z; the switch reads beta in fp32, so the step does too."""
+    def moved(h: Any, step: Any, beta: Any, y: Any, z: Any, direction: Any) -> tuple[Any, Any, tuple[Any, Any, Any]]:
+        """The new y and z, and tensor states. The switch reads beta in fp32, so the step does too."""
         beta, lr = float32(beta), h.lr * minimum(step / maximum(h.warmup_steps, 1.0), 1.0)
         lr_max = maximum(float32(lr), h.lr_max)
         has_weight = lr_max > 0
         before = power(h.lr_max / where(has_weight, lr_max, 1.0), h.weight_lr_power) * power((step - 1.0) / step, h.r)
         weight_sum = where(has_weight, h.weight_sum * before + 1.0, 0.0)
         share = 1.0 / maximum(weight_sum, 1.0)
-        return {
-            "is_first": where(h.weight_sum == 0, 1.0, 0.0),
-            "lr": lr,
-            "weight_decay": h.weight_decay,
-            "share": share + (1.0 - share) * (1.0 - beta / h.last_beta),  # x stays where it is if beta changes
-            "y_step": lr * (beta * (1.0 - share) - 1.0),
-            "weight_sum": weight_sum,
-            "lr_max": lr_max,
-            "last_beta": where(has_weight, beta, 1.0),
-        }
 
-    @staticmethod
-    def moved(s: Any, y: Any, z: Any, direction: Any) -> tuple[Any, Any]:
-        """The new y and z."""
-        z = where(s.is_first != 0, y, z)
-        direction = where(s.weight_decay != 0, direction + y * s.weight_decay, direction)
-        return (y + (z - y) * s.share) + direction * s.y_step, z - direction * s.lr
+        z = where(h.weight_sum == 0, y, z)
+        direction = where(h.weight_decay != 0, direction + y * h.weight_decay, direction)
+        # x stays where it is if beta changes.
+        y = y + (z - y) * (share + (1.0 - share) * (1.0 - beta / h.last_beta))
+        y = y + direction * (lr * (beta * (1.0 - share) - 1.0))
+        return y, z - direction * lr, (weight_sum, lr_max, where(has_weight, beta, 1.0))
 
 
 class ScheduleFreeSgdRule(ScheduleFreeRule):
@@ -68,12 +58,9 @@ class ScheduleFreeSgdRule(ScheduleFreeRule):
     hypers = ("lr", "momentum", "weight_decay", "warmup_steps", "r", "weight_lr_power")
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return ScheduleFreeRule.averaging(h, step, h.momentum)
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-        return ScheduleFreeRule.moved(s, p, states[0], g)
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        y, z, sums = ScheduleFreeRule.moved(h, step, h.momentum, p, states[0], g)
+        return y, z, *sums
 
 
 class ScheduleFreeAdamWRule(ScheduleFreeRule):
@@ -87,28 +74,16 @@ class ScheduleFreeAdamWRule(ScheduleFreeRule):
     flags: ClassVar[Mapping[str, bool]] = {"has_inner_momentum": False}
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        inner = h.inner_momentum if h.has_inner_momentum else 0.0
-        return {
-            "beta2": h.beta2,
-            "one_minus_beta2": 1.0 - h.beta2,
-            "eps": h.eps,
-            "inverse_correction": 1.0 / (1.0 - power(h.beta2, step)),
-            "inner": inner,
-            "one_minus_inner": 1.0 - inner,
-            "inverse_inner_correction": 1.0 / (1.0 - power(inner, step)),
-            **ScheduleFreeRule.averaging(h, step, h.beta1),
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         z, *means, exp_avg_sq = states
-        exp_avg_sq = exp_avg_sq * s.beta2 + (g * g) * s.one_minus_beta2
-        if s.has_inner_momentum:
-            means = [means[0] * s.inner + g * s.one_minus_inner]
-            g = means[0] * s.inverse_inner_correction
-        direction = g / (sqrt(exp_avg_sq * s.inverse_correction) + s.eps)
-        return *ScheduleFreeRule.moved(s, p, z, direction), *means, exp_avg_sq
+        exp_avg_sq = exp_avg_sq * h.beta2 + (g * g) * (1.0 - h.beta2)
+        if h.has_inner_momentum:
+            inner = h.inner_momentum
+            means = [means[0] * inner + g * (1.0 - inner)]
+            g = means[0] * (1.0 / (1.0 - power(inner, step)))
+        direction = g / (sqrt(exp_avg_sq * (1.0 / (1.0 - power(h.beta2, step)))) + h.eps)
+        y, z, sums = ScheduleFreeRule.moved(h, step, h.beta1, p, z, direction)
+        return y, z, *means, exp_avg_sq, *sums
 
 
 class ScheduleFreeAdamWInnerRule(ScheduleFreeAdamWRule):

@@ -31,22 +31,14 @@ class SgdRule(Rule):
     flags: ClassVar[Mapping[str, bool]] = {"has_momentum": False}
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return {
-            "lr": h.lr,
-            "weight_decay": h.weight_decay,
-            "momentum": h.momentum,
-            "incoming": where(step == 1, 1.0, 1.0 - h.dampening),
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
-        buffers = tuple(buffer * s.momentum + g * s.incoming for buffer in states)
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
+        incoming = where(step == 1, 1.0, 1.0 - h.dampening)
+        buffers = tuple(buffer * h.momentum + g * incoming for buffer in states)
         direction = buffers[0] if buffers else g
-        if buffers and s.nesterov:
-            direction = g + direction * s.momentum
-        return p - direction * s.lr, *buffers
+        if buffers and h.nesterov:
+            direction = g + direction * h.momentum
+        return p - direction * h.lr, *buffers
 
 
 class MomentumRule(SgdRule):

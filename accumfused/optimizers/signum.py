@@ -30,20 +30,11 @@ class SignumRule(Rule):
     hypers = ("lr", "momentum", "weight_decay", "maximize")
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return {
-            "lr": h.lr,
-            "momentum": h.momentum,
-            "one_minus_momentum": 1.0 - h.momentum,
-            "weight_decay": h.weight_decay,
-        }
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         (momentum_buffer,) = states
-        g = where(s.weight_decay != 0, g + p * s.weight_decay, g)
-        momentum_buffer = momentum_buffer * s.momentum + g * s.one_minus_momentum
-        return p - sign(momentum_buffer) * s.lr, momentum_buffer
+        g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
+        momentum_buffer = momentum_buffer * h.momentum + g * (1.0 - h.momentum)
+        return p - sign(momentum_buffer) * h.lr, momentum_buffer
 
 
 @takes_settings

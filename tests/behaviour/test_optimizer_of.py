@@ -28,16 +28,13 @@ class CountedRule(af.Rule):
     flags = {"centered": False}  # noqa: RUF012
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return {"lr": h.lr * where(h.left > 0, 0.5, 1.0), "beta": h.beta, "rest": 1.0 - h.beta, "left": h.left - 1.0}
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         average, square_avg = states
-        average = average * s.beta + g * s.rest
-        square_avg = square_avg * s.beta + (g * g) * s.rest
-        spread = square_avg - average * average if s.centered else square_avg
-        return p - (average * s.lr) / (sqrt(abs(spread)) + 0.01), average, square_avg
+        average = average * h.beta + g * (1.0 - h.beta)
+        square_avg = square_avg * h.beta + (g * g) * (1.0 - h.beta)
+        spread = square_avg - average * average if h.centered else square_avg
+        lr = h.lr * where(h.left > 0, 0.5, 1.0)
+        return p - (average * lr) / (sqrt(abs(spread)) + 0.01), average, square_avg, h.left - 1.0
 
 
 class CenteredRule(CountedRule):
@@ -65,13 +62,9 @@ class KeywordRule(af.Rule):
     hypers = {"new": 0.5, "coef": 0.25}  # noqa: RUF012
 
     @staticmethod
-    def scalars(h: Any, step: Any) -> dict[str, Any]:
-        return {"p": h.new, "coefficient": h.coef, "grad": h.new * step}
-
-    @staticmethod
-    def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
         double, v1 = states
-        return p * s.p - g * s.coefficient + double * s.grad, v1 + g, double + p
+        return p * h.new - g * h.coef + double * (h.new * step), v1 + g, double + p
 
 
 Counted = af.optimizer_of(CountedRule, CenteredRule)

@@ -23,57 +23,63 @@ from accumfused.optimizers.adam import AdamRule
 from accumfused.rule import MAX_HYPERS, MAX_STATES, Rule
 
 
-def make(
-    update: Callable[..., Any] = lambda s, p, g, *states: (p - g, *states),
-    scalars: Callable[..., Any] = lambda h, step: {"lr": h.lr},
-    **members: Any,
-) -> type[Rule]:
-    functions = {"scalars": staticmethod(scalars), "update": staticmethod(update)}
-    return type("Wrong", (Rule,), {"name": "wrong", **functions, **members})
+def make(update: Callable[..., Any] = lambda h, step, p, g, *states: (p - g, *states), **members: Any) -> type[Rule]:
+    return type("Wrong", (Rule,), {"name": "wrong", "update": staticmethod(update), **members})
 
 
-def branches(s: Any, p: Any, g: Any) -> Any:
+def of_elements(update: Callable[..., Any]) -> type[Rule]:
+    """A rule of which the function takes the parameter and the gradient alone."""
+    return make(lambda h, step, p, g: update(p, g))
+
+
+def branches(h: Any, step: Any, p: Any, g: Any) -> Any:
     return (p - g if g > 0 else p,)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a branch": ({"update": branches}, TypeError, "Wrong.update cannot be traced: a rule cannot branch on a number"),
-    "a branch of the scalars": (
-        {"scalars": lambda h, step: {"lr": 1.0 if h.lr > 0 else 0.0}}, TypeError, "Wrong.scalars .* cannot branch",
+    "a branch of what elements share": (
+        {"update": lambda h, step, p, g: (p if h.lr > 0 else g,)}, TypeError, "Wrong.update .* cannot branch",
     ),
-    "an unknown hyper": ({"scalars": lambda h, step: {"x": h.beta1}}, TypeError, "has no 'beta1'; it has lr"),
-    "an unknown scalar": ({"update": lambda s, p, g: (p * s.decay,)}, TypeError, "has no 'decay'; it has lr"),
+    "an unknown hyper": ({"update": lambda h, step, p, g: (p * h.beta1,)}, TypeError, "has no 'beta1'; it has lr"),
     "too few values": (
-        {"update": lambda s, p, g, m: (p,), "states": ("exp_avg",)}, TypeError,
+        {"update": lambda h, step, p, g, m: (p,), "states": ("exp_avg",)}, TypeError,
         r"returns 1 values; it must return \(p, exp_avg,\)",
     ),
-    "no tuple": ({"update": lambda s, p, g: p}, TypeError, r"returns Symbol; it must return \(p,\)"),
-    "no dict": ({"scalars": lambda h, step: [h.lr]}, TypeError, "returns list; it must return a dict"),
-    "no number": ({"update": lambda s, p, g: (None,)}, TypeError, "NoneType is no number of a rule"),
-    "a condition as a number": ({"update": lambda s, p, g: (p * (g > 0),)}, TypeError, "mul takes numbers here"),
-    "a number as a condition": ({"update": lambda s, p, g: (where(g, p, g),)}, TypeError, "where takes conditions"),
-    "& of numbers": ({"update": lambda s, p, g: (where(g & p, p, g),)}, TypeError, "and takes conditions here"),
-    "a function of math": ({"update": lambda s, p, g: (math.exp(p),)}, TypeError, "use the functions of accumfused"),
-    "a function of torch": ({"update": lambda s, p, g: (torch.exp(p),)}, TypeError, "Wrong.update cannot be traced"),
-    "another exponent": ({"update": lambda s, p, g: (p**3,)}, TypeError, "the exponent 2 alone"),
-    "a power of an element": (
-        {"update": lambda s, p, g: (power(p, 3.0),)}, TypeError, r"power\(\) is for scalars\(\)",
+    "no tuple": ({"update": lambda h, step, p, g: p}, TypeError, r"returns Symbol; it must return \(p,\)"),
+    "no number": ({"update": lambda h, step, p, g: (None,)}, TypeError, "NoneType is no number of a rule"),
+    "a condition as a result": ({"update": lambda h, step, p, g: (p > g,)}, TypeError, "a condition stands for"),
+    "a condition as a number": ({"update": lambda h, step, p, g: (p * (g > 0),)}, TypeError, "mul takes numbers here"),
+    "a shared condition as a number": (
+        {"update": lambda h, step, p, g: (p * (h.lr > 0),)}, TypeError, "mul takes numbers here",
     ),
-    "a number of scalars()": (
-        {"update": lambda s, p, g: (p + leaked[0],), "scalars": lambda h, step: leaked.append(h.lr) or {}}, TypeError,
-        "a number of another function",
+    "a number as a condition": (
+        {"update": lambda h, step, p, g: (where(g, p, g),)}, TypeError, "where takes conditions",
+    ),
+    "& of numbers": ({"update": lambda h, step, p, g: (where(g & p, p, g),)}, TypeError, "and takes conditions here"),
+    "a function of math": (
+        {"update": lambda h, step, p, g: (math.exp(p),)}, TypeError, "use the functions of accumfused",
+    ),
+    "a function of torch": (
+        {"update": lambda h, step, p, g: (torch.exp(p),)}, TypeError, "Wrong.update cannot be traced",
+    ),
+    "another exponent": ({"update": lambda h, step, p, g: (p**3,)}, TypeError, "the exponent 2 alone"),
+    "an exponent that is a number of the rule": (
+        {"update": lambda h, step, p, g: (p * h.lr**step,)}, TypeError, "the exponent 2 alone",
+    ),
+    "a power of an element": (
+        {"update": lambda h, step, p, g: (power(p, 3.0),)}, TypeError, r"power\(\) takes numbers that all",
+    ),
+    "a number of another rule": (
+        {"update": lambda h, step, p, g: (p + leaked[0],)}, TypeError, "a number of another function",
     ),
     "a name that stands twice": ({"states": ("lr",)}, ValueError, "lr stands twice"),
     "no identifier": ({"hypers": ("weight decay",)}, ValueError, "'weight decay' is no identifier"),
     "a name of a rule that is none": ({"name": "a-rule"}, ValueError, "'a-rule' is no identifier"),
     "a name that is taken": ({"states": ("g",)}, ValueError, "'g' means something else already"),
-    "no name of a number": ({"scalars": lambda h, step: {"a b": h.lr}}, ValueError, "'a b', which is no identifier"),
     "too many numbers": (
-        {
-            "scalars": lambda h, step: {f"a{n}": h.lr + n for n in range(24)},
-            "update": lambda s, p, g: (sum((getattr(s, f"a{n}") for n in range(24)), p),),
-        },
-        ValueError, "update reads 24 numbers of scalars.*at most 23 can",
+        {"update": lambda h, step, p, g: (sum((h.lr + n for n in range(24)), p),)}, ValueError,
+        "update read 24 numbers that they share; at most 23 can",
     ),
     "too many states": ({"states": tuple("abcdefgh"[: MAX_STATES + 1])}, ValueError, "at most 4"),
     "too many hypers": ({"hypers": tuple(f"a{n}" for n in range(MAX_HYPERS + 1))}, ValueError, "at most"),
@@ -82,6 +88,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
 }  # fmt: skip
 leaked: list[Any] = []
+make(lambda h, step, p, g: leaked.append(h.lr) or (p,))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -93,7 +100,7 @@ def test_a_wrong_rule_is_refused_when_its_class_is_made(name: str) -> None:
 
 def test_a_rule_does_not_change_after_its_class_was_made() -> None:
     rule = make()
-    for name in ("name", "states", "hypers", "flags", "scalars", "update"):
+    for name in ("name", "states", "hypers", "flags", "update"):
         with pytest.raises(AttributeError, match="compiled into kernels; make another rule with another name"):
             setattr(rule, name, getattr(AdamRule, name))
 
@@ -102,20 +109,36 @@ def test_each_function_is_that_of_torch() -> None:
     special = torch.tensor([0.0, -0.0, 1.0, -2.5, 1e-45, 3e38, torch.inf, -torch.inf, torch.nan])
     p, g = (values.flatten() for values in torch.meshgrid(special, special, indexing="ij"))
     expected: dict[str, tuple[Any, torch.Tensor]] = {
-        "maximum": (lambda s, p, g: (maximum(p, g),), torch.where(p == g, g, torch.maximum(p, g))),
-        "minimum": (lambda s, p, g: (minimum(p, g),), torch.where(p == g, g, torch.minimum(p, g))),
-        "sign": (lambda s, p, g: (sign(g),), torch.where((g == 0) | g.isnan(), g, g.sign())),
-        "-": (lambda s, p, g: (-g,), -g),
-        "abs": (lambda s, p, g: (abs(g),), g.abs()),
-        "** 2": (lambda s, p, g: (g**2,), g * g),
-        "zeros": (lambda s, p, g: (where(g > 0, 0.0, -0.0),), torch.where(g > 0, 0.0, -0.0)),
-        "conditions": (lambda s, p, g: (where((p < g) & ~(g >= 1.0) | (p != p), p, g),),
+        "maximum": (lambda p, g: (maximum(p, g),), torch.where(p == g, g, torch.maximum(p, g))),
+        "minimum": (lambda p, g: (minimum(p, g),), torch.where(p == g, g, torch.minimum(p, g))),
+        "sign": (lambda p, g: (sign(g),), torch.where((g == 0) | g.isnan(), g, g.sign())),
+        "-": (lambda p, g: (-g,), -g),
+        "abs": (lambda p, g: (abs(g),), g.abs()),
+        "** 2": (lambda p, g: (g**2,), g * g),
+        "zeros": (lambda p, g: (where(g > 0, 0.0, -0.0),), torch.where(g > 0, 0.0, -0.0)),
+        "conditions": (lambda p, g: (where((p < g) & ~(g >= 1.0) | (p != p), p, g),),
                        torch.where((p < g) & ~(g >= 1.0) | p.isnan(), p, g)),
-        "from the left": (lambda s, p, g: ((1.0 - p) * (2.0 / g),), (1.0 - p) * (2.0 / g)),
+        "from the left": (lambda p, g: ((1.0 - p) * (2.0 / g),), (1.0 - p) * (2.0 / g)),
     }  # fmt: skip
     for name, (update, values) in expected.items():
-        (made,) = evaluate.update(make(update), {}, p, g, [])
+        (made,) = evaluate.update(of_elements(update), {}, p, g, [])
         assert_same_bits(made, values, name)
+
+
+def test_what_no_element_enters_is_fp64_and_rounded_where_it_meets_one() -> None:
+    h, one, ones = {"lr": 5.0 + 2.0**-30}, torch.ones(1, dtype=torch.int64), torch.ones(3)
+    cases: list[tuple[Callable[..., Any], float]] = [
+        (lambda h, step, p, g: (g * (h.lr - 5.0),), 2.0**-30),
+        (lambda h, step, p, g: (g * h.lr - 5.0,), 0.0),
+        (lambda h, step, p, g: (where(h.lr > 5.0, g, p - p),), 1.0),  # a condition is the same for all that read it
+        (lambda h, step, p, g: (g * where(h.lr > 5.0, 2.0, 0.0),), 2.0),
+        (lambda h, step, p, g: (where((h.lr > 5.0) & (g < 2.0) & ~(step == 2), g, p - p),), 1.0),
+    ]
+    for update, expected in cases:
+        rule = make(update)
+        numbers = {name: value.reshape(()) for name, value in evaluate.scalars(rule, h, one, {}).items()}
+        (made,) = evaluate.update(rule, numbers, ones, ones, [])
+        assert_same_bits(made, torch.full((3,), expected))
 
 
 # ---- powers ---------------------------------------------------------------------------------------------------------
@@ -156,9 +179,9 @@ def other_adam() -> type[af.Adam]:
 
     class OtherRule(AdamRule):
         @staticmethod
-        def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+        def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
             exp_avg, exp_avg_sq = states
-            return p - g * s.step_size, exp_avg + g, exp_avg_sq
+            return p - g * h.lr, exp_avg + g, exp_avg_sq
 
     return type("Other", (af.Adam,), {"rules": (OtherRule,)})
 

@@ -67,21 +67,17 @@ def rule_from(code: int, place: int) -> type[Rule]:
         hypers = ("lr", "eps")
 
         @staticmethod
-        def scalars(h: Any, step: Any) -> dict[str, Any]:
+        def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
             base = abs(h.lr)
             powers = [power(base, step), power(base, h.eps), power(base, -h.eps), float32(h.lr), float32(h.eps) - h.eps]
-            numbers = compute(draws, [h.lr, h.eps, step, *powers], 8)
-            return {"x": powers[place % len(powers)], "y": numbers[-1], "z": numbers[-2]}
-
-        @staticmethod
-        def update(s: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-            given = [p, g, *states]
-            a, b = draws.choice(given), draws.choice([*given, s.x, *CONSTANTS])
-            made = OPERATIONS[place % len(OPERATIONS)](a, b, g < p)
-            numbers = compute(draws, [s.x, s.y, s.z, *given], 12)
+            *_, z, y = compute(draws, [h.lr, h.eps, step, *powers], 8)
+            x, given = powers[place % len(powers)], [p, g, *states]
+            a, b = draws.choice(given), draws.choice([*given, x, *CONSTANTS])
+            made = OPERATIONS[place % len(OPERATIONS)](a, b, draws.choice([g < p, h.eps < step, h.lr != 0]))
+            numbers = compute(draws, [x, y, z, *given], 12)
             if place % 2:  # results that are inputs, which others overwrite
-                return where(made, a, s.x) if is_condition(made) else made, p, states[0]
-            return where(made, a, s.x) if is_condition(made) else made, numbers[-1] + s.x, numbers[-2] * s.z
+                return where(made, a, x) if is_condition(made) else made, p, states[0]
+            return where(made, a, x) if is_condition(made) else made, numbers[-1] + x, numbers[-2] * z
 
     return Program
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from accumfused.arithmetic import Trace
 from accumfused.backends.triton import numeric
 from accumfused.functors import digest
-from accumfused.rule import MAX_STATES, MAX_TENSOR_STATES, Rule
+from accumfused.rule import MAX_STATES, MAX_TENSOR_STATES, Rule, renewed
 
 _COMMON = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}",
@@ -50,7 +50,7 @@ def _scalars(rule: type[Rule]) -> list[str]:
         sign = [f"coefficient = tl.where({inputs['maximize']} != 0, coefficient * -1.0, coefficient)"]
     rounded = ["coefficient", *(f"({result}).to(tl.float32)" for result in results)]
     names = [*rule.traced.scalars.results]
-    kept = [rounded[1 + names.index(name)] for name in rule.tensor_states] or ["coefficient"]
+    kept = [rounded[1 + names.index(renewed(name))] for name in rule.tensor_states] or ["coefficient"]
     kept += [kept[-1]] * (MAX_TENSOR_STATES - len(kept))
     return ["(hyper, kept, step, coefficient):", *sign, *lines, f"return {_tuple(rounded)}, {_tuple(kept)}"]
 
