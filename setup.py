@@ -25,11 +25,11 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
-# The package imports torch, which an isolated build does not have; these two modules of it do not.
+# The package imports torch, which an isolated build does not have; these modules of it do not.
 sys.modules["accumfused"] = types.ModuleType("accumfused")
 sys.modules["accumfused"].__path__ = [str(ROOT / "accumfused")]
 compiling = importlib.import_module("accumfused.compiling")
-functors = importlib.import_module("accumfused.functors")
+to_cpp = importlib.import_module("accumfused.rules.to_cpp")
 
 CSRC = ROOT / "csrc"
 MODES = ("auto", "0", "1")
@@ -97,7 +97,7 @@ class BuildNative(build_ext):
         temp = ROOT / "build" / f"temp.{self.plat_name}-{sys.implementation.cache_tag}"
         build = (temp if self.editable_mode else Path(self.build_temp).resolve()) / "native"
         build.mkdir(parents=True, exist_ok=True)
-        functors.write(build)
+        to_cpp.write(build)
         (build / "build.ninja").write_text(ninja_file(build, nvcc))
         command = [ninja(), "-C", str(build), *([] if self.verbose else ["--quiet"])]
         announce(command, nvcc)

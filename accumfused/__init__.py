@@ -58,7 +58,7 @@ from accumfused.optimizers import (
     Signum,
 )
 from accumfused.optimizers.own import optimizer_of
-from accumfused.rule import Rule
+from accumfused.rules import Rule
 from accumfused.warn import AccumulationWarning, strict
 
 __version__ = "0.1.0"

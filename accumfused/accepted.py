@@ -13,7 +13,7 @@ from accumfused.clipping import group_limits
 from accumfused.core.rows import check_parameter
 from accumfused.distributed import groups
 from accumfused.formats import kinds, shards
-from accumfused.rule import Rule
+from accumfused.rules import Rule
 from accumfused.settings import Settings, refuse_settings_of_groups
 
 

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import TypedDict, Unpack  # a dependency of torch's
 
 from accumfused.clipping import LIMIT, Clip, GlobalNorm, RunningMean, check_limit, check_policies
-from accumfused.rule import Rule
+from accumfused.rules import Rule
 
 Nonfinite = Literal["skip", "propagate", "raise"]
 MasterWeights = Literal["auto", "fp32", "split16", "split8"]

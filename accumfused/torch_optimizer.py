@@ -17,7 +17,7 @@ from accumfused.core.protocol import Backend, Exchange, OwnStep
 from accumfused.core.window import Phase, Window
 from accumfused.distributed import exchange, groups
 from accumfused.formats import kinds
-from accumfused.rule import Rule
+from accumfused.rules import Rule
 from accumfused.saving import checkpoint, full_precision, history
 from accumfused.settings import Settings
 

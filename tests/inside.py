@@ -15,9 +15,8 @@ from torch import Tensor
 
 import accumfused as af
 from accumfused import backends, compiled, versions
-from accumfused.backends import native_rules
 from accumfused.distributed import exchange
-from accumfused.rule import Rule
+from accumfused.rules import Rule, compile
 
 
 def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
@@ -34,7 +33,7 @@ def replace_cuda(patch: pytest.MonkeyPatch, make: Callable[[], Any] | None = Non
     select = backends._select
 
     def selected(name: str, device: torch.device, rules: Iterable[type[Rule]]) -> Any:
-        if name == "cuda" and any(map(native_rules.why_not_cuda, rules)):
+        if name == "cuda" and any(map(compile.why_not_cuda, rules)):
             name = "auto"
         return make() if name == "cuda" and make is not None else select(name, device, rules)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import accumfused as af
-from accumfused.rule import Rule
+from accumfused.rules import Rule
 
 UNUSED = ("foreach", "fused", "capturable", "differentiable", "train_mode")  # no formula takes them
 

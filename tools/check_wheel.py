@@ -10,7 +10,7 @@ import torch
 
 import accumfused as af
 from accumfused import compiled
-from accumfused.arithmetic import sign
+from accumfused.rules import sign
 
 kind = sys.argv[1]
 installed = Path(af.__file__).resolve()

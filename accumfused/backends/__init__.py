@@ -11,14 +11,13 @@ from typing import Any, get_args
 import torch
 
 from accumfused import compiled
-from accumfused.backends import native_rules
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.foreach import ForeachBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
 from accumfused.core.protocol import Backend
-from accumfused.rule import Rule
+from accumfused.rules import Rule, compile
 from accumfused.settings import BackendName
 from accumfused.warn import say_once
 
@@ -90,7 +89,7 @@ def _why_not_foreach_rule(rule: type[Rule]) -> str | None:
 
 
 _RULE_REASONS: dict[str, Callable[[type[Rule]], str | None]] = {
-    "cpu": native_rules.why_not_cpu, "cuda": native_rules.why_not_cuda, "foreach": _why_not_foreach_rule,
+    "cpu": compile.why_not_cpu, "cuda": compile.why_not_cuda, "foreach": _why_not_foreach_rule,
 }  # fmt: skip
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from accumfused import compiled
-from accumfused.backends import native_rules
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Number, Outcome, Scaling
 from accumfused.core.rows import Grads
+from accumfused.rules import compile
 
 
 class CpuBackend:
@@ -30,7 +30,7 @@ class CpuBackend:
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         plan.add_table(self._c.Table, param_groups, state)
-        plan.functors = native_rules.codes(plan, self.instruction_set)
+        plan.functors = [compile.code(rule, self.instruction_set) for rule in plan.rules]
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         plan.point_at(fold.grads, fold.sums, overwrites=fold.overwrites)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from accumfused import compiled
-from accumfused.backends import native_rules
 from accumfused.backends.cpu import address, number
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import Grads
+from accumfused.rules import compile
 
 _NONE = (0.0, 0, 0)  # in the place of a hyper-parameter that only other groups' rules have
 
@@ -53,7 +53,7 @@ class CudaBackend:
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         plan.add_table(self._table, param_groups, state)
         self._copies[plan] = {}
-        plan.functors = native_rules.indices(plan)
+        plan.functors = list(map(compile.index, plan.rules))
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         plan.point_at(fold.grads, fold.sums, overwrites=fold.overwrites)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.backends import evaluate
 from accumfused.backends.batches import Batch, Stored, Tensors
 from accumfused.core.plan import Plan
 from accumfused.core.rows import Grads
@@ -20,7 +19,7 @@ from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
 from accumfused.formats.kinds import Format, States, Storage, Weights
 from accumfused.formats.numeric import SMALLEST_NORMAL, whole_steps
-from accumfused.rule import Rule
+from accumfused.rules import Rule, on_tensors
 
 # A kernel updates in place: (weights, gradients, states, step counts, hyper-parameters, found_inf)
 Kernel = Callable[[Tensors, Tensors, list[Tensors], Tensors, dict[str, Any], Tensor | None], None]
@@ -224,10 +223,10 @@ def _composed(rule: type[Rule]) -> Kernel:
     ) -> None:
         one = torch.ones((), dtype=torch.float32, device=weights[0].device)
         counts = torch.stack(steps) if steps else one.expand(len(weights))
-        scalars, factor = evaluate.scalars(rule, h, whole_steps(counts), {}), evaluate.signed(h, one)
+        scalars, factor = on_tensors.scalars(rule, h, whole_steps(counts), {}), on_tensors.signed(h, one)
         for j, (weight, grad, *own_states) in enumerate(zip(weights, grads, *states, strict=True)):
             own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
-            new = evaluate.update(rule, own, weight, grad * factor, own_states)
+            new = on_tensors.update(rule, own, weight, grad * factor, own_states)
             for old, made in zip((weight, *own_states), new, strict=True):
                 old.copy_(made)
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.backends import evaluate
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling
@@ -24,7 +23,8 @@ from accumfused.formats.numeric import (
     sums_of_squares,
     whole_steps,
 )
-from accumfused.rule import Rule, renewed
+from accumfused.rules import on_tensors
+from accumfused.rules.rule import Rule, renewed
 
 
 class ReferenceBackend:
@@ -79,10 +79,10 @@ class ReferenceBackend:
                 counts = [_steps_made(plan, row) for row in rows]
                 steps = whole_steps(torch.stack(counts)) + 1
                 named = dict(zip(rule.hypers, map(float, values), strict=True))  # waits for a GPU that has some
-                scalars = evaluate.scalars(rule, named, steps, _kept(plan, rule, rows))
+                scalars = on_tensors.scalars(rule, named, steps, _kept(plan, rule, rows))
                 for j, row in enumerate(rows):
                     own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
-                    factor = evaluate.signed(named, outcome.coefficient_of(row))
+                    factor = on_tensors.signed(named, outcome.coefficient_of(row))
                     grad = memory_order(grads[row]).float() * factor  # type: ignore[arg-type]
                     changes = _update(plan, row, own, grad, steps[j], outcome.skipped)
                     if outcome.changes is not None:
@@ -123,7 +123,7 @@ def _update(
     kinds = [name in rule.second_moments for name in rule.states]
     states = [load_state(*part) for part in zip(values, scales, kinds, strict=True)]
     old_param = load_weights(form, param, master).clone()
-    new_param, *new_states = evaluate.update(rule, scalars, old_param, grad, states)
+    new_param, *new_states = on_tensors.update(rule, scalars, old_param, grad, states)
     bits = torch.zeros_like(param, dtype=torch.int32)
     if storage.seed is not None:
         bits = codecs.noise(codecs.key(storage.seed, step, index), param.numel(), row.origin)

@@ -31,7 +31,8 @@ from accumfused.core.plan import Plan
 from accumfused.core.plans import Prepared
 from accumfused.core.protocol import Call, Divisors, Outcome, Owner, Scaling, Segments, moved
 from accumfused.core.rows import Grads
-from accumfused.formats.numeric import LEAST_DIVISOR, ieee, square_root
+from accumfused.formats.numeric import LEAST_DIVISOR, ieee
+from accumfused.rules.on_tensors import square_root
 from accumfused.settings import Settings, refuse_settings_of_groups
 
 

@@ -22,7 +22,8 @@ from accumfused.core.plan import Plan
 from accumfused.core.coefficient import Measured
 from accumfused.core.protocol import Scaling
 from accumfused.core.window import Window
-from accumfused.formats.numeric import ieee, square_root
+from accumfused.formats.numeric import ieee
+from accumfused.rules.on_tensors import square_root
 
 _Kept = tuple[tuple[Tensor, ...], Tensor, tuple[str, ...]]  # bounds, sums, names
 

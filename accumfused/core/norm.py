@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from accumfused.core.protocol import Outcome, Scaling
-from accumfused.formats.numeric import LEAST_DIVISOR, LEAST_SUM, square_root
+from accumfused.formats.numeric import LEAST_DIVISOR, LEAST_SUM
+from accumfused.rules.on_tensors import square_root
 
 
 def finish_norm(sum_of_squares: Tensor | None, scaling: Scaling) -> Outcome:

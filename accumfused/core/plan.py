@@ -22,7 +22,7 @@ from accumfused.core.reader import OWN_REFERENCES, OWN_USES, TensorReader, setti
 from accumfused.core.rows import Grads, Row, check_gradient, check_parameter, has_memory, is_freed, row_of
 from accumfused.formats.kinds import check_states
 from accumfused.formats.numeric import chunk_count
-from accumfused.rule import Rule
+from accumfused.rules import Rule
 from accumfused.settings import Settings
 
 

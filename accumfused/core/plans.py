@@ -18,7 +18,7 @@ from accumfused.core.skips import Skips
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import names
 from accumfused.formats.numeric import ieee
-from accumfused.rule import Rule
+from accumfused.rules import Rule
 from accumfused.settings import Settings
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from accumfused.core.plan import Plan, overwritten
 from accumfused.core.rows import Grads
 from accumfused.formats.shards import replicated
-from accumfused.rule import Rule
+from accumfused.rules import Rule
 
 Hypers = list[tuple[float | Tensor, ...]]  # per group, in the order of its rule's `hypers`; a tensor has one element
 Number = float | Tensor  # a tensor has one element, which nobody reads

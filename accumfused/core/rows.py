@@ -13,7 +13,7 @@ from accumfused.formats import shards
 from accumfused.formats.kinds import DTYPES, Format, Storage, format_of, names, storage_of
 from accumfused.formats.numeric import layout
 from accumfused.formats.shards import Shard
-from accumfused.rule import Rule
+from accumfused.rules import Rule
 from accumfused.settings import Settings
 
 

@@ -25,7 +25,7 @@ from accumfused.formats.kinds import (
     storage_of,
 )
 from accumfused.formats.numeric import flush_subnormal, ieee, layout, memory_order
-from accumfused.rule import Rule
+from accumfused.rules import Rule
 from accumfused.warn import warn
 
 # ---- in a step ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accumfused.formats import codecs, shards
-from accumfused.rule import MAX_STATES, MAX_TENSOR_STATES, Rule
+from accumfused.rules.rule import MAX_STATES, MAX_TENSOR_STATES, Rule
 from accumfused.settings import Settings
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of parameters and gradients, in the order of csrc/rows.h

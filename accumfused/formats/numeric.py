@@ -1,13 +1,12 @@
 """The arithmetic that every backend shares, in PyTorch: the counterpart of csrc/numeric.h and csrc/norm.h.
 
 The functions use only operations that equal separate IEEE operations: `mul`, `add`, `sub`, `div` by a tensor,
-comparisons. `add(alpha=)`, `lerp` and `addcmul` may contract, and torch's `sqrt` is not correctly rounded on a CPU.
+comparisons. `add(alpha=)`, `lerp` and `addcmul` may contract. rules/on_tensors.py has roots and powers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 
 import torch
@@ -19,48 +18,11 @@ LANES = 1024
 
 SMALLEST_NORMAL = 2.0**-126
 LEAST_SUM, LEAST_DIVISOR = 2.0**-100, 2.0**-50  # see csrc/norm.h
-_POWER_BITS = 25  # a float32 step count is exact up to 2^24
-_FRACTION_BITS = 53
 
 
 def flush_subnormal(value: Tensor) -> Tensor:
     """`value` with everything below the smallest normal fp32 number replaced by 0."""
     return torch.where(value.abs() < SMALLEST_NORMAL, torch.zeros_like(value), value)
-
-
-def square_root(value: Tensor) -> Tensor:
-    """The IEEE square root of an fp32 or fp64 tensor; torch's own is not correctly rounded on a CPU.
-
-    fp32 is exact through fp64, since 53 >= 2 * 24 + 2 (Figueroa 1995); fp64 goes through Python, which a CPU allows.
-    """
-    if value.dtype == torch.float32:
-        return value.double().sqrt().float()
-    if value.device.type != "cpu":
-        return value.sqrt()
-    roots = [math.sqrt(number) if number >= 0 else math.nan for number in value.flatten().tolist()]
-    return torch.tensor(roots, dtype=torch.float64, device="cpu").view_as(value)
-
-
-def power(base: Tensor, exponent: Tensor) -> Tensor:
-    """`base ** exponent` in fp64 by squaring, for whole exponents >= 0, below 2^25 in size."""
-    exponent = exponent.to(torch.int64)
-    result, factor = torch.ones_like(exponent, dtype=torch.float64), base
-    for bit in range(_POWER_BITS):
-        result = torch.where((exponent >> bit) & 1 == 1, result * factor, result)
-        factor = factor * factor
-    return result
-
-
-def real_power(base: Tensor, exponent: Tensor) -> Tensor:
-    """`base ** exponent` in fp64: as `power` for the exponent's whole part, roots for the digits behind the point."""
-    size = exponent.abs()
-    whole = size.clamp(max=2.0 ** (_POWER_BITS - 1)).floor()
-    result, rest, root = power(base, whole), size - whole, base
-    for _ in range(_FRACTION_BITS):
-        root, rest = square_root(root), rest + rest
-        result, rest = torch.where(rest >= 1, result * root, result), torch.where(rest >= 1, rest - 1, rest)
-    result = torch.where(exponent < 0, 1.0 / result, result)
-    return torch.where(exponent.isnan(), exponent, result)
 
 
 def whole_steps(count: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from accumfused.optimizers import (
     RMSprop,
     Rprop,
 )
-from accumfused.rule import Rule
+from accumfused.rules import Rule
 from accumfused.settings import SettingArguments, Settings, chosen, takes_settings
 from accumfused.warn import say_once
 

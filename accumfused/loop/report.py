@@ -27,7 +27,7 @@ from accumfused.formats.kinds import (
 from accumfused.formats.numeric import layout
 from accumfused.formats.shards import Shard, local, owned, shard_of
 from accumfused.optimizer import FusedOptimizer, check_fused
-from accumfused.rule import Rule
+from accumfused.rules import Rule
 from accumfused.settings import SettingArguments
 
 PARTS = ("parameters", "masters", "states", "scales", "accumulators", "gradients")

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from accumfused.arithmetic import sqrt, where
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.peers import constructor
-from accumfused.rule import Rule
+from accumfused.rules import Rule, sqrt, where
 from accumfused.settings import takes_settings
 
 

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from accumfused.arithmetic import agree, float32, maximum, named, power, sqrt, where
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rule import MAXIMUM_RATCHETS, Rule
+from accumfused.rules import MAXIMUM_RATCHETS, Rule, agree, float32, maximum, named, power, sqrt, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from accumfused.arithmetic import maximum, power, where
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.peers import constructor
-from accumfused.rule import MAXIMUM_RATCHETS, Rule
+from accumfused.rules import MAXIMUM_RATCHETS, Rule, maximum, power, where
 from accumfused.settings import takes_settings
 
 

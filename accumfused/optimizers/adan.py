@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from accumfused.arithmetic import power, sqrt, where
 from accumfused.clipping import LIMIT
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.peers import check_hypers
-from accumfused.rule import Rule
+from accumfused.rules import Rule, power, sqrt, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 

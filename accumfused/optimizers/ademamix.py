@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from accumfused.arithmetic import maximum, power, sqrt
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.peers import check_hypers
-from accumfused.rule import Rule
+from accumfused.rules import Rule, maximum, power, sqrt
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from accumfused.arithmetic import agree, sign, where
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.peers import check_hypers
-from accumfused.rule import Rule
+from accumfused.rules import Rule, agree, sign, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from accumfused.arithmetic import where
 from accumfused.core.engine import Engine
 from accumfused.core.plan import Plan
 from accumfused.core.coefficient import Measured
@@ -36,7 +35,7 @@ from accumfused.formats.numeric import chunk_count
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.adam import Adam
 from accumfused.optimizers.newton_schulz import orthogonalized
-from accumfused.rule import Rule
+from accumfused.rules import Rule, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 from accumfused.versions import TorchMuon
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rule import Rule
+from accumfused.rules import Rule
 from accumfused.settings import chosen, takes_settings
 
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from accumfused.arithmetic import power, sqrt, where
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.peers import constructor
-from accumfused.rule import Rule
+from accumfused.rules import Rule, power, sqrt, where
 from accumfused.settings import takes_settings
 
 

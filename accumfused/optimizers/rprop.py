@@ -16,10 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from accumfused.arithmetic import maximum, minimum, sign, where
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.peers import constructor
-from accumfused.rule import Rule
+from accumfused.rules import Rule, maximum, minimum, sign, where
 from accumfused.settings import takes_settings
 
 

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from accumfused.arithmetic import float32, maximum, minimum, power, sqrt, where
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.peers import check_hypers
-from accumfused.rule import Rule
+from accumfused.rules import Rule, float32, maximum, minimum, power, sqrt, where
 from accumfused.saving import full_precision
 from accumfused.settings import SettingArguments, chosen, takes_settings
 

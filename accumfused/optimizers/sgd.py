@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from accumfused.arithmetic import where
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rule import Rule
+from accumfused.rules import Rule, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 

@@ -34,7 +34,7 @@ from accumfused.formats.kinds import (
 )
 from accumfused.formats.numeric import layout
 from accumfused.formats.shards import is_dtensor, owned, shard_of
-from accumfused.rule import Rule, known_states
+from accumfused.rules.rule import Rule, known_states
 from accumfused.warn import warn
 
 ACCUMULATOR = "grad_accumulator"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from accumfused import functors
+from accumfused.rules import to_cpp
 from bench.gpu.journal import Journal
 from bench.gpu.runner import ROOT
 from bench.machine import gpu
@@ -68,7 +68,7 @@ def build(own: Journal, card: str, folder: Path) -> bool:
 def key(card: str) -> str:
     """A digest of all that a module depends on."""
     with tempfile.TemporaryDirectory() as printed:
-        functors.write(Path(printed))  # the rules, in C++
+        to_cpp.write(Path(printed))  # the rules, in C++
         sources = [*Path(printed).iterdir(), *(ROOT / "csrc").rglob("*.*"), ROOT / "setup.py"]
         texts = sorted(path.read_bytes() for path in [*sources, ROOT / "accumfused" / "compiling.py"])
     programs = [shutil.which(os.environ.get(name, default)) for name, default in (("CUDACXX", "nvcc"), ("CXX", "c++"))]

@@ -1,5 +1,5 @@
 // The step of one rule on the CPU: a chunk at a time, for one instruction set. kernels.inl has it for the rules of the
-// package; accumfused/backends/user_rules.py compiles it for a rule of the user's own.
+// package; accumfused/rules/compile.py compiles it for a rule of the user's own.
 #include <utility>
 
 #include "../codecs.h"

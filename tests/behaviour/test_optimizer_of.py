@@ -13,8 +13,8 @@ from compare import assert_all_same_bits, everything
 from table import random_grads, random_params, set_grads
 
 import accumfused as af
-from accumfused.arithmetic import sqrt, where
 from accumfused.optimizers.adam import AdamRule
+from accumfused.rules import sqrt, where
 
 
 class CountedRule(af.Rule):

@@ -16,11 +16,9 @@ from compare import assert_same_bits
 from table import random_grads, random_params, set_grads
 
 import accumfused as af
-from accumfused.arithmetic import maximum, minimum, power, sign, sqrt, where
-from accumfused.backends import evaluate
-from accumfused.formats import numeric
 from accumfused.optimizers.adam import AdamRule
-from accumfused.rule import MAX_HYPERS, MAX_STATES, Rule
+from accumfused.rules import maximum, minimum, on_tensors, power, sign, sqrt, where
+from accumfused.rules.rule import MAX_HYPERS, MAX_STATES, Rule
 
 
 def make(update: Callable[..., Any] = lambda h, step, p, g, *states: (p - g, *states), **members: Any) -> type[Rule]:
@@ -121,7 +119,7 @@ def test_each_function_is_that_of_torch() -> None:
         "from the left": (lambda p, g: ((1.0 - p) * (2.0 / g),), (1.0 - p) * (2.0 / g)),
     }  # fmt: skip
     for name, (update, values) in expected.items():
-        (made,) = evaluate.update(of_elements(update), {}, p, g, [])
+        (made,) = on_tensors.update(of_elements(update), {}, p, g, [])
         assert_same_bits(made, values, name)
 
 
@@ -136,8 +134,8 @@ def test_what_no_element_enters_is_fp64_and_rounded_where_it_meets_one() -> None
     ]
     for update, expected in cases:
         rule = make(update)
-        numbers = {name: value.reshape(()) for name, value in evaluate.scalars(rule, h, one, {}).items()}
-        (made,) = evaluate.update(rule, numbers, ones, ones, [])
+        numbers = {name: value.reshape(()) for name, value in on_tensors.scalars(rule, h, one, {}).items()}
+        (made,) = on_tensors.update(rule, numbers, ones, ones, [])
         assert_same_bits(made, torch.full((3,), expected))
 
 
@@ -149,7 +147,7 @@ BASES = (0.9, 0.999, 0.5, 0.1, 1.0000001, 1.7, 1e-12)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 10, 31, 200])
 def test_powers_of_steps_are_within_their_error(base: float, exponent: int) -> None:
-    found = numeric.power(torch.tensor(base, dtype=torch.float64), torch.tensor(exponent)).item()
+    found = on_tensors.power(torch.tensor(base, dtype=torch.float64), torch.tensor(exponent)).item()
     exact = Fraction(base) ** exponent
     if exact > Fraction(2) ** -1000:
         assert abs(Fraction(found) - exact) <= exact * exponent * Fraction(2) ** -53
@@ -158,7 +156,7 @@ def test_powers_of_steps_are_within_their_error(base: float, exponent: int) -> N
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("exponent", [0.0, 0.5, -0.5, 0.8, -0.8, 1 / 3, 1.0, 2.75, -3.1, 17.001, 1e-9])
 def test_real_powers_are_within_their_error(base: float, exponent: float) -> None:
-    made = numeric.real_power(*(torch.tensor(x, dtype=torch.float64) for x in (base, exponent)))
+    made = on_tensors.real_power(*(torch.tensor(x, dtype=torch.float64) for x in (base, exponent)))
     with localcontext() as context:
         context.prec = 60
         exact = Decimal(base) ** Decimal(exponent)

@@ -19,8 +19,8 @@ import accumfused as af
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.formats import codecs, numeric
-from accumfused.functors import digest
 from accumfused.optimizers import RULES
+from accumfused.rules.to_cpp import digest
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 HALVES = 1 << 16

@@ -17,7 +17,8 @@ from pathlib import Path
 import inside
 import pytest
 
-from accumfused import compiled, functors
+from accumfused import compiled
+from accumfused.rules import to_cpp
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "tools").exists():
@@ -55,7 +56,7 @@ def built(arch: int, kernels: str) -> Path:
         pytest.skip("nvcc and cuobjdump are in the CUDA toolkit, the latter in Triton's wheel, too")
     folder = ROOT / "build" / "machine_code"
     folder.mkdir(parents=True, exist_ok=True)
-    functors.write(folder)
+    to_cpp.write(folder)
     sources = b"".join(path.read_bytes() for path in (folder / "functors.h", *sorted((ROOT / "csrc").rglob("*.*"))))
     made = folder / f"{hashlib.sha256(sources + kernels.encode()).hexdigest()[:16]}.{arch}.o"
     if not made.exists():

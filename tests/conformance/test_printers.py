@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 from places import interpreted
 from torch import Tensor
 
-from accumfused import functors
-from accumfused.arithmetic import Symbol, float32, maximum, minimum, power, sign, sqrt, where
-from accumfused.backends import evaluate
-from accumfused.rule import Rule
+from accumfused.rules import Rule, float32, maximum, minimum, on_tensors, power, sign, sqrt, to_cpp, where
+from accumfused.rules.trace import Symbol
 
 CSRC = Path(__file__).parents[2] / "csrc"
 # With numbers a and b and a condition c.
@@ -54,7 +52,7 @@ def compute(draws: random.Random, numbers: list[Any], count: int) -> list[Any]:
 
 
 def is_condition(made: Symbol) -> bool:
-    return made.trace.operations[made.place].name in functors.CONDITIONS
+    return made.trace.operations[made.place].name in to_cpp.CONDITIONS
 
 
 def rule_from(code: int, place: int) -> type[Rule]:
@@ -85,8 +83,8 @@ def rule_from(code: int, place: int) -> type[Rule]:
 def in_torch(rule: type[Rule], hypers: tuple[float, float], step: int, tensors: list[Tensor]) -> list[Tensor]:
     number = torch.float64
     known = dict(zip((*rule.hypers, "step"), (torch.tensor(x, dtype=number) for x in (*hypers, step)), strict=True))
-    made = evaluate.evaluate(rule.traced.scalars, known, number, torch.device("cpu"))
-    return evaluate.update(rule, {name: value.float() for name, value in made.items()}, *tensors[:2], tensors[2:])
+    made = on_tensors.evaluate(rule.traced.scalars, known, number, torch.device("cpu"))
+    return on_tensors.update(rule, {name: value.float() for name, value in made.items()}, *tensors[:2], tensors[2:])
 
 
 @pytest.fixture
@@ -113,7 +111,7 @@ extern "C" const Program programs[] = {AF_RULES(AF_RUN)};
 
     def compiled(rules: list[type[Rule]]) -> Any:
         library = tmp_path / f"programs{next(numbers)}.so"
-        (tmp_path / "functors.h").write_text(functors.header(rules))
+        (tmp_path / "functors.h").write_text(to_cpp.header(rules))
         subprocess.run([str(compiler), *flags, str(source), "-o", str(library)], check=True)
         kind = ctypes.CFUNCTYPE(
             None, ctypes.POINTER(ctypes.c_double), ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int
@@ -138,7 +136,8 @@ def in_triton() -> Iterator[Callable[[list[type[Rule]]], Any]]:
         import triton
         import triton.language as tl
 
-        from accumfused.backends.triton import rules
+        from accumfused.backends.triton import numeric
+        from accumfused.rules import to_triton
 
         @triton.jit
         def kernel(hypers, step, one, p, g, a, b, n: tl.constexpr, scalars: tl.constexpr, update: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -155,7 +154,7 @@ def in_triton() -> Iterator[Callable[[list[type[Rule]]], Any]]:
         def run(programs: Any, place: int, hypers: Any, step: int, tensors: list[Tensor]) -> list[Tensor]:
             p, g, a, b = (tensor.clone() for tensor in tensors)
             numbers = torch.tensor(hypers, dtype=torch.float64), torch.tensor(step, dtype=torch.int32), torch.ones(())
-            kernel[(1,)](*numbers, p, g, a, b, ELEMENTS, *rules.compiled(programs[place]))
+            kernel[(1,)](*numbers, p, g, a, b, ELEMENTS, *to_triton.compiled(programs[place], numeric))
             return [p, a, b]
 
         yield lambda programs: partial(run, programs)
@@ -185,7 +184,7 @@ few = settings(max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.genera
 
 def assert_agree(rule: type[Rule], ours: list[Tensor], theirs: list[Tensor]) -> None:
     for name, mine, other in zip(("p", *rule.states), ours, theirs, strict=True):
-        assert_same_bits(mine, other, f"{name} of\n{functors.functor(rule, is_common=False)}")
+        assert_same_bits(mine, other, f"{name} of\n{to_cpp.functor(rule, is_common=False)}")
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
-from accumfused import functors
+from accumfused.rules import to_cpp
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -62,14 +62,14 @@ def _include(folder: Path) -> list[str]:
     """The compiler's flags, once the rules are printed into the folder."""
     import pybind11
 
-    functors.write(folder)
+    to_cpp.write(folder)
     return [f"-I{HERE}", f"-I{folder}", f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
 
 
 def build_program(name: str, folder: Path) -> Path:
     """A program over the emulation, for this processor: searches go through many numbers."""
     program = folder / Path(name).stem
-    functors.write(folder)
+    to_cpp.write(folder)
     flags = [*FLAGS, "-O2", "-march=native", f"-I{HERE}", f"-I{folder}"]
     subprocess.run(["g++", *flags, str(HERE / name), "-o", str(program)], check=True)
     return program

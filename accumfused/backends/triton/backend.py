@@ -21,7 +21,7 @@ from torch import Tensor
 from accumfused import compiled
 from accumfused.backends.cpu import address
 from accumfused.backends.cuda import current_stream
-from accumfused.backends.triton import kernels, memory, rules
+from accumfused.backends.triton import kernels, memory, numeric
 from accumfused.backends.triton.step import step_kernel
 from accumfused.core.graphs import is_capturing
 from accumfused.core.plan import Plan
@@ -29,7 +29,7 @@ from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scali
 from accumfused.core.rows import Grads, has_memory
 from accumfused.formats.kinds import DTYPES, Format, Storage
 from accumfused.formats.numeric import ieee
-from accumfused.rule import Rule
+from accumfused.rules import Rule, to_triton
 
 _NO_SLOTS = Storage(None, None, [], None, [], []).slots()
 _DTYPES = {dtype: index for index, dtype in enumerate(DTYPES)}
@@ -187,7 +187,7 @@ def constants(rule: type[Rule], form: Format, measured: bool = False) -> tuple[A
         form.needs_noise,
         measured,
     )
-    return *rules.compiled(rule), *numbers
+    return *to_triton.compiled(rule, numeric), *numbers
 
 
 def resident_programs(device: torch.device, kernel: Any = None) -> int:

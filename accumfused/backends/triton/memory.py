@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from accumfused import rule
 from accumfused.backends.triton.codecs import from_bfloat16
 from accumfused.backends.triton.numeric import CHUNK, whole_steps
+from accumfused.rules import rule
 
 # The table: a row that begins with the ticket, which is 0 between launches; then a row of these words per parameter.
 ROWS = tl.constexpr(23)

@@ -2,8 +2,8 @@
 
 A rule's function is called with symbols in place of numbers, and each operator that it applies is recorded. An
 operation on which an element has an influence is one of fp32, for each element. All others go to the second list: they
-are computed in fp64, once for each tensor, and rounded to fp32 where they meet an element. functors.py prints the lists
-as C++, backends/triton/rules.py as Triton, and backends/evaluate.py runs them on tensors. Each operation is one IEEE
+are computed in fp64, once for each tensor, and rounded to fp32 where they meet an element. to_cpp.py prints the lists
+as C++, to_triton.py as Triton, and on_tensors.py runs them on tensors. Each operation is one IEEE
 operation, so all backends compute the same bits. This file imports Python alone: setup.py prints the functors where no
 torch is installed.
 
@@ -73,7 +73,7 @@ class Trace:
             raise TypeError("a number of another function is used, or one that depends on an element where none may")
         if isinstance(value, int | float):
             return self.add("constant", label=float(value).hex(), constant=float(value))
-        raise TypeError(f"{type(value).__name__} is no number of a rule; use + - * / and accumfused.arithmetic")
+        raise TypeError(f"{type(value).__name__} is no number of a rule; use + - * / and accumfused.rules")
 
     def _rounded(self, value: Symbol) -> Symbol:
         """A number that all elements share, as an input here. A condition travels as the number 1 or 0."""
@@ -152,7 +152,7 @@ class Symbol:
         raise TypeError("a rule cannot branch on a number that is known only when it runs; use where(condition, a, b)")
 
     def __float__(self) -> NoReturn:
-        raise TypeError("the number is known only when the rule runs; use the functions of accumfused.arithmetic")
+        raise TypeError("the number is known only when the rule runs; use the functions of accumfused.rules")
 
     __int__ = __index__ = __float__
 

@@ -8,7 +8,7 @@
         def update(h, step, p, g):
             return (p * (1.0 - h.lr * h.weight_decay) - sign(g) * h.lr,)
 
-This file imports no torch: setup.py prints the functors of all rules in accumfused/optimizers/.
+update() runs once, when the class is made, and leaves a trace: see trace.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accumfused.arithmetic import CONDITIONS, Names, Trace
+from accumfused.rules.trace import CONDITIONS, Names, Trace
 
 MAX_STATES = 4  # csrc/rows.h's kMaxStates
 MAX_HYPERS = 12  # csrc/rows.h's kMaxHypers

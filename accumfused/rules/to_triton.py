@@ -11,15 +11,15 @@ from __future__ import annotations
 import functools
 import linecache
 import math
+from types import ModuleType
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from accumfused.arithmetic import Trace
-from accumfused.backends.triton import numeric
-from accumfused.functors import digest
-from accumfused.rule import MAX_STATES, MAX_TENSOR_STATES, Rule, renewed
+from accumfused.rules.rule import MAX_STATES, MAX_TENSOR_STATES, Rule, renewed
+from accumfused.rules.to_cpp import digest
+from accumfused.rules.trace import Trace
 
 _COMMON = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}",
@@ -35,10 +35,12 @@ _FP64 = _COMMON | {
 
 
 @functools.cache
-def compiled(rule: type[Rule]) -> tuple[Any, Any]:
-    """`scalars` and `update` for Triton's kernels."""
+def compiled(rule: type[Rule], numeric: ModuleType) -> tuple[Any, Any]:
+    """`scalars` and `update` for Triton's kernels; `numeric` has power() and real_power() in Triton."""
     name = f"{rule.name}_{digest(rule)}"
-    return _function(f"{name}_scalars", _scalars(rule)), _function(f"{name}_update", _update(rule))
+    both = ("scalars", _scalars(rule)), ("update", _update(rule))
+    scalars, update = (_function(f"{name}_{part}", lines, numeric) for part, lines in both)
+    return scalars, update
 
 
 def _scalars(rule: type[Rule]) -> list[str]:
@@ -94,7 +96,7 @@ def _literal(value: float) -> str:
     return repr(value) if math.isfinite(value) else f'float("{value}")'
 
 
-def _function(name: str, lines: list[str]) -> Any:
+def _function(name: str, lines: list[str], numeric: ModuleType) -> Any:
     """Triton reads a function's source through linecache, so the text need not lie in a file."""
     signature, *body = lines
     text = "\n    ".join([f"def {name}{signature}", *body]) + "\n"

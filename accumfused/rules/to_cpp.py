@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from accumfused.arithmetic import CONDITIONS, Trace
-from accumfused.rule import Rule, renewed
+from accumfused.rules.rule import Rule, renewed
+from accumfused.rules.trace import CONDITIONS, Trace
 
 _EXPRESSIONS = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "lt": "{} < {}", "le": "{} <= {}",
@@ -24,7 +24,7 @@ _EXPRESSIONS = {
 
 def write(folder: Path) -> None:
     """Writes functors.h for the rules of all optimizers, if it is another than before."""
-    files = sorted((Path(__file__).parent / "optimizers").glob("*.py"))
+    files = sorted((Path(__file__).parents[1] / "optimizers").glob("*.py"))
     text, path = header(rule for file in files for rule in rules_in(file)), folder / "functors.h"
     if not path.exists() or path.read_text() != text:
         part = folder / f"functors.{os.getpid()}"  # another process may be reading the old one
@@ -142,7 +142,7 @@ def rules_in(file: Path) -> list[type[Rule]]:
 def _is_of_rules(node: ast.stmt) -> bool:
     """Whether the statement is a rule's class, or imports no more than Python and the rules' own modules."""
     if isinstance(node, ast.ImportFrom):
-        return node.module in ("__future__", "collections.abc", "typing", "accumfused.arithmetic", "accumfused.rule")
+        return node.module in ("__future__", "collections.abc", "typing", "accumfused.rules")
     if isinstance(node, ast.ClassDef):
         return any(isinstance(base, ast.Name) and base.id.endswith("Rule") for base in node.bases)
     return isinstance(node, ast.Import) and all(name.name == "math" for name in node.names)

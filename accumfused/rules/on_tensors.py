@@ -1,20 +1,60 @@
 """Runs a rule's trace on tensors, one torch operation for each of its operations.
 
-In: the inputs, by name. Out: the results, by name. The operations equal IEEE's one by one, see formats/numeric.py.
+In: the inputs, by name. Out: the results, by name. Each operation equals IEEE's. `add(alpha=)`, `lerp` and `addcmul`
+may contract, and torch's `sqrt` is not correctly rounded on a CPU.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accumfused.arithmetic import Trace
-from accumfused.formats.numeric import power, real_power, square_root
-from accumfused.rule import Rule
+from accumfused.rules.rule import Rule
+from accumfused.rules.trace import Trace
+
+_POWER_BITS = 25  # a float32 step count is exact up to 2^24
+_FRACTION_BITS = 53
+
+
+def square_root(value: Tensor) -> Tensor:
+    """The IEEE square root of an fp32 or fp64 tensor; torch's own is not correctly rounded on a CPU.
+
+    fp32 is exact through fp64, since 53 >= 2 * 24 + 2 (Figueroa 1995); fp64 goes through Python, which a CPU allows.
+    """
+    if value.dtype == torch.float32:
+        return value.double().sqrt().float()
+    if value.device.type != "cpu":
+        return value.sqrt()
+    roots = [math.sqrt(number) if number >= 0 else math.nan for number in value.flatten().tolist()]
+    return torch.tensor(roots, dtype=torch.float64, device="cpu").view_as(value)
+
+
+def power(base: Tensor, exponent: Tensor) -> Tensor:
+    """`base ** exponent` in fp64 by squaring, for whole exponents >= 0, below 2^25 in size."""
+    exponent = exponent.to(torch.int64)
+    result, factor = torch.ones_like(exponent, dtype=torch.float64), base
+    for bit in range(_POWER_BITS):
+        result = torch.where((exponent >> bit) & 1 == 1, result * factor, result)
+        factor = factor * factor
+    return result
+
+
+def real_power(base: Tensor, exponent: Tensor) -> Tensor:
+    """`base ** exponent` in fp64: as `power` for the exponent's whole part, roots for the digits behind the point."""
+    size = exponent.abs()
+    whole = size.clamp(max=2.0 ** (_POWER_BITS - 1)).floor()
+    result, rest, root = power(base, whole), size - whole, base
+    for _ in range(_FRACTION_BITS):
+        root, rest = square_root(root), rest + rest
+        result, rest = torch.where(rest >= 1, result * root, result), torch.where(rest >= 1, rest - 1, rest)
+    result = torch.where(exponent < 0, 1.0 / result, result)
+    return torch.where(exponent.isnan(), exponent, result)
+
 
 _OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "abs": torch.abs, "where": torch.where,

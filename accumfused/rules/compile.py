@@ -1,8 +1,8 @@
-"""Compiles a rule that the native module does not have, when it first steps on a CPU.
+"""Where the native kernels of a rule are. The native module has the package's; for a user's rule a CPU's compiler runs.
 
-The machine's compiler makes a shared library of csrc/cpu/rule.inl and the rule's functor. It lies in a folder
-(ACCUMFUSED_CACHE, or accumfused/ in the user's cache), under a hash of all that it depends on, and later processes load
-it from there.
+That is when the rule first steps: the compiler makes a shared library of csrc/cpu/rule.inl and the rule's functor. It
+lies in a folder (ACCUMFUSED_CACHE, or accumfused/ in the user's cache), under a hash of all that it depends on, and
+later processes load it from there.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from accumfused import functors
+from accumfused import compiled
 from accumfused.compiling import FLAGS, INSTRUCTION_SETS, compiler
-from accumfused.rule import Rule
+from accumfused.rules import to_cpp
+from accumfused.rules.rule import Rule
 
 _SOURCE = """#define AF_TARGET user
 #include "cpu/rule.inl"
@@ -29,8 +30,55 @@ _loaded: list[ctypes.CDLL] = []  # for as long as the process runs: kernels are 
 
 
 @functools.cache
-def code(rule: type[Rule], instruction_set: str) -> int | str:
-    """The address of the rule's RuleCode for an instruction set; or the reason why there is none."""
+def _in_the_module() -> dict[str, int]:
+    """The native module's rules, by their functors' digests: a rule of the same name may be another one."""
+    return {digest: index for index, (_, digest, *_) in enumerate(compiled.module.rules())}
+
+
+def index(rule: type[Rule]) -> int:
+    """The rule's index among the native module's, for the CUDA kernels.
+
+    Raises:
+        RuntimeError: they do not have it.
+    """
+    if reason := why_not_cuda(rule):
+        raise RuntimeError(reason)
+    return 0 if rule.is_foreign else _in_the_module()[to_cpp.digest(rule)]
+
+
+def code(rule: type[Rule], instruction_set: str) -> int:
+    """The address of the rule's RuleCode, for the CPU's kernels.
+
+    Raises:
+        RuntimeError: the rule does not compile.
+    """
+    made = _code(rule, instruction_set)
+    if isinstance(made, str):
+        raise RuntimeError(made)
+    return made
+
+
+def why_not_cpu(rule: type[Rule]) -> str | None:
+    """The reason why the CPU's kernels cannot run the rule, or None."""
+    made = _code(rule, compiled.module.instruction_sets()[0])
+    return made if isinstance(made, str) else None
+
+
+def why_not_cuda(rule: type[Rule]) -> str | None:
+    """The reason why the CUDA kernels cannot run the rule, or None."""
+    if rule.is_foreign or (rule.is_common and to_cpp.digest(rule) in _in_the_module()):
+        return None
+    return f"the native module has no CUDA kernel for the rule {rule.name}; Triton has"
+
+
+@functools.cache
+def _code(rule: type[Rule], instruction_set: str) -> int | str:
+    """The address, or the reason why there is none."""
+    if rule.is_foreign:
+        return 0  # its own step updates
+    place = _in_the_module().get(to_cpp.digest(rule))
+    if place is not None:
+        return int(compiled.module.rule_codes(instruction_set)[place])
     try:
         library = ctypes.CDLL(str(_library(rule, instruction_set)))
     except (OSError, RuntimeError) as error:
@@ -44,7 +92,7 @@ def _library(rule: type[Rule], instruction_set: str) -> Path:
     version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
     headers = _headers()
     parts = [
-        functors.functor(rule, is_common=True),
+        to_cpp.functor(rule, is_common=True),
         shlex.join(command),
         *(path.read_text() for path in sorted(headers.rglob("*.*"))),
     ]
@@ -60,7 +108,7 @@ def _library(rule: type[Rule], instruction_set: str) -> Path:
     with own as folder:
         (Path(folder) / "functors.h").write_text(parts[0])
         source, part = Path(folder) / "rule.cpp", Path(folder) / "rule.so"
-        source.write_text(_SOURCE.format(functor=functors.functor_name(rule)))
+        source.write_text(_SOURCE.format(functor=to_cpp.functor_name(rule)))
         command += [f"-I{folder}", f"-I{headers}", str(source), "-o", str(part)]
         run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if run.returncode != 0:
