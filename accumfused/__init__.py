@@ -57,7 +57,7 @@ from accumfused.optimizers import (
     SGDScheduleFree,
     Signum,
 )
-from accumfused.optimizers.own import optimizer_of
+from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule
 from accumfused.warn import AccumulationWarning, strict
 

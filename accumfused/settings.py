@@ -19,7 +19,7 @@ Nonfinite = Literal["skip", "propagate", "raise"]
 MasterWeights = Literal["auto", "fp32", "split16", "split8"]
 BackendName = Literal["auto", "cuda", "triton", "cpu", "foreach", "torch"]
 
-_PLACE = "    **settings: those of `accumfused.settings.Settings`.\n"  # docstrings get the descriptions here
+PLACE = "    **settings: those of `accumfused.settings.Settings`.\n"  # docstrings get the descriptions here
 
 
 class SettingArguments(TypedDict, total=False):
@@ -211,6 +211,14 @@ def takes_settings(target: Target) -> Target:
         ]
     )
     if target.__doc__ and Settings.__doc__:  # python -OO removes docstrings
-        described = inspect.cleandoc(Settings.__doc__).partition("Args:\n")[2]
-        target.__doc__ = inspect.cleandoc(target.__doc__).replace(_PLACE, described + "\n")
+        target.__doc__ = inspect.cleandoc(target.__doc__).replace(PLACE, _described())
     return target
+
+
+def without_settings(text: str) -> str:
+    """A docstring as it was before `takes_settings` wrote the descriptions into it."""
+    return text.replace(_described(), PLACE)
+
+
+def _described() -> str:
+    return inspect.cleandoc(Settings.__doc__ or "").partition("Args:\n")[2] + "\n"

@@ -117,7 +117,7 @@ class CudaBackend:
             for old in [key for key in known if key != 0]:
                 del known[old]
             groups = len(plan.rules)
-            stride = max((len(rule.hypers) for rule in plan.rules), default=0)
+            stride = max((len(rule.hyper_names) for rule in plan.rules), default=0)
             size = self._c.DeviceTable.bytes(plan.table, groups, stride)
             memory = torch.empty(size, dtype=torch.uint8, device=plan.device)
             known[capture] = (memory, self._c.DeviceTable(index, memory.data_ptr(), groups, stride), stream)

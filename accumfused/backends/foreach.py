@@ -69,7 +69,8 @@ class ForeachBackend:
             return
         coefficient = float(outcome.coefficient) if skipped is None else outcome.coefficient
         known = [
-            dict(zip(rule.hypers, of_group, strict=True)) for rule, of_group in zip(plan.rules, hypers, strict=True)
+            dict(zip(rule.hyper_names, of_group, strict=True))
+            for rule, of_group in zip(plan.rules, hypers, strict=True)
         ]
         absorbed = None
         if isinstance(coefficient, float) and outcome.coefficients is None and _are_plain(plan, grads):

@@ -78,7 +78,7 @@ class ReferenceBackend:
                     continue
                 counts = [_steps_made(plan, row) for row in rows]
                 steps = whole_steps(torch.stack(counts)) + 1
-                named = dict(zip(rule.hypers, map(float, values), strict=True))  # waits for a GPU that has some
+                named = dict(zip(rule.hyper_names, map(float, values), strict=True))  # waits for a GPU that has some
                 scalars = on_tensors.scalars(rule, named, steps, _kept(plan, rule, rows))
                 for j, row in enumerate(rows):
                     own = {name: value[j] if value.dim() else value for name, value in scalars.items()}

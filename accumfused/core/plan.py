@@ -107,7 +107,7 @@ class Plan:
     def hypers(self, param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[float | Tensor, ...]]:
         """The groups' numbers in the order of their rules' `hypers`; a tensor is not read."""
         return [
-            tuple(rule.hyper(group, name) for name in rule.hypers)
+            tuple(rule.hyper(group, name) for name in rule.hyper_names)
             for rule, group in zip(self.rules, param_groups, strict=True)
         ]
 

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 
-from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.peers import constructor
+from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule, sqrt, where
-from accumfused.settings import takes_settings
 
 
 class AdadeltaRule(Rule):
@@ -38,23 +36,4 @@ class AdadeltaRule(Rule):
         return p - delta * h.lr, square_avg, acc_delta
 
 
-@takes_settings
-class Adadelta(FusedOptimizer, torch.optim.Adadelta):
-    """Adadelta, with accumulation, unscaling and clipping in the same pass.
-
-    It replaces `torch.optim.Adadelta`: same arguments, group keys, state names and checkpoints.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr, rho, eps, weight_decay, maximize: as in torch.
-        **settings: those of `accumfused.settings.Settings`.
-        foreach, capturable: unused; the groups keep them, because torch's own optimizer reads them.
-        differentiable: not supported.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes.
-        RuntimeError: a backend asked for by name cannot run.
-    """
-
-    rules = (AdadeltaRule,)
-    __init__ = constructor(torch.optim.Adadelta)
+Adadelta = optimizer_of(AdadeltaRule, peer=torch.optim.Adadelta)

@@ -14,13 +14,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.peers import constructor
+from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule, sqrt, where
-from accumfused.settings import takes_settings
 
 
 class AdagradRule(Rule):
+    """Adagrad, with accumulation, unscaling and clipping in the same pass.
+
+    A parameter gets its state at its first step, not when the optimizer is made.
+    """
+
     name = "adagrad"
     states = ("sum",)
     second_moments = ("sum",)
@@ -36,24 +39,4 @@ class AdagradRule(Rule):
         return p - (g * rate) / (sqrt(total) + h.eps), total
 
 
-@takes_settings
-class Adagrad(FusedOptimizer, torch.optim.Adagrad):
-    """Adagrad, with accumulation, unscaling and clipping in the same pass.
-
-    It replaces `torch.optim.Adagrad`: same arguments, group keys, state names and checkpoints. A parameter gets its
-    state at its first step, not when the optimizer is made.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.
-        **settings: those of `accumfused.settings.Settings`.
-        foreach, fused: unused; the groups keep them, because torch's own optimizer reads them.
-        differentiable: not supported.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes.
-        RuntimeError: a backend asked for by name cannot run; fused with foreach, as in torch.
-    """
-
-    rules = (AdagradRule,)
-    __init__ = constructor(torch.optim.Adagrad)
+Adagrad = optimizer_of(AdagradRule, peer=torch.optim.Adagrad)

@@ -32,9 +32,10 @@ class AdamRule(Rule):
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     second_moments: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     torch_states: ClassVar[tuple[str, ...]] = ("step", *states)
-    hypers: ClassVar[tuple[str, ...]] = (
-        "lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize",
-    )  # fmt: skip
+    hypers: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": False,
+        "maximize": False,
+    }  # fmt: skip
     flags: ClassVar[Mapping[str, bool]] = {
         "amsgrad": False, "cautious": False, "cautious_weight_decay": False, "is_cautious": False,
     }  # fmt: skip
@@ -76,7 +77,7 @@ class CautiousAdamRule(AdamRule):
 
     is_common = False
     name = "adam_cautious"
-    hypers = (*AdamRule.hypers, "cautious", "cautious_weight_decay")
+    hypers: ClassVar[Mapping[str, Any]] = {**AdamRule.hypers, "cautious": False, "cautious_weight_decay": False}
     flags: ClassVar[Mapping[str, bool]] = {"amsgrad": False, "is_cautious": True}
 
     @classmethod
@@ -86,10 +87,6 @@ class CautiousAdamRule(AdamRule):
         if group.get("cautious_weight_decay") and not group["decoupled_weight_decay"]:
             raise ValueError("cautious_weight_decay needs decoupled_weight_decay=True, which AdamW has")
         return True  # the others have no cautious option
-
-    @classmethod
-    def hyper(cls, group: Mapping[str, Any], name: str) -> Any:
-        return group.get(name, False) if name.startswith("cautious") else super().hyper(group, name)
 
 
 @takes_settings

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.peers import constructor
+from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import MAXIMUM_RATCHETS, Rule, maximum, power, where
-from accumfused.settings import takes_settings
 
 
 class AdamaxRule(Rule):
@@ -37,24 +35,4 @@ class AdamaxRule(Rule):
         return p - (exp_avg * (h.lr / (1.0 - power(h.beta1, step)))) / exp_inf, exp_avg, exp_inf
 
 
-@takes_settings
-class Adamax(FusedOptimizer, torch.optim.Adamax):
-    """Adamax, with accumulation, unscaling and clipping in the same pass.
-
-    It replaces `torch.optim.Adamax`: same arguments, group keys, state names and checkpoints.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr, betas, eps, weight_decay, maximize: as in torch.
-        **settings: those of `accumfused.settings.Settings`.
-        foreach, capturable: unused; the groups keep them, because torch's own optimizer reads them.
-        differentiable: not supported.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes;
-            8-bit states.
-        RuntimeError: a backend asked for by name cannot run.
-    """
-
-    rules = (AdamaxRule,)
-    __init__ = constructor(torch.optim.Adamax)
+Adamax = optimizer_of(AdamaxRule, peer=torch.optim.Adamax)

@@ -14,24 +14,37 @@ which are 1 minus the paper's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from typing_extensions import Unpack
 
 from accumfused.clipping import LIMIT
 from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.peers import check_hypers
+from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule, power, sqrt, where
-from accumfused.settings import SettingArguments, chosen, takes_settings
 
 
 class AdanRule(Rule):
+    """Adan, with accumulation, unscaling and clipping in the same pass.
+
+    Names, defaults and order of the arguments are those of the authors' code, and so are the states; a checkpoint of
+    theirs loads. The state also counts steps, for each parameter.
+
+    Args:
+        lr: the learning rate.
+        betas: the decays of the gradient's mean, of its change's mean, and of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, multiplied by lr.
+        no_prox: True decays before the update, as AdamW does; False decays by a division after it.
+    """
+
     name = "adan"
     states = ("exp_avg", "exp_avg_diff", "neg_pre_grad", "exp_avg_sq")
     second_moments = ("exp_avg_sq",)
-    hypers = ("lr", "beta1", "beta2", "beta3", "eps", "weight_decay", "no_prox", "maximize")
+    hypers: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3, "betas": (0.98, 0.92, 0.99), "eps": 1e-8, "weight_decay": 0.0, "no_prox": False, "maximize": False,
+    }  # fmt: skip
 
     @staticmethod
     def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
@@ -50,46 +63,8 @@ class AdanRule(Rule):
         return p, exp_avg, exp_avg_diff, -g, exp_avg_sq
 
 
-@takes_settings
-class Adan(FusedOptimizer):
-    """Adan, with accumulation, unscaling and clipping in the same pass.
-
-    Names, defaults and order of the arguments are those of the authors' code, and so are the states; a checkpoint of
-    theirs loads. The state also counts steps, for each parameter.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr: the learning rate.
-        betas: the decays of the gradient's mean, of its change's mean, and of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, multiplied by lr.
-        no_prox: True decays before the update, as AdamW does; False decays by a division after it.
-        maximize: True ascends in place of descending.
-        **settings: those of `accumfused.settings.Settings`.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
-        RuntimeError: a backend asked for by name cannot run.
-    """
-
-    rules: ClassVar[tuple[type[Rule], ...]] = (AdanRule,)
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor, float | Tensor] = (0.98, 0.92, 0.99),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        no_prox: bool = False,
-        *,
-        maximize: bool = False,
-        **settings: Unpack[SettingArguments],
-    ) -> None:
-        check_hypers(lr, betas, 3, epsilon=eps, weight_decay=weight_decay)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "no_prox": no_prox}
-        torch.optim.Optimizer.__init__(self, params, {**defaults, "maximize": maximize})
-        self.configure(chosen(type(self).__name__, self.defaults, **settings))
+class LoadsTheAuthors(FusedOptimizer):
+    """Loads the authors' checkpoints, whose groups count steps."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See the base class. The authors' groups count steps, and hold the limit of all groups: that is left out."""
@@ -102,9 +77,10 @@ class Adan(FusedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            for name in ("no_prox", "maximize"):
-                group.setdefault(name, False)
             steps = group.pop("step", None)  # the authors count them once for a group
             for param in group["params"] if steps is not None else ():
                 if param in self.state:
                     self.state[param].setdefault("step", torch.tensor(float(steps), device=param.device))
+
+
+Adan = optimizer_of(AdanRule, base=LoadsTheAuthors)

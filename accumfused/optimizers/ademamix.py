@@ -16,24 +16,37 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-from typing_extensions import Unpack
-
-from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.peers import check_hypers
+from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule, maximum, power, sqrt
-from accumfused.settings import SettingArguments, chosen, takes_settings
 
 
 class AdEMAMixRule(Rule):
+    """AdEMAMix, with accumulation, unscaling and clipping in the same pass.
+
+    Names, defaults and order of the arguments are those of the authors' code, and so are the states; a checkpoint of
+    theirs loads. With betas[0] = 0 they keep no `exp_avg_fast`, and this class does.
+
+    Args:
+        lr: the learning rate.
+        betas: the decays of the fast mean, of the second moment, and of the slow mean.
+        alpha: the weight of the slow mean.
+        beta3_warmup: steps in which the slow mean's half-life grows from that of betas[0] to that of betas[2].
+        alpha_warmup: steps in which alpha grows from 0. None: no warmup, for each of both.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, multiplied by lr.
+    """
+
     name = "ademamix"
     states = ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq")
     second_moments = ("exp_avg_sq",)
-    hypers = (
-        "lr", "beta1", "beta2", "beta3", "half_life_ratio", "alpha", "alpha_warmup", "beta3_warmup", "eps",
-        "weight_decay", "maximize",
-    )  # fmt: skip
+    hypers: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3, "betas": (0.9, 0.999, 0.9999), "alpha": 2.0, "beta3_warmup": None, "alpha_warmup": None,
+        "eps": 1e-8, "weight_decay": 0.0, "maximize": False,
+    }  # fmt: skip
+    derived = ("half_life_ratio",)
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = dict.fromkeys(
+        ("alpha", "beta3_warmup", "alpha_warmup"), (0.0, math.inf)
+    )
 
     @classmethod
     def hyper(cls, group: Mapping[str, Any], name: str) -> Any:
@@ -58,54 +71,4 @@ class AdEMAMixRule(Rule):
         return p * (1.0 - h.lr * h.weight_decay) - update / denominator, exp_avg_fast, exp_avg_slow, exp_avg_sq
 
 
-@takes_settings
-class AdEMAMix(FusedOptimizer):
-    """AdEMAMix, with accumulation, unscaling and clipping in the same pass.
-
-    Names, defaults and order of the arguments are those of the authors' code, and so are the states; a checkpoint of
-    theirs loads. With betas[0] = 0 they keep no `exp_avg_fast`, and this class does.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr: the learning rate.
-        betas: the decays of the fast mean, of the second moment, and of the slow mean.
-        alpha: the weight of the slow mean.
-        beta3_warmup: steps in which the slow mean's half-life grows from that of betas[0] to that of betas[2].
-        alpha_warmup: steps in which alpha grows from 0. None: no warmup, for each of both.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, multiplied by lr.
-        maximize: True ascends in place of descending.
-        **settings: those of `accumfused.settings.Settings`.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
-        RuntimeError: a backend asked for by name cannot run.
-    """
-
-    rules: ClassVar[tuple[type[Rule], ...]] = (AdEMAMixRule,)
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor, float | Tensor] = (0.9, 0.999, 0.9999),
-        alpha: float = 2.0,
-        beta3_warmup: int | None = None,
-        alpha_warmup: int | None = None,
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        *,
-        maximize: bool = False,
-        **settings: Unpack[SettingArguments],
-    ) -> None:
-        warmups = {"beta3_warmup": beta3_warmup, "alpha_warmup": alpha_warmup}
-        given = {name: steps for name, steps in warmups.items() if steps is not None}
-        check_hypers(lr, betas, 3, epsilon=eps, weight_decay=weight_decay, alpha=alpha, **given)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "alpha": alpha, **warmups, "weight_decay": weight_decay}
-        torch.optim.Optimizer.__init__(self, params, {**defaults, "maximize": maximize})
-        self.configure(chosen(type(self).__name__, self.defaults, **settings))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("maximize", False)
+AdEMAMix = optimizer_of(AdEMAMixRule)

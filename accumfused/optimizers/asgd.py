@@ -14,10 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.peers import constructor
+from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule, maximum, power, where
-from accumfused.settings import takes_settings
 
 
 class ASGDRule(Rule):
@@ -38,22 +36,4 @@ class ASGDRule(Rule):
         return p, ax, h.lr / power(1.0 + h.lambd * h.lr * step, h.alpha), 1.0 / maximum(step - h.t0, 1.0)
 
 
-@takes_settings
-class ASGD(FusedOptimizer, torch.optim.ASGD):
-    """ASGD, with accumulation, unscaling and clipping in the same pass.
-
-    It replaces `torch.optim.ASGD`: same arguments, group keys, state names and checkpoints.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr, lambd, alpha, t0, weight_decay, maximize: as in torch.
-        **settings: those of `accumfused.settings.Settings`.
-        foreach, capturable: unused; the groups keep them, because torch's own optimizer reads them.
-        differentiable: not supported.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as `Adam`.
-    """
-
-    rules = (ASGDRule,)
-    __init__ = constructor(torch.optim.ASGD)
+ASGD = optimizer_of(ASGDRule, peer=torch.optim.ASGD)

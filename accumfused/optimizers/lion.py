@@ -12,22 +12,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-from typing_extensions import Unpack
-
-from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.peers import check_hypers
+from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule, agree, sign, where
-from accumfused.settings import SettingArguments, chosen, takes_settings
 
 
 class LionRule(Rule):
+    """Lion, with accumulation, unscaling and clipping in the same pass.
+
+    Args:
+        lr: the size of every element's update; three to ten times smaller than AdamW's.
+        betas: the update's interpolation factor and the momentum's decay.
+        weight_decay: decoupled, multiplied by lr; three to ten times larger than AdamW's.
+    """
+
     is_common = True
     name = "lion"
     states = ("exp_avg",)
     counts_steps = False
-    hypers: ClassVar[tuple[str, ...]] = ("lr", "beta1", "beta2", "weight_decay", "maximize")
+    hypers: ClassVar[Mapping[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
     flags: ClassVar[Mapping[str, bool]] = {"is_cautious": False}
 
     @staticmethod
@@ -47,54 +49,12 @@ class CautiousLionRule(LionRule):
 
     is_common = False
     name = "lion_cautious"
-    hypers = (*LionRule.hypers, "cautious", "cautious_weight_decay")
+    hypers: ClassVar[Mapping[str, Any]] = {**LionRule.hypers, "cautious": False, "cautious_weight_decay": False}
     flags: ClassVar[Mapping[str, bool]] = {"is_cautious": True}
 
     @classmethod
     def fits(cls, group: Mapping[str, Any]) -> bool:
-        return bool(group["cautious"] or group["cautious_weight_decay"])
+        return bool(group.get("cautious") or group.get("cautious_weight_decay"))
 
 
-@takes_settings
-class Lion(FusedOptimizer):
-    """Lion, with accumulation, unscaling and clipping in the same pass.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr: the size of every element's update; three to ten times smaller than AdamW's.
-        betas: the update's interpolation factor and the momentum's decay.
-        weight_decay: decoupled, multiplied by lr; three to ten times larger than AdamW's.
-        maximize: True ascends in place of descending.
-        cautious, cautious_weight_decay: as `accumfused.AdamW`.
-        **settings: those of `accumfused.settings.Settings`.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
-        RuntimeError: a backend asked for by name cannot run.
-    """
-
-    rules = (CautiousLionRule, LionRule)
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        cautious: bool = False,
-        cautious_weight_decay: bool = False,
-        **settings: Unpack[SettingArguments],
-    ) -> None:
-        check_hypers(lr, betas, 2, weight_decay=weight_decay)
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        defaults |= {"cautious": cautious, "cautious_weight_decay": cautious_weight_decay}
-        torch.optim.Optimizer.__init__(self, params, defaults)
-        self.configure(chosen(type(self).__name__, self.defaults, **settings))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("cautious", False)
-            group.setdefault("cautious_weight_decay", False)
+Lion = optimizer_of(LionRule, CautiousLionRule)

@@ -15,10 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.peers import constructor
+from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule, power, sqrt, where
-from accumfused.settings import takes_settings
 
 
 class NAdamRule(Rule):
@@ -48,22 +46,4 @@ class NAdamRule(Rule):
         return p - (g * of_gradient + exp_avg * of_momentum) / denominator, exp_avg, exp_avg_sq, mu_product
 
 
-@takes_settings
-class NAdam(FusedOptimizer, torch.optim.NAdam):
-    """NAdam, with accumulation, unscaling and clipping in the same pass.
-
-    It replaces `torch.optim.NAdam`: same arguments, group keys, state names and checkpoints.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, maximize: as in torch.
-        **settings: those of `accumfused.settings.Settings`.
-        foreach, capturable: unused; the groups keep them, because torch's own optimizer reads them.
-        differentiable: not supported.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as `Adam`.
-    """
-
-    rules = (NAdamRule,)
-    __init__ = constructor(torch.optim.NAdam)
+NAdam = optimizer_of(NAdamRule, peer=torch.optim.NAdam)

@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.peers import constructor
+from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule, power, sqrt, where
-from accumfused.settings import takes_settings
 
 
 class RadamRule(Rule):
@@ -51,23 +49,4 @@ class RadamRule(Rule):
         return p - (exp_avg * step_size) / denominator, exp_avg, exp_avg_sq
 
 
-@takes_settings
-class RAdam(FusedOptimizer, torch.optim.RAdam):
-    """RAdam, with accumulation, unscaling and clipping in the same pass.
-
-    It replaces `torch.optim.RAdam`: same arguments, group keys, state names and checkpoints.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr, betas, eps, weight_decay, decoupled_weight_decay, maximize: as in torch.
-        **settings: those of `accumfused.settings.Settings`.
-        foreach, capturable: unused; the groups keep them, because torch's own optimizer reads them.
-        differentiable: not supported.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes.
-        RuntimeError: a backend asked for by name cannot run.
-    """
-
-    rules = (RadamRule,)
-    __init__ = constructor(torch.optim.RAdam)
+RAdam = optimizer_of(RadamRule, peer=torch.optim.RAdam)

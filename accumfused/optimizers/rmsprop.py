@@ -17,13 +17,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.peers import constructor
+from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule, maximum, sqrt, where
-from accumfused.settings import takes_settings
 
 
 class RmspropRule(Rule):
+    """RMSprop, with accumulation, unscaling and clipping in the same pass.
+
+    A centered variance that roundings make negative is 0 here, and NaN in torch; the smaller the format of the states,
+    the larger eps should be.
+    """
+
     name = "rmsprop"
     states: ClassVar[tuple[str, ...]] = ("square_avg",)
     second_moments: ClassVar[tuple[str, ...]] = ("square_avg",)
@@ -66,24 +70,10 @@ class RmspropMomentumCenteredRule(RmspropRule):
     flags: ClassVar[Mapping[str, bool]] = {"has_momentum": True, "centered": True}
 
 
-@takes_settings
-class RMSprop(FusedOptimizer, torch.optim.RMSprop):
-    """RMSprop, with accumulation, unscaling and clipping in the same pass.
-
-    It replaces `torch.optim.RMSprop`: same arguments, group keys, state names and checkpoints. A centered variance that
-    roundings make negative is 0 here, and NaN in torch; the smaller the format of the states, the larger eps should be.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr, alpha, eps, weight_decay, momentum, centered, maximize: as in torch.
-        **settings: those of `accumfused.settings.Settings`.
-        capturable, foreach: unused; the groups keep them, because torch's own optimizer reads them.
-        differentiable: not supported.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes.
-        RuntimeError: a backend asked for by name cannot run.
-    """
-
-    rules = (RmspropRule, RmspropMomentumRule, RmspropCenteredRule, RmspropMomentumCenteredRule)
-    __init__ = constructor(torch.optim.RMSprop)
+RMSprop = optimizer_of(
+    RmspropRule,
+    RmspropMomentumRule,
+    RmspropCenteredRule,
+    RmspropMomentumCenteredRule,
+    peer=torch.optim.RMSprop,
+)

@@ -16,10 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.peers import constructor
+from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule, maximum, minimum, sign, where
-from accumfused.settings import takes_settings
 
 
 class RpropRule(Rule):
@@ -41,24 +39,4 @@ class RpropRule(Rule):
         return p - sign(g) * step_size, g, step_size
 
 
-@takes_settings
-class Rprop(FusedOptimizer, torch.optim.Rprop):
-    """Rprop, with accumulation, unscaling and clipping in the same pass.
-
-    It replaces `torch.optim.Rprop`: same arguments, group keys, state names and checkpoints. The product of two small
-    gradients underflows in torch; here their signs count whatever their size.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr, etas, step_sizes, maximize: as in torch; lr is the first step size, and read at the first step alone.
-        **settings: those of `accumfused.settings.Settings`.
-        capturable, foreach: unused; the groups keep them, because torch's own optimizer reads them.
-        differentiable: not supported.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes.
-        RuntimeError: a backend asked for by name cannot run.
-    """
-
-    rules = (RpropRule,)
-    __init__ = constructor(torch.optim.Rprop)
+Rprop = optimizer_of(RpropRule, peer=torch.optim.Rprop)

@@ -12,18 +12,17 @@ maximum so far. Parameters hold y, the state z; x follows from both. Defazio et 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.peers import check_hypers
+from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule, float32, maximum, minimum, power, sqrt, where
 from accumfused.saving import full_precision
-from accumfused.settings import SettingArguments, chosen, takes_settings
 
 
 class ScheduleFreeRule(Rule):
@@ -31,6 +30,11 @@ class ScheduleFreeRule(Rule):
     # where x is; 1 before there is a weight, because x, y and z are the same then.
     tensor_states: ClassVar[Mapping[str, float]] = {"weight_sum": 0.0, "lr_max": 0.0, "last_beta": 1.0}
     needs_16_bits = "whose z is a copy of the weights"
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
+        **dict.fromkeys(("momentum", "beta1"), (math.ulp(0.0), 1.0)),  # 0 has no x
+        **dict.fromkeys(("warmup_steps", "r", "weight_lr_power"), (0.0, math.inf)),
+        "inner_momentum": (0.0, 1.0),
+    }
 
     @staticmethod
     def moved(h: Any, step: Any, beta: Any, y: Any, z: Any, direction: Any) -> tuple[Any, Any, tuple[Any, Any, Any]]:
@@ -51,10 +55,25 @@ class ScheduleFreeRule(Rule):
 
 
 class ScheduleFreeSgdRule(ScheduleFreeRule):
+    """Schedule-Free SGD, with accumulation, unscaling and clipping in the same pass.
+
+    Arguments, group keys and state names are those of the authors' `schedulefree.SGDScheduleFree`, and its checkpoints
+    load. Parameters are those to train with until eval() puts the trained model into them; train() goes back.
+
+    Args:
+        lr: the learning rate; no schedule is needed.
+        momentum: beta above, > 0 and < 1.
+        weight_decay: times lr and y.
+        warmup_steps: steps in which the learning rate rises linearly.
+        r, weight_lr_power: the powers of the step's number and of the learning rate in the weights of the average.
+    """
+
     name = "sgd_schedule_free"
     states = ("z",)
     torch_states = ("z",)
-    hypers = ("lr", "momentum", "weight_decay", "warmup_steps", "r", "weight_lr_power")
+    hypers: ClassVar[Mapping[str, Any]] = {
+        "lr": 1.0, "momentum": 0.9, "weight_decay": 0.0, "warmup_steps": 0, "r": 0.0, "weight_lr_power": 2.0,
+    }  # fmt: skip
 
     @staticmethod
     def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
@@ -63,13 +82,30 @@ class ScheduleFreeSgdRule(ScheduleFreeRule):
 
 
 class ScheduleFreeAdamWRule(ScheduleFreeRule):
+    """Schedule-Free AdamW, with accumulation, unscaling and clipping in the same pass.
+
+    Arguments, group keys and state names are those of the authors' `schedulefree.AdamWScheduleFree`, and its
+    checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train() goes
+    back.
+
+    Args:
+        lr: the learning rate; no schedule is needed.
+        betas: beta above, > 0, and the decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: times lr and y.
+        warmup_steps: steps in which the learning rate rises linearly.
+        r, weight_lr_power: the powers of the step's number and of the learning rate in the weights of the average.
+        inner_momentum: the decay of a mean of the gradients; 0: no mean is kept.
+    """
+
     name = "adamw_schedule_free"
     states: ClassVar[tuple[str, ...]] = ("z", "exp_avg_sq")
     second_moments = ("exp_avg_sq",)
     torch_states: ClassVar[tuple[str, ...]] = states
-    hypers: ClassVar[tuple[str, ...]] = (
-        "lr", "beta1", "beta2", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power",
-    )  # fmt: skip
+    hypers: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.0025, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "warmup_steps": 0, "r": 0.0,
+        "weight_lr_power": 2.0,
+    }  # fmt: skip
     flags: ClassVar[Mapping[str, bool]] = {"has_inner_momentum": False}
 
     @staticmethod
@@ -89,11 +125,11 @@ class ScheduleFreeAdamWInnerRule(ScheduleFreeAdamWRule):
     name = "adamw_schedule_free_inner"
     states = ("z", "exp_avg", "exp_avg_sq")
     torch_states = states
-    hypers = (*ScheduleFreeAdamWRule.hypers, "inner_momentum")
+    hypers: ClassVar[Mapping[str, Any]] = {**ScheduleFreeAdamWRule.hypers, "inner_momentum": 0.0}
     flags: ClassVar[Mapping[str, bool]] = {"has_inner_momentum": True}
 
 
-class _ScheduleFree(FusedOptimizer):
+class ScheduleFree(FusedOptimizer):
     """The base of both: parameters hold y at first and after train(), and x, the trained model, after eval()."""
 
     def train(self) -> None:
@@ -136,6 +172,11 @@ class _ScheduleFree(FusedOptimizer):
                 "before the forward pass of a training step"
             )
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, which is to be trained."""
+        self.defaults["train_mode"] = True
+        super().add_param_group(param_group)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
@@ -153,98 +194,7 @@ class _ScheduleFree(FusedOptimizer):
                         self.state[param].setdefault(name, torch.tensor(float(number), device=param.device))
 
 
-@takes_settings
-class SGDScheduleFree(_ScheduleFree):
-    """Schedule-Free SGD, with accumulation, unscaling and clipping in the same pass.
-
-    Arguments, group keys and state names are those of the authors' `schedulefree.SGDScheduleFree`, and its checkpoints
-    load. Parameters are those to train with until eval() puts the trained model into them; train() goes back.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr: the learning rate; no schedule is needed.
-        momentum: beta above, > 0 and < 1.
-        weight_decay: times lr and y.
-        warmup_steps: steps in which the learning rate rises linearly.
-        r, weight_lr_power: the powers of the step's number and of the learning rate in the weights of the average.
-        **settings: those of `accumfused.settings.Settings`.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
-        RuntimeError: a backend asked for by name cannot run.
-    """
-
-    rules: ClassVar[tuple[type[Rule], ...]] = (ScheduleFreeSgdRule,)
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1.0,
-        momentum: float | Tensor = 0.9,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
-        r: float = 0.0,
-        weight_lr_power: float = 2.0,
-        **settings: Unpack[SettingArguments],
-    ) -> None:
-        others: dict[str, Any] = {"weight_decay": weight_decay, "warmup_steps": warmup_steps, "r": r}
-        others["weight_lr_power"] = weight_lr_power
-        check_hypers(lr, **others)
-        if not 0.0 < momentum < 1.0:
-            raise ValueError(f"Invalid momentum value: {momentum}")
-        defaults = {"lr": lr, "momentum": momentum, **others, "train_mode": True}
-        torch.optim.Optimizer.__init__(self, params, defaults)
-        self.configure(chosen(type(self).__name__, self.defaults, **settings))
-
-
-@takes_settings
-class AdamWScheduleFree(_ScheduleFree):
-    """Schedule-Free AdamW, with accumulation, unscaling and clipping in the same pass.
-
-    Arguments, group keys and state names are those of the authors' `schedulefree.AdamWScheduleFree`, and its
-    checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train() goes
-    back.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr: the learning rate; no schedule is needed.
-        betas: beta above, > 0, and the decay of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: times lr and y.
-        warmup_steps: steps in which the learning rate rises linearly.
-        r, weight_lr_power: the powers of the step's number and of the learning rate in the weights of the average.
-        inner_momentum: the decay of a mean of the gradients; 0: no mean is kept.
-        **settings: those of `accumfused.settings.Settings`.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
-        RuntimeError: a backend asked for by name cannot run.
-    """
-
-    rules: ClassVar[tuple[type[Rule], ...]] = (ScheduleFreeAdamWRule, ScheduleFreeAdamWInnerRule)
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.0025,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
-        r: float = 0.0,
-        weight_lr_power: float = 2.0,
-        inner_momentum: float = 0.0,
-        **settings: Unpack[SettingArguments],
-    ) -> None:
-        others: dict[str, Any] = {"weight_decay": weight_decay, "warmup_steps": warmup_steps, "r": r}
-        others["weight_lr_power"] = weight_lr_power
-        check_hypers(lr, betas, 2, epsilon=eps, **others)
-        if not betas[0] > 0.0:
-            raise ValueError(f"Invalid beta parameter at index 0: {betas[0]}")
-        if not 0.0 <= inner_momentum < 1.0:
-            raise ValueError(f"Invalid inner_momentum value: {inner_momentum}")
-        if inner_momentum:  # older checkpoints lack the key
-            others["inner_momentum"] = inner_momentum
-        defaults = {"lr": lr, "betas": betas, "eps": eps, **others}
-        torch.optim.Optimizer.__init__(self, params, {**defaults, "train_mode": True})
-        self.configure(chosen(type(self).__name__, self.defaults, **settings))
+SGDScheduleFree = optimizer_of(ScheduleFreeSgdRule, name="SGDScheduleFree", base=ScheduleFree)
+AdamWScheduleFree = optimizer_of(
+    ScheduleFreeAdamWRule, ScheduleFreeAdamWInnerRule, name="AdamWScheduleFree", base=ScheduleFree
+)

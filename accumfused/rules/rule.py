@@ -13,6 +13,8 @@ update() runs once, when the class is made, and leaves a trace: see trace.py.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,7 +27,7 @@ MAX_TENSOR_STATES = 3  # csrc/rows.h's kMaxTensorStates
 MAX_SCALARS = 23  # in csrc/rows.h's kMaxFunctorBytes, beside the coefficient
 MAXIMUM_RATCHETS = "whose maximum ratchets up on the noise of 8-bit codes"
 _TAKEN = ("p", "g", "step")  # names of the function's other arguments
-_FIXED = ("name", "states", "tensor_states", "second_moments", "hypers", "flags", "update")
+_FIXED = ("name", "states", "tensor_states", "second_moments", "hypers", "derived", "flags", "update")
 
 
 class _RuleType(type):
@@ -62,8 +64,14 @@ class Rule(metaclass=_RuleType):
     second_moments: ClassVar[tuple[str, ...]] = ()  # the last of the states: never negative
     # Per tensor, with their first values; update() reads them from `h` and returns the new ones.
     tensor_states: ClassVar[Mapping[str, float]] = {}
-    # Keys of a parameter group, see `hyper`; optimizer_of() takes a mapping to their defaults.
-    hypers: ClassVar[tuple[str, ...] | Mapping[str, float]] = ("lr",)
+    # Keys of a parameter group, see `hyper`; optimizer_of() takes a mapping to their defaults. Of a tuple's default,
+    # such as "betas": (0.9, 0.99), update() reads the elements: h.beta1 and h.beta2.
+    hypers: ClassVar[tuple[str, ...] | Mapping[str, Any]] = ("lr",)
+    derived: ClassVar[tuple[str, ...]] = ()  # further numbers of `h`, which `hyper` makes of a group
+    # The least value of a hyper-parameter, and one above the largest, by the names that update() reads.
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "lr": (0.0, math.inf), "beta": (0.0, 1.0), "eps": (0.0, math.inf), "weight_decay": (0.0, math.inf),
+    }  # fmt: skip
     flags: ClassVar[Mapping[str, bool]] = {}  # what update() may branch on: each value is another rule
     counts_steps: ClassVar[bool] = True  # keeps state["step"], an fp32 scalar per tensor
     torch_states: ClassVar[tuple[str, ...]] = ()  # all that torch's optimizer of this name keeps and expects
@@ -74,14 +82,18 @@ class Rule(metaclass=_RuleType):
     # gradients to fp32 first, a tile at a time.
     is_common: ClassVar[bool] = False
 
+    hyper_names: ClassVar[tuple[str, ...]]  # what kernels are given, in order
     traced: ClassVar[Traced]
 
     @classmethod
     def hyper(cls, group: Mapping[str, Any], name: str) -> Any:
-        """A group's hyper-parameter: group["lr"] for "lr", group["betas"][1] for "beta2"."""
-        if name in group or not name[-1].isdigit():
+        """A group's hyper-parameter: group["lr"] for "lr", group["betas"][1] for "beta2"; a switch may be missing."""
+        if name in group:
             return group[name]
-        return group[f"{name[:-1]}s"][int(name[-1]) - 1]
+        if name[-1].isdigit():
+            return group[f"{name[:-1]}s"][int(name[-1]) - 1]
+        is_switch = isinstance(cls.hypers, Mapping) and cls.hypers.get(name) is False
+        return False if is_switch else group[name]
 
     @classmethod
     def start(cls, group: Mapping[str, Any], name: str) -> Any:
@@ -108,16 +120,25 @@ class Rule(metaclass=_RuleType):
         """
         raise NotImplementedError
 
+    @classmethod
+    def _names_of(cls, hyper: str) -> list[str]:
+        """The names by which update() reads a hyper-parameter."""
+        default = cls.hypers[hyper] if isinstance(cls.hypers, Mapping) else None
+        if not isinstance(default, tuple):
+            return [hyper]
+        return [f"{hyper.removesuffix('s')}{index}" for index, _ in enumerate(default, 1)]
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.is_foreign:
             return
+        cls.hyper_names = (*itertools.chain(*map(cls._names_of, cls.hypers)), *cls.derived)
         _check_names(cls)
         cls.traced = _traced(cls)
 
 
 def _check_names(rule: type[Rule]) -> None:
-    names = [*rule.states, *rule.tensor_states, *rule.hypers, *rule.flags]
+    names = [*rule.states, *rule.tensor_states, *rule.hyper_names, *rule.flags]
     for name in (rule.name, *names):
         if not name.isidentifier():
             raise ValueError(f"{rule.__name__}: {name!r} is no identifier")
@@ -131,7 +152,7 @@ def _check_names(rule: type[Rule]) -> None:
     for name, given, most in (
         ("states", rule.states, MAX_STATES),
         ("tensor_states", rule.tensor_states, MAX_TENSOR_STATES),
-        ("hypers", rule.hypers, MAX_HYPERS),
+        ("hypers", rule.hyper_names, MAX_HYPERS),
     ):
         if len(given) > most:
             raise ValueError(f"{rule.__name__} has {len(given)} {name}; at most {most} are possible")
@@ -143,7 +164,7 @@ def _check_names(rule: type[Rule]) -> None:
 def _traced(rule: type[Rule]) -> Traced:
     scalars = Trace()
     trace = Trace(scalars)
-    known = (*rule.hypers, *rule.tensor_states)
+    known = (*rule.hyper_names, *rule.tensor_states)
     *numbers, step = scalars.inputs(*known, "step")
     names = Names(f"h of {rule.__name__}.update", {**dict(zip(known, numbers, strict=True)), **rule.flags})
     elements = ("p", *rule.states)

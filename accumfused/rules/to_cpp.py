@@ -58,7 +58,7 @@ def _functor(rule: type[Rule], digest: str, is_common: bool) -> str:
     # A rule's own names get an underscore behind: some are keywords of C++, or names of this functor.
     name, scalars = functor_name(rule), list(rule.traced.scalars.results)
     states = [f"{state}_" for state in rule.states]
-    inputs = {hyper: f"hyper[{index}]" for index, hyper in enumerate(rule.hypers)} | {"step": "double(step)"}
+    inputs = {hyper: f"hyper[{index}]" for index, hyper in enumerate(rule.hyper_names)} | {"step": "double(step)"}
     maximizes = f"{inputs['maximize']} != 0 ? -coef : coef" if "maximize" in inputs else "coef"
     inputs |= {state: f"double(*kept[{index}])" for index, state in enumerate(rule.tensor_states)}
     elements = {f"s.{scalar}": scalar for scalar in scalars} | {"p": "p", "g": "g"}
@@ -75,8 +75,8 @@ def _functor(rule: type[Rule], digest: str, is_common: bool) -> str:
         f"  static constexpr int kTensorStates = {len(rule.tensor_states)};",
         f"  static constexpr const char* kStateNames[] = {{{_quoted(rule.states)}}};",
         f"  static constexpr bool kCountsSteps = {str(rule.counts_steps).lower()};",
-        f"  static constexpr int kHypers = {len(rule.hypers)};",
-        f"  static constexpr const char* kHyperNames[] = {{{_quoted(tuple(rule.hypers))}}};",
+        f"  static constexpr int kHypers = {len(rule.hyper_names)};",
+        f"  static constexpr const char* kHyperNames[] = {{{_quoted(rule.hyper_names)}}};",
         f"  float {', '.join(['coefficient', *scalars])};",
         "",
         f"  AF_METHOD {name}(const double* hyper, [[maybe_unused]] const float* const* kept,",

@@ -1,7 +1,7 @@
 """Prints a rule as two Triton functions, and compiles them.
 
 scalars(hyper, kept, step, coefficient) -> (numbers, new): takes the hyper-parameters (fp64, in the order of
-`rule.hypers`), the tensor states and the number of this step. It returns fp32: what update() reads, first the
+`rule.hyper_names`), the tensor states and the number of this step. It returns fp32: what update() reads, first the
 coefficient, and the new tensor states. update(scalars, p, grad, state0, ... state3) -> (p, state0, ... state3): takes
 tensors of elements; states that the rule does not have go through.
 """
@@ -44,11 +44,11 @@ def compiled(rule: type[Rule], numeric: ModuleType) -> tuple[Any, Any]:
 
 
 def _scalars(rule: type[Rule]) -> list[str]:
-    inputs = {name: f"hyper[{index}]" for index, name in enumerate(rule.hypers)} | {"step": "step.to(tl.float64)"}
+    inputs = {name: f"hyper[{index}]" for index, name in enumerate(rule.hyper_names)} | {"step": "step.to(tl.float64)"}
     inputs |= {name: f"kept[{index}].to(tl.float64)" for index, name in enumerate(rule.tensor_states)}
     lines, results = _statements(rule.traced.scalars, inputs, _FP64, "tl.float64")
     sign = []
-    if "maximize" in rule.hypers:  # -x would lose the sign of a zero
+    if "maximize" in rule.hyper_names:  # -x would lose the sign of a zero
         sign = [f"coefficient = tl.where({inputs['maximize']} != 0, coefficient * -1.0, coefficient)"]
     rounded = ["coefficient", *(f"({result}).to(tl.float32)" for result in results)]
     names = [*rule.traced.scalars.results]

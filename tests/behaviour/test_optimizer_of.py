@@ -14,6 +14,7 @@ from table import random_grads, random_params, set_grads
 
 import accumfused as af
 from accumfused.optimizers.adam import AdamRule
+from accumfused.optimizers.sgd import SgdRule
 from accumfused.rules import sqrt, where
 
 
@@ -140,13 +141,17 @@ def test_without_a_compiler_pytorch_runs_the_rule(
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "no rule": (lambda: af.optimizer_of(dict), TypeError, "takes subclasses of Rule"),  # type: ignore[arg-type]
     "no name": (lambda: af.optimizer_of(af.Rule), TypeError, "has no name"),
-    "no defaults": (lambda: af.optimizer_of(AdamRule), ValueError, "has no defaults"),
+    "no defaults": (lambda: af.optimizer_of(SgdRule), ValueError, "has no defaults"),
     "other hypers": (lambda: af.optimizer_of(CountedRule, LikeAdamRule), ValueError, "other hypers or flags"),
     "one flag twice": (lambda: af.optimizer_of(CountedRule, CountedRule), ValueError, "the same flags"),
     "unknown option": (lambda: Counted(random_params(SHAPES), momentum=1.0), TypeError, "momentum"),
     "no number": (lambda: Counted(random_params(SHAPES), lr="fast"), TypeError, "lr must be a number"),
-    "not a number": (lambda: Counted(random_params(SHAPES), lr=float("nan")), ValueError, "lr must be a number"),
-    "two numbers": (lambda: Counted(random_params(SHAPES), lr=torch.ones(2)), ValueError, "one element"),
+    "not a number": (lambda: Counted(random_params(SHAPES), lr=float("nan")), ValueError, "Invalid learning rate: nan"),
+    "two numbers": (
+        lambda: Counted(random_params(SHAPES), lr=torch.ones(2)),
+        ValueError,
+        "Tensor lr must be 1-element",
+    ),
 }
 
 

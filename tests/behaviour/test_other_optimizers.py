@@ -81,9 +81,9 @@ def test_cautious_may_be_set_at_any_time_and_checkpoints_of_lion_may_lack_it(bac
     assert_same(fused, twin)
     lion = af.Lion(random_params([(5,)]), cautious=True, backend=backend)
     older = lion.state_dict()
-    del older["param_groups"][0]["cautious"], older["param_groups"][0]["cautious_weight_decay"]
+    del older["param_groups"][0]["cautious"]
     lion.load_state_dict(older)
-    assert (lion.param_groups[0]["cautious"], lion.param_groups[0]["cautious_weight_decay"]) == (False, False)
+    assert lion.rule_of(lion.param_groups[0]).name == "lion"
 
 
 # ---- checkpoints of the authors' code -------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_ademamix_takes_the_authors_step_numbers(backend: str) -> None:
         saved = ours.state_dict()
         for entries in saved["state"].values():
             entries["step"] = int(entries["step"])
-        del saved["param_groups"][0]["maximize"]
+        saved["param_groups"][0].pop("maximize", None)
         ours.load_state_dict(saved)
     for param, expected in zip(params, truth.params, strict=True):
         assert_close(param, expected, "fp64 oracle")

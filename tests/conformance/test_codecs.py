@@ -197,4 +197,4 @@ def test_constants_and_rules_are_those_of_the_kernels(native: None) -> None:
         codecs.BLOCK, codecs.MIN_SECOND_MOMENT, codecs.SMALLEST_SCALE
     )  # fmt: skip
     assert numeric.CHUNK % codecs.BLOCK == 0
-    assert sorted(module.rules()) == sorted((r.name, digest(r), r.states, r.counts_steps, r.hypers) for r in RULES)
+    assert sorted(module.rules()) == sorted((r.name, digest(r), r.states, r.counts_steps, r.hyper_names) for r in RULES)

@@ -82,7 +82,9 @@ def rule_from(code: int, place: int) -> type[Rule]:
 
 def in_torch(rule: type[Rule], hypers: tuple[float, float], step: int, tensors: list[Tensor]) -> list[Tensor]:
     number = torch.float64
-    known = dict(zip((*rule.hypers, "step"), (torch.tensor(x, dtype=number) for x in (*hypers, step)), strict=True))
+    known = dict(
+        zip((*rule.hyper_names, "step"), (torch.tensor(x, dtype=number) for x in (*hypers, step)), strict=True)
+    )
     made = on_tensors.evaluate(rule.traced.scalars, known, number, torch.device("cpu"))
     return on_tensors.update(rule, {name: value.float() for name, value in made.items()}, *tensors[:2], tensors[2:])
 

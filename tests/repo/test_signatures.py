@@ -51,6 +51,13 @@ def test_every_setting_is_in_the_signature_and_in_the_help(taker: Any) -> None:
     assert [name for name in named if name in SETTINGS] == [*SETTINGS]
 
 
+def test_editors_and_type_checkers_see_the_classes_that_rules_become(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import print_stubs
+
+    assert print_stubs.STUB.read_text() == print_stubs.printed(), "run tools/print_stubs.py"
+
+
 @every_taker
 def test_an_unknown_keyword_is_refused_with_the_nearest_one(taker: Any) -> None:
     params = [Parameter(torch.ones(3, 1))]
@@ -119,6 +126,14 @@ assert_type(af.fuse(torch.optim.SGD(params)), af.SGD)
 assert_type(af.fuse(torch.optim.RMSprop(params)), af.RMSprop)
 assert_type(muon := af.fuse(torch.optim.Muon(params)), af.Muon)
 af.ClipGroup([muon, optimizer], max_grad_norm=1.0).step()
+lion = af.Lion(params, 1e-4, betas=(0.9, 0.99), cautious=True, max_grad_norm=1.0)
+assert_type(lion, af.Lion)
+assert_type(lion.accumulate(weight=3), None)
+af.AdEMAMix(params, alpha_warmup=None, state_dtype=torch.bfloat16)
+af.AdamWScheduleFree(params, inner_momentum=0.9).eval()
+af.Lion(params, beta=0.9)  # type: ignore[call-arg]
+af.Signum(params, lr="fast")  # type: ignore[arg-type]
+af.Adan(params, max_grad_norm="1")  # type: ignore[arg-type]
 """
 
 
