@@ -38,7 +38,6 @@ from accumfused.loop.release import release_gradients
 from accumfused.loop.report import MemoryReport, memory_report
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers import (
-    ASGD,
     SGD,
     Adadelta,
     Adagrad,
@@ -50,10 +49,8 @@ from accumfused.optimizers import (
     AdEMAMix,
     Lion,
     Muon,
-    NAdam,
     RAdam,
     RMSprop,
-    Rprop,
     SGDScheduleFree,
     Signum,
 )
@@ -64,7 +61,6 @@ from accumfused.warn import AccumulationWarning, strict
 __version__ = "0.1.0"
 
 __all__ = [
-    "ASGD",
     "SGD",
     "AccumulationWarning",
     "AdEMAMix",
@@ -87,14 +83,12 @@ __all__ = [
     "MemoryReport",
     "Metrics",
     "Muon",
-    "NAdam",
     "NoiseEstimate",
     "NoiseScale",
     "PerGroup",
     "PerTensor",
     "RAdam",
     "RMSprop",
-    "Rprop",
     "Rule",
     "RunningMean",
     "SGDScheduleFree",

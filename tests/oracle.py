@@ -65,38 +65,6 @@ def adamw(p: Tensor, g: Tensor, state: State, *, weight_decay=1e-2, **options) -
     return adam(p, g, state, weight_decay=weight_decay, **{**options, "decoupled_weight_decay": True})
 
 
-def nadam(
-    p: Tensor, g: Tensor, state: State, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, momentum_decay=4e-3,
-    decoupled_weight_decay=False, maximize=False,
-) -> Tensor:  # fmt: skip
-    """Dozat 2016, with the momentum schedule of its section 4: mu_t = beta1 (1 - 0.96^(t psi) / 2)."""
-    g = -g if maximize else g
-    if decoupled_weight_decay:
-        p = p * (1 - lr * weight_decay)
-    else:
-        g = g + weight_decay * p
-    t = state["step"] = state.get("step", 0.0) + 1
-    mu, following = (betas[0] * (1 - 0.5 * 0.96 ** (i * momentum_decay)) for i in (t, t + 1))
-    product = state["mu_product"] = state.get("mu_product", 1.0) * mu
-    m = state["exp_avg"] = betas[0] * state.get("exp_avg", 0.0) + (1 - betas[0]) * g
-    v = state["exp_avg_sq"] = betas[1] * state.get("exp_avg_sq", 0.0) + (1 - betas[1]) * g * g
-    ahead = (1 - mu) * g / (1 - product) + following * m / (1 - product * following)
-    return p - lr * ahead / ((v / (1 - betas[1] ** t)).sqrt() + eps)
-
-
-def asgd(
-    p: Tensor, g: Tensor, state: State, *, lr, lambd=1e-4, alpha=0.75, t0=1e6, weight_decay=0.0, maximize=False
-) -> Tensor:
-    """Averaged SGD in torch's form: the rate and the share of step t + 1 are computed in step t."""
-    t = state["step"] = state.get("step", 0.0) + 1
-    eta, mu = state.get("eta", lr), state.get("mu", 1.0)
-    g = (-g if maximize else g) + weight_decay * p
-    p = (1 - lambd * eta) * p - eta * g
-    state["ax"] = (1 - mu) * state.get("ax", 0.0) + mu * p
-    state["eta"], state["mu"] = lr / (1 + lambd * lr * t) ** alpha, 1 / max(1.0, t - t0)
-    return p
-
-
 def lion(
     p: Tensor, g: Tensor, state: State, *, lr, betas=(0.9, 0.99), weight_decay=0.0, maximize=False, cautious=False,
     cautious_weight_decay=False,
@@ -224,20 +192,6 @@ def radam(
         return p - lr * m_hat
     r = (((length - 4) * (length - 2) * longest) / ((longest - 4) * (longest - 2) * length)) ** 0.5
     return p - lr * m_hat * r * (1 - betas[1] ** t) ** 0.5 / (v.sqrt() + eps)
-
-
-def rprop(
-    p: Tensor, g: Tensor, state: State, *, lr, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), maximize=False
-) -> Tensor:
-    """torch's documentation of Rprop: Riedmiller & Braun 1993, where a gradient whose sign has changed counts as 0."""
-    g = -g if maximize else g
-    state["step"] = state.get("step", 0.0) + 1
-    agreement = torch.sign(g) * torch.sign(state.get("prev", torch.zeros_like(g)))
-    size = state.get("step_size", torch.full_like(g, lr))
-    size = torch.where(agreement > 0, size * etas[1], torch.where(agreement < 0, size * etas[0], size))
-    size = state["step_size"] = size.clamp(*step_sizes)
-    g = state["prev"] = torch.where(agreement < 0, 0.0, g)
-    return p - size * torch.sign(g)
 
 
 def _schedule_free(y, state: State, direction, lr, beta, weight_decay, warmup_steps, r, weight_lr_power) -> Tensor:

@@ -58,11 +58,6 @@ OPTIMIZERS = {
         af.AdamW, torch.optim.AdamW, oracle.adamw,
         {"lr": 0.07, "betas": (0.2, 0.9), "weight_decay": 0.5, "amsgrad": True},
     ),
-    "NAdam": Optimizer(
-        af.NAdam, torch.optim.NAdam, oracle.nadam,
-        {"lr": 0.07, "betas": (0.2, 0.9), "weight_decay": 0.5, "decoupled_weight_decay": True},
-    ),
-    "ASGD": Optimizer(af.ASGD, torch.optim.ASGD, oracle.asgd, {"lr": 0.07, "lambd": 0.2, "weight_decay": 0.5}),
     "Lion": Optimizer(af.Lion, None, oracle.lion, {"lr": 0.07, "betas": (0.2, 0.9), "weight_decay": 0.9}),
     "RMSprop": Optimizer(
         af.RMSprop, torch.optim.RMSprop, oracle.rmsprop,
@@ -82,9 +77,6 @@ OPTIMIZERS = {
     "RAdam": Optimizer(
         af.RAdam, torch.optim.RAdam, oracle.radam,
         {"lr": 0.07, "betas": (0.2, 0.95), "weight_decay": 0.5, "decoupled_weight_decay": True},
-    ),
-    "Rprop": Optimizer(
-        af.Rprop, torch.optim.Rprop, oracle.rprop, {"lr": 0.07, "etas": (0.3, 1.7), "step_sizes": (0.03, 0.15)}
     ),
     "Adan": Optimizer(
         af.Adan, None, oracle.adan, {"lr": 0.07, "betas": (0.2, 0.4, 0.9), "weight_decay": 0.5, "no_prox": True}
@@ -188,11 +180,6 @@ CASES = (
     _case("adamw_no_decay", "AdamW", lr=0.1, betas=(0.5, 0.7), weight_decay=0.0, eps=1e-3),
     _case("adamw_amsgrad", "AdamW", lr=0.1, betas=(0.5, 0.7), weight_decay=0.4, amsgrad=True),
     _case("adamw_maximize", "AdamW", lr=0.1, betas=(0.5, 0.7), weight_decay=0.4, amsgrad=True, maximize=True),
-    _case("nadam", "NAdam", lr=0.1, betas=(0.5, 0.7), weight_decay=0.3, momentum_decay=0.3),
-    _case("nadam_decoupled", "NAdam", lr=0.1, betas=(0.5, 0.7), weight_decay=0.4, decoupled_weight_decay=True),
-    _case("nadam_maximize", "NAdam", lr=0.1, betas=(0.5, 0.7), eps=1e-3, maximize=True),
-    _case("asgd", "ASGD", lr=0.3, lambd=0.1, alpha=0.6, t0=1, weight_decay=0.2),
-    _case("asgd_maximize", "ASGD", lr=0.3, lambd=0.1, maximize=True),
     _case("lion", "Lion", lr=0.05, betas=(0.6, 0.8)),
     _case("lion_weight_decay", "Lion", lr=0.05, betas=(0.6, 0.8), weight_decay=0.5),
     _case("lion_maximize", "Lion", lr=0.05, betas=(0.6, 0.8), weight_decay=0.5, maximize=True),
@@ -217,8 +204,6 @@ CASES = (
     _case("radam_weight_decay", "RAdam", lr=0.1, betas=(0.5, 0.9), eps=1e-3, weight_decay=0.3),
     _case("radam_decoupled", "RAdam", lr=0.1, betas=(0.5, 0.9), weight_decay=0.4, decoupled_weight_decay=True),
     _case("radam_maximize", "RAdam", lr=0.1, betas=(0.5, 0.9), eps=1e-3, weight_decay=0.3, maximize=True),
-    _case("rprop", "Rprop", lr=0.1, etas=(0.4, 1.5), step_sizes=(0.05, 0.2)),
-    _case("rprop_maximize", "Rprop", lr=0.1, etas=(0.4, 1.5), step_sizes=(0.05, 0.2), maximize=True),
     _case("adan", "Adan", lr=0.1, betas=(0.5, 0.6, 0.7), eps=1e-3, weight_decay=0.4),
     _case("adan_no_prox", "Adan", lr=0.1, betas=(0.5, 0.6, 0.7), weight_decay=0.4, no_prox=True),
     _case("adan_maximize", "Adan", lr=0.1, betas=(0.5, 0.6, 0.7), maximize=True),

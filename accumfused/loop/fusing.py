@@ -19,7 +19,6 @@ from accumfused.formats.shards import local
 from accumfused.loop.report import growth_of
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers import (
-    ASGD,
     PEERS,
     SGD,
     Adadelta,
@@ -28,10 +27,8 @@ from accumfused.optimizers import (
     Adamax,
     AdamW,
     Muon,
-    NAdam,
     RAdam,
     RMSprop,
-    Rprop,
 )
 from accumfused.rules import Rule
 from accumfused.settings import SettingArguments, Settings, chosen, takes_settings
@@ -45,8 +42,6 @@ def fuse(optimizer: torch.optim.Adam, **settings: Unpack[SettingArguments]) -> A
 @overload
 def fuse(optimizer: torch.optim.SGD, **settings: Unpack[SettingArguments]) -> SGD: ...
 @overload
-def fuse(optimizer: torch.optim.NAdam, **settings: Unpack[SettingArguments]) -> NAdam: ...
-@overload
 def fuse(optimizer: torch.optim.RAdam, **settings: Unpack[SettingArguments]) -> RAdam: ...
 @overload
 def fuse(optimizer: torch.optim.Adamax, **settings: Unpack[SettingArguments]) -> Adamax: ...
@@ -56,10 +51,6 @@ def fuse(optimizer: torch.optim.Adagrad, **settings: Unpack[SettingArguments]) -
 def fuse(optimizer: torch.optim.Adadelta, **settings: Unpack[SettingArguments]) -> Adadelta: ...
 @overload
 def fuse(optimizer: torch.optim.RMSprop, **settings: Unpack[SettingArguments]) -> RMSprop: ...
-@overload
-def fuse(optimizer: torch.optim.Rprop, **settings: Unpack[SettingArguments]) -> Rprop: ...
-@overload
-def fuse(optimizer: torch.optim.ASGD, **settings: Unpack[SettingArguments]) -> ASGD: ...
 @overload
 def fuse(optimizer: torch.optim.Muon, **settings: Unpack[SettingArguments]) -> Muon: ...
 @overload

@@ -9,13 +9,10 @@ from accumfused.optimizers.adam import Adam, AdamW
 from accumfused.optimizers.adamax import Adamax
 from accumfused.optimizers.adan import Adan
 from accumfused.optimizers.ademamix import AdEMAMix
-from accumfused.optimizers.asgd import ASGD
 from accumfused.optimizers.lion import Lion
 from accumfused.optimizers.muon import Muon, OrthogonalRule
-from accumfused.optimizers.nadam import NAdam
 from accumfused.optimizers.radam import RAdam
 from accumfused.optimizers.rmsprop import RMSprop
-from accumfused.optimizers.rprop import Rprop
 from accumfused.optimizers.schedule_free import AdamWScheduleFree, SGDScheduleFree
 from accumfused.optimizers.sgd import SGD
 from accumfused.optimizers.signum import Signum
@@ -23,7 +20,6 @@ from accumfused.versions import TorchMuon
 
 __all__ = [
     "ALL",
-    "ASGD",
     "PEERS",
     "RULES",
     "SGD",
@@ -37,22 +33,19 @@ __all__ = [
     "Adan",
     "Lion",
     "Muon",
-    "NAdam",
     "RAdam",
     "RMSprop",
-    "Rprop",
     "SGDScheduleFree",
     "Signum",
 ]  # fmt: skip
 
 ALL = (
-    SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, Lion, Signum, Adan, AdEMAMix,
-    SGDScheduleFree, AdamWScheduleFree, Muon,
+    SGD, Adam, AdamW, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Lion, Signum, Adan, AdEMAMix, SGDScheduleFree,
+    AdamWScheduleFree, Muon,
 )  # fmt: skip
 PEERS: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {  # torch's classes with the same checkpoints
-    torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.NAdam: NAdam,
-    torch.optim.RAdam: RAdam, torch.optim.Adamax: Adamax, torch.optim.Adagrad: Adagrad, torch.optim.Adadelta:
-    Adadelta, torch.optim.RMSprop: RMSprop, torch.optim.Rprop: Rprop, torch.optim.ASGD: ASGD,
-    TorchMuon: Muon,
+    torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.RAdam: RAdam,
+    torch.optim.Adamax: Adamax, torch.optim.Adagrad: Adagrad, torch.optim.Adadelta: Adadelta,
+    torch.optim.RMSprop: RMSprop, TorchMuon: Muon,
 }  # fmt: skip
 RULES = (*dict.fromkeys(rule for optimizer in ALL for rule in optimizer.rules), OrthogonalRule)

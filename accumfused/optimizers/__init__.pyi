@@ -20,39 +20,6 @@ ALL: tuple[type[FusedOptimizer], ...]
 PEERS: dict[type[torch.optim.Optimizer], type[FusedOptimizer]]
 RULES: tuple[type[Rule], ...]
 
-class ASGD(FusedOptimizer, torch.optim.ASGD):
-    """ASGD, with accumulation, unscaling and clipping in the same pass.
-
-    It replaces `torch.optim.ASGD`: same arguments, group keys, state names and checkpoints.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr, lambd, alpha, t0, weight_decay: as in torch.
-        foreach, capturable: unused; groups have them for torch's own optimizer.
-        maximize: True ascends in place of descending.
-        differentiable: not supported.
-        **settings: those of `accumfused.settings.Settings`.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
-        RuntimeError: a backend asked for by name cannot run.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.01,
-        lambd: float = 0.0001,
-        alpha: float = 0.75,
-        t0: float = 1000000.0,
-        weight_decay: float = 0,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        differentiable: bool = False,
-        capturable: bool = False,
-        **settings: Unpack[SettingArguments],
-    ) -> None: ...
-
 class AdEMAMix(FusedOptimizer):
     """AdEMAMix, with accumulation, unscaling and clipping in the same pass.
 
@@ -294,41 +261,6 @@ class Lion(FusedOptimizer):
         **settings: Unpack[SettingArguments],
     ) -> None: ...
 
-class NAdam(FusedOptimizer, torch.optim.NAdam):
-    """NAdam, with accumulation, unscaling and clipping in the same pass.
-
-    It replaces `torch.optim.NAdam`: same arguments, group keys, state names and checkpoints.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay: as in torch.
-        foreach, capturable: unused; groups have them for torch's own optimizer.
-        maximize: True ascends in place of descending.
-        differentiable: not supported.
-        **settings: those of `accumfused.settings.Settings`.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
-        RuntimeError: a backend asked for by name cannot run.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.002,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-08,
-        weight_decay: float = 0,
-        momentum_decay: float = 0.004,
-        decoupled_weight_decay: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        **settings: Unpack[SettingArguments],
-    ) -> None: ...
-
 class RAdam(FusedOptimizer, torch.optim.RAdam):
     """RAdam, with accumulation, unscaling and clipping in the same pass.
 
@@ -393,38 +325,6 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
         weight_decay: float = 0,
         momentum: float = 0,
         centered: bool = False,
-        capturable: bool = False,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        differentiable: bool = False,
-        **settings: Unpack[SettingArguments],
-    ) -> None: ...
-
-class Rprop(FusedOptimizer, torch.optim.Rprop):
-    """Rprop, with accumulation, unscaling and clipping in the same pass.
-
-    It replaces `torch.optim.Rprop`: same arguments, group keys, state names and checkpoints.
-
-    Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
-        lr, etas, step_sizes: as in torch.
-        capturable, foreach: unused; groups have them for torch's own optimizer.
-        maximize: True ascends in place of descending.
-        differentiable: not supported.
-        **settings: those of `accumfused.settings.Settings`.
-
-    Raises:
-        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
-        RuntimeError: a backend asked for by name cannot run.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.01,
-        etas: tuple[float, float] = (0.5, 1.2),
-        step_sizes: tuple[float, float] = (1e-06, 50),
-        *,
         capturable: bool = False,
         foreach: bool | None = None,
         maximize: bool = False,

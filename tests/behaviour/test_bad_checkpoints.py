@@ -124,7 +124,6 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
     "SGD's": (of(torch.optim.SGD, momentum=0.9), None, adamw, "groups have no 'betas', which AdamW needs"),
     "Adamax's": (of(torch.optim.Adamax), None, adamw, "has no 'exp_avg_sq', only exp_avg, exp_inf, step"),
     "Lion's": (of("Lion"), None, adamw, "groups have no 'eps', which AdamW needs"),
-    "NAdam's into Adam": (of("NAdam"), None, of("Adam"), "has 'mu_product', which Adam has not"),
     "Adam's into Lion": (of("Adam"), None, of("Lion"), "has 'exp_avg_sq', which Lion has not"),
     "SGD's into another's": (of("SGD"), None, rmsprop, "groups have no 'alpha', which Own needs"),
     "more parameters": (of("AdamW", (3,), (2, 2), (1,)), None, adamw, "doesn't match the size"),

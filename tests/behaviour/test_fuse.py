@@ -42,7 +42,10 @@ class Doubling(torch.optim.AdamW):
 
 
 RULED = {name: row.torch_class for name, row in OPTIMIZERS.items() if row.torch_class is not None}
-FOREIGN = {each.__name__: each for each in (torch.optim.Adafactor, Own, OwnAdagrad, Doubling)}
+FOREIGN_CLASSES = (
+    torch.optim.Adafactor, torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop, Own, OwnAdagrad, Doubling
+)  # fmt: skip
+FOREIGN = {each.__name__: each for each in FOREIGN_CLASSES}
 every_optimizer = pytest.mark.parametrize("name", [*RULED, *FOREIGN])
 COPIES = [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))]
 

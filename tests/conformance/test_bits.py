@@ -132,7 +132,7 @@ def test_more_chunks_than_the_norm_has_lanes_or_a_launch_can_carry(place: Place)
 @pytest.mark.parametrize(("weights", "states"), [("fp32", "fp32"), ("split8", "int8")])
 def test_any_number_of_threads(weights: str, states: str, threads: int, place: Place) -> None:
     # All other rules take the loop of these two, of which one renews numbers per tensor.
-    cases = [case for case in EACH_RULE if case.is_common or case.rule in ("asgd", "adan")]
+    cases = [case for case in EACH_RULE if case.is_common or case.rule in ("sgd_schedule_free", "adan")]
     for number, case in enumerate(cases):
         problem = Problem(case.name, GRADS[number % 3], weights, states, edges=EDGES["large"])
         assert_conforms(problem, place.backend, threads=threads)
