@@ -31,7 +31,7 @@ class SettingArguments(TypedDict, total=False):
     nonfinite: Nonfinite | None
     backend: str
     master_weights: MasterWeights | None
-    state_dtype: torch.dtype | Literal["int8"]
+    state_dtype: torch.dtype | Literal["8bit"]
     state_dtype_min_numel: int
     rounding_seed: int | None
     process_group: Any
@@ -61,13 +61,13 @@ class Settings:
             "raise" checks on the host and raises before it writes. None: "skip" whenever the step takes a norm.
         backend: "cpu", "cuda" (native kernels), "triton", "foreach" (torch's own kernels and bits), "torch" (the
             reference), or "auto": the fastest backend that runs.
-        master_weights: the form in which a 16-bit parameter keeps its fp32 value, on which a step works. "fp32": a
-            whole copy. "split16" (bf16 only): the 16 bits that the parameter lacks, exact. "split8" (bf16 only): 8 of
-            them, rounded stochastically. None: no fp32 value, and each step rounds the parameter stochastically.
-            "auto": "split16" for bf16, "fp32" for fp16.
-        state_dtype: torch.float32, torch.bfloat16 (rounded stochastically), or "int8": 8-bit floats with one scale for
+        master_weights: the form in which a 16-bit parameter keeps its fp32 value, on which a step works. For bf16
+            "split16": the 16 bits that the parameter lacks, exact; "split8": 8 of them, rounded stochastically; None:
+            no fp32 value, and each step rounds the parameter stochastically. For fp16 "fp32": a whole copy. "auto":
+            "split16" for bf16, "fp32" for fp16.
+        state_dtype: torch.float32, torch.bfloat16 (rounded stochastically), or "8bit": 8-bit floats with one scale for
             each quantisation block of 128 elements. An element whose state overflows spoils its block, unless a norm
-            is taken or nonfinite is "skip" or "raise". amsgrad, Adamax and Schedule-Free optimizers refuse "int8".
+            is taken or nonfinite is "skip" or "raise". amsgrad, Adamax and Schedule-Free optimizers refuse "8bit".
         state_dtype_min_numel: parameters with fewer elements have fp32 states.
         rounding_seed: the seed of all stochastic rounding; each new state takes it over. None: torch's initial seed
             (no random number is consumed), or 0 with several processes, because these must round alike. The same
@@ -90,7 +90,7 @@ class Settings:
     nonfinite: Nonfinite | None = None
     backend: str = "auto"
     master_weights: MasterWeights | None = "auto"
-    state_dtype: torch.dtype | Literal["int8"] = torch.float32
+    state_dtype: torch.dtype | Literal["8bit"] = torch.float32
     state_dtype_min_numel: int = 4096
     rounding_seed: int | None = None
     process_group: Any = None  # torch.distributed.ProcessGroup
@@ -133,8 +133,8 @@ class Settings:
         masters = get_args(MasterWeights)
         if self.master_weights not in (None, *masters):
             raise ValueError(f"master_weights must be one of {', '.join(masters)} or None, got {self.master_weights!r}")
-        if self.state_dtype not in (torch.float32, torch.bfloat16, "int8"):
-            allowed = "torch.float32, torch.bfloat16, 'int8'"
+        if self.state_dtype not in (torch.float32, torch.bfloat16, "8bit"):
+            allowed = "torch.float32, torch.bfloat16, '8bit'"
             raise ValueError(f"state_dtype must be one of {allowed}, got {self.state_dtype!r}")
         for name in ("state_dtype_min_numel", "rounding_seed"):
             value = getattr(self, name)

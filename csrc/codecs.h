@@ -83,43 +83,27 @@ AF_INLINE uint32_t stream(uint32_t noise) {
 
 // ---- 16 bits --------------------------------------------------------------------------------------------------------
 
-AF_INLINE Bfloat16 to_bfloat16(float value) {
-  const uint32_t bits = bits_or_nan(value);
-  return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
-}
-
 AF_INLINE Bfloat16 to_bfloat16(float value, uint32_t noise) {
   return {uint16_t((bits_or_nan(value) + (noise >> 16)) >> 16)};
 }
 
 // Below 2^-14 the distance between neighbours stays 2^-24, so more bits of the mantissa are dropped there, at most 30.
-// `up(dropped, mantissa)` is added to them first.
-template <class Up>
-AF_INLINE Float16 round_to_float16(float value, const Up& up) {
-  const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu, exponent = magnitude >> 23;
-  const uint32_t below = exponent < 113 ? 113 - exponent : 0;
-  const uint32_t beyond = below > 17 ? smaller(below - 17, 31) : 0;  // bits that cannot decide any more
-  const uint32_t dropped = smaller(13 + below, 30);
-  const uint32_t mantissa = ((magnitude & 0x7fffffu) | 0x800000u) >> beyond;
-  const uint32_t half = ((exponent > 113 ? exponent - 113 : 0) << 10) + ((mantissa + up(dropped, mantissa)) >> dropped);
-  const uint32_t kept = magnitude > 0x7f800000u ? 0x7e00u : smaller(half, 0x7c00u);
-  return {uint16_t(kept | (bits >> 16 & 0x8000u))};
-}
-
-AF_INLINE Float16 to_float16(float value, uint32_t noise) {
-  return round_to_float16(value, [=](uint32_t dropped, uint32_t) { return noise >> (32 - dropped); });
-}
-
+// Ties go to even: one less than half a unit is added first, and the bit that is to be the last one.
 AF_INLINE Float16 to_float16(float value) {
 #if defined(__CUDA_ARCH__)
   uint16_t half;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
   return {half};
 #else
-  // Ties to even: one less than half a unit, and the bit that is to be the last one.
-  return round_to_float16(value, [](uint32_t dropped, uint32_t mantissa) {
-    return ((1u << dropped) >> 1) - 1 + (mantissa >> dropped & 1);
-  });
+  const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu, exponent = magnitude >> 23;
+  const uint32_t below = exponent < 113 ? 113 - exponent : 0;
+  const uint32_t beyond = below > 17 ? smaller(below - 17, 31) : 0;  // bits that cannot decide any more
+  const uint32_t dropped = smaller(13 + below, 30);
+  const uint32_t mantissa = ((magnitude & 0x7fffffu) | 0x800000u) >> beyond;
+  const uint32_t up = ((1u << dropped) >> 1) - 1 + (mantissa >> dropped & 1);
+  const uint32_t half = ((exponent > 113 ? exponent - 113 : 0) << 10) + ((mantissa + up) >> dropped);
+  const uint32_t kept = magnitude > 0x7f800000u ? 0x7e00u : smaller(half, 0x7c00u);
+  return {uint16_t(kept | (bits >> 16 & 0x8000u))};
 #endif
 }
 
@@ -133,24 +117,11 @@ struct Float32Weights {
   AF_METHOD static float store(float value, uint32_t) { return value; }
 };
 
-template <class Half>
-AF_INLINE Half rounded(float value) {
-  if constexpr (__is_same(Half, Bfloat16)) return to_bfloat16(value);
-  else return to_float16(value);
-}
-
-template <class Half>
-AF_INLINE Half rounded(float value, uint32_t noise) {
-  if constexpr (__is_same(Half, Bfloat16)) return to_bfloat16(value, noise);
-  else return to_float16(value, noise);
-}
-
-template <class Half>
 struct StochasticWeights {
-  using Param = Half;
+  using Param = Bfloat16;
   using Master = void;
-  AF_METHOD static float join(Half param) { return to_float(param); }
-  AF_METHOD static Half store(float value, uint32_t noise) { return rounded<Half>(value, noise); }
+  AF_METHOD static float join(Bfloat16 param) { return to_float(param); }
+  AF_METHOD static Bfloat16 store(float value, uint32_t noise) { return to_bfloat16(value, noise); }
 };
 
 // The fp32 value of a parameter and its remainder. A number that was split gives a NaN only if its half is one. Any
@@ -181,24 +152,19 @@ struct Split8Weights {
 };
 
 // A master that is not rounded to its parameter is out of date: somebody has written the parameter, which counts.
-template <class Half>
 struct MasterWeights {
-  using Param = Half;
+  using Param = Float16;
   using Master = float;
-  AF_METHOD static float join(Half param, float master) {
-    return rounded<Half>(master).bits == param.bits ? master : to_float(param);
+  AF_METHOD static float join(Float16 param, float master) {
+    return to_float16(master).bits == param.bits ? master : to_float(param);
   }
-  AF_METHOD static void store(float value, uint32_t, Half& param, float& master) {
-    param = rounded<Half>(value), master = value;
+  AF_METHOD static void store(float value, uint32_t, Float16& param, float& master) {
+    param = to_float16(value), master = value;
   }
 };
 
 // In the order of enum Weights.
-#define AF_WEIGHTS(X)            \
-  X(Float32Weights)              \
-  X(StochasticWeights<Bfloat16>) \
-  X(StochasticWeights<Float16>)  \
-  X(Split16Weights) X(Split8Weights) X(MasterWeights<Bfloat16>) X(MasterWeights<Float16>)
+#define AF_WEIGHTS(X) X(Float32Weights) X(StochasticWeights) X(Split16Weights) X(Split8Weights) X(MasterWeights)
 
 // ---- quantisation blocks of 8 bits ----------------------------------------------------------------------------------
 

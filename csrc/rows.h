@@ -28,10 +28,8 @@ enum class Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
 enum class Weights : int32_t {
   kFloat32 = 0,
   kBfloat16Stochastic,
-  kFloat16Stochastic,
   kBfloat16Split16,
   kBfloat16Split8,
-  kBfloat16Master,
   kFloat16Master,
 };
 enum class States : int32_t { kFloat32 = 0, kBfloat16, kInt8 };

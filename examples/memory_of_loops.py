@@ -34,11 +34,11 @@ LOOPS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer], bool
     "bf16: autograd, AdamW(fused), all in bf16": (torch.bfloat16, lambda p: torch.optim.AdamW(p, fused=True), False),
     "bf16: accumulate()": (torch.bfloat16, lambda p: af.AdamW(p, max_grad_norm=1.0), False),
     "bf16: released": (torch.bfloat16, lambda p: af.AdamW(p, max_grad_norm=1.0), True),
-    "bf16: released, int8 states": (
-        torch.bfloat16, lambda p: af.AdamW(p, max_grad_norm=1.0, state_dtype="int8"), True,
+    "bf16: released, 8-bit states": (
+        torch.bfloat16, lambda p: af.AdamW(p, max_grad_norm=1.0, state_dtype="8bit"), True,
     ),
-    "bf16: released, int8 states, no masters": (
-        torch.bfloat16, lambda p: af.AdamW(p, max_grad_norm=1.0, state_dtype="int8", master_weights=None), True,
+    "bf16: released, 8-bit states, no masters": (
+        torch.bfloat16, lambda p: af.AdamW(p, max_grad_norm=1.0, state_dtype="8bit", master_weights=None), True,
     ),
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import accumfused as af
 from accumfused.formats import codecs, numeric
 
-MASTERS = ("split16", "split8", "bf16_master", "fp16_master")
+MASTERS = ("split16", "split8", "fp16_master")
 
 
 class Model(Module):

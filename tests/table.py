@@ -253,19 +253,17 @@ OF_TORCH = [case for case in CASES if case.of.torch_class is not None]
 WEIGHTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
     "bf16_stochastic": (torch.bfloat16, {"master_weights": None}),
-    "fp16_stochastic": (torch.float16, {"master_weights": None}),
     "split16": (torch.bfloat16, {"master_weights": "split16"}),
     "split8": (torch.bfloat16, {"master_weights": "split8"}),
-    "bf16_master": (torch.bfloat16, {"master_weights": "fp32"}),
     "fp16_master": (torch.float16, {"master_weights": "fp32"}),
 }
-STATES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}
+STATES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
 
 
 def kept(states: str, case: Case, *groups: Mapping[str, Any]) -> str:
     """The format of the states of a case, with groups of its own: 16 bits where 8 are refused."""
     needs_16_bits = case.needs_16_bits or any(group.get("amsgrad") for group in groups)
-    return "bf16" if states == "int8" and needs_16_bits else states
+    return "bf16" if states == "8bit" and needs_16_bits else states
 
 
 def case_named(name: str) -> Case:

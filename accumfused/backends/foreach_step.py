@@ -24,9 +24,7 @@ from accumfused.rules import Rule, on_tensors
 # A kernel updates in place: (weights, gradients, states, step counts, hyper-parameters, found_inf)
 Kernel = Callable[[Tensors, Tensors, list[Tensors], Tensors, dict[str, Any], Tensor | None], None]
 
-_BY_CODEC = (
-    Weights.BFLOAT16_STOCHASTIC, Weights.FLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT16, Weights.BFLOAT16_SPLIT8,
-)  # fmt: skip
+_BY_CODEC = (Weights.BFLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT16, Weights.BFLOAT16_SPLIT8)
 
 
 def stored(plan: Plan, batch: Batch) -> Stored:

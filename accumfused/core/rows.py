@@ -37,7 +37,7 @@ class Row:
     first_chunk: int
     shard: Shard | None  # how `owned` lies in the parameter; None: it is the parameter
     # The shard's first element in the whole tensor, in memory order: elements keep the rounding noise that they have in
-    # the whole. With states in int8 it is a multiple of a quantisation block.
+    # the whole. With 8-bit states it is a multiple of a quantisation block.
     origin: int
     is_bundled: bool = False  # its accumulator is small, and travels together with others
 

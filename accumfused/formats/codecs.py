@@ -78,32 +78,9 @@ def stream(bits: Tensor, number: int) -> Tensor:
 # ---- 16 bits --------------------------------------------------------------------------------------------------------
 
 
-def to_bfloat16(values: Tensor) -> Tensor:
-    """Rounds to nearest, ties to even; bits as int32."""
-    bits = _bits(values)
-    return _kept(values, _logical(bits + 0x7FFF + (_logical(bits, 16) & 1), 16))
-
-
 def to_bfloat16_stochastic(values: Tensor, noise: Tensor) -> Tensor:
     """Rounds to one of the two neighbours, the nearer one more often in proportion; bits as int32."""
     return _kept(values, _logical(_bits(values) + _logical(noise, 16), 16))
-
-
-def to_float16_stochastic(values: Tensor, noise: Tensor) -> Tensor:
-    """Rounds to fp16 in the same way; too large a value becomes infinite. Bits as int32.
-
-    Below 2^-14 neighbours stay 2^-24 apart, so rounding drops more bits of the mantissa there.
-    """
-    bits = _bits(values)
-    magnitude = bits & 0x7FFFFFFF
-    exponent = magnitude >> 23
-    dropped = 13 + (113 - exponent).clamp(min=0)
-    beyond = (dropped - 30).clamp(0, 31)  # bits that noise of 30 bits cannot decide
-    mantissa = ((magnitude & 0x7FFFFF) | 0x800000) >> beyond
-    dropped = dropped.clamp(max=30)
-    half = ((exponent - 113).clamp(min=0) << 10) + ((mantissa + _logical(noise, 32 - dropped)) >> dropped)
-    half = torch.where(magnitude > 0x7F800000, 0x7E00, half.clamp(max=0x7C00))
-    return half | (_logical(bits, 16) & 0x8000)
 
 
 # ---- bfloat16 with a remainder: the fp32 master weight in two halves ------------------------------------------------

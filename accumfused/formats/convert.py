@@ -32,7 +32,7 @@ from accumfused.warn import warn
 
 
 def load_weights(form: Format, param: Tensor, master: Tensor | None) -> Tensor:
-    if form.weights in (Weights.BFLOAT16_MASTER, Weights.FLOAT16_MASTER):
+    if form.weights is Weights.FLOAT16_MASTER:
         assert master is not None
         return still_halved(master, param)
     if master is None:
@@ -47,17 +47,13 @@ def store_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor,
         return weights, None
     if form.weights is Weights.FLOAT16_MASTER:
         return weights.half(), weights
-    if form.weights is Weights.FLOAT16_STOCHASTIC:
-        return codecs.to_float16_stochastic(weights, noise).to(torch.int16).view(torch.float16), None
     if form.weights is Weights.BFLOAT16_SPLIT16:
         high, master = codecs.split(weights)
         return _bfloat16(high), master.to(torch.int16)
     if form.weights is Weights.BFLOAT16_SPLIT8:
         high, master = codecs.split_short(weights, noise)
         return _bfloat16(high), master.to(torch.int8)
-    if form.weights is Weights.BFLOAT16_STOCHASTIC:
-        return _bfloat16(codecs.to_bfloat16_stochastic(weights, noise)), None
-    return _bfloat16(codecs.to_bfloat16(weights)), weights
+    return _bfloat16(codecs.to_bfloat16_stochastic(weights, noise)), None
 
 
 def _bfloat16(bits: Tensor) -> Tensor:

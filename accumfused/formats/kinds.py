@@ -28,11 +28,9 @@ class Weights(IntEnum):
 
     FLOAT32 = 0
     BFLOAT16_STOCHASTIC = 1
-    FLOAT16_STOCHASTIC = 2
-    BFLOAT16_SPLIT16 = 3  # with an int16 remainder
-    BFLOAT16_SPLIT8 = 4  # with an int8 remainder
-    BFLOAT16_MASTER = 5  # with an fp32 master
-    FLOAT16_MASTER = 6
+    BFLOAT16_SPLIT16 = 2  # with an int16 remainder
+    BFLOAT16_SPLIT8 = 3  # with an int8 remainder
+    FLOAT16_MASTER = 4  # with an fp32 master
 
 
 class States(IntEnum):
@@ -44,36 +42,31 @@ class States(IntEnum):
 
 
 STATE_DTYPES = {States.FLOAT32: torch.float32, States.BFLOAT16: torch.bfloat16, States.INT8: torch.uint8}
-_STATES = {torch.float32: States.FLOAT32, torch.bfloat16: States.BFLOAT16, "int8": States.INT8}
+_STATES = {torch.float32: States.FLOAT32, torch.bfloat16: States.BFLOAT16, "8bit": States.INT8}
 SEED, REMAINDER, MASTER = "rounding_seed", "master_remainder", "master_weight"  # keys of a parameter's state
 _MASTERS = {
     Weights.BFLOAT16_SPLIT16: (REMAINDER, torch.int16),
     Weights.BFLOAT16_SPLIT8: (REMAINDER, torch.int8),
-    Weights.BFLOAT16_MASTER: (MASTER, torch.float32),
     Weights.FLOAT16_MASTER: (MASTER, torch.float32),
 }
-_NOISY_WEIGHTS = (Weights.BFLOAT16_STOCHASTIC, Weights.FLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT8)
+_NOISY_WEIGHTS = (Weights.BFLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT8)
 _WEIGHTS = {  # of 16-bit parameters, by dtype and master_weights
     (torch.bfloat16, "auto"): Weights.BFLOAT16_SPLIT16,
     (torch.bfloat16, "split16"): Weights.BFLOAT16_SPLIT16,
     (torch.bfloat16, "split8"): Weights.BFLOAT16_SPLIT8,
-    (torch.bfloat16, "fp32"): Weights.BFLOAT16_MASTER,
     (torch.bfloat16, None): Weights.BFLOAT16_STOCHASTIC,
     (torch.float16, "auto"): Weights.FLOAT16_MASTER,
     (torch.float16, "fp32"): Weights.FLOAT16_MASTER,
-    (torch.float16, None): Weights.FLOAT16_STOCHASTIC,
 }
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _WEIGHT_NAMES = {
     Weights.FLOAT32: "fp32",
     Weights.BFLOAT16_STOCHASTIC: "bf16 stochastic",
-    Weights.FLOAT16_STOCHASTIC: "fp16 stochastic",
     Weights.BFLOAT16_SPLIT16: "bf16 + split16",
     Weights.BFLOAT16_SPLIT8: "bf16 + split8",
-    Weights.BFLOAT16_MASTER: "bf16 + fp32 master",
     Weights.FLOAT16_MASTER: "fp16 + fp32 master",
 }
-_STATE_NAMES = {States.FLOAT32: "fp32 states", States.BFLOAT16: "bf16 states", States.INT8: "int8 states"}
+_STATE_NAMES = {States.FLOAT32: "fp32 states", States.BFLOAT16: "bf16 states", States.INT8: "8-bit states"}
 
 
 @dataclass(frozen=True)
@@ -134,9 +127,12 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
 
 def check_master_weights(dtype: torch.dtype, master_weights: str | None) -> None:
     if (dtype, master_weights) not in _WEIGHTS:
+        why, instead = "an fp16 number is not the upper half of an fp32 one, and has too few exponents without", "fp32"
+        if dtype == torch.bfloat16:
+            why, instead = "both halves of an fp32 number are that number, in 2 bytes less", "split16"
         raise ValueError(
-            f"a parameter is {dtype}, which master_weights={master_weights!r} does not serve: an fp16 number is not "
-            "the upper half of an fp32 one; use master_weights='fp32'"
+            f"a parameter is {dtype}, which master_weights={master_weights!r} does not serve: {why}; use "
+            f"master_weights={instead!r}"
         )
 
 
@@ -149,7 +145,7 @@ def check_states(rule: type[Rule], settings: Settings) -> None:
     if rule.needs_16_bits and _STATES[settings.state_dtype] is States.INT8:
         what, remedy = ("amsgrad=True", ", or amsgrad=False") if "amsgrad" in rule.flags else (rule.name, "")
         raise ValueError(
-            f"state_dtype='int8' does not go with {what}, {rule.needs_16_bits}; use "
+            f"state_dtype='8bit' does not go with {what}, {rule.needs_16_bits}; use "
             f"state_dtype=torch.float32 or torch.bfloat16{remedy}"
         )
 

@@ -157,10 +157,15 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
     return MemoryReport(formats)
 
 
-_LEANER: tuple[SettingArguments, ...] = (  # with these, 16-bit parameters take no more memory than with torch
-    {"master_weights": "split8", "state_dtype": "int8"},
-    {"master_weights": None, "state_dtype": "int8"},  # the least
-)
+# By the masters of the default: settings that take less memory; with these of bf16, no more than torch.
+_LEANER: dict[str, tuple[SettingArguments, ...]] = {
+    "split16": (
+        {"master_weights": "split8", "state_dtype": "8bit"},
+        {"master_weights": None, "state_dtype": "8bit"},  # the least
+    ),
+    "fp32": ({"master_weights": "fp32", "state_dtype": "8bit"},),
+    "auto": ({"state_dtype": "8bit"},),
+}
 
 
 def growth_of(optimizer: FusedOptimizer) -> str | None:
@@ -187,8 +192,9 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
     ours = kept({})
     if settings.master_weights != "auto" or ours <= stock:
         return None
-    has_float16 = any(param.dtype == torch.float16 for _, param in held)
-    leaner = _LEANER[1:] if has_float16 else _LEANER  # an fp16 number is no upper half of an fp32 one
+    dtypes = {param.dtype for _, param in held}
+    masters = "auto" if len(dtypes) > 1 else "fp32" if torch.float16 in dtypes else "split16"
+    leaner = _LEANER[masters]
     if any(rule.needs_16_bits for rule, _ in held):
         leaner = tuple({**arguments, "state_dtype": torch.bfloat16} for arguments in leaner)
     least = next((arguments for arguments in leaner if kept(arguments) <= stock), leaner[-1])
@@ -199,8 +205,8 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
     return (
         f"16-bit parameters with their masters and states will take {ours / elements:.2f} bytes each ({_size(ours)}), "
         f"where torch's optimizer takes {stock / elements:.2f} ({_size(stock)}); an open window adds "
-        f"4. {arguments} takes {kept(least) / elements:.2f}. "
-        f"master_weights={'fp32' if has_float16 else 'split16'!r} keeps what it is, without this line"
+        f"4. {arguments} takes {kept(least) / elements:.2f}"
+        + ("" if masters == "auto" else f". master_weights={masters!r} keeps what it is, without this line")
     )
 
 

@@ -31,11 +31,9 @@ WEIGHTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "split16": (BF16, {"master_weights": "split16"}),
     "split8": (BF16, {"master_weights": "split8"}),
     "bf16 stochastic": (BF16, {"master_weights": None}),
-    "bf16 + fp32 master": (BF16, {"master_weights": "fp32"}),
-    "fp16 stochastic": (FP16, {"master_weights": None}),
     "fp16 + fp32 master": (FP16, {"master_weights": "fp32"}),
 }
-STATES: dict[str, Any] = {"fp32": FP32, "bf16": BF16, "int8": "int8"}
+STATES: dict[str, Any] = {"fp32": FP32, "bf16": BF16, "8bit": "8bit"}
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,8 @@ def using(backend: Any, make: Callable[[str], Any]) -> Any:
     return optimizer
 
 
-PACKED = tuple(Case("AdamW", *kept, BF16) for kept in (("split8", "int8"), ("split16", "int8"), ("split16", "fp32")))
-PACKED += (Case("AdamW", "bf16 stochastic", "int8", BF16),)
+PACKED = tuple(Case("AdamW", *kept, BF16) for kept in (("split8", "8bit"), ("split16", "8bit"), ("split16", "fp32")))
+PACKED += (Case("AdamW", "bf16 stochastic", "8bit", BF16),)
 PURE = Case("AdamW", "bf16 stochastic", "bf16", BF16)
 
 

@@ -77,7 +77,7 @@ def checks() -> list[Check]:
         Check("fused linears, bf16", linears),
     ]
     cases = [*(Case(rule) for rule in RULES if rule != "AdamW"), *PACKED, PURE, Case(grads=BF16), Case(grads=FP16)]
-    cases += [Case("AdamW", "bf16 + fp32 master", "bf16", BF16), Case("Lion", "fp16 stochastic", "int8", FP16)]
+    cases += [Case("AdamW", "split16", "bf16", BF16), Case("Lion", "fp16 + fp32 master", "8bit", FP16)]
     return [
         *first,
         *(Check(f"sums of a window, {DTYPES[dtype]}", partial(sums, dtype)) for dtype in (BF16, FP16)),

@@ -25,7 +25,7 @@ from bench.workload import Workload, random_tensors
 LARGE = 1_200_000_000
 _BYTES = 32  # an element, at most: AMSGrad's, and its gradients
 OTHERS = (
-    Case(grads=BF16), *PACKED[1:], Case("AdamW", "bf16 + fp32 master", "bf16", BF16), Case("Lion"), Case("AMSGrad"),
+    Case(grads=BF16), *PACKED[1:], Case("AdamW", "split16", "bf16", BF16), Case("Lion"), Case("AMSGrad"),
     Case("SGD-m"), Case("Lion", "bf16 stochastic", "bf16", BF16), Case("AdamW", "fp16 + fp32 master", "fp32", FP16),
 )  # fmt: skip
 

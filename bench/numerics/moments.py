@@ -57,7 +57,7 @@ def ours(state_dtype: Any) -> Callable[..., torch.optim.Optimizer]:
 OPTIMIZERS = {
     "fp32 states": ours(torch.float32),
     "bf16 states": ours(torch.bfloat16),
-    "int8 states": ours("int8"),
+    "8-bit states": ours("8bit"),
     "torch.optim.AdamW, bf16": torch.optim.AdamW,
     "torchao 8-bit states": other("torchao.optim", "AdamW8bit"),
     "bitsandbytes 8-bit states": other("bitsandbytes.optim", "AdamW8bit"),

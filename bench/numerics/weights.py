@@ -88,7 +88,6 @@ _RANDOM = 1 << 16  # elements of packages that draw random numbers: they take so
 _KAHAN = other("optimi", lr=1e-3, triton=False, foreach=False)
 CONTENDERS = {
     "fp32": ours(FP32, 4),
-    "bf16 + fp32 master": ours(BF16, 6, master_weights="fp32"),
     "bf16 + split16": ours(BF16, 4, master_weights="split16"),
     "bf16 + split8": ours(BF16, 3, 1 << 18, master_weights="split8"),
     "bf16 stochastic": ours(BF16, 2, 1 << 20, master_weights=None),

@@ -68,14 +68,14 @@ def _ours(backend: str, **settings: Any) -> Callable[[list[torch.nn.Parameter]],
 
 
 def ours(label: str, backend: str) -> list[Lean]:
-    int8: dict[str, Any] = {"state_dtype": "int8"}
+    int8: dict[str, Any] = {"state_dtype": "8bit"}
     stochastic: dict[str, Any] = {"master_weights": None, **int8}
     made: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
         "fp32": (torch.float32, {}, _EXACT),
         "bf16 + split16, fp32 states": (BF16, {}, _EXACT),
-        "bf16 + split16, int8 states": (BF16, int8, _EIGHT_BITS),
-        "bf16 + split8, int8 states": (BF16, {"master_weights": "split8", **int8}, _EIGHT_BITS),
-        "bf16 stochastic, int8 states": (BF16, stochastic, _SIXTEEN_BITS),
+        "bf16 + split16, 8-bit states": (BF16, int8, _EIGHT_BITS),
+        "bf16 + split8, 8-bit states": (BF16, {"master_weights": "split8", **int8}, _EIGHT_BITS),
+        "bf16 stochastic, 8-bit states": (BF16, stochastic, _SIXTEEN_BITS),
     }
     return [
         Lean(f"{label}, {name}", dtype, _ours(backend, **settings), tolerance)

@@ -70,8 +70,7 @@ struct RawWeights {
   __device__ static int rest_bytes(Weights weights) {
     if (weights == Weights::kBfloat16Split8) return 1;
     if (weights == Weights::kBfloat16Split16) return 2;
-    const bool has_float = weights == Weights::kBfloat16Master || weights == Weights::kFloat16Master;
-    return has_float || weights == Weights::kFloat32 ? 4 : 0;
+    return weights == Weights::kFloat16Master || weights == Weights::kFloat32 ? 4 : 0;
   }
 };
 

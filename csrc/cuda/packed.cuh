@@ -38,7 +38,7 @@ template <class W>
 struct PackedWeights;
 
 template <>
-struct PackedWeights<StochasticWeights<Bfloat16>> {
+struct PackedWeights<StochasticWeights> {
   static constexpr int kMasterWords = 0;
   __device__ static void join(const uint32_t* param, const uint32_t*, float* p) {
     p[0] = float_from_bits(param[0] << 16), p[1] = float_from_bits(param[0] & 0xffff0000u);

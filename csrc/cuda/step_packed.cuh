@@ -310,7 +310,7 @@ __device__ int step_packed(const PackedRule<Rule>& rule, const Piece& at, int co
     return 0;
   if (!lie_on(16, at.in.grad, row.param) || !lie_on(8, row.master, row.state[0], row.state[1])) return 0;
   if (row.weights == Weights::kBfloat16Split8) return step_packed_as<Split8Weights>(rule, at, count);
-  if (row.weights == Weights::kBfloat16Stochastic) return step_packed_as<StochasticWeights<Bfloat16>>(rule, at, count);
+  if (row.weights == Weights::kBfloat16Stochastic) return step_packed_as<StochasticWeights>(rule, at, count);
   if (row.weights != Weights::kBfloat16Split16 || !lie_on(16, row.master)) return 0;
   return step_packed_as<Split16Weights>(rule, at, count);
 }

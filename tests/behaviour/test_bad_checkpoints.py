@@ -20,7 +20,7 @@ import accumfused as af
 Edit = Callable[[dict[str, Any]], Any]
 Make = Callable[[], Any]
 CHANNELS_LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
-FORMATTED = {"master_weights": "split16", "state_dtype": "int8", "state_dtype_min_numel": 2, "lr": 0.1}
+FORMATTED = {"master_weights": "split16", "state_dtype": "8bit", "state_dtype_min_numel": 2, "lr": 0.1}
 
 
 def stepped(cls: Any, *shapes: tuple[int, ...], **options: Any) -> Any:
@@ -85,7 +85,7 @@ def window() -> Any:
     return accumulated(adamw(), 3.0)
 
 
-def halves(state_dtype: Any = "int8", form: torch.memory_format = CONTIGUOUS) -> Any:
+def halves(state_dtype: Any = "8bit", form: torch.memory_format = CONTIGUOUS) -> Any:
     """In bfloat16 with a remainder, the states in 8 bits or not."""
     params = [torch.ones(37, 11), torch.ones(8, 16, 4, 4).to(memory_format=form)]
     optimizer = af.AdamW([Parameter(p.bfloat16()) for p in params], **{**FORMATTED, "state_dtype": state_dtype})
@@ -140,7 +140,7 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
     "two steps": (adamw, changed(1, step=two), adamw, "'step' of parameter 1 has shape"),
     "two sums": (averaging, changed(1, weight_sum=two), averaging, "'weight_sum' of parameter 1 has shape"),
     "no maximum": (adamw, lambda s: s["param_groups"][0].update(amsgrad=True), adamw, "has no 'max_exp_avg_sq'"),
-    "a maximum into 8 bits": (of("AdamW", amsgrad=True), None, of("AdamW", state_dtype="int8"), "go with amsgrad=True"),
+    "a maximum into 8 bits": (of("AdamW", amsgrad=True), None, of("AdamW", state_dtype="8bit"), "go with amsgrad=True"),
     # of groups
     "Muon's": (muon, lambda saved: saved["param_groups"][1].update(use_muon=True), muon, "group 1 is Muon's in one of"),
     "not Muon's": (lambda: muon(True), None, muon, "group 1 is Muon's in one of checkpoint and optimizer"),

@@ -95,7 +95,7 @@ def test_released_gradients_are_clipped_by_themselves(backend: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("state_dtype", [torch.float32, "int8"])
+@pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"])
 def test_a_skipped_step_leaves_every_bit_and_the_history(policy: dict[str, Any], state_dtype: Any) -> None:
     optimizer = optimizer_of(state_dtype=state_dtype, state_dtype_min_numel=0, **policy)
     train(optimizer, 0, 1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -24,8 +25,7 @@ SETTINGS = {
 
 def made(settings: dict[str, Any], kind: Any = af.AdamW, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
     model = nn.Linear(6, 10).to(dtype)
-    options = {**settings, **({"master_weights": None} if dtype != torch.float32 else {})}
-    return model, kind(model.parameters(), lr=0.1, **options)
+    return model, kind(model.parameters(), lr=0.1, **settings)
 
 
 def accumulate(optimizer: Any, seed: int, weight: float, factor: float = 1.0) -> None:
@@ -80,8 +80,10 @@ def test_a_stock_optimizer_brings_it_back_in_its_dtype_unless_it_has_overflowed(
     memory(optimizer).mul_(1e6)
     stock = torch.optim.AdamW(model.parameters())
     stock.load_state_dict(optimizer.state_dict())
-    resumed.load_state_dict(stock.state_dict())
-    if dtype is torch.float16:
+    is_half = dtype is torch.float16  # the masters of its parameters come back in 16 bits, too
+    with pytest.warns(UserWarning, match="so its bits are lost") if is_half else contextlib.nullcontext():
+        resumed.load_state_dict(stock.state_dict())
+    if is_half:
         assert memory(resumed) is None
     else:
         assert_same_bits(memory(resumed), memory(optimizer).float().double())

@@ -89,7 +89,7 @@ SEEN_BY: dict[str, Change] = {
 
 
 @pytest.mark.pairwise(
-    weights=MASTERS, states=["fp32", "int8"], write=[*WRITES], before=[*BEFORE], copied=[0, 1], seen_by=[*SEEN_BY]
+    weights=MASTERS, states=["fp32", "8bit"], write=[*WRITES], before=[*BEFORE], copied=[0, 1], seen_by=[*SEEN_BY]
 )
 def test_what_was_overwritten_is_stepped_from_what_it_is_and_other_masters_stay(
     backend: str, weights: str, states: str, write: str, before: str, copied: int, seen_by: str

@@ -86,7 +86,7 @@ def trained(optimizer_class: Any, steps: int = 4, **options: Any) -> dict[str, t
 
 
 OPTIONS: dict[str, Any] = {"lr": 0.2, "maximize": 1.0, "max_grad_norm": 0.5}
-INT8: dict[str, Any] = {"state_dtype": "int8", "state_dtype_min_numel": 0, "rounding_seed": 1}
+INT8: dict[str, Any] = {"state_dtype": "8bit", "state_dtype_min_numel": 0, "rounding_seed": 1}
 
 
 @pytest.mark.usefixtures("native")

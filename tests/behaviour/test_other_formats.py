@@ -111,7 +111,7 @@ def test_a_remainder_of_other_numbers_is_dropped_with_a_warning(backend: str) ->
 
 def test_small_states_stay_in_fp32_unless_told_otherwise(backend: str) -> None:
     params = [torch.nn.Parameter(torch.zeros(size)) for size in (4095, 4096)]
-    optimizer = af.SGD(params, lr=0.1, momentum=0.5, state_dtype="int8", backend=backend)
+    optimizer = af.SGD(params, lr=0.1, momentum=0.5, state_dtype="8bit", backend=backend)
     train(optimizer, 1)
     assert [optimizer.state[param]["momentum_buffer"].dtype for param in params] == [torch.float32, torch.uint8]
 
@@ -120,7 +120,7 @@ def coded(form: torch.memory_format, shape: tuple[int, ...], backend: str) -> tu
     """With states in 8 bits, of blocks of memory in which numbers are alike or not."""
     model = torch.nn.Module()
     model.p = torch.nn.Parameter(torch.randn(shape).to(memory_format=form))
-    options: dict[str, Any] = {"max_grad_norm": 1.0, "state_dtype": "int8", "state_dtype_min_numel": 1}
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "state_dtype": "8bit", "state_dtype_min_numel": 1}
     optimizer = af.AdamW(model.parameters(), backend=backend, **options)
     grads_of(optimizer, 0)
     model.p.grad.mul_(torch.logspace(-3, 3, shape[1]).view(1, -1, 1, 1))

@@ -39,8 +39,8 @@ SETTINGS: list[tuple[dict[str, Any], Errors, str]] = [
     ({"max_grad_norm": "1.0"}, T, "max_grad_norm must be a number, got '1.0'"),
     ({"master_weights": "bf16"}, V, "master_weights must be one of auto, fp32, split16, split8 or None, got 'bf16'"),
     ({"master_weights": torch.float32}, V, r"master_weights must be one of .*torch\.float32"),
-    ({"state_dtype": torch.float16}, V, r"one of torch\.float32, torch\.bfloat16, 'int8', got torch\.float16"),
-    ({"state_dtype": ["int8"]}, V, r"state_dtype must be one of .*, got \['int8'\]"),
+    ({"state_dtype": torch.float16}, V, r"one of torch\.float32, torch\.bfloat16, '8bit', got torch\.float16"),
+    ({"state_dtype": ["8bit"]}, V, r"state_dtype must be one of .*, got \['8bit'\]"),
     ({"state_dtype_min_numel": -1}, V, r"state_dtype_min_numel must be >= 0 .*got -1"),
     ({"state_dtype_min_numel": 0.5}, T, "state_dtype_min_numel must be a whole number, got float"),
     ({"rounding_seed": 2**63}, V, r"rounding_seed must be >= 0 and below 2\^63"),
@@ -97,7 +97,7 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "beta": (af.AdamWScheduleFree, {"betas": (0.0, 0.9)}, "parameter at index 0: 0.0"),
     "inner": (af.AdamWScheduleFree, {"inner_momentum": 1.0}, "inner_momentum value: 1.0"),
     "r": (af.AdamWScheduleFree, {"r": -1.0}, "Invalid r value: -1.0"),
-    "int8": (af.SGDScheduleFree, {"state_dtype": "int8"}, "z is a copy of the weights"),
+    "8bit": (af.SGDScheduleFree, {"state_dtype": "8bit"}, "z is a copy of the weights"),
 }
 # fmt: on
 
@@ -169,7 +169,7 @@ def test_a_group_that_has_lost_its_learning_rate_is_refused_by_that_name() -> No
         optimizer.step()
 
 
-@pytest.mark.parametrize("settings", [{"master_weights": "fp32"}, {"state_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("settings", [{"master_weights": "split16"}, {"state_dtype": "8bit"}], ids=str)
 def test_an_optimizer_with_its_own_step_keeps_its_own_formats(settings: dict[str, Any]) -> None:
     stock = Own([Parameter(torch.ones(4, dtype=torch.bfloat16))])
     with pytest.raises(ValueError, match=f"keeps its own step, parameters and states, so {next(iter(settings))}="):
@@ -182,14 +182,14 @@ def test_a_maximum_is_not_kept_in_8_bits(backend: str) -> None:
     text = "amsgrad=True, whose maximum .*; use state_dtype=torch.float32 or torch.bfloat16, or amsgrad=False"
     group = {"params": [Parameter(torch.ones(4))], "amsgrad": True}
     with pytest.raises(ValueError, match=r"go with adamax, whose maximum .*; use .* or torch\.bfloat16$"):
-        af.Adamax(group["params"], state_dtype="int8")
+        af.Adamax(group["params"], state_dtype="8bit")
     for ours in (af.Adam, af.AdamW):
         with pytest.raises(ValueError, match=text):
-            ours(group["params"], amsgrad=True, state_dtype="int8")
+            ours(group["params"], amsgrad=True, state_dtype="8bit")
         with pytest.raises(ValueError, match=text):
-            ours([group], state_dtype="int8")
+            ours([group], state_dtype="8bit")
     param = Parameter(torch.ones(4))
-    optimizer = stepped([param], backend, state_dtype="int8", state_dtype_min_numel=2)
+    optimizer = stepped([param], backend, state_dtype="8bit", state_dtype_min_numel=2)
     with refused(optimizer, ValueError, text):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
@@ -203,7 +203,7 @@ def test_a_maximum_is_not_kept_in_8_bits(backend: str) -> None:
         optimizer.step()
     stock = torch.optim.AdamW([group])
     with pytest.raises(ValueError, match=text):
-        af.fuse(stock, state_dtype="int8")
+        af.fuse(stock, state_dtype="8bit")
     assert type(stock) is torch.optim.AdamW
     af.fuse(stock, state_dtype=torch.bfloat16)
 

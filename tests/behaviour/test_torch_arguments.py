@@ -155,9 +155,9 @@ def test_it_prints_the_backend_that_was_chosen_and_how_numbers_are_kept() -> Non
     users = type("Mine", (af.SGD,), {})
     assert printed(users([Parameter(torch.ones(3)), unknown])) == ["accumfused.SGD (", "backend: not chosen yet"]
     params = [Parameter(torch.ones(64, 64, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
-    optimizer = af.Lion(params, 0.1, state_dtype="int8", state_dtype_min_numel=0)
-    lines = ["accumfused.Lion (", "state_dtype: int8", "state_dtype_min_numel: 0"]
-    formats = "formats: bf16 + split16, int8 states; fp32, int8 states"
+    optimizer = af.Lion(params, 0.1, state_dtype="8bit", state_dtype_min_numel=0)
+    lines = ["accumfused.Lion (", "state_dtype: 8bit", "state_dtype_min_numel: 0"]
+    formats = "formats: bf16 + split16, 8-bit states; fp32, 8-bit states"
     assert printed(optimizer) == [*lines, "backend: not chosen yet", formats]
     train(optimizer, steps=1)
     *found, backend, last = printed(optimizer)

@@ -45,7 +45,7 @@ PACKED: dict[str, Any] = {
     "case": [case.name for case in CASES if case.rule == "adam"],
     "options": [(), *(tuple(options.items()) for options in ODD)], "values": [*VALUES],
     "weights": ["bf16_stochastic", "split16", "split8"], "grads": GRADS, "tail": [TAILS["none"], TAILS["clip"]],
-    "states": ["int8"], "special_params": [(), ((77, float("nan")), (3000, float("inf")), (4000, -0.0))],
+    "states": ["8bit"], "special_params": [(), ((77, float("nan")), (3000, float("inf")), (4000, -0.0))],
     "loop": [LOOPS["steps"], LOOPS["mean"]], "edges": [edges(0, 3, 129, 8 * PIECE + 130)],
     "tensors": ["edges", "off the boundaries"],
 }  # fmt: skip
@@ -60,12 +60,12 @@ CORNERS = {
     "no elements": Problem("adamw", tail=Tail(1.0, normalizer="nan"), edges=edges(0)),
     "lost squares": Problem("sgd", values="tiny", tail=Tail(1.0, normalizer=1e-20)),
     "a subnormal sum of squares": Problem("adamw", tail=Tail(1e-22, normalizer=1e22)),
-    "codes of 0": Problem("adamw", weights="split8", states="int8", values="far apart", reads_all=True),
+    "codes of 0": Problem("adamw", weights="split8", states="8bit", values="far apart", reads_all=True),
     "lr in 16 bits": Problem("adamw", lr=torch.bfloat16),
-    "states of every size": Problem("sgd_nesterov", states="int8", values="every size", tail=UNCHECKED),
+    "states of every size": Problem("sgd_nesterov", states="8bit", values="every size", tail=UNCHECKED),
     "16-bit states of every size": Problem("sgd_nesterov", states="bf16", values="every size", tail=UNCHECKED),
-    "second moments of every size": Problem("adamw", states="int8", values="every size", tail=UNCHECKED),
-    "far below the smallest fp16": Problem("sgd", weights="fp16_stochastic", values="tiny", special=((5, 2.0**-30),)),
+    "second moments of every size": Problem("adamw", states="8bit", values="every size", tail=UNCHECKED),
+    "far below the smallest fp16": Problem("sgd", weights="fp16_master", values="tiny", special=((5, 2.0**-30),)),
 }
 
 
@@ -112,7 +112,7 @@ def test_every_place_gives_the_reference_bits_in_a_corner(place: Place, problem:
 
 @pytest.mark.parametrize("place", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize(
-    ("name", "weights", "states"), [("adamw_amsgrad", "fp32", "bf16"), ("adamw", "split8", "int8")]
+    ("name", "weights", "states"), [("adamw_amsgrad", "fp32", "bf16"), ("adamw", "split8", "8bit")]
 )
 def test_around_the_edges_of_chunks(name: str, weights: str, states: str, place: Place) -> None:
     sizes = edges(5, CHUNK + 1) if place.is_slow else EDGES["chunks"]
@@ -129,7 +129,7 @@ def test_more_chunks_than_the_norm_has_lanes_or_a_launch_can_carry(place: Place)
 
 @pytest.mark.parametrize("place", INSTRUCTION_SETS, indirect=True)
 @pytest.mark.parametrize("threads", [2, 3])
-@pytest.mark.parametrize(("weights", "states"), [("fp32", "fp32"), ("split8", "int8")])
+@pytest.mark.parametrize(("weights", "states"), [("fp32", "fp32"), ("split8", "8bit")])
 def test_any_number_of_threads(weights: str, states: str, threads: int, place: Place) -> None:
     # All other rules take the loop of these two, of which one renews numbers per tensor.
     cases = [case for case in EACH_RULE if case.is_common or case.rule in ("sgd_schedule_free", "adan")]

@@ -23,9 +23,9 @@ PER_TENSOR, ADAPTIVE = af.PerTensor(0.3), af.Adaptive(0.02)
 PROBLEMS = {
     "per group": Problem("adamw", groups=2, tail=Tail(None, clip=af.PerGroup(0.4), normalizer=1.7)),
     "per tensor": Problem("sgd_momentum", torch.bfloat16, "split16", tail=Tail(None, clip=PER_TENSOR)),
-    "per tensor, packed": Problem("adamw", GRADS[0], "split8", "int8", tail=Tail(None, clip=PER_TENSOR), edges=PACKED),
+    "per tensor, packed": Problem("adamw", GRADS[0], "split8", "8bit", tail=Tail(None, clip=PER_TENSOR), edges=PACKED),
     "one infinite tensor": Problem("sgd", tail=Tail(None, bad=(INF,), nonfinite="propagate", clip=PER_TENSOR)),
-    "adaptive": Problem("adamw", torch.float16, "fp16_stochastic", tail=Tail(None, clip=ADAPTIVE, grad_scale="4")),
+    "adaptive": Problem("adamw", torch.float16, "fp16_master", tail=Tail(None, clip=ADAPTIVE, grad_scale="4")),
     "adaptive, any layout": Problem("lion", tail=Tail(None, clip=ADAPTIVE), tensors="any layout"),
     "z-score": Problem("sgd", loop=LONG, tail=Tail(None, clip=af.ZScore(0.1, 0.8, 2))),
     "skip above a mean": Problem("sgd", loop=LONG, tail=Tail(0.5, skip_above=af.RunningMean(1.001, 0.8, 1))),

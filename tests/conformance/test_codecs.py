@@ -89,7 +89,7 @@ def test_one_number_that_is_not_finite_among_codes(weights: str, of: str, grad_d
         (param.data if of == "param" else grad)[at :: 2 * codecs.BLOCK][: len(numbers)] = numbers
         param = param.detach().to(device).requires_grad_()
         optimizer = case_named("adamw").make(
-            [param], backend, nonfinite="propagate", state_dtype="int8", state_dtype_min_numel=2, rounding_seed=17,
+            [param], backend, nonfinite="propagate", state_dtype="8bit", state_dtype_min_numel=2, rounding_seed=17,
             **WEIGHTS[weights][1],
         )  # fmt: skip
         optimizer.param_groups[0]["eps"] = eps
@@ -166,7 +166,7 @@ WRITES: list[Callable[[Tensor], Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("states", ["fp32", "int8"])
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
 @pytest.mark.parametrize("weights", MASTERS)
 @pytest.mark.parametrize("place", [*ON_CPU, *ON_GPU], indirect=True)
 def test_what_is_written_through_data_counts(weights: str, states: str, place: Place, tensors_there: None) -> None:

@@ -38,7 +38,7 @@ def test_the_grid_and_the_order_of_threads_change_nothing(
     machine.seed(seed)
     machine.cooperates(seed == 0)
     sizes = edges(CHUNK + PIECE + 5, 5000, *[40] * 9)
-    for case, weights, states in (("adamw_amsgrad", "fp32", "fp32"), ("adamw", "split8", "int8")):
+    for case, weights, states in (("adamw_amsgrad", "fp32", "fp32"), ("adamw", "split8", "8bit")):
         problem = Problem(case, torch.bfloat16, weights, states, LOOPS["steps"], edges=sizes)
         assert_conforms(problem, cuda)
 
@@ -68,7 +68,7 @@ def windows(backend: Any) -> dict[str, Tensor]:
 
 def packed_steps(backend: Any) -> dict[str, Tensor]:
     sizes = edges(2 * PIECE + 5, PIECE, PIECE + 70)
-    return play(Problem("adamw", torch.bfloat16, "split8", "int8", LOOPS["steps"], edges=sizes, seed=1), backend)[0]
+    return play(Problem("adamw", torch.bfloat16, "split8", "8bit", LOOPS["steps"], edges=sizes, seed=1), backend)[0]
 
 
 def sums(backend: Any) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ def assert_numbers(problem: Problem, backend: Any) -> None:
     """The reference's, within a few roundings of fp32; the same noise rounds both to fewer bits."""
     found, wanted = (dict(values_of(problem, each[0])) for each in (play(problem, backend), expected(problem)))
     assert found.keys() == wanted.keys()
-    parts = {"fp32": 0, "bf16": 128, "int8": 16}[problem.states] or (0 if problem.weights == "fp32" else 128)
+    parts = {"fp32": 0, "bf16": 128, "8bit": 16}[problem.states] or (0 if problem.weights == "fp32" else 128)
     for name, value in wanted.items():
         finite = value.isfinite()
         assert torch.equal(found[name].isfinite(), finite), name

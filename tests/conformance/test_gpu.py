@@ -95,7 +95,7 @@ def test_root_and_quotient_are_ieee_over_many_numbers(weights: str) -> None:
     found = []
     for backend, device in ((CudaBackend(), "cuda"), (ReferenceBackend(), "cpu")):
         (param,) = (p.detach().to(device, dtype).requires_grad_() for p in random_params([(2**22,)]))
-        optimizer = ADAMW_CASE.make([param], backend, state_dtype=STATES["int8"], rounding_seed=17, **settings)
+        optimizer = ADAMW_CASE.make([param], backend, state_dtype=STATES["8bit"], rounding_seed=17, **settings)
         for step in range(3):
             param.grad = (random_grads([param], step)[0] * powers).bfloat16().to(device)
             optimizer.step()

@@ -54,7 +54,7 @@ def measured(
     ("case", "weights", "states", "window", "closed", "clip"),
     [
         ("adamw", "fp32", "fp32", "sum", False, 0.5),
-        ("adamw", "split8", "int8", "mean", True, 1e6),
+        ("adamw", "split8", "8bit", "mean", True, 1e6),
         ("lion", "bf16_stochastic", "fp32", "device", False, 0.5),
         ("sgd_momentum", "split16", "bf16", "mean", False, 0.5),
     ],

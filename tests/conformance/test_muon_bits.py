@@ -25,7 +25,7 @@ def test_all_backends_have_the_same_bits(masters: str, states: str, policy: dict
     dtype, settings = WEIGHTS[masters]
     settings = {**settings, "state_dtype": STATES[states], "state_dtype_min_numel": 0, "rounding_seed": 1, **policy}
     found = []
-    slow = interpreted() if "clip" not in policy and (masters, states) in (("split8", "int8"), ("fp32", "fp32")) else ()
+    slow = interpreted() if "clip" not in policy and (masters, states) in (("split8", "8bit"), ("fp32", "fp32")) else ()
     for backend in itertools.chain(
         [ReferenceBackend()], map(CpuBackend, INSTRUCTION_SETS), (place.backend for place in slow)
     ):

@@ -19,12 +19,12 @@ from accumfused.formats.numeric import CHUNK
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 SIZES = (CHUNK + 4500, 300)
-# Where the parts begin: off every boundary, or at a block of states in int8. The second one has two chunks of its own.
+# Where the parts begin: off every boundary, or at a block of 8-bit states. The second one has two chunks of its own.
 CUTS = (0, 1, CHUNK + 3, CHUNK + 4097)
 BLOCK_CUTS = (0, codecs.BLOCK, CHUNK + 2 * codecs.BLOCK, CHUNK + 4096 + codecs.BLOCK)
 FORMATS = [
-    ("split8", "fp32"), ("bf16_stochastic", "fp32"), ("fp16_stochastic", "fp32"), ("fp32", "bf16"), ("split8", "bf16"),
-    ("fp32", "int8"), ("split8", "int8"), ("bf16_stochastic", "int8"),
+    ("split8", "fp32"), ("bf16_stochastic", "fp32"), ("fp32", "bf16"), ("split8", "bf16"),
+    ("fp32", "8bit"), ("split8", "8bit"), ("bf16_stochastic", "8bit"),
 ]  # fmt: skip
 # Without clipping: each part would have a norm of its own.
 LOOP, TAIL = Loop(((), (), (3.0, 0.7, 5.0)), closed=True), Tail(None)
@@ -55,11 +55,11 @@ def assert_parts_conform(whole: Problem, cuts: tuple[int, ...], place: Place) ->
 
 @pytest.mark.parametrize(("weights", "states"), FORMATS, ids=["-".join(pair) for pair in FORMATS])
 def test_parts_are_rounded_as_the_whole(weights: str, states: str, place: Place) -> None:
-    assert_parts_conform(problem(weights, states), BLOCK_CUTS if states == "int8" else CUTS, place)
+    assert_parts_conform(problem(weights, states), BLOCK_CUTS if states == "8bit" else CUTS, place)
 
 
 @pytest.mark.parametrize("place", [*ON_CPU, *INTERPRETED, *ON_GPU], indirect=True)
-@pytest.mark.parametrize("states", ["fp32", "int8"])
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_beyond_4g_elements_parts_of_whole_chunks_are_rounded_as_the_whole(states: str, place: Place) -> None:
     """Across the boundary, behind which noise has another key."""
     if not (place.is_slow and states == "fp32"):
@@ -67,7 +67,7 @@ def test_beyond_4g_elements_parts_of_whole_chunks_are_rounded_as_the_whole(state
 
 
 @pytest.mark.parametrize("place", [*ON_CPU, *INTERPRETED, *ON_GPU], indirect=True)
-@pytest.mark.parametrize(("states", "origin"), [("bf16", 2**32 - 5), ("int8", 2**40 + 2**32 - 5 - CHUNK)])
+@pytest.mark.parametrize(("states", "origin"), [("bf16", 2**32 - 5), ("8bit", 2**40 + 2**32 - 5 - CHUNK)])
 def test_a_chunk_across_4g_elements_is_rounded_as_by_the_reference(states: str, origin: int, place: Place) -> None:
     """It begins with the second element of a pair, which has one hash."""
     size = 300 if place.is_slow else CHUNK + 130

@@ -107,8 +107,8 @@ def train_both(case: Case, weights: str, states: str, loop: str) -> list[str]:
     dtype, settings = WEIGHTS[weights]
     settings = {"state_dtype_min_numel": 0, "rounding_seed": 3, **settings}
     settings["state_dtype"] = STATES[kept(states, case)]
-    is_exact = states == "fp32" and weights in ("fp32", "split16", "bf16_master", "fp16_master")
-    shapes = [(6, 128), (5, 256), (3, 128), *([(7,), (2, 5)] if states != "int8" else [])]
+    is_exact = states == "fp32" and weights in ("fp32", "split16", "fp16_master")
+    shapes = [(6, 128), (5, 256), (3, 128), *([(7,), (2, 5)] if states != "8bit" else [])]
     cuts = [Shard(0), Replicate(), *([Shard(1)] if is_exact else [])]
     laid = [(shape, cut) for shape in shapes for cut in cuts if getattr(cut, "dim", 0) < len(shape)]
     one = case.make(laid_out(laid, {1: mesh_over()}, dtype), **settings)
@@ -180,7 +180,7 @@ def test_columns_draw_noise_of_their_own() -> None:
 
 def kept_in_8_bits(shape: tuple[int, ...], cut: Any) -> bool:
     (param,) = laid_out([(shape, cut)], {1: mesh_over()})
-    optimizer = af.AdamW([param], state_dtype="int8", state_dtype_min_numel=0)
+    optimizer = af.AdamW([param], state_dtype="8bit", state_dtype_min_numel=0)
     take_steps(range(1), optimizer)
     state = optimizer.state[param]
     assert all(value.placements == param.placements for value in state.values() if value.dim())
@@ -246,7 +246,7 @@ def live(name: str, masters: str) -> list[str]:
     return differing(*both)
 
 
-@pytest.mark.pairwise(call=[overwritten, resumed_in_full_precision, joined_by_a_group], masters=("split16", "fp32"))
+@pytest.mark.pairwise(call=[overwritten, resumed_in_full_precision, joined_by_a_group], masters=("split16", "split8"))
 def test_what_spread_parameters_live_through_is_what_plain_ones_do(call: Any, masters: str) -> None:
     assert processes.agreed(2, live, call.__name__, masters) == []
 

@@ -24,8 +24,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "own RMSprop": ({"alpha": 0.7, "eps": 1e-3}, {"alpha": 0.7, "eps": 1e-3, "momentum": 0.5}),
     "own Adagrad": ({"eps": 1e-3},),
 }  # fmt: skip
-MASTERS = {"bf16": ("auto", "fp32", "split16", "split8", None), "fp16": ("auto", None), "mixed": ("auto", "fp32", None)}
-STATES = [{}] * 5 + [{"state_dtype": kind, "state_dtype_min_numel": 4} for kind in (torch.bfloat16, "int8")]
+MASTERS = {"bf16": ("auto", "split16", "split8", None), "fp16": ("auto", "fp32")}
+STATES = [{}] * 5 + [{"state_dtype": kind, "state_dtype_min_numel": 4} for kind in (torch.bfloat16, "8bit")]
 
 
 @st.composite

@@ -224,7 +224,7 @@ class Machine(RuleBasedStateMachine):
         if how in ("freeze", "thaw"):
             param.requires_grad_(how == "thaw")
         elif how == "lay out":
-            if not own.entered and own.settings.get("state_dtype") != "int8":  # blocks of memory would be rounded anew
+            if not own.entered and own.settings.get("state_dtype") != "8bit":  # blocks of memory would be rounded anew
                 param.data = draws.transposed(param.detach())
         elif how in WRITES:
             self.write_param(own, row, seed, how)

@@ -145,11 +145,11 @@ class Side(Windows):
             assert float(now["step"]) == count + 1, f"step count of {row}: {now['step']}"
         for name in states.keys() & now.keys():
             bound = states[name].rounded(2 * UNIT[BF16] if kind == BF16 else 0.0)
-            if kind == "int8" and bound.value.numel():  # a float of 4 bits below its block's largest
+            if kind == "8bit" and bound.value.numel():  # a float of 4 bits below its block's largest
                 largest = bound.value.abs().max().nan_to_num(math.inf) * 2.0 ** (-12 if name.endswith("sq") else -9)
                 bound = Bounded(bound.value, bound.error + bound.value.abs() / 8 + largest)
             # (torch's maximum of AMSGrad drops NaN, and 8 bits share one with their block.)
-            if is_finite or (kind != "int8" and self.settings["backend"] != "foreach"):
+            if is_finite or (kind != "8bit" and self.settings["backend"] != "foreach"):
                 bound.check(now[name], f"state {name} of parameter {row}")
             state[name] = now[name]
         self.full[row] = actual.clone()

@@ -21,7 +21,7 @@ from accumfused.loop.report import PARTS
 from accumfused.warn import say_once
 
 ELEMENTS = 37 * 11 + 130 + 1 + 6 * 4 * 3 * 2
-OF_A_MASTER = {"split16": 2, "split8": 1, "bf16_master": 4, "fp16_master": 4}
+OF_A_MASTER = {"split16": 2, "split8": 1, "fp16_master": 4}
 
 
 def bytes_of_states(optimizer: Any) -> int:
@@ -42,7 +42,7 @@ def test_what_will_be_made_is_what_is_made(backend: str, weights: str, states: s
     assert before.not_made == sum(total.parts[part] for part in PARTS[1:4]) == bytes_of_states(optimizer)
     assert total.parts["parameters"] == sum(param.nbytes for param in params_of(optimizer))
     assert total.parts["masters"] == OF_A_MASTER.get(weights, 0) * ELEMENTS
-    assert total.parts["scales"] == (2 * (4 + 2 + 2) if states == "int8" else 0)  # the scalar's states are fp32
+    assert total.parts["scales"] == (2 * (4 + 2 + 2) if states == "8bit" else 0)  # the scalar's states are fp32
 
 
 def test_gradients_and_accumulators_are_those_of_now(backend: str) -> None:
@@ -69,7 +69,7 @@ def test_what_no_step_of_ours_makes(backend: str) -> None:
     assert report.as_dict()["total"]["total"] == 120
     assert list(report.formats) == ["fp32, fp32 states", "float64, fp32 states"]
     optimizer = af.fuse(Own(Model(torch.bfloat16).parameters()), backend=backend)
-    holes = af.AdamW([torch.zeros(99, 99).bfloat16()[:, ::2].requires_grad_()], backend=backend, state_dtype="int8")
+    holes = af.AdamW([torch.zeros(99, 99).bfloat16()[:, ::2].requires_grad_()], backend=backend, state_dtype="8bit")
     for steps, each in ((0, optimizer), (1, optimizer), (1, holes)):
         train(each, steps)
         total = af.memory_report(each).total
@@ -80,21 +80,21 @@ def test_what_no_step_of_ours_makes(backend: str) -> None:
 
 
 TABLE = """\
-                             tensors   elements  parameters  masters    states    scales  accumulators  gradients     total  bytes/element
-bf16 + split16, int8 states        1  1,048,576     2.0 MiB  2.0 MiB   2.0 MiB  16.0 KiB             -          -   6.0 MiB           6.02
-bf16 + split16, fp32 states        2      2,048     4,096 B  4,096 B  16.0 KiB         -             -          -  24.0 KiB          12.00
-total                              3  1,050,624     2.0 MiB  2.0 MiB   2.0 MiB  16.0 KiB             -          -   6.0 MiB           6.03
+                              tensors   elements  parameters  masters    states    scales  accumulators  gradients     total  bytes/element
+bf16 + split16, 8-bit states        1  1,048,576     2.0 MiB  2.0 MiB   2.0 MiB  16.0 KiB             -          -   6.0 MiB           6.02
+bf16 + split16, fp32 states         2      2,048     4,096 B  4,096 B  16.0 KiB         -             -          -  24.0 KiB          12.00
+total                               3  1,050,624     2.0 MiB  2.0 MiB   2.0 MiB  16.0 KiB             -          -   6.0 MiB           6.03
 """  # noqa: E501
 
 
 def test_the_table_the_dictionary_and_the_picture(backend: str, tmp_path: Path, monkeypatch: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024, bias=False), torch.nn.LayerNorm(1024)).bfloat16()
-    optimizer = af.AdamW(model.parameters(), backend=backend, state_dtype="int8")
+    optimizer = af.AdamW(model.parameters(), backend=backend, state_dtype="8bit")
     train(optimizer, 1)
     report = af.memory_report(optimizer)
     assert f"{report}\n" == TABLE
     sizes = dict(zip(PARTS, (2**21, 2**21, 2**21 + 12, 2**14, 0, 0), strict=True))
-    assert json.loads(json.dumps(report.as_dict()))["formats"]["bf16 + split16, int8 states"] == {
+    assert json.loads(json.dumps(report.as_dict()))["formats"]["bf16 + split16, 8-bit states"] == {
         "tensors": 1, "elements": 2**20, **sizes, "total": sum(sizes.values()),
         "bytes_per_element": sum(sizes.values()) / 2**20, "not_made_yet": 0,
     }  # fmt: skip
@@ -131,12 +131,21 @@ def test_bytes_that_grow_are_told_and_right(
 
     stock, fused, other, plain = (getattr(torch.optim, name)(params, **options) for _ in range(4))
     said = fuse_and_hear(caplog, fused)
+    if dtype == torch.float16 and (name, options) == ("SGD", {}):
+        assert said == ""  # there is no smaller master
+        return
     arguments, least = re.search(r"; an open window adds 4\. (.*) takes (.*?)\. ", said).groups()  # type: ignore[union-attr]
     assert f"will take {kept(fused)} bytes each (" in said
     assert f"where torch's optimizer takes {kept(plain)} (" in said
     assert fuse_and_hear(caplog, other, **eval(f"dict({arguments})")) == ""
     assert kept(other) == least
-    assert float(least) <= float(kept(stock))
+    assert float(least) <= float(kept(stock)) or (dtype == torch.float16 and float(least) < float(kept(fused)))
+
+
+def test_a_setting_that_serves_bf16_and_fp16_is_named_for_both(caplog: Any) -> None:
+    params = [Parameter(torch.ones(64, 128, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16)]
+    said = fuse_and_hear(caplog, torch.optim.AdamW(params))
+    assert said.endswith("4. state_dtype='8bit' takes 7.02\n")
 
 
 def test_bytes_that_do_not_grow_or_were_chosen_are_not_told(caplog: Any) -> None:

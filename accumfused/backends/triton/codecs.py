@@ -87,12 +87,6 @@ def one_nan(values):
 
 
 @triton.jit
-def to_bfloat16(values):
-    bits = one_nan(values)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
-
-
-@triton.jit
 def to_bfloat16_stochastic(values, noise):
     return ((one_nan(values) + (noise >> 16)) >> 16).to(tl.uint16)
 
@@ -100,20 +94,6 @@ def to_bfloat16_stochastic(values, noise):
 @triton.jit
 def from_bfloat16(bits):
     return from_bits(bits.to(tl.uint32) << 16)
-
-
-@triton.jit
-def to_float16_stochastic(values, noise):
-    bits = bits_of(values)
-    magnitude = bits & 0x7FFFFFFF
-    exponent = (magnitude >> 23).to(tl.int32)
-    below = tl.maximum(113 - exponent, 0)
-    beyond = tl.minimum(tl.maximum(below - 17, 0), 31).to(tl.uint32)
-    dropped = tl.minimum(13 + below, 30).to(tl.uint32)
-    mantissa = ((magnitude & 0x7FFFFF) | 0x800000) >> beyond
-    half = (tl.maximum(exponent - 113, 0).to(tl.uint32) << 10) + ((mantissa + (noise >> (32 - dropped))) >> dropped)
-    half = tl.where(magnitude > 0x7F800000, 0x7E00, tl.minimum(half, 0x7C00))
-    return (half | ((bits >> 16) & 0x8000)).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 # ---- bfloat16 with a remainder --------------------------------------------------------------------------------------

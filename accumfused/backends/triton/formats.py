@@ -13,7 +13,6 @@ from accumfused.backends.triton.codecs import (
     bits_of,
     decode,
     encode,
-    from_bfloat16,
     inverse_scale,
     join,
     join_short,
@@ -22,9 +21,7 @@ from accumfused.backends.triton.codecs import (
     split,
     split_short,
     spread,
-    to_bfloat16,
     to_bfloat16_stochastic,
-    to_float16_stochastic,
 )
 from accumfused.backends.triton.memory import (
     BFLOAT16_BITS,
@@ -42,22 +39,16 @@ from accumfused.formats.kinds import States, Weights
 
 FLOAT32_WEIGHTS = tl.constexpr(int(Weights.FLOAT32))
 BFLOAT16_STOCHASTIC = tl.constexpr(int(Weights.BFLOAT16_STOCHASTIC))
-FLOAT16_STOCHASTIC = tl.constexpr(int(Weights.FLOAT16_STOCHASTIC))
 SPLIT16 = tl.constexpr(int(Weights.BFLOAT16_SPLIT16))  # from here on there is a master
 SPLIT8 = tl.constexpr(int(Weights.BFLOAT16_SPLIT8))
-BFLOAT16_MASTER = tl.constexpr(int(Weights.BFLOAT16_MASTER))  # from here on it is fp32
+FLOAT16_MASTER = tl.constexpr(int(Weights.FLOAT16_MASTER))
 
 BFLOAT16_STATES = tl.constexpr(int(States.BFLOAT16))
 INT8_STATES = tl.constexpr(int(States.INT8))
 
 # In the formats' order.
-PARAM_TYPES = tl.constexpr(
-    (
-        tl.float32, BFLOAT16_BITS.value, tl.float16, BFLOAT16_BITS.value, BFLOAT16_BITS.value, BFLOAT16_BITS.value,
-        tl.float16,
-    )
-)  # fmt: skip
-MASTER_TYPES = tl.constexpr((None, None, None, tl.int16, tl.int8, tl.float32, tl.float32))
+PARAM_TYPES = tl.constexpr((tl.float32, BFLOAT16_BITS.value, BFLOAT16_BITS.value, BFLOAT16_BITS.value, tl.float16))
+MASTER_TYPES = tl.constexpr((None, None, tl.int16, tl.int8, tl.float32))
 STATE_TYPES = tl.constexpr((tl.float32, BFLOAT16_BITS.value, tl.uint8))
 
 
@@ -75,14 +66,11 @@ def weights_at(row, offset, weights: tl.constexpr):
 def load_weights(place, first, n, size: tl.constexpr, weights: tl.constexpr, whole: tl.constexpr):
     """Loads fp32 weights. An fp32 master that does not round to its parameter is out of date: the parameter counts."""
     param, master = place
-    if weights >= BFLOAT16_MASTER:
+    if weights == FLOAT16_MASTER:
         values = load(master, first, n, size, whole)
         stored = load_stored(param, first, n, size, whole)
-        if param.dtype.element_ty == tl.float16:
-            same = values.to(tl.float16).to(tl.uint16, bitcast=True) == stored.to(tl.uint16, bitcast=True)
-            values = tl.where(same, values, stored.to(tl.float32))
-        else:
-            values = tl.where(to_bfloat16(values) == stored, values, from_bfloat16(stored))
+        same = values.to(tl.float16).to(tl.uint16, bitcast=True) == stored.to(tl.uint16, bitcast=True)
+        values = tl.where(same, values, stored.to(tl.float32))
     elif weights == SPLIT16:
         high = load_stored(param, first, n, size, whole)
         values = join(high, load_stored(master, first, n, size, whole))
@@ -106,12 +94,8 @@ def store_weights(place, values, noise, first, n, size: tl.constexpr, weights: t
         stored, lacking = split_short(values, noise)
     elif weights == BFLOAT16_STOCHASTIC:
         stored = to_bfloat16_stochastic(values, noise)
-    elif weights == FLOAT16_STOCHASTIC:
-        stored = to_float16_stochastic(values, noise)
-    elif param.dtype.element_ty == tl.float16:
-        stored = values.to(tl.float16)
     else:
-        stored = to_bfloat16(values)
+        stored = values.to(tl.float16)
     store(param, stored, first, n, size, whole)
     if weights >= SPLIT16:
         store(master, lacking, first, n, size, whole)
