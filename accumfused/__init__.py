@@ -23,7 +23,7 @@ from accumfused import versions as versions  # first: it refuses an old torch
 from accumfused.auditing.calls import audit
 from accumfused.auditing.report import AuditReport
 from accumfused.batch_norm import BatchNormWarning, check_model
-from accumfused.clipping import Adaptive, GlobalNorm, PerGroup, PerTensor, RunningMean, ZScore
+from accumfused.clipping import PerTensor, RunningMean, ZScore
 from accumfused.core.metrics import Metrics
 from accumfused.core.noise import NoiseEstimate
 from accumfused.loop.batch_size import gradient_accumulation_steps, scale_lr, updates_per_epoch
@@ -71,13 +71,11 @@ __all__ = [
     "AdamWScheduleFree",
     "Adamax",
     "Adan",
-    "Adaptive",
     "AuditReport",
     "BatchNormWarning",
     "ClipGroup",
     "FusedLinears",
     "FusedOptimizer",
-    "GlobalNorm",
     "GradScaler",
     "Lion",
     "MemoryReport",
@@ -85,7 +83,6 @@ __all__ = [
     "Muon",
     "NoiseEstimate",
     "NoiseScale",
-    "PerGroup",
     "PerTensor",
     "RAdam",
     "RMSprop",

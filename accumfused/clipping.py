@@ -24,39 +24,10 @@ def check_limit(value: Any, name: str, off: str) -> None:
 
 @dataclass(frozen=True)
 class Clip:
-    """The base of all policies: each gradient is multiplied by `min(1, limit / (norm + 1e-6))`.
+    """The base of the policies in place of one limit: each gradient is multiplied by `min(1, limit / (norm + 1e-6))`.
 
     The policies differ in the limit, and in the gradients that share a norm.
     """
-
-
-@dataclass(frozen=True)
-class GlobalNorm(Clip):
-    """One limit for the norm of all gradients, as `clip_grad_norm_`: the same as `max_grad_norm`.
-
-    Args:
-        max_norm: > 0.
-    """
-
-    max_norm: float
-
-    def __post_init__(self) -> None:
-        check_limit(self.max_norm, "max_norm", "leave clip out to clip nothing")
-
-
-@dataclass(frozen=True)
-class PerGroup(Clip):
-    """Each parameter group has a norm, and a limit: its own `max_grad_norm`, or the default.
-
-    Args:
-        max_norm: > 0; of groups without a `max_grad_norm`. None: every group has one.
-    """
-
-    max_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_norm is not None:
-            check_limit(self.max_norm, "max_norm", "math.inf is no limit")
 
 
 @dataclass(frozen=True)
@@ -71,27 +42,6 @@ class PerTensor(Clip):
 
     def __post_init__(self) -> None:
         check_limit(self.max_norm, "max_norm", "leave clip out to clip nothing")
-
-
-@dataclass(frozen=True)
-class Adaptive(Clip):
-    """Each parameter's gradient has a norm, and the limit `factor * max(norm of the parameter, eps)`.
-
-    Adaptive gradient clipping (Brock et al. 2021, arXiv:2102.06171), with the norm of the whole tensor: the authors
-    take one for each output unit. A 16-bit parameter's norm is its own, not its master's. The norms read each parameter
-    once more.
-
-    Args:
-        factor: > 0; the authors' lambda.
-        eps: > 0; without it parameters that begin as zeros would never move.
-    """
-
-    factor: float = 0.01
-    eps: float = 1e-3
-
-    def __post_init__(self) -> None:
-        check_limit(self.factor, "factor", "leave clip out to clip nothing")
-        check_limit(self.eps, "eps", "the authors take 1e-3")
 
 
 @dataclass(frozen=True)
@@ -148,7 +98,7 @@ def _check_history(decay: Any, warmup: Any, fewest: int) -> None:
 def check_policies(clip: Any, max_grad_norm: float | None, skip_above: Any, nonfinite: str | None) -> None:
     """Refuses policies that are none, or that do not go together."""
     if clip is not None and not isinstance(clip, Clip):
-        raise TypeError(f"clip must be a policy (accumfused.GlobalNorm(1.0), say) or None, got {clip!r}")
+        raise TypeError(f"clip must be a policy (accumfused.PerTensor(1.0), say) or None, got {clip!r}")
     if clip is not None and max_grad_norm is not None:
         raise ValueError(f"clip={clip} and max_grad_norm={max_grad_norm} are both given; give one of them")
     if skip_above is None:
@@ -171,22 +121,18 @@ def group_limits(
         ValueError, TypeError: a limit that is none; a group without one; a policy that has no limits of groups.
     """
     own = [group.get(LIMIT) for group in groups]
-    if not isinstance(clip, PerGroup) and all(limit is None for limit in own):
+    if all(limit is None for limit in own):
         return None
-    default = max_grad_norm
     if clip is not None:
-        if not isinstance(clip, PerGroup):
-            raise ValueError(
-                f"a parameter group has a max_grad_norm, and clip={clip} does not clip groups; leave one of them out, "
-                "or use clip=accumfused.PerGroup()"
-            )
-        default = clip.max_norm
-    limits = [default if limit is None else limit for limit in own]
+        raise ValueError(
+            f"a parameter group has a max_grad_norm, and clip={clip} does not clip groups; leave one of them out"
+        )
+    limits = [max_grad_norm if limit is None else limit for limit in own]
     for index, limit in enumerate(limits):
         if limit is None:
             raise ValueError(
                 f"parameter group {index} has no max_grad_norm, and others have; give it one (math.inf is no limit), "
-                "or give all groups a default: clip=accumfused.PerGroup(1.0)"
+                "or give the optimizer a max_grad_norm, which is for groups without their own"
             )
         check_limit(limit, f"max_grad_norm of parameter group {index}", "math.inf is no limit")
     return [limit for limit in limits if limit is not None]

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from typing_extensions import TypedDict, Unpack  # a dependency of torch's
 
-from accumfused.clipping import LIMIT, Clip, GlobalNorm, RunningMean, check_limit, check_policies
+from accumfused.clipping import LIMIT, Clip, RunningMean, check_limit, check_policies
 from accumfused.rules import Rule
 
 Nonfinite = Literal["skip", "propagate", "raise"]
@@ -53,8 +53,7 @@ class Settings:
     Args:
         max_grad_norm: > 0; clip the global norm of all gradients, as `clip_grad_norm_` does. None: no clipping. A
             parameter group may have its own: then each group has a norm, and this is the limit of the others.
-        clip: another policy than one global norm: `accumfused.PerGroup`, `PerTensor`, `Adaptive`, `ZScore`.
-            `GlobalNorm(x)` is max_grad_norm=x.
+        clip: a policy in place of `max_grad_norm`: `accumfused.PerTensor`, `accumfused.ZScore`.
         skip_above: > 0; a step writes nothing if the global norm before clipping is larger. Or a multiple of the norms
             before: `accumfused.RunningMean`. None: only a norm that is not finite skips.
         nonfinite: the step's answer to a non-finite norm. "skip" writes nothing; "propagate" behaves as stock torch;
@@ -103,8 +102,6 @@ class Settings:
         if self.max_grad_norm is not None:
             check_limit(self.max_grad_norm, "max_grad_norm", "None is off (elsewhere 0 often is)")
         check_policies(self.clip, self.max_grad_norm, self.skip_above, self.nonfinite)
-        if isinstance(self.clip, GlobalNorm):
-            self.max_grad_norm, self.clip = self.clip.max_norm, None
         modes = get_args(Nonfinite)
         if self.nonfinite not in (None, *modes):
             raise ValueError(f"nonfinite must be one of {', '.join(modes)} or None, got {self.nonfinite!r}")

@@ -16,15 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from accumfused.clipping import (
-    Adaptive,
-    Clip,
-    PerGroup,
-    PerTensor,
-    RunningMean,
-    ZScore,
-    group_limits,
-)
+from accumfused.clipping import Clip, PerTensor, RunningMean, ZScore, group_limits
 from accumfused.core import graphs
 from accumfused.core.norm import clipped, divisor_of, norms
 from accumfused.core.plan import Plan
@@ -50,7 +42,7 @@ class Asked:
         Squares of small gradients vanish in fp32, and such a divisor would make them large: the norm of a tensor of
         zeros could be any number. One norm over all gradients is rarely as small.
         """
-        if self.limits is None and not isinstance(self.clip, (PerTensor, Adaptive)):
+        if not self.has_several:
             return
         divisor = 1.0
         for number in (divisors.normalizer, divisors.grad_scale):
@@ -60,6 +52,11 @@ class Asked:
                 f"the gradients are to be divided by {divisor}, which is below 2^-50: fp32 loses norms of tensors or "
                 "groups there, those of zeros too; multiply the loss instead, or clip by one norm (max_grad_norm)"
             )
+
+    @property
+    def has_several(self) -> bool:
+        """Whether tensors or groups have a norm each."""
+        return self.limits is not None or isinstance(self.clip, PerTensor)
 
     @property
     def of_history(self) -> tuple[ZScore | None, RunningMean | None]:
@@ -92,9 +89,7 @@ class Clipping:
         """
         clip, skip_above = self.settings.clip, self.settings.skip_above
         limits = group_limits(clip, self.settings.max_grad_norm, param_groups)
-        if limits is not None:
-            clip = PerGroup()
-        return None if clip is None and skip_above is None else Asked(clip, limits, skip_above)
+        return None if clip is None and limits is None and skip_above is None else Asked(clip, limits, skip_above)
 
     def of_step(self, owner: Owner, divisors: Divisors) -> Asked | None:
         """The same, checked with a step's divisors; a ClipGroup has checked that there are none."""
@@ -104,12 +99,10 @@ class Clipping:
             asked.check(divisors)
         return asked
 
-    def norm(
-        self, asked: Asked, prepared: Prepared, stale: Grads | None, grads: Grads, partials: Tensor, scaling: Scaling
-    ) -> Outcome:
-        """`Prepared.norm` with these policies; `grads`: all gradients of the step, `stale` those to measure."""
+    def norm(self, asked: Asked, prepared: Prepared, stale: Grads | None, partials: Tensor, scaling: Scaling) -> Outcome:
+        """`Prepared.norm` with these policies; `stale`: gradients to measure."""
         plain = replace(scaling, skips=None)
-        if asked.clip is not None:
+        if asked.clip is not None or asked.limits is not None:
             plain.max_grad_norm = None
         outcome = prepared.norm(stale, partials, plain)
         on_gpu = scaling.device.type != "cpu"  # which has no other float mode
@@ -119,8 +112,8 @@ class Clipping:
             if isinstance(asked.clip, ZScore):
                 limit = _limit(asked.clip, history[0], norm)
                 outcome.values[0].copy_(divisor_of(scaling)[1] * clipped(norm, limit))
-            elif asked.clip is not None:
-                own = self._coefficients(asked, prepared, grads, partials, scaling)
+            elif asked.has_several:
+                own = self._coefficients(asked, prepared, partials, scaling)
                 if scaling.skips_nonfinite:
                     skipped = skipped | ~own.isfinite().all()
                 outcome.coefficients = own
@@ -143,7 +136,7 @@ class Clipping:
         """The calls that go on from a step, made or skipped; the history's tensor stays, for CUDA graphs."""
         return [] if self.history is None or outcome.history is None else [partial(self.history.copy_, outcome.history)]
 
-    def _coefficients(self, asked: Asked, prepared: Prepared, grads: Grads, partials: Tensor, scaling: Scaling) -> Tensor:
+    def _coefficients(self, asked: Asked, prepared: Prepared, partials: Tensor, scaling: Scaling) -> Tensor:
         """Each row's coefficient, from the norm of its tensor or group: fp32 [rows]."""
         segments = self._segments_of(prepared.plan, per_group=asked.limits is not None)
         divisor, inverse = divisor_of(scaling)
@@ -151,9 +144,6 @@ class Clipping:
         if asked.limits is not None:
             limits = [torch.full_like(inverse, limit) for limit in asked.limits]  # numbers travel in launches
             limit = torch.stack(limits)
-        elif isinstance(asked.clip, Adaptive):
-            squares = _squares(prepared, _squares_of_params(prepared, grads, partials), segments)
-            limit = square_root(squares.float()).double().clamp(min=asked.clip.eps) * asked.clip.factor
         else:
             assert isinstance(asked.clip, PerTensor)
             limit = torch.full_like(norm, asked.clip.max_norm)
@@ -207,17 +197,4 @@ def _with(history: Tensor, norm: Tensor, decay: float, warmup: int) -> Tensor:
 
 def _squares(prepared: Prepared, partials: Tensor, segments: Segments) -> Tensor:
     squares: Tensor = prepared.exchange.segment_norms(prepared.backend, prepared.plan, partials, segments)
-    return squares
-
-
-def _squares_of_params(prepared: Prepared, grads: Grads, partials: Tensor) -> Tensor:
-    """The chunks' sums of squares of the parameters that have a gradient."""
-    plan: Plan = prepared.plan
-    both = zip(plan.rows, grads, strict=True)
-    tensors = Grads([None if grad is None else row.tensor.detach() for row, grad in both])
-    for row, tensor in zip(plan.rows, tensors, strict=True):
-        if tensor is not None and row.is_copy:
-            tensor.copy_(row.owned)
-    squares = torch.zeros_like(partials)
-    prepared.backend.norm(plan, tensors, squares, Scaling(plan.device))
     return squares

@@ -315,7 +315,7 @@ class Engine:
             scaling.may_wait = not self.observers  # else others read what the norm writes
             outcome = prepared.norm(stale, partials, scaling)
         else:
-            outcome = self.clipping.norm(asked, prepared, stale, matched, partials, scaling)
+            outcome = self.clipping.norm(asked, prepared, stale, partials, scaling)
         outcome.spends_grads = is_open
         measured = Measured(prepared, grads, matched, complete, outcome, scaling, normalization, partials)
         with measured.uncounted_by_an_error():

@@ -19,16 +19,17 @@ from torch import nn
 import accumfused as af
 
 POLICIES: list[dict[str, Any]] = [
-    {"clip": af.PerGroup(0.5)}, {"clip": af.PerTensor(0.5)}, {"clip": af.Adaptive(0.1)},
+    {"of_groups": 0.5}, {"clip": af.PerTensor(0.5)},
     {"clip": af.ZScore(1.0, 0.9, 2)}, {"max_grad_norm": 1.0, "skip_above": af.RunningMean(2.0, 0.9, 1)},
     {"clip": af.ZScore(1.0, 0.9, 2), "skip_above": 50.0},
 ]  # fmt: skip
 
 
 def optimizer_of(**settings: Any) -> Any:
-    """Of a matrix and a vector, each with a group."""
+    """Of a matrix and a vector, each with a group, and with the limit `of_groups`."""
+    own = {"max_grad_norm": limit} if (limit := settings.pop("of_groups", None)) else {}
     weight, bias = nn.Parameter(torch.linspace(-1, 1, 60).view(10, 6)), nn.Parameter(torch.ones(6))
-    groups = [{"params": [weight]}, {"params": [bias], "lr": 0.2}]
+    groups = [{"params": [weight], **own}, {"params": [bias], "lr": 0.2, **own}]
     return af.AdamW(groups, lr=0.1, backend=settings.pop("backend", "cpu"), **settings)
 
 
@@ -57,10 +58,10 @@ def writes_nothing_but_skips(optimizer: Any) -> Iterator[None]:
 # ---- whom they serve ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip", [af.PerTensor(1.0), af.PerGroup(1.0)])
-def test_an_optimizer_with_its_own_step_sees_gradients_clipped_by_themselves(clip: Any) -> None:
+@pytest.mark.parametrize(("clip", "own"), [(af.PerTensor(1.0), {}), (None, {"max_grad_norm": 1.0})])
+def test_an_optimizer_with_its_own_step_sees_gradients_clipped_by_themselves(clip: Any, own: dict[str, float]) -> None:
     params = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(9)), nn.Parameter(torch.zeros(3))]
-    optimizer: Any = af.fuse(Own([{"params": [param]} for param in params], lr=1.0), clip=clip)
+    optimizer: Any = af.fuse(Own([{"params": [param], **own} for param in params], lr=1.0), clip=clip)
     for param, slope in zip(params, (3.0, 0.1, 7.0), strict=True):
         param.grad = torch.full_like(param, slope)
     params[2].grad = None
@@ -70,9 +71,8 @@ def test_an_optimizer_with_its_own_step_sees_gradients_clipped_by_themselves(cli
     assert params[2].tolist() == [0.0] * 3
 
 
-def test_a_global_norm_is_max_grad_norm() -> None:
-    optimizer = optimizer_of(clip=af.GlobalNorm(0.5))
-    assert optimizer.max_grad_norm == 0.5
+def test_a_limit_may_be_set_later_and_is_in_the_printed_form() -> None:
+    optimizer = optimizer_of(max_grad_norm=0.5)
     optimizer.max_grad_norm = 0.25
     assert "max_grad_norm: 0.25" in repr(optimizer)
 
@@ -116,7 +116,7 @@ def test_a_tensor_whose_norm_is_lost_skips_the_step() -> None:
     assert math.isfinite(float(optimizer.grad_norm))
 
 
-@pytest.mark.parametrize("policy", [{"clip": af.PerTensor(1.0)}, {"clip": af.Adaptive()}, {"clip": af.PerGroup(1.0)}])
+@pytest.mark.parametrize("policy", [{"clip": af.PerTensor(1.0)}, {"of_groups": 1.0}])
 def test_a_tiny_divisor_beside_several_norms_is_refused_because_zeros_would_skip(policy: dict[str, Any]) -> None:
     optimizer = optimizer_of(**policy)
     train(optimizer, 0)
@@ -172,10 +172,8 @@ def test_many_skips_above_the_limit_are_told_and_as_an_error_do_not_repeat_the_s
 BAD = {
     "a negative limit": (lambda: af.PerTensor(-1.0), "max_norm must be > 0"),
     "no number": (lambda: af.PerTensor("1"), "max_norm must be a number"),  # type: ignore[arg-type]
-    "a limit of 0": (lambda: af.PerGroup(0), "max_norm must be > 0"),
-    "NaN": (lambda: af.GlobalNorm(math.nan), "max_norm must be > 0"),
-    "a factor of 0": (lambda: af.Adaptive(0.0), "factor must be > 0"),
-    "no eps": (lambda: af.Adaptive(0.1, 0.0), "eps must be > 0"),
+    "a limit of 0": (lambda: af.PerTensor(0), "max_norm must be > 0"),
+    "NaN": (lambda: af.PerTensor(math.nan), "max_norm must be > 0"),
     "one norm": (lambda: af.ZScore(warmup=1), "warmup must be a whole number >= 2"),
     "no history": (lambda: af.RunningMean(warmup=0), "warmup must be a whole number >= 1"),
     "a decay of 1": (lambda: af.ZScore(decay=1.0), "decay must be a number between 0 and 1"),
@@ -186,7 +184,6 @@ BAD = {
     "a negative norm": (lambda: optimizer_of(skip_above=-1.0), "skip_above must be > 0"),
     "no skips": (lambda: optimizer_of(skip_above=1.0, nonfinite="propagate"), "nonfinite='propagate'"),
     "errors": (lambda: optimizer_of(skip_above=1.0, nonfinite="raise"), "use nonfinite='skip'"),
-    "groups without a limit": (lambda: optimizer_of(clip=af.PerGroup()), "group 0 has no max_grad_norm"),
 }
 
 

@@ -61,6 +61,7 @@ class Tail:
     """What happens between the gradients and the rule."""
 
     max_grad_norm: float | None = 0.5
+    of_groups: float | None = None  # the limit of the first group
     normalizer: Number = None
     grad_scale: Number = None
     found_inf: Number = None  # at the second update
@@ -246,6 +247,8 @@ class Run:
         groups: list[dict[str, Any]] = [{"params": self.params[:: problem.groups]}]
         if problem.groups == 2:
             groups.append({"params": self.params[1::2], **case.of.other_options})
+        if problem.tail.of_groups is not None:
+            groups[0]["max_grad_norm"] = problem.tail.of_groups
         fewest = 0 if problem.part else 2 if problem.groups == 1 else 200
         self.optimizer: Any = replace(case, options=own).make(
             groups, self.watched, max_grad_norm=problem.tail.max_grad_norm, rounding_seed=17,

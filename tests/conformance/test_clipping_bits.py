@@ -19,14 +19,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 EVERYWHERE = [*ON_CPU, "two devices", *INTERPRETED, *ON_GPU]
 LONG = Loop(((), (2.0, 0.7), (), (), ()))
 PACKED = edges(0, 3, 129, 8 * PIECE + 130)
-PER_TENSOR, ADAPTIVE = af.PerTensor(0.3), af.Adaptive(0.02)
+PER_TENSOR = af.PerTensor(0.3)
 PROBLEMS = {
-    "per group": Problem("adamw", groups=2, tail=Tail(None, clip=af.PerGroup(0.4), normalizer=1.7)),
+    "per group": Problem("adamw", groups=2, tail=Tail(of_groups=0.4, normalizer=1.7)),
     "per tensor": Problem("sgd_momentum", torch.bfloat16, "split16", tail=Tail(None, clip=PER_TENSOR)),
     "per tensor, packed": Problem("adamw", GRADS[0], "split8", "8bit", tail=Tail(None, clip=PER_TENSOR), edges=PACKED),
     "one infinite tensor": Problem("sgd", tail=Tail(None, bad=(INF,), nonfinite="propagate", clip=PER_TENSOR)),
-    "adaptive": Problem("adamw", torch.float16, "fp16_master", tail=Tail(None, clip=ADAPTIVE, grad_scale="4")),
-    "adaptive, any layout": Problem("lion", tail=Tail(None, clip=ADAPTIVE), tensors="any layout"),
+    "in fp16": Problem("adamw", torch.float16, "fp16_master", tail=Tail(None, clip=PER_TENSOR, grad_scale="4")),
+    "per tensor, any layout": Problem("lion", tail=Tail(None, clip=PER_TENSOR), tensors="any layout"),
     "z-score": Problem("sgd", loop=LONG, tail=Tail(None, clip=af.ZScore(0.1, 0.8, 2))),
     "skip above a mean": Problem("sgd", loop=LONG, tail=Tail(0.5, skip_above=af.RunningMean(1.001, 0.8, 1))),
     "skip above": Problem("sgd", loop=LONG, tail=Tail(None, grad_scale="0.5", clip=PER_TENSOR, skip_above=330.0)),

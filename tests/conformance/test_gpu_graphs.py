@@ -68,7 +68,7 @@ PAIRS: dict[str, Pair] = EMULATED | {
     **{f"released in {size}": ({"bucket": size}, {}, ()) for size in (1, 2000, 2**30)},
     **{
         str(clip): (*[{"max_grad_norm": None, "clip": clip}] * 2, ())
-        for clip in (af.PerTensor(0.5), af.PerGroup(0.5), af.Adaptive(0.1), af.ZScore(0.1, 0.5, 2))
+        for clip in (af.PerTensor(0.5), af.ZScore(0.1, 0.5, 2))
     },
 }
 
