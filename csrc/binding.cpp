@@ -97,7 +97,7 @@ void segment_norms(uintptr_t partials, uintptr_t bounds, int64_t segments, uintp
 
 // hypers[group]: its numbers in its rule's order, or tensors of one element. rules[group]: the address of its RuleCode.
 void step(const std::string& instruction_set, const Table& table, int threads, const std::vector<py::tuple>& hypers,
-          const std::vector<uintptr_t>& rules, uintptr_t outcome, uintptr_t coefficients, uintptr_t changes) {
+          const std::vector<uintptr_t>& rules, uintptr_t outcome, uintptr_t coefficients) {
   const cpu::Kernels& run = kernels(instruction_set);
   size_t stride = 0;
   for (const py::tuple& group : hypers) stride = std::max(stride, group.size());
@@ -113,7 +113,7 @@ void step(const std::string& instruction_set, const Table& table, int threads, c
   for (const uintptr_t rule : rules) codes.push_back(pointer<const cpu::RuleCode>(rule));
   const py::gil_scoped_release release;
   run.step(work_on(table, threads), {numbers.data(), codes.data(), int64_t(stride), pointer<const float>(outcome),
-                                     pointer<const float>(coefficients), pointer<float>(changes), table.chunks()});
+                                     pointer<const float>(coefficients)});
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import accumfused as af
 from accumfused import backends, compiled, versions
+from accumfused.core import metrics
 from accumfused.distributed import exchange
 from accumfused.rules import Rule, compile
 
@@ -113,6 +114,11 @@ def sizes_on_the_way(bundled_bytes: int, piece_bytes: int) -> Iterator[None]:
         mock.patch.object(exchange, "_PIECE_BYTES", piece_bytes),
     ):
         yield
+
+
+def copied_at_a_time(elements: int) -> contextlib.AbstractContextManager[Any]:
+    """A block in which a measured step copies so many elements of weights at a time."""
+    return mock.patch.dict(metrics._COPIED, cpu=elements)
 
 
 def norm_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManager[Any]:

@@ -60,7 +60,7 @@ class CpuBackend:
         plan.point_at(grads)
         commit.with_launch(partial(
             self._c.step, self.instruction_set, plan.table, torch.get_num_threads(),
-            hypers, plan.functors, outcome.values.data_ptr(), address(outcome.coefficients), address(outcome.changes),
+            hypers, plan.functors, outcome.values.data_ptr(), address(outcome.coefficients),
         ))  # fmt: skip
 
 

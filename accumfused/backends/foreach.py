@@ -90,7 +90,7 @@ class ForeachBackend:
                 given = batch.scaled(given, coefficients or coefficient, scratch)
             if batch.stored is None:
                 batch.stored = foreach_step.stored(plan, batch)
-            foreach_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped, outcome.changes)
+            foreach_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped)
         commit.end()
 
     def _measured(self, plan: Plan, grads: Grads) -> Iterator[Batch]:

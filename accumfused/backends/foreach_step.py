@@ -83,18 +83,8 @@ def absorbed(
     return made
 
 
-def update(
-    plan: Plan,
-    batch: Batch,
-    grads: Tensors,
-    hyper: dict[str, Any],
-    skipped: Tensor | None,
-    changes: Tensor | None,
-) -> None:
-    """Updates one batch; `skipped` is None, or a flag on a GPU that the host must not read.
-
-    `changes`: see `Outcome`.
-    """
+def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skipped: Tensor | None) -> None:
+    """Updates one batch; `skipped` is None, or a flag on a GPU that the host must not read."""
     rule = plan.rules[batch.group]
     kept, form = batch.stored, batch.form
     assert kept is not None
@@ -106,9 +96,7 @@ def update(
     found_inf = None if skipped is None else skipped.float()
     run = kernel or (_lion if _is_ours(rule) and rule.name == "lion" else _composed(rule))
     if (form.weights, form.states) == (Weights.FLOAT32, States.FLOAT32) and (kernel or skipped is None):
-        before = [param.clone() for param in kept.params] if changes is not None else []
         run(kept.params, grads, kept.states, kept.steps, known, found_inf)
-        _measure(plan, batch, before, kept.params, changes)
         return
     weights = [load_weights(form, *pair) for pair in zip(kept.params, kept.masters, strict=True)]
     kinds = [name in rule.second_moments for name in rule.states]
@@ -118,9 +106,7 @@ def update(
     ]
     if skipped is not None and kernel is None:  # only torch's fused kernels read the flag before they write
         weights, states = [w.clone() for w in weights], [[s.clone() for s in values] for values in states]
-    before = [weight.clone() for weight in weights] if changes is not None else []
     run(weights, grads, states, kept.steps, known, found_inf)
-    _measure(plan, batch, before, weights, changes)
     for j, row in enumerate(batch.rows):
         noise = weights[j]
         if form.needs_noise:
@@ -132,12 +118,6 @@ def update(
             if form.states is not States.FLOAT32:
                 state = store_state(form, states[index][j], codecs.stream(noise, min(index, 1)), kind)
             _write(kept.states[index][j], kept.scales[index][j], state, skipped)
-
-
-def _measure(plan: Plan, batch: Batch, before: Tensors, after: Tensors, changes: Tensor | None) -> None:
-    if changes is not None:
-        batch.measure(plan, before, changes[0])
-        batch.measure(plan, list(torch._foreach_sub(after, before)), changes[1])
 
 
 def _stays(name: str, value: Any) -> bool:

@@ -84,10 +84,7 @@ class ReferenceBackend:
                     own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
                     factor = on_tensors.signed(named, outcome.coefficient_of(row))
                     grad = memory_order(grads[row]).float() * factor  # type: ignore[arg-type]
-                    changes = _update(plan, row, own, grad, steps[j], outcome.skipped)
-                    if outcome.changes is not None:
-                        for sums, own_part in zip(outcome.changes, changes, strict=True):
-                            _write_partials(sums, plan.rows[row].first_chunk, own_part)
+                    _update(plan, row, own, grad, steps[j], outcome.skipped)
         commit.end()
 
 
@@ -104,15 +101,10 @@ def _kept(plan: Plan, rule: type[Rule], rows: list[int]) -> dict[str, Tensor]:
     return {name: torch.stack([s.tensor_states[k] for s in storages]) for k, name in enumerate(rule.tensor_states)}
 
 
-def _update(
-    plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor, step: Tensor, skipped: Tensor
-) -> tuple[Tensor, Tensor]:
+def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor, step: Tensor, skipped: Tensor) -> None:
     """Updates one parameter in memory order: decodes it and its states to fp32, updates, and encodes again.
 
     `grad`: fp32, times its coefficient.
-
-    Returns:
-        The parameter before, and its change, in fp32.
     """
     row = plan.rows[index]
     rule, form, storage, param = row.rule, row.form, row.storage, memory_order(row.tensor)
@@ -122,8 +114,7 @@ def _update(
     scales: list[Tensor | None] = [*storage.scales] or [None] * len(values)
     kinds = [name in rule.second_moments for name in rule.states]
     states = [load_state(*part) for part in zip(values, scales, kinds, strict=True)]
-    old_param = load_weights(form, param, master).clone()
-    new_param, *new_states = on_tensors.update(rule, scalars, old_param, grad, states)
+    new_param, *new_states = on_tensors.update(rule, scalars, load_weights(form, param, master), grad, states)
     bits = torch.zeros_like(param, dtype=torch.int32)
     if storage.seed is not None:
         bits = codecs.noise(codecs.key(storage.seed, step, index), param.numel(), row.origin)
@@ -138,7 +129,6 @@ def _update(
     for old, new_value in stored:
         if old is not None and new_value is not None:
             old.copy_(torch.where(skipped, old, new_value))
-    return old_param, new_param - old_param
 
 
 def _write_partials(partials: Tensor, first_chunk: int, values: Tensor) -> None:

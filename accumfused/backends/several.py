@@ -68,11 +68,8 @@ class SeveralDevices:
             own = _only(_rows(part), grads)
             if any(grad is not None for grad in own):
                 each = None if outcome.coefficients is None else moved(outcome.coefficients, part.device)
-                sums = None if outcome.changes is None else moved(outcome.changes, part.device)
-                of_part = Outcome(moved(outcome.values, part.device), coefficients=each, changes=sums)
+                of_part = Outcome(moved(outcome.values, part.device), coefficients=each)
                 self.backends[part.device].step(part, own, hypers, of_part)
-                if sums is not None and outcome.changes is not None:
-                    _bring(sums, outcome.changes)
         commit.end()
 
 

@@ -99,7 +99,9 @@ class Clipping:
             asked.check(divisors)
         return asked
 
-    def norm(self, asked: Asked, prepared: Prepared, stale: Grads | None, partials: Tensor, scaling: Scaling) -> Outcome:
+    def norm(
+        self, asked: Asked, prepared: Prepared, stale: Grads | None, partials: Tensor, scaling: Scaling
+    ) -> Outcome:
         """`Prepared.norm` with these policies; `stale`: gradients to measure."""
         plain = replace(scaling, skips=None)
         if asked.clip is not None or asked.limits is not None:

@@ -1,4 +1,4 @@
-"""The coefficient: the one scalar by which a step multiplies its gradients, from the norm of one plan, or of several."""
+"""The coefficient, by which a step multiplies its gradients: from the norm of one plan, or of several together."""
 
 from __future__ import annotations
 

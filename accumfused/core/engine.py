@@ -19,23 +19,23 @@ from torch import Tensor
 from accumfused import versions
 from accumfused.arguments import checked_positive
 from accumfused.core.clipping import Clipping
+from accumfused.core.coefficient import Measured
 from accumfused.core.metrics import Meter
 from accumfused.core.noise import Noise
 from accumfused.core.observer import Observer
 from accumfused.core.plan import Plan
-from accumfused.core.coefficient import Measured
 from accumfused.core.plans import Plans, Prepared, Surroundings
 from accumfused.core.protocol import (
     Call,
     Commit,
     Divisors,
-    Hypers,
     LossScale,
     Number,
     Outcome,
     Owner,
     Release,
     Scaling,
+    Step,
 )
 from accumfused.core.reader import setting_grads
 from accumfused.core.rows import Grads
@@ -388,7 +388,7 @@ class Engine:
         if not skips.steps % skips.WATCH_EVERY:
             skips.look(or_above=self.settings.skip_above is not None)
 
-    def update(self, measured: Measured, step: Callable[[Plan, Grads, Hypers, Outcome, Commit], None]) -> None:
+    def update(self, measured: Measured, step: Step) -> None:
         """Makes the step by `step`, which is `Backend.step` or does as much, and what it needs before and after."""
         plan, grads = measured.prepared.plan, measured.matched
         copies = [plan.rows[index] for index in plan.copies if grads[index] is not None]
@@ -399,6 +399,8 @@ class Engine:
             written = [param for param, grad in zip(plan.params, grads, strict=True) if grad is not None]
         # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
         calls = [*(partial(row.owned.copy_, row.tensor) for row in copies), versions.incrementing(written)]
+        for observer in self.observers:
+            step = observer.around(step, measured.prepared.backend)
         commit = self.stepped(measured, *calls)
         step(plan, grads, plan.hypers(self.plans.owner.param_groups), measured.outcome, commit)
 

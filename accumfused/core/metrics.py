@@ -1,34 +1,41 @@
 """Norms and ratios of every tensor, group, and all.
 
-In: the chunks' sums of squares of gradients, which the norm has taken; and those of parameters and changes, which a
-step's kernels add up while both are in registers. Out: one small tensor on the device, whose names are on the host.
-Nothing waits for the device.
+In: the chunks' sums of squares of gradients, which the norm has taken; and those of weights and of their changes, which
+the same verb takes of copies. A measured step goes over a few parameters at a time, so the copies stay small. Out: one
+small tensor on the device, whose names are on the host. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from accumfused.core.coefficient import Measured
 from accumfused.core.norm import divisor_of, norms
 from accumfused.core.observer import Observer
 from accumfused.core.plan import Plan
-from accumfused.core.coefficient import Measured
-from accumfused.core.protocol import Scaling
+from accumfused.core.protocol import Backend, Commit, Hypers, Outcome, Scaling, Step
+from accumfused.core.rows import Grads, Row
 from accumfused.core.window import Window
+from accumfused.formats.convert import load_weights
 from accumfused.formats.numeric import ieee
 from accumfused.rules.on_tensors import square_root
 
 _Kept = tuple[tuple[Tensor, ...], Tensor, tuple[str, ...]]  # bounds, sums, names
 
 _OF_EACH = ("grad_norm", "param_norm", "update_norm", "update_ratio")
-_SUMS = 3  # of squares of gradients, of parameters before the step, and of their changes
+_SUMS = 3  # of squares of gradients, of weights before the step, and of their changes
+# Elements of the weights that are copied at a time. On a CPU they stay in a core's cache; elsewhere they take some
+# 170 MiB, with what it takes to decode them.
+_COPIED = {"cpu": 2**18}
+_MOST_COPIED = 2**23
 _OF_STEP = ("clip", "clip_share", "skipped_steps")
 
 
@@ -116,7 +123,7 @@ class Meter(Observer):
         return (self.steps + 1) % self._every == 0
 
     def before(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Asks a measured step for the sums of parameters and changes."""
+        """Begins to measure, if it is this step's turn."""
         plan, partials = measured.prepared.plan, measured.partials
         if partials is None or not self.takes_norm(plan):
             return
@@ -125,8 +132,11 @@ class Meter(Observer):
             self._kept[plan] = _bounds(plan), sums, _names(plan, groups)
         sums = self._kept[plan][1].zero_()
         sums[0].copy_(partials)
-        measured.outcome.changes = sums[1:]
         self._begun = _Begun(measured.scaling, sums)
+
+    def around(self, step: Step, backend: Backend) -> Step:
+        """A measured step also takes the norms of the weights, and of their changes."""
+        return step if self._begun is None else partial(_measured, step, backend, self._begun.sums)
 
     def after(self, measured: Measured, skips: Tensor) -> None:
         """Adds up the sums if the step was measured; the rest can wait until it is read."""
@@ -149,6 +159,45 @@ class Meter(Observer):
     def read(self) -> Metrics | None:
         """The metrics of the last measured step; None: there was none yet."""
         return None if self._last is None else self._last.metrics()
+
+
+def _measured(
+    step: Step, backend: Backend, sums: Tensor, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome,
+    commit: Commit,
+) -> None:  # fmt: skip
+    """Makes the step of some rows at a time, and takes the squares of their weights and changes."""
+    nothing, (_, of_weights, of_changes) = Scaling(plan.device), sums.unbind()
+    commit.begin()
+    for run in _runs(plan, grads):
+        some = Grads([grad if k in run else None for k, grad in enumerate(grads)])
+        copies = Grads([None if g is None else _weights(r).clone() for g, r in zip(some, plan.rows, strict=True)])
+        backend.norm(plan, copies, of_weights, nothing)
+        step(plan, some, hypers, outcome, Commit())
+        for row, copy in zip(plan.rows, copies, strict=True):
+            if copy is not None:
+                torch.sub(_weights(row), copy, out=copy)
+        backend.norm(plan, copies, of_changes, nothing)
+    commit.end()
+
+
+def _runs(plan: Plan, grads: Grads) -> Iterator[range]:
+    """Yields ranges of rows whose weights are copied together: few elements, or one row."""
+    begin = elements = 0
+    most = _COPIED.get(plan.device.type, _MOST_COPIED)
+    for index, (row, grad) in enumerate(zip(plan.rows, grads, strict=True)):
+        new = 0 if grad is None else row.tensor.numel()
+        if elements and elements + new > most:
+            yield range(begin, index)
+            begin, elements = index, 0
+        elements += new
+    yield range(begin, len(plan.rows))
+
+
+@ieee()
+def _weights(row: Row) -> Tensor:
+    """A parameter as the step sees it: fp32, from its master if it has one."""
+    master = None if row.storage is None else row.storage.master
+    return load_weights(row.form, row.tensor.detach(), master)
 
 
 def _bounds(plan: Plan) -> tuple[Tensor, ...]:

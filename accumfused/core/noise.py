@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from accumfused.core import graphs
+from accumfused.core.coefficient import Measured
 from accumfused.core.observer import Observer
 from accumfused.core.plan import Plan
-from accumfused.core.coefficient import Measured
 from accumfused.core.protocol import Backend, Call, Exchange, Number, Outcome, Scaling, moved, on_device
 from accumfused.core.rows import Grads
 from accumfused.core.window import Phase, Window

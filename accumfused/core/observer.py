@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from accumfused.core.plan import Plan
 from accumfused.core.coefficient import Measured
-from accumfused.core.protocol import Backend, Call, Exchange, Number, Outcome
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import Backend, Call, Exchange, Number, Outcome, Step
 from accumfused.core.rows import Grads
 from accumfused.core.window import Window
 
@@ -47,6 +47,10 @@ class Observer:
 
     def before(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
         """Before a step that has its coefficient."""
+
+    def around(self, step: Step, backend: Backend) -> Step:
+        """The step itself, or one that makes it and measures."""
+        return step
 
     def with_step(self, outcome: Outcome) -> Sequence[Call[Any]]:
         """What is to be true once the step is made, or skipped."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -221,6 +221,9 @@ class Backend(Protocol):
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         """Updates parameters, states and step counts; writes nothing if the outcome is a skip."""
+
+
+Step = Callable[[Plan, Grads, Hypers, Outcome, Commit], None]  # as `Backend.step`
 
 
 class Exchange:

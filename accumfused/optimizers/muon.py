@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from accumfused.core.coefficient import Measured
 from accumfused.core.engine import Engine
 from accumfused.core.plan import Plan
-from accumfused.core.coefficient import Measured
 from accumfused.core.protocol import Backend, Commit, Hypers, Outcome, OwnStep
 from accumfused.core.rows import Grads, Row
 from accumfused.formats import shards
@@ -120,9 +120,6 @@ class _Matrices:
                 update = Storage(*after, [], kept.master, [], [])
                 last.append(replace(row, rule=OrthogonalRule, form=weights, storage=update))
                 chunk += chunk_count(row.tensor.numel())
-        places = [plan.rows[index] for stack in self.stacks for index in stack.rows]
-        chunks = [row.first_chunk + k for row in places for k in range(chunk_count(row.tensor.numel()))]
-        self._chunks = torch.tensor(chunks, dtype=torch.int64, device=plan.device)  # there
         rows = [index for stack in self.stacks for index in stack.rows]
         self._places = torch.tensor(rows, dtype=torch.int64, device=plan.device)  # in the optimizer's plan
         self.first = Plan(first, [MuonRule] * len(self.stacks), chunk, plan.device)
@@ -138,9 +135,6 @@ class _Matrices:
         applied, each = Outcome(outcome.values.clone()), outcome.coefficients
         outcome = replace(outcome, coefficients=None if each is None else each[self._places])
         applied.values[:1].fill_(1.0)  # the first rule has applied the coefficient
-        changes, outcome = outcome.changes, replace(outcome, changes=None)  # the first rule writes no parameter
-        if changes is not None:
-            applied.changes = changes.new_zeros(2, self.last.chunks)
         for stack in self.stacks:
             own = Grads([grads[row] for row in stack.rows])
             if all(grad is None for grad in own):
@@ -151,8 +145,6 @@ class _Matrices:
             found = zip(own, stack.laid_out(made), strict=True)
             own = Grads([None if grad is None else matrix for grad, matrix in found])
             backend.step(self.last, self._only(stack, own), last, applied)
-        if changes is not None and applied.changes is not None:
-            changes[:, self._chunks] = applied.changes
 
     def _only(self, stack: _Stack, own: Grads) -> Grads:
         grads = Grads([None] * len(self.first.rows))

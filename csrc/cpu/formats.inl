@@ -11,9 +11,6 @@ namespace accumfused::AF_TARGET {
 namespace {
 
 constexpr int64_t kTile = 4 * kQuantBlock;
-// The lanes of a measured step take 8 kB of the cache: with a whole tile beside them they would go to the L2 and back
-// for each row, and norm and step would take 1.6 times as long as unmeasured ones in place of 1.15 (split16, EPYC).
-constexpr int64_t kMeasuredTile = kQuantBlock;
 // No two arrays lie 4096 bytes apart: where they did, one process in four took 1.3 times as long (EPYC with AVX-512).
 constexpr int64_t kPadded = kTile + 64;
 
@@ -172,14 +169,12 @@ class Draw {
 
 template <class Rule>
 void step_formatted(const Rule& rule, const Row& row, int64_t index, const Operands& in, int64_t count, int64_t offset,
-                    int64_t n, ChangeSums& sums) {
-  static_assert(kLanes % kTile == 0, "a tile lies in a row of lanes");
+                    int64_t n) {
   Draw noise(Noise(row, index, count, offset));
   const bool plain_states = row.states == States::kFloat32;
   Tile tile;
-  const int64_t most = sums.wanted ? kMeasuredTile : kTile;
-  for (int64_t first = 0; first < n; first += most) {
-    const int64_t at = offset + first, length = smaller(most, n - first);
+  for (int64_t first = 0; first < n; first += kTile) {
+    const int64_t at = offset + first, length = smaller(kTile, n - first);
     kLoadWeights[int(row.weights)](row, at, length, tile.param);
     float* state[kMaxStates];
     for_each_state<Rule>([&](auto k) {
@@ -190,19 +185,8 @@ void step_formatted(const Rule& rule, const Row& row, int64_t index, const Opera
       if (plain_states) update<Rule, true>(rule, tile.param, grad, state, int(length), kAllStates<Rule>);
       else update<Rule, false>(rule, tile.param, grad, state, int(length), kAllStates<Rule>);
     };
-    if constexpr (Rule::kIsCommon) {
-      if (sums.wanted) {
-        const float* const grad = fp32_grad(in, at, length, tile.grad);
-        update_measured(rule, tile.param, grad, state, int(length), plain_states, sums, first, kAllStates<Rule>);
-      } else {
-        with_grad(in, at, run);
-      }
-    } else {
-      float before[kTile];
-      if (sums.wanted) memcpy(before, tile.param, size_t(length) * sizeof *before);
-      run(fp32_grad(in, at, length, tile.grad));
-      if (sums.wanted) sums.add(before, tile.param, first, length);
-    }
+    if constexpr (Rule::kIsCommon) with_grad(in, at, run);
+    else run(fp32_grad(in, at, length, tile.grad));
     // While the last roots and divisions run.
     const uint32_t* const bits = row.seed ? noise.next(length, tile.noise) : tile.noise;
     kStoreWeights[int(row.weights)](row, at, length, tile.param, bits);

@@ -30,8 +30,6 @@ struct Step {
   int64_t hyper_stride;
   const float* outcome;       // {coefficient, norm, skipped}
   const float* coefficients;  // nullable: each row's own
-  float* changes;  // nullable; [2][chunks]: sums of squares of parameters before the step, and of their changes
-  int64_t chunks;
 };
 
 struct RuleInfo {

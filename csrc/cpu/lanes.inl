@@ -1,6 +1,4 @@
 // Sums over a chunk in the norm's order: lane l sums elements l, l + 1024, ... in sequence, a halving tree the lanes.
-#include <cstring>
-
 namespace accumfused::AF_TARGET {
 namespace {
 
@@ -34,40 +32,6 @@ AF_INLINE float tree_sum(float* __restrict lanes, int64_t width) {
   }
   return narrow_tree_sum<kNarrow>(lanes);
 }
-
-// The lanes of a chunk's parameters before the step, and of their changes. Its functions are no part of each rule's
-// code.
-struct ChangeSums {
-  const bool wanted;
-  alignas(64) float params[kLanesApart], changes[kLanesApart];
-
-  explicit ChangeSums(const cpu::Step& step) : wanted(step.changes != nullptr) {
-    if (wanted) clear();
-  }
-
-  // Elements before and after their step, which begin at the chunk's `first` and lie in one row of lanes.
-  __attribute__((noinline)) void add(const float* __restrict before, const float* __restrict after, int64_t first,
-                                     int64_t n) {
-    float* __restrict param = params + first % kLanes;
-    float* __restrict change = changes + first % kLanes;
-    for (int64_t i = 0; i < n; ++i) {
-      const float moved = after[i] - before[i];
-      param[i] += before[i] * before[i];
-      change[i] += moved * moved;
-    }
-  }
-
-  __attribute__((noinline)) void write(const cpu::Step& step, int64_t chunk, int64_t n) {
-    step.changes[chunk] = tree_sum(params, tree_width(n));
-    step.changes[step.chunks + chunk] = tree_sum(changes, tree_width(n));
-  }
-
- private:
-  __attribute__((noinline)) void clear() {
-    memset(params, 0, sizeof params);
-    memset(changes, 0, sizeof changes);
-  }
-};
 
 }  // namespace
 }  // namespace accumfused::AF_TARGET

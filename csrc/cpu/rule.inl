@@ -49,31 +49,6 @@ AF_INLINE void update(const Rule& rule, float* param, const G* grad, float* cons
   update<Rule, kFlush>(rule, param, grad, n, state[k]...);
 }
 
-// The same for at most a row of lanes, which also sums the squares of parameters and changes. One function for all
-// formats: states below `least` become 0.
-template <class Rule, class... State>
-__attribute__((noinline)) void update_lanes(const Rule& rule, float* __restrict param, const float* __restrict grad,
-                                            int n, [[maybe_unused]] float least, float* __restrict params,
-                                            float* __restrict changes, State* __restrict... state) {
-  for (int i = 0; i < n; ++i) {
-    const float before = param[i];
-    rule(param[i], grad[i], state[i]...);
-    ((state[i] = __builtin_fabsf(state[i]) < least ? 0.0f : state[i]), ...);
-    const float change = param[i] - before;
-    params[i] += before * before;
-    changes[i] += change * change;
-  }
-}
-
-// `first`: where the elements begin in the chunk.
-template <class Rule, size_t... k>
-AF_INLINE void update_measured(const Rule& rule, float* param, const float* grad, float* const* state, int n,
-                               bool flushes, ChangeSums& sums, int64_t first, std::index_sequence<k...>) {
-  const int64_t lane = first % kLanes;
-  update_lanes<Rule>(rule, param, grad, n, flushes ? 0x1p-126f : 0.0f, sums.params + lane, sums.changes + lane,
-                     state[k]...);
-}
-
 }  // namespace
 }  // namespace accumfused::AF_TARGET
 
@@ -101,28 +76,15 @@ void run_rule(const Row& row, int64_t index, const Operands& in, const Step& ste
     prepared.group = row.group, prepared.count = count, prepared.row = own;
   }
   const Rule rule = *reinterpret_cast<const Rule*>(prepared.rule);
-  ChangeSums sums(step);
-  if (!row.is_plain() || (!Rule::kIsCommon && (in.grad_dtype != Dtype::kFloat32 || sums.wanted))) {
-    step_formatted(rule, row, index, in, count, offset, n, sums);
-  } else {
-    float* state[kMaxStates];
-    for (int k = 0; k < kMaxStates; ++k) state[k] = row.state[k] ? static_cast<float*>(row.state[k]) + offset : nullptr;
-    float* const param = static_cast<float*>(row.param) + offset;
-    if (!sums.wanted) {
-      with_grad_for<Rule>(in, offset,
-                          [&](auto grad) { update<Rule, true>(rule, param, grad, state, int(n), kAllStates<Rule>); });
-    }
-    if constexpr (Rule::kIsCommon) {
-      for (int64_t first = 0; sums.wanted && first < n; first += kLanes) {
-        float tile[kLanes];
-        const int64_t length = smaller(kLanes, n - first);
-        const float* const grad = fp32_grad(in, offset + first, length, tile);
-        update_measured(rule, param + first, grad, state, int(length), true, sums, first, kAllStates<Rule>);
-        for (int k = 0; k < Rule::kStates; ++k) state[k] += kLanes;
-      }
-    }
+  if (!row.is_plain() || (!Rule::kIsCommon && in.grad_dtype != Dtype::kFloat32)) {
+    step_formatted(rule, row, index, in, count, offset, n);
+    return;
   }
-  if (sums.wanted) sums.write(step, row.first_chunk + offset / kChunk, n);
+  float* state[kMaxStates];
+  for (int k = 0; k < kMaxStates; ++k) state[k] = row.state[k] ? static_cast<float*>(row.state[k]) + offset : nullptr;
+  float* const param = static_cast<float*>(row.param) + offset;
+  with_grad_for<Rule>(in, offset,
+                      [&](auto grad) { update<Rule, true>(rule, param, grad, state, int(n), kAllStates<Rule>); });
 }
 
 // After a row's last chunk: its new tensor states, which no coefficient enters, and step count.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any
 
+import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, everything, refused
@@ -155,6 +157,28 @@ def test_a_tensor_without_a_gradient_counts_zero(backend: str) -> None:
     for name in ("grad_norm", "param_norm", "update_norm"):
         assert found[f"param1/{name}"] == 0.0
     assert found["param_norm"] == found["param0/param_norm"] > 0
+
+
+@pytest.mark.parametrize("weights", ["split16", "split8", None])
+def test_a_measured_step_copies_few_weights_at_a_time_and_measures_the_same(backend: str, weights: Any) -> None:
+    """The bits, and the memory: that of some copies, and not of all."""
+    sizes, found = [30_000] * 8, []
+    for elements in (10**9, 60_000):
+        torch.manual_seed(0)
+        params = [torch.randn(n).bfloat16().requires_grad_() for n in sizes]
+        optimizer = af.AdamW(params, lr=0.1, backend=backend, metrics=2, master_weights=weights, rounding_seed=1)
+        peaks = []
+        with inside.copied_at_a_time(elements):
+            for _ in range(4):
+                for param in params:
+                    param.grad = torch.randn_like(param)
+                with torch.profiler.profile(profile_memory=True) as profiler:
+                    optimizer.step()
+                peaks.append(max([0, *itertools.accumulate(inside.allocations(profiler))]))
+        found.append((everything(optimizer), optimizer.metrics().values, peaks[3] - peaks[2]))
+    assert_all_same_bits(found[1][0], found[0][0])
+    assert torch.equal(found[1][1], found[0][1])
+    assert found[1][2] <= found[0][2] - 4 * 120_000  # half of the weights, in fp32
 
 
 def test_a_copy_of_an_open_window_does_not_enter(backend: str) -> None:

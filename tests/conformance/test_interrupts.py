@@ -150,7 +150,7 @@ def test_an_interrupted_call_is_made_or_not(
             assert interrupted.came
             if "window: broken" in repr(run.optimizer):
                 found.add("broken")
-                assert which != "cpu"
+                assert which != "cpu" or "metrics" in WINDOWS[name]  # a measured step launches several times
                 assert_broken(run)
                 continue
             is_again = is_to_do()
