@@ -23,6 +23,8 @@ def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False)
             )
         return value.detach()
     try:
+        if isinstance(value, str | bytes):
+            raise TypeError
         number = float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be a number or a tensor of one element, got {type(value).__name__}") from error

@@ -208,14 +208,17 @@ class FusedOptimizer(Measures, TorchOptimizer):
 def check_fused(optimizer: Any, caller: str) -> None:
     """Raises a TypeError for an optimizer of another package, or none."""
     if not isinstance(optimizer, FusedOptimizer):
-        inner = isinstance(getattr(optimizer, "optimizer", None), FusedOptimizer)
-        remedy = "give it the .optimizer that is wrapped" if inner else "convert it with accumfused.fuse()"
+        remedy = "convert it with accumfused.fuse()"
+        if isinstance(getattr(optimizer, "optimizer", None), FusedOptimizer):
+            remedy = "give it the .optimizer that is wrapped"
+        elif isinstance(optimizer, torch.nn.Module):
+            remedy = "give it the optimizer of this model"
         raise TypeError(f"{caller} takes an optimizer of this package, got {type(optimizer).__name__}; {remedy}")
 
 
 def _makes_states(optimizer: FusedOptimizer) -> bool:
     """Whether torch.distributed.checkpoint steps to make states: there are none, and all learning rates are 0."""
-    return not optimizer.state and all(float(group["lr"]) == 0 for group in optimizer.param_groups)
+    return not optimizer.state and all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
 
 
 def _holds(dtype: torch.dtype, weight: float | Tensor) -> bool:

@@ -227,6 +227,6 @@ class TorchOptimizer(torch.optim.Optimizer):
         if is_copy:
             # As torch's constructor does: on a machine with a GPU a copy of its Adafactor cannot step without.
             self._warned_capturable_if_run_uncaptured = True
-            self.engine = Engine(self, settings, _SURROUNDINGS, window)
+            self.engine = Engine(self, settings or Settings(), _SURROUNDINGS, window)  # torch's own state has none
             history.resume(self.engine, histories or {})
             self.engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up

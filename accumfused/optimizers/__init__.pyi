@@ -130,9 +130,9 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
 class AdamWScheduleFree(ScheduleFree):
     """Schedule-Free AdamW, with accumulation, unscaling and clipping in the same pass.
 
-    Arguments, group keys and state names are those of the authors' `schedulefree.AdamWScheduleFree`, and its
-    checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train() goes
-    back.
+    Arguments (but `foreach`), group keys and state names are those of the authors' `schedulefree.AdamWScheduleFree`,
+    and its checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train()
+    goes back.
 
     Args:
         params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
@@ -335,8 +335,9 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
 class SGDScheduleFree(ScheduleFree):
     """Schedule-Free SGD, with accumulation, unscaling and clipping in the same pass.
 
-    Arguments, group keys and state names are those of the authors' `schedulefree.SGDScheduleFree`, and its checkpoints
-    load. Parameters are those to train with until eval() puts the trained model into them; train() goes back.
+    Arguments (but `foreach`), group keys and state names are those of the authors' `schedulefree.SGDScheduleFree`, and
+    its checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train() goes
+    back.
 
     Args:
         params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.

@@ -57,8 +57,9 @@ class ScheduleFreeRule(Rule):
 class ScheduleFreeSgdRule(ScheduleFreeRule):
     """Schedule-Free SGD, with accumulation, unscaling and clipping in the same pass.
 
-    Arguments, group keys and state names are those of the authors' `schedulefree.SGDScheduleFree`, and its checkpoints
-    load. Parameters are those to train with until eval() puts the trained model into them; train() goes back.
+    Arguments (but `foreach`), group keys and state names are those of the authors' `schedulefree.SGDScheduleFree`, and
+    its checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train() goes
+    back.
 
     Args:
         lr: the learning rate; no schedule is needed.
@@ -84,9 +85,9 @@ class ScheduleFreeSgdRule(ScheduleFreeRule):
 class ScheduleFreeAdamWRule(ScheduleFreeRule):
     """Schedule-Free AdamW, with accumulation, unscaling and clipping in the same pass.
 
-    Arguments, group keys and state names are those of the authors' `schedulefree.AdamWScheduleFree`, and its
-    checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train() goes
-    back.
+    Arguments (but `foreach`), group keys and state names are those of the authors' `schedulefree.AdamWScheduleFree`,
+    and its checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train()
+    goes back.
 
     Args:
         lr: the learning rate; no schedule is needed.

@@ -2,7 +2,8 @@
 
 That is when the rule first steps: the compiler makes a shared library of csrc/cpu/rule.inl and the rule's functor. It
 lies in a folder (ACCUMFUSED_CACHE, or accumfused/ in the user's cache), under a hash of all that it depends on, and
-later processes load it from there.
+later processes load it from there. A folder or library that another user owns, or can write, is not used: the library
+is then compiled into a temporary folder of this process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from accumfused import compiled
 from accumfused.compiling import FLAGS, INSTRUCTION_SETS, compiler
 from accumfused.rules import to_cpp
 from accumfused.rules.rule import Rule
+from accumfused.warn import say_once
 
 _SOURCE = """#define AF_TARGET user
 #include "cpu/rule.inl"
@@ -80,14 +82,30 @@ def _code(rule: type[Rule], instruction_set: str) -> int | str:
     if place is not None:
         return int(compiled.module.rule_codes(instruction_set)[place])
     try:
-        library = ctypes.CDLL(str(_library(rule, instruction_set)))
+        library = _library(rule, instruction_set, _folder())
+        try:
+            return _loaded_code(library)
+        except (OSError, ValueError):  # it is damaged, so the next process makes another one
+            library.unlink(missing_ok=True)
+            return _loaded_code(_library(rule, instruction_set, _temporary_folder()))
     except (OSError, RuntimeError) as error:
         return f"the rule {rule.name} does not compile here: {error}"
-    _loaded.append(library)
-    return ctypes.addressof(ctypes.c_char.in_dll(library, "accumfused_rule"))
 
 
-def _library(rule: type[Rule], instruction_set: str) -> Path:
+def _loaded_code(library: Path) -> int:
+    """The address of a library's RuleCode.
+
+    Raises:
+        OSError, ValueError: it does not load, or has none.
+    """
+    loaded = ctypes.CDLL(str(library))
+    address = ctypes.addressof(ctypes.c_char.in_dll(loaded, "accumfused_rule"))
+    _loaded.append(loaded)
+    return address
+
+
+def _library(rule: type[Rule], instruction_set: str, folder: Path) -> Path:
+    """The rule's library in a folder, where it is compiled unless it is there."""
     command = [*shlex.split(compiler()), *FLAGS, "-w", "-shared", *INSTRUCTION_SETS[instruction_set]]
     version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
     headers = _headers()
@@ -97,23 +115,26 @@ def _library(rule: type[Rule], instruction_set: str) -> Path:
         *(path.read_text() for path in sorted(headers.rglob("*.*"))),
     ]
     key = hashlib.sha256(b"\0".join([version, *(part.encode() for part in parts)])).hexdigest()[:20]
-    made = _folder() / f"{rule.name}-{key}.so"
+    made = folder / f"{rule.name}-{key}.so"
+    if made.exists() and not _is_private(made):
+        say_once(f"{made} belongs to another user, or others can write it: it is not loaded; delete it")
+        made = _temporary_folder() / made.name
     if made.exists():
         return made
     try:
-        made.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         own = tempfile.TemporaryDirectory(dir=made.parent)  # another process may be doing the same
     except OSError as error:
         raise RuntimeError(f"{error}; set ACCUMFUSED_CACHE to a folder that can be written") from None
-    with own as folder:
-        (Path(folder) / "functors.h").write_text(parts[0])
-        source, part = Path(folder) / "rule.cpp", Path(folder) / "rule.so"
+    with own as place:
+        (Path(place) / "functors.h").write_text(parts[0])
+        source, part = Path(place) / "rule.cpp", Path(place) / "rule.so"
         source.write_text(_SOURCE.format(functor=to_cpp.functor_name(rule)))
-        command += [f"-I{folder}", f"-I{headers}", str(source), "-o", str(part)]
+        command += [f"-I{place}", f"-I{headers}", str(source), "-o", str(part)]
         run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if run.returncode != 0:
             output = run.stdout.strip()[-2000:]
             raise RuntimeError(f"{command[0]} failed; install g++ or clang++, or set CXX:\n{output}")
+        part.chmod(0o700)
         part.replace(made)
     return made
 
@@ -125,6 +146,38 @@ def _headers() -> Path:
 
 
 def _folder() -> Path:
-    if chosen := os.environ.get("ACCUMFUSED_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accumfused"
+    """The folder of compiled rules, which is made if it is missing.
+
+    Raises:
+        RuntimeError: it cannot be made.
+    """
+    chosen = os.environ.get("ACCUMFUSED_CACHE")
+    folder = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accumfused")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise RuntimeError(f"{error}; set ACCUMFUSED_CACHE to a folder that can be written") from None
+    if _is_private(folder):
+        return folder
+    say_once(
+        f"{folder} belongs to another user, or others can write it, so no compiled rule is loaded from there; each "
+        "process compiles its own. chmod 700 it, or set ACCUMFUSED_CACHE to another folder"
+    )
+    return _temporary_folder()
+
+
+@functools.cache
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="accumfused-")  # of mode 0700, and removed when the process ends
+
+
+def _temporary_folder() -> Path:
+    return Path(_private_folder().name)
+
+
+def _is_private(path: Path) -> bool:
+    """Whether a file or folder is this user's, and nobody else can write it: a library runs when it is loaded."""
+    if not hasattr(os, "getuid"):  # Windows, where a user's cache is private
+        return True
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022

@@ -135,6 +135,11 @@ class Rule(metaclass=_RuleType):
         cls.hyper_names = (*itertools.chain(*map(cls._names_of, cls.hypers)), *cls.derived)
         _check_names(cls)
         cls.traced = _traced(cls)
+        if repr(_traced(cls)) != repr(cls.traced):
+            raise TypeError(
+                f"{cls.__name__}.update gives other operations when it runs again (random numbers, a counter?), and "
+                "kernels are compiled from one run; take such numbers from h, or from a state"
+            )
 
 
 def _check_names(rule: type[Rule]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import random
+import subprocess
 from collections.abc import Callable
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -222,3 +225,83 @@ def test_what_prevents_a_rule_from_compiling_is_named_with_the_remedy(
     monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=remedy):
         stepped(other_adam(), "cpu")
+
+
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> tuple[Path, list[torch.Tensor]]:
+    """A new cache with a library under a rule's name that is not the rule's; and what the rule steps to.
+
+    It is another cache than that of the rule: the system loads nothing twice under one path.
+    """
+    monkeypatch.setenv("ACCUMFUSED_CACHE", str(tmp_path / "first"))
+    _, *expected = stepped(other_adam(), "cpu")
+    (own,) = (tmp_path / "first").glob("*.so")
+    assert (tmp_path / "first").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("ACCUMFUSED_CACHE", str(tmp_path / "cache"))
+    made = tmp_path / "cache" / own.name
+    made.parent.mkdir(mode=0o700)
+    made.write_text("no library")
+    if code:
+        command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(made)]
+        subprocess.run(command, input=code, text=True, check=True)
+    made.chmod(0o700)
+    return made, expected
+
+
+@pytest.mark.parametrize("way", ["folder of mode 0777", "file of mode 0777", "foreign folder", "foreign file"])
+def test_no_library_is_loaded_that_others_can_write(
+    native: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    ran = tmp_path / "ran"
+    code = f'#include <cstdio>\n__attribute__((constructor)) static void run() {{ fclose(fopen("{ran}", "w")); }}'
+    made, expected = planted(tmp_path, monkeypatch, code)
+    target = made.parent if "folder" in way else made
+    if "foreign" not in way:
+        target.chmod(0o777)
+    elif os.getuid() == 0:
+        os.chown(target, 65534, 65534)
+    else:
+        pytest.skip("only root can give a file away")
+    with caplog.at_level("WARNING", "accumfused"):
+        _, *found = stepped(other_adam(), "cpu")
+    assert "others can write it" in caplog.text
+    assert not ran.exists()
+    for ours, reference in zip(found, expected, strict=True):
+        assert_same_bits(ours, reference, way)
+
+
+@pytest.mark.parametrize("code", ["", "int x;"])
+def test_a_damaged_library_is_made_anew(
+    native: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """One that does not load, and one without the rule."""
+    made, expected = planted(tmp_path, monkeypatch, code)
+    _, *found = stepped(other_adam(), "cpu")
+    assert not made.exists()
+    for ours, reference in zip(found, expected, strict=True):
+        assert_same_bits(ours, reference, "made anew")
+
+
+def test_a_rule_that_draws_numbers_is_refused() -> None:
+    with pytest.raises(TypeError, match="gives other operations when it runs again"):
+
+        class Drawn(af.Rule):
+            name = "drawn"
+
+            @staticmethod
+            def update(h: Any, step: Any, p: Any, g: Any) -> tuple[Any, ...]:
+                return (p - g * (h.lr * random.random()),)
+
+
+def test_a_rule_needs_no_learning_rate(backend: str) -> None:
+    class Fixed(af.Rule):
+        name = "fixed"
+        hypers = {"scale": 0.5}  # noqa: RUF012
+
+        @staticmethod
+        def update(h: Any, step: Any, p: Any, g: Any) -> tuple[Any, ...]:
+            return (p - g * h.scale,)
+
+    param = torch.zeros(3, requires_grad=True)
+    param.grad = torch.ones(3)
+    af.optimizer_of(Fixed)([param], backend=backend).step()
+    assert param.tolist() == [-0.5] * 3

@@ -142,6 +142,7 @@ def test_what_is_no_optimizer_of_ours_is_named_with_the_remedy(takes: Callable[[
     wrong = (
         (torch.optim.SGD([param]), "SGD; convert it with"),
         (None, "NoneType"),
+        (torch.nn.Linear(2, 2), "Linear; give it the optimizer of this model"),
         (wrapper, r"Mock; .* the \.optimizer"),
     )
     for given, text in wrong:

@@ -91,7 +91,7 @@ def scaled_by_0(it: Loop) -> None:
 
 
 BAD = (-1, -0.5, nan, inf, -inf)
-NO_NUMBER = ("8 tokens", [1], object)
+NO_NUMBER = ("8 tokens", "8", [1], object)
 NOT_ONE = (lambda: torch.ones(2), lambda: torch.ones(0), lambda: torch.tensor(1j))
 WEIGHT, NORMALIZER, WINDOW = "weight must be ", "normalizer must be ", "backward weighted"
 MOVED = (R, r"removed or reordered .* call step\(\) or zero_grad\(\) first")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_like, params_of, train, writes_nothing
+from compare import assert_close, assert_like, params_of, train, writes_nothing
 from table import EACH_OPTIMIZER, EACH_RULE, OPTIMIZERS, Case, Optimizer, random_grads, random_params, set_grads
 from torch.nn import Parameter
 from torch.nn.utils import parameters_to_vector
@@ -209,3 +209,19 @@ def test_gradients_with_a_graph_are_not_changed_and_nothing_is_recorded(backend:
     assert factor.grad.tolist() == [1.0] * 3
     for value in (param, *optimizer.state[param].values(), optimizer.grad_norm, optimizer.skipped_steps):
         assert (value.is_leaf, value.requires_grad) == (True, value is param)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop"])
+def test_a_pickle_of_torchs_optimizer_is_taken_where_its_name_is_ours(name: str) -> None:
+    """With default settings: torch's state has none."""
+    stock = getattr(torch.optim, name)([Parameter(torch.ones(3))], lr=0.1)
+    param = stock.param_groups[0]["params"][0]
+    param.grad = torch.ones(3)
+    stock.step()
+    ours = getattr(af, name).__new__(getattr(af, name))
+    ours.__setstate__(copy.deepcopy(stock.__getstate__()))
+    twin = ours.param_groups[0]["params"][0]
+    twin.grad = param.grad = torch.full((3,), 2.0)
+    stock.step()
+    ours.step()
+    assert_close(twin, param, "torch.optim")
