@@ -26,8 +26,8 @@ def check_settings(
     """Refuses settings that this machine, this process or the parameter groups cannot serve."""
     backends.check(settings.backend)
     check_groups(settings, rules, param_groups, defaults)
-    if settings.process_group is not None:
-        groups.check_group(settings.process_group)
+    for name in ("process_group", "norm_group"):
+        groups.check_group(getattr(settings, name), name)
 
 
 def check_groups(
@@ -44,7 +44,9 @@ def check_groups(
     if any(group.get("differentiable") for group in param_groups):
         raise ValueError("differentiable=True is not supported: the step is not recorded by autograd")
     refuse_settings_of_groups(rules, param_groups, defaults)
-    group_limits(settings.clip, settings.max_grad_norm, param_groups)
+    limits = group_limits(settings.clip, settings.max_grad_norm, param_groups)
+    if limits is not None and settings.norm_group is not None:
+        raise ValueError("norm_group= has one norm over all processes; leave the groups' own max_grad_norm out")
 
 
 def check_formats(rule: type[Rule], params: list[Tensor], settings: Settings) -> None:

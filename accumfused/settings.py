@@ -35,6 +35,7 @@ class SettingArguments(TypedDict, total=False):
     state_dtype_min_numel: int
     rounding_seed: int | None
     process_group: Any
+    norm_group: Any
     grads_are_reduced: bool
     reduce_dtype: torch.dtype | None
     noise_scale: bool | float
@@ -73,6 +74,9 @@ class Settings:
             seed gives the same bits on every backend.
         process_group: a torch.distributed group of processes with a batch each. The optimizer adds up their gradients,
             once per window: see `accumfused.attach_ddp` and docs/guide/distributed.md. Copies and pickles leave it out.
+        norm_group: a torch.distributed group of processes with a part of the parameters each, and the whole gradients
+            of these: the stages of a pipeline, or ZeroRedundancyOptimizer's ranks. They have one norm, one limit and
+            one skip, so all of them must step. Copies and pickles leave it out.
         grads_are_reduced: True states that each micro-batch's gradients are reduced already. With several processes and
             no process_group, `accumulate()` raises without it.
         reduce_dtype: the dtype in which gradients travel in process_group: torch.float32, torch.bfloat16 (which also
@@ -93,6 +97,7 @@ class Settings:
     state_dtype_min_numel: int = 4096
     rounding_seed: int | None = None
     process_group: Any = None  # torch.distributed.ProcessGroup
+    norm_group: Any = None  # torch.distributed.ProcessGroup
     grads_are_reduced: bool = False
     reduce_dtype: torch.dtype | None = None
     noise_scale: bool | float = False
@@ -149,6 +154,8 @@ class Settings:
             raise ValueError(f"reduce_dtype must be torch.float32, torch.bfloat16 or None, got {self.reduce_dtype!r}")
         if self.reduce_dtype is not None and self.process_group is None:
             raise ValueError("reduce_dtype is for gradients that process_group reduces; give one")
+        if self.norm_group is not None and self.noise_scale:
+            raise ValueError("noise_scale= measures the parameters of one process; leave norm_group= or it out")
 
 
 @functools.cache

@@ -207,7 +207,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         engine = self.engine
-        settings = replace(engine.settings, process_group=None, reduce_dtype=None)
+        settings = replace(engine.settings, process_group=None, norm_group=None, reduce_dtype=None)
         carried = {**super().__getstate__(), "settings": settings, "is_grouped": engine.group is not None}
         carried["histories"] = {name: own.clone() for name, own in history.of(engine).items()}
         engine.window.refuse_broken()

@@ -295,7 +295,9 @@ class Engine:
         else:
             grads, present = prepared.plan.gradients()
         if not present:
-            return None
+            if settings.norm_group is None:
+                return None
+            grads = Grads([None] * len(prepared.plan.rows))  # others wait for this process's part of the norm
         window, matched = self.window, prepared.plan.match(grads)
         if prepared.plan.lacks_state(matched):
             prepared = self.plans.with_states(prepared.plan, matched)
@@ -331,7 +333,8 @@ class Engine:
         is_unchecked = divisors.for_scaler and divisors.found_inf is None
         # The contract of windows: bad weights skip the step.
         takes_norm = must or divisors.is_shared or is_unchecked or self.window.phase is not Phase.IDLE
-        takes_norm = takes_norm or settings.max_grad_norm is not None or settings.nonfinite in ("skip", "raise")
+        takes_norm = takes_norm or settings.norm_group is not None or settings.max_grad_norm is not None
+        takes_norm = takes_norm or settings.nonfinite in ("skip", "raise")
         scaling = divisors.scaling(plan.device)
         scaling.max_grad_norm = settings.max_grad_norm
         if not divisors.is_shared and self.counts_skips(divisors):

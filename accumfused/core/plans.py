@@ -39,6 +39,7 @@ class Prepared:
         if partials is None or not self.exchange.shares_norm(self.plan):
             return self.backend.norm(self.plan, grads, partials, scaling)
         self.backend.norm(self.plan, grads, partials, Scaling(self.plan.device))
+        scaling = replace(scaling, found_inf=self.exchange.found_inf(scaling.found_inf))
         with ieee():
             return finish_norm(self.sum_of_squares(partials), scaling)
 

@@ -257,8 +257,12 @@ class Exchange:
         return total
 
     def shares_norm(self, plan: Plan) -> bool:
-        """Whether a norm is one over several processes."""
+        """Whether a norm is one over several processes: then all of them take it in each step."""
         return False
+
+    def found_inf(self, found_inf: Tensor | None) -> Tensor | None:
+        """A scaler's flag, of all processes that share the norm."""
+        return found_inf
 
     def segment_norms(self, backend: Backend, plan: Plan, partials: Tensor, segments: Segments) -> Tensor:
         """`Backend.segment_norms`, over all shards of the parameters."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Backend, Exchange, Segments
 from accumfused.core.rows import Row
-from accumfused.distributed.groups import has_processes, refuse_reducing
+from accumfused.distributed.groups import has_processes, refuse_sharded
 from accumfused.formats.numeric import chunk_count, ieee, sum_partials, sum_segments
 from accumfused.settings import Settings
 
@@ -34,25 +34,56 @@ Kinds = list[tuple[tuple[Any, ...], Tensor | None]]  # process groups that shard
 
 def select(settings: Settings, plan: Plan, known: Exchange | None) -> Exchange:
     """Chooses the exchange for a plan's gradients; `known` is that of the plan before."""
-    group = settings.process_group
+    refuse_sharded(plan.params)
+    if settings.norm_group is not None and plan.is_spread:
+        raise RuntimeError(
+            "parameters are DTensors, whose norm is one over all processes already; leave norm_group out"
+        )
+    group, made = settings.process_group, Alone()  # type: Any, Processes
     if group is not None:
         if isinstance(known, Summed) and known.serves(group, settings.reduce_dtype):
             return known  # it remembers the parameters on which all processes agreed
-        return Summed(group, settings.reduce_dtype, bool(settings.noise_scale))
-    if plan.is_spread or settings.grads_are_reduced:
-        return Means(settings)
-    return Alone()
+        made = Summed(group, settings.reduce_dtype, bool(settings.noise_scale))
+    elif plan.is_spread or settings.grads_are_reduced:
+        made = Means(settings)
+    made.norm_group = settings.norm_group
+    return made
 
 
-class Alone(Exchange):
+class Processes(Exchange):
+    """Gradients, or their norm, may be those of several processes."""
+
+    norm_group: Any = None
+
+    def shares_norm(self, plan: Plan) -> bool:
+        """Whether parameters are sharded, or other processes have more of them."""
+        return plan.is_spread or self.norm_group is not None
+
+    def found_inf(self, found_inf: Tensor | None) -> Tensor | None:
+        """A scaler's flag, of all processes that share the norm."""
+        if self.norm_group is None or found_inf is None:
+            return found_inf
+        flag = found_inf.clone()
+        dist.all_reduce(flag, dist.ReduceOp.MAX, self.norm_group)
+        return flag
+
+    def sums_of_squares(self, backend: Backend, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
+        """Adds up sums of squares over the processes of `norm_group`."""
+        sums = super().sums_of_squares(backend, plan, partials)
+        if self.norm_group is not None:
+            dist.all_reduce(sums, group=self.norm_group)
+        return sums
+
+
+class Alone(Processes):
     """No exchange: this process has all gradients."""
 
     def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
-        if has_processes():
+        if has_processes() and self.norm_group is None:  # which says that the gradients are whole
             _refuse_unreduced(plan)
 
 
-class Means(Exchange):
+class Means(Processes):
     """Gradients are means over processes before they are folded: DTensors', or with grads_are_reduced=True."""
 
     def __init__(self, settings: Settings) -> None:
@@ -82,10 +113,6 @@ class Means(Exchange):
     def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
         """The mean over processes, the divisor for sums of such gradients."""
         return mean_of_totals(plan, total, is_weighted) if self.has_means and is_weighted else total
-
-    def shares_norm(self, plan: Plan) -> bool:
-        """Whether parameters are sharded."""
-        return plan.is_spread
 
     def sums_of_squares(self, backend: Backend, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
         """The same; one all-reduce of a few numbers for each dimension of a mesh.
@@ -124,7 +151,7 @@ def _refuse_unreduced(plan: Plan) -> None:
         )
 
 
-class Summed(Exchange):
+class Summed(Processes):
     """The accumulators of all processes are added up.
 
     Args:
@@ -209,7 +236,6 @@ class Summed(Exchange):
             p is own and p.requires_grad is wants for p, (own, wants) in zip(params, known, strict=True)
         ):
             return
-        refuse_reducing(params)
         made = [None if row.storage is None else row.storage.seed for row in plan.rows]
         seeds = [seed if value is None else int(value) for value in made]
         own = [

@@ -23,12 +23,14 @@ def default_seed() -> int:
     return 0 if has_processes() else torch.initial_seed() % 2**63
 
 
-def check_group(group: Any) -> None:
-    """Refuses a group unless it is a process group that contains this process."""
+def check_group(group: Any, name: str) -> None:
+    """Refuses a group unless it is None, or a process group that contains this process."""
+    if group is None:
+        return
     if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):
         what = "a group that this process is not in" if isinstance(group, int) else type(group).__name__
         raise TypeError(
-            f"process_group must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD, say), got {what}"
+            f"{name} must be a torch.distributed.ProcessGroup (torch.distributed.group.WORLD, say), got {what}"
         )
 
 
@@ -70,12 +72,12 @@ def refuse_synchronizing(ddp: DistributedDataParallel) -> None:
         )
 
 
-def refuse_reducing(params: Iterable[Tensor]) -> None:
-    """Refuses parameters whose gradients FullyShardedDataParallel reduces too."""
+def refuse_sharded(params: Iterable[Tensor]) -> None:
+    """Refuses FullyShardedDataParallel's shards, of which each process would take a norm, and a skip, of its own."""
     if any(map(_is_sharded, params)):
         raise RuntimeError(
-            "the optimizer has a process group, and its parameters belong to a FullyShardedDataParallel that reduces "
-            "their gradients too; use fully_shard, and no process_group"
+            "the parameters belong to a FullyShardedDataParallel, which is not supported: its shards do not tell of "
+            "which processes' gradients a norm is to be taken; use fully_shard, and no process_group"
         )
 
 

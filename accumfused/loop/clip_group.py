@@ -35,7 +35,7 @@ class ClipGroup:
     Raises:
         TypeError: an optimizer is of another package; `max_grad_norm` is no number.
         ValueError: `max_grad_norm` is not > 0; fewer than two optimizers; two optimizers share a parameter; an
-            optimizer is listed twice, has its own `max_grad_norm` or policy, or is in a group already.
+            optimizer is listed twice, has its own `max_grad_norm`, policy or `norm_group`, or is in a group already.
 
     Examples:
         >>> muon, adamw = af.fuse(torch.optim.Muon(matrices)), af.AdamW(others)
@@ -186,6 +186,8 @@ class ClipGroup:
 
 
 def _refuse_policies(optimizer: Any) -> None:
+    if optimizer.engine.settings.norm_group is not None:
+        raise ValueError("one of the optimizers has a norm_group, which a ClipGroup does not know; leave it out")
     if optimizer.engine.clipping.asked(optimizer.param_groups) is not None:
         raise ValueError(
             "one of the optimizers has a clip, a skip_above or a parameter group's max_grad_norm, and a ClipGroup "

@@ -76,10 +76,18 @@ def another(*sizes: int, last: bool = False, turned: bool = False) -> Refused:
     return call(optimizer, "accumulate", last=True) if last else call(opened(optimizer), "step")
 
 
-def fsdp_reduces() -> Refused:
-    """A process group, and a FullyShardedDataParallel that reduces too."""
+def fsdp(**settings: Any) -> Refused:
+    """A step of FullyShardedDataParallel's shards."""
     wrapped = FullyShardedDataParallel(layers(), device_id=torch.device("cpu"), use_orig_params=True)
-    return call(grouped(wrapped.parameters()), "step")
+    optimizer = af.AdamW(wrapped.parameters(), **settings)
+    for param in wrapped.parameters():
+        param.grad = torch.ones_like(param)
+    return call(optimizer, "step")
+
+
+def fsdp_reduces() -> Refused:
+    """The same with a process group, which would reduce too."""
+    return fsdp(process_group=dist.group.WORLD)
 
 
 def attach(make: Callable[..., Any], *what: Any, **given: Any) -> Refused:
@@ -190,7 +198,7 @@ def of_another_placement() -> Refused:
 
 
 SPLIT8: dict[str, Any] = {"master_weights": "split8"}
-FOLDS = ("another seed", "a FSDP that reduces too")  # step() has folded what lay in p.grad before it asks the others
+FOLDS = ("another seed",)  # step() has folded what lay in p.grad before it asks the others
 NO_GROUP, HELD, QUIET = "attach_ddp.*grads_are_reduced", "this process's own part of the sums", r"in ddp.no_sync\(\)"
 REFUSED: dict[str, tuple[Callable[[], Refused], type[Exception], str]] = {
     "accumulate() without a group": (lambda: call(stepped(), "accumulate"), RuntimeError, NO_GROUP),
@@ -205,7 +213,8 @@ REFUSED: dict[str, tuple[Callable[[], Refused], type[Exception], str]] = {
         lambda: call(grouped(layers().bfloat16().parameters(), **SPLIT8, rounding_seed=dist.get_rank()), "step"),
         ValueError, "the same rounding_seed",
     ),
-    "a FSDP that reduces too": (fsdp_reduces, RuntimeError, "reduces their gradients too; use fully_shard"),
+    "FSDP1": (fsdp, RuntimeError, "which is not supported: .*; use fully_shard"),
+    "FSDP1 and a process group": (fsdp_reduces, RuntimeError, "which is not supported: .*; use fully_shard"),
     "attach twice": (attach_twice, RuntimeError, "can only be called once"),
     "attach, no DDP": (lambda: attach(stepped, layers(), 0), TypeError, "takes a DistributedDataParallel first"),
     "attach, no optimizer": (lambda: attach(stepped, DistributedDataParallel(layers())), TypeError, "got none"),
