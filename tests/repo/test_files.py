@@ -26,3 +26,10 @@ def test_no_test_imports_another() -> None:
     line = re.compile(r"^\s*(?:from|import) +test_\w+", re.MULTILINE)
     found = [(path.name, line.findall(path.read_text())) for path in files]
     assert [(name, lines) for name, lines in found if lines] == []
+
+
+def test_a_wheel_has_every_folder_of_the_package() -> None:
+    folders = {path.parent.relative_to(ROOT) for path in ROOT.glob("accumfused/**/*.py")}
+    packages = (ROOT / "pyproject.toml").read_text().partition("packages = [")[2].partition("]")[0]
+    listed = re.findall(r'"(accumfused[\w.]*)"', packages)
+    assert sorted(listed) == sorted(".".join(folder.parts) for folder in folders)
