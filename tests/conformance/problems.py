@@ -61,7 +61,6 @@ class Tail:
     """What happens between the gradients and the rule."""
 
     max_grad_norm: float | None = 0.5
-    of_groups: float | None = None  # the limit of the first group
     normalizer: Number = None
     grad_scale: Number = None
     found_inf: Number = None  # at the second update
@@ -69,6 +68,7 @@ class Tail:
     nonfinite: str | None = None
     clip: Clip | None = None
     skip_above: float | RunningMean | None = None
+    of_groups: float | None = None  # the limit of the first group
 
 
 LOOPS = {
