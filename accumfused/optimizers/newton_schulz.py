@@ -1,6 +1,7 @@
 """Newton-Schulz iterations: they make a matrix's singular values about 1, and keep its singular vectors.
 
-In: matrices of one shape, fp32. Out: the same in bf16, as torch's Muon has them. ns_steps times, with G = X X^T:
+In: matrices of one shape, fp32. Out: the same in bf16, as torch's Muon has them; a CPU that multiplies no bf16 numbers
+computes in fp32. ns_steps times, with G = X X^T:
 
     X <- a X + (b G + c G^2) X
 
@@ -11,6 +12,8 @@ below torch's where singular values are small. More such steps would lose those,
 
 from __future__ import annotations
 
+import functools
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,12 +37,26 @@ def orthogonalized(matrices: Tensor, steps: int, coefficients: Sequence[float], 
         bf16, of the same shape.
     """
     norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp(min=eps)
-    made = torch.div(matrices, norms, out=torch.empty_like(matrices, dtype=torch.bfloat16))
-    if made.device.type != "cpu" or min(made.shape[1:]) <= _PANEL:
-        return _iterated(made, steps, coefficients)
+    is_cpu = matrices.device.type == "cpu"
+    dtype = torch.float32 if is_cpu and not _multiplies_bf16() else torch.bfloat16
+    made = torch.div(matrices, norms, out=torch.empty_like(matrices, dtype=dtype))
+    if not is_cpu or min(made.shape[1:]) <= _PANEL:
+        return _iterated(made, steps, coefficients).bfloat16()
     for matrix in made:
         matrix.copy_(_iterated(matrix, steps, coefficients))
-    return made
+    return made.bfloat16()
+
+
+@functools.cache
+def _multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for products of bf16 numbers. Without, they take some 30 times as long as fp32.
+
+    An x86 CPU is asked for AVX512-BF16 and AMX, another one torch.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
+    asked = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return any(ask is not None and ask() for ask in asked)
 
 
 def _iterated(x: Tensor, steps: int, coefficients: Sequence[float]) -> Tensor:

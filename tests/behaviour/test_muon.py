@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor, init_device_m
 from torch.distributed.tensor import Shard as ByRows
 
 import accumfused as af
+from accumfused.optimizers import newton_schulz
 
 
 @pytest.mark.parametrize("reason", ["a gradient of a matrix", "a gradient of AdamW's", "found_inf"])
@@ -130,3 +131,22 @@ def test_a_spread_matrix_is_refused_and_a_whole_one_is_not(backend: str) -> None
         assert not torch.equal(before, whole.full_tensor())
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape", [(2, 40, 60), (2, 300, 700), (1, 300, 300)])
+def test_a_cpu_without_products_of_bf16_numbers_computes_in_fp32(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So nothing is rounded to bf16 but the result, by 2^-9 at most."""
+    monkeypatch.setattr(newton_schulz, "_multiplies_bf16", lambda: False)
+    matrices = torch.randn(shape)
+    found = newton_schulz.orthogonalized(matrices, 5, (3.4445, -4.7750, 2.0315), 1e-7)
+    assert found.dtype == torch.bfloat16
+    monkeypatch.setattr(newton_schulz, "_multiplies_bf16", lambda: True)
+    rounded = newton_schulz.orthogonalized(matrices, 5, (3.4445, -4.7750, 2.0315), 1e-7)
+    for matrix, x, other in zip(matrices.double(), found.double(), rounded.double(), strict=True):
+        truth = matrix / matrix.norm()
+        for _ in range(5):
+            gram = truth @ truth.mT
+            truth = 3.4445 * truth + (-4.7750 * gram + 2.0315 * gram @ gram) @ truth
+        assert (x - truth).norm() <= 2.0**-9 * truth.norm() < (other - truth).norm()
