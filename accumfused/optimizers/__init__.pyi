@@ -239,8 +239,8 @@ class Lion(FusedOptimizer):
         lr: the size of every element's update; three to ten times smaller than AdamW's.
         betas: the update's interpolation factor and the momentum's decay.
         weight_decay: decoupled, multiplied by lr; three to ten times larger than AdamW's.
-        maximize: True ascends in place of descending.
         cautious, cautious_weight_decay: as `accumfused.AdamW`.
+        maximize: True ascends in place of descending.
         **settings: those of `accumfused.settings.Settings`.
 
     Raises:

@@ -23,6 +23,7 @@ class LionRule(Rule):
         lr: the size of every element's update; three to ten times smaller than AdamW's.
         betas: the update's interpolation factor and the momentum's decay.
         weight_decay: decoupled, multiplied by lr; three to ten times larger than AdamW's.
+        cautious, cautious_weight_decay: as `accumfused.AdamW`.
     """
 
     is_common = True

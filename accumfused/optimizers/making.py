@@ -19,8 +19,6 @@ _LIKE_TORCH = "It replaces `torch.optim.{}`: same arguments, group keys, state n
 _ARGUMENTS = {  # what all optimizers say of theirs; a rule's docstring has the rest
     "params": "parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.",
     "maximize": "True ascends in place of descending.",
-    "cautious": "as `accumfused.AdamW`.",
-    "cautious_weight_decay": "as `accumfused.AdamW`.",
     "differentiable": "not supported.",
     **dict.fromkeys(("foreach", "fused", "capturable"), "unused; groups have them for torch's own optimizer."),
 }
@@ -56,7 +54,7 @@ def optimizer_of(
 
     Returns:
         A class: params, then the hyper-parameters and flags (those that are on or off by keyword), then the settings as
-        keyword arguments.
+        keyword arguments. A flag named has_... or is_... is no argument: it follows from others.
 
     Raises:
         TypeError: it is no rule; a rule whose arithmetic is not its own.

@@ -3,9 +3,9 @@
 A rule's function is called with symbols in place of numbers, and each operator that it applies is recorded. An
 operation on which an element has an influence is one of fp32, for each element. All others go to the second list: they
 are computed in fp64, once for each tensor, and rounded to fp32 where they meet an element. to_cpp.py prints the lists
-as C++, to_triton.py as Triton, and on_tensors.py runs them on tensors. Each operation is one IEEE
-operation, so all backends compute the same bits. This file imports Python alone: setup.py prints the functors where no
-torch is installed.
+as C++, to_triton.py as Triton, and on_tensors.py runs them on tensors. Each operation is one IEEE operation, so all
+backends compute the same bits. This file imports Python alone: setup.py prints the functors where no torch is
+installed.
 
 A function may use + - * /, abs(), comparisons, & | ~ between those, and the functions below. It must not branch on a
 number: `where` chooses.
