@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
+from torch.optim.adam import Adam as TorchAdam
+from torch.optim.adamw import AdamW as TorchAdamW
 from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
@@ -90,7 +91,7 @@ class CautiousAdamRule(AdamRule):
 
 
 @takes_settings
-class Adam(FusedOptimizer, torch.optim.Adam):
+class Adam(FusedOptimizer, TorchAdam):
     """Adam, with accumulation, unscaling and clipping in the same pass.
 
     It replaces `torch.optim.Adam`: same arguments, group keys, state names and checkpoints.
@@ -134,7 +135,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         cautious_weight_decay: bool = False,
         **settings: Unpack[SettingArguments],
     ) -> None:
-        torch.optim.Adam.__init__(
+        TorchAdam.__init__(  # not torch.optim.Adam, which may be this class by now
             self, params, lr, betas, eps, weight_decay, amsgrad,
             foreach=foreach, maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
@@ -147,7 +148,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
 
 
 @takes_settings
-class AdamW(Adam, torch.optim.AdamW):
+class AdamW(Adam, TorchAdamW):
     """AdamW: `Adam` with decoupled weight decay.
 
     It replaces `torch.optim.AdamW`: same arguments, group keys, state names and checkpoints.

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import AdamW as TorchAdamW
 from typing_extensions import Unpack
 
 from accumfused.core.coefficient import Measured
@@ -324,8 +325,8 @@ class Muon(FusedOptimizer, TorchMuon):
             for param in [given] if isinstance(given, Tensor) else given:
                 _check_matrix(param[1] if isinstance(param, tuple) else param)
         elif isinstance(param_group, dict):
-            known = inspect.signature(torch.optim.AdamW).parameters.keys() - {"params"}
+            known = inspect.signature(TorchAdamW).parameters.keys() - {"params"}
             options = {name: value for name, value in param_group.items() if name in known}
-            for name, value in torch.optim.AdamW([torch.empty(0)], **options).defaults.items():
+            for name, value in TorchAdamW([torch.empty(0)], **options).defaults.items():
                 param_group.setdefault(name, value)
         super().add_param_group(param_group)

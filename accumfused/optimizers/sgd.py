@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
+from torch.optim import sgd as torch_sgd
 from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
@@ -54,7 +54,7 @@ class NesterovRule(MomentumRule):
 
 
 @takes_settings
-class SGD(FusedOptimizer, torch.optim.SGD):
+class SGD(FusedOptimizer, torch_sgd.SGD):
     """SGD, with accumulation, unscaling and clipping in the same pass.
 
     It replaces `torch.optim.SGD`: same arguments, group keys, state names and checkpoints (with momentum, the state
@@ -89,7 +89,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         fused: bool | None = None,
         **settings: Unpack[SettingArguments],
     ) -> None:
-        torch.optim.SGD.__init__(
+        torch_sgd.SGD.__init__(  # not torch.optim.SGD, which may be this class by now
             self, params, lr, momentum, dampening, weight_decay, nesterov,
             maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
         )  # fmt: skip

@@ -225,3 +225,18 @@ def test_a_pickle_of_torchs_optimizer_is_taken_where_its_name_is_ours(name: str)
     stock.step()
     ours.step()
     assert_close(twin, param, "torch.optim")
+
+
+def test_a_class_may_take_the_place_of_torchs() -> None:
+    """For code that is not one's own: `torch.optim.AdamW = accumfused.AdamW`."""
+    names = ("SGD", "Adam", "AdamW", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(torch.optim, name, getattr(af, name))
+        for name in names:
+            optimizer = getattr(torch.optim, name)([Parameter(torch.ones(2, 2))])
+            optimizer.param_groups[0]["params"][0].grad = torch.ones(2, 2)
+            optimizer.step()
+            assert type(optimizer) is getattr(af, name)
+        groups = [{"params": [Parameter(torch.ones(2, 2))]}, {"params": [Parameter(torch.ones(2))], "use_muon": False}]
+        af.Muon(groups[:1])
