@@ -43,6 +43,13 @@ def replace_cuda(patch: pytest.MonkeyPatch, make: Callable[[], Any] | None = Non
     patch.setattr(backends, "_select", selected)
 
 
+def run_engine(loss: Tensor) -> None:
+    """Backward without torch's function of that name."""
+    engine = torch.autograd.Variable._execution_engine
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), **options)
+
+
 def native() -> Any:
     """The native module, or None."""
     return compiled.module

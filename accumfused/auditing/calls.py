@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from accumfused.arguments import checked_whole
-from accumfused.auditing.diagnosis import diagnose
+from accumfused.auditing.hints import checked
 from accumfused.auditing.once import audited
-from accumfused.auditing.report import AuditReport, Finding, StepFit
+from accumfused.auditing.report import AuditReport
 from accumfused.auditing.watching import Watch, check_training, tracks_of
 
 
@@ -40,6 +40,7 @@ class Audit:
         *,
         weight_fn: Callable[[Any], float | Tensor] | None = None,
         dtype: torch.dtype | None = None,
+        ignore: Collection[str] = (),
     ) -> AuditReport:
         """Compares one batch with the same samples in micro-batches.
 
@@ -49,17 +50,18 @@ class Audit:
             model: in training mode.
             loss_fn: takes model and batch, and returns the loss. It must not keep state.
             batch: a tensor, or lists, tuples and dicts of them; their first dimension is the sample.
-            gradient_accumulation_steps: how many micro-batches; divides the number of samples.
+            gradient_accumulation_steps: how many micro-batches; the last is shorter if it does not divide the samples.
             weight_fn: takes a micro-batch, and returns its weight, the number of its tokens for instance. None: each
                 micro-batch has the same weight, as with loss / K.
             dtype: computes on a CPU with model and batch in this dtype. None: as they are.
+            ignore: names of causes that do not count. "batch_norm": its layers are in eval mode.
 
         Returns:
             The report; `print` it.
 
         Raises:
             ValueError: a model in eval mode, a batch that cannot be split, a loss function that keeps state, weights
-                that are negative.
+                that are negative, an unknown name in `ignore`.
             TypeError: not a module; no loss came back.
             RuntimeError: the model cannot be copied, or a device's generator cannot be read.
         """
@@ -67,7 +69,7 @@ class Audit:
             raise TypeError(f"audit takes a torch.nn.Module, got {type(model).__name__}")
         check_training(model)
         steps = checked_whole(gradient_accumulation_steps, "gradient_accumulation_steps")
-        return audited(model, loss_fn, batch, steps, weight_fn, dtype)
+        return audited(model, loss_fn, batch, steps, weight_fn, dtype, checked(ignore))
 
     @contextlib.contextmanager
     def watch(
@@ -77,6 +79,7 @@ class Audit:
         *,
         gradient_accumulation_steps: int | None = None,
         process_group: Any = None,
+        ignore: Collection[str] = (),
     ) -> Iterator[AuditReport]:
         """Watches the loop in the block, and fills the report when the block ends.
 
@@ -89,22 +92,21 @@ class Audit:
             gradient_accumulation_steps: the micro-batches that belong to a step. None: as in most steps, and any other
                 number whose gradients have the right size.
             process_group: compares with the large batch of all its processes. Each of them must watch the same steps.
+            ignore: names of causes that do not count: steps that these alone explain are taken for the large batch's.
 
         Yields:
             The report.
 
         Raises:
-            ValueError: a model in eval mode; no optimizer.
+            ValueError: a model in eval mode; no optimizer; an unknown name in `ignore`.
             TypeError: not a module, or not an optimizer.
             RuntimeError: sharded parameters; a device whose generator cannot be read.
         """
         steps = gradient_accumulation_steps
         if steps is not None:
             checked_whole(steps, "gradient_accumulation_steps")
-        tracks = tracks_of(model, optimizer, process_group)
-        for track in tracks:
-            track.expected = steps
-        watch, report = Watch(model, tracks), AuditReport()
+        watch = Watch(model, tracks_of(model, optimizer, process_group), checked(ignore), steps)
+        report = AuditReport()
         watch.start()
         is_whole = False
         try:
@@ -112,13 +114,7 @@ class Audit:
             is_whole = True
         finally:
             watch.stop()
-            report.notes += watch.notes()
-            found: dict[str, str] = {}
-            for track in tracks:
-                left = track.now.micro_batches if is_whole else []  # an exception has cut the last window short
-                found = diagnose(track.windows, left, steps) | found
-                report.steps += [StepFit(len(each.shares), each.shares, each.fits) for each in track.windows]
-            report.causes += [Finding(cause, detail) for cause, detail in found.items()]
+            watch.fill(report, is_whole=is_whole)
 
 
 audit = Audit()

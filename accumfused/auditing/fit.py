@@ -60,6 +60,19 @@ def differences(
     return [_difference("", totals), *found]
 
 
+def added(pieces: Sequence[Grads], weights: Sequence[float]) -> list[Tensor | None]:
+    """The sum of `weight * piece`, in fp64."""
+    found: list[Tensor | None] = []
+    for grads in zip(*pieces, strict=True):
+        own = [weight * _wide(grad) for weight, grad in zip(weights, grads, strict=True) if grad is not None]
+        found.append(torch.stack(own).sum(0) if own else None)
+    return found
+
+
+def _wide(grad: Tensor) -> Tensor:
+    return grad.to(torch.complex128 if grad.is_complex() else torch.float64)
+
+
 def _difference(name: str, sums: list[float]) -> TensorDifference:
     square, product, off = sums
     if square == 0.0:
@@ -68,12 +81,13 @@ def _difference(name: str, sums: list[float]) -> TensorDifference:
 
 
 def _tensors(pieces: Sequence[Grads], taken: Grads) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each parameter with both: its index, the pieces, fp64 [pieces, elements], and the step's, fp64 [elements]."""
+    """For each parameter with a gradient: its index, pieces, fp64 [pieces, elements], the step's, fp64 [elements]."""
     for index, target in enumerate(taken):
-        own = [piece[index] for piece in pieces]
-        if target is not None and any(grad is not None for grad in own):
-            flat = _flat(target)
-            yield index, torch.stack([torch.zeros_like(flat) if grad is None else _flat(grad) for grad in own]), flat
+        own = [None if grad is None else _flat(grad) for grad in (target, *(piece[index] for piece in pieces))]
+        like = next((grad for grad in own if grad is not None), None)
+        if like is not None:
+            flat, *rest = [torch.zeros_like(like) if grad is None else grad for grad in own]
+            yield index, torch.stack(rest), flat
 
 
 def _flat(grad: Tensor) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from accumfused.auditing.fit import Grads, TensorDifference, differences, on_host, weights_of
-from accumfused.auditing.losses import Term, main_of, terms_of
+from accumfused.auditing.fit import added, differences, on_host, weights_of
+from accumfused.auditing.graph import Reading, probe, read
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport, Finding, StepFit
-from accumfused.auditing.samples import cast_batch, samples_of, split
+from accumfused.auditing.rows import Rows, leaves
+from accumfused.auditing.samples import cast_batch, split
+from accumfused.auditing.window import DIFFERENT, EQUAL, SCALED, UNKNOWN
 
 LossFunction = Callable[[Any, Any], Tensor]
 Cast = Callable[[Module], object]
@@ -37,22 +40,16 @@ class Piece:
     """The loss of one batch or micro-batch, with its gradients."""
 
     loss: float
-    terms: list[Term]
-    of_terms: list[list[Tensor | None]]  # gradients, for each term
+    reading: Reading
+    samples: int
     grads: list[Tensor | None]
     is_random: bool
 
     @property
     def count(self) -> float:
         """Samples or tokens of its loss."""
-        main = main_of(self.terms)
-        return 1.0 if main is None else main.count
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether its loss is a sum, not a mean."""
-        main = main_of(self.terms)
-        return main is not None and not main.is_mean
+        main = self.reading.main
+        return float(self.samples) if main is None else main.mean_of if main.is_mean else main.count
 
 
 class _Dtypes(TorchFunctionMode):
@@ -78,17 +75,24 @@ class Subject:
         cast: moves or casts the copy.
     """
 
-    def __init__(self, model: Module, loss_fn: LossFunction, generators: Generators, cast: Cast) -> None:
+    def __init__(
+        self, model: Module, loss_fn: LossFunction, generators: Generators, cast: Cast = lambda _: None
+    ) -> None:
         try:
             self.model, self.loss_fn = copy.deepcopy((model, loss_fn))
         except Exception as error:
             raise RuntimeError(f"the model cannot be copied ({error}), and an audit must not change yours") from error
+        for module in self.model.modules():  # a watch's
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Rows)]:
+                    del hooks[key]
         cast(self.model)
         self._dtypes = _Dtypes()
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         self._generators, self._states = generators, generators.states()
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         self.names, self.params = list(named), list(named.values())
+        self.has_set_aside = False
         if not self.params:
             raise ValueError("no parameter of the model requires a gradient")
 
@@ -98,58 +102,84 @@ class Subject:
         dtypes = self._dtypes.seen | {param.dtype for param in self.params}
         return max(TOLERANCES.get(dtype, 1e-4) for dtype in dtypes)
 
-    def run(self, batches: Sequence[Any]) -> list[Piece]:
+    def set_aside(self, *, dropout: bool = False, batch_norm: bool = False) -> bool:
+        """Switches layers off that draw random numbers, or normalize by batch; says whether there were any."""
+        quiet: list[Module] = []
+        for module in self.model.modules():
+            if batch_norm and isinstance(module, _BatchNorm) and module.training:
+                module.eval()
+                quiet.append(module)
+            for name, value in [*vars(module).items()] if dropout and module.training else ():
+                is_chance = "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
+                if is_chance and isinstance(value, float) and value > 0:  # of attention and recurrent layers, too
+                    setattr(module, name, 0.0)
+                    quiet.append(module)
+        self.has_set_aside |= bool(quiet)
+        return bool(quiet)
+
+    def are_rows(self, call: Callable[[Any, Any], Any], whole: Any, parts: Sequence[Any]) -> bool:
+        """Whether a batch's outputs are those of its parts, in order, but for dropout and BatchNorm."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                outputs, pieces = leaves(call(self.model, whole)), [leaves(call(self.model, part)) for part in parts]
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        for index, output in enumerate(outputs):
+            if output.is_floating_point() and output.numel() > 1:
+                columns = [piece[index] for piece in pieces]
+                if len({each.shape[1:] for each in columns}) > 1:
+                    continue  # padded
+                together = torch.cat(columns)
+                if together.shape != output.shape:
+                    return False
+                if float((together - output).double().norm()) > 0.05 * float(output.double().norm()):
+                    return False
+        return True
+
+    def run(self, batches: Sequence[Any], *, probes: bool = False) -> list[Piece]:
         """The losses of batches one after another, from the first state of generators and buffers."""
-        self._rewind()
-        return [self._piece(batch) for batch in batches]
-
-    def forward(self, batches: Sequence[Any]) -> list[list[Tensor]]:
-        """The tensors that `loss_fn` returns for batches one after another, from the first state again."""
-        self._rewind()
-        with self._dtypes:
-            outputs = [self.loss_fn(self.model, batch) for batch in batches]
-        return [[leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)] for output in outputs]
-
-    def _rewind(self) -> None:
         self._generators.restore(self._states)
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
+        return [self._piece(batch, probes) for batch in batches]
 
-    def _piece(self, batch: Any) -> Piece:
+    def _piece(self, batch: Any, probes: bool) -> Piece:
         before = self._generators.tensors()
-        with self._dtypes:
+        rows = Rows(self.model, self._generators)
+        with self._dtypes, _hooked(rows if probes else None):
             loss = self.loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError("loss_fn(model, batch) must return a loss: a tensor with one element and a graph")
         is_random = not all(map(torch.equal, before, self._generators.tensors()))
-        terms = terms_of(loss, samples_of(batch))
-        of_terms = [self._grads(term) for term in terms] if 1 < len(terms) < 8 else []
-        for term in terms:
-            term.edge = None
+        reading = read(loss, rows.edges)
+        if probes:
+            probe(reading, rows.edges)
+        for term in reading.terms:
+            term.edges, term.top = [], None
         for param in self.params:
             param.grad = None
-        torch.autograd.backward(loss)  # not loss.backward(), which a watch would see
+        with torch._C.DisableTorchFunction():  # a watch does not see it
+            torch.autograd.backward(loss)
+        lengths = [len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         grads = [None if param.grad is None else on_host(param.grad) for param in self.params]
-        return Piece(float(loss.detach()), terms, of_terms, grads, is_random)
+        return Piece(float(loss.detach()), reading, lengths[0] if lengths else 1, grads, is_random)
 
-    def _grads(self, term: Term) -> list[Tensor | None]:
-        assert term.edge is not None
-        found = torch.autograd.grad([term.edge], self.params, [torch.ones(())], retain_graph=True, allow_unused=True)
-        return [None if grad is None else on_host(grad) for grad in found]
 
-    def be_quiet(self) -> bool:
-        """Puts BatchNorm and dropout into eval mode. Returns whether there was BatchNorm in training mode."""
-        layers = [layer for layer in self.model.modules() if isinstance(layer, _BatchNorm | _DropoutNd)]
-        has_norm = any(isinstance(layer, _BatchNorm) and layer.training for layer in layers)
-        for layer in layers:
-            layer.eval()
-        return has_norm
+@contextlib.contextmanager
+def _hooked(rows: Rows | None) -> Iterator[None]:
+    with contextlib.ExitStack() as hooks:
+        for handle in rows.handles() if rows is not None else ():
+            hooks.callback(handle.remove)
+        yield
 
 
 def audited(
     model: Module, loss_fn: LossFunction, batch: Any, steps: int, weight_fn: Callable[[Any], Any] | None,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | None, ignore: set[str],
 ) -> AuditReport:  # fmt: skip
     """See `Audit.__call__`."""
     if dtype is not None and dtype not in CASTS:
@@ -164,103 +194,81 @@ def audited(
         subject = Subject(model, loss_fn, generators, lambda copied: dtype is None or CASTS[dtype](copied.cpu()))
         if dtype is not None:
             batch, parts = cast_batch(batch, dtype), [cast_batch(part, dtype) for part in parts]
-        return _compare(subject, batch, parts, weight_fn)
+        return _compare(subject, batch, parts, weight_fn, ignore)
     finally:
         generators.restore(before)
 
 
-def _compare(subject: Subject, batch: Any, parts: list[Any], weight_fn: Callable[[Any], Any] | None) -> AuditReport:
-    whole, again = subject.run([batch])[0], subject.run([batch])[0]
-    tolerance = subject.tolerance
-    if not math.isclose(whole.loss, again.loss, rel_tol=tolerance):
+def _compare(
+    subject: Subject, batch: Any, parts: list[Any], weight_fn: Callable[[Any], Any] | None, ignore: set[str]
+) -> AuditReport:
+    one, again = subject.run([batch])[0], subject.run([batch])[0]
+    if not math.isclose(one.loss, again.loss, rel_tol=subject.tolerance):
         raise ValueError(
-            f"loss_fn keeps state: the same batch gives {whole.loss:.6g}, then {again.loss:.6g}; give one without, or "
+            f"loss_fn keeps state: the same batch gives {one.loss:.6g}, then {again.loss:.6g}; give one without, or "
             "draw its random numbers from torch's global generators"
         )
     given = None if weight_fn is None else [float(weight_fn(part)) for part in parts]
     if given is not None and not (sum(given) > 0 and all(0 <= weight < math.inf for weight in given)):
         raise ValueError(f"weight_fn must return numbers >= 0, not all of them 0, got {given}")
-
-    def compared() -> tuple[Piece, list[Piece], list[float], list[TensorDifference]]:
-        one, pieces = subject.run([batch])[0], subject.run(parts)
-        if given is not None:
-            weights = [weight / sum(given) for weight in given]
-        else:
-            weights = [1.0 if one.is_sum and _sums(one, pieces) else 1.0 / len(parts)] * len(parts)
-        together = _added([piece.grads for piece in pieces], weights)
-        return one, pieces, weights, differences([one.grads], [1.0], together, subject.names)
-
-    one, pieces, weights, fits = compared()
-    fitted, _ = weights_of([piece.grads for piece in pieces], one.grads, [True] * len(pieces))
+    report = AuditReport()
+    if one.is_random and subject.set_aside(dropout=True):
+        report.notes.append("dropout draws random numbers: the comparison is without it")
+    subject.set_aside(batch_norm="batch_norm" in ignore)
+    one, pieces = subject.run([batch], probes=True)[0], subject.run(parts)
+    if given is not None:
+        weights = [weight / sum(given) for weight in given]
+    else:
+        weights = [1.0 if _sums(one, pieces) else 1.0 / len(parts)] * len(parts)
+    grads = [piece.grads for piece in pieces]
+    taken = added(grads, weights)
+    fits = differences([one.grads], [1.0], taken, subject.names)
+    fitted, _ = weights_of(grads, one.grads, [True] * len(pieces))
     shares = [weight / best if best else math.inf for weight, best in zip(weights, fitted, strict=True)]
-    report = AuditReport(steps=[StepFit(len(parts), shares, fits)])
-    if fits[0].difference <= tolerance:
-        if one.is_random and len(parts) > 1:  # one layer's masks may be the same: the next shape's are not
-            report.causes = [Finding("dropout", "the same masks, by chance")]
-        return report
+    scaled = differences([one.grads], [fits[0].factor], taken, subject.names)[0].difference
     off = f"{fits[0].difference:.2g} of the gradient"
-    found = {"batch_norm": off} if subject.be_quiet() else {}
-    if one.is_random:
-        found["dropout"] = off
-    if found:
-        one, pieces, weights, fits = compared()
-    if any(piece.is_random for piece in (one, *pieces)):
-        report.notes.append(
-            "forward draws random numbers outside of dropout layers: other causes could not be looked at"
+    if fits[0].difference <= subject.tolerance:
+        verdict = EQUAL
+    elif one.is_random:
+        verdict = UNKNOWN
+        report.reasons.append(
+            "random numbers are drawn outside of dropout layers: one batch draws others than its parts"
         )
-    elif fits[0].difference > tolerance:
-        found |= _rest(one, pieces, tolerance, subject.names, f"{fits[0].difference:.2g} of the gradient")
-    report.causes = [Finding(cause, detail) for cause, detail in found.items()]
+    else:
+        verdict = SCALED if scaled <= subject.tolerance else DIFFERENT
+    report.steps = [StepFit(len(parts), shares, fits, verdict, fits[0].factor)]
+    if verdict == DIFFERENT:
+        report.causes = [Finding(name, off) for name in _causes(subject, batch, parts, one, pieces)]
+    report.overlook(ignore)
     return report
 
 
-def _rest(one: Piece, pieces: list[Piece], tolerance: float, names: list[str], off: str) -> dict[str, str]:
-    """The cause among weights and terms of the loss, when forward passes are the same."""
-    counts = [piece.count for piece in pieces]
-    cause = coupling_of(one, pieces, tolerance, names)
-    return {cause: off} if cause else {"mean_of_means": f"counts from {min(counts):g} to {max(counts):g}; {off}"}
+def _causes(subject: Subject, batch: Any, parts: list[Any], one: Piece, pieces: list[Piece]) -> list[str]:
+    """What explains a difference: counts, or samples that depend on each other."""
+    found = []
+    if subject.set_aside(batch_norm=True):
+        found.append("batch_norm")
+        one, pieces = subject.run([batch], probes=True)[0], subject.run(parts)
+    grads = [piece.grads for piece in pieces]
 
+    def fits(weights: Sequence[float]) -> bool:
+        off = differences(grads, [weight / sum(weights) for weight in weights], one.grads, subject.names)
+        return off[0].difference <= subject.tolerance
 
-def coupling_of(one: Piece, pieces: list[Piece], tolerance: float, names: list[str]) -> str | None:
-    """The cause if the loss, or one of its terms, is not a sum (or mean) over samples."""
-    counts = [piece.count for piece in pieces]
-    if _fits([p.grads for p in pieces], counts, one.grads, tolerance, names):
-        return None
-    if len(one.terms) > 1 and all(len(piece.of_terms) == len(one.of_terms) for piece in pieces):
-        wrong = [not _term_fits(one, pieces, index, tolerance, names) for index in range(len(one.of_terms))]
-        if not all(wrong):
-            return "auxiliary" if any(wrong) else None
-    elif _term_fits(one, pieces, None, tolerance, names):
-        return None
-    return "negatives"
-
-
-def _term_fits(one: Piece, pieces: list[Piece], index: int | None, tolerance: float, names: list[str]) -> bool:
-    """Whether a term (None: the loss) is a mean over samples, over its own counts, or a sum."""
-
-    def part(piece: Piece) -> tuple[list[Tensor | None], float]:
-        return (piece.grads, piece.count) if index is None else (piece.of_terms[index], piece.terms[index].count)
-
-    grads, counts = [part(piece)[0] for piece in pieces], [part(piece)[1] for piece in pieces]
-    target, alike = part(one)[0], [1.0] * len(pieces)
-    is_sum = differences(grads, alike, target, names)[0].difference <= tolerance
-    return is_sum or any(_fits(grads, each, target, tolerance, names) for each in (alike, counts))
-
-
-def _fits(pieces: Sequence[Grads], weights: Sequence[float], taken: Grads, tolerance: float, names: list[str]) -> bool:
-    shares = [weight / sum(weights) for weight in weights]
-    return differences(pieces, shares, taken, names)[0].difference <= tolerance
+    alike = [1.0] * len(pieces)
+    if found and fits(alike):
+        return found
+    if fits([piece.count for piece in pieces]) or fits([float(piece.samples) for piece in pieces]):
+        return [*found, "mean_of_means"]
+    terms = [term for term in one.reading.terms if term.has_rows]
+    coupled = [term for term in terms if term.is_coupled]
+    return [*found, "auxiliary" if 0 < len(coupled) < len(terms) else "negatives"]
 
 
 def _sums(one: Piece, pieces: list[Piece]) -> bool:
     """Whether the loss is a plain sum: the large batch's loss is that of its micro-batches, added up."""
+    main = one.reading.main
+    if main is None or main.is_mean:
+        return False
     total = sum(piece.loss for piece in pieces)
     return abs(one.loss - total) < abs(one.loss - total / len(pieces))
-
-
-def _added(pieces: Sequence[Grads], weights: Sequence[float]) -> list[Tensor | None]:
-    found: list[Tensor | None] = []
-    for grads in zip(*pieces, strict=True):
-        own = [weight * grad.double() for weight, grad in zip(weights, grads, strict=True) if grad is not None]
-        found.append(torch.stack(own).sum(0) if own else None)
-    return found

@@ -1,30 +1,35 @@
-"""The result of an audit: a table for the terminal, plain data for programs, a picture on request."""
+"""The result of an audit: a verdict and a table for the terminal, plain data for programs, a picture on request."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
-from accumfused.auditing.causes import CAUSES
 from accumfused.auditing.fit import TensorDifference
+from accumfused.auditing.hints import CAUSES
+from accumfused.auditing.window import DIFFERENT, EQUAL, SCALED, UNKNOWN, WORST
 from accumfused.drawing import figure
 
 _SHOWN = 8  # steps and tensors in the table
+_COLORS = {EQUAL: "#4c72b0", SCALED: "#dd8452", UNKNOWN: "#8c8c8c", DIFFERENT: "#c44e52"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause that was found.
+    """A hint at a cause.
 
     Args:
         name: one of the names in docs/guide/audit.md.
-        detail: where, and how much.
+        detail: the evidence: where, and how much.
+        setting: the kind of loop, for the remedy.
     """
 
     name: str
     detail: str
+    setting: str = "loop"
 
     @property
     def text(self) -> str:
@@ -34,7 +39,7 @@ class Finding:
     @property
     def remedy(self) -> str:
         """What to do, in a sentence."""
-        return CAUSES[self.name].remedy
+        return CAUSES[self.name].remedy_in(self.setting)
 
 
 @dataclass(frozen=True)
@@ -45,16 +50,15 @@ class StepFit:
         micro_batches: how many arrived.
         shares: for each the weight of its terms (samples or tokens) beside that in the large batch: 1 is right.
         tensors: the comparison of all tensors together (named ""), then of each.
+        verdict: "equal", "scaled", "different" or "unknown".
+        factor: the step's gradient is so many times the large batch's.
     """
 
     micro_batches: int
     shares: list[float]
     tensors: list[TensorDifference]
-
-    @property
-    def factor(self) -> float:
-        """The number that fits best: the step's gradient is so many times the large batch's."""
-        return self.tensors[0].factor
+    verdict: str
+    factor: float
 
     @property
     def difference(self) -> float:
@@ -69,28 +73,49 @@ class AuditReport:
     Within a `with af.audit.watch(...)` block it is empty. It is filled when the block ends.
 
     Attributes:
-        causes: what was found; empty if all is well.
+        causes: hints at what makes the difference. They change no verdict.
         steps: the steps that were seen.
-        notes: what could not be judged.
+        reasons: why there is no verdict.
+        notes: what is worth knowing, and is no fault.
+        advice: the call that can tell where the graph cannot.
     """
 
     causes: list[Finding] = field(default_factory=list)
     steps: list[StepFit] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    advice: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """The worst of the steps' verdicts.
+
+        "equal": the update is that of the large batch. "scaled": it has its direction, and another length.
+        "different": it is not the large batch's. "unknown": the graph cannot tell, or no step was seen.
+        """
+        return max((step.verdict for step in self.steps), key=WORST.index, default=UNKNOWN)
 
     @property
     def matches(self) -> bool:
         """Whether steps were seen, and each was that of the large batch."""
-        return bool(self.steps) and not self.causes
+        return self.verdict == EQUAL
 
     @property
     def names(self) -> list[str]:
         """The names of the causes."""
         return [finding.name for finding in self.causes]
 
+    def overlook(self, names: set[str]) -> None:
+        """Lets causes not count: steps that these alone explain are taken for the large batch's."""
+        if self.causes and names.issuperset(self.names):
+            self.notes.append(f"overlooked: {', '.join(self.names)}")
+            self.steps = [step if step.verdict == UNKNOWN else replace(step, verdict=EQUAL) for step in self.steps]
+        self.causes = [finding for finding in self.causes if finding.name not in names]
+
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
         return {
+            "verdict": self.verdict,
             "matches": self.matches,
             "causes": [
                 {"name": each.name, "detail": each.detail, "text": each.text, "remedy": each.remedy}
@@ -99,6 +124,7 @@ class AuditReport:
             "steps": [
                 {
                     "micro_batches": step.micro_batches,
+                    "verdict": step.verdict,
                     "factor": step.factor,
                     "difference": step.difference,
                     "shares": step.shares,
@@ -106,18 +132,40 @@ class AuditReport:
                 }
                 for step in self.steps
             ],
+            "reasons": list(self.reasons),
             "notes": list(self.notes),
         }
 
-    def __str__(self) -> str:
+    @property
+    def headline(self) -> str:
+        """The verdict in a sentence."""
         if not self.steps:
-            return "\n".join(["No step was seen: nothing to judge.", *self.notes])
-        verdict = "is" if self.matches else "is NOT"
-        lines = [f"The update {verdict} that of the large batch."]
+            return "No step was seen: nothing to judge."
+        worst = max(self.steps, key=lambda step: (WORST.index(step.verdict), step.difference))
+        if worst.verdict == EQUAL:
+            return "The update is that of the large batch."
+        if worst.verdict == SCALED:
+            factors = sorted(
+                {f"{step.factor:.4g}": step.factor for step in self.steps}.items(), key=lambda each: each[1]
+            )
+            times = factors[0][0] if len(factors) == 1 else f"{factors[0][0]} to {factors[-1][0]}"
+            return f"The update has the direction of the large batch, its length times {times}."
+        if worst.verdict == UNKNOWN:
+            return f"Cannot tell{' from the graph' if self.advice else ''}: {'; '.join(self.reasons)}."
+        tensor = max(worst.tensors[1:], key=lambda each: each.difference, default=worst.tensors[0])
+        return f"The update is NOT that of the large batch: it is off by {worst.difference:.2g} of the gradient" + (
+            f", in {tensor.name} by {tensor.difference:.2g}." if tensor.name else "."
+        )
+
+    def __str__(self) -> str:
+        lines = [self.headline]
+        if not self.steps:
+            return "\n".join([*lines, *self.notes])
+        lines += [self.advice] if self.verdict == UNKNOWN and self.advice else []
         for finding in self.causes:
             lines += ["", f"{finding.name} ({finding.detail})", f"  {finding.text}", f"  -> {finding.remedy}"]
         lines += ["", *_table("step", [(str(i), s.micro_batches, s) for i, s in enumerate(self.steps, 1)])]
-        worst = max(self.steps, key=lambda step: step.difference)
+        worst = max(self.steps, key=lambda step: (WORST.index(step.verdict), step.difference))
         tensors = sorted(worst.tensors[1:], key=lambda tensor: -tensor.difference)
         lines += ["", *_table("tensor", [(tensor.name, "", tensor) for tensor in tensors])]
         return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
@@ -131,18 +179,33 @@ class AuditReport:
         Raises:
             ImportError: matplotlib does not load.
         """
-        drawing = figure("picture", 8, 3.5)
-        axes, start = drawing.subplots(), 0
-        for step in self.steps:
-            places = range(start, start + len(step.shares))
-            axes.bar(places, step.shares, color="#4c72b0")
+        drawing = figure("picture", 8, 3.8)
+        axes, start, centers = drawing.subplots(), 0, list[float]()
+        for index, step in enumerate(self.steps[:_SHOWN]):
+            places = [start + each for each in range(len(step.shares))]
+            axes.bar(places, [abs(share) for share in step.shares], width=0.85, color=_COLORS[step.verdict])
+            centers.append(sum(places) / len(places))
             start += len(step.shares) + 1
-            axes.axvline(start - 1, color="0.8")
-        axes.axhline(1.0, color="#c44e52", linestyle="--")
-        axes.set_xticks([])
-        axes.set_xlabel("micro-batches, by step")
-        axes.set_ylabel("weight of a term (1: as in the large batch)")
-        axes.set_title(", ".join(self.names) or "the update is that of the large batch")
+            if index + 1 < len(self.steps[:_SHOWN]):
+                axes.axvline(start - 1, color="0.85", linewidth=1)
+        axes.axhline(1.0, color="0.2", linestyle="--", linewidth=1)
+        axes.annotate(
+            "large batch",
+            (1.0, 1.0),
+            (4, 0),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
+        axes.set_xticks(centers, [f"step {index}" for index in range(1, len(centers) + 1)])
+        axes.tick_params(axis="x", length=0)
+        axes.set_ylabel("weight of a sample or token")
+        axes.set_ylim(bottom=0)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        lines = [line for part in self.headline.split(": ", 1) for line in textwrap.wrap(part, 95)]
+        axes.set_title("\n".join(lines), loc="left", fontsize=10)
         drawing.savefig(path, dpi=150)
 
 

@@ -9,19 +9,22 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 
-def split(batch: Any, steps: int, count: int | None = None) -> list[Any]:
-    """Cuts all tensors of a batch, or the first `count` samples, into equal parts along their first dimension.
+def split(batch: Any, steps: int) -> list[Any]:
+    """Cuts all tensors of a batch along their first dimension, into equal parts; the last may be shorter.
 
     Raises:
         ValueError: it cannot be cut so.
     """
-    count = samples_of(batch) if count is None else count
-    if count % steps:
-        raise ValueError(f"{count} samples do not divide into {steps} micro-batches; take a batch of a multiple of it")
-    size = count // steps
+    count = samples_of(batch)
+    if count < steps:
+        raise ValueError(f"{count} samples do not make {steps} micro-batches; take a larger batch")
+    size = -(-count // steps)
+    if size * (steps - 1) >= count:  # the last would be empty
+        size = count // steps
 
     def part(index: int) -> Any:
-        return tree_map(lambda leaf: leaf[index * size : (index + 1) * size] if _is_cut(leaf) else leaf, batch)
+        end = count if index == steps - 1 else (index + 1) * size
+        return tree_map(lambda leaf: leaf[index * size : end] if _is_cut(leaf) else leaf, batch)
 
     return [part(index) for index in range(steps)]
 

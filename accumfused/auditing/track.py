@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accumfused.auditing.evidence import LOST, MicroBatch, Window
-from accumfused.auditing.fit import Grads, differences, on_host, weights_of
+from accumfused.auditing.again import Calls
+from accumfused.auditing.fit import Grads, on_host
+from accumfused.auditing.hints import expected_of
+from accumfused.auditing.window import LOST, WORST, MicroBatch, Window, judge
 from accumfused.optimizer import FusedOptimizer
 
 _HALF = torch.float16, torch.bfloat16
@@ -24,20 +26,24 @@ class Opened:
     """What is seen of a window before its step.
 
     Args:
-        flags: causes that are seen as they happen; "unscaled" is none yet.
+        flags: what happened, with details, by the name of the cause.
+        is_unscaled: a GradScaler has unscaled the gradients.
         is_normed: a norm of gradients was taken since the last backward.
         before_clip: the gradients that a clip has found.
         stale: p.grad as the window found it, by parameter.
         reset: micro-batches before this one were gone from p.grad.
-        sums: of each parameter, at the window's first forward.
+        is_for_inputs: these had gradients of inputs, too, and may have been there for those.
+        sums: of each parameter, at the window's first backward.
     """
 
     micro_batches: list[MicroBatch] = field(default_factory=list)
-    flags: set[str] = field(default_factory=set)
+    flags: dict[str, str] = field(default_factory=dict)
+    is_unscaled: bool = False
     is_normed: bool = False
     before_clip: list[Tensor | None] | None = None
     stale: dict[int, Tensor] = field(default_factory=dict)
     reset: int = 0
+    is_for_inputs: bool = False
     sums: Tensor | None = None
 
 
@@ -64,44 +70,56 @@ class Track:
         return {param.grad.data_ptr() for param in self.params if param.grad is not None and not param.grad.is_sparse}
 
     def begin(self) -> None:
-        """A forward pass begins a micro-batch."""
+        """A backward pass begins."""
         sums = torch.stack([_sum(param.detach()) for param in self.params])
+        before = sums if self.now.sums is None else self.now.sums
+        if self.now.micro_batches and not torch.equal(sums, before):
+            if not self._folds and all(p.grad is None or not bool(p.grad.any()) for p in self.params):
+                self.now = Opened()  # gradients were used otherwise, to look for a sharper loss for instance
+            else:
+                changed = int(sums.ne(before).sum())
+                where = f"{changed} tensors changed after micro-batch {len(self.now.micro_batches)}"
+                self.now.flags.setdefault("weights_changed", where)
         if not self.now.micro_batches:
             self.now.sums = sums
-        elif self.now.sums is not None and not torch.equal(sums, self.now.sums):
-            self.now.flags.add("weights_changed")
 
     def see_before(self, micro_batch: MicroBatch | None, param: Tensor) -> None:
         """A gradient of the micro-batch is about to be added to p.grad."""
-        held = param.grad
-        if id(param) not in self._ids or (held is not None and held.is_sparse):
+        before = param.grad
+        if id(param) not in self._ids or (before is not None and before.is_sparse):
             return
         is_later = bool(self.now.micro_batches) and self.now.micro_batches[0] is not micro_batch
-        if held is None or not bool(held.any()):
+        if before is None or not bool(before.any()):
             earlier = [each.grads.get(id(param)) for each in self.now.micro_batches if each is not micro_batch]
             was_there = any(grad is not None and bool(grad.any()) for grad in earlier)
             if was_there and not self._folds:
-                self.now.reset = len(self.now.micro_batches) - (self.now.micro_batches[-1] is micro_batch)
+                gone = len(self.now.micro_batches) - (self.now.micro_batches[-1] is micro_batch)
+                is_for_inputs = all(each.reading.ends_beside for each in self.now.micro_batches[:gone])
+                if is_for_inputs and self.expected == 1:
+                    self.now.micro_batches = self.now.micro_batches[gone:]
+                else:
+                    self.now.reset, self.now.is_for_inputs = gone, is_for_inputs
         elif not is_later:
-            self.now.stale.setdefault(id(param), on_host(held))
-        elif held.dtype in _HALF:
-            self.now.flags.add("sums_in_16_bits")
+            self.now.stale.setdefault(id(param), on_host(before))
+        elif before.dtype in _HALF:
+            self.now.flags["sums_in_16_bits"] = f"p.grad is {before.dtype}".replace("torch.", "")
 
     def add(self, micro_batch: MicroBatch, param: Tensor) -> None:
         """A micro-batch has brought this parameter's gradient."""
         if id(param) not in self._ids or any(each is micro_batch for each in self.now.micro_batches):
             return
         self.close_skipped()
+        number = len(self.now.micro_batches)
         if self.now.before_clip is not None:
-            self.now.flags.add("clip")
-        if "unscaled" in self.now.flags:
-            self.now.flags.add("unscale")
+            self.now.flags["clip"] = f"after micro-batch {number}"
+        if self.now.is_unscaled:
+            self.now.flags["unscale"] = f"after micro-batch {number}, and others follow"
         self.now.is_normed, self.now.before_clip = False, None
         self.now.micro_batches.append(micro_batch)
 
     def close_skipped(self) -> None:
         """Closes a window whose step a GradScaler has skipped."""
-        if "unscaled" in self.now.flags and not all(map(_is_finite, self.now.micro_batches)):
+        if self.now.is_unscaled and not all(map(_is_finite, self.now.micro_batches)):
             self.skipped += 1
             self._close()
 
@@ -113,45 +131,46 @@ class Track:
 
     def unscale(self) -> None:
         """Gradients are about to be unscaled."""
-        self.now.flags.add("unscaled")
+        self.now.is_unscaled = True
         if self.now.before_clip is not None:
-            self.now.flags.add("unscale")
+            self.now.flags["unscale"] = "after the clip"
 
     def step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, calls: Calls, ended: Callable[[Optimizer], None],
+        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # fmt: skip
         """The optimizer is about to step: its window is complete now, or when the step's closure returns."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._complete(kwargs)
+            self._complete(calls, kwargs)
+            ended(optimizer)
             return None
 
         def watched() -> Any:
             result = closure()
-            self._complete(kwargs)
+            self._complete(calls, kwargs)
+            ended(optimizer)
             return result
 
         return (*args[:1], watched, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
 
-    def _complete(self, kwargs: Mapping[str, Any]) -> None:
+    def _complete(self, calls: Calls, kwargs: Mapping[str, Any]) -> None:
         taken = _taken(self.optimizer, self.params, kwargs, self.group) if self.now.micro_batches else []
         if not all(grad is None or bool(grad.isfinite().all()) for grad in taken):
             self.skipped += 1
         elif self.now.micro_batches:
-            candidates = [taken]
-            if self.now.before_clip is not None:
-                candidates.insert(0, self.now.before_clip)
-            windows = [self._window(each) for each in candidates]
             # A norm that is taken for a log looks like a clip if the gradients are divided after it.
-            right = (window for window in windows if window.scale(self._expected(window)) is not None)
-            self.windows.append(next(right, windows[0]))
-            for _, micro_batch in self.windows[-1].kept:
-                micro_batch.is_used = True
+            before = [] if self.now.before_clip is None else [self.now.before_clip]
+            windows = [self._window(each, calls) for each in (*before, taken)]
+            self.windows.append(min(windows, key=lambda window: WORST.index(window.verdict)))
+            for share, micro_batch in self.windows[-1].pairs:
+                micro_batch.is_used |= abs(share) >= LOST
         self._close()
 
     def _close(self) -> None:
         for micro_batch, param in itertools.product(self.now.micro_batches, self._ids):
             micro_batch.grads.pop(param, None)
+            micro_batch.undivided, micro_batch.call = [], None
         self.now = Opened()
 
     @property
@@ -166,13 +185,10 @@ class Track:
         optimizer = self.optimizer
         return isinstance(optimizer, FusedOptimizer) and optimizer.engine.window.is_open
 
-    def _expected(self, window: Window) -> int:
-        return self.expected or max(1, len(window.micro_batches) // window.world)
-
     def _grads(self) -> list[Tensor | None]:
         return [None if param.grad is None else on_host(param.grad) for param in self.params]
 
-    def _window(self, taken: Grads) -> Window:
+    def _window(self, taken: Grads, calls: Calls) -> Window:
         micro_batches = self.now.micro_batches
         pieces: list[list[Tensor | None]] = [
             [each.grads.get(id(param)) if _is_finite(each) else None for param in self.params] for each in micro_batches
@@ -181,23 +197,18 @@ class Track:
         if self.group is not None:
             micro_batches, pieces, world = _of_all(micro_batches, pieces, self.group)
         stale = [[self.now.stale.get(id(param)) for param in self.params]] if self.now.stale else []
-        of_rank = len(micro_batches) // world
-        likely = [index % of_rank >= self.now.reset for index in range(len(micro_batches))] + [False] * len(stale)
-        fitted, residual = weights_of([*pieces, *stale], taken, likely)
-        # A loss of another optimizer's step may have passed through these parameters.
-        largest = max(abs(w) for w in fitted)
-        own = [not each.is_used or abs(w) >= LOST * largest for w, each in zip(fitted, micro_batches, strict=False)]
-        micro_batches, pieces = list(itertools.compress(micro_batches, own)), list(itertools.compress(pieces, own))
-        fitted = [*itertools.compress(fitted, own), *fitted[len(own) :]]
-        total = sum(each.count for each in micro_batches)
-        pairs = list(zip(fitted, micro_batches, strict=False))
-        shares = [weight * each.coefficient * total for weight, each in pairs]
-        flags = self.now.flags - {"unscaled"}
-        window = Window(micro_batches, shares, fitted[-1] if stale else 0.0, residual, flags, world, self.is_partial)
-        is_seen = all(each.term is not None for each in micro_batches)
-        scale = (window.scale(self._expected(window)) or 1.0) if is_seen else window.ratio
-        target = [scale / (each.coefficient * total) if each.coefficient * total else 0.0 for each in micro_batches]
-        window.fits = differences(pieces, target, taken, self.names)
+        ids = [id(param) for param in self.params]
+        expected = self.expected or (expected_of(self.windows) if self.windows else None)
+        window = judge(
+            micro_batches, pieces, stale, taken, ids, self.names, expected=expected, world=world,
+            reset=self.now.reset, flags=dict(self.now.flags),
+        )  # fmt: skip
+        if self.now.is_for_inputs:
+            window.reasons["unread"] = "a backward pass, now zeroed, may have been for the gradients of inputs"
+        if self.is_partial:
+            window.reasons["unread"] = "there are several processes: their gradients are compared with process_group="
+        if world == 1:
+            calls.judge(window, taken, ids, self.names)
         return window
 
 
@@ -245,7 +256,7 @@ def _of_all(
     micro_batches: list[MicroBatch], pieces: list[list[Tensor | None]], group: Any
 ) -> tuple[list[MicroBatch], list[list[Tensor | None]], int]:
     """The micro-batches of all processes with their gradients, and the number of processes."""
-    mine = [replace(each, grads={}) for each in micro_batches]
+    mine = [replace(each, grads={}, undivided=[], call=None) for each in micro_batches]
     everyone = _gathered((mine, pieces), group)
     found: list[MicroBatch] = []
     for rank, (theirs, _) in enumerate(everyone):

@@ -1,4 +1,4 @@
-"""Watches a training loop: hooks on model, parameters and optimizers see what happens, and change nothing.
+"""Watches a training loop: hooks on layers, parameters and optimizers see what happens, and change nothing.
 
 A torch function mode sees the calls for which torch has no hooks: backward, norms, clips, unscaling.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,43 +16,68 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from accumfused.auditing.evidence import MicroBatch, is_close
+from accumfused.auditing.again import Calls
+from accumfused.auditing.constants import Constants
 from accumfused.auditing.fit import on_host
-from accumfused.auditing.losses import joined, main_of, terms_of
-from accumfused.auditing.probe import Probe, leaves
+from accumfused.auditing.graph import Reading, is_division, probe, read
+from accumfused.auditing.hints import expected_of, final, hints
 from accumfused.auditing.randomness import Generators
+from accumfused.auditing.report import AuditReport, Finding, StepFit
+from accumfused.auditing.rows import Rows
 from accumfused.auditing.track import Track
+from accumfused.auditing.window import UNKNOWN, MicroBatch
 from accumfused.formats.shards import is_dtensor
+from accumfused.optimizer import FusedOptimizer
 
 _NORMS = {"norm", "linalg_vector_norm", "vector_norm", "_foreach_norm", "pow", "__pow__", "square", "dot", "abs"}
 _SCALINGS = {"mul_", "_foreach_mul_", "div_", "_foreach_div_"}
 _CLAMPS = {"clamp_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
 _UNSCALING = "_amp_foreach_non_finite_check_and_unscale_"
+_FRAMEWORKS = {  # callers of others come first
+    "transformers.trainer": "trainer", "lightning.": "lightning", "pytorch_lightning.": "lightning",
+    "accelerate.optimizer": "accelerate",
+}  # fmt: skip
 _CALLS = {*_NORMS, *_SCALINGS, *_CLAMPS, _UNSCALING}
 
 
 class Watch:
-    """Records micro-batches and windows between `start` and `stop`."""
+    """Records micro-batches and windows between `start` and `stop`.
 
-    def __init__(self, model: Module, tracks: Sequence[Track]) -> None:
+    Args:
+        ignore: names of causes that do not count.
+        steps: gradient_accumulation_steps, if it is known.
+        ended: is called before each step of a watched optimizer, when its window is judged.
+    """
+
+    def __init__(
+        self, model: Module, tracks: Sequence[Track], ignore: set[str], steps: int | None = None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         params = {id(param): param for track in tracks for param in track.params}
-        self.tracks, self._params, self._model = tracks, params, model
+        self.tracks, self._params, self._ended = tracks, params, ended
+        self._ignore, self._steps, self._model, self._setting = ignore, steps, model, ""
+        for track in tracks:
+            track.expected = steps
         self._norms = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
         devices = {tensor.device for tensor in itertools.chain(model.parameters(), model.buffers())}
         self._generators = Generators(devices)
-        self._current: MicroBatch | None = None  # from its first forward to the next one after its backward
+        self._calls = Calls(model, self._generators, ignore)
+        self._rows = Rows(model, self._generators, self._calls.see)
+        self._current: MicroBatch | None = None  # during its backward
+        self._unseen = MicroBatch()
+        self._detour = False  # a backward pass has ended at other tensors than parameters
+        self.constants = Constants()
+        self._probed: dict[Any, tuple[int, Reading]] = {}  # the first of each form, with its samples
         self._incoming: dict[int, Tensor] = {}  # gradients on their way to p.grad
-        self._before: list[Tensor] = []  # the generators' states before forward
-        self._forwards = 0
-        self._outputs: list[Tensor] = []
-        self._probe = Probe(model, self._generators)
         self._hooks = contextlib.ExitStack()
 
     def __deepcopy__(self, memo: Any) -> Watch:
-        """A copy of the model has the same hooks, which know their model."""
+        """A copy of the model has the same hooks."""
         return self
 
     def start(self) -> None:
@@ -59,7 +85,7 @@ class Watch:
         with contextlib.ExitStack() as hooks:
             for handle in self._handles():
                 hooks.callback(handle.remove)
-            hooks.enter_context(_Calls(self))
+            hooks.enter_context(_Mode(self))
             self._hooks = hooks.pop_all()
 
     def stop(self) -> None:
@@ -67,78 +93,99 @@ class Watch:
         self._hooks.close()
         for track in self.tracks:
             track.close_skipped()
-        self._current = None
-        self._incoming, self._outputs = {}, []
+        self._current, self._incoming = None, {}
+        self._rows.forget()
+        self._calls.forget()
 
     def _handles(self) -> Iterator[Any]:
-        yield self._model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        yield self._model.register_forward_hook(self._leave, with_kwargs=True)
+        yield from self._rows.handles()
         for param in self._params.values():
             if param.requires_grad:
                 yield param.register_hook(self._on_its_way(param))  # type: ignore[no-untyped-call]
                 yield param.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
+        yield register_optimizer_step_pre_hook(self._other_step)
         for track in self.tracks:
-            yield track.optimizer.register_step_pre_hook(track.step)
+            yield track.optimizer.register_step_pre_hook(functools.partial(track.step, self._calls, self._stepped))
 
-    def notes(self) -> list[str]:
-        """What could not be judged."""
-        seen = [each for track in self.tracks for window in track.windows for each in window.micro_batches]
-        found = [self._probe.note]
-        if any(each.term is None for each in seen):
-            found.append("loss.backward() was not called: divisions and counts of tokens were not judged")
-        elif not all(each.is_known for each in seen):
-            found.append("the graph of the loss does not show its counts: whether they are equal was not judged")
-        skipped, judged = sum(each.skipped for each in self.tracks), sum(len(each.windows) for each in self.tracks)
+    def fill(self, report: AuditReport, *, is_whole: bool) -> None:
+        """Writes what was seen into a report. Args: is_whole: no exception has cut the last window short."""
+        windows = [window for track in self.tracks for window in track.windows]
+        steps = self._steps or expected_of(windows)
+        report.advice = f"af.audit(model, loss_fn, batch, {steps}) can: it computes a batch whole and in micro-batches."
+        found: dict[str, str] = {}
+        for track in self.tracks:
+            found = hints(track.windows, self._steps) | found
+            for each in track.windows:
+                verdict = final(each, self._ignore)
+                report.steps.append(StepFit(len(each.shares), each.shares, each.fits, verdict, each.ratio))
+                if verdict == UNKNOWN:
+                    reasons = (each.reasons[name] for name in each.reasons if name not in self._ignore)
+                    report.reasons += [reason for reason in reasons if reason not in report.reasons]
+        report.causes += [Finding(name, detail, self._setting) for name, detail in found.items()]
+        report.overlook(self._ignore)
+        skipped, judged = sum(track.skipped for track in self.tracks), len(windows)
         if skipped:
-            found.append(f"{skipped} of {skipped + judged} steps were not judged: their gradients were inf or NaN")
-        if any(track.is_partial for track in self.tracks):
-            found.append("there are several processes: gradients are compared only with process_group=")
-        return [note for note in found if note]
+            report.notes.append(
+                f"{skipped} of {skipped + judged} steps were not judged: their gradients were inf or NaN"
+            )
+        if any(each.is_random for window in windows for each in window.micro_batches):
+            report.notes.append("the model draws random numbers, as dropout does: the large batch would draw others")
+        left = max((sum(not m.is_used for m in track.now.micro_batches) for track in self.tracks), default=0)
+        if left and is_whole and windows:
+            report.notes.append(f"{left} micro-batches after the last step: they are lost if no step follows the block")
+        if self._calls.note and not all(window.is_decided for window in windows):
+            report.notes.append(self._calls.note)
 
     # ---- what happens in the loop ----------------------------------------------------------------------------------
 
-    def _enter(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is not self._model or not torch.is_grad_enabled():
-            return
-        if self._current is None or self._current.has_arrived:
-            sizes = (len(leaf) for leaf in leaves((args, kwargs)) if leaf.ndim)
-            self._current = MicroBatch(size=next(sizes, 0))
-            self._outputs, self._forwards = [], 0
-            for track in self.tracks:
-                track.begin()
-        self._forwards += 1
-        self._current.has_batch_norm |= any(layer.training for layer in self._norms)
-        self._before = self._generators.tensors()
-
-    def _leave(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if module is not self._model or self._current is None or not torch.is_grad_enabled():
-            return
-        after = self._generators.tensors()
-        self._current.is_random |= not all(map(torch.equal, self._before, after))
-        self._outputs += leaves(output)
-        if self._current.size > 1:
-            self._probe.see((args, kwargs), self._outputs)
-
-    def backward(self, loss: Tensor, gradient: Any, run: Callable[[], Any]) -> Any:
+    def backward(self, run: Callable[..., Any], tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Reads the loss's graph, and runs its backward."""
-        now = self._current = self._current or MicroBatch()
-        if now.term is None and loss.numel() == 1:
-            terms = terms_of(loss, now.size)
-            several = joined(terms, self._forwards)
-            now.term, now.parts = (several, self._forwards) if several else (main_of(terms), 1)
-            if now.term is not None and gradient is not None:
-                now.term.factors.append(float(gradient))
-            if several and not all(
-                is_close(t.coefficient, terms[0].coefficient) for t in terms if t.kind == several.kind
-            ):
-                now.causes.add("mean_of_means")
-            if now.size > 1:
-                now.causes |= self._probe.causes(terms, self._outputs)
-            for term in (*terms, now.term):
-                if term is not None:
-                    term.edge = None
-        self._outputs = []
-        return run()
+        loss = tensors if isinstance(tensors, Tensor) else tensors[0]
+        rows = self._rows.edges
+        self._rows.is_paused = True
+        now = self._current = MicroBatch(samples=self._rows.samples)
+        try:
+            now.reading = self._read(loss, gradients, rows, now)
+        except Exception as error:  # the loop goes on, whatever its graph is
+            now.reading = Reading(unknown=[f"the loss's graph could not be read ({error})"])
+        now.is_random = self._rows.is_random
+        now.has_batch_norm = any(layer.training for layer in self._norms)
+        for term in now.reading.terms:
+            term.edges, term.top = [], None
+        for track in self.tracks:
+            track.begin()
+        self._rows.use()
+        try:
+            return run(tensors, gradients, *args, **kwargs)
+        finally:
+            self._detour |= now.reading.ends_beside and not now.grads
+            self._current, self._rows.is_paused = None, False
+
+    def _read(self, loss: Tensor, gradient: Any, rows: Any, now: MicroBatch) -> Reading:
+        reading = read(loss, rows)
+        gradient = gradient[0] if isinstance(gradient, list | tuple) and len(gradient) == 1 else gradient
+        if isinstance(gradient, Tensor) and gradient.numel() == 1:
+            for term in reading.terms:
+                term.factors = [*term.factors, float(gradient)]
+                term.top = None if term.top is None else (term.top[0], term.top[1] * float(gradient))
+        size, known = self._probed.get(reading.signature, (0, reading))
+        if known is reading or size < 2 <= now.samples:  # one sample shows nothing
+            probe(reading, rows)
+            self._probed[reading.signature] = now.samples, reading
+        for term, first in zip(reading.terms, known.terms, strict=True):
+            term.is_coupled = term.is_coupled if term.is_coupled is not None else first.is_coupled
+        reading.spans |= known.spans
+        divisions = set(filter(is_division, [] if reading.main is None else reading.main.factors))
+        for term in reading.terms:
+            if not divisions.issubset(term.factors):
+                now.undivided.append((term, term.gradients([p for p in self._params.values() if p.requires_grad])))
+        if now.samples > 1 and now.samples in self.constants.sizes:
+            reading.unknown.append("numbers that it takes for constants were computed of all samples of a micro-batch")
+        if self._detour:
+            reading.unknown.append("a backward pass before it has ended at other tensors than parameters")
+        self.constants.sizes = set()
+        self._calls.follow(loss, reading, now)
+        return reading
 
     def _on_its_way(self, param: Tensor) -> Callable[[Tensor], None]:
         def see(grad: Tensor) -> None:
@@ -153,11 +200,25 @@ class Watch:
         grad = self._incoming.pop(id(param), None)
         if grad is None:
             return
-        now = self._current = self._current or MicroBatch()
-        now.has_arrived, known = True, now.grads.get(id(param))
+        now = self._current
+        if now is None:  # in a backward pass that was not seen
+            now = self._unseen = self._unseen if id(param) not in self._unseen.grads else MicroBatch()
+        known = now.grads.get(id(param))
         now.grads[id(param)] = grad if known is None else known + grad
         for track in self.tracks:
             track.add(now, param)
+
+    def _other_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Any optimizer's step uses the gradients that are there."""
+        if all(track.optimizer is not optimizer for track in self.tracks):
+            for micro_batch in (each for track in self.tracks for each in track.now.micro_batches):
+                micro_batch.is_used = True
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        self._detour = False
+        self._unseen = MicroBatch()
+        self._setting = self._setting or _setting(self._model, optimizer)
+        self._ended()
 
     def call(self, name: str, args: Sequence[Any]) -> None:
         """Before a call that may read or change gradients in place."""
@@ -173,7 +234,7 @@ class Watch:
                     track.clip()
 
 
-class _Calls(TorchFunctionMode):
+class _Mode(TorchFunctionMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
@@ -182,13 +243,17 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in (Tensor.backward, torch.autograd.backward):
+            own = {"gradients" if name in ("gradient", "grad_tensors") else name: kwargs[name] for name in kwargs}
+            return self._watch.backward(func, *args, **own)
         name = getattr(func, "__name__", "")
-        if func is Tensor.backward:
-            gradient = args[1] if len(args) > 1 else kwargs.get("gradient")
-            return self._watch.backward(args[0], gradient, functools.partial(func, *args, **kwargs))
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         if name in _CALLS:
             self._watch.call(name, args)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._watch.constants.see(name, (*args, *kwargs.values()), result)
+        return result
 
 
 def tracks_of(model: Module, optimizers: Optimizer | Iterable[Optimizer], group: Any) -> list[Track]:
@@ -212,6 +277,20 @@ def tracks_of(model: Module, optimizers: Optimizer | Iterable[Optimizer], group:
     if any(is_dtensor(param) for track in tracks for param in track.params):
         raise RuntimeError("parameters are sharded (DTensor): their gradients are not whole here; audit one process")
     return tracks
+
+
+def _setting(model: Module, optimizer: Any) -> str:
+    """The kind of loop that a step is called from, for remedies."""
+    frame, callers = sys._getframe(), list[str]()
+    while frame.f_back is not None:
+        callers.append(str(frame.f_globals.get("__name__")))
+        frame = frame.f_back
+    for package, setting in _FRAMEWORKS.items():
+        if any(caller.startswith(package) for caller in callers):
+            return setting
+    if isinstance(model, DistributedDataParallel):
+        return "ddp"
+    return "accumfused" if isinstance(optimizer, FusedOptimizer) else "loop"
 
 
 def _unwrapped(optimizer: Any) -> Any:

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.nn import Module
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from accumfused.auditing.calls import audit
 from accumfused.auditing.report import AuditReport
+from accumfused.auditing.window import DIFFERENT
 
 _STEPS = 4
+
+
+class LossOf(Module):
+    """A framework's function that computes a loss, as a module: an audit hooks it, and calls it again on a copy.
+
+    Args:
+        inner: the model.
+        loss_of: takes this object, and what the framework gives it.
+    """
+
+    def __init__(self, inner: Any, loss_of: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.loss_of = inner, loss_of
+        self.given: tuple[Any, ...] = ()  # what else the loop's own call takes
+        self.is_copy = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = LossOf(copy.deepcopy(self.inner, memo), self.loss_of)
+        made.given, made.is_copy = self.given, True
+        return made
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.loss_of(self, *args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
+        """As the model itself names them."""
+        yield from self.inner.named_parameters(*args, **kwargs)
 
 
 class FirstSteps:
@@ -42,14 +73,62 @@ class FirstSteps:
             self.end()
 
     def end(self) -> None:
-        """Logs the report, in one process: as a warning if it names a cause, else as information."""
+        """Logs the report, in one process: as a warning if an update is not the large batch's, else as information."""
         block, self._block = self._block, None
         if block is None or self._report is None:
             return
         block.__exit__(*sys.exc_info())  # an exception that ends the training has cut a window short
         if _processes() == 1 or dist.get_rank() == 0:
-            level = logging.WARNING if self._report.causes else logging.INFO
+            level = logging.WARNING if self._report.verdict == DIFFERENT else logging.INFO
             logging.getLogger("accumfused").log(level, "%s", self._report)
+
+
+def losses_of_trainer(trainer: Any) -> LossOf:
+    """A Hugging Face Trainer's `compute_loss` as a module. A copy of it leaves the Trainer's own books alone."""
+    compute = trainer.compute_loss
+
+    def loss_of(module: LossOf, inputs: Any, count: Any) -> Tensor:
+        if not module.is_copy:
+            return compute(*module.given, inputs, num_items_in_batch=count)  # type: ignore[no-any-return]
+        apart = copy.copy(trainer)
+        for name, value in vars(trainer).items():
+            if isinstance(value, dict | list) and name != "_memory_tracker":
+                vars(apart)[name] = copy.deepcopy(value)
+        return type(trainer).compute_loss(apart, module.inner, inputs, num_items_in_batch=count)  # type: ignore[no-any-return]
+
+    module = LossOf(trainer.model, loss_of)
+
+    def compute_loss(
+        model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **others: Any
+    ) -> Any:
+        if return_outputs or not model.training:
+            return compute(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **others
+            )
+        module.given = (model,)
+        return module(dict(inputs), num_items_in_batch)
+
+    trainer.compute_loss = compute_loss
+    return module
+
+
+def steps_of_lightning(inner: Any) -> LossOf:
+    """A LightningModule's `training_step` as a module: Lightning does not call `forward`. A copy logs nothing."""
+
+    def loss_of(module: LossOf, batch: Any) -> Any:
+        rest, named = module.given
+        if module.is_copy:
+            module.inner.log = module.inner.log_dict = lambda *args, **kwargs: None
+        return type(module.inner).training_step(module.inner, batch, *rest, **named)
+
+    module = LossOf(inner, loss_of)
+
+    def training_step(batch: Any, *rest: Any, **named: Any) -> Any:
+        module.given = rest, named
+        return module(batch)
+
+    inner.training_step = training_step
+    return module
 
 
 def _processes() -> int:

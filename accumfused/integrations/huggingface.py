@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accumfused.accepted import check_parameters
 from accumfused.batch_norm import check_model
-from accumfused.integrations.audited import FirstSteps
+from accumfused.integrations.audited import FirstSteps, losses_of_trainer
 from accumfused.integrations.logged import Logged, check_logged, check_measured, readings
 from accumfused.loop.ddp import attach_ddp
 from accumfused.loop.fusing import fuse
@@ -70,8 +70,8 @@ def fuse_trainer(
         linears: whether linear layers add their weights' gradients to the optimizer's sums within backward, see
             `accumfused.fuse_linears`. It needs one process with one device.
         audit: whether the first four steps of each training are watched, see `accumfused.audit`. The report goes to
-            the log "accumfused": as a warning if it names a cause, else as information. DDP is compared with the
-            batches of all processes.
+            the log "accumfused": as a warning if an update is not the large batch's, else as information.
+            DDP is compared with the batches of all processes.
         metrics: measures the steps that Trainer logs, and logs `optimizer.metrics()` there: "groups" as
             `grad_norm/all`, `grad_norm/group0`..., "tensors" also as `grad_norm/layer.weight`. An optimizer of
             accumfused measures what it was made to; its groups are logged with None, too.
@@ -246,22 +246,31 @@ class _AuditedSteps(TrainerCallback):
     def __init__(self, trainer: Trainer, tail: _FusedTail) -> None:
         self._trainer, self._tail = trainer, tail
         self._steps = FirstSteps()
+        self._own: Any = None  # a compute_loss of the object itself
 
     def train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Trainer's own, and the end of the audit, also after an exception."""
         try:
             return train(*args, **kwargs)
         finally:
-            self._steps.end()
+            self._end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Trainer begins again with smaller batches if memory runs out."""
-        model = self._trainer.model.train()  # as Trainer has it from the first micro-batch on
-        self._steps.begin(model, self._tail.optimizer, args.gradient_accumulation_steps)
+        self._end()
+        self._trainer.model.train()  # as Trainer has it from the first micro-batch on
+        self._own = vars(self._trainer).get("compute_loss")
+        self._steps.begin(losses_of_trainer(self._trainer), self._tail.optimizer, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Counts the steps."""
         self._steps.step()
+
+    def _end(self) -> None:
+        self._steps.end()
+        vars(self._trainer).pop("compute_loss", None)
+        if self._own is not None:
+            self._trainer.compute_loss = self._own
 
 
 def _logging_steps(args: Any) -> bool | int:

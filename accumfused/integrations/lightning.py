@@ -6,17 +6,14 @@ import neither `lightning` nor `pytorch_lightning`, so they work with both.
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.nn import Module, Parameter
 
 from accumfused.batch_norm import check_model
-from accumfused.integrations.audited import FirstSteps
+from accumfused.integrations.audited import FirstSteps, steps_of_lightning
 from accumfused.integrations.logged import Logged, check_logged, check_measured, readings
 from accumfused.loop.fusing import fuse
 from accumfused.optimizer import FusedOptimizer
@@ -39,8 +36,9 @@ def fuse_trainer(
     Args:
         trainer: the trainer, of `lightning` or `pytorch_lightning`. It gets a callback.
         audit: whether the first four steps of each training are watched, see `accumfused.audit`. The report goes to
-            the log "accumfused": as a warning if it names a cause, else as information. DDP is compared with the
-            batches of all processes. It needs automatic optimization, where `training_step` is a micro-batch.
+            the log "accumfused": as a warning if an update is not the large batch's, else as information.
+            DDP is compared with the batches of all processes. It needs automatic optimization, where `training_step`
+            is a micro-batch.
         metrics: measures the steps that Lightning logs, and logs `optimizer.metrics()` there: "groups" as
             `grad_norm/all`, `grad_norm/group0`..., "tensors" also as `grad_norm/layer.weight`. An optimizer of
             accumfused measures what it was made to; its groups are logged with None, too.
@@ -149,7 +147,7 @@ def _callback(package: str, *given: Any) -> Any:
 
 
 class _AuditedSteps(FirstSteps):
-    """Watches `training_step`, for Lightning does not call `forward`."""
+    """Watches `training_step`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,10 +156,9 @@ class _AuditedSteps(FirstSteps):
 
     def attach(self, pl_module: Any, optimizer: FusedOptimizer, micro_batches: int) -> None:
         """Begins to watch."""
-        step = _TrainingStep(pl_module)
-        self.begin(step, optimizer, micro_batches)
-        self._attached, self._own = pl_module, vars(pl_module).get("training_step")
-        pl_module.training_step = lambda *args, **kwargs: step(*args, **kwargs)
+        own = vars(pl_module).get("training_step")
+        self.begin(steps_of_lightning(pl_module), optimizer, micro_batches)
+        self._attached, self._own = pl_module, own
 
     def end(self) -> None:
         super().end()
@@ -169,27 +166,6 @@ class _AuditedSteps(FirstSteps):
         if attached is not None:
             del attached.training_step
             vars(attached).update({} if self._own is None else {"training_step": self._own})
-
-
-class _TrainingStep(Module):
-    """`training_step` as the forward pass of a module, which an audit hooks, and copies for its probe."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy is in no training: it logs nothing, and Lightning would warn of that."""
-        made = _TrainingStep(copy.deepcopy(self.inner, memo))
-        made.inner.log = made.inner.log_dict = lambda *args, **kwargs: None
-        return made
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.inner).training_step(self.inner, *args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
-        """As the module itself names them."""
-        yield from self.inner.named_parameters(*args, **kwargs)
 
 
 class FusedAccumulation:

@@ -14,10 +14,28 @@ from inside import attached
 from lightning_loops import Stock, Weighted, fit
 from regression import Batch, K
 from torch import Tensor
-from trainers import MeanOfEachMicroBatch, fuse_trainer, language_model, make, sum_over_tokens, transformers
+from torch.nn import functional as F
+from trainers import (
+    LENGTH,
+    VOCABULARY,
+    Accelerator,
+    MeanOfEachMicroBatch,
+    forget_processes,
+    fuse_trainer,
+    language_model,
+    make,
+    sum_over_tokens,
+    transformers,
+)
 
 import accumfused as af
-from accumfused.auditing.causes import CAUSES
+from accumfused.auditing.hints import CAUSES
+
+HEADLINES = {
+    "equal": "The update is that of the large batch.",
+    "scaled": "The update has the direction of the large batch, its length times ",
+    "different": "The update is NOT that of the large batch: ",
+}
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
@@ -41,6 +59,114 @@ def test_a_trainer_is_sound_if_the_model_takes_the_count_of_tokens(
         trainer.train()
     assert report.names == names
     assert [step.micro_batches for step in report.steps] == [4, 4, 3] * 2
+
+
+# ---- verdicts on frameworks' loops -----------------------------------------------------------------------------------
+
+
+def gpt2() -> Any:
+    """With dropout, and labels that transformers counts before it shifts them."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": LENGTH, "vocab_size": VOCABULARY}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+def mixture() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY, num_key_value_heads=2, num_local_experts=4, output_router_logits=True,
+        router_aux_loss_coef=1.0, max_position_embeddings=LENGTH, **sizes,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+def log_probs(model: Any, ids: Tensor) -> Tensor:
+    logits = model(input_ids=ids).logits[:, :-1].log_softmax(2)
+    return logits.gather(2, ids[:, 1:, None])[..., 0].sum(1)
+
+
+class Preferences(transformers.Trainer):  # type: ignore[misc]
+    """As DPO does: one forward pass over chosen and rejected, and metrics beside it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.metrics: list[float] = []
+        self.model_accepts_loss_kwargs = False  # its loss is a mean over pairs
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        both = log_probs(model, torch.cat([inputs["input_ids"], inputs["labels"]]))
+        chosen, rejected = both.chunk(2)
+        self.metrics.append(float((chosen > rejected).float().mean()))
+        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+class DividesAgain(transformers.Trainer):  # type: ignore[misc]
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) / self.args.gradient_accumulation_steps
+
+
+class Padded(transformers.Trainer):  # type: ignore[misc]
+    """Its batches have different widths."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        width = int(inputs["attention_mask"].sum(1).max())
+        return super().compute_loss(model, {name: each[:, :width] for name, each in inputs.items()}, *args, **kwargs)
+
+
+def pairs() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (16, 2, LENGTH), generator=generator)
+    return [{"input_ids": chosen, "labels": rejected} for chosen, rejected in ids]
+
+
+@pytest.mark.parametrize(("verdict", "options"), [
+    ("equal", {"model_of": gpt2}), ("equal", {"model_of": gpt2, "bf16": True}), ("equal", {"kind": Padded}),
+    ("equal", {"model_of": gpt2, "gradient_accumulation_steps": 1}),
+    ("equal", {"kind": Preferences, "train_dataset": pairs, "label_names": []}),
+    ("scaled", {"kind": DividesAgain}), ("different", {"model_of": MeanOfEachMicroBatch}),
+    ("different", {"model_of": mixture}),
+], ids=[str(i) for i in range(8)])  # fmt: skip
+def test_a_trainers_verdict_is_that_of_its_loss_over_the_whole_window(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, verdict: str, options: Any
+) -> None:
+    caplog.set_level(logging.INFO, "accumfused")
+    options = {name: value() if value is pairs else value for name, value in options.items()}
+    trainer, plain = (fuse_trainer(make(tmp_path, **options), audit=audit) for audit in (True, False))
+    for each in (trainer, plain):
+        torch.manual_seed(7)
+        each.train()
+    assert all(map(torch.equal, trainer.model.parameters(), plain.model.parameters()))
+    assert getattr(trainer, "metrics", None) == getattr(plain, "metrics", None)
+    (record,) = (each for each in caplog.records if each.name == "accumfused")
+    assert record.message.startswith(HEADLINES[verdict]), record.message
+
+
+def accelerated(weight: float = 1.0, sizes: tuple[int, ...] = (4, 4, 4, 4)) -> Any:
+    forget_processes()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=K)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3))
+    data = [(torch.randn(size, 6), torch.randint(3, (size,))) for size in (sizes * K)[: 2 * K]]
+    loader = torch.utils.data.DataLoader(data, batch_size=None)
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(weight * F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+    return report
+
+
+@pytest.mark.parametrize(("verdict", "arguments"), [("equal", ()), ("scaled", (1 / K,)), ("different", (1.0, (4, 3)))])
+def test_a_loop_of_accelerate_has_its_verdict_and_its_remedy(verdict: str, arguments: Any) -> None:
+    report = accelerated(*arguments)
+    assert report.verdict == verdict, str(report)
+    if verdict == "scaled":
+        assert "accelerator.backward() divides" in str(report)
 
 
 # ---- the first steps of a training -----------------------------------------------------------------------------------
@@ -97,7 +223,7 @@ def lightning_trains(folder: Path, hooked: list[Any], kind: Any) -> None:
 @pytest.mark.parametrize(("train", "given", "causes"), [
     (trainer_trains, {}, []), (trainer_trains, {"model_of": MeanOfEachMicroBatch}, ["mean_of_means"]),
     (lightning_trains, {"kind": LoggingAndWeighted}, []),
-    (lightning_trains, {"kind": Logging}, ["mean_of_means", "remainder_under_weighted"]),
+    (lightning_trains, {"kind": Logging}, ["mean_of_means"]),
     (trainer_trains, {"kind": BrokenTrainer}, None), (lightning_trains, {"kind": Broken}, None),
 ])  # fmt: skip
 def test_the_first_steps_are_watched_and_reported_also_where_an_exception_ends_the_training(
@@ -109,10 +235,12 @@ def test_the_first_steps_are_watched_and_reported_also_where_an_exception_ends_t
         train(tmp_path, hooked, **given)
     assert sum(attached(*hooked)) == 0
     (record,) = (each for each in caplog.records if each.name == "accumfused")
-    assert record.message.startswith(f"The update is {'NOT ' if causes else ''}that of the large batch.")
+    assert record.message.startswith(HEADLINES["different" if causes else "equal"])
     assert (record.levelno == logging.WARNING) == bool(causes)
     assert [cause for cause in CAUSES if f"\n{cause} (" in record.message] == (causes or [])
-    assert "not looked at" not in record.message  # the probe's copy has met no warning
+    assert "not computed at once" not in record.message
+    if causes:  # the remedy is in the framework's words
+        assert ("num_items_in_batch" if train is trainer_trains else "FusedAccumulation mixin") in record.message
     assert ("\n4 " in record.message) == (causes is not None)
     assert "\n5 " not in record.message
     assert train is trainer_trains or "net.0.weight" in record.message

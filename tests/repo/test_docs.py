@@ -17,7 +17,7 @@ import pytest
 
 import accumfused as af
 from accumfused import settings
-from accumfused.auditing.causes import CAUSES
+from accumfused.auditing.hints import CAUSES
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "tools").exists():
