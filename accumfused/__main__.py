@@ -1,4 +1,7 @@
-"""`python -m accumfused` lists the backends that run here, and why others do not. Put its output into a bug report."""
+"""`python -m accumfused` lists the backends that run here, and why others do not. Put its output into a bug report.
+
+`accumfused audit train.py` says whether a script's updates are those of the large batch.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import json
 import platform
 import shutil
+import sys
 import textwrap
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +19,9 @@ import torch
 
 import accumfused
 from accumfused import compiled
+from accumfused.auditing import script
 from accumfused.backends import COSTS, NAMES, why_not
+from accumfused.optimizers import PEERS
 
 BESIDE = ("numpy", "triton", "transformers", "accelerate", "lightning", "pytorch-lightning")
 
@@ -103,10 +109,17 @@ def indented(reason: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m accumfused", description=__doc__)
+    if sys.argv[1:2] == ["audit"]:
+        sys.exit(script.main(sys.argv[2:], PEERS))
+    parser = argparse.ArgumentParser(
+        prog="accumfused",
+        description="Lists the backends that run here, and why others do not. Put its output into a bug report.",
+        epilog="accumfused audit train.py [args] says whether a script's updates are those of the large batch.",
+    )
     parser.add_argument("--json", action="store_true", help="the same as JSON")
+    asked = parser.parse_args()
     found = report()
-    print(json.dumps(found, indent=2) if parser.parse_args().json else as_text(found))
+    print(json.dumps(found, indent=2) if asked.json else as_text(found))
 
 
 if __name__ == "__main__":
