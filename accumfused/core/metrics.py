@@ -167,11 +167,12 @@ def _measured(
 ) -> None:  # fmt: skip
     """Makes the step of some rows at a time, and takes the squares of their weights and changes."""
     nothing, (_, of_weights, of_changes) = Scaling(plan.device), sums.unbind()
-    commit.begin()
-    for run in _runs(plan, grads):
+    for number, run in enumerate(_runs(plan, grads)):
         some = Grads([grad if k in run else None for k, grad in enumerate(grads)])
         copies = Grads([None if g is None else _weights(r).clone() for g, r in zip(some, plan.rows, strict=True)])
         backend.norm(plan, copies, of_weights, nothing)
+        if number == 0:  # what has failed so far has written nothing
+            commit.begin()
         step(plan, some, hypers, outcome, Commit())
         for row, copy in zip(plan.rows, copies, strict=True):
             if copy is not None:

@@ -7,6 +7,7 @@ comparisons. `add(alpha=)`, `lerp` and `addcmul` may contract. rules/on_tensors.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +18,7 @@ CHUNK = 32768  # elements: the unit of work, and of the norm's summation order
 LANES = 1024
 
 SMALLEST_NORMAL = 2.0**-126
+_SMALLEST_DOUBLE = sys.float_info.min
 LEAST_SUM, LEAST_DIVISOR = 2.0**-100, 2.0**-50  # see csrc/norm.h
 
 
@@ -100,7 +102,7 @@ def _tree(lanes: Tensor) -> Tensor:
 @contextlib.contextmanager
 def ieee() -> Iterator[None]:
     """Keeps subnormals inside the block, even if `torch.set_flush_denormal` is on in the calling thread."""
-    flushes = bool(torch.tensor(SMALLEST_NORMAL, dtype=torch.float32, device="cpu").mul(0.5).eq(0))
+    flushes = _SMALLEST_DOUBLE * 0.5 == 0.0  # the thread's mode is Python's, too
     if not flushes:
         yield
         return

@@ -121,11 +121,11 @@ def in_a_clip_group(optimizer: Any) -> None:
         ({}, with_two_rules, 3),
         ({"state_dtype": torch.bfloat16, "state_dtype_min_numel": 100, "rounding_seed": 1}, with_more_formats, 3),
         ({"nonfinite": "raise"}, None, 2),  # somebody reads the outcome, or changes it, before the step
-        ({"max_grad_norm": None}, in_a_clip_group, 4),
+        ({"max_grad_norm": None}, in_a_clip_group, 5),
         ({"skip_above": 50.0}, None, 2),
         ({"clip": af.clipping.PerTensor(0.5), "max_grad_norm": None}, None, 3),
         ({"noise_scale": 0.9}, folded, 4),  # the norms of the micro-batches have used the step's operands
-        ({"metrics": 1}, None, 5),
+        ({"metrics": 1}, None, 11),
     ],
 )
 def test_a_step_takes_its_norm_where_nobody_reads_that_before(

@@ -112,6 +112,7 @@ def test_metrics_are_the_norms_of_what_the_step_did(backend: str) -> None:
                 rel = 1e-4 if kind == "update_norm" else 2e-6
                 assert found[name + kind] == pytest.approx(float(wanted), rel=rel), (update, name, kind)
             assert found[name + "update_ratio"] == pytest.approx(float(sizes[2] / sizes[1]), rel=1e-4)
+        assert found["update_norm"] > 0
         assert found["clip"] == pytest.approx(2.0 / found["grad_norm"], rel=1e-5)
         assert (found["clip_share"], found["skipped_steps"]) == (1.0, 0.0)
     assert len(found) == 4 * (1 + 2 + 3) + 3
