@@ -17,7 +17,6 @@ from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
 from accumfused.arguments import checked_positive, checked_weight
-from accumfused.batch_norm import check_graph
 from accumfused.core.engine import divisors_of
 from accumfused.core.window import refuse_foreign_scaler
 from accumfused.measures import Measures
@@ -52,8 +51,6 @@ class FusedOptimizer(Measures, TorchOptimizer):
 
     Subclasses set `rules`. docs/internals/state-machine.md shows the allowed order of calls.
     """
-
-    _checked_graph = False  # for BatchNorm, by backward(loss)
 
     def refuse_gradients(self) -> None:
         """Raises if the parameters are not those to train with: called before each micro-batch and each step."""
@@ -102,10 +99,6 @@ class FusedOptimizer(Measures, TorchOptimizer):
             (loss * weight if in_loss and weight is not None else loss).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             engine.fold(weight, in_loss=in_loss, last=last)
-        known = engine.window.weights
-        if known.count - known.empty > 1 and not self._checked_graph:  # last: a warning may be an error
-            self._checked_graph = True
-            check_graph(loss, engine.plans.params)
 
     @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None, *, normalizer: float | Tensor | None = None) -> Any:

@@ -42,7 +42,6 @@ class Weights:
 
     is_weighted: bool | None = None  # None: no micro-batch yet
     count: int = 0  # micro-batches
-    empty: int = 0  # those whose weight is known to be 0
     unit: Number = 1.0
     total: Number = 0.0
     factors: Number = 0.0  # the sum of the factors, as rounded: the divisor of sums of this process alone
@@ -110,7 +109,7 @@ class Weights:
             weight = on_device(weight, device, torch.float64)
             weight = torch.where((weight >= 0) & weight.isfinite(), weight, torch.nan)
         elif weight == 0 and not exchange.has_means:  # else other processes' weights may differ
-            return replace(known, empty=self.empty + 1), MicroBatch(None)
+            return known, MicroBatch(None)
         own: Number = 1.0 if in_loss else weight  # what the gradients lack
         before, unit = None, self.unit
         if exchange.has_means:
@@ -168,7 +167,7 @@ class Weights:
         total: Number = given
         if not math.isfinite(given) or (given == 0 and math.copysign(1.0, unit) < 0):
             total = torch.tensor(given, dtype=torch.float64, device="cpu")  # skips the step, and does not raise
-        return cls(count > 0, abs(int(count)), 0, abs(unit), total, factors)
+        return cls(count > 0, abs(int(count)), abs(unit), total, factors)
 
 
 def _rounded(factor: Number) -> Number:

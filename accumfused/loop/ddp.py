@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from accumfused.batch_norm import check_model
 from accumfused.optimizer import FusedOptimizer, check_fused
 
 
@@ -29,6 +30,8 @@ def attach_ddp(
         optimizers: optimizers of this package that together hold all trainable parameters of the module; one without
             a `process_group` gets DDP's.
         reduce_dtype: see `accumfused.Adam`; None keeps each optimizer's own.
+
+    It warns of BatchNorm in training mode (`accumfused.check_model`).
 
     Raises:
         TypeError: the module or an optimizer has another type, or there is no optimizer.
@@ -55,6 +58,7 @@ def attach_ddp(
             f"no optimizer has the parameter {left[0]!r} ({len(left)} are missing), whose gradients nobody would "
             "reduce; give attach_ddp all optimizers of the module"
         )
+    check_model(ddp)  # a warning may be an error
     ddp.register_comm_hook(None, noop_hook)  # gradients stay this process's own
     for optimizer in optimizers:
         settings = optimizer.engine.settings

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
 
+from accumfused.batch_norm import check_model
 from accumfused.formats.kinds import DTYPES
 from accumfused.formats.shards import is_dtensor
 from accumfused.loop.contributions import Contributions, has_hooks
@@ -34,7 +35,8 @@ def fuse_linears(model: nn.Module, optimizer: FusedOptimizer) -> FusedLinears:
 
     The gradient of such a weight never exists: `p.grad` stays None. The layers are `nn.Linear`, and `Conv1D` of
     transformers. `print(handle)` shows the layers, and the reasons why others are left alone. All other gradients go
-    their usual way, into `p.grad` or through `release_gradients`, which is called first if both are wanted.
+    their usual way, into `p.grad` or through `release_gradients`, which is called first if both are wanted. It warns of
+    BatchNorm in training mode (`accumfused.check_model`).
 
     The contract is that of `release_gradients`: the weight of a micro-batch must be in its loss, so call
     `optimizer.backward(loss, weight, last)` in place of `accumulate(weight)`. A loop without windows keeps working:
@@ -76,6 +78,7 @@ class FusedLinears:
             raise TypeError(f"fuse_linears takes a torch.nn.Module first, got {type(model).__name__}")
         check_fused(optimizer, "fuse_linears")
         optimizer.engine.refuse_open("fuse_linears()")
+        check_model(model)  # a warning may be an error
         self.fused: list[str] = []
         self.left: dict[str, str] = {}
         self._optimizer = weakref.ref(optimizer)  # the model holds this object

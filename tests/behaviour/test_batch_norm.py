@@ -1,4 +1,4 @@
-"""The warning of BatchNorm: check_model() names layers, and backward(loss) finds them in the loss's graph, once."""
+"""The warning of BatchNorm: check_model() names layers, and who is given the model calls it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 import accumfused as af
 
@@ -29,9 +27,6 @@ class Mine(nn.BatchNorm2d):
 
 def net(norm: nn.Module) -> Any:
     return nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"block": nn.ModuleDict({"norm": norm})}))
-
-
-# ---- by the model ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, Mine])
@@ -56,81 +51,12 @@ def test_what_is_no_model_is_refused() -> None:
         af.check_model(af.SGD(nn.Linear(1, 1).parameters()))  # type: ignore[arg-type]
 
 
-# ---- by the loss -----------------------------------------------------------------------------------------------------
+# ---- by those who are given the model --------------------------------------------------------------------------------
 
 
-SEEN = "seen in the graph of the loss, af.check_model(model) names the layers"
-
-
-def images(*norms: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, 4, 1), *norms)
-
-
-def fold(optimizer: Any, model: nn.Module, weight: float | None = None, size: int = 2) -> None:
-    optimizer.backward(model(torch.randn(size, 3, 2, 2)).square().sum(), weight)
-
-
-@pytest.mark.parametrize(("norms", "size", "found"), [
-    (lambda: [nn.BatchNorm2d(4)], 2, True), (lambda: [nn.BatchNorm2d(4), nn.ReLU(), Mine(4).eval()], 2, True),
-    (lambda: [nn.BatchNorm2d(4)], 1, True), (lambda: [nn.BatchNorm2d(4).eval()], 2, False),
-    (lambda: [nn.BatchNorm2d(4, track_running_stats=False).eval()], 2, True),  # which has no other statistics
-    (lambda: [nn.InstanceNorm2d(4, affine=True)], 2, False), (lambda: [nn.GroupNorm(2, 4)], 2, False),
-    # check_model() sees these:
-    (lambda: [nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4).requires_grad_(False)], 2, False),
-])  # fmt: skip
-def test_the_graph_tells_layers_whose_weights_are_trained(
-    norms: Callable[[], list[nn.Module]], size: int, found: bool
-) -> None:
-    model = images(*norms())
-    optimizer = af.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
-    fold(optimizer, model, size=size)
-    assert warned(lambda: fold(optimizer, model, size=size)) == [SEEN] * found
-
-
-def test_the_layers_of_another_optimizer_are_its_own() -> None:
-    teacher, student = images(), nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
-    optimizer, other = af.SGD(teacher.parameters(), lr=0.1), af.SGD(student.parameters(), lr=0.1)
-    for _ in range(2):
-        fold(optimizer, nn.Sequential(teacher, student))
-        other.zero_grad()
-
-
-def test_a_graph_of_any_depth_is_looked_at_and_freed() -> None:
-    param = nn.Parameter(torch.ones(1))
-    optimizer = af.SGD([param], lr=0.1)
-    optimizer.backward(param.sum())
-    loss = param.sum()
-    for _ in range(60_000):
-        loss = loss * 1.0
-    optimizer.backward(loss)
-
-
-def test_a_reentrant_checkpoint_hides_its_layers() -> None:
-    model = images(nn.BatchNorm2d(4))
+def test_linear_layers_are_fused_with_the_warning_or_not_at_all_where_that_is_an_error() -> None:
+    model = net(nn.BatchNorm1d(4))
     optimizer = af.SGD(model.parameters(), lr=0.1)
-
-    def loss() -> Tensor:
-        x = torch.randn(2, 3, 2, 2, requires_grad=True)
-        return checkpoint(model, x, use_reentrant=True).sum()  # type: ignore[no-any-return]
-
-    for _ in range(2):
-        optimizer.backward(loss())
-
-
-def test_the_second_micro_batch_warns_once_and_is_in_the_window_where_that_is_an_error() -> None:
-    model = images(nn.BatchNorm2d(4))
-    optimizer, other = af.SGD(model.parameters(), lr=0.5), af.SGD(model.parameters(), lr=0.5)
-    fold(optimizer, model, 1)
-    optimizer.step()  # windows of one are not accumulation
-    fold(optimizer, model, 1)
-    fold(optimizer, model, 0)  # nor is an empty micro-batch a second one
-    with pytest.raises(af.BatchNormWarning, match=SEEN.split(",")[0]) as caught:  # as pytest is set up here
-        fold(optimizer, model, 3)
-    assert "micro-batches: 3" in repr(optimizer)
-    optimizer.step()
-    for _ in range(3):
-        fold(optimizer, model)
-    with warnings.catch_warnings():
-        exec(str(caught.value).split("To silence this: ")[1], {"warnings": warnings, "af": af})
-        for _ in range(2):
-            fold(other, model)
+    with pytest.raises(af.BatchNormWarning, match=r"1\.block\.norm"):  # as pytest is set up here
+        af.fuse_linears(model, optimizer)
+    assert warned(lambda: af.fuse_linears(model, optimizer)) == ["1.block.norm (BatchNorm1d)"]
