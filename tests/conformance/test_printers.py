@@ -57,7 +57,6 @@ def is_condition(made: Symbol) -> bool:
 
 def rule_from(code: int, place: int) -> type[Rule]:
     """A random program; one operation, told by the place, comes in any case, on numbers as they were given."""
-    draws = random.Random(code)
 
     class Program(Rule):
         name = f"program{place}"
@@ -66,7 +65,7 @@ def rule_from(code: int, place: int) -> type[Rule]:
 
         @staticmethod
         def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-            base = abs(h.lr)
+            draws, base = random.Random(code), abs(h.lr)  # the same program whenever it is traced
             powers = [power(base, step), power(base, h.eps), power(base, -h.eps), float32(h.lr), float32(h.eps) - h.eps]
             *_, z, y = compute(draws, [h.lr, h.eps, step, *powers], 8)
             x, given = powers[place % len(powers)], [p, g, *states]
