@@ -98,17 +98,9 @@ def _contenders(bench: Bench, model: nn.Module) -> list[Contender]:
             if fuses:
                 af.fuse_linears(own, optimizer)
             name = f"{bench.label(backend)}, {FUSED}" if fuses else bench.label(backend)
-            found.append(Contender(name, own, optimizer.accumulate, _dropping(optimizer)))
+            # A window ends without its step, which would be timed too.
+            found.append(Contender(name, own, optimizer.accumulate, optimizer.engine.drop))
     return found
-
-
-def _dropping(optimizer: af.FusedOptimizer) -> Callable[[], None]:
-    """Ends a window like a step, which would be timed too."""
-
-    def end() -> None:
-        optimizer.engine.window.drop()
-
-    return end
 
 
 def _error(contender: Contender, model: nn.Module, inputs: list[Tensor]) -> float:
