@@ -107,10 +107,6 @@ class Ceilings:
     def median_rates(self) -> dict[str, float]:
         return self._rates({mix: statistics.median(seconds) for mix, seconds in self._seconds.items()})
 
-    def fastest_loops(self) -> dict[str, int]:
-        """Mix -> which of its loops was chosen."""
-        return dict(self._loop)
-
     def _rates(self, seconds: Mapping[str, float]) -> dict[str, float]:
         assert self._loops is not None or not seconds
         elements = self._loops.elements if self._loops is not None else 0

@@ -63,13 +63,6 @@ class Timing:
         pairs = zip(self.at_ceiling, self.seconds, strict=True)
         return statistics.median(at_ceiling * parameters / seconds for at_ceiling, seconds in pairs)
 
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        if len(self.seconds) < 2:
-            return self.median, self.median
-        first, _, third = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return first, third
-
 
 _BUDGET = 5.0  # seconds of a table, after which
 _ENOUGH = 3  # rounds are enough

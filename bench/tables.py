@@ -7,6 +7,7 @@ which less is better; these are compared. A figure is a number or [first quartil
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,9 +56,10 @@ class Results:
         return ", ".join(str(part) for part in [*parts, about.get("date")] if part)
 
 
-def quartiles(seconds: Timing, factor: float) -> list[float]:
-    first, third = seconds.quartiles
-    return [first * factor, seconds.median * factor, third * factor]
+def quartiles(values: Sequence[float], factor: float = 1.0) -> list[float]:
+    """Returns [first quartile, median, third quartile], each times the factor."""
+    found = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return [factor * value for value in found]
 
 
 def timed(
@@ -77,7 +79,7 @@ def timed(
     by_name = {timing.variant.name: timing for timing in timings}
     table = Table(title)
     for timing in timings:
-        row: Row = {"name": timing.variant.name, unit: quartiles(timing, {"ms": 1e3, "us": 1e6}[unit])}
+        row: Row = {"name": timing.variant.name, unit: quartiles(timing.seconds, {"ms": 1e3, "us": 1e6}[unit])}
         if timing.variant.bytes_per_parameter is not None:
             row["moved B/param"] = timing.variant.bytes_per_parameter
         share = timing.share_of_ceiling(parameters)

@@ -15,7 +15,6 @@ from bench import shapes
 from bench.ceilings import Ceilings
 from bench.clock import Clock, HostClock
 from bench.measure import Timing, Variant, interleave
-from bench.room import available_bytes
 from bench.shapes import Shapes
 from bench.workload import CPU, Workload
 
@@ -94,6 +93,18 @@ class Bench:
     def host_times(self, variants: Sequence[Variant], rounds: int) -> list[Timing]:
         """How long the host is busy with each; no bytes: they are moved later."""
         return interleave([replace(variant, passes=None) for variant in variants], rounds, clock=self.host_clock)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Returns the free memory of the device, or None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as file:
+            found = dict(line.split(":", 1) for line in file)
+        return int(found["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
 
 
 def largest_error(errors: dict[str, float]) -> str:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import accumfused as af
 from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY
 from bench.suites import Bench
-from bench.tables import Table
+from bench.tables import Table, quartiles
 
 FOLLOWS = ()
 _MICRO_BATCHES, _WARM_UP = 4, 3
@@ -49,7 +49,7 @@ def run(bench: Bench) -> list[Table]:
         seconds, faults, peaks = zip(*(turns[place] for turns in rounds), strict=True)
         table.rows.append({
             "name": name,
-            "CPU ms": spread([1e3 * second for second in seconds]),
+            "CPU ms": quartiles(seconds, 1e3),
             "x stock": statistics.median(turns[0][0] / turns[place][0] for turns in rounds),
             "page faults": statistics.median(faults),
             "peak MB": max(peaks) / 1e6,
@@ -59,11 +59,6 @@ def run(bench: Bench) -> list[Table]:
         "process of its own, with the default allocator; CPU time is that of all threads"
     )
     return [table]
-
-
-def spread(values: Sequence[float]) -> list[float]:
-    """Returns [first quartile, median, third quartile]."""
-    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
 
 
 def _turn(process: subprocess.Popen[str]) -> list[float]:

@@ -155,7 +155,7 @@ def _measure(table: Table, bench: Bench, of: shapes.Shapes, backend: str) -> Non
     timings = bench.interleave(variants, ceilings=False) if variants else []
     by_name = {timing.variant.name: timing for timing in timings}
     for timing in timings:
-        row: Row = {"name": timing.variant.name, "ms": quartiles(timing, 1e3), **figures[timing.variant.name]}
+        row: Row = {"name": timing.variant.name, "ms": quartiles(timing.seconds, 1e3), **figures[timing.variant.name]}
         for heading, other in (("our fp32", mine[0].name), ("clip+fused", _STOCK)):
             row[f"x {heading}"] = timing.times_as_fast_as(by_name[other]) if other in by_name else None
         table.rows.append(row)

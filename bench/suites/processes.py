@@ -30,8 +30,7 @@ import accumfused as af
 from bench import shapes
 from bench.exact import MAX_GRAD_NORM
 from bench.suites import Bench
-from bench.suites.allocated import spread
-from bench.tables import Table
+from bench.tables import Table, quartiles
 
 FOLLOWS = ()
 _PROCESSES = 2
@@ -225,8 +224,8 @@ def work(rank: int, store: str, quick: bool, rounds: int) -> None:
     rows = []
     for name, taken in seconds.items():
         tail = [1e3 * (own - alone) for own, alone in zip(taken, seconds[_ALONE], strict=True)]
-        window_ms = spread([1e3 * own for own in taken])
-        rows.append({"name": name, "tail ms": spread(tail), "window ms": window_ms, **counted[name]})
+        window_ms = quartiles(taken, 1e3)
+        rows.append({"name": name, "tail ms": quartiles(tail), "window ms": window_ms, **counted[name]})
     if rank == 0:
         print(json.dumps(rows), flush=True)
     dist.barrier()

@@ -23,8 +23,7 @@ import accumfused as af
 from bench import stock
 from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY, WrongError
 from bench.suites import Bench
-from bench.suites.allocated import spread
-from bench.tables import Table
+from bench.tables import Table, quartiles
 
 FOLLOWS = ("backend",)
 STOCK = "autograd + clip + AdamW(fused)"
@@ -154,7 +153,7 @@ def _table(runs: list[Run], parameters: int) -> Table:
     for each in runs:
         in_all, tail = each.milliseconds(*_PARTS), each.milliseconds("tail")
         table.rows.append({
-            "name": each.name, "update ms": spread(in_all),
+            "name": each.name, "update ms": quartiles(in_all),
             **{f"{part} (ms)": statistics.median(each.milliseconds(part)) for part in _PARTS},
             "% tail": 100 * statistics.median(a / b for a, b in zip(tail, in_all, strict=True)),
             "x stock": statistics.median(a / b for a, b in zip(stock_ms, in_all, strict=True)),

@@ -84,18 +84,14 @@ def test_a_peer_that_is_one_percent_off_has_no_time(monkeypatch: pytest.MonkeyPa
     assert gap["cannot"].startswith("cannot: wrong, so not timed")
 
 
-@pytest.mark.parametrize("reason", ["missing", "fails"])
-def test_a_peer_that_does_not_run_is_left_out_with_its_reason(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if reason == "missing":
-        monkeypatch.setitem(sys.modules, "optimi", None)
-    else:
-        install(monkeypatch, Fails)
+def test_a_peer_that_does_not_run_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Fails)
     work = Workload(SMALL)
     before = bits(work)
     found = peers(work, ["optimi"])
     (note,) = found.notes
     assert note.startswith("left out: clip + optimi: ")
-    assert ("ModuleNotFoundError" if reason == "missing" else "ValueError: this card is too old") in note
+    assert "ValueError: this card is too old" in note
     assert "\n" not in note
     assert set(found.errors) == {KNOWN[name].label for name in REFERENCES}
     assert all(torch.equal(a, b) for a, b in zip(before, bits(work), strict=True))  # whatever it did half-way
@@ -167,7 +163,7 @@ def test_none_of_the_packages_is_required(package: str, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, package, None)  # importing it fails
     found = peers(Workload(SMALL), [package.split(".")[0]])
     assert len(found.variants) == len(REFERENCES)
-    assert "Error" in found.notes[0]
+    assert "ModuleNotFoundError" in found.notes[0]
 
 
 @pytest.mark.parametrize("name", STOCK)
@@ -197,8 +193,6 @@ def test_who_is_selected() -> None:
     assert set(selected(None, compiling=True)) == set(KNOWN)
     compiling = {name for name, adapter in KNOWN.items() if adapter.compiles}
     assert set(selected(None, compiling=False)) == set(KNOWN) - compiling
-    with pytest.raises(ValueError, match="unknown peer adam; choose from fused"):
-        selected(["adam"], compiling=False)
 
 
 def test_deviation_sees_settings_that_differ_and_forgives_rounding() -> None:
