@@ -105,7 +105,7 @@ def check_policies(clip: Any, max_grad_norm: float | None, skip_above: Any, nonf
         return
     if not isinstance(skip_above, RunningMean):
         check_limit(skip_above, "skip_above", "None is off; accumfused.RunningMean(times=4) is relative")
-    if nonfinite not in (None, "skip"):
+    if nonfinite not in (None, "skip", "drop"):
         raise ValueError(
             f"skip_above skips steps, and nonfinite={nonfinite!r} skips none; leave one of them out, or use "
             "nonfinite='skip'"

@@ -36,6 +36,12 @@ class Measures:
         skips = self.engine.plans.skips
         return torch.zeros((), dtype=torch.int64) if skips is None else skips.count.clone()
 
+    @property
+    def dropped_micro_batches(self) -> Tensor:
+        """How many micro-batches `nonfinite="drop"` has left out: int64, shape [], on the device."""
+        dropped = self.engine.dropped
+        return torch.zeros((), dtype=torch.int64) if dropped is None else dropped.clone()
+
     def metrics(self) -> Metrics:
         """The norms and counts of the last measured step: of gradients, parameters and updates, per tensor and group.
 

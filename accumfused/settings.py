@@ -15,7 +15,7 @@ from typing_extensions import TypedDict, Unpack  # a dependency of torch's
 from accumfused.clipping import LIMIT, Clip, RunningMean, check_limit, check_policies
 from accumfused.rules import Rule
 
-Nonfinite = Literal["skip", "propagate", "raise"]
+Nonfinite = Literal["skip", "drop", "propagate", "raise"]
 MasterWeights = Literal["auto", "fp32", "split16", "split8"]
 BackendName = Literal["auto", "cuda", "triton", "cpu", "foreach", "torch"]
 
@@ -58,7 +58,9 @@ class Settings:
         skip_above: > 0; a step writes nothing if the global norm before clipping is larger. Or a multiple of the norms
             before: `accumfused.RunningMean`. None: only a norm that is not finite skips.
         nonfinite: the step's answer to a non-finite norm. "skip" writes nothing; "propagate" behaves as stock torch;
-            "raise" checks on the host and raises before it writes. None: "skip" whenever the step takes a norm.
+            "raise" checks on the host and raises before it writes. "drop" leaves each micro-batch out whose norm is not
+            finite, as if it had not been there, and skips a window with none left; `accumulate()` then reads the
+            gradients once more. None: "skip" whenever the step takes a norm.
         backend: "cpu", "cuda" (native kernels), "triton", "foreach" (torch's own kernels and bits), "torch" (the
             reference), or "auto": the fastest backend that runs.
         master_weights: the form in which a 16-bit parameter keeps its fp32 value, on which a step works. For bf16
@@ -67,7 +69,7 @@ class Settings:
             "split16" for bf16, "fp32" for fp16.
         state_dtype: torch.float32, torch.bfloat16 (rounded stochastically), or "8bit": 8-bit floats with one scale for
             each quantisation block of 128 elements. An element whose state overflows spoils its block, unless a norm
-            is taken or nonfinite is "skip" or "raise". amsgrad, Adamax and Schedule-Free optimizers refuse "8bit".
+            is taken or nonfinite is "skip", "drop" or "raise". amsgrad, Adamax and Schedule-Free refuse "8bit".
         state_dtype_min_numel: parameters with fewer elements have fp32 states.
         rounding_seed: the seed of all stochastic rounding; each new state takes it over. None: torch's initial seed
             (no random number is consumed), or 0 with several processes, because these must round alike. The same

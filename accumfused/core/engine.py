@@ -18,6 +18,7 @@ from torch import Tensor
 
 from accumfused import versions
 from accumfused.arguments import checked_positive
+from accumfused.core import graphs
 from accumfused.core.clipping import Clipping
 from accumfused.core.coefficient import Measured
 from accumfused.core.metrics import Meter
@@ -39,6 +40,7 @@ from accumfused.core.protocol import (
 )
 from accumfused.core.reader import setting_grads
 from accumfused.core.rows import Grads
+from accumfused.core.weights import weight_if
 from accumfused.core.window import OPEN_PHASES, Phase, Window
 from accumfused.settings import NAMES, Settings
 
@@ -76,6 +78,7 @@ class Engine:
         self.noise = Noise(settings.noise_decay) if settings.noise_decay else None
         self.observers: list[Observer] = [each for each in (self.meter, self.noise) if each is not None]
         self.outcome: Outcome | None = None  # of the last step
+        self.dropped: Tensor | None = None  # int64, shape []: micro-batches that nonfinite="drop" has left out
         self.loss_scale: LossScale | None = None  # while a GradScaler of ours steps
         self.release: Release | None = None  # while gradients are folded during backward
         self.group: Callable[[], Any] | None = None  # gives the ClipGroup it is in; None: it clips alone
@@ -152,9 +155,12 @@ class Engine:
         matched = plan.match(grads)
         self._bring_to_unit(prepared, 1.0 if in_loss else weight)
         window = self.window.draft()
-        if window.in_progress is None:
-            window = window.begun(plan, weight, exchange, in_loss=in_loss)
         calls = [plan.releasing_grads(rows)]
+        left = self._left(prepared, matched, calls) if self.settings.nonfinite == "drop" and present else None
+        if window.in_progress is None:
+            window = window.begun(plan, weight, exchange, in_loss=in_loss, left=left)
+        if left is not None:
+            weight, in_loss = weight_if(left, weight), in_loss and weight is not None
         for observer in self.observers:
             calls += observer.before_fold(prepared.backend, plan, matched, window, weight, in_loss)
         if ends and self.release is not None:
@@ -171,6 +177,17 @@ class Engine:
             both = zip(plan.params, self.window.sums, strict=True)
             marked = next((param for param, own in both if own is not None), plan.params[0])
             self.plans.owner.state[marked] = {}
+
+    def _left(self, prepared: Prepared, grads: Grads, calls: list[Call[Any]]) -> Tensor:
+        """Whether a micro-batch's norm is finite: bool, shape []. Adds the call that counts it as dropped."""
+        plan = prepared.plan
+        if self.dropped is None or self.dropped.device != plan.device:
+            graphs.refuse_new_tensors({plan.device})
+            self.dropped = torch.zeros((), dtype=torch.int64, device=plan.device)
+        partials = torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)
+        left = prepared.norm(grads, partials, Scaling(plan.device)).norm.isfinite()
+        calls.append(partial(self.dropped.add_, ~left))
+        return left
 
     def _bring_to_unit(self, prepared: Prepared, weight: Number | None) -> None:
         """Before a micro-batch, or the end: brings the sums to another unit, if they need one, in a pass of its own."""
@@ -334,7 +351,7 @@ class Engine:
         # The contract of windows: bad weights skip the step.
         takes_norm = must or divisors.is_shared or is_unchecked or self.window.phase is not Phase.IDLE
         takes_norm = takes_norm or settings.norm_group is not None or settings.max_grad_norm is not None
-        takes_norm = takes_norm or settings.nonfinite in ("skip", "raise")
+        takes_norm = takes_norm or settings.nonfinite in ("skip", "drop", "raise")
         scaling = divisors.scaling(plan.device)
         scaling.max_grad_norm = settings.max_grad_norm
         if not divisors.is_shared and self.counts_skips(divisors):

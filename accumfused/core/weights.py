@@ -95,25 +95,32 @@ class Weights:
         return replace(self, unit=unit, factors=self.factors * _rounded(factor)), factor
 
     def entered(
-        self, weight: Number | None, device: torch.device, exchange: Exchange, *, in_loss: bool
+        self, weight: Number | None, device: torch.device, exchange: Exchange, *, in_loss: bool, left: Tensor | None
     ) -> tuple[Weights, MicroBatch]:
         """The numbers with one more micro-batch, and its factor.
 
         A tensor is not read: a bad weight makes the divisor NaN. All tensors are new, because a launch may still read
         the old ones, and copies of the window share them.
+
+        Args:
+            left: whether the micro-batch is not dropped: bool, shape []; None: it is not.
         """
         known = replace(self, is_weighted=weight is not None, count=self.count + 1)
         if weight is None:
-            return known, MicroBatch(1.0)
+            if left is None:
+                return known, MicroBatch(1.0)
+            weight, in_loss = 1.0, False
         if isinstance(weight, Tensor):
             weight = on_device(weight, device, torch.float64)
             weight = torch.where((weight >= 0) & weight.isfinite(), weight, torch.nan)
         elif weight == 0 and not exchange.has_means:  # else other processes' weights may differ
             return known, MicroBatch(None)
+        if left is not None:
+            weight = weight_if(left, weight)
         own: Number = 1.0 if in_loss else weight  # what the gradients lack
         before, unit = None, self.unit
         if exchange.has_means:
-            factor: Number = 1.0
+            factor: Number = 1.0 if left is None else left.double()
         elif exchange.adds_up:
             factor = _nothing_of_zero(weight, own)
         elif isinstance(self.total, Tensor):
@@ -134,7 +141,7 @@ class Weights:
     def divisor(self) -> Number:
         """By what the sums of this process alone are to be divided; NaN if they hold nothing."""
         if not self.is_weighted:
-            return 1.0
+            return _either(~(self.total > 0), math.nan, 1.0) if isinstance(self.total, Tensor) else 1.0
         if not isinstance(self.total, Tensor):
             return self.factors
         return _either(~(self.total > 0), math.nan, self.factors)
@@ -168,6 +175,15 @@ class Weights:
         if not math.isfinite(given) or (given == 0 and math.copysign(1.0, unit) < 0):
             total = torch.tensor(given, dtype=torch.float64, device="cpu")  # skips the step, and does not raise
         return cls(count > 0, abs(int(count)), abs(unit), total, factors)
+
+
+def weight_if(left: Tensor, weight: Number | None) -> Tensor:
+    """The weight of a micro-batch (None: 1), or 0 if it is dropped: fp64, shape []."""
+    given = 1.0 if weight is None else weight
+    if not isinstance(given, Tensor):
+        given = torch.full_like(left, given, dtype=torch.float64)
+    given = on_device(given, left.device, torch.float64)
+    return torch.where(left, given, torch.zeros_like(given))
 
 
 def _rounded(factor: Number) -> Number:

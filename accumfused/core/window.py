@@ -138,10 +138,14 @@ class Window:
         window.habits.see(plan)
         return window
 
-    def begun(self, plan: Plan, weight: Number | None, exchange: Exchange, *, in_loss: bool) -> Window:
+    def begun(
+        self, plan: Plan, weight: Number | None, exchange: Exchange, *, in_loss: bool, left: Tensor | None = None
+    ) -> Window:
         """The window with one more micro-batch in progress, which is counted and has its factor."""
         window = self.opened(plan) if self.phase is Phase.IDLE else self.draft()
-        window.weights, window.in_progress = self.weights.entered(weight, plan.device, exchange, in_loss=in_loss)
+        window.weights, window.in_progress = self.weights.entered(
+            weight, plan.device, exchange, in_loss=in_loss, left=left
+        )
         return window
 
     def add(self, backend: Backend, grads: Grads, commit: Commit, *, complete: bool, ends: bool) -> None:

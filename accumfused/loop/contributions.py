@@ -24,6 +24,19 @@ from accumfused.distributed import groups
 from accumfused.optimizer import FusedOptimizer
 
 
+def refuse_drops(optimizer: FusedOptimizer, caller: str) -> None:
+    """Refuses to add gradients to the sums before their micro-batch is whole, where it may be dropped.
+
+    Raises:
+        ValueError: that.
+    """
+    if optimizer.engine.settings.nonfinite == "drop":
+        raise ValueError(
+            f"nonfinite='drop' looks at a whole micro-batch before it enters, and {caller} adds its gradients during "
+            "backward; leave one of them out, or use nonfinite='skip', which skips the window"
+        )
+
+
 class Contributions:
     """Gives accumulators to those who add to them. All other gradients stay in `p.grad`.
 

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 from accumfused.batch_norm import check_model
 from accumfused.formats.kinds import DTYPES
 from accumfused.formats.shards import is_dtensor
-from accumfused.loop.contributions import Contributions, has_hooks
+from accumfused.loop.contributions import Contributions, has_hooks, refuse_drops
 from accumfused.optimizer import FusedOptimizer, check_fused
 
 SMALLEST = 2**19  # elements of a weight; a smaller gradient stays in a cache, and the calls cost more than they save
@@ -51,6 +51,7 @@ def fuse_linears(model: nn.Module, optimizer: FusedOptimizer) -> FusedLinears:
 
     Raises:
         TypeError: the model is no module, or the optimizer is of another package.
+        ValueError: the optimizer drops micro-batches (`nonfinite="drop"`).
         RuntimeError: a window is open; a parameter is FullyShardedDataParallel's; several processes and no
             `process_group` (`accumfused.attach_ddp` gives one). backward() raises it outside `no_sync()` of an attached
             DDP.
@@ -77,6 +78,7 @@ class FusedLinears:
         if not isinstance(model, nn.Module):
             raise TypeError(f"fuse_linears takes a torch.nn.Module first, got {type(model).__name__}")
         check_fused(optimizer, "fuse_linears")
+        refuse_drops(optimizer, "fuse_linears()")
         optimizer.engine.refuse_open("fuse_linears()")
         check_model(model)  # a warning may be an error
         self.fused: list[str] = []

@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from accumfused.loop.contributions import Contributions
+from accumfused.loop.contributions import Contributions, refuse_drops
 from accumfused.optimizer import FusedOptimizer, check_fused
 
 BUCKET_BYTES = 32 * 2**20
@@ -37,7 +37,7 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
 
     Raises:
         TypeError: the optimizer is of another package; `bucket_bytes` is no whole number.
-        ValueError: `bucket_bytes` is below 1.
+        ValueError: `bucket_bytes` is below 1; the optimizer drops micro-batches (`nonfinite="drop"`).
         RuntimeError: a window is open; the optimizer, or another with the same parameter, releases already; parameters
             are FSDP's; several processes and no `process_group` (`accumfused.attach_ddp` gives one), since another
             reduction misses released gradients. backward() raises it outside `no_sync()` of an attached DDP.
@@ -59,6 +59,7 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
             "the optimizer's gradients are released already; call remove() on that handle first (to have both, call "
             "release_gradients() before fuse_linears())"
         )
+    refuse_drops(optimizer, "release_gradients()")
     optimizer.engine.refuse_open("release_gradients()")
     release = GradientRelease(optimizer, operator.index(bucket_bytes))
     release.follow()
