@@ -5,7 +5,7 @@ To a graph they are constants: the mean of the rewards, for instance, that advan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _REDUCTIONS = {
     "mean", "sum", "std", "var", "std_mean", "var_mean", "amax", "amin", "max", "min", "median", "norm", "quantile",
-    "nanmean", "nansum",
+    "nanmean", "nansum", "bincount", "histc",
 }  # fmt: skip
 
 
@@ -25,19 +25,23 @@ class Constants:
         self._known: Any = WeakIdKeyDictionary()
         self.sizes: set[int] = set()
 
-    def see(self, name: str, given: Sequence[Any], result: Any) -> None:
+    def see(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """A call of torch, and what it has returned."""
-        tensors = [each for each in given if isinstance(each, Tensor)]
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         size = max((self._known.get(each, 0) for each in tensors), default=0)
-        first = tensors[0] if name in _REDUCTIONS and tensors else None
-        if first is not None and not first.requires_grad and first.ndim and len(first) > 1:
-            size = size or -len(first)  # if the result has lost these rows
-        if not size:
-            return
-        for each in result if isinstance(result, list | tuple) else [result]:
-            if not isinstance(each, Tensor) or not each.is_floating_point():
-                continue
-            if each.requires_grad:
-                self.sizes |= {size} if size > 0 and each.numel() > 1 and torch.is_grad_enabled() else set()
-            elif size > 0 or not each.ndim or len(each) != -size:
-                self._known[each] = abs(size)
+        if not size and name in _REDUCTIONS and len(tensors) == 1 and not tensors[0].requires_grad:
+            size = _lost(name, tensors[0], args, kwargs)
+        for each in (result if isinstance(result, list | tuple) else [result]) if size else ():
+            if isinstance(each, Tensor) and each.requires_grad:
+                self.sizes |= {size} if each.numel() > 1 and torch.is_grad_enabled() else set()
+            elif isinstance(each, Tensor):
+                self._known[each] = size
+
+
+def _lost(name: str, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The length of the first dimension, if a reduction is along it; else 0."""
+    place = 2 if name in ("norm", "quantile") else 1
+    dims = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
+    dims = [dims] if isinstance(dims, int) and not isinstance(dims, bool) else dims
+    is_first = not isinstance(dims, list | tuple) or 0 in dims or -tensor.ndim in dims or name in ("bincount", "histc")
+    return len(tensor) if tensor.ndim and len(tensor) > 1 and is_first else 0

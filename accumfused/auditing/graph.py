@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 _MEAN, _SUM = 1, 2  # torch's numbers for `reduction`
 _MOST_TERMS, _MOST_PROBES = 2048, 8
+_SELECTIONS = "Topk", "Sort", "Kthvalue", "Median"  # along the first dimension: among samples
 _OPAQUE = "CompiledFunction", "CheckpointFunction"  # their insides cannot be asked: their outputs count as rows
 _SAME_ELEMENTS = {
     "ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias", "Contiguous", "Transpose",
@@ -182,7 +183,10 @@ def _terms(loss: Tensor, below: _Below) -> Iterator[tuple[Term, str | None]]:
             name = f"{term.kind} of {kind}" if is_reduced else kind
             count = _masked(node, kind, math.prod(_shape(node, number))) if is_reduced else 1.0
             made = replace(term, kind=name, count=count, edges=[GradientEdge(node, number)])
-            yield made, None if is_reduced else f"the loss ends with {kind}, whose terms cannot be told apart"
+            unknown = None if is_reduced else f"the loss ends with {kind}, whose terms cannot be told apart"
+            if kind in _SELECTIONS and _signed(node._saved_dim) in (0, -len(_shape(node, number))):
+                unknown = f"the loss selects among the samples of a micro-batch ({kind})"
+            yield made, unknown
 
 
 def _times(term: Term, node: Any, factor: float) -> Term:

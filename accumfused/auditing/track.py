@@ -63,6 +63,7 @@ class Track:
         self.expected: int | None = None
         self.windows: list[Window] = []
         self.skipped = 0  # windows whose gradients were not finite
+        self.errors: list[str] = []
         self.now = Opened()
 
     def places(self) -> set[int]:
@@ -161,10 +162,14 @@ class Track:
         elif self.now.micro_batches:
             # A norm that is taken for a log looks like a clip if the gradients are divided after it.
             before = [] if self.now.before_clip is None else [self.now.before_clip]
-            windows = [self._window(each, calls) for each in (*before, taken)]
-            self.windows.append(min(windows, key=lambda window: WORST.index(window.verdict)))
-            for share, micro_batch in self.windows[-1].pairs:
-                micro_batch.is_used |= abs(share) >= LOST
+            try:
+                windows = [self._window(each, calls) for each in (*before, taken)]
+            except Exception as error:  # the loop goes on
+                self.errors.append(f"a step was not judged: {type(error).__name__}: {error}")
+            else:
+                self.windows.append(min(windows, key=lambda window: WORST.index(window.verdict)))
+                for share, micro_batch in self.windows[-1].pairs:
+                    micro_batch.is_used |= abs(share) >= LOST
         self._close()
 
     def _close(self) -> None:

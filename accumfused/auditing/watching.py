@@ -133,6 +133,7 @@ class Watch:
         left = max((sum(not m.is_used for m in track.now.micro_batches) for track in self.tracks), default=0)
         if left and is_whole and windows:
             report.notes.append(f"{left} micro-batches after the last step: they are lost if no step follows the block")
+        report.notes += [error for track in self.tracks for error in track.errors]
         if self._calls.note and not all(window.is_decided for window in windows):
             report.notes.append(self._calls.note)
 
@@ -252,7 +253,7 @@ class _Mode(TorchFunctionMode):
         if name in _CALLS:
             self._watch.call(name, args)
         result = func(*args, **kwargs)
-        self._watch.constants.see(name, (*args, *kwargs.values()), result)
+        self._watch.constants.see(name, args, kwargs, result)
         return result
 
 

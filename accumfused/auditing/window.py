@@ -246,7 +246,9 @@ def _family(
                 reasons["unread"] = (
                     f"whether its {term.kind}, times {term.factor:g}, is divided by {number} as the others"
                 )
-    joint = [term for term in group[0].reading.terms if (term.kind, term.has_rows) == (terms[0].kind, True)]
+    joint = [
+        term for term in group[0].reading.terms if (term.kind, term.has_rows) == (terms[0].kind, terms[0].has_rows)
+    ]
     parts = len(joint)
     if parts > 1 and not _same([term.coefficient for term in joint]) and not _same([term.mean_of for term in joint]):
         reasons["unread"] = f"it adds up {parts} losses with different counts: whether they are alike"
