@@ -233,4 +233,5 @@ def test_real_signals(request: pytest.FixtureRequest) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         gc.enable()
+        torch.set_grad_enabled(True)  # a signal within torch's own no_grad() leaves it off
     assert came > 10
