@@ -18,8 +18,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from accumfused.arguments import checked_positive, checked_weight
 from accumfused.core.engine import divisors_of
+from accumfused.core.metrics import Metrics
+from accumfused.core.noise import NoiseEstimate
 from accumfused.core.window import refuse_foreign_scaler
-from accumfused.measures import Measures
 from accumfused.settings import setting_like
 from accumfused.torch_optimizer import TorchOptimizer
 
@@ -46,13 +47,13 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-class FusedOptimizer(Measures, TorchOptimizer):
+class FusedOptimizer(TorchOptimizer):
     """An optimizer whose step also normalizes, unscales and clips, in one pass over the gradients.
 
     Subclasses set `rules`. docs/internals/state-machine.md shows the allowed order of calls.
     """
 
-    def refuse_gradients(self) -> None:
+    def _refuse_gradients(self) -> None:
         """Raises if the parameters are not those to train with: called before each micro-batch and each step."""
 
     @_disable_dynamo  # a compiled function calls it uncompiled
@@ -73,7 +74,7 @@ class FusedOptimizer(Measures, TorchOptimizer):
             ValueError: a negative or non-finite weight; weights that are all zero; weights for some micro-batches only.
             TypeError: a weight, parameter or gradient of a wrong type.
         """
-        self.engine.fold(checked_weight(weight), in_loss=False, last=last)
+        self._engine.fold(checked_weight(weight), in_loss=False, last=last)
 
     @_disable_dynamo
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False) -> None:
@@ -86,7 +87,7 @@ class FusedOptimizer(Measures, TorchOptimizer):
             RuntimeError: a gradient was not accumulated; a 16-bit loss would round the weight, and gradients are
                 folded during backward or are means over processes; otherwise as `accumulate`.
         """
-        weight, engine = checked_weight(weight), self.engine
+        weight, engine = checked_weight(weight), self._engine
         prepared, _, present = engine.begin(weight, in_loss=True, last=last)
         if present or engine.window.in_progress is not None:
             raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
@@ -122,9 +123,9 @@ class FusedOptimizer(Measures, TorchOptimizer):
             ValueError: a normalizer that is not > 0; a window whose weights are all zero.
         """
         self._opt_called = True  # what LR schedulers look for
-        engine = self.engine
+        engine = self._engine
         if not _makes_states(self):
-            self.refuse_gradients()
+            self._refuse_gradients()
             if engine.group is not None:
                 raise RuntimeError("the optimizer is in a ClipGroup, which clips by one norm; call the group's step()")
         if normalizer is not None:
@@ -148,7 +149,7 @@ class FusedOptimizer(Measures, TorchOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as torch does, and drops any window."""
-        engine = self.engine
+        engine = self._engine
         if engine.window.holds_micro_batches:
             engine.window.habits.watch_drops()
         super().zero_grad(set_to_none or engine.release is not None)  # folded gradients cannot become zeros
@@ -162,22 +163,98 @@ class FusedOptimizer(Measures, TorchOptimizer):
 
         May be set between steps; `state_dict()` omits it.
         """
-        return self.engine.settings.max_grad_norm
+        return self._engine.settings.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        if value is not None and self.engine.group is not None:
+        if value is not None and self._engine.group is not None:
             raise ValueError("the optimizer is in a ClipGroup; set max_grad_norm on that")
         # In place: Lightning's wrappers run this setter on themselves, and the optimizer never sees their attributes.
-        settings = self.engine.settings
+        settings = self._engine.settings
         settings.max_grad_norm = replace(settings, max_grad_norm=value).max_grad_norm
+
+    # ---- what its steps have measured -------------------------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The last step's global norm, after normalization and before clipping: fp32, shape [], on the device.
+
+        None if the step took no norm.
+        """
+        outcome = self._engine.outcome
+        return outcome.norm if outcome is not None and outcome.normed else None
+
+    @property
+    def step_was_skipped(self) -> Tensor:
+        """Whether the last step wrote nothing: bool, shape [], on the device."""
+        outcome = self._engine.outcome
+        return torch.tensor(False) if outcome is None else outcome.skipped
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps wrote nothing: int64, shape [], on the device."""
+        skips = self._engine.plans.skips
+        return torch.zeros((), dtype=torch.int64) if skips is None else skips.count.clone()
+
+    @property
+    def dropped_micro_batches(self) -> Tensor:
+        """How many micro-batches `nonfinite="drop"` has left out: int64, shape [], on the device."""
+        dropped = self._engine.dropped
+        return torch.zeros((), dtype=torch.int64) if dropped is None else dropped.clone()
+
+    def metrics(self) -> Metrics:
+        """The norms and counts of the last measured step: of gradients, parameters and updates, per tensor and group.
+
+        Returns:
+            One small tensor on the device with its names; to read it waits for the device.
+
+        Raises:
+            RuntimeError: the optimizer was made without metrics=True (or n); no step was measured yet.
+        """
+        meter = self._engine.meter
+        if meter is None:
+            raise RuntimeError(
+                "no metrics are measured; make the optimizer with metrics=True, or metrics=n for every n steps"
+            )
+        found = meter.read()
+        if found is None:
+            raise RuntimeError("no step was measured yet; call metrics() after step() (with metrics=n after the n-th)")
+        return found
+
+    def noise_scale(self) -> NoiseEstimate:
+        """Estimates the gradient noise scale from the windows so far: how large a batch still helps.
+
+        Signal and noise are exponential means over windows (the setting `noise_scale`), the noise scale is their ratio.
+        The estimate assumes that
+
+        - micro-batches are drawn independently, each of samples that are independent, too;
+        - a micro-batch's gradient is a mean over its weight (samples or tokens), which the window's weights say;
+          without weights all micro-batches are of one size, and that size is the unit;
+        - the true gradient changes little within the windows that the mean holds;
+        - a parameter's gradient of a micro-batch comes in one piece.
+
+        Windows of one micro-batch do not enter, nor do skipped steps. Processes that add up their windows have one
+        estimate, from the micro-batches of all. Where gradients are means over processes before they are folded, a
+        micro-batch is that of all processes together.
+
+        Returns:
+            Tensors on the device; to read one waits for it.
+
+        Raises:
+            RuntimeError: the optimizer was made without noise_scale=True; no window of two micro-batches was stepped.
+        """
+        if self._engine.noise is None:
+            raise RuntimeError("the noise scale is not measured; make the optimizer with noise_scale=True")
+        return self._engine.noise.estimate()
+
+    # ---- what is refused ---------------------------------------------------------------------------------------------
 
     if not TYPE_CHECKING:  # type checkers refuse every unknown name, unless they see this
 
         def __setattr__(self, name: str, value: Any) -> None:
             """Refuses new attributes with the name of a setting, or nearly: they would do nothing."""
             setting = setting_like(name)
-            if setting is not None and hasattr(self, "engine"):
+            if setting is not None and hasattr(self, "_engine"):
                 if name == setting != "max_grad_norm":
                     raise AttributeError(f"{name} is fixed when the optimizer is made; give it to the class or fuse()")
                 if not hasattr(self, name):
@@ -190,7 +267,7 @@ class FusedOptimizer(Measures, TorchOptimizer):
 
         The scaler reads this first: the only moment to refuse gradients that it cannot see.
         """
-        refuse_foreign_scaler(self.engine.window, self.engine.settings.process_group)
+        refuse_foreign_scaler(self._engine.window, self._engine.settings.process_group)
         return False
 
     @_step_supports_amp_scaling.setter

@@ -41,17 +41,17 @@ class TorchOptimizer(torch.optim.Optimizer):
     """An optimizer of torch.optim over an engine; subclasses set `rules`."""
 
     rules: ClassVar[tuple[type[Rule], ...]] = ()
-    own_step: ClassVar[OwnStep | None] = None  # in place of the kernels' step
+    _own_step: ClassVar[OwnStep | None] = None  # in place of the kernels' step
 
-    engine: Engine  # works on its gradients; for the package's own use, and for benchmarks
-    refuse_gradients: Callable[[], None]
+    _engine: Engine  # works on its gradients; for the package's own use, and for benchmarks
+    _refuse_gradients: Callable[[], None]
 
     @classmethod
-    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
+    def _rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
         """The rule for a parameter group."""
         return rule_of(cls.rules, group)
 
-    def configure(self, settings: Settings) -> None:
+    def _configure(self, settings: Settings) -> None:
         """Gives the optimizer, which has its groups already, these settings and an engine.
 
         Raises:
@@ -59,21 +59,21 @@ class TorchOptimizer(torch.optim.Optimizer):
         """
         accepted.check_settings(settings, self.rules, self.param_groups, self.defaults)
         for group in self.param_groups:
-            accepted.check_formats(self.rule_of(group), group["params"], settings)
-        self.engine = Engine(self, settings, _SURROUNDINGS)
+            accepted.check_formats(self._rule_of(group), group["params"], settings)
+        self._engine = Engine(self, settings, _SURROUNDINGS)
 
     def __repr__(self) -> str:
         """torch's text, then the class, settings other than defaults, the backend, the formats and the window."""
-        if not hasattr(self, "engine"):  # within torch's constructors
+        if not hasattr(self, "_engine"):  # within torch's constructors
             return super().__repr__()
-        settings, prepared, window = self.engine.settings, self.engine.plans.last, self.engine.window
+        settings, prepared, window = self._engine.settings, self._engine.plans.last, self._engine.window
         lines = {field.name: getattr(settings, field.name) for field in fields(Settings)}
         lines = {field.name: lines[field.name] for field in fields(Settings) if lines[field.name] != field.default}
         lines["backend"] = lines.get("backend") or ("not chosen yet" if prepared is None else prepared.backend.name)
         kept = {
             kinds.described(rule, form, param)
             for group in self.param_groups
-            for rule, param in ((self.rule_of(group), param) for param in group["params"])
+            for rule, param in ((self._rule_of(group), param) for param in group["params"])
             if param.requires_grad
             if (form := kinds.format_of(rule, param, settings)) != kinds.Format() or param.dtype != torch.float32
         }
@@ -94,17 +94,17 @@ class TorchOptimizer(torch.optim.Optimizer):
             ValueError: a parameter that is listed twice, or whose dtype `master_weights` does not serve; amsgrad with
                 8-bit states; a setting other than `max_grad_norm` for one group alone, or that for some groups only.
         """
-        if isinstance(param_group, dict) and hasattr(self, "engine"):
+        if isinstance(param_group, dict) and hasattr(self, "_engine"):
             every = [*self.param_groups, param_group]
-            accepted.check_groups(self.engine.settings, self.rules, every, self.defaults)
+            accepted.check_groups(self._engine.settings, self.rules, every, self.defaults)
         if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
             given = param_group["params"]
             param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
             params = [p[1] if isinstance(p, tuple) else p for p in given]
             accepted.check_parameters(params)
-            engine = getattr(self, "engine", None)  # None: torch's constructor calls this too
+            engine = getattr(self, "_engine", None)  # None: torch's constructor calls this too
             if engine is not None:
-                accepted.check_formats(self.rule_of(self.defaults | param_group), params, engine.settings)
+                accepted.check_formats(self._rule_of(self.defaults | param_group), params, engine.settings)
                 if engine.release is not None:
                     engine.release.follow(params)
         super().add_param_group(param_group)
@@ -120,7 +120,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             ValueError: a checkpoint that does not fit; this optimizer stays as it was.
             RuntimeError: a window is open here: its gradients do not belong to the loaded state.
         """
-        engine = self.engine
+        engine = self._engine
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"load_state_dict() takes what state_dict() returns, got {type(state_dict).__name__}")
         engine.refuse_open("load_state_dict()", ", and its gradients are not those of the checkpoint")
@@ -161,11 +161,11 @@ class TorchOptimizer(torch.optim.Optimizer):
         While a window of DTensors is open, every process must call this: the processes agree on its weights.
         """
         first = []
-        self.engine.window.refuse_broken()
-        if self.engine.window.is_open:
-            checkpoint.refuse_part(self.engine)
+        self._engine.window.refuse_broken()
+        if self._engine.window.is_open:
+            checkpoint.refuse_part(self._engine)
             first.append(self.register_state_dict_post_hook(checkpoint.with_window, prepend=True))
-        if history.of(self.engine):
+        if history.of(self._engine):
             first.append(self.register_state_dict_post_hook(history.with_histories, prepend=True))
         try:
             return super().state_dict()
@@ -206,7 +206,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         return full_precision.load_state_dict(self, model, state_dict, strict)
 
     def __getstate__(self) -> dict[str, Any]:
-        engine = self.engine
+        engine = self._engine
         settings = replace(engine.settings, process_group=None, norm_group=None, reduce_dtype=None)
         carried = {**super().__getstate__(), "settings": settings, "is_grouped": engine.group is not None}
         carried["histories"] = {name: own.clone() for name, own in history.of(engine).items()}
@@ -217,7 +217,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         return carried
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        is_copy = not hasattr(self, "engine")  # a wrapper may have it outside its __dict__
+        is_copy = not hasattr(self, "_engine")  # a wrapper may have it outside its __dict__
         names = ("settings", "window", "is_grouped", "histories")
         settings, window, is_grouped, histories = (state.pop(name, None) for name in names)
         states = state["state"]  # torch's Adagrad looks for a step count in all, and a window's mark has none
@@ -227,6 +227,6 @@ class TorchOptimizer(torch.optim.Optimizer):
         if is_copy:
             # As torch's constructor does: on a machine with a GPU a copy of its Adafactor cannot step without.
             self._warned_capturable_if_run_uncaptured = True
-            self.engine = Engine(self, settings or Settings(), _SURROUNDINGS, window)  # torch's own state has none
-            history.resume(self.engine, histories or {})
-            self.engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up
+            self._engine = Engine(self, settings or Settings(), _SURROUNDINGS, window)  # torch's own state has none
+            history.resume(self._engine, histories or {})
+            self._engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up

@@ -22,8 +22,8 @@ from accumfused.rules import Rule, compile
 
 def use_backend(optimizer: af.FusedOptimizer, backend: Any) -> None:
     """This backend object steps, whatever the optimizer would have chosen."""
-    optimizer.engine.plans.forget()
-    optimizer.engine.plans.backend = backend
+    optimizer._engine.plans.forget()
+    optimizer._engine.plans.backend = backend
 
 
 def replace_cuda(patch: pytest.MonkeyPatch, make: Callable[[], Any] | None = None) -> None:
@@ -82,22 +82,22 @@ def attached(*things: Any) -> list[int]:
 
 def plan(optimizer: af.FusedOptimizer) -> Any:
     """The plan of the last step."""
-    return optimizer.engine.plans.last and optimizer.engine.plans.last.plan
+    return optimizer._engine.plans.last and optimizer._engine.plans.last.plan
 
 
 def plan_of(optimizer: af.FusedOptimizer) -> Any:
     """The plan for the parameters and states of now: another object where something has changed."""
-    return optimizer.engine.plans.current().plan
+    return optimizer._engine.plans.current().plan
 
 
 def accumulators(optimizer: af.FusedOptimizer) -> list[Any]:
     """The tensors of its window's sums, None where a parameter has none."""
-    return optimizer.engine.window.sums
+    return optimizer._engine.window.sums
 
 
 def open_window(optimizer: Any) -> dict[str, Any]:
     """What the open window holds, by name: the sums, and what it knows of the weights; of none or new rows nothing."""
-    engine = getattr(optimizer, "engine", None)
+    engine = getattr(optimizer, "_engine", None)
     if engine is None or not engine.window.is_open:
         return {}
     window = engine.window
@@ -109,7 +109,7 @@ def open_window(optimizer: Any) -> dict[str, Any]:
 
 def memories(optimizer: Any) -> dict[str, Any]:
     """What it remembers of earlier steps, or None: the history of norms, and the means of the noise scale."""
-    clipping, noise = optimizer.engine.clipping, optimizer.engine.noise
+    clipping, noise = optimizer._engine.clipping, optimizer._engine.noise
     return {"history": clipping.history, "noise": None if noise is None else noise.means}
 
 
@@ -130,13 +130,13 @@ def copied_at_a_time(elements: int) -> contextlib.AbstractContextManager[Any]:
 
 def norm_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManager[Any]:
     """A block in which the backend has no memory to take a norm."""
-    backend = optimizer.engine.plans.current().backend
+    backend = optimizer._engine.plans.current().backend
     return mock.patch.object(backend, "norm", side_effect=RuntimeError("out of memory"))
 
 
 def accumulate_fails(optimizer: af.FusedOptimizer, after: int) -> contextlib.AbstractContextManager[Any]:
     """A block in which the backend has no memory to fold, after so many launches."""
-    backend = optimizer.engine.plans.current().backend
+    backend = optimizer._engine.plans.current().backend
     runs = iter([backend.accumulate] * after)
 
     def run(*given: Any) -> None:
@@ -150,7 +150,7 @@ def accumulate_fails(optimizer: af.FusedOptimizer, after: int) -> contextlib.Abs
 
 def step_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManager[Any]:
     """A block in which the backend has no memory to make a step."""
-    backend = optimizer.engine.plans.current().backend
+    backend = optimizer._engine.plans.current().backend
     return mock.patch.object(backend, "step", side_effect=RuntimeError("out of memory"))
 
 
@@ -171,7 +171,7 @@ def efficient_zeros() -> Tensor:
 
 def backend(optimizer: af.FusedOptimizer) -> Any:
     """The backend of the last step."""
-    return optimizer.engine.plans.current().backend
+    return optimizer._engine.plans.current().backend
 
 
 def sleep_on_the_gpu(cycles: int) -> None:
@@ -193,12 +193,12 @@ def device_tables(optimizer: af.FusedOptimizer) -> Any:
 
 def partials(optimizer: af.FusedOptimizer) -> Any:
     """The sums of squares of gradients from p.grad, in the last step."""
-    return optimizer.engine.plans.last and optimizer.engine.plans.last.partials
+    return optimizer._engine.plans.last and optimizer._engine.plans.last.partials
 
 
 def window_memory(optimizer: af.FusedOptimizer) -> list[Tensor]:
     """What kernels read of an open window beside its sums."""
-    window, known = optimizer.engine.window, optimizer.engine.window.weights
+    window, known = optimizer._engine.window, optimizer._engine.window.weights
     return [window.partials, *(n for n in (known.unit, known.total, known.factors) if isinstance(n, Tensor))]
 
 

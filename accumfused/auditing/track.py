@@ -188,7 +188,7 @@ class Track:
     def _folds(self) -> bool:
         """Whether p.grad is empty between micro-batches, because the sums are in the optimizer."""
         optimizer = self.optimizer
-        return isinstance(optimizer, FusedOptimizer) and optimizer.engine.window.is_open
+        return isinstance(optimizer, FusedOptimizer) and optimizer._engine.window.is_open
 
     def _grads(self) -> list[Tensor | None]:
         return [None if param.grad is None else on_host(param.grad) for param in self.params]
@@ -230,7 +230,7 @@ def _is_finite(micro_batch: MicroBatch) -> bool:
 
 def _scale_of(optimizer: Any) -> Any:
     """The factor by which the step itself divides."""
-    given = optimizer.engine.loss_scale if isinstance(optimizer, FusedOptimizer) else None
+    given = optimizer._engine.loss_scale if isinstance(optimizer, FusedOptimizer) else None
     return given.scale if given is not None else getattr(optimizer, "grad_scale", None)
 
 
@@ -238,13 +238,13 @@ def _taken(optimizer: Optimizer, params: list[Tensor], kwargs: Mapping[str, Any]
     """The gradients that a step takes: p.grad, or an open window's mean, divided as the step divides."""
     sums: dict[int, Tensor] = {}
     divisor = 1.0
-    if isinstance(optimizer, FusedOptimizer) and optimizer.engine.window.is_open:
-        window = optimizer.engine.window
+    if isinstance(optimizer, FusedOptimizer) and optimizer._engine.window.is_open:
+        window = optimizer._engine.window
         sums = {
             id(param): on_host(own) for param, own in zip(window.params, window.sums, strict=True) if own is not None
         }
         divisor = float(window.divisor())
-        if group is not None and optimizer.engine.settings.process_group is not None:  # the step will add them up
+        if group is not None and optimizer._engine.settings.process_group is not None:  # the step will add them up
             everyone = _gathered(([sums.get(id(param)) for param in params], divisor), group)
             for index, param in enumerate(params):
                 own = [grads[index] for grads, _ in everyone if grads[index] is not None]

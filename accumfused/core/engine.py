@@ -105,7 +105,7 @@ class Engine:
         Returns:
             The prepared plan, the fresh gradients, and their number.
         """
-        self.plans.owner.refuse_gradients()
+        self.plans.owner._refuse_gradients()
         prepared = self.plans.current(with_states=False)
         plan = prepared.plan
         grads, present = plan.gradients()
@@ -392,7 +392,7 @@ class Engine:
             return
         has_window = self.window.phase is not Phase.IDLE
         with measured.uncounted_by_an_error():
-            own_step = self.plans.owner.own_step
+            own_step = self.plans.owner._own_step
             if own_step is not None:
                 own_step(self.plans.owner, self, measured)
             else:

@@ -281,12 +281,12 @@ class Owner(Protocol):
     state: Any
     defaults: dict[str, Any]
     rules: ClassVar[tuple[type[Rule], ...]]
-    own_step: ClassVar[OwnStep | None]
-    engine: Any
+    _own_step: ClassVar[OwnStep | None]
+    _engine: Any
 
     @classmethod
-    def rule_of(cls, group: Mapping[str, Any]) -> type[Rule]: ...
-    def refuse_gradients(self) -> None: ...
+    def _rule_of(cls, group: Mapping[str, Any]) -> type[Rule]: ...
+    def _refuse_gradients(self) -> None: ...
 
 
 class OwnStep(Protocol):

@@ -166,7 +166,7 @@ class _FusedTail(TrainerCallback):
 
     def _adds_up(self) -> bool:
         """Whether the optimizer adds up the gradients of several processes, and DDP does not."""
-        return self._trainer.accelerator.num_processes > 1 and self.optimizer.engine.noise is not None
+        return self._trainer.accelerator.num_processes > 1 and self.optimizer._engine.noise is not None
 
     def readings(self) -> dict[str, float]:
         """For Trainer's log."""
@@ -181,7 +181,7 @@ class _FusedTail(TrainerCallback):
             )
         prepared.state_dict = self.state_dict
         ddp = self._trainer.model_wrapped
-        if self._adds_up() and ddp not in self.optimizer.engine.attached:
+        if self._adds_up() and ddp not in self.optimizer._engine.attached:
             attach_ddp(ddp, self.optimizer)
         if accelerator.clip_grad_norm_ != self.clip_grad_norm_:
             accelerator.clip_grad_norm_ = self.clip_grad_norm_
@@ -189,13 +189,13 @@ class _FusedTail(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Counts steps as Trainer does, also after a resume, so that the logged ones are measured."""
-        if self.optimizer.engine.meter is not None:
+        if self.optimizer._engine.meter is not None:
             is_logged = args.logging_first_step and state.global_step == 0  # every n-th step is measured, 0 with them
-            self.optimizer.engine.meter.steps = -1 if is_logged else state.global_step
+            self.optimizer._engine.meter.steps = -1 if is_logged else state.global_step
 
     def state_dict(self) -> dict[str, Any]:
         """The last step's: a resumed run repeats the whole window, so nothing is lost if Trainer saves inside one."""
-        engine, window = self.optimizer.engine, self.optimizer.engine.window
+        engine, window = self.optimizer._engine, self.optimizer._engine.window
         engine.window = type(window)()
         try:
             return FusedOptimizer.state_dict(self.optimizer)
@@ -223,7 +223,7 @@ class _FusedTail(TrainerCallback):
         """
         if norm_type != 2:
             raise ValueError(f"accumfused clips the 2-norm, got norm_type={norm_type}")
-        if max_norm != self.optimizer.max_grad_norm and self.optimizer.engine.settings.clip is None:
+        if max_norm != self.optimizer.max_grad_norm and self.optimizer._engine.settings.clip is None:
             self.optimizer.max_grad_norm = float(max_norm)
         self._norm = torch.full((), math.inf, dtype=torch.float32, device=self._trainer.accelerator.device)
         return self._norm
@@ -310,9 +310,9 @@ def _check_optimizer(trainer: Trainer, optimizer: Any) -> None:
             f"the optimizer's max_grad_norm is {optimizer.max_grad_norm}, Trainer's is {trainer.args.max_grad_norm}, "
             "which would replace it: leave the optimizer's out, or make them equal"
         )
-    if fused and optimizer.engine.settings.clip is not None and trainer.args.max_grad_norm > 0:
+    if fused and optimizer._engine.settings.clip is not None and trainer.args.max_grad_norm > 0:
         raise ValueError(
-            f"the optimizer has clip={optimizer.engine.settings.clip}, and Trainer max_grad_norm="
+            f"the optimizer has clip={optimizer._engine.settings.clip}, and Trainer max_grad_norm="
             f"{trainer.args.max_grad_norm}; give Trainer max_grad_norm=0"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):

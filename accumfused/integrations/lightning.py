@@ -104,8 +104,8 @@ class _FusedSteps:
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Counts steps as Lightning does, also after a resume, so that the logged ones are measured."""
         for optimizer in trainer.optimizers if pl_module.automatic_optimization else ():
-            if optimizer.engine.meter is not None:
-                optimizer.engine.meter.steps = trainer.fit_loop.epoch_loop._batches_that_stepped
+            if optimizer._engine.meter is not None:
+                optimizer._engine.meter.steps = trainer.fit_loop.epoch_loop._batches_that_stepped
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Logs, and counts the steps of the audit."""
@@ -234,7 +234,7 @@ class FusedAccumulation:
         weight, self.micro_batch_weight = self.micro_batch_weight, None
         if weight is not None:
             loss = loss * self.trainer.accumulate_grad_batches  # the sum of weights divides instead
-        if weight is not None and optimizer.engine.release is not None:
+        if weight is not None and optimizer._engine.release is not None:
             optimizer.backward(loss, weight, last=self._ends_window)  # gradients are taken before accumulate(weight)
             return
         super().backward(loss, *args, **kwargs)  # type: ignore[misc]

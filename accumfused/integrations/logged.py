@@ -22,7 +22,7 @@ def check_logged(logged: Logged | None) -> None:
 def check_measured(optimizer: FusedOptimizer, *, metrics: bool, noise_scale: bool) -> None:
     """Raises a ValueError if the optimizer, made by the user, does not measure this."""
     for name, is_asked in (("metrics", metrics), ("noise_scale", noise_scale)):
-        if is_asked and not getattr(optimizer.engine.settings, name):
+        if is_asked and not getattr(optimizer._engine.settings, name):
             raise ValueError(
                 f"{name} is asked for, but the optimizer of accumfused does not measure it; make it with {name}=True"
             )
@@ -37,7 +37,7 @@ def readings(optimizer: FusedOptimizer, model: Module, logged: Logged | None) ->
         model: names the parameters of an optimizer that has no names for them.
         logged: "tensors": those of each tensor, too.
     """
-    engine, names, parts = optimizer.engine, list[str](), list[torch.Tensor]()
+    engine, names, parts = optimizer._engine, list[str](), list[torch.Tensor]()
     found = None if engine.meter is None else engine.meter.read()
     if found is not None:
         names += _names(found.names, optimizer, model, logged == "tensors")

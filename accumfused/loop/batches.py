@@ -41,7 +41,7 @@ class Windows(Generic[Item]):
 
     def _cut(self, items: Iterable[tuple[Item, bool]]) -> Iterator[tuple[Item, bool]]:
         update, left = self._start, 0
-        window = None if self._resumed is None else self._resumed.engine.window
+        window = None if self._resumed is None else self._resumed._engine.window
         begun = 0 if window is None or not window.is_open else window.weights.count  # of the first window
         for item, ends in items:
             if left == 0:

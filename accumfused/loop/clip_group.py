@@ -58,7 +58,7 @@ class ClipGroup:
             if optimizer.max_grad_norm is not None:
                 raise ValueError("one of the optimizers has a max_grad_norm of its own; give it to the group alone")
             _refuse_policies(optimizer)
-            if optimizer.engine.group is not None and optimizer.engine.group() is not None:
+            if optimizer._engine.group is not None and optimizer._engine.group() is not None:
                 raise ValueError("one of the optimizers is in a group already")
         if len(set(self.optimizers)) != len(self.optimizers) or len(self.optimizers) < 2:
             raise ValueError(f"ClipGroup takes two or more different optimizers, got {len(self.optimizers)}")
@@ -71,7 +71,7 @@ class ClipGroup:
 
     def _bind(self) -> None:
         for optimizer in self.optimizers:
-            optimizer.engine.group = weakref.ref(self)
+            optimizer._engine.group = weakref.ref(self)
 
     def _refuse_shared(self) -> None:
         params = [id(param) for group in self.param_groups for param in group["params"]]
@@ -98,14 +98,14 @@ class ClipGroup:
     @property
     def step_was_skipped(self) -> Tensor:
         """Whether the last step wrote nothing: bool, shape [], on the device."""
-        outcomes = [optimizer.engine.outcome for optimizer in self.optimizers]
+        outcomes = [optimizer._engine.outcome for optimizer in self.optimizers]
         return next((outcome.skipped for outcome in outcomes if outcome is not None), torch.tensor(False))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a stock GradScaler leaves unscaling and skipping to the step, which does both for all members."""
         for optimizer in self.optimizers:
-            refuse_foreign_scaler(optimizer.engine.window, optimizer.engine.settings.process_group)
+            refuse_foreign_scaler(optimizer._engine.window, optimizer._engine.settings.process_group)
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -141,28 +141,28 @@ class ClipGroup:
             with torch.enable_grad():
                 loss = closure()
         self._refuse_shared()
-        divisors = divisors_of(self, normalizer, self.optimizers[0].engine.loss_scale, is_shared=True)
+        divisors = divisors_of(self, normalizer, self.optimizers[0]._engine.loss_scale, is_shared=True)
         with torch.no_grad():
             members = list(zip(self.optimizers, self._measure(divisors), strict=True))
             try:
                 for optimizer, measured in members:
-                    skips = optimizer.engine.plans.skips
-                    if measured is not None and skips is not None and optimizer.engine.counts_skips(divisors):
+                    skips = optimizer._engine.plans.skips
+                    if measured is not None and skips is not None and optimizer._engine.counts_skips(divisors):
                         measured.count(skips.count)
                     _step(optimizer, measured)
             except BaseException:
                 waiting = [optimizer for optimizer, part in members if part is not None and not part.is_made]
                 if len(waiting) < sum(part is not None for _, part in members):
                     for optimizer in waiting:
-                        optimizer.engine.window.phase = Phase.BROKEN
+                        optimizer._engine.window.phase = Phase.BROKEN
                 raise
         return loss
 
     def _measure(self, divisors: Divisors) -> list[Measured | None]:
         """Measures each member's gradients; the results hold the common coefficient."""
-        engines = [optimizer.engine for optimizer in self.optimizers]
+        engines = [optimizer._engine for optimizer in self.optimizers]
         for engine in engines:  # before any of them converts its states
-            engine.plans.owner.refuse_gradients()
+            engine.plans.owner._refuse_gradients()
             _refuse_policies(engine.plans.owner)
             if engine.release is not None:
                 engine.release.end_before_step()
@@ -186,9 +186,9 @@ class ClipGroup:
 
 
 def _refuse_policies(optimizer: Any) -> None:
-    if optimizer.engine.settings.norm_group is not None:
+    if optimizer._engine.settings.norm_group is not None:
         raise ValueError("one of the optimizers has a norm_group, which a ClipGroup does not know; leave it out")
-    if optimizer.engine.clipping.asked(optimizer.param_groups) is not None:
+    if optimizer._engine.clipping.asked(optimizer.param_groups) is not None:
         raise ValueError(
             "one of the optimizers has a clip, a skip_above or a parameter group's max_grad_norm, and a ClipGroup "
             "clips by one norm; leave them out"
@@ -199,7 +199,7 @@ def _step(optimizer: Any, measured: Measured | None) -> None:
     """Finishes a member's step after the group has measured, with torch's label for profilers and the last hooks."""
     optimizer._opt_called = True  # LR schedulers look for it
     with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
-        optimizer.engine.finish(measured)
+        optimizer._engine.finish(measured)
         hooks = (*optimizer._optimizer_step_post_hooks.values(), *torch_optimizer._global_optimizer_post_hooks.values())
         for hook in hooks:
             hook(optimizer, (optimizer,), {})

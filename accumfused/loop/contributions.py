@@ -30,7 +30,7 @@ def refuse_drops(optimizer: FusedOptimizer, caller: str) -> None:
     Raises:
         ValueError: that.
     """
-    if optimizer.engine.settings.nonfinite == "drop":
+    if optimizer._engine.settings.nonfinite == "drop":
         raise ValueError(
             f"nonfinite='drop' looks at a whole micro-batch before it enters, and {caller} adds its gradients during "
             "backward; leave one of them out, or use nonfinite='skip', which skips the window"
@@ -61,8 +61,8 @@ class Contributions:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self.optimizer.engine.release is self:
-            self.optimizer.engine.release = None
+        if self.optimizer._engine.release is self:
+            self.optimizer._engine.release = None
 
     # ---- the optimizer calls these ----------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class Contributions:
                     "the gradients of a parameter are released by another optimizer, which leaves none for this one; "
                     "give each parameter to one of them, or call remove() on that handle first"
                 )
-            groups.refuse_released(param, self.optimizer.engine.settings.process_group)
+            groups.refuse_released(param, self.optimizer._engine.settings.process_group)
         self._handles += [param.register_post_accumulate_grad_hook(self._hook) for param in new]
         return new
 
@@ -106,7 +106,7 @@ class Contributions:
     def end(self, weight: float | Tensor | None, *, in_loss: bool) -> None:
         """Prepares the end of a micro-batch: refuses a weight that comes after its gradients were folded."""
         self._refuse_unfinished()
-        if self.optimizer.engine.window.in_progress is not None and weight is not None and not in_loss:
+        if self.optimizer._engine.window.in_progress is not None and weight is not None and not in_loss:
             raise RuntimeError(
                 "the gradients were folded during backward, before their weight was known; call "
                 "optimizer.backward(loss, weight) in place of loss.backward() and accumulate(weight). Those that are "
@@ -117,15 +117,15 @@ class Contributions:
 
     def end_before_step(self) -> None:
         """Makes a window of one micro-batch from the gradients of a loop that calls no accumulate()."""
-        window = self.optimizer.engine.window
+        window = self.optimizer._engine.window
         self._refuse_unfinished()
         if window.in_progress is None:
             new = self.follow()
             if window.phase is not Phase.IDLE or all(param.grad is None for param in new):
                 return  # otherwise a parameter that was frozen has a gradient, which no hook has seen
         elif window.holds_micro_batches:
-            self.optimizer.engine.refuse_live(1)
-        self.optimizer.engine.fold(None, in_loss=False, last=False)
+            self.optimizer._engine.refuse_live(1)
+        self.optimizer._engine.fold(None, in_loss=False, last=False)
 
     def _refuse_unfinished(self) -> None:
         if self._running:
@@ -152,14 +152,14 @@ class Contributions:
         Raises:
             RuntimeError, TypeError, ValueError: as `accumulate()`; zero_grad() goes on from there.
         """
-        if has_hooks(param) or self.optimizer.engine.noise is not None:  # which measures gradients
+        if has_hooks(param) or self.optimizer._engine.noise is not None:  # which measures gradients
             return None
         with self.lock:
             self.watch_backward()  # a backward that is refused here has left other gradients in p.grad
             row = self.row(param)
             if row is None:
                 return None
-            given = self.optimizer.engine.window.contribute(row)
+            given = self.optimizer._engine.window.contribute(row)
             if param.is_cuda:
                 self.join_streams()
                 self.streams.add(torch.cuda.current_stream(param.device))
@@ -167,7 +167,7 @@ class Contributions:
 
     def row(self, param: Tensor) -> int | None:
         """The parameter's row in the micro-batch, which begins if it has not; None: the parameter is not in it."""
-        engine = self.optimizer.engine
+        engine = self.optimizer._engine
         if engine.window.in_progress is None:
             self._enter(param)
         return None if engine.window.in_progress is None else self._members.get(id(param))
@@ -175,7 +175,7 @@ class Contributions:
     @torch.no_grad()
     def _enter(self, param: Tensor) -> None:
         """Begins a micro-batch, unless p.grad is a closed window's accumulator, which accumulate() will refuse."""
-        engine = self.optimizer.engine
+        engine = self.optimizer._engine
         prepared = engine.plans.current(with_states=False)
         grads, _ = prepared.plan.gradients()
         self._members = {id(member): row for row, member in enumerate(prepared.plan.params)}

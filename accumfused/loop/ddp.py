@@ -61,17 +61,17 @@ def attach_ddp(
     check_model(ddp)  # a warning may be an error
     ddp.register_comm_hook(None, noop_hook)  # gradients stay this process's own
     for optimizer in optimizers:
-        settings = optimizer.engine.settings
+        settings = optimizer._engine.settings
         settings.process_group = ddp.process_group if settings.process_group is None else settings.process_group
         settings.reduce_dtype = settings.reduce_dtype if reduce_dtype is None else reduce_dtype
-        optimizer.engine.plans.forget()
-        optimizer.engine.attached.add(ddp)
+        optimizer._engine.plans.forget()
+        optimizer._engine.attached.add(ddp)
 
 
 def _check(ddp: DistributedDataParallel, optimizer: FusedOptimizer, reduce_dtype: torch.dtype | None) -> None:
     check_fused(optimizer, "attach_ddp")
-    optimizer.engine.refuse_open("attach_ddp()")
-    settings, group = optimizer.engine.settings, ddp.process_group
+    optimizer._engine.refuse_open("attach_ddp()")
+    settings, group = optimizer._engine.settings, ddp.process_group
     if settings.process_group is not None and set(_ranks(settings.process_group)) != set(_ranks(group)):
         raise ValueError(
             f"the optimizer adds up over processes {_ranks(settings.process_group)}, DistributedDataParallel is on "

@@ -94,7 +94,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     check_settings(own, fused.rules, optimizer.param_groups, optimizer.defaults)
     for group in optimizer.param_groups:
         check_parameters(group["params"])
-        check_formats(fused.rule_of(group), group["params"], own)
+        check_formats(fused._rule_of(group), group["params"], own)
     if issubclass(fused, ForeignStep):
         _refuse_formats(type(optimizer).__name__, own)
         if own.metrics:
@@ -110,7 +110,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     vars(optimizer).pop("step", None)
     vars(optimizer).pop("_step_supports_amp_scaling", None)
     assert isinstance(optimizer, FusedOptimizer)
-    optimizer.configure(own)
+    optimizer._configure(own)
     optimizer._patch_step_function()  # its hooks
     growth = growth_of(optimizer)
     if growth is not None:
@@ -181,7 +181,7 @@ class ForeignStep(FusedOptimizer):
 
     rules = (NoRule,)
     torch_class: ClassVar[type[torch.optim.Optimizer]]
-    own_step: ClassVar[OwnStep | None] = staticmethod(step_by_itself)
+    _own_step: ClassVar[OwnStep | None] = staticmethod(step_by_itself)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.torch_class,), self.__getstate__()

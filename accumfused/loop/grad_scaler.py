@@ -34,7 +34,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled:
             for member in _members(optimizer):
-                refuse_foreign_scaler(member.engine.window, member.engine.settings.process_group)
+                refuse_foreign_scaler(member._engine.window, member._engine.settings.process_group)
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             loss_scale = LossScale(scale if own is None else scale * own, None)
         taker: Any = optimizer
-        members = [member.engine for member in _members(optimizer)]
+        members = [member._engine for member in _members(optimizer)]
         for engine in members:
             engine.loss_scale = loss_scale
         try:
@@ -75,7 +75,7 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             for engine in members:
                 engine.loss_scale = None
-        outcome = optimizer.engine.outcome if isinstance(optimizer, FusedOptimizer) else None
+        outcome = optimizer._engine.outcome if isinstance(optimizer, FusedOptimizer) else None
         overflowed = taker.step_was_skipped if outcome is None else outcome.overflowed  # a finite norm needs no scale
         skipped = on_device(overflowed, scale.device, torch.float32)  # a new one: update() adds to it
         state["found_inf_per_device"] = {skipped.device: skipped}

@@ -79,7 +79,7 @@ class FusedLinears:
             raise TypeError(f"fuse_linears takes a torch.nn.Module first, got {type(model).__name__}")
         check_fused(optimizer, "fuse_linears")
         refuse_drops(optimizer, "fuse_linears()")
-        optimizer.engine.refuse_open("fuse_linears()")
+        optimizer._engine.refuse_open("fuse_linears()")
         check_model(model)  # a warning may be an error
         self.fused: list[str] = []
         self.left: dict[str, str] = {}
@@ -87,7 +87,7 @@ class FusedLinears:
         # Weakly: a copy of the model has these functions, too, and would keep the original.
         self._layers: WeakSet[nn.Module] = WeakSet()
         self._own_release: weakref.ref[Contributions] | None = None
-        held = {id(param) for param in optimizer.engine.plans.params}
+        held = {id(param) for param in optimizer._engine.plans.params}
         chosen = []
         for name, module in model.named_modules():
             if not _is_linear(module):
@@ -98,10 +98,10 @@ class FusedLinears:
                 chosen.append(module)
             else:
                 self.left[name] = reason
-        release: Any = optimizer.engine.release or Contributions(optimizer)
+        release: Any = optimizer._engine.release or Contributions(optimizer)
         release.claim(module.weight for module in chosen)
-        if optimizer.engine.release is None:
-            optimizer.engine.release = release
+        if optimizer._engine.release is None:
+            optimizer._engine.release = release
             self._own_release = weakref.ref(release)
 
         # `copy` and `pickle` take a bound method by its module and its name: a copy is bound to the copied module,
@@ -129,7 +129,7 @@ class FusedLinears:
         """
         optimizer = self._optimizer()
         if optimizer is not None and self._layers:
-            optimizer.engine.refuse_open("remove()")
+            optimizer._engine.refuse_open("remove()")
         self._put_back()
 
     def __enter__(self) -> FusedLinears:
@@ -141,7 +141,7 @@ class FusedLinears:
             self.remove()
             return
         optimizer = self._optimizer()
-        if optimizer is not None and self._layers and optimizer.engine.window.in_progress is not None:
+        if optimizer is not None and self._layers and optimizer._engine.window.in_progress is not None:
             optimizer.zero_grad()
         self._put_back()
 
@@ -190,7 +190,7 @@ class FusedLinears:
         if torch.is_grad_enabled() or torch.compiler.is_compiling():  # create_graph=True; compiled autograd
             return grad.t() @ x
         optimizer = self._optimizer()
-        release = None if optimizer is None or not self._layers else optimizer.engine.release
+        release = None if optimizer is None or not self._layers else optimizer._engine.release
         if release is not None:
             taken = _is_taken(ctx.next_functions[1][0])
             if taken is False:

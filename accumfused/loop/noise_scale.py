@@ -57,7 +57,7 @@ class NoiseScale:
         rule: Rule | None = None,
     ) -> None:
         check_fused(optimizer, "NoiseScale")
-        if not optimizer.engine.settings.noise_scale:
+        if not optimizer._engine.settings.noise_scale:
             raise ValueError("the optimizer does not measure the noise scale; make it with noise_scale=True")
         if checked_whole(start, "start") < 2 or checked_whole(most, "most") < start:
             raise ValueError(f"start must be >= 2 (one micro-batch tells no noise) and <= most, got {start} and {most}")
@@ -78,7 +78,7 @@ class NoiseScale:
 
     def _grow(self, noise_scale: float) -> None:
         bound = min(self._most, 2 * self.steps)
-        group = self._optimizer.engine.settings.process_group
+        group = self._optimizer._engine.settings.process_group
         wanted = noise_scale * self._wanted / (1 if group is None else group.size())
         steps = max(self.steps, min(bound, math.ceil(wanted)) if math.isfinite(wanted) else bound)
         if steps == self.steps:

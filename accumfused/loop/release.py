@@ -54,16 +54,16 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
         raise TypeError(f"bucket_bytes must be a whole number, got {type(bucket_bytes).__name__}")
     if operator.index(bucket_bytes) < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
-    if optimizer.engine.release is not None:
+    if optimizer._engine.release is not None:
         raise RuntimeError(
             "the optimizer's gradients are released already; call remove() on that handle first (to have both, call "
             "release_gradients() before fuse_linears())"
         )
     refuse_drops(optimizer, "release_gradients()")
-    optimizer.engine.refuse_open("release_gradients()")
+    optimizer._engine.refuse_open("release_gradients()")
     release = GradientRelease(optimizer, operator.index(bucket_bytes))
     release.follow()
-    optimizer.engine.release = release
+    optimizer._engine.release = release
     return release
 
 
@@ -81,8 +81,8 @@ class GradientRelease(Contributions):
         Raises:
             RuntimeError: a window is open.
         """
-        if self.optimizer.engine.release is self:
-            self.optimizer.engine.refuse_open("remove()")
+        if self.optimizer._engine.release is self:
+            self.optimizer._engine.refuse_open("remove()")
             self.unhook()
 
     def __enter__(self) -> GradientRelease:
@@ -92,8 +92,8 @@ class GradientRelease(Contributions):
         """Calls `remove()`. An exception ends the release even in an open window, and drops a half-folded window."""
         if kind is None:
             self.remove()
-        elif self.optimizer.engine.release is self:
-            if self.optimizer.engine.window.in_progress is not None:
+        elif self.optimizer._engine.release is self:
+            if self.optimizer._engine.window.in_progress is not None:
                 self.optimizer.zero_grad()
             self.unhook()
 
@@ -105,7 +105,7 @@ class GradientRelease(Contributions):
         Returns:
             The newly hooked parameters.
         """
-        given = self.optimizer.engine.plans.params if params is None else params
+        given = self.optimizer._engine.plans.params if params is None else params
         return self.claim(
             param for param in given if isinstance(param, Tensor) and param.requires_grad and param.is_leaf
         )
@@ -149,7 +149,7 @@ class GradientRelease(Contributions):
     def _fold(self, bucket: _Bucket) -> None:
         weight, last = self.expected
         self.join_streams()
-        self.optimizer.engine.fold(weight, in_loss=True, last=last, rows=bucket.params)
+        self.optimizer._engine.fold(weight, in_loss=True, last=last, rows=bucket.params)
         bucket.params.clear()
         bucket.bytes = 0
 

@@ -142,15 +142,15 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
         TypeError: the optimizer is of another package.
     """
     check_fused(optimizer, "memory_report")
-    window, formats = optimizer.engine.window, dict[str, Memory]()
+    window, formats = optimizer._engine.window, dict[str, Memory]()
     accumulators: dict[int, list[Tensor | None]] = {}
     kept = window.arena.places
     for param, *held in zip(window.params, window.sums or kept, kept, strict=True):
         accumulators[id(param)] = held
     for group in optimizer.param_groups:
-        rule = optimizer.rule_of(group)
+        rule = optimizer._rule_of(group)
         for param in group["params"]:
-            form = format_of(rule, param, optimizer.engine.settings)
+            form = format_of(rule, param, optimizer._engine.settings)
             shard, entries = shard_of(param), optimizer.state.get(param, {})
             own = _memory_of(rule, form, param, shard, entries, accumulators.get(id(param), []))
             formats.setdefault(described(rule, form, param), Memory()).add(own)
@@ -173,9 +173,9 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
 
     None if they take no more, or if the user has set `master_weights`.
     """
-    settings = optimizer.engine.settings
+    settings = optimizer._engine.settings
     held = [
-        (optimizer.rule_of(group), param)
+        (optimizer._rule_of(group), param)
         for group in optimizer.param_groups
         for param in group["params"]
         if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16)

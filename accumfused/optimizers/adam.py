@@ -144,7 +144,7 @@ class Adam(FusedOptimizer, TorchAdam):
             if value:  # else the groups are torch's
                 for options in (self.defaults, *self.param_groups):
                     options.setdefault(name, value)
-        self.configure(chosen(type(self).__name__, self.defaults, **settings))
+        self._configure(chosen(type(self).__name__, self.defaults, **settings))
 
 
 @takes_settings

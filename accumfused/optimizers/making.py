@@ -84,7 +84,7 @@ def _of_peer(peer: type[torch.optim.Optimizer]) -> Callable[..., None]:
         settings = {name: options.pop(name) for name in [*options] if name not in theirs.parameters}
         peer.__init__(self, params, *args, **options)
         self.state.clear()  # torch's Adagrad makes its states here; the step makes them, in their format
-        self.configure(chosen(type(self).__name__, self.defaults, **settings))
+        self._configure(chosen(type(self).__name__, self.defaults, **settings))
 
     rest = inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD, annotation=Any)
     vars(construct)["__signature__"] = theirs.replace(parameters=[*theirs.parameters.values(), rest])
@@ -115,7 +115,7 @@ def _of_rules(rules: tuple[type[Rule], ...]) -> Callable[..., None]:
             if not group[key]:
                 del group[key]
         torch.optim.Optimizer.__init__(self, params, group)
-        self.configure(chosen(type(self).__name__, arguments, **settings))
+        self._configure(chosen(type(self).__name__, arguments, **settings))
 
     keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [

@@ -275,7 +275,7 @@ class Muon(FusedOptimizer, TorchMuon):
     """
 
     rules = (MuonRule, *Adam.rules)
-    own_step: ClassVar[OwnStep | None] = staticmethod(_step)
+    _own_step: ClassVar[OwnStep | None] = staticmethod(_step)
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class Muon(FusedOptimizer, TorchMuon):
             [torch.empty(0, 0)], lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn
         )
         torch.optim.Optimizer.__init__(self, params, checked.defaults)
-        self.configure(chosen(type(self).__name__, self.defaults, **settings))
+        self._configure(chosen(type(self).__name__, self.defaults, **settings))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint, as `FusedOptimizer` does.

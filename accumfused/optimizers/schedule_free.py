@@ -156,7 +156,7 @@ class ScheduleFree(FusedOptimizer):
         for group in groups:
             group["train_mode"] = train_mode
 
-    def refuse_gradients(self) -> None:
+    def _refuse_gradients(self) -> None:
         """Refuses those of the averaged weights.
 
         Raises:

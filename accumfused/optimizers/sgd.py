@@ -93,4 +93,4 @@ class SGD(FusedOptimizer, torch_sgd.SGD):
             self, params, lr, momentum, dampening, weight_decay, nesterov,
             maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
         )  # fmt: skip
-        self.configure(chosen(type(self).__name__, self.defaults, **settings))
+        self._configure(chosen(type(self).__name__, self.defaults, **settings))

@@ -62,17 +62,17 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     complete state. With DTensors all processes must call this: it saves the mean of their weights, the divisor for
     sums of such gradients.
     """
-    window, state = optimizer.engine.window, dict(state_dict["state"])
+    window, state = optimizer._engine.window, dict(state_dict["state"])
     keys = {id(param): key for key, param in _params(optimizer, state_dict).items()}
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    prepared = optimizer.engine.plans.current()
+    prepared = optimizer._engine.plans.current()
     known = window.weights
     total = prepared.exchange.total(prepared.plan, known.total, known.is_weighted)
     numbers = known.saved(total, prepared.plan.device)
     rows = list(zip(window.params, window.sums, strict=True))
     for param, accumulator in [row for row in rows if row[1] is not None] or rows[:1]:
         key, group = keys[id(param)], groups[id(param)]
-        rule = optimizer.rule_of(group)
+        rule = optimizer._rule_of(group)
         entries = dict(state.get(key, {}))
         if "step" in rule.torch_states and not all(name in entries for name in rule.states):
             _complete(optimizer, group, param, entries)
@@ -90,7 +90,7 @@ def without_window(optimizer: Owner, state_dict: Mapping[str, Any]) -> tuple[dic
     for key, entries in state_dict["state"].items():
         state[key] = entries
         if key in params and WEIGHTS in entries:
-            if optimizer.engine.settings.process_group is not None:
+            if optimizer._engine.settings.process_group is not None:
                 raise ValueError(
                     "the checkpoint has an open window, which is the sum of all processes, and with a process group "
                     "each has its own part; load it without process_group and finish the window"
@@ -120,7 +120,7 @@ def without_formats(
     params, groups, state = _params(optimizer, state_dict), _groups(optimizer, state_dict), dict(state_dict["state"])
     kept, formatted = dict[Tensor, dict[str, Tensor]](), _formatted(optimizer)
     for key, param in params.items():
-        rule, entries = optimizer.rule_of(groups[key]), state.get(key)
+        rule, entries = optimizer._rule_of(groups[key]), state.get(key)
         if rule.is_foreign or param.dtype not in DTYPES:
             continue
         known = optimizer.state.get(param, {})
@@ -133,7 +133,7 @@ def without_formats(
         # torch casts the numbers of a tensor, too; those stay in the state, where its optimizers read them meanwhile.
         usable = {name for name in {*formatted, *rule.tensor_states} if _is_whole(name, entries.get(name))}
         lost = [name for name in (REMAINDER, MASTER) if entries.get(name) is not None and name not in usable]
-        if lost and format_of(rule, param, optimizer.engine.settings).master:
+        if lost and format_of(rule, param, optimizer._engine.settings).master:
             warn(
                 f"the checkpoint's {lost[0]!r} of parameter {key} is {entries[lost[0]].dtype}, so its bits are lost "
                 "(another optimizer has cast it); the master weight is derived from the parameter again"
@@ -147,7 +147,7 @@ def without_formats(
 
 def _complete(optimizer: Owner, group: Mapping[str, Any], param: Tensor, entries: dict[str, Any]) -> None:
     """Makes the missing entries of a parameter's state, in place."""
-    engine, shard, rule = optimizer.engine, shard_of(param), optimizer.rule_of(group)
+    engine, shard, rule = optimizer._engine, shard_of(param), optimizer._rule_of(group)
     own = entries if shard is None else shard.parts(entries)
     form, tensor = format_of(rule, param, engine.settings), owned(param, shard)
     if layout(tensor) == "strided":  # states are dense
@@ -196,9 +196,9 @@ def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
             raise ValueError(f"the checkpoint's groups have no {lacks[0]!r}, which {name} needs; load one of {name}")
     known = known_states() - {state for rule in optimizer.rules for state in (*rule.states, *rule.tensor_states)}
     params = _params(optimizer, state_dict)
-    rules = {key: optimizer.rule_of(group) for key, group in _groups(optimizer, state_dict).items()}
+    rules = {key: optimizer._rule_of(group) for key, group in _groups(optimizer, state_dict).items()}
     for rule in rules.values():
-        check_states(rule, optimizer.engine.settings)
+        check_states(rule, optimizer._engine.settings)
     has_sums = any(isinstance(own, Mapping) and ACCUMULATOR in own for own in state_dict["state"].values())
     for key, entries in state_dict["state"].items():
         if isinstance(key, int) and key not in rules:

@@ -39,7 +39,7 @@ def state_dict(optimizer: Owner, model: Module) -> dict[str, Any]:
 @torch.no_grad()
 def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
     """See `FusedOptimizer.load_full_precision_state_dict`."""
-    engine = optimizer.engine
+    engine = optimizer._engine
     engine.refuse_open("load_full_precision_state_dict()", ", and its gradients are not those of the loaded weights")
     _check_model(optimizer, model)
     own: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -81,7 +81,7 @@ def rewrite(optimizer: Owner, params: Container[int], change: Callable[[Tensor, 
     Raises:
         RuntimeError: a CUDA graph is being captured.
     """
-    engine, state = optimizer.engine, optimizer.state
+    engine, state = optimizer._engine, optimizer.state
     window, plan = engine.window, engine.plans.current().plan
     if window.is_open:
         window = engine.window = window.following(plan)

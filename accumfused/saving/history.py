@@ -42,12 +42,12 @@ def resume(engine: Engine, histories: Histories) -> None:
 def with_histories(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns the checkpoint with the (fused) optimizer's histories."""
     state = dict(state_dict["state"])
-    groups = zip(state_dict["param_groups"], map(optimizer.rule_of, optimizer.param_groups), strict=True)
+    groups = zip(state_dict["param_groups"], map(optimizer._rule_of, optimizer.param_groups), strict=True)
     stateless = {key: not rule.torch_states for group, rule in groups for key in group["params"]}
     key = next((key for key, has_none in stateless.items() if has_none or state.get(key)), None)
     if key is None:
         return state_dict  # no step was made
-    state[key] = {**state.get(key, {}), **of(optimizer.engine)}
+    state[key] = {**state.get(key, {}), **of(optimizer._engine)}
     return {**state_dict, "state": state}
 
 

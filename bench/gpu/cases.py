@@ -66,7 +66,7 @@ def using(backend: Any, make: Callable[[str], Any]) -> Any:
     if isinstance(backend, str):
         return make(backend)
     optimizer = make("auto")
-    optimizer.engine.plans.backend = backend
+    optimizer._engine.plans.backend = backend
     return optimizer
 
 

@@ -41,7 +41,7 @@ class Kernels:
         self.optimizer = case.optimizer(params, backend)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        current = self.optimizer.engine.plans.current()
+        current = self.optimizer._engine.plans.current()
         self.plan, self.backend = current.plan, current.backend
         self.partials = torch.zeros(self.plan.chunks, device=self.plan.device)
         self._hypers = self.plan.hypers(self.optimizer.param_groups)

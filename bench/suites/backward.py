@@ -100,7 +100,7 @@ def _contenders(bench: Bench, model: nn.Module) -> list[Contender]:
                 af.fuse_linears(own, optimizer)
             name = f"{bench.label(backend)}, {FUSED}" if fuses else bench.label(backend)
             # A window ends without its step, which would be timed too.
-            found.append(Contender(name, own, optimizer.accumulate, optimizer.engine.drop))
+            found.append(Contender(name, own, optimizer.accumulate, optimizer._engine.drop))
     return found
 
 
@@ -117,7 +117,7 @@ def _error(contender: Contender, model: nn.Module, inputs: list[Tensor]) -> floa
     params = list(contender.model.parameters())
     grads = [param.grad for param in params]
     if grads[0] is None:
-        grads = contender.after_backward.__self__.engine.window.sums  # type: ignore[attr-defined]
+        grads = contender.after_backward.__self__._engine.window.sums  # type: ignore[attr-defined]
     error = 0.0
     for grad, right in zip(grads, exact.parameters(), strict=True):
         assert right.grad is not None

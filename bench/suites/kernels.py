@@ -49,7 +49,7 @@ def _verbs(
 ) -> tuple[str, list[Variant], str]:
     """The backend's name, its verbs, and what was checked."""
     optimizer = work.ours(name)
-    prepared = optimizer.engine.plans.current()
+    prepared = optimizer._engine.plans.current()
     plan, backend = prepared.plan, prepared.backend
     partials = torch.zeros(plan.chunks, device=work.device)
     scaling = Scaling(plan.device, max_grad_norm=MAX_GRAD_NORM)

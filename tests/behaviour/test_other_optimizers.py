@@ -83,7 +83,7 @@ def test_cautious_may_be_set_at_any_time_and_checkpoints_of_lion_may_lack_it(bac
     older = lion.state_dict()
     del older["param_groups"][0]["cautious"]
     lion.load_state_dict(older)
-    assert lion.rule_of(lion.param_groups[0]).name == "lion"
+    assert lion._rule_of(lion.param_groups[0]).name == "lion"
 
 
 # ---- checkpoints of the authors' code -------------------------------------------------------------------------------

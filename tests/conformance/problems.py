@@ -324,7 +324,7 @@ class Run:
             if tail.nonfinite != "raise":
                 raise
             self.errors.append(str(error))
-        outcome = self.optimizer.engine.outcome
+        outcome = self.optimizer._engine.outcome
         if outcome is not None:  # behind the policies
             each = [] if outcome.coefficients is None else [outcome.coefficients]
             self.watched.outcomes += [values.clone() for values in (outcome.values, *each)]
@@ -372,7 +372,7 @@ class Run:
             is_second = name.partition("_scale ")[0] in second_moments
             unread = (scales == 255) | (scales == 0) & (is_second and not self.problem.reads_all)
             codes[unread.repeat_interleave(codecs.BLOCK)[: len(codes)]] = 0
-        history = self.optimizer.engine.clipping.history
+        history = self.optimizer._engine.clipping.history
         if history is not None:
             found["history"] = history.cpu()
         outcomes = {f"outcome {i}": values.cpu() for i, values in enumerate(self.watched.outcomes)}

@@ -74,7 +74,7 @@ def step_laid_out(name: str, kind: str, policy: str, on: str, how: str) -> tuple
     return (
         [whole(p) for p in params],
         torch.tensor(norms),
-        optimizer.engine.clipping.history,
+        optimizer._engine.clipping.history,
         int(optimizer.skipped_steps),
     )
 
