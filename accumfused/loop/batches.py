@@ -1,7 +1,8 @@
-"""Cuts an epoch into windows; the last one may be shorter."""
+"""Cuts an epoch, or several, into windows; the last one may be shorter."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Generic, TypeVar
 
@@ -16,13 +17,21 @@ class Windows(Generic[Item]):
     """Iterates over (item, last), with the iterable's length; `windows` returns it."""
 
     def __init__(
-        self, iterable: Iterable[Item], steps: int | Callable[[int], int], start: int, resumed: FusedOptimizer | None
+        self,
+        iterable: Iterable[Item],
+        steps: int | Callable[[int], int],
+        start: int,
+        resumed: FusedOptimizer | None,
+        epochs: int,
     ) -> None:
         if not callable(steps):
             _checked(steps)
         self._iterable = iterable
         self._steps: Callable[[int], int] = steps if callable(steps) else lambda _: steps
         self._start = checked_whole(start, "start", 0)
+        self._epochs = checked_whole(epochs, "epochs")
+        if self._epochs > 1 and isinstance(iterable, Iterator):
+            raise TypeError(f"epochs={epochs} needs an iterable that can begin again, got {type(iterable).__name__}")
         if resumed is not None:
             check_fused(resumed, "windows(resumed=)")
         self._resumed = resumed
@@ -30,14 +39,15 @@ class Windows(Generic[Item]):
     def __len__(self) -> int:
         if not isinstance(self._iterable, Sized):
             raise TypeError(f"{type(self._iterable).__name__} has no len()")
-        return len(self._iterable)
+        return self._epochs * len(self._iterable)
 
     def __iter__(self) -> Iterator[tuple[Item, bool]]:
+        items = itertools.chain.from_iterable(self._iterable for _ in range(self._epochs))
         try:
-            items = _with_length(self._iterable, len(self))
+            ended = _with_length(items, len(self))
         except TypeError:  # a DataLoader over an iterable dataset has a __len__ that raises
-            items = _with_end(self._iterable)
-        return self._cut(items)
+            ended = _with_end(items)
+        return self._cut(ended)
 
     def _cut(self, items: Iterable[tuple[Item, bool]]) -> Iterator[tuple[Item, bool]]:
         update, left = self._start, 0
@@ -57,6 +67,7 @@ def windows(
     *,
     start: int = 0,
     resumed: FusedOptimizer | None = None,
+    epochs: int = 1,
 ) -> Windows[Item]:
     """Cuts an iterable of micro-batches into windows: yields (item, last), `last` at the end of each.
 
@@ -69,19 +80,23 @@ def windows(
         start: the index of the first update in every iteration; a resumed run gives it for such a function.
         resumed: an optimizer that may have loaded a checkpoint of an open window: the first window then lacks the
             micro-batches that it has, and the iterable begins with the next one. Step a complete one before.
+        epochs: how often the iterable is gone through. A window goes on over an epoch's end; the last one's closes it.
+            Nothing calls a sampler's `set_epoch`: where there is one, pass a generator that calls it.
 
     Returns:
-        An iterable of (item, last), with the iterable's len() if it has one.
+        An iterable of (item, last), with the len() of all epochs if the iterable has one.
 
     Raises:
-        ValueError: a number of steps below 1, or `start` below 0.
-        TypeError: `resumed` is not an optimizer of accumfused.
+        ValueError: a number of steps or epochs below 1, or `start` below 0.
+        TypeError: `resumed` is not an optimizer of accumfused; several epochs of an iterator, which ends once.
 
     Examples:
         >>> list(windows("abcde", 2))
         [('a', False), ('b', True), ('c', False), ('d', True), ('e', True)]
+        >>> list(windows("abc", 2, epochs=2))
+        [('a', False), ('b', True), ('c', False), ('a', True), ('b', False), ('c', True)]
     """
-    return Windows(iterable, gradient_accumulation_steps, start, resumed)
+    return Windows(iterable, gradient_accumulation_steps, start, resumed, epochs)
 
 
 def _checked(steps: int) -> int:

@@ -156,3 +156,18 @@ def test_a_resumed_loop_goes_on_in_the_middle_of_a_window(done: int) -> None:
 def test_what_is_no_fused_optimizer_has_no_window_to_resume() -> None:
     with pytest.raises(TypeError, match="windows"):
         af.windows([1, 2], 2, resumed=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))  # type: ignore[arg-type]
+
+
+def test_a_window_goes_on_over_an_epochs_end() -> None:
+    cut = af.windows([0, 1, 2], 2, epochs=3)
+    assert len(cut) == 9
+    expected = [(i % 3, i % 2 == 1 or i == 8) for i in range(9)]  # the last window is shorter
+    assert list(cut) == expected
+    assert list(af.windows(Unsized(3), 2, epochs=3)) == expected
+
+
+def test_epochs_of_an_iterator_are_refused() -> None:
+    with pytest.raises(TypeError, match="epochs=2 needs an iterable that can begin again, got list_iterator"):
+        af.windows(iter([1, 2]), 2, epochs=2)
+    with pytest.raises(ValueError, match="epochs"):
+        af.windows([1, 2], 2, epochs=0)
