@@ -90,7 +90,10 @@ class FusedOptimizer(TorchOptimizer):
         weight, engine = checked_weight(weight), self._engine
         prepared, _, present = engine.begin(weight, in_loss=True, last=last)
         if present or engine.window.in_progress is not None:
-            raise RuntimeError("there is a gradient that was not accumulated; call accumulate() or zero_grad() first")
+            raise RuntimeError(
+                "there is a gradient that was not accumulated; call accumulate() first, or, if another loss left it "
+                "(a GAN's generator), the module's zero_grad(): discriminator.zero_grad() drops it and no window"
+            )
         in_loss = weight is None or _holds(loss.dtype, weight)
         if not in_loss and (engine.release is not None or prepared.exchange.has_means):
             raise RuntimeError(

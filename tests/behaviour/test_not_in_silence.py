@@ -204,3 +204,21 @@ def test_a_window_of_a_parameter_with_holes_and_8_bit_states_survives_a_checkpoi
     second.step()
     assert torch.equal(*params)
     assert moved(params[0]) != 0
+
+
+def test_the_modules_zero_grad_drops_what_another_loss_has_left_and_no_window() -> None:
+    def trained(generator_steps: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        discriminator = torch.nn.Linear(4, 1)
+        optimizer = af.SGD(discriminator.parameters(), lr=0.1)
+        for x in torch.randn(3, 5, 4):
+            optimizer.backward(discriminator(x).square().mean(), weight=5)
+            if generator_steps:
+                discriminator(3 * x).mean().backward()
+                with pytest.raises(RuntimeError, match=r"discriminator\.zero_grad\(\)"):
+                    optimizer.backward(discriminator(x).mean(), weight=5)
+                discriminator.zero_grad()
+        optimizer.step()
+        return discriminator.weight.detach()
+
+    assert torch.equal(trained(generator_steps=True), trained(generator_steps=False))
