@@ -287,7 +287,8 @@ class Engine:
         if present and self.window.is_open:
             raise RuntimeError(
                 "a window is open and there is a gradient that was not accumulated; "
-                "call accumulate() after the last backward(), before step()"
+                "call accumulate() after the last backward(), before step(); or, if another loss has left it (a "
+                "generator's, in the discriminator), the module's zero_grad(), which keeps the window"
             )
 
     def refuse_open(self, call: str, why: str = "") -> None:

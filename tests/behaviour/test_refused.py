@@ -32,7 +32,7 @@ R, V, T = RuntimeError, ValueError, TypeError
 # fmt: off
 SETTINGS: list[tuple[dict[str, Any], Errors, str]] = [
     ({"backend": "gpu"}, V, "backend must be one of auto, cuda, triton, cpu, foreach, torch, got 'gpu'"),
-    ({"nonfinite": "ignore"}, V, "nonfinite must be one of skip, propagate, raise or None, got 'ignore'"),
+    ({"nonfinite": "ignore"}, V, "nonfinite must be one of skip, drop, propagate, raise or None, got 'ignore'"),
     ({"max_grad_norm": 0}, V, r"max_grad_norm must be > 0, got 0; None is off \(elsewhere 0 often is\)"),
     ({"max_grad_norm": nan}, V, "max_grad_norm must be > 0, got nan"),
     ({"max_grad_norm": True}, T, "max_grad_norm must be a number, got True"),
@@ -418,3 +418,10 @@ def test_a_parameter_moved_within_a_window_is_refused_and_may_come_back(
     param.grad, param.data = None, before
     optimizer.step()
     assert not optimizer.step_was_skipped
+
+
+@pytest.mark.parametrize("call", [af.release_gradients, lambda given: af.fuse_linears(torch.nn.Linear(2, 2), given)])
+def test_what_enters_during_backward_cannot_be_dropped(call: Callable[[Any], Any]) -> None:
+    optimizer = af.SGD([Parameter(torch.ones(3))], lr=1.0, nonfinite="drop")
+    with refused(optimizer, V, "looks at a whole micro-batch before it enters"):
+        call(optimizer)
