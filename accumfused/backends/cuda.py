@@ -20,24 +20,6 @@ from accumfused.rules import compile
 _NONE = (0.0, 0, 0)  # in the place of a hyper-parameter that only other groups' rules have
 
 
-class _Outcome(Outcome):
-    """Its norm may wait for the step, which takes it, or else for the first who reads `values`."""
-
-    take: Callable[[], None] | None = None  # takes the norm; None: it does not wait
-    operands: tuple[Any, ...] = ()  # the norm's, and what keeps their memory
-
-    @property
-    def values(self) -> Tensor:
-        if self.take is not None:
-            self.take()
-            self.take = None
-        return self.memory
-
-    @values.setter
-    def values(self, memory: Tensor) -> None:
-        self.memory = memory
-
-
 class CudaBackend:
     """Runs the kernels of `module`, `_C.cuda` or an emulation of it; `table` is the class of that module's tables."""
 
@@ -64,24 +46,16 @@ class CudaBackend:
         ))  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        outcome = _Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
+        outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
         reads = partials is not None and grads is not None
-        norm = (
+        if reads:
+            plan.point_at(grads)  # type: ignore[arg-type]
+        copy, stream = self._on_device(plan, lambda: [partials, *(grads or [])])
+        copy.norm(plan.table, stream, (
             reads, address(partials), scaling.normalization, address(scaling.device_normalization),
             address(scaling.found_inf), outcome.normed, scaling.max_grad_norm, scaling.skips_nonfinite,
-            outcome.values.data_ptr(), address(scaling.skips), scaling.may_wait,
-        )  # fmt: skip
-        copy, stream = self._on_device(plan, lambda: [partials, *(grads or [])])
-
-        def take() -> None:
-            if reads:
-                plan.point_at(grads)  # type: ignore[arg-type]
-            copy.norm(plan.table, stream, norm)
-
-        if scaling.may_wait and copy.steps_with_norm(plan.table, plan.functors):
-            outcome.take, outcome.operands = take, (norm, partials, scaling)
-        else:
-            take()
+            outcome.values.data_ptr(), address(scaling.skips),
+        ))  # fmt: skip
         return outcome
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
@@ -91,19 +65,15 @@ class CudaBackend:
         return squares
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
-        own = outcome if isinstance(outcome, _Outcome) and outcome.take and outcome.changes is None else None
-        norm, values = (None, outcome.values) if own is None else (own.operands[0], own.memory)
         plan.point_at(grads)
         copy, stream = self._on_device(plan, lambda: [*grads, outcome.coefficients, outcome.changes])
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         stride = max(map(len, kept), default=0)
         flat = [hyper for values in kept for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
-        each, changes = address(outcome.coefficients), address(outcome.changes)
-        commit.with_launch(
-            partial(copy.step, plan.table, stream, flat, plan.functors, values.data_ptr(), each, changes, norm)
-        )
-        if own is not None:
-            own.take = None
+        commit.with_launch(partial(
+            copy.step, plan.table, stream, flat, plan.functors, outcome.values.data_ptr(),
+            address(outcome.coefficients), address(outcome.changes),
+        ))  # fmt: skip
 
     def _on_device(self, plan: Plan, used: Callable[[], Iterable[Tensor | None]]) -> tuple[Any, int]:
         """The table's copy for this call, and the stream; another stream may have made the tensors of `used()`.

@@ -332,7 +332,6 @@ class Engine:
         if divisors.is_shared:  # the coefficient comes with those of others
             outcome = prepared.backend.norm(plan, stale, partials, Scaling(plan.device))
         elif asked is None or partials is None:
-            scaling.may_wait = not self.observers  # else others read what the norm writes
             outcome = prepared.norm(stale, partials, scaling)
         else:
             outcome = self.clipping.norm(asked, prepared, stale, partials, scaling)

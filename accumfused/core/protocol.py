@@ -111,7 +111,6 @@ class Scaling:
     skips_nonfinite: bool = False
     found_inf: Tensor | None = None  # fp32, shape []
     skips: Tensor | None = None  # int64, shape []: counts skipped steps
-    may_wait: bool = False  # until somebody reads the outcome, or for the step, whose gradients are the norm's
 
     def normalize(self, divisor: float | Tensor) -> None:
         """Divides the gradients by one more number; a tensor is not read."""
@@ -290,7 +289,7 @@ class Owner(Protocol):
 
 
 class OwnStep(Protocol):
-    """An optimizer's step in place of the kernels'. It reads the outcome first if it steps in parts (`may_wait`)."""
+    """An optimizer's step in place of the kernels'."""
 
     def __call__(self, optimizer: Any, engine: Any, measured: Any, /) -> None: ...
 

@@ -29,7 +29,6 @@ __device__ void fold_chunk(float* sum, const G* grad, int n, bool aligned, float
 
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kFoldBlocks)
     accumulate_kernel(const Work work, const __grid_constant__ Fold fold) {
-  wait_for_launches_in_front();
   const bool is_fresh = fold.is_fresh(), keeps = !fold.overwrites && !is_fresh;
   const float factor = is_fresh && !fold.overwrites ? 1.0f : fold.multiplier();
   for (int piece = int(blockIdx.x); piece < work.pieces; piece += int(gridDim.x)) {

@@ -8,8 +8,8 @@ namespace accumfused {
 namespace {
 
 // In the order of Norm.
-using NormTuple = std::tuple<bool, uintptr_t, double, uintptr_t, uintptr_t, bool, std::optional<double>, bool,
-                             uintptr_t, uintptr_t, bool>;
+using NormTuple =
+    std::tuple<bool, uintptr_t, double, uintptr_t, uintptr_t, bool, std::optional<double>, bool, uintptr_t, uintptr_t>;
 
 cuda::Norm norm_of(const NormTuple& values) {
   return std::apply([](const auto&... each) { return cuda::Norm{each...}; }, values);
@@ -21,8 +21,7 @@ void bind_cuda(py::module_& m) {
   using cuda::DeviceTable;
   const auto release = py::call_guard<py::gil_scoped_release>();
   m.def("why_not", cuda::why_not, py::arg("device"), "Why the kernels cannot run on that device, or ''.");
-  m.def("allow", cuda::allow, py::arg("overlap") = true, py::arg("one_launch") = true, py::arg("queue") = true,
-        "What launches may do, see launch.h; allow() is as at first.");
+  m.def("allow", cuda::allow, py::arg("queue") = true, "What launches may do, see launch.h; allow() is as at first.");
   m.def("capture_id", cuda::capture_id, py::arg("device"), py::arg("stream"));
   m.attr("ARCHS") = AF_CUDA_ARCHS;
   m.attr("COMPILER") = AF_CUDA_VERSION;
@@ -49,21 +48,16 @@ void bind_cuda(py::module_& m) {
           },
           release)
       .def("segment_norms", &DeviceTable::segment_norms, release)
-      .def("steps_with_norm",
-           [](const DeviceTable& self, const Table& table, const std::vector<int32_t>& rules) {
-             return self.steps_with_norm(table.rows(), rules);
-           })
       .def(
           "step",
           [](DeviceTable& self, const Table& table, uintptr_t stream,
              const std::vector<std::tuple<double, uintptr_t, uintptr_t>>& hypers, const std::vector<int32_t>& rules,
-             uintptr_t outcome, uintptr_t coefficients, uintptr_t changes, const std::optional<NormTuple>& norm) {
+             uintptr_t outcome, uintptr_t coefficients, uintptr_t changes) {
             std::vector<HyperParameter> values;
             for (const auto& [number, device_float, device_double] : hypers) {
               values.push_back({number, pointer<const float>(device_float), pointer<const double>(device_double)});
             }
-            self.step(table.rows(), stream, values, rules, outcome, coefficients, changes,
-                      norm ? std::optional<cuda::Norm>(norm_of(*norm)) : std::nullopt);
+            self.step(table.rows(), stream, values, rules, outcome, coefficients, changes);
           },
           release);
 }

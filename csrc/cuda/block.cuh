@@ -1,5 +1,4 @@
-// The common work of a thread block: summing 1024 lanes, finding out that it is the last thread block, and waiting for
-// the others.
+// The common work of a thread block: summing 1024 lanes, and finding out that it is the last thread block.
 #pragma once
 #include "../numeric.h"
 #include "policy.h"
@@ -67,18 +66,6 @@ __device__ inline bool is_last_block(uint32_t* ticket) {
   }
   __syncthreads();
   return last;
-}
-
-// Waits until all thread blocks have come here; each then sees the writes of all. They must run at once, and come once
-// in a launch, which has no other use for the ticket: it is as before the launch while some may still be waiting for
-// that.
-__device__ inline void wait_for_grid(uint32_t* ticket) {
-  if (is_last_block(ticket)) return;
-  if (threadIdx.x == 0) {
-    while (*static_cast<volatile uint32_t*>(ticket) != 0) __nanosleep(20);
-    __threadfence();
-  }
-  __syncthreads();
 }
 
 }  // namespace accumfused::AF_TARGET

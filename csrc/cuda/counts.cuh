@@ -19,10 +19,6 @@ __device__ inline void copy_counts(const Work& work) {
 }
 
 // For a step that no norm has gone before.
-__global__ void __launch_bounds__(Policy::kThreads) counts_kernel(const Work work) {
-  wait_for_launches_in_front();
-  let_next_launch_begin();
-  copy_counts(work);
-}
+__global__ void __launch_bounds__(Policy::kThreads) counts_kernel(const Work work) { copy_counts(work); }
 
 }  // namespace accumfused::AF_TARGET

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -23,7 +22,7 @@ using gpu::Kind;
 using gpu::Packet;
 using gpu::Policy;
 
-using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, const float*, float*, int, gpu::Norm);
+using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, const float*, float*, int);
 
 // For rows in any format; of rules with one or two states, with loops for the usual formats.
 template <class Rule>
@@ -88,37 +87,23 @@ std::pair<int, int> cut(std::vector<Row>& rows) {
   }
 }
 
-std::atomic<bool> may_overlap{true}, may_take_norm{true}, may_queue{true};
+std::atomic<bool> may_queue{true};
 
-// A kernel on a device.
-struct Fit {
-  int blocks = 0;         // so many thread blocks at once
-  bool overlaps = false;  // it knows how to wait for the launch in front
-};
-
+// So many thread blocks of a kernel run at once on this device.
 template <class... Parameters>
-Fit fit_here(void (*kernel)(Parameters...)) {
+int room_for(void (*kernel)(Parameters...)) {
   static std::mutex mutex;
-  static std::map<std::pair<int, const void*>, Fit> known;
+  static std::map<std::pair<int, const void*>, int> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  int device = 0, blocks = 0, driver = 0;
+  int device = 0, blocks = 0;
   check(cudaGetDevice(&device), "current device");
-  Fit& found = known[{device, reinterpret_cast<const void*>(kernel)}];
-  if (found.blocks == 0) {
-    cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, kernel), "attributes");
-    check(cudaDriverGetVersion(&driver), "driver");
-    // What was compiled for older cards has no wait, on whatever card it runs. Graphs know such launches from 12.3 on.
-    found.overlaps = attributes.ptxVersion >= 90 && driver >= 12030;
+  int& found = known[{device, reinterpret_cast<const void*>(kernel)}];
+  if (found == 0) {
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, Policy::kThreads, 0), "occupancy");
-    found.blocks = std::max(1, multiprocessors() * blocks);
+    found = std::max(1, multiprocessors() * blocks);
   }
   return found;
 }
-
-// How a launch begins: when those in front of it have ended; before that, if one of our own is in front; or with all
-// its thread blocks at once, because these wait for each other.
-enum class Begins { kAfter, kEarly, kAtOnce };
 
 // Thread blocks. `queue`: also more than there is room for; the device hands out the next one when another ends.
 struct Blocks {
@@ -132,38 +117,15 @@ Blocks blocks_for(int64_t count) { return {(count + Policy::kThreads - 1) / Poli
 // One for each piece. In a queue each has its beginning to pay for, which is little beside a whole chunk.
 Blocks blocks_of(const gpu::Work& work) { return {work.pieces, may_queue && work.size == int(kChunk)}; }
 
-// False: there is no room for all thread blocks at once.
-template <class... Parameters, class... Arguments>
-bool launch_as(Begins how, const char* name, void (*kernel)(Parameters...), Blocks blocks, uintptr_t stream,
-               const Arguments&... arguments) {
-  const Fit fit = fit_here(kernel);
-  int64_t most = blocks.queue ? INT32_MAX / Policy::kThreads : fit.blocks;  // kernels count threads in ints
-  cudaLaunchAttribute attribute = {};
-  cudaLaunchConfig_t config = {};
-  config.attrs = &attribute;
-  if (how == Begins::kAtOnce) {
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-    config.numAttrs = 1;
-    most = std::min(fit.blocks, std::max(1, Policy::kBlocksAtOnce * multiprocessors()));
-  } else if (how == Begins::kEarly && fit.overlaps && may_overlap) {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.numAttrs = 1;
-  }
-  config.gridDim = dim3(unsigned(std::clamp<int64_t>(blocks.count, 1, most)));
-  config.blockDim = dim3(Policy::kThreads);
-  config.stream = reinterpret_cast<cudaStream_t>(stream);
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, arguments...);
-  if (status == cudaErrorCooperativeLaunchTooLarge) return cudaGetLastError(), false;
-  check(status, name);
-  return true;
-}
-
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), Blocks blocks, uintptr_t stream,
             const Arguments&... arguments) {
-  launch_as(Begins::kAfter, name, kernel, blocks, stream, arguments...);
+  const int64_t most = blocks.queue ? INT32_MAX / Policy::kThreads : room_for(kernel);  // kernels count threads in ints
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(std::clamp<int64_t>(blocks.count, 1, most)));
+  config.blockDim = dim3(Policy::kThreads);
+  config.stream = reinterpret_cast<cudaStream_t>(stream);
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
 }
 
 template <int kBytes>
@@ -204,16 +166,6 @@ void send_changes(std::vector<unsigned char>& sent, const void* now, size_t size
   known.resize(size);
   memcpy(known.data() + begin, bytes + begin, end - begin);
   sent.swap(known);
-}
-
-gpu::Norm norm_of(const Rows& table, const Norm& norm) {
-  return {int(table.chunks),
-          norm.reads,
-          pointer<float>(norm.partials),
-          gpu::make_scaling(norm.normalization, norm.device_normalization, norm.found_inf, norm.takes_norm,
-                            norm.max_grad_norm, norm.skips_nonfinite),
-          pointer<float>(norm.outcome),
-          pointer<int64_t>(norm.skips)};
 }
 
 size_t rounded(size_t bytes) { return (bytes + sizeof(uint4) - 1) / sizeof(uint4) * sizeof(uint4); }
@@ -291,11 +243,12 @@ void DeviceTable::accumulate(const Rows& table, uintptr_t stream, const Fold& fo
 void DeviceTable::norm(const Rows& table, uintptr_t stream, const Norm& norm) {
   const Device device(device_);
   const Layout layout = send(table, stream, false);
-  const gpu::Norm args = norm_of(table, norm);
+  const gpu::Scaling scaling = gpu::make_scaling(norm.normalization, norm.device_normalization, norm.found_inf,
+                                                 norm.takes_norm, norm.max_grad_norm, norm.skips_nonfinite);
   const Blocks blocks{std::max(norm.reads ? table.chunks : 1, blocks_for(table.count).count)};
-  launch("norm", gpu::norm_kernel, blocks, stream, layout.chunks, args.reads, args.partials, args.scaling, args.outcome,
-         args.skips);
-  has_counts_ = true, is_next_ = norm.step_follows;
+  launch("norm", gpu::norm_kernel, blocks, stream, layout.chunks, norm.reads, pointer<float>(norm.partials), scaling,
+         pointer<float>(norm.outcome), pointer<int64_t>(norm.skips));
+  has_counts_ = true;
 }
 
 void DeviceTable::segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t bounds, int64_t segments,
@@ -305,16 +258,9 @@ void DeviceTable::segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t 
          pointer<const int64_t>(bounds), segments, pointer<double>(squares));
 }
 
-bool DeviceTable::steps_with_norm(const Rows& table, const std::vector<int32_t>& rules) const {
-  const bool has_one_rule = std::adjacent_find(rules.begin(), rules.end(), std::not_equal_to<>()) == rules.end();
-  if (!may_take_norm || !table.plain || !has_one_rule || table.chunks > Policy::kMostChunksOfOneLaunch) return false;
-  const Device device(device_);
-  return attribute(cudaDevAttrCooperativeLaunch, "cooperative launch") != 0;
-}
-
 void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
-                       const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients, uintptr_t changes,
-                       const std::optional<Norm>& norm) {
+                       const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients,
+                       uintptr_t changes) {
   if (hypers.size() != hypers_.size() || rules.size() != rules_.size()) {
     throw std::invalid_argument("hypers and rules of other groups than the table's");
   }
@@ -328,21 +274,14 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
     std::copy(hypers.begin(), hypers.end(), layout.step.carried);
     std::copy(rules.begin(), rules.end(), layout.step.carried_rules);
   }
-  if (!std::exchange(has_counts_, false) && !norm) {
-    is_next_ = true;
+  if (!std::exchange(has_counts_, false)) {
     launch("step counts", gpu::counts_kernel, blocks_for(table.count), stream, layout.chunks);
   }
   for (int32_t rule = 0; rule < int32_t(std::size(kStep)); ++rule) {  // nearly always one for all groups
     if (std::find(rules.begin(), rules.end(), rule) == rules.end()) continue;
     const gpu::Work work = changes ? layout.chunks : layout.units;
-    const auto launch_step = [&](Begins how, const gpu::Norm& own) {
-      return launch_as(how, "step", kStep[rule][!table.plain || changes], blocks_of(work), stream, work, layout.step,
-                       pointer<const float>(outcome), pointer<const float>(coefficients), pointer<float>(changes), rule,
-                       own);
-    };
-    if (norm && launch_step(Begins::kAtOnce, norm_of(table, *norm))) continue;
-    if (norm) this->norm(table, stream, *norm), has_counts_ = false;
-    launch_step(is_next_ ? Begins::kEarly : Begins::kAfter, {});
+    launch("step", kStep[rule][!table.plain || changes], blocks_of(work), stream, work, layout.step,
+           pointer<const float>(outcome), pointer<const float>(coefficients), pointer<float>(changes), rule);
   }
 }
 
@@ -368,9 +307,7 @@ std::string why_not(int device) {
   return "";
 }
 
-void allow(bool overlap, bool one_launch, bool queue) {
-  may_overlap = overlap, may_take_norm = one_launch, may_queue = queue;
-}
+void allow(bool queue) { may_queue = queue; }
 
 uint64_t capture_id(int device, uintptr_t stream) {
   const Device current(device);

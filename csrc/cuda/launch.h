@@ -10,7 +10,7 @@
 namespace accumfused::cuda {
 
 // A norm's operands; addresses are of the device's memory. `reads`: the table's gradients are read; otherwise their
-// sums of squares are all in `partials`. `step_follows`: nobody launches anything between this norm and its step.
+// sums of squares are all in `partials`.
 struct Norm {
   bool reads;
   uintptr_t partials;
@@ -20,7 +20,6 @@ struct Norm {
   std::optional<double> max_grad_norm;
   bool skips_nonfinite;
   uintptr_t outcome, skips;
-  bool step_follows;
 };
 
 // A table's copy on a device, and the verbs that work on it. Every launch brings the changes since the last one with
@@ -39,11 +38,8 @@ class DeviceTable {
   void accumulate(const Rows& table, uintptr_t stream, const Fold& fold);
   void norm(const Rows& table, uintptr_t stream, const Norm& norm);
   void segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t bounds, int64_t segments, uintptr_t squares);
-  // Whether a step of a small model can take its norm in the same launch.
-  bool steps_with_norm(const Rows& table, const std::vector<int32_t>& rules) const;
   void step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
-            const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients, uintptr_t changes,
-            const std::optional<Norm>& norm);
+            const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients, uintptr_t changes);
 
  private:
   struct Layout;
@@ -57,15 +53,13 @@ class DeviceTable {
   int units_ = -1, unit_ = 0;                         // of the rows on the device; -1: they are not there yet
   std::vector<unsigned char> operands_[2], numbers_;  // of steps and of folds; empty: not known
   bool has_counts_ = false;                           // a norm has copied them since the last step
-  bool is_next_ = false;                              // the step: a norm of ours is in front of it
 };
 
 // Why the kernels cannot run on a device, or "". Loads them, so that no capture has to.
 std::string why_not(int device);
 
-// What launches may do, to compare; all of it at first. overlap: begin before the one in front has ended, where the
-// device can; one_launch: take a norm in a step; queue: have more thread blocks than there is room for.
-void allow(bool overlap, bool one_launch, bool queue);
+// What launches may do, to compare; all of it at first. queue: have more thread blocks than there is room for.
+void allow(bool queue);
 
 // An id that no other capture has; 0 where the stream is not being captured.
 uint64_t capture_id(int device, uintptr_t stream);

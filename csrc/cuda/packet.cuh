@@ -1,6 +1,5 @@
 // The way of the tables to the device.
 #pragma once
-#include "overlap.cuh"
 #include "policy.h"
 
 namespace accumfused::AF_TARGET {
@@ -15,8 +14,6 @@ struct Packet {
 template <int kBytes>
 __global__ void __launch_bounds__(Policy::kThreads)
     write_kernel(const __grid_constant__ Packet<kBytes> packet, uint4* to, int count) {
-  wait_for_launches_in_front();
-  let_next_launch_begin();
   for (int i = int(blockIdx.x * Policy::kThreads + threadIdx.x); i < count; i += int(gridDim.x) * Policy::kThreads)
     to[i] = packet.bytes[i];
 }

@@ -33,14 +33,6 @@ struct Policy {
   // the step in formats are whole rows of 2048 elements.
   static constexpr int kUnitsPerMultiprocessor = 16, kLeastUnit = 2048;
 
-  // A step takes the norm itself, in one launch, where there are no more chunks: a sum for each lane of the tree in
-  // which every thread block adds them up. Its gradients, read twice, then mostly fit into the L2 cache.
-  static constexpr int kMostChunksOfOneLaunch = int(kLanes);
-
-  // Thread blocks of such a launch for each multiprocessor: the others' room is for kernels of other streams, which may
-  // hold some of it for long (those of NCCL). All blocks must find room at the same time.
-  static constexpr int kBlocksAtOnce = 2;
-
   // Hyper-parameters, and groups, that a step's launch carries; of more, the table has them.
   static constexpr int kCarriedHypers = 36, kCarriedGroups = 16;
 

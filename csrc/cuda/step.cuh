@@ -4,7 +4,7 @@
 
 #include "../rules.h"
 #include "block.cuh"
-#include "norm.cuh"
+#include "counts.cuh"
 #include "step_formatted.cuh"
 #include "step_packed.cuh"
 
@@ -105,23 +105,17 @@ __device__ void step_any(const Rule& rule, const Work& work, int piece, const Pi
 }
 
 // Steps the rows of the groups that have this rule, the index-th of AF_CUDA_RULES. `coefficients`: nullable, each
-// row's. `changes`: nullable, see cpu/kernels.h; only kernels for rows in any format have them. `norm`: taken first, by
-// kernels for rows in fp32 alone.
+// row's. `changes`: nullable, see cpu/kernels.h; only kernels for rows in any format have them.
 template <Kind kKind, class Rule>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kStates>)
     step_kernel(const Work work, const __grid_constant__ Hypers hypers, const float* outcome, const float* coefficients,
-                float* changes, const int index, const __grid_constant__ Norm norm) {
-  wait_for_launches_in_front();
+                float* changes, const int index) {
   static_assert(sizeof(Rule) <= kMaxFunctorBytes && Rule::kHypers <= kMaxHypers, "Prepared is too small");
   static_assert(Rule::kTensorStates == 0, "Prepared is for all tensors of a group");
   __shared__ Prepared prepared;
   if (threadIdx.x == 0) prepared.group = -1;
-  if (kKind == Kind::kPlain && norm.outcome != nullptr) {
-    take_norm(work, norm, prepared.outcome);
-  } else {
-    if (threadIdx.x < 3) prepared.outcome[threadIdx.x] = outcome[threadIdx.x];
-    __syncthreads();
-  }
+  if (threadIdx.x < 3) prepared.outcome[threadIdx.x] = outcome[threadIdx.x];
+  __syncthreads();
   if (prepared.outcome[2] != 0.0f) return;  // skipped: nothing is written
   // Backwards: of the gradients, which the norm has read forwards, the last ones may still be in the cache.
   for (int piece = work.pieces - 1 - int(blockIdx.x); piece >= 0; piece -= int(gridDim.x)) {

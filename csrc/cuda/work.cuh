@@ -4,7 +4,6 @@
 // blocks stay; or they have a thread block for each piece, and blocks come and go.
 #pragma once
 #include "memory.cuh"
-#include "overlap.cuh"
 
 namespace accumfused::AF_TARGET {
 

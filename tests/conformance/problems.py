@@ -221,9 +221,7 @@ class Watched:
 
     def norm(self, *args: Any) -> Any:
         outcome = self._inner.norm(*args)
-        # Clipping may write into it, unless the step takes the norm.
-        waits = getattr(outcome, "take", None) is not None
-        self.outcomes.append(outcome.memory if waits else outcome.values.clone())
+        self.outcomes.append(outcome.values.clone())  # clipping may write into it
         return outcome
 
 

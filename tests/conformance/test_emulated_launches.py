@@ -36,17 +36,14 @@ def launches(machine: Any, call: Callable[[], Any]) -> int:
     return int(machine.launches() - before)
 
 
-@pytest.mark.parametrize("cooperates", [True, False])
-def test_only_what_has_changed_is_sent(cooperates: bool, cuda: CudaBackend, machine: Any) -> None:
-    machine.cooperates(cooperates)
+def test_only_what_has_changed_is_sent(cuda: CudaBackend, machine: Any) -> None:
     optimizer, params = make(cuda, max_grad_norm=1.0)
     optimizer.step()
-    usual = 1 if cooperates else 2
-    assert launches(machine, optimizer.step) == usual, "norm and step"
+    assert launches(machine, optimizer.step) == 2, "norm and step"
     optimizer.param_groups[0]["lr"] = 0.01
-    assert launches(machine, optimizer.step) == usual, "a new lr travels with the step"
+    assert launches(machine, optimizer.step) == 2, "a new lr travels with the step"
     params[0].grad = params[0].grad.clone()
-    assert launches(machine, optimizer.step) == usual + 1, "and the new address"
+    assert launches(machine, optimizer.step) == 3, "and the new address"
 
 
 def test_hyper_parameters_of_many_groups_lie_in_the_table(cuda: CudaBackend, machine: Any) -> None:
@@ -82,15 +79,11 @@ def with_more_formats(optimizer: Any) -> None:
     set_grads(extra, random_grads(extra, 0))
 
 
-def one_of_a_thousand(optimizer: Any, count: int = 1024 - 3) -> None:
-    """The model then has as many chunks as one launch takes, most of them without a gradient."""
+def few_of_many(optimizer: Any, count: int = 1021) -> None:
+    """Most tensors of the model then have no gradient."""
     extra = [torch.ones(1, requires_grad=True) for _ in range(count)]
     optimizer.add_param_group({"params": extra})
     set_grads(extra[-13:], [torch.ones(1) for _ in range(13)])
-
-
-def too_many(optimizer: Any) -> None:
-    one_of_a_thousand(optimizer, 1024 - 2)
 
 
 def folded(optimizer: Any) -> None:
@@ -111,16 +104,15 @@ def in_a_clip_group(optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "change", "count"),
     [
-        ({}, None, 1),
-        ({"max_grad_norm": None, "nonfinite": "propagate"}, None, 1),
-        ({}, folded, 1),
-        ({}, not_finite, 1),
-        ({}, one_of_a_thousand, 1),
-        ({}, too_many, 2),
+        ({}, None, 2),
+        ({"max_grad_norm": None, "nonfinite": "propagate"}, None, 2),
+        ({}, folded, 2),
+        ({}, not_finite, 2),
+        ({}, few_of_many, 2),
         ({"state_dtype": torch.bfloat16, "state_dtype_min_numel": 2}, None, 2),
         ({}, with_two_rules, 3),
         ({"state_dtype": torch.bfloat16, "state_dtype_min_numel": 100, "rounding_seed": 1}, with_more_formats, 3),
-        ({"nonfinite": "raise"}, None, 2),  # somebody reads the outcome, or changes it, before the step
+        ({"nonfinite": "raise"}, None, 2),
         ({"max_grad_norm": None}, in_a_clip_group, 5),
         ({"skip_above": 50.0}, None, 2),
         ({"clip": af.clipping.PerTensor(0.5), "max_grad_norm": None}, None, 3),
@@ -128,7 +120,7 @@ def in_a_clip_group(optimizer: Any) -> None:
         ({"metrics": 1}, None, 11),
     ],
 )
-def test_a_step_takes_its_norm_where_nobody_reads_that_before(
+def test_a_step_is_a_norm_and_a_launch_for_each_rule(
     settings: dict[str, Any], change: Callable[[Any], None] | None, count: int, cuda: CudaBackend, machine: Any
 ) -> None:
     found, made = [], []
@@ -149,17 +141,6 @@ def test_a_step_takes_its_norm_where_nobody_reads_that_before(
         found.append(everything(optimizer) | {"skipped": optimizer.skipped_steps})
     assert_all_same_bits(found[0], found[1])
     assert made == [count, 0]
-
-
-@pytest.mark.parametrize("forbid", [lambda machine: machine.allow(one_launch=False), lambda machine: machine.room(1)])
-def test_a_step_takes_no_norm_where_it_may_not_or_has_no_room(forbid: Any, cuda: CudaBackend, machine: Any) -> None:
-    """For all thread blocks at once: other kernels hold the rest."""
-    (ours, _), (theirs, _) = make(cuda, max_grad_norm=1.0), make(CpuBackend(), max_grad_norm=1.0)
-    ours.step(), theirs.step()
-    forbid(machine)
-    assert launches(machine, ours.step) == 2
-    theirs.step()
-    assert_all_same_bits(everything(ours), everything(theirs))
 
 
 @torch.no_grad()
@@ -196,13 +177,13 @@ def test_a_chunk_occupies_many_blocks(cuda: CudaBackend, machine: Any) -> None:
 @pytest.mark.parametrize("queue", [True, False])
 def test_chunks_queue_for_room_and_units_take_turns(queue: bool, cuda: CudaBackend, machine: Any) -> None:
     machine.multiprocessors(1)  # room for one thread block
-    machine.allow(one_launch=False, queue=queue)
+    machine.allow(queue=queue)
     found = []
     for backend in (cuda, CpuBackend()):
         optimizer, _ = make(backend, max_grad_norm=1.0)
         optimizer.step()
         grids = [machine.grid()]
-        one_of_a_thousand(optimizer, 13)
+        few_of_many(optimizer, 13)
         every = [param for group in optimizer.param_groups for param in group["params"]]
         for call in (optimizer.step, optimizer.accumulate, optimizer.accumulate):
             for param in every:
@@ -254,12 +235,14 @@ PLAIN, WEIGHTED = [None] * 4, [3.0, 1.0, 5.0, 2.0]
 
 
 @pytest.mark.parametrize("weights", [PLAIN, WEIGHTED])
-def test_a_window_of_a_small_model_is_its_folds_and_a_step(weights: list[Any], cuda: CudaBackend, machine: Any) -> None:
+def test_a_window_of_a_small_model_is_its_folds_a_norm_and_a_step(
+    weights: list[Any], cuda: CudaBackend, machine: Any
+) -> None:
     loop = Loop(cuda, weights)
     for _ in range(2):  # the first step makes the states
         loop.run()
     with Operations() as operations:
-        assert launches(machine, loop.run) == 4 + 1, "the first fold copies, because the test keeps the gradients"
+        assert launches(machine, loop.run) == 4 + 2, "the first fold copies, because the test keeps the gradients"
     assert operations.seen == []
 
 
@@ -273,28 +256,6 @@ def test_only_a_window_without_some_gradients_clears_their_sums(cuda: CudaBacken
         theirs.run()
         assert operations.seen == wanted
     assert_all_same_bits(everything(ours.optimizer), everything(theirs.optimizer))
-
-
-@pytest.mark.parametrize(("blocks", "version"), [(5, 90), (6, 80)])  # each is another device
-def test_launches_overlap_where_the_kernels_wait(blocks: int, version: int, cuda: CudaBackend, machine: Any) -> None:
-    machine.multiprocessors(blocks)
-    machine.ptx_version(version)
-    machine.cooperates(False)  # a launch of thread blocks that wait for each other does not overlap
-    optimizer, _ = make(cuda, max_grad_norm=1.0)
-    for allowed in (True, False):
-        machine.allow(overlap=allowed)
-        before = machine.overlapping()
-        launches(machine, optimizer.step)
-        assert machine.overlapping() - before == (1 if allowed and version >= 90 else 0), "the step"
-
-
-@pytest.mark.parametrize("settings", [{"clip": af.PerTensor(1.0)}, {"skip_above": af.RunningMean(4.0)}], ids=str)
-def test_no_launch_overlaps_what_torch_launched(settings: Any, cuda: CudaBackend, machine: Any) -> None:
-    """Policies make their coefficients by torch's operations, between norm and step."""
-    optimizer, _ = make(cuda, **settings)
-    before = machine.overlapping()
-    launches(machine, optimizer.step)
-    assert machine.overlapping() == before
 
 
 @pytest.mark.parametrize("count", range(6))

@@ -5,7 +5,6 @@ The threads of a block run in an order that is shuffled between any two barriers
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import emulation
 import inside
 import pytest
 import torch
-from compare import assert_all_same_bits, everything
+from compare import assert_all_same_bits
 from device import DeviceMemory
 from layouts import PIECE, edges
 from problems import LOOPS, Loop, Problem, assert_conforms, bare_plan, play
@@ -36,7 +35,6 @@ def test_the_grid_and_the_order_of_threads_change_nothing(
 ) -> None:
     machine.multiprocessors(blocks)
     machine.seed(seed)
-    machine.cooperates(seed == 0)
     sizes = edges(CHUNK + PIECE + 5, 5000, *[40] * 9)
     for case, weights, states in (("adamw_amsgrad", "fp32", "fp32"), ("adamw", "split8", "8bit")):
         problem = Problem(case, torch.bfloat16, weights, states, LOOPS["steps"], edges=sizes)
@@ -111,8 +109,8 @@ def differs(run: Callable[[], Any], wanted: Any, machine: Any, missing: Any, see
     return False
 
 
-# Kernels, by a type that their own parameters have; the last one is a step that takes its norm.
-FOLD, NORM, STEP, BOTH = "Fold", "Scaling", "Hypers", "Norm"
+# Kernels, by a type that their own parameters have.
+FOLD, NORM, STEP = "Fold", "Scaling", "Hypers"
 THREADS, CHUNK_SUM = range(0, 256, 51), range(21)  # 21 shuffles: the search for the chunk, and its sum
 
 
@@ -124,8 +122,6 @@ THREADS, CHUNK_SUM = range(0, 256, 51), range(21)  # 21 shuffles: the search for
         # Before the ticket, which the thread takes that has written the sums.
         (NORM, sums, "barrier", range(10), [0]),
         (STEP, windows, "barrier", range(5), []),
-        # The sums; the barrier of all blocks; the outcome, which thread 0 computes for the others.
-        (BOTH, windows, "barrier", [1, 2, 3, 7, 8, 17], []),
         (FOLD, windows, "shuffle", CHUNK_SUM, []), (NORM, windows, "shuffle", CHUNK_SUM, []),
         (STEP, windows, "shuffle", range(2), []),
         # All lanes have these two numbers: they are shuffled for the compiler.
@@ -139,7 +135,6 @@ def test_what_a_kernel_goes_without_is_seen(
 ) -> None:
     checked.multiprocessors(2)
     checked.allow(queue=False)  # else a block has one chunk
-    checked.cooperates(kernel == BOTH)
     wanted, seen = program(CpuBackend()), []
     for index in indices:
         missing = checked.without(kernel, **{what: index})
@@ -147,16 +142,6 @@ def test_what_a_kernel_goes_without_is_seen(
             seen.append(index)
         assert missing.was_met
     assert seen == [index for index in indices if index not in redundant]
-
-
-def test_every_kernel_waits_for_the_launch_in_front_before_all_else() -> None:
-    first = [
-        body.split(";")[0].strip()
-        for path in (emulation.ROOT / "csrc" / "cuda").glob("*.cu*")
-        for body in re.findall(r"__global__ void[^{]*\{([^}]*)", path.read_text())
-    ]
-    assert len(first) == 6
-    assert set(first) == {"wait_for_launches_in_front()"}
 
 
 @pytest.mark.parametrize("fence", [-1, 0])
@@ -168,25 +153,6 @@ def test_a_missing_fence_before_the_ticket_is_seen(fence: int, machine: Any, cud
         return norms(backend, [3 * CHUNK + 5, 70, 5], partials, 1.0, 3.0)
 
     assert differs(lambda: run(cuda), run(CpuBackend()), machine, machine.without(fence=fence)) == (fence == 0)
-
-
-@pytest.mark.parametrize("missing", [{}, {"fence": 0}, {"ticket": 0}], ids=str)
-def test_a_missing_barrier_of_all_blocks_is_seen(missing: dict[str, int], machine: Any, cuda: CudaBackend) -> None:
-    """In a step that takes its norm: the fence before its ticket, or the wait for the others."""
-    machine.multiprocessors(2)
-
-    def run(backend: Any) -> dict[str, Tensor]:
-        params = [torch.ones(size, requires_grad=True) for size in (3 * CHUNK + 5, 70, 5)]
-        optimizer = ADAMW_CASE.make(params, backend, max_grad_norm=1.0)
-        for value in (1.0, 3.0):
-            set_grads(params, [torch.full_like(p, value) for p in params])
-            optimizer.step()
-            if value == 1.0:  # then sums of the step before lie there
-                machine.watch(inside.partials(optimizer).data_ptr(), inside.partials(optimizer).nbytes)
-        return everything(optimizer)
-
-    wanted = run(CpuBackend())
-    assert differs(lambda: run(cuda), wanted, machine, machine.without(**missing)) == bool(missing)
 
 
 # ---- accesses -------------------------------------------------------------------------------------------------------

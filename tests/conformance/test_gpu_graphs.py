@@ -101,18 +101,6 @@ def test_a_captured_window_gives_the_bits_of_eager_ones(name: str, gpu: Card | E
     assert_replays_conform(name, gpu)
 
 
-@pytest.mark.parametrize("gpu", ["emulated"], indirect=True)
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_launch_may_begin_before_the_one_in_front_has_run(waits: bool, gpu: Emulation) -> None:
-    gpu.machine.cooperates(False)  # such a launch takes the norm, and does not begin early
-    with gpu.machine.without(wait=-1 if waits else 0):
-        if waits:
-            assert_replays_conform("windows", gpu)
-        else:  # then the test has to fail: other bits, or addresses that are not there yet
-            with pytest.raises((AssertionError, RuntimeError)):
-                assert_replays_conform("windows", gpu)
-
-
 def moved(optimizer: Any) -> None:
     param = optimizer.param_groups[0]["params"][0]
     param.data = param.data.clone()

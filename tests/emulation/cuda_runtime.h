@@ -132,11 +132,6 @@ inline void __threadfence() {
   if (machine.is_faulty && machine.lacks(&emulation::Missing::fence, machine.running->fences++)) return;
   machine.fence(*machine.running);
 }
-inline void __nanosleep(unsigned) {
-  take_turns();
-  const emulation::InMachine in_machine;
-  ++emulation::Machine::get().naps;
-}
 // This ticket lets the block go on as the last, whatever the others have taken.
 inline bool skips_ticket() {
   const emulation::InMachine in_machine;
@@ -147,12 +142,6 @@ inline uint32_t atomicInc(uint32_t* to, uint32_t last) {
   take_turns();
   if (skips_ticket()) return last;
   return std::exchange(*to, *to >= last ? 0 : *to + 1);
-}
-inline void cudaGridDependencySynchronize() {
-  const emulation::InMachine in_machine;
-  auto& machine = emulation::Machine::get();
-  if (!machine.is_early || (machine.is_faulty && machine.lacks(&emulation::Missing::wait, 0))) return;
-  machine.wait(emulation::State::kAtLaunchInFront);
 }
 inline bool __isGlobal(const void*) { return true; }
 inline float __ldcg(const float* from) {
@@ -169,40 +158,24 @@ enum cudaError_t {
   cudaErrorLaunchOutOfResources = 701,
   cudaErrorLaunchTimeout = 702,
   cudaErrorLaunchFailure = 719,
-  cudaErrorCooperativeLaunchTooLarge = 720,
   cudaErrorUnknown = 999
 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrCooperativeLaunch = 95 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 using cudaStream_t = struct CUstream_st*;
-struct cudaFuncAttributes {
-  int ptxVersion = 0;
-};
-enum cudaLaunchAttributeID {
-  cudaLaunchAttributeCooperative = 2,
-  cudaLaunchAttributeProgrammaticStreamSerialization = 6
-};
-struct cudaLaunchAttribute {
-  cudaLaunchAttributeID id;
-  struct {
-    int cooperative, programmaticStreamSerializationAllowed;
-  } val;
-};
+struct cudaFuncAttributes {};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes = 0;
   cudaStream_t stream = nullptr;
-  cudaLaunchAttribute* attrs = nullptr;
-  unsigned numAttrs = 0;
 };
 
 inline const char* cudaGetErrorString(cudaError_t status) {
-  return status == cudaErrorLaunchOutOfResources        ? "too many resources requested for launch"
-         : status == cudaErrorLaunchTimeout             ? "threads wait for others at a barrier"
-         : status == cudaErrorCooperativeLaunchTooLarge ? "too many blocks in cooperative launch"
-         : status == cudaErrorLaunchFailure             ? emulation::Machine::get().fault.c_str()
-         : status == cudaErrorUnknown                   ? emulation::Machine::get().trouble.c_str()
-                                                        : "an error";
+  return status == cudaErrorLaunchOutOfResources ? "too many resources requested for launch"
+         : status == cudaErrorLaunchTimeout      ? "threads wait for others at a barrier"
+         : status == cudaErrorLaunchFailure      ? emulation::Machine::get().fault.c_str()
+         : status == cudaErrorUnknown            ? emulation::Machine::get().trouble.c_str()
+                                                 : "an error";
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 // The launches remember per device how many blocks it runs at once.
@@ -211,19 +184,17 @@ inline cudaError_t cudaGetDevice(int* device) {
   return *device = machine.multiprocessors, machine.trouble.empty() ? cudaSuccess : cudaErrorUnknown;
 }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr of, int) {
-  const auto& machine = emulation::Machine::get();
-  return *value = of == cudaDevAttrCooperativeLaunch ? machine.cooperates : machine.multiprocessors, cudaSuccess;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  return *value = emulation::Machine::get().multiprocessors, cudaSuccess;
 }
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
   return *blocks = 1, cudaSuccess;
 }
 template <class Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* of, Kernel) {
-  return of->ptxVersion = emulation::Machine::get().ptx_version, cudaSuccess;
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
+  return cudaSuccess;
 }
-inline cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id) {
   *id = emulation::Machine::get().capture;
   *status = *id != 0 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
@@ -243,30 +214,23 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (machine.launches_until_failure >= 0 && machine.launches_until_failure-- == 0) {
     return cudaErrorLaunchOutOfResources;
   }
-  const bool at_once = config->numAttrs == 1 && config->attrs->id == cudaLaunchAttributeCooperative;
-  if (at_once && int(config->gridDim.x) > std::min(std::max(machine.multiprocessors, 1), machine.room)) {
-    return cudaErrorCooperativeLaunchTooLarge;
-  }
   ++machine.launches;
   using Call = std::pair<void (*)(Parameters...), std::tuple<std::remove_cv_t<Parameters>...>>;
   static_assert(sizeof(Call::second) <= 32764, "a launch carries no more");
   const char* const types = __PRETTY_FUNCTION__;  // of all parameters
-  const auto run = [&machine, config = *config, at_once, types,
-                    call = Call{kernel, {std::forward<Arguments>(given)...}}](emulation::Grid& grid, bool is_early) {
+  const auto run = [&machine, config = *config, types, call = Call{kernel, {std::forward<Arguments>(given)...}}]() {
     machine.is_faulty = machine.missing.is_there && strstr(types, machine.missing.of.c_str()) != nullptr;
     machine.arguments = &call, machine.arguments_bytes = sizeof call;
     machine.body = [](const void* arguments) {
       const auto& [function, values] = *static_cast<const Call*>(arguments);
       std::apply(function, values);
     };
-    machine.run_grid(grid, config.gridDim.x, config.blockDim.x, at_once, is_early);
+    machine.run_grid(config.gridDim.x, config.blockDim.x);
   };
-  const emulation::Launch launch{config->stream, config->numAttrs > 0 && !at_once, run,
-                                 std::make_shared<emulation::Grid>()};
-  machine.overlapping += launch.overlaps;
+  const emulation::Launch launch{config->stream, run};
   machine.fault.clear();
   if (machine.capture != 0) machine.captured.push_back(launch);
-  if (!machine.defers) run(*launch.grid, false);
+  if (!machine.defers) run();
   else if (machine.capture == 0) machine.queue.push_back(launch);
   return launches_status();
 }

@@ -28,7 +28,7 @@ struct dim3 {
 namespace emulation {
 
 constexpr int kWarp = 32;
-enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kAtLaunchInFront, kDone, kMissing };
+enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kDone, kMissing };
 
 static thread_local volatile char known = 0;
 
@@ -92,25 +92,17 @@ struct Block {
   uint32_t exchanged[1024];
 };
 
-struct Grid {
-  std::vector<std::unique_ptr<Block>> blocks;
-  std::vector<unsigned> left;  // of those
-  std::vector<bool> has_begun;
-};
-
 struct Launch {
   const void* stream;
-  bool overlaps;  // it begins before the one in front of it in its stream runs, as far as to its wait for that
-  std::function<void(Grid&, bool is_early)> run;
-  std::shared_ptr<Grid> grid;
+  std::function<void()> run;
 };
 
 // What kernels go without, as if it were not written there: the index-th barrier or shuffle that each thread comes to
 // (from a shuffle it gets its own number), the index-th fence or ticket of each block (which goes on as the last), one
-// thread of each block, the wait (0) for the launch in front. -1: nothing.
+// thread of each block. -1: nothing.
 struct Missing {
   std::string of;  // kernels with a parameter whose type has this name; "": all
-  int barrier = -1, shuffle = -1, thread = -1, fence = -1, ticket = -1, wait = -1;
+  int barrier = -1, shuffle = -1, thread = -1, fence = -1, ticket = -1;
   bool is_there = false, was_met = false;
 };
 
@@ -119,9 +111,6 @@ struct Setup {
   std::mt19937 shuffle{0};
   int multiprocessors = 3;
   Missing missing;
-  bool cooperates = true;  // it knows cooperative launches
-  int room = 1 << 30;      // for thread blocks of theirs
-  int ptx_version = 90;    // of the kernels
   std::vector<Watched> watched;
   std::map<uintptr_t, size_t> memory;  // the device's, address to bytes; empty: not known
   bool defers = false;                 // launches wait to be synchronized with
@@ -133,9 +122,7 @@ struct Setup {
 };
 
 struct Machine : Setup {
-  std::vector<std::unique_ptr<Block>> spare;
-  Grid* now = nullptr;
-  bool is_early = false;   // threads stop where they wait for the launch in front
+  std::vector<std::unique_ptr<Block>> blocks;  // as many as a launch has had; the last launch's come first
   bool is_faulty = false;  // what is missing is missing in this kernel
   Block* running = nullptr;
   jmp_buf scheduler;
@@ -146,10 +133,9 @@ struct Machine : Setup {
   static inline bool in_kernel = false;
   std::string fault;  // what a kernel did wrong
   dim3 thread{0}, block{0}, grid{0};
-  long launches = 0, overlapping = 0;
+  long launches = 0;
   bool stuck = false;
   bool offers = false;  // the running thread, to let other blocks go on
-  long naps = 0;        // of a launch's threads
 
   static Machine& get() {
     static Machine machine;
@@ -228,7 +214,7 @@ struct Machine : Setup {
       made.threads[i].state = is_faulty && lacks(&Missing::thread, int(i)) ? State::kMissing : State::kReady;
     }
     made.barriers_of.assign(count, 0), made.shuffles_of.assign(count, 0);
-    made.shared = now->blocks[shuffle() % grid.x]->shared;  // as another block has left it
+    made.shared = blocks[shuffle() % grid.x]->shared;  // as another block has left it
     if (made.shared.size() != shared_bytes || shuffle() % 2) made.shared.assign(shared_bytes, char(0xa5));
     made.order.resize(count);
     std::iota(made.order.begin(), made.order.end(), 0u);
@@ -285,43 +271,25 @@ struct Machine : Setup {
     }
   }
 
-  // Early: until all threads wait for the launch in front. Otherwise all, or what is left then.
-  void run_grid(Grid& of, unsigned count, unsigned threads, bool at_once, bool early) {
-    constexpr long kMostNaps = 100000;
+  void run_grid(unsigned count, unsigned threads) {
     grid.x = count;
-    naps = 0;
     shared = SharedMemory::find();
-    now = &of, is_early = early;
-    if (of.blocks.empty()) {
-      while (spare.size() < count) spare.push_back(std::make_unique<Block>());
-      std::move(spare.end() - count, spare.end(), std::back_inserter(of.blocks));
-      spare.resize(spare.size() - count);
-      of.left.resize(count), of.has_begun.assign(count, false);
-      std::iota(of.left.begin(), of.left.end(), 0u);
-    }
-    for (const auto& each : of.blocks) {
-      each->ran = true;
-      for (Thread& thread : each->threads) {
-        if (thread.state == State::kAtLaunchInFront) thread.state = State::kReady;
-      }
-    }
+    while (blocks.size() < count) blocks.push_back(std::make_unique<Block>());
+    std::vector<unsigned> left(count);
+    std::iota(left.begin(), left.end(), 0u);
+    std::vector<bool> has_begun(count, false);
     for (Watched& each : watched) each.global.assign(each.at, each.at + each.global.size());
     const std::vector<char> before(shared.begin, shared.begin + shared.bytes);  // others have such variables, too
-    std::vector<unsigned> left = of.left;
     // From blocks one after another to turns of a few threads, in one launch or another.
     const unsigned longest = shuffle() % 4 == 0 ? unsigned(-1) : threads << shuffle() % 5;
-    // Of a usual launch, blocks may wait until others are done.
-    const size_t room = at_once || shuffle() % 2 ? count : 1 + shuffle() % count;
+    // Some blocks may wait until others are done.
+    const size_t room = shuffle() % 2 ? count : 1 + shuffle() % count;
     std::shuffle(left.begin(), left.end(), shuffle);
     while (!left.empty()) {
-      if (naps > kMostNaps) {
-        stuck = true;  // they wait for blocks that have no room
-        break;
-      }
       const size_t which = shuffle() % std::min(room, left.size());
-      Block& next = *of.blocks[left[which]];
-      if (!of.has_begun[next.index = left[which]]) begin(next, threads, shared.bytes);
-      of.has_begun[next.index] = true;
+      Block& next = *blocks[left[which]];
+      if (!has_begun[next.index = left[which]]) begin(next, threads, shared.bytes);
+      has_begun[next.index] = true;
       running = &next, block.x = next.index;
       memcpy(shared.begin, next.shared.data(), shared.bytes);
       for (size_t w = 0; w < watched.size(); ++w) {
@@ -335,10 +303,7 @@ struct Machine : Setup {
         if (shuffle() % 2) break;
       }
       if (!goes_on) {
-        const auto waits = [](const Thread& each) { return each.state == State::kAtLaunchInFront; };
-        if (std::none_of(next.threads.begin(), next.threads.end(), waits)) {
-          fence(next), of.left.erase(std::find(of.left.begin(), of.left.end(), next.index));
-        }
+        fence(next);
         left.erase(left.begin() + long(which));
       }
       memcpy(next.shared.data(), shared.begin, shared.bytes);
@@ -348,17 +313,6 @@ struct Machine : Setup {
     }
     for (Watched& each : watched) memcpy(each.at, each.global.data(), each.global.size());
     memcpy(shared.begin, before.data(), shared.bytes);
-    if (!early) std::move(of.blocks.begin(), of.blocks.end(), std::back_inserter(spare)), of.blocks.clear();
-  }
-
-  // The next one of its stream begins before it, if it may.
-  void run(std::vector<Launch>& order, size_t index) {
-    for (size_t next = index + 1; next < order.size(); ++next) {
-      if (order[next].stream != order[index].stream) continue;
-      if (order[next].overlaps && shuffle() % 4) order[next].run(*order[next].grid, true);
-      break;
-    }
-    order[index].run(*order[index].grid, false);
   }
 
   // Whether all of these threads are there; one that is missing is wherever the others are.
@@ -393,8 +347,6 @@ struct Machine : Setup {
   bool release_block(Block& of) {
     const auto begin = of.threads.begin(), end = of.threads.end();
     if (all_are(State::kDone, begin, end)) return false;
-    const auto waits = [](const Thread& each) { return each.state == State::kAtLaunchInFront; };
-    if (std::any_of(begin, end, waits)) return false;
     if (!all_are(State::kAtBlockBarrier, begin, end)) {
       stuck = true;  // they wait at a barrier for threads that have gone, or never come
       return false;

@@ -58,25 +58,21 @@ PYBIND11_MODULE(AF_EMULATED, m) {
       "reset",
       [] {
         static_cast<emulation::Setup&>(Machine::get()) = {};
-        accumfused::cuda::allow(true, true, true);
+        accumfused::cuda::allow(true);
       },
       "As if nothing below had been called.");
   m.def("seed", [](unsigned value) { Machine::get().shuffle.seed(value); }, "Of the order of threads and blocks.");
   m.def("multiprocessors", [](int count) { Machine::get().multiprocessors = count; }, "So many blocks run at once.");
   m.def("grid", [] { return Machine::get().grid.x; }, "The thread blocks of the last launch.");
-  m.def("cooperates", [](bool does) { Machine::get().cooperates = does; }, "Whether it knows cooperative launches.");
-  m.def("room", [](int blocks) { Machine::get().room = blocks; }, "For thread blocks of cooperative launches.");
   using emulation::Missing;
   py::class_<Missing>(m, "without", py::module_local(), "For a `with` block in which kernels go without one thing.")
-      .def(py::init<std::string, int, int, int, int, int, int>(), py::arg("of") = "", py::kw_only(),
+      .def(py::init<std::string, int, int, int, int, int>(), py::arg("of") = "", py::kw_only(),
            py::arg("barrier") = -1, py::arg("shuffle") = -1, py::arg("thread") = -1, py::arg("fence") = -1,
-           py::arg("ticket") = -1, py::arg("wait") = -1)
+           py::arg("ticket") = -1)
       .def_readonly("was_met", &Missing::was_met, "Whether some thread came to it.")
       .def("__enter__",
            [](const Missing& self) { Machine::get().missing = self, Machine::get().missing.is_there = true; })
       .def("__exit__", [](Missing& self, const py::args&) { self = std::exchange(Machine::get().missing, {}); });
-  m.def("ptx_version", [](int version) { Machine::get().ptx_version = version; }, "That kernels are compiled for.");
-  m.def("overlapping", [] { return Machine::get().overlapping; }, "So many launches might begin early, so far.");
   m.def(
       "watch",
       [](uintptr_t address, size_t bytes) {
@@ -97,9 +93,7 @@ PYBIND11_MODULE(AF_EMULATED, m) {
   m.def(
       "replay",
       [] {
-        std::vector<emulation::Launch> order = Machine::get().captured;
-        for (emulation::Launch& each : order) each.grid = std::make_shared<emulation::Grid>();
-        for (size_t i = 0; i < order.size(); ++i) Machine::get().run(order, i);
+        for (const emulation::Launch& each : Machine::get().captured) each.run();
       },
       "Makes the launches since the capture began again.");
   m.def(
@@ -114,7 +108,7 @@ PYBIND11_MODULE(AF_EMULATED, m) {
           const void* stream = machine.queue[machine.shuffle() % machine.queue.size()].stream;
           const auto next = std::find_if(machine.queue.begin(), machine.queue.end(),
                                          [&](const auto& each) { return each.stream == stream; });
-          machine.run(machine.queue, size_t(next - machine.queue.begin()));
+          next->run();
           machine.queue.erase(next);
         }
         const cudaError_t status = launches_status();
