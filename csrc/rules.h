@@ -3,8 +3,8 @@
 //
 // A functor is built once per tensor from its group's hyper-parameters, its tensor states, the number of this step (1
 // for the first) and the coefficient. It holds the numbers that all elements share, computed in double and rounded to
-// fp32 once. keep() writes the new tensor states. The call takes one element: parameter, gradient as it was read, and as
-// many states as the rule has; second moments begin at kFirstSecondMoment.
+// fp32 once. keep() writes the new tensor states. The call takes one element: parameter, gradient as it was read, and
+// as many states as the rule has; second moments begin at kFirstSecondMoment.
 #pragma once
 #include "numeric.h"
 

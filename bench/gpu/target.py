@@ -28,8 +28,6 @@ from bench.workload import random_tensors
 # The arguments of `_C.cuda.allow` (csrc/cuda/launch.h), in the order in which smoke tries them.
 MECHANISMS = (
     "queue",  # more thread blocks than the card has room for
-    "overlap",  # a launch begins while the one in front of it ends
-    "one_launch",  # norm and step in one cooperative launch
 )
 
 

@@ -128,23 +128,20 @@ def test_the_probe_measures_all_formats_by_their_bytes_and_goes_on_after_an_erro
     works.run()
     assert [line["error"] for line in of(own, "probe")] == ["ZeroDivisionError: division by zero"] * 3
     steps = {line["what"]: round(line["B/el"]) for line in of(own, "step")}
-    assert list(steps.values()) == [28, 12, 14, 26, 14, 26, 10, 20, 20, 36, 20, 10, 28, 28]
+    assert list(steps.values()) == [28, 12, 14, 26, 14, 26, 10, 18, 20, 36, 20, 10, 28, 28]
     assert len(steps) == 14
 
 
 def test_a_replay_is_timed_without_each_mechanism(target: Target, own: Journal) -> None:
     probe.Probe(target, own).replay("some", [(9,)])
     assert [line["what"] for line in of(own, "replay")] == ["some", *(f"some, no {name}" for name in MECHANISMS)]
-    launches = {line["what"]: line["launches"] for line in of(own, "replay")}
-    assert launches["some"] < launches["some, no one_launch"]
+    assert {line["launches"] for line in of(own, "replay")} == {2}
 
 
 def test_a_stage_uses_the_mechanisms_that_it_was_started_with(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LAUNCHES, "queue,overlap")
-    plain = Target()
-    assert plain.mechanisms == ("queue", "overlap")
-    run = versus.recipes(plain, _work(plain), captures=False)["accumfused"].run
-    assert plain.captured(run)[1] == 2  # no norm within the step
+    for value, expected in (("queue,another", MECHANISMS), ("", ())):
+        monkeypatch.setenv(LAUNCHES, value)
+        assert Target().mechanisms == expected
 
 
 def test_the_counters_are_those_of_one_step_an_element(target: Target) -> None:
