@@ -82,7 +82,7 @@ class Rule(metaclass=_RuleType):
     # gradients to fp32 first, a tile at a time.
     is_common: ClassVar[bool] = False
 
-    hyper_names: ClassVar[tuple[str, ...]]  # what kernels are given, in order
+    hyper_names: ClassVar[tuple[str, ...]] = ()  # what kernels are given, in order
     traced: ClassVar[Traced]
 
     @classmethod
