@@ -156,6 +156,10 @@ class Settings:
             raise ValueError(f"reduce_dtype must be torch.float32, torch.bfloat16 or None, got {self.reduce_dtype!r}")
         if self.reduce_dtype is not None and self.process_group is None:
             raise ValueError("reduce_dtype is for gradients that process_group reduces; give one")
+        if self.norm_group is not None and self.nonfinite == "drop":
+            raise ValueError(
+                "nonfinite='drop' decides in each process alone, and norm_group= has one norm; leave one of them out"
+            )
         if self.norm_group is not None and self.noise_scale:
             raise ValueError("noise_scale= measures the parameters of one process; leave norm_group= or it out")
 

@@ -66,13 +66,13 @@ class CudaBackend:
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         plan.point_at(grads)
-        copy, stream = self._on_device(plan, lambda: [*grads, outcome.coefficients, outcome.changes])
+        copy, stream = self._on_device(plan, lambda: [*grads, outcome.coefficients])
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         stride = max(map(len, kept), default=0)
         flat = [hyper for values in kept for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
         commit.with_launch(partial(
             copy.step, plan.table, stream, flat, plan.functors, outcome.values.data_ptr(),
-            address(outcome.coefficients), address(outcome.changes),
+            address(outcome.coefficients),
         ))  # fmt: skip
 
     def _on_device(self, plan: Plan, used: Callable[[], Iterable[Tensor | None]]) -> tuple[Any, int]:

@@ -134,9 +134,6 @@ class Outcome:
     spends_grads: bool = False  # nobody reads the gradients after the step, so it may overwrite them
     coefficients: Tensor | None = None  # fp32 [rows]: each row's own, in place of the one
     is_above: Tensor | None = None  # bool, shape []: skipped because of a finite norm alone
-    # fp32 [2, plan.chunks], for the step to write: the chunks' sums of squares of the parameters before the step, and
-    # of their changes, as fp32 values before these are rounded to their format. None: nobody asks.
-    changes: Tensor | None = None
     history: Tensor | None = None  # of clipping, with this step's norm: kept if the step is made
 
     @property

@@ -52,12 +52,12 @@ void bind_cuda(py::module_& m) {
           "step",
           [](DeviceTable& self, const Table& table, uintptr_t stream,
              const std::vector<std::tuple<double, uintptr_t, uintptr_t>>& hypers, const std::vector<int32_t>& rules,
-             uintptr_t outcome, uintptr_t coefficients, uintptr_t changes) {
+             uintptr_t outcome, uintptr_t coefficients) {
             std::vector<HyperParameter> values;
             for (const auto& [number, device_float, device_double] : hypers) {
               values.push_back({number, pointer<const float>(device_float), pointer<const double>(device_double)});
             }
-            self.step(table.rows(), stream, values, rules, outcome, coefficients, changes);
+            self.step(table.rows(), stream, values, rules, outcome, coefficients);
           },
           release);
 }

@@ -22,20 +22,25 @@ using gpu::Kind;
 using gpu::Packet;
 using gpu::Policy;
 
-using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, const float*, float*, int);
+using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, const float*, int);
 
-// For rows in any format; of rules with one or two states, with loops for the usual formats.
+// In kernels for any format, the rules that people keep in 16 and 8 bits have loops of their own.
 template <class Rule>
-constexpr StepKernel formatted_step() {
-  if constexpr (Rule::kStates == 1 || Rule::kStates == 2) {
-    return gpu::step_kernel<Kind::kPacked, gpu::PackedRule<Rule>>;
-  } else {
-    return gpu::step_kernel<Kind::kAny, Rule>;
-  }
-}
+struct InAnyFormat {
+  using Form = Rule;
+};
+template <>
+struct InAnyFormat<gpu::AdamFunctor> {
+  using Form = gpu::PackedRule<gpu::AdamFunctor>;
+};
+template <>
+struct InAnyFormat<gpu::LionFunctor> {
+  using Form = gpu::PackedRule<gpu::LionFunctor>;
+};
 
 // Of each rule: the kernel for rows in fp32, and the one for rows in any format.
-#define AF_KERNELS(Rule) {gpu::step_kernel<Kind::kPlain, gpu::Rule>, formatted_step<gpu::Rule>()},
+#define AF_KERNELS(Rule) \
+  {gpu::step_kernel<Kind::kPlain, gpu::Rule>, gpu::step_kernel<Kind::kAny, InAnyFormat<gpu::Rule>::Form>},
 constexpr StepKernel kStep[][2] = {AF_CUDA_RULES(AF_KERNELS)};
 #undef AF_KERNELS
 
@@ -259,8 +264,7 @@ void DeviceTable::segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t 
 }
 
 void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
-                       const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients,
-                       uintptr_t changes) {
+                       const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients) {
   if (hypers.size() != hypers_.size() || rules.size() != rules_.size()) {
     throw std::invalid_argument("hypers and rules of other groups than the table's");
   }
@@ -279,9 +283,8 @@ void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<Hy
   }
   for (int32_t rule = 0; rule < int32_t(std::size(kStep)); ++rule) {  // nearly always one for all groups
     if (std::find(rules.begin(), rules.end(), rule) == rules.end()) continue;
-    const gpu::Work work = changes ? layout.chunks : layout.units;
-    launch("step", kStep[rule][!table.plain || changes], blocks_of(work), stream, work, layout.step,
-           pointer<const float>(outcome), pointer<const float>(coefficients), pointer<float>(changes), rule);
+    launch("step", kStep[rule][!table.plain], blocks_of(layout.units), stream, layout.units, layout.step,
+           pointer<const float>(outcome), pointer<const float>(coefficients), rule);
   }
 }
 

@@ -39,7 +39,7 @@ class DeviceTable {
   void norm(const Rows& table, uintptr_t stream, const Norm& norm);
   void segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t bounds, int64_t segments, uintptr_t squares);
   void step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
-            const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients, uintptr_t changes);
+            const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients);
 
  private:
   struct Layout;

@@ -72,44 +72,39 @@ __device__ int step_chunk(const Rule& rule, const Piece& at, const G* grad, bool
   return n;
 }
 
-// What a kernel is for: rows in fp32; rows in any format; the same, with loops for the usual formats of large models.
-enum class Kind { kPlain, kAny, kPacked };
+// What a kernel is for: rows in fp32, or rows in any format.
+enum class Kind { kPlain, kAny };
 
 template <Kind kKind, class Rule>
-__device__ void step_any(const Rule& rule, const Work& work, int piece, const Piece& at, int count,
-                         [[maybe_unused]] float* changes) {
-  [[maybe_unused]] int done = 0;
-  [[maybe_unused]] const auto step_floats = [&](auto weights) {
+__device__ void step_any(const Rule& rule, const Work& work, int piece, const Piece& at, int count) {
+  int done = 0;
+  const auto step_floats = [&](auto weights) {
     with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
       done = step_chunk<decltype(weights), kKind != Kind::kPlain>(rule, at, grad, aligned);
     });
   };
   if constexpr (kKind == Kind::kPlain) {
     step_floats(Float32Weights());
-  } else if constexpr (kKind == Kind::kAny) {
-    step_formatted(rule, at, count, 0, changes, work.pieces);
   } else {
-    if (changes == nullptr) {
-      if (at.row.is_plain()) {
-        step_floats(Float32Weights());
-      } else if (at.row.states == States::kFloat32 && at.row.weights == Weights::kBfloat16Split16) {
-        step_floats(Split16Weights());
-      } else {
-        done = step_packed(rule, at, count);
-      }
+    if (at.row.is_plain()) {
+      step_floats(Float32Weights());
+    } else if (at.row.states == States::kFloat32 && at.row.weights == Weights::kBfloat16Split16) {
+      step_floats(Split16Weights());
+    } else if constexpr (kIsPacked<Rule>) {
+      done = step_packed(rule, at, count);
     }
     if (done == at.n) return;
     const Piece rest = piece_of(work, piece);  // looked up again: nothing of it takes registers in the loops above
-    step_formatted(rule, rest, count, done, changes, work.pieces);
+    step_formatted(rule, rest, count, done);
   }
 }
 
 // Steps the rows of the groups that have this rule, the index-th of AF_CUDA_RULES. `coefficients`: nullable, each
-// row's. `changes`: nullable, see cpu/kernels.h; only kernels for rows in any format have them.
+// row's.
 template <Kind kKind, class Rule>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kStates>)
     step_kernel(const Work work, const __grid_constant__ Hypers hypers, const float* outcome, const float* coefficients,
-                float* changes, const int index) {
+                const int index) {
   static_assert(sizeof(Rule) <= kMaxFunctorBytes && Rule::kHypers <= kMaxHypers, "Prepared is too small");
   static_assert(Rule::kTensorStates == 0, "Prepared is for all tensors of a group");
   __shared__ Prepared prepared;
@@ -136,7 +131,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kS
       }
       __syncthreads();
     }
-    step_any<kKind>(*reinterpret_cast<const Rule*>(prepared.rule), work, piece, at, count, changes);
+    step_any<kKind>(*reinterpret_cast<const Rule*>(prepared.rule), work, piece, at, count);
   }
   for_each_count(work, [&](int i, const Row& row) {
     if (work.operands[i].grad && hypers.rule_of(row.group) == index) *row.step = work.counts[i] + 1.0f;

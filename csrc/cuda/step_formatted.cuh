@@ -21,35 +21,6 @@ __device__ void apply(const Rule& rule, float& p, float g, const State& state) {
   apply(rule, p, g, state, std::make_index_sequence<Rule::kStates>());
 }
 
-// The lanes of a chunk's parameters before the step, and of their changes. Each thread has its own four of both, in
-// shared memory, because the loop has no registers left.
-__device__ inline float4* change_lanes() {
-  __shared__ float4 all[2 * Policy::kThreads];
-  return all + threadIdx.x;
-}
-
-// Of neighbouring elements, of which `count` exist.
-__device__ inline void add_changes(const float (&before)[kWidth], const float (&after)[kWidth], int count) {
-  float* const params = &change_lanes()->x;
-  float* const changes = params + kLanes;
-#pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    if (k >= count) continue;
-    const float change = after[k] - before[k];
-    params[k] += before[k] * before[k];
-    changes[k] += change * change;
-  }
-}
-
-__device__ inline void write_changes(float* to, int64_t chunks) {
-#pragma unroll 1
-  for (int s = 0; s < 2; ++s, to += chunks) {
-    const float4 own = change_lanes()[s * Policy::kThreads];
-    const float sums[kWidth] = {own.x, own.y, own.z, own.w};
-    store_sum(sums, to);
-  }
-}
-
 // Noise of neighbouring elements, from a pair's position on: of both its elements, or of the second only.
 __device__ inline void draw(uint64_t position, bool odd, uint32_t (&bits)[kWidth]) {
 #pragma unroll
@@ -64,14 +35,13 @@ __device__ inline void draw(uint64_t position, bool odd, uint32_t (&bits)[kWidth
   }
 }
 
-// A chunk from its element `first` on; a quantisation block begins there. `changes`: nullable, [2][chunks].
+// A chunk from its element `first` on; a quantisation block begins there.
 template <class Rule>
-__device__ void step_formatted(const Rule& rule, const Piece& at, int count, int first, float* changes, int chunks) {
+__device__ void step_formatted(const Rule& rule, const Piece& at, int count, int first) {
   constexpr int kStates = Rule::kStates;
   const Row& row = at.row;
   const Noise noise(row, at.index, count, at.offset - at.in_chunk());
   const uint64_t begin = noise.position(uint32_t(at.in_chunk()) / 2);
-  if (changes != nullptr) change_lanes()[0] = change_lanes()[Policy::kThreads] = float4{0.0f, 0.0f, 0.0f, 0.0f};
   // A warp goes on while one of its threads has elements: it takes all of them to find the largest element.
 #pragma unroll 1
   for (int block = first + int(threadIdx.x) / kWarp * int(kQuantBlock); block < at.n; block += int(kLanes)) {
@@ -89,7 +59,7 @@ __device__ void step_formatted(const Rule& rule, const Piece& at, int count, int
     }
 
     read_anew();
-    float g[kWidth], p[kWidth], s[kMaxStates][kWidth], old[kWidth];
+    float g[kWidth], p[kWidth], s[kMaxStates][kWidth];
     if (at.in.grad_dtype == Dtype::kFloat32) grad.to_floats<float>(g);
     else if (at.in.grad_dtype == Dtype::kFloat16) grad.to_floats<Float16>(g);
     else grad.to_floats<Bfloat16>(g);
@@ -99,10 +69,7 @@ __device__ void step_formatted(const Rule& rule, const Piece& at, int count, int
     if constexpr (kStates > 2) decode_state<Rule::kFirstSecondMoment <= 2>(row.states, raw[2], exponent[2], s[2]);
     if constexpr (kStates > 3) decode_state<Rule::kFirstSecondMoment <= 3>(row.states, raw[3], exponent[3], s[3]);
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) old[k] = p[k];
-#pragma unroll
     for (int k = 0; k < kWidth; ++k) apply(rule, p[k], g[k], [&](int j) -> float& { return s[j][k]; });
-    if (changes != nullptr) add_changes(old, p, at.n - i);
     draw(begin + uint32_t(i / 2) * Noise::kStride, row.origin % 2 != 0, bits);
     with_weights(row.weights, [&](auto form) { store_weights<decltype(form)>(at, i, p, bits); });
     if constexpr (kStates > 0) store_state<Rule::kFirstSecondMoment == 0, 0>(at, 0, i, s[0], bits);
@@ -110,7 +77,6 @@ __device__ void step_formatted(const Rule& rule, const Piece& at, int count, int
     if constexpr (kStates > 2) store_state<Rule::kFirstSecondMoment <= 2, 1>(at, 2, i, s[2], bits);
     if constexpr (kStates > 3) store_state<Rule::kFirstSecondMoment <= 3, 1>(at, 3, i, s[3], bits);
   }
-  if (changes != nullptr) write_changes(changes + row.first_chunk + at.offset / kChunk, chunks);
 }
 
 }  // namespace accumfused::AF_TARGET

@@ -185,6 +185,11 @@ struct alignas(16) PackedRule<AdamFunctor> : AdamFunctor {
   }
 };
 
+template <class Rule>
+constexpr bool kIsPacked = false;
+template <class Rule>
+constexpr bool kIsPacked<PackedRule<Rule>> = true;
+
 // ---- step -----------------------------------------------------------------------------------------------------------
 
 // Where the streams of a chunk begin. All but the scales lie on boundaries of eight elements, or of 16 bytes.

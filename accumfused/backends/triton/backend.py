@@ -110,7 +110,7 @@ class TritonBackend:
         """Launches once per kind of row: nearly always once, twice if small states stay fp32."""
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         words = [word for values in kept for word in _hyper_words(values)]
-        with self._on(plan, [outcome.coefficients, outcome.changes, *grads]):
+        with self._on(plan, [outcome.coefficients, *grads]):
             table = self._send(plan, "step", _operands(grads))
             hyper_table = self._send(plan, "hypers", words)
             commit.begin()
@@ -118,8 +118,7 @@ class TritonBackend:
                 self._launch(
                     step_kernel, plan, plan.chunks,
                     table, len(plan.rows), plan.chunks, hyper_table, index, outcome.values,
-                    address(outcome.coefficients), address(outcome.changes),
-                    constants=constants(*kind, measured=outcome.changes is not None),
+                    address(outcome.coefficients), constants=constants(*kind),
                     options=NOISY_OPTIONS if kind[1].needs_noise else OPTIONS,
                 )  # fmt: skip
         commit.end()
@@ -175,7 +174,7 @@ class TritonBackend:
             self._programs[key] = resident_programs(plan.device, loaded)
 
 
-def constants(rule: type[Rule], form: Format, measured: bool = False) -> tuple[Any, ...]:
+def constants(rule: type[Rule], form: Format) -> tuple[Any, ...]:
     """The constants that Triton compiles into the step's kernel, in the order of its arguments."""
     first_moments = sum(name not in rule.second_moments for name in rule.states)
     numbers = (
@@ -185,7 +184,6 @@ def constants(rule: type[Rule], form: Format, measured: bool = False) -> tuple[A
         int(form.weights),
         int(form.states),
         form.needs_noise,
-        measured,
     )
     return *to_triton.compiled(rule, numeric), *numbers
 

@@ -51,7 +51,7 @@ from accumfused.backends.triton.memory import (
     step_number,
     whole_elements,
 )
-from accumfused.backends.triton.numeric import LANES, tree
+from accumfused.backends.triton.numeric import LANES
 
 # Their values must not make another kernel: see kernels.py.
 NUMBERS = (
@@ -59,7 +59,6 @@ NUMBERS = (
     "chunks",
     "kind",
     "coefficients",
-    "changes",
 )
 
 
@@ -98,10 +97,8 @@ def step_block(
     scalars, keys, param, grad, state, first, n, update: tl.constexpr, states: tl.constexpr, moments: tl.constexpr,
     weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr, size: tl.constexpr, whole: tl.constexpr
 ):  # fmt: skip
-    """Steps a piece; returns the parameters before, and their changes."""
     g = load(grad, first, n, size, whole)
     p = load_weights(param, first, n, size, weights, whole)
-    before = p
     a, b, c, d = p, p, p, p
     if states > 0:
         a = load_state(state[0], first, n, size, form, moments <= 0, whole)
@@ -124,20 +121,13 @@ def step_block(
         store_state(state[2], c, stream(bits, 1), first, n, size, form, moments <= 2, whole)
     if states > 3:
         store_state(state[3], d, stream(bits, 1), first, n, size, form, moments <= 3, whole)
-    change = p - before
-    if not whole:
-        change = tl.where(first + tl.arange(0, size) < n, change, 0.0)
-    return before, change
 
 
 @triton.jit
 def step_chunk(
-    scalars, row, keys, grad, offset, n, changes, chunk, chunks, update: tl.constexpr, states: tl.constexpr,
-    moments: tl.constexpr, weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr, measured: tl.constexpr
+    scalars, row, keys, grad, offset, n, update: tl.constexpr, states: tl.constexpr, moments: tl.constexpr,
+    weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr
 ):  # fmt: skip
-    size: tl.constexpr = REST if measured else BLOCK  # lanes are of one row
-    param_lanes = tl.zeros([LANES], tl.float32)
-    change_lanes = tl.zeros([LANES], tl.float32)
     param = weights_at(row, offset, weights)
     state = (
         state_at(row, offset, 0, form), state_at(row, offset, 1, form), state_at(row, offset, 2, form),
@@ -148,25 +138,15 @@ def step_chunk(
         aligned &= is_aligned(row, MASTER)
     for number in tl.static_range(states):
         aligned &= is_aligned(row, STATE + number)
-    whole = whole_elements(n, size, aligned)
-    for first in range(0, whole, size):
-        p, change = step_block(
-            scalars, keys, param, grad, state, first, n, update, states, moments, weights, form, noisy, size, True
+    whole = whole_elements(n, BLOCK, aligned)
+    for first in range(0, whole, BLOCK):
+        step_block(
+            scalars, keys, param, grad, state, first, n, update, states, moments, weights, form, noisy, BLOCK, True
         )
-        if measured:
-            param_lanes += p * p
-            change_lanes += change * change
     for first in range(whole, n, REST):
-        p_of_rest, change_of_rest = step_block(
+        step_block(
             scalars, keys, param, grad, state, first, n, update, states, moments, weights, form, noisy, REST, False
         )
-        if measured:
-            param_lanes += p_of_rest * p_of_rest
-            change_lanes += change_of_rest * change_of_rest
-    if measured:
-        sums = pointer_to(changes, tl.float32)
-        tl.store(sums + chunk, tree(param_lanes))
-        tl.store(sums + chunks + chunk, tree(change_lanes))
 
 
 @triton.jit
@@ -217,15 +197,13 @@ def advance_steps(rows, count, kind):
 @triton.jit(do_not_specialize=NUMBERS)
 def step_kernel(
     table, count: tl.int32, chunks: tl.int32, hypers, kind: tl.int32, outcome, coefficients: tl.int64,
-    changes: tl.int64,
     scalars: tl.constexpr, update: tl.constexpr, renewed: tl.constexpr, states: tl.constexpr, moments: tl.constexpr,
-    weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr, measured: tl.constexpr,
+    weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr,
 ):  # fmt: skip
     """Steps the rows of one kind.
 
     Args:
         coefficients: the address of each row's own; 0: they share the outcome's.
-        changes: the address of `Outcome.changes`, if the step is measured.
         scalars, update: the rule's arithmetic.
         renewed: the rule's number of tensor states.
         states: the rule's number of states; moments: how many of them come first and are no second moments.
@@ -259,20 +237,17 @@ def step_kernel(
             if dtype == FLOAT32:
                 grad = pointer(row, GRAD, tl.float32, offset)
                 step_chunk(
-                    prepared, row, keys, grad, offset, n, changes, chunk, chunks, update, states, moments, weights,
-                    form, noisy, measured
+                    prepared, row, keys, grad, offset, n, update, states, moments, weights, form, noisy
                 )  # fmt: skip
             elif dtype == FLOAT16:
                 half = pointer(row, GRAD, tl.float16, offset)
                 step_chunk(
-                    prepared, row, keys, half, offset, n, changes, chunk, chunks, update, states, moments, weights,
-                    form, noisy, measured
+                    prepared, row, keys, half, offset, n, update, states, moments, weights, form, noisy
                 )  # fmt: skip
             else:
                 brain = pointer(row, GRAD, BFLOAT16_BITS, offset)
                 step_chunk(
-                    prepared, row, keys, brain, offset, n, changes, chunk, chunks, update, states, moments, weights,
-                    form, noisy, measured
+                    prepared, row, keys, brain, offset, n, update, states, moments, weights, form, noisy
                 )  # fmt: skip
     if is_last_program(table):
         if renewed > 0:
