@@ -191,19 +191,19 @@ class FusedOptimizer(TorchOptimizer):
     def step_was_skipped(self) -> Tensor:
         """Whether the last step wrote nothing: bool, shape [], on the device."""
         outcome = self._engine.outcome
-        return torch.tensor(False) if outcome is None else outcome.skipped
+        return torch.tensor(False, device="cpu") if outcome is None else outcome.skipped
 
     @property
     def skipped_steps(self) -> Tensor:
         """How many steps wrote nothing: int64, shape [], on the device."""
         skips = self._engine.plans.skips
-        return torch.zeros((), dtype=torch.int64) if skips is None else skips.count.clone()
+        return torch.zeros((), dtype=torch.int64, device="cpu") if skips is None else skips.count.clone()
 
     @property
     def dropped_micro_batches(self) -> Tensor:
         """How many micro-batches `nonfinite="drop"` has left out: int64, shape [], on the device."""
         dropped = self._engine.dropped
-        return torch.zeros((), dtype=torch.int64) if dropped is None else dropped.clone()
+        return torch.zeros((), dtype=torch.int64, device="cpu") if dropped is None else dropped.clone()
 
     def metrics(self) -> Metrics:
         """The norms and counts of the last measured step: of gradients, parameters and updates, per tensor and group.

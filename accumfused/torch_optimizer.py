@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from accumfused import accepted, backends
 from accumfused.core.engine import Engine
@@ -45,6 +46,14 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     _engine: Engine  # works on its gradients; for the package's own use, and for benchmarks
     _refuse_gradients: Callable[[], None]
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuses a model in place of its parameters, before torch's constructors iterate over it."""
+        if any(isinstance(given, torch.nn.Module) for given in (*args[:1], options.get("params"))):
+            raise TypeError(
+                f"{cls.__name__} takes parameters, and got a model; write {cls.__name__}(model.parameters())"
+            )
+        return super().__new__(cls)
 
     @classmethod
     def _rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:

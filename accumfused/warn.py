@@ -36,6 +36,14 @@ def warn(message: str, category: type[AccumulationWarning] = AccumulationWarning
     warnings.warn(message, category, stacklevel=depth + 1)
 
 
+def names_of_caller() -> tuple[str, ...]:
+    """The names that the code of the first frame outside accumfused and torch uses."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    return frame.f_code.co_names
+
+
 @functools.cache
 def say_once(message: str) -> None:
     """Logs, once, a correct choice that may be unexpected."""

@@ -72,7 +72,10 @@ def absorbed(
     if not 1e-6 < coefficient < 1e6:
         return None
     if spends_grads:
-        return [hyper | {"grad_scale": torch.tensor(1.0 / coefficient, dtype=torch.float32)} for hyper in hypers]
+        return [
+            hyper | {"grad_scale": torch.tensor(1.0 / coefficient, dtype=torch.float32, device="cpu")}
+            for hyper in hypers
+        ]
     if any(_fused(rule) is not _sgd or rule.flags.get("nesterov") for rule in rules):
         return None
     made = []

@@ -312,6 +312,7 @@ class Engine:
             prepared, grads, present, normalization = self.complete(prepared)
         else:
             grads, present = prepared.plan.gradients()
+            self.window.habits.watch_sums(grads)
         if not present:
             if settings.norm_group is None:
                 return None
@@ -322,7 +323,10 @@ class Engine:
             window.habits.see(prepared.plan)  # make_state wrote a loaded master into its parameter
         plan, complete, is_open = prepared.plan, present == len(grads), window.phase in OPEN_PHASES
         scaling, takes_norm = self._scaling(plan, divisors, normalization, must=asked is not None)
+        takes_limit = asked is not None or settings.max_grad_norm is not None
         takes_norm |= any(each.takes_norm(plan) for each in self.observers)
+        if is_open and not takes_limit and not divisors.is_shared:
+            window.habits.watch_clips()
         stale: Grads | None = matched
         partials: Tensor | None = None
         if is_open:
@@ -404,9 +408,7 @@ class Engine:
         assert skips is not None
         for observer in self.observers:  # what comes after the step may fail, and must not repeat it
             observer.after(measured, skips.count)
-        skips.steps += 1
-        if not skips.steps % skips.WATCH_EVERY:
-            skips.look(or_above=self.settings.skip_above is not None)
+        skips.stepped(or_above=self.settings.skip_above is not None)
 
     def update(self, measured: Measured, step: Step) -> None:
         """Makes the step by `step`, which is `Backend.step` or does as much, and what it needs before and after."""

@@ -1,19 +1,33 @@
-"""Bad habits of a training loop: it drops windows, or writes parameters within them."""
+"""Bad habits of a training loop: dropped windows, parameters written within one, gradients that nobody resets."""
 
 from __future__ import annotations
 
+import weakref
+from typing import ClassVar
+
+from torch import Tensor
+
 from accumfused.core.plan import Plan
-from accumfused.warn import warn
+from accumfused.core.rows import Grads
+from accumfused.warn import names_of_caller, warn
 
 
 class Habits:
-    """Warns of each habit once."""
+    """Warns of each habit once.
+
+    Attributes:
+        given: how many micro-batches of its current window `windows` has given to the loop; 0: there is none.
+    """
+
+    given: ClassVar[int] = 0
 
     def __init__(self) -> None:
         self._versions = self._seen = 0  # the sum of the parameters', when the window began, and their number
         self._drops = 0  # open windows since the last step
         self._steps_after_drops = 0  # in a row
-        self._warned_of_drops = self._warned_of_writes = False
+        self._warned_of_drops = self._warned_of_writes = self._warned_of_sums = self._saw_loop = False
+        self._taken: weakref.ref[Tensor] | None = None  # a p.grad that the last step has taken, and its version
+        self._taken_version = 0
 
     def see(self, plan: Plan) -> None:
         """Notes the versions of the parameters: all writes so far are our own."""
@@ -50,6 +64,36 @@ class Habits:
             "micro-batches of a window"
         )
         self._warned_of_drops = True
+
+    def watch_sums(self, grads: Grads) -> None:
+        """Before a step of p.grad: warns if it still holds what the last step has taken.
+
+        Each backward that adds to it is one write, and so is a reset in place: their number tells, where `windows`
+        has counted the micro-batches.
+        """
+        grad = next((own for own in grads if own is not None), None)
+        if self._warned_of_sums or grad is None or grad.is_inference():
+            return
+        known = None if self._taken is None else self._taken()
+        if self.given and known is grad and grad._version - self._taken_version == self.given:
+            warn(
+                "step() takes gradients to which this window has added, and which hold those of the windows before, "
+                "too: the loop calls neither accumulate() nor zero_grad(); call optimizer.accumulate(weight) after "
+                "each backward()"
+            )
+            self._warned_of_sums = True
+        self._taken, self._taken_version = weakref.ref(grad), grad._version
+
+    def watch_clips(self) -> None:
+        """Before a window's first step without a limit: a clip_grad_norm_ in the caller's code finds no gradients."""
+        if self._saw_loop:
+            return
+        self._saw_loop = True
+        if "clip_grad_norm_" in names_of_caller():
+            warn(
+                "the code that calls step() names clip_grad_norm_, which finds no gradient in an open window and clips "
+                "nothing; give the optimizer max_grad_norm=, or close the window by accumulate(weight, last=True)"
+            )
 
     def dropped(self) -> None:
         """An open window is over without a step."""

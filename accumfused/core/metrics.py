@@ -208,7 +208,7 @@ def _bounds(plan: Plan) -> tuple[Tensor, ...]:
     groups = [[*tensors, plan.chunks][bisect_left(of_groups, group)] for group in range(len(plan.rules))]
     parts = [k * plan.chunks for k in range(_SUMS)]
     bounds = [[part + first for part in parts for first in firsts] for firsts in ([0], groups, tensors)]
-    return tuple(torch.tensor([*own, _SUMS * plan.chunks], dtype=torch.int64).to(plan.device) for own in bounds)
+    return tuple(torch.tensor([*own, _SUMS * plan.chunks], dtype=torch.int64, device=plan.device) for own in bounds)
 
 
 def _names(plan: Plan, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

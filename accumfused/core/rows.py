@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accumfused.formats import shards
 from accumfused.formats.kinds import DTYPES, Format, Storage, format_of, names, storage_of
@@ -78,6 +79,11 @@ def check_parameter(param: Tensor) -> None:
     if param.dtype not in DTYPES:
         dtypes = ", ".join(str(dtype) for dtype in DTYPES)
         raise TypeError(f"a parameter is {param.dtype}; supported are {dtypes}")
+    if is_traceable_wrapper_subclass(param):
+        raise TypeError(
+            f"a parameter is a {type(param).__name__}, whose memory is that of other tensors; leave it to an optimizer "
+            "of torch's own, and the others to this one"
+        )
     if param.is_neg():
         raise RuntimeError("a parameter is lazily negated, so its memory holds other values; use param.resolve_neg()")
     if not has_memory(param) or is_freed(param):

@@ -13,34 +13,51 @@ class Skips:
     """Counts skipped steps. It never waits for the device: each look reads a copy begun some steps before."""
 
     WATCH_EVERY = 32  # steps between two looks
+    COPIED = 24  # of these, the steps after which the copy is begun
 
     def __init__(self, device: torch.device) -> None:
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.steps = 0
         self._copy: Tensor | None = None  # of `count`, on the host
         self._arrived: torch.cuda.Event | None = None  # recorded behind the copy
-        self._known = 0
+        self._known: int | None = None  # at the last look
 
-    def look(self, *, or_above: bool) -> None:
-        """Warns if most of the last steps were skipped; call it every WATCH_EVERY steps.
+    def stepped(self, *, or_above: bool) -> None:
+        """Counts a step, and looks now and then.
 
         Args:
             or_above: a norm above `skip_above` skips, too.
         """
-        if is_capturing(self.count.device):
-            return
-        if self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
-            return  # the device has not made the last copy yet
-        known = 0 if self._copy is None else int(self._copy)
-        skipped, self._known = known - self._known, known
+        self.steps += 1
+        place = self.steps % self.WATCH_EVERY
+        if place == self.COPIED and not is_capturing(self.count.device):
+            self._begin_copy()
+        elif place == 0 and self._copy is not None:
+            self._look(or_above=or_above)
+
+    def _begin_copy(self) -> None:
         self._copy = torch.empty_like(self.count, device="cpu", pin_memory=self.count.is_cuda)
         self._copy.copy_(self.count, non_blocking=True)
         if self.count.is_cuda:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record(torch.cuda.current_stream(self.count.device))
-        if skipped > self.WATCH_EVERY // 2:
-            above = " or norms above skip_above" if or_above else ""
-            warn(
-                f"{skipped} of {self.WATCH_EVERY} steps were skipped because of non-finite gradients{above}; "
-                "lower the learning rate or the loss scale, or look for NaN in the loss"
-            )
+
+    def _look(self, *, or_above: bool) -> None:
+        """Warns if a third of the steps since the last look were skipped; half of the first ones.
+
+        At first a loss scale may still be falling.
+        """
+        if self._copy is None or (self._arrived is not None and not self._arrived.query()):  # type: ignore[no-untyped-call]
+            return  # the device has not made the copy yet
+        before, self._known = self._known, int(self._copy)
+        steps, share = (self.COPIED, 2) if before is None else (self.WATCH_EVERY, 3)
+        skipped = self._known - (before or 0)
+        if skipped * share <= steps:
+            return
+        above, remedy = " or norms above skip_above", "; if optimizer.grad_norm is finite, raise skip_above"
+        if not or_above:
+            above = remedy = ""
+        warn(
+            f"{skipped} of {steps} steps were skipped because of non-finite gradients{above}; lower the learning rate "
+            f"or the loss scale, or look for NaN in the loss{remedy}"
+        )

@@ -17,6 +17,7 @@ from accumfused.integrations.audited import FirstSteps, steps_of_lightning
 from accumfused.integrations.logged import Logged, check_logged, check_measured, readings
 from accumfused.loop.fusing import fuse
 from accumfused.optimizer import FusedOptimizer
+from accumfused.warn import say_once
 
 OLDEST = 2  # major version; older optimizer_step() and backward() take other arguments
 PACKAGES = ("lightning", "pytorch_lightning")
@@ -98,11 +99,14 @@ class _FusedSteps:
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begins the audit."""
         self._steps = trainer.global_step
+        if self._logged is not None and not trainer.loggers:
+            say_once("fuse_trainer(metrics=) measures steps, and the Trainer has no logger, so nothing shows them")
         if self._audited is not None:
             self._audited.attach(pl_module, trainer.optimizers[0], trainer.accumulate_grad_batches)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Counts steps as Lightning does, also after a resume, so that the logged ones are measured."""
+        _switch(trainer, "train")
         for optimizer in trainer.optimizers if pl_module.automatic_optimization else ():
             if optimizer._engine.meter is not None:
                 optimizer._engine.meter.steps = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -127,14 +131,28 @@ class _FusedSteps:
         for logger in trainer.loggers if found else ():
             logger.log_metrics(found, step=logged)
 
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Puts the weights to evaluate into a Schedule-Free optimizer's parameters; the next batch trains again."""
+        _switch(trainer, "eval")
+
+    on_train_epoch_end = on_validation_start  # before a checkpoint, which Lightning saves last
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Ends the audit."""
+        _switch(trainer, "eval")
         if self._audited is not None:
             self._audited.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Ends the audit, too."""
-        self.on_train_end(trainer, pl_module)
+        if self._audited is not None:
+            self._audited.end()
+
+
+def _switch(trainer: Any, mode: str) -> None:
+    """Calls train() or eval() of the optimizers that have them, which are Schedule-Free ones."""
+    for optimizer in trainer.optimizers:
+        getattr(optimizer, mode, lambda: None)()
 
 
 @functools.cache
@@ -175,8 +193,8 @@ class FusedAccumulation:
       the exact mean, also in an epoch's shorter last window. Without weights it is Lightning's own, which divides every
       micro-batch by `accumulate_grad_batches`, whatever the window's length.
     - `Trainer(gradient_clip_val=)` becomes `optimizer.max_grad_norm`, and needs no pass over the gradients of its own.
-    - The last backward closes the window, so a scaler, clipping by value and the hooks before the step find its sum in
-      `p.grad`. Between micro-batches `p.grad` is None; a checkpoint has the window's sums.
+    - Where a scaler, clipping by value or a hook reads gradients before the step, the last backward closes the window:
+      they find its mean in `p.grad`. Else `p.grad` is None; a checkpoint has the window's sums.
     - `configure_optimizers` may call `accumfused.release_gradients` and `accumfused.fuse_linears(self, optimizer)`.
     - BatchNorm in training mode causes a warning if windows have several micro-batches (`accumfused.check_model`).
 
@@ -232,13 +250,14 @@ class FusedAccumulation:
             return
         optimizer = self._fused_optimizer()
         weight, self.micro_batch_weight = self.micro_batch_weight, None
+        last = self._ends_window and self._reads_gradients()
         if weight is not None:
             loss = loss * self.trainer.accumulate_grad_batches  # the sum of weights divides instead
         if weight is not None and optimizer._engine.release is not None:
-            optimizer.backward(loss, weight, last=self._ends_window)  # gradients are taken before accumulate(weight)
+            optimizer.backward(loss, weight, last=last)  # gradients are taken before accumulate(weight)
             return
         super().backward(loss, *args, **kwargs)  # type: ignore[misc]
-        optimizer.accumulate(weight, last=self._ends_window)
+        optimizer.accumulate(weight, last=last)
         if not self._ends_window and not self._checked_model:
             self._checked_model = True
             check_model(self)  # type: ignore[arg-type]  # its other base is a module
@@ -257,6 +276,18 @@ class FusedAccumulation:
         elif gradient_clip_val is not None and gradient_clip_val > 0:
             optimizer.max_grad_norm = gradient_clip_val
 
+    def _reads_gradients(self) -> bool:
+        """Whether anything reads `p.grad` between the last backward and the step."""
+        trainer = self.trainer
+        if getattr(trainer.precision_plugin, "scaler", None) is not None or trainer.gradient_clip_algorithm == "value":
+            return True
+        names = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+        return any(
+            getattr(type(owner), name, None) not in _defaults(name)
+            for owner in (self, *trainer.callbacks)
+            for name in names
+        )
+
     def _fused_optimizer(self) -> FusedOptimizer:
         if self.trainer.world_size > 1:
             raise RuntimeError(
@@ -270,6 +301,14 @@ class FusedAccumulation:
                 "return accumfused.AdamW(...) or accumfused.fuse(optimizer) from configure_optimizers"
             )
         return optimizer
+
+
+@functools.cache
+def _defaults(name: str) -> tuple[Any, ...]:
+    """The functions of this name that read no gradients: the mixin's and Lightning's own; None: there is none."""
+    bases = [vars(sys.modules[package]) for package in PACKAGES if package in sys.modules]
+    owners = [FusedAccumulation, *(base[kind] for base in bases for kind in ("LightningModule", "Callback"))]
+    return (None, *(getattr(owner, name, None) for owner in owners))
 
 
 def _package(cls: type) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import optimizer as torch_optimizer
 
 from accumfused.arguments import checked_positive
@@ -99,13 +101,16 @@ class ClipGroup:
     def step_was_skipped(self) -> Tensor:
         """Whether the last step wrote nothing: bool, shape [], on the device."""
         outcomes = [optimizer._engine.outcome for optimizer in self.optimizers]
-        return next((outcome.skipped for outcome in outcomes if outcome is not None), torch.tensor(False))
+        return next((outcome.skipped for outcome in outcomes if outcome is not None), torch.tensor(False, device="cpu"))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a stock GradScaler leaves unscaling and skipping to the step, which does both for all members."""
+        asking = sys._getframe(1).f_locals.get("self")  # the scaler: it tells nothing of what it has unscaled
+        known = getattr(asking, "_per_optimizer_states", {})
         for optimizer in self.optimizers:
             refuse_foreign_scaler(optimizer._engine.window, optimizer._engine.settings.process_group)
+            refuse_unscaled(known, optimizer)
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -183,6 +188,12 @@ class ClipGroup:
         for engine, part in both:  # before any member steps or counts a skip
             engine.refuse_nonfinite(part, divisors)
         return parts
+
+
+def refuse_unscaled(states: Mapping[int, Mapping[str, Any]], member: FusedOptimizer) -> None:
+    """Refuses a member that a GradScaler, whose states these are, has unscaled: the step would divide it again."""
+    if states.get(id(member), {}).get("stage") is OptState.UNSCALED:
+        raise RuntimeError("a member of the group was unscaled by itself; call scaler.unscale_() on the group instead")
 
 
 def _refuse_policies(optimizer: Any) -> None:

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 
 from accumfused.core.protocol import LossScale, on_device
 from accumfused.core.window import refuse_foreign_scaler
-from accumfused.loop.clip_group import ClipGroup
+from accumfused.loop.clip_group import ClipGroup, refuse_unscaled
 from accumfused.optimizer import FusedOptimizer
 
 
@@ -31,10 +31,17 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: a window is open; torch's own reasons.
+            ValueError: a gradient is fp16, which only a step unscales without rounding.
         """
-        if self._enabled:
-            for member in _members(optimizer):
-                refuse_foreign_scaler(member._engine.window, member._engine.settings.process_group)
+        members = _members(optimizer) if self._enabled else []
+        for member in members:
+            refuse_foreign_scaler(member._engine.window, member._engine.settings.process_group)
+        groups = (group for member in members for group in member.param_groups)
+        if any(p.grad is not None and p.grad.dtype == torch.float16 for group in groups for p in group["params"]):
+            raise ValueError(
+                "Attempting to unscale FP16 gradients, which would round them; leave unscale_() out: scaler.step() "
+                "unscales them in fp32, and clips them if the optimizer has a max_grad_norm"
+            )
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -55,11 +62,9 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        alone = [member for member in _members(optimizer) if member is not optimizer]
-        if any(self._per_optimizer_states[id(member)]["stage"] is OptState.UNSCALED for member in alone):
-            raise RuntimeError(
-                "a member of the group was unscaled by itself; call scaler.unscale_() on the group instead"
-            )
+        for member in _members(optimizer):
+            if member is not optimizer:
+                refuse_unscaled(self._per_optimizer_states, member)
         own = getattr(optimizer, "grad_scale", None)
         if state["stage"] is OptState.UNSCALED:
             flags = [on_device(flag, scale.device, torch.float32) for flag in state["found_inf_per_device"].values()]

@@ -199,6 +199,9 @@ def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
     rules = {key: optimizer._rule_of(group) for key, group in _groups(optimizer, state_dict).items()}
     for rule in rules.values():
         check_states(rule, optimizer._engine.settings)
+    for group in state_dict["param_groups"]:
+        group = {**optimizer.defaults, **group}
+        _check_hypers(optimizer._rule_of(group), group)
     has_sums = any(isinstance(own, Mapping) and ACCUMULATOR in own for own in state_dict["state"].values())
     for key, entries in state_dict["state"].items():
         if isinstance(key, int) and key not in rules:
@@ -234,12 +237,24 @@ def _check_state(key: Any, param: Tensor, entries: Mapping[str, Any], rule: type
             f"the checkpoint's state of parameter {key} has no {lacks[0]!r}, only {', '.join(sorted(own))}: "
             f"it is incomplete, or of another optimizer than {name}"
         )
-    for number in [k for k in ("step", *rule.tensor_states) if k != "step" or k in expected]:
-        value = entries.get(number)
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(
-                f"state {number!r} of parameter {key} has shape {list(value.shape)}, and is to be one number"
-            )
+    for number in ("step", *rule.tensor_states) if expected or not rule.is_foreign else ():
+        _check_number(f"state {number!r} of parameter {key}", entries.get(number))
+
+
+def _check_number(what: str, value: Any) -> None:
+    is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float, type(None)))
+    if not is_number:
+        given = f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+        raise ValueError(f"{what} {given}, and is to be one number; the checkpoint is damaged")
+
+
+def _check_hypers(rule: type[Rule], group: Mapping[str, Any]) -> None:
+    for name in rule.hyper_names:
+        try:
+            value = rule.hyper(group, name)
+        except (LookupError, TypeError, ValueError):
+            raise ValueError(f"a group of the checkpoint has no number for {name!r}; it is damaged") from None
+        _check_number(f"the checkpoint's {name!r} of a group", () if value is None else value)
 
 
 def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_sums: bool) -> None:
@@ -276,9 +291,7 @@ def _check_formats(key: Any, param: Tensor, entries: Mapping[str, Any], optimize
             _check_shape(key, param, name, value)
     for name in states & own.keys():
         _check_scale(key, name, own[name], own.get(scale_name(name)))
-    seed = own.get(SEED)
-    if seed is not None and seed.numel() != 1:
-        raise ValueError(f"{SEED!r} of parameter {key} has shape {list(seed.shape)}, and is to be one number")
+    _check_number(f"{SEED!r} of parameter {key}", own.get(SEED))
 
 
 def _check_shape(key: Any, param: Tensor, name: str, value: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -218,6 +219,48 @@ def test_it_raises_and_nothing_has_changed(bad: str, has_state: bool) -> None:
     for each in (optimizer, twin):
         train(each, 1)
     assert differences(snapshot(twin), snapshot(optimizer)) == []
+
+
+JUNK = [None, -1, math.nan, "x", [], {}, (1, 2), object(), lambda: torch.ones(()), lambda: torch.ones(7)]
+DAMAGED: list[Make] = [
+    of(af.AdamW, amsgrad=True), of(af.SGD, momentum=0.9), of(af.Lion), of(af.AdamW, **FORMATTED), of(af.Adagrad),
+    of(af.AdamW, clip=af.ZScore(warmup=2)), window,
+]  # fmt: skip
+
+
+def places(node: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The ways to all entries of nested dictionaries and lists."""
+    entries = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return [found for key, value in entries for found in [(*way, key), *places(value, (*way, key))]]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_damaged_checkpoint_is_loaded_or_changes_nothing(seed: int) -> None:
+    """One entry, wherever it is, is gone or something else; what fails raises where it is loaded."""
+    chance = random.Random(seed)
+    make = chance.choice(DAMAGED)
+    saved = copy.deepcopy(make().state_dict())
+    *way, last = chance.choice(places(saved))
+    node: Any = saved
+    for key in way:
+        node = node[key]
+    if chance.random() < 0.3:
+        del node[last]
+    else:
+        junk = chance.choice(JUNK)
+        node[last] = junk() if callable(junk) else junk
+    optimizer = make()
+    optimizer.zero_grad()
+    before, said = snapshot(optimizer), repr(optimizer)
+    try:
+        optimizer.load_state_dict(saved)
+    except (ValueError, TypeError, RuntimeError, LookupError):
+        assert differences(before, snapshot(optimizer)) == []
+        assert repr(optimizer) == said
+        return
+    if not optimizer._engine.window.is_open:
+        train(optimizer, 1)
+    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("live", [False, True])

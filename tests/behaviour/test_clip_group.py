@@ -212,9 +212,10 @@ def test_a_checkpoint_by_torch_distributed_makes_a_members_states(backend: str) 
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_members_that_were_unscaled_one_by_one_are_not_divided_again(backend: str) -> None:
+@pytest.mark.parametrize("scaler_class", [af.GradScaler, torch.amp.GradScaler])
+def test_members_that_were_unscaled_one_by_one_are_not_divided_again(backend: str, scaler_class: Any) -> None:
     _, optimizers, group = pair(backend)
-    scaler = af.GradScaler("cpu", init_scale=4.0)
+    scaler = scaler_class("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
     scaler.unscale_(optimizers[0])
     with refused(optimizers[0], RuntimeError, r"call scaler\.unscale_\(\) on the group"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -84,19 +83,6 @@ def test_a_change_between_two_steps_is_followed(backend: str, change: str, watch
     for name, value in expected.items():
         assert_close(found[name], value, "torch.optim", name)
     assert params_of(optimizers[0])[0].isfinite().all()
-
-
-@pytest.mark.parametrize(("skipped", "told"), [(16, 0), (17, 1), (32, 1)])
-def test_it_is_told_once_when_most_of_32_steps_were_skipped(backend: str, skipped: int, told: int) -> None:
-    param = Parameter(torch.ones(1))
-    optimizer = af.SGD([param], lr=0.1, max_grad_norm=1.0, backend=backend)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for grad in [*[torch.nan] * skipped, *[1.0] * (160 - skipped)]:
-            param.grad = torch.full((1,), grad)
-            optimizer.step()
-    texts = [str(warning.message) for warning in seen]
-    assert [text.partition(" because")[0] for text in texts] == [f"{skipped} of 32 steps were skipped"] * told
 
 
 @pytest.mark.parametrize("call", ["accumulate", "step", "raise"])

@@ -9,7 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from compare import differences, snapshot, stepped
+from compare import differences, refused, snapshot, stepped
 from table import STATES, WEIGHTS, Own
 from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
@@ -101,6 +101,19 @@ def test_float16_gradients_can_be_unscaled_once_their_window_is_closed(backend: 
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert param.tolist() == [8.0 - 0.5 * (2.0 + 2.0**-9) / 2] * 4
+
+
+def test_float16_gradients_of_no_window_need_no_unscaling(backend: str) -> None:
+    param = Parameter(torch.full((4,), 8.0, dtype=torch.float16))
+    optimizer, scaler = (
+        af.SGD([param], lr=0.5, max_grad_norm=1e9, backend=backend),
+        af.GradScaler("cpu", init_scale=4.0),
+    )
+    scaler.scale((param.float() * 2).sum()).backward()
+    with refused(optimizer, ValueError, r"Attempting to unscale FP16 gradients.*leave unscale_\(\) out"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert param.tolist() == [8.0 - 0.5 * 2.0] * 4
 
 
 def test_a_subclass_need_not_know_of_scalers(backend: str) -> None:

@@ -19,6 +19,7 @@ from compare import Errors, refused, stepped
 from table import OPTIMIZERS, Own
 from torch import Tensor
 from torch.nn import Parameter
+from torch.testing._internal.two_tensor import TwoTensor
 
 import accumfused as af
 from accumfused.clipping import LIMIT
@@ -394,6 +395,20 @@ def test_what_kernels_cannot_use_is_refused(
     if not given:
         with refused(optimizer, error, remedy):
             optimizer.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_model_in_place_of_its_parameters_is_refused(name: str) -> None:
+    cls = OPTIMIZERS[name].ours
+    for model in (torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))):
+        with pytest.raises(TypeError, match=rf"got a model; write {cls.__name__}\(model\.parameters\(\)\)"):
+            cls(model)
+
+
+def test_a_tensor_whose_memory_is_others_is_refused() -> None:
+    param = Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+    with pytest.raises(TypeError, match="a parameter is a TwoTensor, whose memory is that of other tensors"):
+        af.AdamW([param])
 
 
 def test_a_gradient_on_another_device_is_refused() -> None:

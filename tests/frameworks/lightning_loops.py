@@ -86,12 +86,28 @@ FUSES = ("audit", "metrics", "noise_scale")  # arguments of fuse_trainer; the ot
 
 
 def fit(
-    model: Any, data: list[Batch] | None = None, *, ckpt_path: Any = None, package: Any = lightning, **settings: Any
+    model: Any,
+    data: list[Batch] | None = None,
+    *,
+    ckpt_path: Any = None,
+    package: Any = lightning,
+    valid: bool = False,
+    **settings: Any,
 ) -> Any:
-    """Trains in silence; one epoch over `data` unless told otherwise. With FUSES the trainer is fused."""
+    """Trains in silence; one epoch over `data` unless told otherwise. With FUSES the trainer is fused.
+
+    Args: valid: validates with the same data.
+    """
     fuses = {name: settings.pop(name) for name in FUSES if name in settings}
-    settings = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "logger": False, **settings}
-    settings |= {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    settings = {
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        **settings,
+    }
+    settings |= {"enable_progress_bar": False, "enable_model_summary": False}
     loader = torch.utils.data.DataLoader(data or batches(), batch_size=None, num_workers=0)
     with warnings.catch_warnings():
         for text in QUIET:
@@ -99,7 +115,7 @@ def fit(
         trainer = package.Trainer(**settings)
         if fuses:
             fuse_trainer(trainer, **fuses)
-        trainer.fit(model, loader, ckpt_path=ckpt_path)
+        trainer.fit(model, loader, loader if valid else None, ckpt_path=ckpt_path)
     return trainer
 
 

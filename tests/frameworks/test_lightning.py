@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_loops import Stock, Weighted, Windowed, fit, lightning, precision
+from lightning_loops import CLIPS, Stock, Weighted, Windowed, fit, lightning, precision
 from regression import (
     MAX_NORM,
     PRECISIONS,
@@ -28,6 +28,8 @@ from regression import (
 )
 from torch import Tensor, nn
 
+import accumfused as af
+from accumfused.core.window import Window
 from accumfused.integrations.lightning import FusedAccumulation
 
 callbacks: Any = lightning.pytorch.callbacks
@@ -106,6 +108,43 @@ def test_hooks_before_the_step_see_the_windows_mean_and_its_norm_is_told(name: s
     assert nn.utils.get_total_norm([g - s for g, s in zip(gradients, seen, strict=True)]) <= ROUNDING[name] * norm
     assert float(model.optimizers(use_pl_optimizer=False).grad_norm) == pytest.approx(float(norm), rel=ROUNDING[name])
     assert norm > 2 * MAX_NORM
+
+
+@pytest.mark.parametrize("looks", [None, "hook", "value", "scaler"])
+def test_a_window_is_divided_in_a_pass_of_its_own_only_where_something_reads_it(
+    looks: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Looks(callbacks.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            assert all(param.grad is not None for param in pl_module.net.parameters())
+
+    passes, scale = [], Window.scale
+    monkeypatch.setattr(Window, "scale", lambda self, *given: passes.append(1) or scale(self, *given))  # type: ignore[func-returns-value]
+    settings: dict[str, Any] = {"hook": {"callbacks": [Looks()]}, "value": CLIPS["value"], None: CLIP}.get(looks, CLIP)
+    fit(Weighted(), batches()[:K], **WINDOWS, **settings, **precision("16-mixed" if looks == "scaler" else "32-true"))
+    assert len(passes) == (looks is not None)
+
+
+def test_schedule_free_validates_saves_and_ends_with_the_weights_to_evaluate(tmp_path: Path) -> None:
+    class Notes(Stock):
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            modes.append(self.optimizers(use_pl_optimizer=False).param_groups[0]["train_mode"])
+
+    modes = list[bool]()
+    model = Notes(lambda params: af.AdamWScheduleFree(params, lr=0.1))
+    saves = callbacks.ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)
+    fit(model, valid=True, metrics=None, max_epochs=2, callbacks=[saves], enable_checkpointing=True)
+    assert modes
+    assert not any(modes)
+    saved = torch.load(saves.best_model_path, weights_only=True)
+    assert not saved["optimizer_states"][0]["param_groups"][0]["train_mode"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(saved["state_dict"][name], value)
+
+
+def test_metrics_without_a_logger_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    fit(Stock(stock), metrics="groups", logger=False)
+    assert "the Trainer has no logger" in caplog.text
 
 
 def test_a_checkpoint_within_a_window_has_its_sums(tmp_path: Path) -> None:

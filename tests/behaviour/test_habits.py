@@ -1,0 +1,130 @@
+"""What a loop does wrong without a wrong call, and is told once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import accumfused as af
+
+
+def told(loop: Callable[[], Any]) -> list[str]:
+    """The texts of the package's warnings."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loop()
+    return [str(warning.message) for warning in seen if warning.category is af.AccumulationWarning]
+
+
+# ---- gradients that nobody resets ------------------------------------------------------------------------------------
+
+
+def train(micro_batches: int, reset: str, backend: str) -> Any:
+    """Three windows as README has them, but for one line: each backward pass adds 1 to the gradient."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = af.SGD(model.parameters(), lr=0.1, backend=backend)
+    x = torch.ones(1, 2)
+    if reset == "static":
+        model.weight.grad = torch.ones(1, 2)
+    for _, last in af.windows(range(3 * micro_batches), micro_batches):
+        if reset == "static":  # as a captured graph writes it
+            model.weight.grad.data.copy_(x)  # type: ignore[union-attr]
+        else:
+            model(x).sum().backward()
+        if reset == "accumulate":
+            optimizer.accumulate()
+        if last:
+            optimizer.step()
+            if reset == "model":
+                model.zero_grad(set_to_none=False)
+            elif reset == "optimizer":
+                optimizer.zero_grad(set_to_none=False)
+            elif reset == "none":
+                optimizer.zero_grad()
+            elif reset == "in place":
+                model.weight.grad.zero_()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_loop_without_accumulate_that_piles_up_gradients_is_told_once(backend: str, micro_batches: int) -> None:
+    (text,) = told(lambda: train(micro_batches, "forgotten", backend))
+    assert "neither accumulate() nor zero_grad()" in text
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("reset", ["accumulate", "model", "optimizer", "none", "in place", "static"])
+def test_a_loop_that_resets_its_gradients_is_not_told(backend: str, reset: str, micro_batches: int) -> None:
+    assert told(lambda: train(micro_batches, reset, backend)) == []
+
+
+# ---- a clip that finds no gradients ----------------------------------------------------------------------------------
+
+
+def clip_in(optimizer: Any, *, last: bool = False) -> None:
+    for _ in range(2):
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        optimizer.accumulate(last=last)
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+        optimizer.step()
+
+
+def test_a_clip_of_an_open_window_is_told_once(backend: str) -> None:
+    optimizer = af.SGD([Parameter(torch.ones(2))], lr=0.1, backend=backend)
+    (text,) = told(lambda: clip_in(optimizer))
+    assert "max_grad_norm=" in text
+
+
+@pytest.mark.parametrize(("settings", "last"), [({}, True), ({"max_grad_norm": 1.0}, False)])
+def test_a_clip_that_clips_or_is_not_needed_is_not_told(backend: str, settings: dict[str, Any], last: bool) -> None:
+    optimizer = af.SGD([Parameter(torch.ones(2))], lr=0.1, backend=backend, **settings)
+    assert told(lambda: clip_in(optimizer, last=last)) == []
+
+
+# ---- steps that are skipped ------------------------------------------------------------------------------------------
+
+
+def skipping(first: int, every: int, steps: int, backend: str, **settings: Any) -> list[int]:
+    """After how many steps a run is told whose first steps, and then every so-manieth, are not finite."""
+    param = Parameter(torch.ones(1))
+    optimizer = af.SGD([param], lr=0.1, max_grad_norm=1.0, backend=backend, **settings)
+    found = []
+    for index in range(steps):
+        param.grad = torch.full((1,), torch.nan if index < first or index % every == 0 else 1.0)
+        if told(optimizer.step):
+            found.append(index + 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "every", "found"),
+    [
+        (160, 1, [32, 64, 96, 128, 160]),  # all
+        (12, 1000, []),  # a loss scale that falls to where it should be
+        (13, 1000, [32]),
+        (0, 2, [64, 96, 128, 160]),  # half of the first ones may be
+        (0, 4, []),
+    ],
+)
+def test_a_run_that_skips_a_third_of_its_steps_is_told(backend: str, first: int, every: int, found: list[int]) -> None:
+    assert skipping(first, every, 160, backend) == found
+
+
+def test_a_run_that_stalls_above_a_limit_is_told_which() -> None:
+    param = Parameter(torch.ones(1))
+    optimizer = af.SGD([param], lr=0.1, skip_above=1.0)
+
+    def stall() -> None:
+        for _ in range(32):
+            param.grad = torch.full((1,), 2.0)
+            optimizer.step()
+
+    (text,) = told(stall)
+    assert "24 of 24 steps" in text
+    assert "raise skip_above" in text
