@@ -25,7 +25,7 @@ from accumfused import versions
 from accumfused.core import graphs, memory
 from accumfused.core.arena import Arena, adoptable
 from accumfused.core.habits import Habits
-from accumfused.core.heap import Pin
+from accumfused.core.heap import keep_freed
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Backend, Commit, Exchange, Fold, Number, run
 from accumfused.core.reader import setting_grads
@@ -56,7 +56,6 @@ class Window:
     params: list[Tensor] = field(default_factory=list)
     arena: Arena = field(default_factory=lambda: Arena(0))  # memory of sums that are no adopted gradients
     habits: Habits = field(default_factory=Habits)
-    pin: Pin = field(default_factory=Pin)
     grad_dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of exposed parameters with others in p.grad
     # fp32 [chunks]: folds and the norm write them.
     partials: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu"))
@@ -135,6 +134,8 @@ class Window:
         window.sums, window.is_measured, window.lacking = Grads([None] * rows), [False] * rows, rows
         if window.partials.device != plan.device or len(window.partials) != plan.chunks:
             window.partials = torch.empty(plan.chunks, dtype=torch.float32, device=plan.device)
+            if plan.device.type == "cpu":  # a micro-batch's gradients, and as much for what lies between them
+                keep_freed(2 * 4 * sum(row.tensor.numel() for row in plan.rows))
         window.habits.see(plan)
         return window
 
@@ -164,8 +165,6 @@ class Window:
             folds = [Fold(grads, self.sums, micro_batch.factor)]
             if not is_whole:
                 folds = self._folds(plan, backend, grads, micro_batch, micro_batch.factor, ends)
-        if plan.device.type == "cpu":
-            self.pin.hold(grads)
         if ends:
             self.in_progress = None
         if not folds:
@@ -357,7 +356,7 @@ class Window:
 
     def ended(self) -> Window:
         """No window; what is kept between two stays."""
-        return Window(self.params, self.arena, self.habits, self.pin, self.grad_dtypes, self.partials)
+        return Window(self.params, self.arena, self.habits, self.grad_dtypes, self.partials)
 
     def restore_grad_dtypes(self) -> None:
         """After the end: parameters whose p.grad was of another dtype get theirs back, once it is released."""
@@ -412,7 +411,7 @@ class Window:
         sums = Grads([None if s is None else s.clone() for s in self.sums])
         return replace(
             self, plan=None, params=list(self.params), sums=sums, is_measured=[False] * len(sums),
-            arena=Arena(len(sums)), partials=self.partials[:0], habits=Habits(), pin=Pin(), grad_dtypes={},
+            arena=Arena(len(sums)), partials=self.partials[:0], habits=Habits(), grad_dtypes={},
         )  # fmt: skip
 
 
