@@ -88,14 +88,14 @@ class FusedOptimizer(TorchOptimizer):
                 folded during backward or are means over processes; otherwise as `accumulate`.
         """
         weight, engine = checked_weight(weight), self._engine
-        prepared, _, present = engine.begin(weight, in_loss=True, last=last)
+        plan, _, present = engine.begin(weight, in_loss=True, last=last)
         if present or engine.window.in_progress is not None:
             raise RuntimeError(
                 "there is a gradient that was not accumulated; call accumulate() first, or, if another loss left it "
                 "(a GAN's generator), the module's zero_grad(): discriminator.zero_grad() drops it and no window"
             )
         in_loss = weight is None or _holds(loss.dtype, weight)
-        if not in_loss and (engine.release is not None or prepared.exchange.has_means):
+        if not in_loss and (engine.release is not None or plan.exchange.has_means):
             raise RuntimeError(
                 f"the loss is {loss.dtype}, which would round its weight; compute it in fp32 (from logits.float(), say)"
             )

@@ -12,9 +12,9 @@ from typing_extensions import Self
 
 from accumfused import accepted, backends
 from accumfused.core.engine import Engine
-from accumfused.core.plan import Plan, rule_of
-from accumfused.core.plans import Prepared, Surroundings
-from accumfused.core.protocol import Backend, Exchange, OwnStep
+from accumfused.core.plan import Backend, Exchange, Plan
+from accumfused.core.plans import Surroundings, rule_of
+from accumfused.core.protocol import OwnStep
 from accumfused.core.window import Phase, Window
 from accumfused.distributed import exchange, groups
 from accumfused.formats import kinds
@@ -23,14 +23,12 @@ from accumfused.saving import checkpoint, full_precision, history
 from accumfused.settings import Settings
 
 
-def _select(
-    settings: Settings, plan: Plan, devices: set[torch.device], known: Prepared | None
-) -> tuple[Backend, Exchange]:
+def _select(settings: Settings, plan: Plan, known: Plan | None) -> tuple[Backend, Exchange]:
     backend = None
-    if known is not None and known.devices == devices and set(plan.rules) <= known.rules:
+    if known is not None and known.devices == plan.devices and set(plan.rules) <= {*known.rules}:
         backend = known.backend
     return (
-        backend or backends.select(settings.backend, devices, plan.rules),
+        backend or backends.select(settings.backend, plan.devices, plan.rules),
         exchange.select(settings, plan, None if known is None else known.exchange),
     )
 
@@ -75,10 +73,10 @@ class TorchOptimizer(torch.optim.Optimizer):
         """torch's text, then the class, settings other than defaults, the backend, the formats and the window."""
         if not hasattr(self, "_engine"):  # within torch's constructors
             return super().__repr__()
-        settings, prepared, window = self._engine.settings, self._engine.plans.last, self._engine.window
+        settings, plan, window = self._engine.settings, self._engine.plans.last, self._engine.window
         lines = {field.name: getattr(settings, field.name) for field in fields(Settings)}
         lines = {field.name: lines[field.name] for field in fields(Settings) if lines[field.name] != field.default}
-        lines["backend"] = lines.get("backend") or ("not chosen yet" if prepared is None else prepared.backend.name)
+        lines["backend"] = lines.get("backend") or ("not chosen yet" if plan is None else plan.backend.name)
         kept = {
             kinds.described(rule, form, param)
             for group in self.param_groups

@@ -82,12 +82,12 @@ def attached(*things: Any) -> list[int]:
 
 def plan(optimizer: af.FusedOptimizer) -> Any:
     """The plan of the last step."""
-    return optimizer._engine.plans.last and optimizer._engine.plans.last.plan
+    return optimizer._engine.plans.last
 
 
 def plan_of(optimizer: af.FusedOptimizer) -> Any:
     """The plan for the parameters and states of now: another object where something has changed."""
-    return optimizer._engine.plans.current().plan
+    return optimizer._engine.plans.current()
 
 
 def accumulators(optimizer: af.FusedOptimizer) -> list[Any]:
@@ -193,7 +193,7 @@ def device_tables(optimizer: af.FusedOptimizer) -> Any:
 
 def partials(optimizer: af.FusedOptimizer) -> Any:
     """The sums of squares of gradients from p.grad, in the last step."""
-    return optimizer._engine.plans.last and optimizer._engine.plans.last.partials
+    return optimizer._engine.plans.last and optimizer._engine.plans.last._partials
 
 
 def window_memory(optimizer: af.FusedOptimizer) -> list[Tensor]:

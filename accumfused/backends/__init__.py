@@ -16,7 +16,7 @@ from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.foreach import ForeachBackend
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
-from accumfused.core.protocol import Backend
+from accumfused.core.plan import Backend
 from accumfused.rules import Rule, compile
 from accumfused.settings import BackendName
 from accumfused.warn import say_once

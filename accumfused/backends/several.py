@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.core.plan import Plan
-from accumfused.core.protocol import ALONE, Backend, Commit, Fold, Hypers, Outcome, Scaling, moved
+from accumfused.core.plan import Backend, Plan
+from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling, moved
 from accumfused.core.rows import Grads
 
 

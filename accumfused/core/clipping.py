@@ -19,9 +19,8 @@ from torch import Tensor
 from accumfused.clipping import Clip, PerTensor, RunningMean, ZScore, group_limits
 from accumfused.core import graphs
 from accumfused.core.norm import clipped, divisor_of, norms
-from accumfused.core.plan import Plan
-from accumfused.core.plans import Prepared
-from accumfused.core.protocol import Call, Divisors, Outcome, Owner, Scaling, Segments, moved
+from accumfused.core.plan import Plan, Segments
+from accumfused.core.protocol import Call, Divisors, Outcome, Owner, Scaling, moved
 from accumfused.core.rows import Grads
 from accumfused.formats.numeric import LEAST_DIVISOR, ieee
 from accumfused.rules.on_tensors import square_root
@@ -99,14 +98,12 @@ class Clipping:
             asked.check(divisors)
         return asked
 
-    def norm(
-        self, asked: Asked, prepared: Prepared, stale: Grads | None, partials: Tensor, scaling: Scaling
-    ) -> Outcome:
-        """`Prepared.norm` with these policies; `stale`: gradients to measure."""
+    def norm(self, asked: Asked, plan: Plan, stale: Grads | None, partials: Tensor, scaling: Scaling) -> Outcome:
+        """`Plan.norm` with these policies; `stale`: gradients to measure."""
         plain = replace(scaling, skips=None)
         if asked.clip is not None or asked.limits is not None:
             plain.max_grad_norm = None
-        outcome = prepared.norm(stale, partials, plain)
+        outcome = plan.norm(stale, partials, plain)
         on_gpu = scaling.device.type != "cpu"  # which has no other float mode
         with contextlib.nullcontext() if on_gpu else ieee():
             norm, skipped = outcome.norm.double(), outcome.skipped
@@ -115,7 +112,7 @@ class Clipping:
                 limit = _limit(asked.clip, history[0], norm)
                 outcome.values[0].copy_(divisor_of(scaling)[1] * clipped(norm, limit))
             elif asked.has_several:
-                own = self._coefficients(asked, prepared, partials, scaling)
+                own = self._coefficients(asked, plan, partials, scaling)
                 if scaling.skips_nonfinite:
                     skipped = skipped | ~own.isfinite().all()
                 outcome.coefficients = own
@@ -138,11 +135,11 @@ class Clipping:
         """The calls that go on from a step, made or skipped; the history's tensor stays, for CUDA graphs."""
         return [] if self.history is None or outcome.history is None else [partial(self.history.copy_, outcome.history)]
 
-    def _coefficients(self, asked: Asked, prepared: Prepared, partials: Tensor, scaling: Scaling) -> Tensor:
+    def _coefficients(self, asked: Asked, plan: Plan, partials: Tensor, scaling: Scaling) -> Tensor:
         """Each row's coefficient, from the norm of its tensor or group: fp32 [rows]."""
-        segments = self._segments_of(prepared.plan, per_group=asked.limits is not None)
+        segments = self._segments_of(plan, per_group=asked.limits is not None)
         divisor, inverse = divisor_of(scaling)
-        norm = norms(_squares(prepared, partials, segments), divisor, inverse)
+        norm = norms(plan.exchange.segment_norms(plan, partials, segments), divisor, inverse)
         if asked.limits is not None:
             limits = [torch.full_like(inverse, limit) for limit in asked.limits]  # numbers travel in launches
             limit = torch.stack(limits)
@@ -195,8 +192,3 @@ def _with(history: Tensor, norm: Tensor, decay: float, warmup: int) -> Tensor:
     new_mean = mean + (norm - mean) * share
     away = norm - torch.where(is_warm, mean, new_mean)
     return torch.stack([count + 1.0, new_mean, variance + (away * (norm - new_mean) - variance) * share])
-
-
-def _squares(prepared: Prepared, partials: Tensor, segments: Segments) -> Tensor:
-    squares: Tensor = prepared.exchange.segment_norms(prepared.backend, prepared.plan, partials, segments)
-    return squares

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accumfused.core.norm import finish_norm
-from accumfused.core.plans import Prepared
+from accumfused.core.plan import Plan
 from accumfused.core.protocol import Number, Outcome, Scaling, moved
 from accumfused.core.rows import Grads
 from accumfused.formats.numeric import ieee
@@ -20,7 +20,7 @@ from accumfused.formats.numeric import ieee
 class Measured:
     """The gradients of one step with their coefficient, ready to be applied."""
 
-    prepared: Prepared
+    plan: Plan
     grads: Grads  # as the step finds them: p.grad, or an open window's sums
     matched: Grads  # as the kernels read them
     complete: bool  # every parameter has a gradient
@@ -55,23 +55,23 @@ def share(parts: Sequence[Measured], scaling: Scaling) -> None:
         parts: measured without a coefficient; each gets its outcome.
         scaling: what they have in common, on the first one's device: every divisor but their windows', and the limit.
     """
-    leading, device = parts[0].prepared, scaling.device
+    leading, device = parts[0].plan, scaling.device
     divisors = [1.0 if part.divisor is None else part.divisor for part in parts]
     partials = [part.partials for part in parts if part.partials is not None]
     is_common = not any(isinstance(each, Tensor) or each != divisors[0] for each in divisors)
     with ieee():
-        if is_common and not any(part.prepared.exchange.shares_norm(part.prepared.plan) for part in parts):
+        if is_common and not any(part.plan.exchange.shares_norm(part.plan) for part in parts):
             scaling.normalize(divisors[0])
             every = torch.cat([moved(each, device) for each in partials])
             bounds = torch.arange(2, device=device) * len(every)
-            common = finish_norm(leading.backend.segment_norms(leading.plan, every, bounds)[0], scaling)
+            common = finish_norm(leading.backend.segment_norms(leading, every, bounds)[0], scaling)
             coefficients = [common.coefficient] * len(parts)
         else:
-            sums = [moved(part.prepared.sum_of_squares(own), device) for part, own in zip(parts, partials, strict=True)]
+            sums = [moved(part.plan.sum_of_squares(own), device) for part, own in zip(parts, partials, strict=True)]
             divisors = [moved(each, device) if isinstance(each, Tensor) else each for each in divisors]
             squares = [own / (each * each) for own, each in zip(sums, divisors, strict=True)]
             common = finish_norm(torch.stack(squares).sum(), scaling)
             coefficients = [(common.coefficient.double() / each).float() for each in divisors]
     for part, coefficient in zip(parts, coefficients, strict=True):
         values = torch.stack([coefficient, common.norm, common.values[2]])
-        part.outcome = replace(part.outcome, values=moved(values, part.prepared.plan.device), normed=True)
+        part.outcome = replace(part.outcome, values=moved(values, part.plan.device), normed=True)

@@ -24,8 +24,8 @@ from accumfused.core.coefficient import Measured
 from accumfused.core.metrics import Meter
 from accumfused.core.noise import Noise
 from accumfused.core.observer import Observer
-from accumfused.core.plan import Plan
-from accumfused.core.plans import Plans, Prepared, Surroundings
+from accumfused.core.plan import Plan, Step
+from accumfused.core.plans import Plans, Surroundings
 from accumfused.core.protocol import (
     Call,
     Commit,
@@ -36,12 +36,11 @@ from accumfused.core.protocol import (
     Owner,
     Release,
     Scaling,
-    Step,
 )
 from accumfused.core.reader import setting_grads
 from accumfused.core.rows import Grads
 from accumfused.core.weights import weight_if
-from accumfused.core.window import OPEN_PHASES, Phase, Window
+from accumfused.core.window import Phase, Window
 from accumfused.settings import NAMES, Settings
 
 
@@ -93,7 +92,7 @@ class Engine:
 
     def begin(
         self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None
-    ) -> tuple[Prepared, Grads, int]:
+    ) -> tuple[Plan, Grads, int]:
         """Refuses a wrong micro-batch before anything is written.
 
         Args:
@@ -103,14 +102,13 @@ class Engine:
             rows: ids of the parameters whose gradients are folded; None: all, and the micro-batch ends.
 
         Returns:
-            The prepared plan, the fresh gradients, and their number.
+            The plan, the fresh gradients, and their number.
         """
         self.plans.owner._refuse_gradients()
-        prepared = self.plans.current(with_states=False)
-        plan = prepared.plan
+        plan = self.plans.current(with_states=False)
         grads, present = plan.gradients()
         if not self.window.is_open:
-            prepared.exchange.check(plan, weight, in_loss=in_loss)
+            plan.exchange.check(plan, weight, in_loss=in_loss)
         if rows is not None:
             grads = Grads([g if id(param) in rows else None for param, g in zip(plan.params, grads, strict=True)])
             present = sum(grad is not None for grad in grads)
@@ -118,26 +116,25 @@ class Engine:
             self.release.end(weight, in_loss=in_loss)
         self.window = self.window.check(plan, grads, weight)
         for observer in self.observers:
-            observer.check(prepared.exchange, weight)
+            observer.check(plan.exchange, weight)
         if last:
-            if prepared.exchange.is_alone:  # else other processes may have weights
+            if plan.exchange.is_alone:  # else other processes may have weights
                 self.window.weights.check_total(weight)
             versions.refuse_wide_sums(plan.params)
-        return prepared, grads, present
+        return plan, grads, present
 
-    def enter(self, prepared: Prepared, grads: Grads, weight: Number | None) -> None:
+    def enter(self, plan: Plan, grads: Grads, weight: Number | None) -> None:
         """Begins a micro-batch during its backward, with its weight in the loss."""
-        plan = prepared.plan
         if not self.window.is_open:
-            prepared.exchange.check(plan, weight, in_loss=True)
+            plan.exchange.check(plan, weight, in_loss=True)
         self.window = self.window.check(plan, grads, weight)
-        self._bring_to_unit(prepared, 1.0)
-        self.window = self.window.begun(plan, weight, prepared.exchange, in_loss=True)
+        self._bring_to_unit(plan, 1.0)
+        self.window = self.window.begun(plan, weight, in_loss=True)
 
     def fold(self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None) -> None:
         """Adds fresh gradients to the window, and releases them; see `begin`."""
-        prepared, grads, present = self.begin(weight, in_loss=in_loss, last=last, rows=rows)
-        plan, exchange, ends = prepared.plan, prepared.exchange, rows is None
+        plan, grads, present = self.begin(weight, in_loss=in_loss, last=last, rows=rows)
+        ends = rows is None
         empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
         if not present and not empty and self.window.in_progress is None:
             if not (in_loss and plan.is_spread):
@@ -153,24 +150,24 @@ class Engine:
         if closes and self.window.is_open:
             self.window.habits.watch_writes(plan)
         matched = plan.match(grads)
-        self._bring_to_unit(prepared, 1.0 if in_loss else weight)
+        self._bring_to_unit(plan, 1.0 if in_loss else weight)
         window = self.window.draft()
         calls = [plan.releasing_grads(rows)]
-        left = self._left(prepared, matched, calls) if self.settings.nonfinite == "drop" and present else None
+        left = self._left(plan, matched, calls) if self.settings.nonfinite == "drop" and present else None
         if window.in_progress is None:
-            window = window.begun(plan, weight, exchange, in_loss=in_loss, left=left)
+            window = window.begun(plan, weight, in_loss=in_loss, left=left)
         if left is not None:
             weight, in_loss = weight_if(left, weight), in_loss and weight is not None
         for observer in self.observers:
-            calls += observer.before_fold(prepared.backend, plan, matched, window, weight, in_loss)
+            calls += observer.before_fold(plan, matched, window, weight, in_loss)
         if ends and self.release is not None:
             self.release.forget()
         if closes:
-            window.agree(exchange, matched, seed=self.plans.seed, last=True)
+            window.agree(matched, seed=self.plans.seed, last=True)
         commit = self._taking(window, *calls)
-        window.add(prepared.backend, matched, commit, complete=present == len(grads), ends=ends)
+        window.add(matched, commit, complete=present == len(grads), ends=ends)
         if closes:
-            self._close(prepared)
+            self._close(plan)
         if not self.plans.owner.state and self.window.is_open:
             # torch.distributed.checkpoint makes a missing optimizer state by a step of its own, with zeros in p.grad.
             # An open window refuses that step, and the learning rate of 0 that it sets would stay.
@@ -178,100 +175,98 @@ class Engine:
             marked = next((param for param, own in both if own is not None), plan.params[0])
             self.plans.owner.state[marked] = {}
 
-    def _left(self, prepared: Prepared, grads: Grads, calls: list[Call[Any]]) -> Tensor:
+    def _left(self, plan: Plan, grads: Grads, calls: list[Call[Any]]) -> Tensor:
         """Whether a micro-batch's norm is finite: bool, shape []. Adds the call that counts it as dropped."""
-        plan = prepared.plan
         if self.dropped is None or self.dropped.device != plan.device:
             graphs.refuse_new_tensors({plan.device})
             self.dropped = torch.zeros((), dtype=torch.int64, device=plan.device)
         partials = torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)
-        left = prepared.norm(grads, partials, Scaling(plan.device)).norm.isfinite()
+        left = plan.norm(grads, partials, Scaling(plan.device)).norm.isfinite()
         calls.append(partial(self.dropped.add_, ~left))
         return left
 
-    def _bring_to_unit(self, prepared: Prepared, weight: Number | None) -> None:
+    def _bring_to_unit(self, plan: Plan, weight: Number | None) -> None:
         """Before a micro-batch, or the end: brings the sums to another unit, if they need one, in a pass of its own."""
         window, known = self.window, self.window.weights
         if window.phase is not Phase.OPEN or window.in_progress is not None or not known.is_weighted:
             return
-        unit = known.unit_for(weight, prepared.exchange)
+        unit = known.unit_for(weight, plan.exchange)
         if unit is known.unit or (not isinstance(known.unit, Tensor) and unit == known.unit):
             return
         window = window.draft()
         window.weights, factor = known.in_unit(unit)
-        window.scale(prepared.backend, factor, self._taking(window))
+        window.scale(factor, self._taking(window))
 
     # ---- the window's end ------------------------------------------------------------------------------------------
 
-    def _close(self, prepared: Prepared) -> None:
+    def _close(self, plan: Plan) -> None:
         """Makes p.grad of the sums, divided."""
-        self._add_up(prepared)
+        self._add_up(plan)
         window, expose = self.window.exposed()
-        self._divide(prepared, window, self.window.divisor(), expose)
+        self._divide(plan, window, self.window.divisor(), expose)
         for observer in self.observers:
-            observer.closed(prepared.backend, prepared.plan, self.window)
+            observer.closed(plan, self.window)
 
-    def _divide(self, prepared: Prepared, window: Window, divisor: Number, *calls: Call[Any]) -> None:
+    def _divide(self, plan: Plan, window: Window, divisor: Number, *calls: Call[Any]) -> None:
         """Makes means of a draft's sums, and takes the draft."""
         commit = self._taking(window, *calls)
         if isinstance(divisor, Tensor) or divisor != 1.0:
             window.divided = divisor
-            window.scale(prepared.backend, 1.0 / divisor, commit)
+            window.scale(1.0 / divisor, commit)
         else:
             commit.end()
 
-    def _add_up(self, prepared: Prepared) -> None:
+    def _add_up(self, plan: Plan) -> None:
         """Adds up the sums of all processes, and what observers count."""
-        window, plan = self.window, prepared.plan
-        if not prepared.exchange.adds_up or window.phase is Phase.SEALED:
+        window = self.window
+        if not plan.exchange.adds_up or window.phase is Phase.SEALED:
             return
         try:
-            numbers = [each for own in self.observers for each in own.numbers(prepared.backend, plan, window)]
-            prepared.exchange.add_up([*numbers, *window.arena.memory_of(plan, window.sums)])
+            numbers = [each for own in self.observers for each in own.numbers(plan, window)]
+            plan.exchange.add_up([*numbers, *window.arena.memory_of(plan, window.sums)])
         except BaseException:
             self.drop()  # some are added up, some are not
             raise
         self.window = window.sealed()
 
-    def complete(self, prepared: Prepared) -> tuple[Prepared, Grads, int, Number | None]:
+    def complete(self, plan: Plan) -> tuple[Plan, Grads, int, Number | None]:
         """Completes the window for a step. Where processes add up windows, p.grad is one of a single micro-batch.
 
         Returns:
             The plan, its sums (or p.grad, if the window is closed) and their number, and the divisor of these sums.
         """
         if self.window.phase is Phase.IDLE:
-            if prepared.plan.gradients()[1]:
+            if plan.gradients()[1]:
                 self.fold(None, in_loss=False, last=False)
             else:
-                self.window = self.window.opened(prepared.plan)  # other processes may have gradients
-            prepared = self.plans.current()
-        plan, exchange = prepared.plan, prepared.exchange
+                self.window = self.window.opened(plan)  # other processes may have gradients
+            plan = self.plans.current()
         if not self.window.is_open:
             grads, present = plan.gradients()
             if not present:
                 self.drop()  # model.zero_grad() has released its sums
-            return prepared, grads, present, None
+            return plan, grads, present, None
         self.refuse_live(plan.reader.present())
         window = self.window = self.window.following(plan)
         window.habits.watch_writes(plan)
         others_close = None
         if window.phase is not Phase.SEALED:  # a refused step may have sealed it
-            self._bring_to_unit(prepared, None)
+            self._bring_to_unit(plan, None)
             window = self.window.draft()
-            if not exchange.is_alone:
+            if not plan.exchange.is_alone:
                 nothing = Grads([None] * len(plan.params))
-                others_close = window.agree(exchange, nothing, seed=self.plans.seed, last=False)
+                others_close = window.agree(nothing, seed=self.plans.seed, last=False)
             self.window = window
         if window.agreed is None:
             window.weights.check_total()
         if not window.rows_with_sums:
-            return prepared, Grads(), 0, None
-        self._add_up(prepared)
+            return plan, Grads(), 0, None
+        self._add_up(plan)
         if others_close is not None:  # they divide before their step: so does this process, for the same bits
             divisor = torch.where(others_close, self.window.divisor(), 1.0)
-            self._divide(prepared, self.window.draft(), divisor)
+            self._divide(plan, self.window.draft(), divisor)
         window = self.window
-        return prepared, window.sums, window.rows_with_sums, window.divisor()
+        return plan, window.sums, window.rows_with_sums, window.divisor()
 
     def drop(self) -> None:
         """Ends the window without a step."""
@@ -307,21 +302,21 @@ class Engine:
             asked = self.clipping.of_step(self.plans.owner, divisors)
         if self.release is not None:
             self.release.end_before_step()
-        prepared, normalization = self.plans.current(), None
-        if prepared.exchange.adds_up or self.window.phase is not Phase.IDLE:
-            prepared, grads, present, normalization = self.complete(prepared)
+        plan, normalization = self.plans.current(), None
+        if plan.exchange.adds_up or self.window.phase is not Phase.IDLE:
+            plan, grads, present, normalization = self.complete(plan)
         else:
-            grads, present = prepared.plan.gradients()
+            grads, present = plan.gradients()
             self.window.habits.watch_sums(grads)
         if not present:
             if settings.norm_group is None:
                 return None
-            grads = Grads([None] * len(prepared.plan.rows))  # others wait for this process's part of the norm
-        window, matched = self.window, prepared.plan.match(grads)
-        if prepared.plan.lacks_state(matched):
-            prepared = self.plans.with_states(prepared.plan, matched)
-            window.habits.see(prepared.plan)  # make_state wrote a loaded master into its parameter
-        plan, complete, is_open = prepared.plan, present == len(grads), window.phase in OPEN_PHASES
+            grads = Grads([None] * len(plan.rows))  # others wait for this process's part of the norm
+        window, matched = self.window, plan.match(grads)
+        if plan.lacks_state(matched):
+            plan = self.plans.with_states(plan, matched)
+            window.habits.see(plan)  # make_state wrote a loaded master into its parameter
+        complete, is_open = present == len(grads), window.is_open
         scaling, takes_norm = self._scaling(plan, divisors, normalization, must=asked is not None)
         takes_limit = asked is not None or settings.max_grad_norm is not None
         takes_norm |= any(each.takes_norm(plan) for each in self.observers)
@@ -332,15 +327,15 @@ class Engine:
         if is_open:
             stale, partials = window.stale(plan, matched), window.partials
         elif takes_norm:
-            partials = prepared.cleared_partials(complete)
+            partials = plan.cleared_partials(complete)
         if divisors.is_shared:  # the coefficient comes with those of others
-            outcome = prepared.backend.norm(plan, stale, partials, Scaling(plan.device))
+            outcome = plan.backend.norm(plan, stale, partials, Scaling(plan.device))
         elif asked is None or partials is None:
-            outcome = prepared.norm(stale, partials, scaling)
+            outcome = plan.norm(stale, partials, scaling)
         else:
-            outcome = self.clipping.norm(asked, prepared, stale, partials, scaling)
+            outcome = self.clipping.norm(asked, plan, stale, partials, scaling)
         outcome.spends_grads = is_open
-        measured = Measured(prepared, grads, matched, complete, outcome, scaling, normalization, partials)
+        measured = Measured(plan, grads, matched, complete, outcome, scaling, normalization, partials)
         with measured.uncounted_by_an_error():
             for observer in self.observers:
                 observer.before(measured, window, groups)
@@ -400,7 +395,7 @@ class Engine:
             if own_step is not None:
                 own_step(self.plans.owner, self, measured)
             else:
-                self.update(measured, measured.prepared.backend.step)
+                self.update(measured, measured.plan.backend.step)
         self.window.restore_grad_dtypes()
         if has_window:
             self.window.habits.stepped()
@@ -412,7 +407,7 @@ class Engine:
 
     def update(self, measured: Measured, step: Step) -> None:
         """Makes the step by `step`, which is `Backend.step` or does as much, and what it needs before and after."""
-        plan, grads = measured.prepared.plan, measured.matched
+        plan, grads = measured.plan, measured.matched
         copies = [plan.rows[index] for index in plan.copies if grads[index] is not None]
         for row in copies:
             row.tensor.copy_(row.owned)
@@ -422,7 +417,7 @@ class Engine:
         # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
         calls = [*(partial(row.owned.copy_, row.tensor) for row in copies), versions.incrementing(written)]
         for observer in self.observers:
-            step = observer.around(step, measured.prepared.backend)
+            step = observer.around(step)
         commit = self.stepped(measured, *calls)
         step(plan, grads, plan.hypers(self.plans.owner.param_groups), measured.outcome, commit)
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from accumfused.core.coefficient import Measured
 from accumfused.core.norm import divisor_of, norms
 from accumfused.core.observer import Observer
-from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Commit, Hypers, Outcome, Scaling, Step
+from accumfused.core.plan import Plan, Step
+from accumfused.core.protocol import Commit, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads, Row
 from accumfused.core.window import Window
 from accumfused.formats.convert import load_weights
@@ -124,7 +124,7 @@ class Meter(Observer):
 
     def before(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
         """Begins to measure, if it is this step's turn."""
-        plan, partials = measured.prepared.plan, measured.partials
+        plan, partials = measured.plan, measured.partials
         if partials is None or not self.takes_norm(plan):
             return
         if plan not in self._kept:
@@ -134,19 +134,19 @@ class Meter(Observer):
         sums[0].copy_(partials)
         self._begun = _Begun(measured.scaling, sums)
 
-    def around(self, step: Step, backend: Backend) -> Step:
+    def around(self, step: Step) -> Step:
         """A measured step also takes the norms of the weights, and of their changes."""
-        return step if self._begun is None else partial(_measured, step, backend, self._begun.sums)
+        return step if self._begun is None else partial(_measured, step, self._begun.sums)
 
     def after(self, measured: Measured, skips: Tensor) -> None:
         """Adds up the sums if the step was measured; the rest can wait until it is read."""
-        backend, plan, outcome = measured.prepared.backend, measured.prepared.plan, measured.outcome
+        plan, outcome = measured.plan, measured.outcome
         self.steps += 1
         if self._begun is None:
             return
         scaling, sums, self._begun = self._begun.scaling, self._begun.sums, None
         bounds, _, names = self._kept[plan]
-        squares = [backend.segment_norms(plan, sums.view(-1), bound).view(_SUMS, -1) for bound in bounds]
+        squares = [plan.backend.segment_norms(plan, sums.view(-1), bound).view(_SUMS, -1) for bound in bounds]
         clip = outcome.coefficient if outcome.coefficients is None else outcome.coefficients.amin()
         inverse: Any = 1.0 / scaling.normalization
         if scaling.device_normalization is not None:
@@ -162,7 +162,7 @@ class Meter(Observer):
 
 
 def _measured(
-    step: Step, backend: Backend, sums: Tensor, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome,
+    step: Step, sums: Tensor, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome,
     commit: Commit,
 ) -> None:  # fmt: skip
     """Makes the step of some rows at a time, and takes the squares of their weights and changes."""
@@ -170,14 +170,14 @@ def _measured(
     for number, run in enumerate(_runs(plan, grads)):
         some = Grads([grad if k in run else None for k, grad in enumerate(grads)])
         copies = Grads([None if g is None else _weights(r).clone() for g, r in zip(some, plan.rows, strict=True)])
-        backend.norm(plan, copies, of_weights, nothing)
+        plan.backend.norm(plan, copies, of_weights, nothing)
         if number == 0:  # what has failed so far has written nothing
             commit.begin()
         step(plan, some, hypers, outcome, Commit())
         for row, copy in zip(plan.rows, copies, strict=True):
             if copy is not None:
                 torch.sub(_weights(row), copy, out=copy)
-        backend.norm(plan, copies, of_changes, nothing)
+        plan.backend.norm(plan, copies, of_changes, nothing)
     commit.end()
 
 

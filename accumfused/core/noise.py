@@ -24,8 +24,8 @@ from torch import Tensor
 from accumfused.core import graphs
 from accumfused.core.coefficient import Measured
 from accumfused.core.observer import Observer
-from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Call, Exchange, Number, Outcome, Scaling, moved, on_device
+from accumfused.core.plan import Exchange, Plan
+from accumfused.core.protocol import Call, Number, Outcome, Scaling, moved, on_device
 from accumfused.core.rows import Grads
 from accumfused.core.window import Phase, Window
 from accumfused.warn import warn
@@ -104,13 +104,13 @@ class Noise(Observer):
             )
 
     def before_fold(
-        self, backend: Backend, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool
+        self, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool
     ) -> Sequence[Call[Any]]:
         """Takes the squares of a micro-batch's gradients."""
-        return [partial(setattr, self, "of_window", self._measured(backend, plan, grads, window, weight, in_loss))]
+        return [partial(setattr, self, "of_window", self._measured(plan, grads, window, weight, in_loss))]
 
     def _measured(
-        self, backend: Backend, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool
+        self, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool
     ) -> _Squares | None:
         known = self._known(plan, window)
         if known is None:
@@ -119,7 +119,7 @@ class Noise(Observer):
         if not isinstance(weight, Tensor) and weight == 0:
             return known
         own = _zeros(plan)
-        backend.norm(plan, grads, own, Scaling(plan.device))
+        plan.backend.norm(plan, grads, own, Scaling(plan.device))
         share: Number = 1.0 if weight is None else weight
         if isinstance(share, Tensor):
             share = on_device(share, plan.device, torch.float64)
@@ -139,37 +139,37 @@ class Noise(Observer):
             return known.follow(plan)
         return _Squares(window.number, plan, _zeros(plan)) if window.weights.count <= 1 else None
 
-    def numbers(self, backend: Backend, plan: Plan, window: Window) -> Sequence[Tensor]:
+    def numbers(self, plan: Plan, window: Window) -> Sequence[Tensor]:
         numbers, known = torch.full((3,), torch.nan, dtype=torch.float64, device=plan.device), self._known(plan, window)
         if known is not None and known.micro_batches == window.weights.count:
-            own = Exchange().sums_of_squares(backend, plan, [known.sums])[0]
+            own = Exchange().sums_of_squares(plan, [known.sums])[0]
             numbers = _numbers(own, known, window)
         self._counted = window.number, numbers
         return [numbers]
 
-    def closed(self, backend: Backend, plan: Plan, window: Window) -> None:
+    def closed(self, plan: Plan, window: Window) -> None:
         """Measures accumulators whose norm is unknown."""
         stale = window.stale(plan, window.sums) if self._has_noise(plan, window) else None
         if stale is not None:
-            backend.norm(plan, plan.match(stale), window.partials, Scaling(plan.device))
+            plan.backend.norm(plan, plan.match(stale), window.partials, Scaling(plan.device))
             window.is_measured = [True] * len(stale)
 
     def before(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes a sample from a window that is complete, and whose sums are measured."""
-        plan, backend, exchange = measured.prepared.plan, measured.prepared.backend, measured.prepared.exchange
+        plan, exchange = measured.plan, measured.plan.exchange
         scaling, self._sample = measured.scaling, None  # it has the divisors of an open window's weights, too
         if window.phase is Phase.IDLE or not self._has_noise(plan, window):
             if self.means is None:
                 self._watch_empty_steps()
             return
         if window.phase is Phase.CLOSED:
-            self.closed(backend, plan, window)  # an error may have kept it
+            self.closed(plan, window)  # an error may have kept it
         known = self._known(plan, window)
         if self._counted is not None and self._counted[0] == window.number:
-            numbers, whole = self._counted[1], exchange.sums_of_squares(backend, plan, [window.partials])[0]
+            numbers, whole = self._counted[1], exchange.sums_of_squares(plan, [window.partials])[0]
         else:
             assert known is not None
-            own, whole = exchange.sums_of_squares(backend, plan, [known.sums, window.partials]).unbind()
+            own, whole = exchange.sums_of_squares(plan, [known.sums, window.partials]).unbind()
             numbers = _numbers(own, known, window)
         own, parts, total = numbers.unbind()
         divisor: Number = scaling.normalization

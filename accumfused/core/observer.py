@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from accumfused.core.coefficient import Measured
-from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Call, Exchange, Number, Outcome, Step
+from accumfused.core.plan import Exchange, Plan, Step
+from accumfused.core.protocol import Call, Number, Outcome
 from accumfused.core.rows import Grads
 from accumfused.core.window import Window
 
@@ -21,7 +21,7 @@ class Observer:
         """Before a micro-batch: refuses what it could not measure."""
 
     def before_fold(
-        self, backend: Backend, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool
+        self, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool
     ) -> Sequence[Call[Any]]:
         """Measures gradients before their fold, which may keep them as its sums.
 
@@ -34,11 +34,11 @@ class Observer:
         """
         return ()
 
-    def numbers(self, backend: Backend, plan: Plan, window: Window) -> Sequence[Tensor]:
+    def numbers(self, plan: Plan, window: Window) -> Sequence[Tensor]:
         """What processes add up beside their sums: flat fp64 tensors."""
         return ()
 
-    def closed(self, backend: Backend, plan: Plan, window: Window) -> None:
+    def closed(self, plan: Plan, window: Window) -> None:
         """After `p.grad` has become a window's sum, and before the user's code can change it."""
 
     def takes_norm(self, plan: Plan) -> bool:
@@ -48,7 +48,7 @@ class Observer:
     def before(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
         """Before a step that has its coefficient."""
 
-    def around(self, step: Step, backend: Backend) -> Step:
+    def around(self, step: Step) -> Step:
         """The step itself, or one that makes it and measures."""
         return step
 

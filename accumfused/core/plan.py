@@ -1,39 +1,156 @@
-"""The plan: an optimizer's tensors, validated, in the form that the backends work on.
+"""The plan: an optimizer's tensors, validated, in the form that the backends work on; and its two partners.
 
-In: param_groups and state. Out: one row per parameter, in the groups' order. Every parameter has its own range of
-chunks, with a gradient or without, so the norm's summation order depends on the optimizer alone.
+A plan has one row per parameter, in the groups' order. Every parameter has its own range of chunks, with a gradient or
+without, so the norm's summation order depends on the optimizer alone. A `Backend` runs the three verbs on a plan; an
+`Exchange` knows the gradients and norms of other processes. All backends but foreach.py compute the same bits.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import repeat
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from accumfused import compiled
 from accumfused.core import graphs, memory
+from accumfused.core.norm import finish_norm
+from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling, overwritten
 from accumfused.core.reader import OWN_REFERENCES, OWN_USES, TensorReader, setting_grads, storage_uses
-from accumfused.core.rows import Grads, Row, check_gradient, check_parameter, has_memory, is_freed, row_of
-from accumfused.formats.kinds import check_states
-from accumfused.formats.numeric import chunk_count
+from accumfused.core.rows import Grads, Row, check_gradient, check_parameter, is_freed
+from accumfused.formats.numeric import ieee
 from accumfused.rules import Rule
-from accumfused.settings import Settings
+
+
+class Backend(Protocol):
+    """The three verbs."""
+
+    name: str
+    measures_folds: bool  # else `norm` is given the accumulators
+
+    def prepare(self, plan: Plan, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
+        """Adds this backend's tables to a new plan."""
+
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
+        """Folds; if it measures folds, and this one does not copy, it writes the sums of squares into partials.
+
+        Those of rows without a gradient stay right: they are 0 where `before` makes the sum 0. fp32 [plan.chunks].
+        """
+
+    def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
+        """Reduces the sums of squares to one coefficient on the device.
+
+        norm = sqrt(sum(partials)) / normalization
+        coefficient = min(1, max_grad_norm / (norm + 1e-6)) / normalization
+
+        Args:
+            grads: gradients whose sums of squares partials lack, if any; None leaves a row's partials alone.
+            partials: None: it takes no norm, and only the normalization enters.
+        """
+
+    def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
+        """The sums of squares of runs of chunks, each added up as `norm` adds up all of them: fp64 [segments].
+
+        Args:
+            partials: as `norm` leaves them.
+            bounds: int64 [segments + 1], on the plan's device; segment i begins at chunk bounds[i] and ends before
+                bounds[i + 1].
+        """
+
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
+        """Updates parameters, states and step counts; writes nothing if the outcome is a skip."""
+
+
+@dataclass
+class Segments:
+    """The runs of rows that have a norm: parameter groups, or single rows."""
+
+    bounds: Tensor  # int64 [segments + 1]: their first chunks, and the number of all
+    rows: Tensor  # int64 [rows + 1]: the rows' first chunks, and the number of all
+    first: Tensor | None  # int64 [segments + 1]: their first rows, and the number of all; None: rows are segments
+    places: Tensor | None  # int64 [rows]: each row's segment; None: its own
+
+    @classmethod
+    def of(cls, plan: Plan, *, per_group: bool) -> Segments:
+        """The segments of a plan; their tensors lie on its device."""
+
+        def kept(numbers: list[int]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device=plan.device)
+
+        chunks = [*(row.first_chunk for row in plan.rows), plan.chunks]
+        if not per_group:
+            return cls(kept(chunks), kept(chunks), None, None)
+        places = [row.group for row in plan.rows]
+        first = [bisect_left(places, group) for group in range(len(plan.rules) + 1)]
+        return cls(kept([chunks[row] for row in first]), kept(chunks), kept(first), kept(places))
+
+
+class Exchange:
+    """How this process's gradients, weights and norms meet those of others; here it has all gradients itself.
+
+    distributed/exchange.py has those with others.
+    """
+
+    adds_up = False  # it adds up all processes' accumulators: p.grad is this process's own
+    has_means = False  # gradients are means over processes before they are folded
+    is_alone = True  # neither
+    bundled_bytes = 0  # accumulators below this travel together
+
+    def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
+        """Before a window begins: refuses gradients that it would misread (as means, say)."""
+
+    def agree(
+        self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
+    ) -> tuple[Tensor, list[bool], Tensor | None] | None:
+        """The window's divisor, flags of parameters with gradients elsewhere only, and whether others close it.
+
+        The last is None where this process has micro-batches, and says so itself. None: no change.
+        """
+        return None
+
+    def add_up(self, flats: Iterable[Tensor]) -> None:
+        """Replaces flat tensors, fp32 accumulators or fp64 numbers, by their sums over all processes."""
+
+    def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
+        """The sum of weights that a checkpoint of an open window holds."""
+        return total
+
+    def shares_norm(self, plan: Plan) -> bool:
+        """Whether a norm is one over several processes: then all of them take it in each step."""
+        return False
+
+    def found_inf(self, found_inf: Tensor | None) -> Tensor | None:
+        """A scaler's flag, of all processes that share the norm."""
+        return found_inf
+
+    def segment_norms(self, plan: Plan, partials: Tensor, segments: Segments) -> Tensor:
+        """`Backend.segment_norms`, over all shards of the parameters."""
+        return plan.backend.segment_norms(plan, partials, segments.bounds)
+
+    def sums_of_squares(self, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
+        """The sum of each of these lists of chunks' sums, over all shards of the parameters: fp64 [lists]."""
+        bounds = torch.arange(len(partials) + 1, device=plan.device) * plan.chunks
+        return plan.backend.segment_norms(plan, torch.cat(list(partials)), bounds)
 
 
 @dataclass(eq=False)
 class Plan:
-    """One row per parameter. `build` makes it; a tensor that moves outdates it."""
+    """One row per parameter. `plans.build` makes it; a tensor that moves outdates it."""
 
     rows: list[Row]
     rules: list[type[Rule]]  # per group
     chunks: int
     device: torch.device  # where its kernels run
+    devices: set[torch.device] = field(default_factory=set)  # of all parameters with memory
+    backend: Backend = field(init=False)  # has added its tables
+    exchange: Exchange = field(init=False)
+    is_valid: bool = True  # False: the optimizer's state was replaced
     reader: Any = field(init=False)  # a TensorReader, or the table
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
     functors: list[int] = field(default_factory=list)  # of each group's rule, as native kernels know it
@@ -41,6 +158,7 @@ class Plan:
     _pointed_at: weakref.ref[Grads] | None = None  # the gradients of the table's rows
     _sums: weakref.ref[Grads] | None = None  # and their sums
     _checked: set[int] = field(default_factory=set)  # parameters, if no table checks them
+    _partials: Tensor | None = None  # sums of squares of gradients from p.grad
 
     def __post_init__(self) -> None:
         self.reader = TensorReader(self.rows)
@@ -103,6 +221,31 @@ class Plan:
             return partial(self.table.release_grads)
         params = [param for param in self.params if rows is None or id(param) in rows]
         return setting_grads(params, repeat(None))
+
+    # ---- the norm --------------------------------------------------------------------------------------------------
+
+    def norm(self, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
+        """`Backend.norm`, over all processes that share the norm."""
+        if partials is None or not self.exchange.shares_norm(self):
+            return self.backend.norm(self, grads, partials, scaling)
+        self.backend.norm(self, grads, partials, Scaling(self.device))
+        scaling = replace(scaling, found_inf=self.exchange.found_inf(scaling.found_inf))
+        with ieee():
+            return finish_norm(self.sum_of_squares(partials), scaling)
+
+    def sum_of_squares(self, partials: Tensor) -> Tensor:
+        """The sum of all chunks' sums of squares, over all processes that share the norm: fp64, shape []."""
+        return self.exchange.sums_of_squares(self, [partials])[0]
+
+    def cleared_partials(self, complete: bool) -> Tensor:
+        """Memory for the sums of squares; zero for rows without a gradient."""
+        if self._partials is None:
+            self._partials = torch.zeros(self.chunks, dtype=torch.float32, device=self.device)
+        elif not complete:
+            self._partials.zero_()
+        return self._partials
+
+    # ---- rows ------------------------------------------------------------------------------------------------------
 
     def hypers(self, param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[float | Tensor, ...]]:
         """The groups' numbers in the order of their rules' `hypers`; a tensor is not read."""
@@ -178,50 +321,4 @@ class Plan:
         return torch.empty_like(tensor, dtype=grad.dtype, requires_grad=False).copy_(grad.detach())
 
 
-EMPTY = Plan([], [], 0, torch.device("cpu"))
-
-
-def build(
-    param_groups: Sequence[Mapping[str, Any]],
-    state: Mapping[Tensor, Any],
-    rules: list[type[Rule]],
-    settings: Settings,
-) -> Plan:
-    """Builds the plan; the backend then adds its own tables.
-
-    Raises:
-        ValueError: a group's states cannot be kept in 8 bits.
-        RuntimeError: two parameters share memory; a parameter's memory is too small or read-only; this process has no
-            shard of a DTensor to update.
-    """
-    for rule in rules:
-        check_states(rule, settings)
-    rows, chunks = list[Row](), 0
-    for index, group in enumerate(param_groups):
-        for param in group["params"]:
-            rows.append(row_of(param, index, rules[index], state.get(param), settings, chunks))
-            chunks += chunk_count(rows[-1].tensor.numel())
-    owned = [row.owned for row in rows]
-    memory.check([tensor for tensor in owned if has_memory(tensor) and not is_freed(tensor) and tensor.numel()])
-    for row in rows:
-        for slot in () if row.storage is None else row.storage.slots():
-            if slot is not None:
-                memory.check_size(slot, "state")
-    device = next((tensor.device for tensor in owned if has_memory(tensor)), torch.device("cpu"))
-    plan = Plan(rows, rules, chunks, device)
-    if plan.is_spread:
-        plan.reader.remember(param_groups, state)
-    return plan
-
-
-def rule_of(rules: Iterable[type[Rule]], group: Mapping[str, Any]) -> type[Rule]:
-    """An optimizer's rule for a parameter group: the first whose flags are the group's."""
-    return next(rule for rule in rules if rule.fits(group))
-
-
-def overwritten(row: int) -> RuntimeError:
-    """The error of a gradient in memory that the window has adopted: its accumulator holds no sum any more."""
-    return RuntimeError(
-        f"the gradient of parameter {row} lies where the window's sum does, so one has overwritten the other; call "
-        "zero_grad(), and give every micro-batch a gradient in memory of its own (p.grad = buffer.clone())"
-    )
+Step = Callable[[Plan, Grads, Hypers, Outcome, Commit], None]  # as `Backend.step`

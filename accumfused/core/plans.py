@@ -1,59 +1,28 @@
-"""Plans: an optimizer's current plan with its backend, exchange and states; anew whenever it is outdated."""
+"""Plans: an optimizer's current plan with its backend, exchange and states; anew whenever it is outdated.
+
+In: param_groups and state. A tensor that moves, a new group, another state: each outdates a plan.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from accumfused.core import graphs
-from accumfused.core.norm import finish_norm
-from accumfused.core.plan import EMPTY, Plan, build, rule_of
-from accumfused.core.protocol import Backend, Exchange, Outcome, Owner, Scaling
-from accumfused.core.rows import Grads, has_memory
+from accumfused.core import graphs, memory
+from accumfused.core.plan import Backend, Exchange, Plan
+from accumfused.core.protocol import Owner
+from accumfused.core.rows import Grads, Row, has_memory, is_freed, row_of
 from accumfused.core.skips import Skips
 from accumfused.formats.convert import make_state
-from accumfused.formats.kinds import names
-from accumfused.formats.numeric import ieee
+from accumfused.formats.kinds import check_states, names
+from accumfused.formats.numeric import chunk_count
 from accumfused.rules import Rule
 from accumfused.settings import Settings
-
-
-@dataclass
-class Prepared:
-    """A plan, the backend that keeps tables for it, and the exchange of its sums and norms with other processes."""
-
-    plan: Plan
-    backend: Backend
-    exchange: Exchange
-    devices: set[torch.device]  # for these and for these rules the backend was selected
-    rules: set[type[Rule]]
-    partials: Tensor | None = None  # sums of squares of gradients from p.grad
-    is_valid: bool = True  # False: the optimizer's state was replaced
-
-    def norm(self, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        """`Backend.norm`, over all processes that share the norm."""
-        if partials is None or not self.exchange.shares_norm(self.plan):
-            return self.backend.norm(self.plan, grads, partials, scaling)
-        self.backend.norm(self.plan, grads, partials, Scaling(self.plan.device))
-        scaling = replace(scaling, found_inf=self.exchange.found_inf(scaling.found_inf))
-        with ieee():
-            return finish_norm(self.sum_of_squares(partials), scaling)
-
-    def sum_of_squares(self, partials: Tensor) -> Tensor:
-        """The sum of all chunks' sums of squares, over all processes that share the norm: fp64, shape []."""
-        return self.exchange.sums_of_squares(self.backend, self.plan, [partials])[0]
-
-    def cleared_partials(self, complete: bool) -> Tensor:
-        """Memory for the sums of squares; zero for rows without a gradient."""
-        if self.partials is None:
-            self.partials = torch.zeros(self.plan.chunks, dtype=torch.float32, device=self.plan.device)
-        elif not complete:
-            self.partials.zero_()
-        return self.partials
 
 
 @dataclass(frozen=True)
@@ -65,7 +34,7 @@ class Surroundings:
         default_seed: gives the seed of stochastic rounding if the settings have none.
     """
 
-    select: Callable[[Settings, Plan, set[torch.device], Prepared | None], tuple[Backend, Exchange]]
+    select: Callable[[Settings, Plan, Plan | None], tuple[Backend, Exchange]]
     default_seed: Callable[[], int]
 
 
@@ -80,7 +49,7 @@ class Plans:
         self._owner = weakref.ref(owner)
         self.settings = settings
         self.skips: Skips | None = None
-        self.last: Prepared | None = None
+        self.last: Plan | None = None
         self.backend: Backend | None = None  # a benchmark sets it; it overrides the selection
         self._surroundings = surroundings
 
@@ -103,7 +72,7 @@ class Plans:
         given = self.settings.rounding_seed
         return self._surroundings.default_seed() if given is None else given
 
-    def current(self, *, with_states: bool = True) -> Prepared:
+    def current(self, *, with_states: bool = True) -> Plan:
         """The plan for the current parameters and states, with backend and exchange.
 
         Args:
@@ -112,27 +81,28 @@ class Plans:
         owner, known = self.owner, self.last
         groups, state, asked = owner.param_groups, owner.state, owner.state if with_states else None
         rules = [rule_of(owner.rules, group) for group in groups]
-        if known is not None and known.is_valid and known.plan.rules == rules and known.plan.unchanged(groups, asked):
+        if known is not None and known.is_valid and known.rules == rules and known.unchanged(groups, asked):
             return known
-        devices = {param.device for param in self.params if has_memory(param)}
-        graphs.refuse_new_tensors(devices)
+        graphs.refuse_new_tensors({param.device for param in self.params if has_memory(param)})
         plan = build(groups, state, rules, self.settings)
-        backend, exchange = self._surroundings.select(self.settings, plan, devices, known)
+        backend, plan.exchange = self._surroundings.select(self.settings, plan, known)
         for row in plan.rows:
-            row.is_bundled = 4 * row.param.numel() < exchange.bundled_bytes
-        backend = self.backend or backend
-        backend.prepare(plan, groups, state)
+            row.is_bundled = 4 * row.param.numel() < plan.exchange.bundled_bytes
+        plan.backend = self.backend or backend
+        plan.backend.prepare(plan, groups, state)
         if self.skips is None or self.skips.count.device != plan.device:
             self.skips = Skips(plan.device)
-        self.last = Prepared(plan, backend, exchange, devices, set(rules))
-        return self.last
+        self.last = plan
+        return plan
 
     def forget(self) -> None:
         """The optimizer's state or settings were replaced: the next call makes a new plan. The old one is freed."""
-        if self.last is not None:
-            self.last = replace(self.last, plan=EMPTY, partials=None, is_valid=False)
+        known = self.last
+        if known is not None:
+            self.last = Plan([], known.rules, 0, known.device, known.devices, is_valid=False)
+            self.last.backend, self.last.exchange = known.backend, known.exchange
 
-    def with_states(self, plan: Plan, grads: Grads) -> Prepared:
+    def with_states(self, plan: Plan, grads: Grads) -> Plan:
         """Makes the state of every parameter with a gradient, in its format, and a plan with these states."""
         graphs.refuse_new_tensors({plan.device})  # a graph would keep the zeros' addresses without filling them
         for row, grad in zip(plan.rows, grads, strict=True):
@@ -148,3 +118,42 @@ class Plans:
             if row.is_copy:
                 row.owned.copy_(row.tensor)
         return self.current()
+
+
+def build(
+    param_groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, Any],
+    rules: list[type[Rule]],
+    settings: Settings,
+) -> Plan:
+    """Builds the plan; the backend then adds its own tables.
+
+    Raises:
+        ValueError: a group's states cannot be kept in 8 bits.
+        RuntimeError: two parameters share memory; a parameter's memory is too small or read-only; this process has no
+            shard of a DTensor to update.
+    """
+    for rule in rules:
+        check_states(rule, settings)
+    rows, chunks = list[Row](), 0
+    for index, group in enumerate(param_groups):
+        for param in group["params"]:
+            rows.append(row_of(param, index, rules[index], state.get(param), settings, chunks))
+            chunks += chunk_count(rows[-1].tensor.numel())
+    owned = [row.owned for row in rows]
+    devices = {row.param.device for row in rows if has_memory(row.param)}
+    memory.check([tensor for tensor in owned if has_memory(tensor) and not is_freed(tensor) and tensor.numel()])
+    for row in rows:
+        for slot in () if row.storage is None else row.storage.slots():
+            if slot is not None:
+                memory.check_size(slot, "state")
+    device = next((tensor.device for tensor in owned if has_memory(tensor)), torch.device("cpu"))
+    plan = Plan(rows, rules, chunks, device, devices)
+    if plan.is_spread:
+        plan.reader.remember(param_groups, state)
+    return plan
+
+
+def rule_of(rules: Iterable[type[Rule]], group: Mapping[str, Any]) -> type[Rule]:
+    """An optimizer's rule for a parameter group: the first whose flags are the group's."""
+    return next(rule for rule in rules if rule.fits(group))

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from accumfused.core.protocol import Exchange, Number, on_device, stacked
+from accumfused.core.plan import Exchange, Plan
+from accumfused.core.protocol import Number, on_device, stacked
 
 _LARGEST_FACTOR = 2.0**40  # beyond it the sums get another unit: squares of theirs must stay in fp32's range
 
@@ -95,7 +96,7 @@ class Weights:
         return replace(self, unit=unit, factors=self.factors * _rounded(factor)), factor
 
     def entered(
-        self, weight: Number | None, device: torch.device, exchange: Exchange, *, in_loss: bool, left: Tensor | None
+        self, weight: Number | None, plan: Plan, *, in_loss: bool, left: Tensor | None
     ) -> tuple[Weights, MicroBatch]:
         """The numbers with one more micro-batch, and its factor.
 
@@ -105,13 +106,13 @@ class Weights:
         Args:
             left: whether the micro-batch is not dropped: bool, shape []; None: it is not.
         """
-        known = replace(self, is_weighted=weight is not None, count=self.count + 1)
+        exchange, known = plan.exchange, replace(self, is_weighted=weight is not None, count=self.count + 1)
         if weight is None:
             if left is None:
                 return known, MicroBatch(1.0)
             weight, in_loss = 1.0, False
         if isinstance(weight, Tensor):
-            weight = on_device(weight, device, torch.float64)
+            weight = on_device(weight, plan.device, torch.float64)
             weight = torch.where((weight >= 0) & weight.isfinite(), weight, torch.nan)
         elif weight == 0 and not exchange.has_means:  # else other processes' weights may differ
             return known, MicroBatch(None)

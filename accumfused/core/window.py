@@ -27,7 +27,7 @@ from accumfused.core.arena import Arena, adoptable
 from accumfused.core.habits import Habits
 from accumfused.core.heap import keep_freed
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Commit, Exchange, Fold, Number, run
+from accumfused.core.protocol import Commit, Fold, Number, run
 from accumfused.core.reader import setting_grads
 from accumfused.core.rows import Grads, Row
 from accumfused.core.weights import MicroBatch, Weights
@@ -139,17 +139,13 @@ class Window:
         window.habits.see(plan)
         return window
 
-    def begun(
-        self, plan: Plan, weight: Number | None, exchange: Exchange, *, in_loss: bool, left: Tensor | None = None
-    ) -> Window:
+    def begun(self, plan: Plan, weight: Number | None, *, in_loss: bool, left: Tensor | None = None) -> Window:
         """The window with one more micro-batch in progress, which is counted and has its factor."""
         window = self.opened(plan) if self.phase is Phase.IDLE else self.draft()
-        window.weights, window.in_progress = self.weights.entered(
-            weight, plan.device, exchange, in_loss=in_loss, left=left
-        )
+        window.weights, window.in_progress = self.weights.entered(weight, plan, in_loss=in_loss, left=left)
         return window
 
-    def add(self, backend: Backend, grads: Grads, commit: Commit, *, complete: bool, ends: bool) -> None:
+    def add(self, grads: Grads, commit: Commit, *, complete: bool, ends: bool) -> None:
         """Adds matched gradients of the micro-batch in progress to this draft's sums, and commits.
 
         Args:
@@ -164,19 +160,17 @@ class Window:
             is_whole = complete and not self.lacking and micro_batch.before is None  # nearly always
             folds = [Fold(grads, self.sums, micro_batch.factor)]
             if not is_whole:
-                folds = self._folds(plan, backend, grads, micro_batch, micro_batch.factor, ends)
+                folds = self._folds(plan, grads, micro_batch, micro_batch.factor, ends)
         if ends:
             self.in_progress = None
         if not folds:
             run(commit.ends)
         for fold in folds:
-            self._note(backend, fold, everywhere=complete and fold.sums is self.sums)
-            ends_all = fold is folds[-1]
-            backend.accumulate(plan, fold, self.partials, commit if ends_all else Commit(commit.begins, commit.begins))
+            self._note(plan, fold, everywhere=complete and fold.sums is self.sums)
+            own = commit if fold is folds[-1] else Commit(commit.begins, commit.begins)
+            plan.backend.accumulate(plan, fold, self.partials, own)
 
-    def _folds(
-        self, plan: Plan, backend: Backend, grads: Grads, micro_batch: MicroBatch, factor: Number, ends: bool
-    ) -> list[Fold]:
+    def _folds(self, plan: Plan, grads: Grads, micro_batch: MicroBatch, factor: Number, ends: bool) -> list[Fold]:
         """The launches that add gradients; those that only copy first gradients to new memory are made here."""
         before, rows = micro_batch.before, len(grads)
         is_one = not isinstance(factor, Tensor) and factor == 1.0
@@ -200,12 +194,12 @@ class Window:
             self.in_progress = replace(micro_batch, rows=again | new)
         adds = any(each is not None for each in targets)
         if any(grad is not None for grad in first):  # into memory that nobody misses, if what follows fails
-            folds = [*self._first(plan, backend, first, factor, may_scale=not adds), *folds]
+            folds = [*self._first(plan, first, factor, may_scale=not adds), *folds]
         if adds:
             folds.append(Fold(later, targets, factor, before))
         return folds
 
-    def _first(self, plan: Plan, backend: Backend, grads: Grads, factor: Number, *, may_scale: bool) -> list[Fold]:
+    def _first(self, plan: Plan, grads: Grads, factor: Number, *, may_scale: bool) -> list[Fold]:
         """Adopts first gradients of some parameters as their sums if nobody else holds them, else copies them.
 
         Args:
@@ -237,14 +231,14 @@ class Window:
         self.is_measured = [m and g is None for m, g in zip(self.is_measured, grads, strict=True)]
         if any(grad is not None for grad in copied):
             fold = Fold(copied, places, factor, overwrites=True)
-            self._note(backend, fold)
-            backend.accumulate(plan, fold, self.partials)
+            self._note(plan, fold)
+            plan.backend.accumulate(plan, fold, self.partials)
         scales = not is_one and any(grad is not None for grad in adopted)
         return [Fold(adopted, adopted, factor, overwrites=True)] if scales else []
 
-    def _note(self, backend: Backend, fold: Fold, *, everywhere: bool = False) -> None:
+    def _note(self, plan: Plan, fold: Fold, *, everywhere: bool = False) -> None:
         """Notes which sums a launch measures; `everywhere`: every row has a sum and a gradient."""
-        measures = backend.measures_folds and not fold.copies
+        measures = plan.backend.measures_folds and not fold.copies
         if everywhere:
             self.is_measured = [measures] * len(fold.sums)
         else:
@@ -278,17 +272,18 @@ class Window:
         """What the sums are still to be divided by."""
         return (self.weights.divisor if self.agreed is None else self.agreed) / self.divided
 
-    def scale(self, backend: Backend, factor: Number, commit: Commit) -> None:
+    def scale(self, factor: Number, commit: Commit) -> None:
         """Multiplies the sums of a draft in place, in a pass of its own: 8 bytes a parameter."""
-        assert self.plan is not None
+        plan = self.plan
+        assert plan is not None
         if self.rows_with_sums:
             fold = Fold(self.sums, self.sums, factor, overwrites=True)
-            self._note(backend, fold, everywhere=not self.lacking)
-            backend.accumulate(self.plan, fold, self.partials, commit)
+            self._note(plan, fold, everywhere=not self.lacking)
+            plan.backend.accumulate(plan, fold, self.partials, commit)
         else:
             run(commit.ends)
 
-    def agree(self, exchange: Exchange, grads: Grads, *, seed: int, last: bool) -> Tensor | None:
+    def agree(self, grads: Grads, *, seed: int, last: bool) -> Tensor | None:
         """Before a draft closes: processes exchange its weight, and flags of parameters with a sum or a gradient.
 
         A parameter that has them elsewhere only gets a sum of zeros.
@@ -301,7 +296,7 @@ class Window:
         left_out = self.in_progress is not None and self.in_progress.factor is None
         present = [s is not None or (g is not None and not left_out) for s, g in zip(self.sums, grads, strict=True)]
         known = self.weights
-        agreed = exchange.agree(plan, known.total, known.is_weighted, present, seed=seed, last=last)
+        agreed = plan.exchange.agree(plan, known.total, known.is_weighted, present, seed=seed, last=last)
         if agreed is None:
             return None
         self.agreed, missing, others_close = agreed

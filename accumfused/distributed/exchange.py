@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Exchange, Segments
+from accumfused.core.plan import Exchange, Plan, Segments
 from accumfused.core.rows import Row
 from accumfused.distributed.groups import has_processes, refuse_sharded
 from accumfused.formats.numeric import chunk_count, ieee, sum_partials, sum_segments
@@ -67,9 +66,9 @@ class Processes(Exchange):
         dist.all_reduce(flag, dist.ReduceOp.MAX, self.norm_group)
         return flag
 
-    def sums_of_squares(self, backend: Backend, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
+    def sums_of_squares(self, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
         """Adds up sums of squares over the processes of `norm_group`."""
-        sums = super().sums_of_squares(backend, plan, partials)
+        sums = super().sums_of_squares(plan, partials)
         if self.norm_group is not None:
             dist.all_reduce(sums, group=self.norm_group)
         return sums
@@ -114,13 +113,13 @@ class Means(Processes):
         """The mean over processes, the divisor for sums of such gradients."""
         return mean_of_totals(plan, total, is_weighted) if self.has_means and is_weighted else total
 
-    def sums_of_squares(self, backend: Backend, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
+    def sums_of_squares(self, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
         """The same; one all-reduce of a few numbers for each dimension of a mesh.
 
         One NaN or inf anywhere makes a sum non-finite.
         """
         if not plan.is_spread:
-            return super().sums_of_squares(backend, plan, partials)
+            return super().sums_of_squares(plan, partials)
         if plan not in self._kinds:
             self._kinds[plan] = _kinds(plan)
         kinds = self._kinds[plan]
@@ -129,11 +128,11 @@ class Means(Processes):
         _all_reduce([groups for groups, _ in kinds], sums)
         return sums.sum(0)
 
-    def segment_norms(self, backend: Backend, plan: Plan, partials: Tensor, segments: Segments) -> Tensor:
+    def segment_norms(self, plan: Plan, partials: Tensor, segments: Segments) -> Tensor:
         """The same, over the shards of all processes."""
         if not plan.is_spread:
-            return super().segment_norms(backend, plan, partials, segments)
-        squares = backend.segment_norms(plan, partials, segments.rows)
+            return super().segment_norms(plan, partials, segments)
+        squares = plan.backend.segment_norms(plan, partials, segments.rows)
         _all_reduce([() if row.shard is None else row.shard.groups for row in plan.rows], squares)
         if segments.first is None:
             return squares

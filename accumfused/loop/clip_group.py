@@ -171,7 +171,7 @@ class ClipGroup:
             _refuse_policies(engine.plans.owner)
             if engine.release is not None:
                 engine.release.end_before_step()
-            engine.refuse_live(engine.plans.current().plan.reader.present())
+            engine.refuse_live(engine.plans.current().reader.present())
         parts: list[Measured | None] = []
         for engine in engines:
             engine.outcome = None
@@ -179,7 +179,7 @@ class ClipGroup:
         found = [part for part in parts if part is not None]
         if found:
             propagates = all(engine.settings.nonfinite == "propagate" for engine in engines)
-            scaling = divisors.scaling(found[0].prepared.plan.device)
+            scaling = divisors.scaling(found[0].plan.device)
             scaling.max_grad_norm, scaling.skips_nonfinite = self._max_grad_norm, divisors.for_scaler or not propagates
             share(found, scaling)
         both = [(engine, part) for engine, part in zip(engines, parts, strict=True) if part is not None]

@@ -176,14 +176,14 @@ class Contributions:
     def _enter(self, param: Tensor) -> None:
         """Begins a micro-batch, unless p.grad is a closed window's accumulator, which accumulate() will refuse."""
         engine = self.optimizer._engine
-        prepared = engine.plans.current(with_states=False)
-        grads, _ = prepared.plan.gradients()
-        self._members = {id(member): row for row, member in enumerate(prepared.plan.params)}
+        plan = engine.plans.current(with_states=False)
+        grads, _ = plan.gradients()
+        self._members = {id(member): row for row, member in enumerate(plan.params)}
         if id(param) not in self._members or (engine.window.phase is Phase.CLOSED and engine.window.is_exposed(grads)):
             return
         for ddp in engine.attached:
             groups.refuse_synchronizing(ddp)
-        engine.enter(prepared, grads, self.expected[0])
+        engine.enter(plan, grads, self.expected[0])
 
     def watch_backward(self) -> None:
         """Remembers the backward pass until it ends; one that raises never ends, and its gradients are incomplete."""

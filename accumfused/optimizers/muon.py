@@ -27,8 +27,8 @@ from typing_extensions import Unpack
 
 from accumfused.core.coefficient import Measured
 from accumfused.core.engine import Engine
-from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Commit, Hypers, Outcome, OwnStep
+from accumfused.core.plan import Backend, Plan
+from accumfused.core.protocol import Commit, Hypers, Outcome, OwnStep
 from accumfused.core.rows import Grads, Row
 from accumfused.formats import shards
 from accumfused.formats.kinds import Format, Storage
@@ -157,11 +157,10 @@ _KNOWN: WeakKeyDictionary[Plan, _Matrices] = WeakKeyDictionary()
 
 
 def _step(optimizer: Any, engine: Engine, measured: Measured) -> None:
-    engine.update(measured, functools.partial(_update, measured.prepared.backend, optimizer.param_groups))
+    engine.update(measured, functools.partial(_update, optimizer.param_groups))
 
 
 def _update(
-    backend: Backend,
     groups: Sequence[Mapping[str, Any]],
     plan: Plan,
     grads: Grads,
@@ -174,12 +173,12 @@ def _update(
         if rule is MuonRule:
             _check_iteration(group)
     if plan not in _KNOWN:
-        _KNOWN[plan] = _Matrices(plan, backend)
+        _KNOWN[plan] = _Matrices(plan, plan.backend)
     commit.begin()
-    _KNOWN[plan].step(backend, groups, grads, outcome)
+    _KNOWN[plan].step(plan.backend, groups, grads, outcome)
     others = Grads([None if row.rule is MuonRule else grad for row, grad in zip(plan.rows, grads, strict=True)])
     if any(grad is not None for grad in others):
-        backend.step(plan, others, hypers, outcome)
+        plan.backend.step(plan, others, hypers, outcome)
     commit.end()
 
 

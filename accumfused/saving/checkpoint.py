@@ -65,10 +65,10 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     window, state = optimizer._engine.window, dict(state_dict["state"])
     keys = {id(param): key for key, param in _params(optimizer, state_dict).items()}
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    prepared = optimizer._engine.plans.current()
+    plan = optimizer._engine.plans.current()
     known = window.weights
-    total = prepared.exchange.total(prepared.plan, known.total, known.is_weighted)
-    numbers = known.saved(total, prepared.plan.device)
+    total = plan.exchange.total(plan, known.total, known.is_weighted)
+    numbers = known.saved(total, plan.device)
     rows = list(zip(window.params, window.sums, strict=True))
     for param, accumulator in [row for row in rows if row[1] is not None] or rows[:1]:
         key, group = keys[id(param)], groups[id(param)]

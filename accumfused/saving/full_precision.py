@@ -46,7 +46,7 @@ def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, An
     _check_names(own, state_dict, strict)
     values = {id(own[name]): value for name, value in state_dict.items() if isinstance(own.get(name), Parameter)}
 
-    current = engine.plans.current().plan
+    current = engine.plans.current()
     members = {id(param) for group in optimizer.param_groups for param in group["params"]}
     others = {
         name for name, value in state_dict.items() if id(own.get(name)) not in members and _has(own.get(name), value)
@@ -59,9 +59,7 @@ def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, An
         if id(row.param) in values and (row.form.master is None or row.form.master[0] != REMAINDER):
             optimizer.state.get(row.param, {}).pop(REMAINDER, None)  # of another format; these weights replace it
     wanted = [row.form.master is not None and id(row.param) in values for row in current.rows]
-    current = engine.plans.with_states(
-        current, [p if w else None for p, w in zip(current.params, wanted, strict=True)]
-    ).plan
+    current = engine.plans.with_states(current, [p if w else None for p, w in zip(current.params, wanted, strict=True)])
     for row in [row for row, is_wanted in zip(current.rows, wanted, strict=True) if is_wanted]:
         shard, entries, value = row.shard, optimizer.state[row.param], values[id(row.param)]
         if shard is not None:
@@ -82,13 +80,13 @@ def rewrite(optimizer: Owner, params: Container[int], change: Callable[[Tensor, 
         RuntimeError: a CUDA graph is being captured.
     """
     engine, state = optimizer._engine, optimizer.state
-    window, plan = engine.window, engine.plans.current().plan
+    window, plan = engine.window, engine.plans.current()
     if window.is_open:
         window = engine.window = window.following(plan)
         window.habits.watch_writes(plan)
     written = [row.param for row in plan.rows if id(row.param) in params and state.get(row.param)]
     ids = {id(param) for param in written}
-    plan = engine.plans.with_states(plan, [param if id(param) in ids else None for param in plan.params]).plan
+    plan = engine.plans.with_states(plan, [param if id(param) in ids else None for param in plan.params])
     with ieee():
         for row in [row for row in plan.rows if id(row.param) in ids]:
             entries = state[row.param] if row.shard is None else row.shard.parts(state[row.param])

@@ -49,8 +49,8 @@ def _verbs(
 ) -> tuple[str, list[Variant], str]:
     """The backend's name, its verbs, and what was checked."""
     optimizer = work.ours(name)
-    prepared = optimizer._engine.plans.current()
-    plan, backend = prepared.plan, prepared.backend
+    plan = optimizer._engine.plans.current()
+    backend = plan.backend
     partials = torch.zeros(plan.chunks, device=work.device)
     scaling = Scaling(plan.device, max_grad_norm=MAX_GRAD_NORM)
     hypers = plan.hypers(optimizer.param_groups)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from accumfused.backends.reference import ReferenceBackend
 from accumfused.clipping import Clip, RunningMean
-from accumfused.core import plan
+from accumfused.core import plans
+from accumfused.core.plan import Plan
 from accumfused.formats import codecs
 from accumfused.optimizers import RULES
 from accumfused.settings import Settings
@@ -37,10 +38,10 @@ def on_device(number: Number) -> Any:
     return torch.tensor(float(number)) if isinstance(number, str) else number
 
 
-def bare_plan(backend: Any, params: Sequence[Tensor]) -> plan.Plan:
+def bare_plan(backend: Any, params: Sequence[Tensor]) -> Plan:
     """For calls of the backend's verbs: of these parameters, without an optimizer."""
     groups: Any = [{"params": [*params]}]
-    built = plan.build(groups, {}, [RULES[0]], Settings())
+    built = plans.build(groups, {}, [RULES[0]], Settings())
     backend.prepare(built, groups, {})
     return built
 
