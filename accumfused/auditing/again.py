@@ -18,17 +18,7 @@ from accumfused.auditing.graph import Reading, factors_until
 from accumfused.auditing.once import Subject
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.rows import leaves
-from accumfused.auditing.window import (
-    DIFFERENT,
-    EQUAL,
-    LOST,
-    SCALED,
-    TOLERANCE,
-    MicroBatch,
-    Window,
-    explained,
-    is_close,
-)
+from accumfused.auditing.window import DIFFERENT, EQUAL, LOST, SCALED, TOLERANCE, MicroBatch, Window, is_close
 
 _IGNORED = -100  # the target that torch's cross entropy leaves out
 
@@ -135,8 +125,9 @@ class Calls:
             weights = [weight * factor for weight, factor in zip(window.weights, factors, strict=True)]
             taken = added([by_track(piece.grads) for piece in pieces], weights)
         scales, _ = weights_of(large, taken, [True])
-        ones = [abs(f) for f in calls[0].factors if not is_close(abs(f), 1 / len(calls))]
-        best = explained(scales[0], ones, {len(calls)}) * math.copysign(1.0, factors[0])
+        own = [factor for factor in calls[0].factors if not is_close(abs(factor), 1 / len(calls))]
+        undone = math.prod(factor for factor in own if not is_close(factor, len(calls)))
+        best = undone if is_close(scales[0], undone) else math.prod(own)
         window.fits = differences(large, [best], taken, names)
         ratio, window.ratio, window.is_decided = window.ratio, scales[0] / best, True
         off = differences(large, scales, taken, names)[0].difference

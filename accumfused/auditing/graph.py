@@ -62,23 +62,25 @@ class Term:
         """The term with a division by this number of terms."""
         return replace(self, kind=kind, mean_of=self.mean_of * count, is_mean=True)
 
-    def gradients(self, params: Sequence[Tensor]) -> dict[int, Tensor]:
-        """What this term alone adds to the gradients; needs the graph, and leaves it."""
-        assert self.top is not None
-        edge, factor = self.top
-        ones = [_one(edge, [], 0).fill_(factor)]
-        grads = torch.autograd.grad([edge], params, ones, retain_graph=True, allow_unused=True)
-        return {id(p): g.detach().cpu() for p, g in zip(params, grads, strict=True) if g is not None}
-
     @property
     def factor(self) -> float:
         """The product of the factors."""
         return math.prod(self.factors)
 
     @property
-    def coefficient(self) -> float:
-        """The number in front of each of the terms."""
-        return self.factor / (self.mean_of or 1.0)
+    def divisor(self) -> float:
+        """The number by which the loss divides each of the terms; 0 if it leaves them out."""
+        return self.mean_of / self.factor if self.factor else 0.0
+
+    @property
+    def size(self) -> float:
+        """The number of terms."""
+        return self.mean_of if self.is_mean else self.count
+
+    @property
+    def form(self) -> tuple[str, bool]:
+        """Equal for terms that may be added up."""
+        return self.kind, self.has_rows
 
     @property
     def is_loss(self) -> bool:
@@ -100,12 +102,6 @@ class Reading:
     unknown: list[str] = field(default_factory=list)
     spans: bool = False
     ends_beside: bool = False
-
-    @property
-    def main(self) -> Term | None:
-        """The term that counts samples or tokens: a loss function rather than a bare mean, divided, the heaviest."""
-        own = [term for term in self.terms if term.has_rows] or self.terms
-        return max(own, key=lambda t: (t.is_loss, any(map(is_division, t.factors)), abs(t.factor)), default=None)
 
     @property
     def signature(self) -> tuple[str, ...]:
@@ -133,6 +129,20 @@ def read(loss: Tensor, rows: Sequence[GradientEdge]) -> Reading:
         same.setdefault(id(term) if term.has_rows else tuple(term.factors), term)
     reading.terms = list(same.values())
     return reading
+
+
+def main_of(terms: Sequence[Term]) -> Term | None:
+    """The term that counts samples or tokens: a loss function rather than a bare mean, divided, the heaviest."""
+    own = [term for term in terms if term.has_rows] or terms
+    return max(own, key=lambda t: (t.is_loss, any(map(is_division, t.factors)), abs(t.factor)), default=None)
+
+
+def gradients_of(terms: Sequence[Term], params: Sequence[Tensor]) -> dict[int, Tensor]:
+    """What these terms alone add to the gradients; needs the graph, and leaves it."""
+    tops = [term.top for term in terms if term.top is not None]
+    ones = [_one(edge, [], 0).fill_(factor) for edge, factor in tops]
+    grads = torch.autograd.grad([edge for edge, _ in tops], params, ones, retain_graph=True, allow_unused=True)
+    return {id(p): g.detach().cpu() for p, g in zip(params, grads, strict=True) if g is not None}
 
 
 def probe(reading: Reading, rows: Sequence[GradientEdge]) -> None:

@@ -153,7 +153,7 @@ def checked(ignore: Collection[str]) -> set[str]:
 
 def expected_of(windows: Sequence[Window]) -> int:
     """The number of micro-batches in most windows."""
-    counts = Counter(len(window.micro_batches) // window.world for window in windows)
+    counts = Counter(window.arrived for window in windows)
     return max(counts, key=lambda count: (counts[count], count)) if counts else 1
 
 
@@ -165,7 +165,7 @@ def hints(windows: Sequence[Window], steps: int | None) -> Hints:
     """
     found: Hints = {}
     expected = steps or expected_of(windows)
-    short = sum(len(window.micro_batches) // window.world < expected for window in windows)
+    short = sum(window.arrived < expected for window in windows)
     for index, window in enumerate(windows):
         own: Hints = {}
         if window.verdict == DIFFERENT:
@@ -181,9 +181,9 @@ def _of_difference(window: Window, expected: int) -> Hints:
     found = dict(window.flags)
     if window.is_decided:
         found |= {name: reason for name, reason in window.reasons.items() if name in CAUSES}
-    arrived = len(window.micro_batches) // window.world
+    arrived = window.arrived
     # What is clipped or unscaled within a window may be as small as what is lost.
-    lost = 0 if found.keys() & {"clip", "unscale"} else sum(window.lost) // window.world
+    lost = 0 if found.keys() & {"clip", "unscale"} else window.lost
     if abs(window.stale) > LOST:
         found["zero_grad"] = f"{window.stale:.2f} times the gradient from before the window is still there"
     elif lost and arrived - lost >= expected:
@@ -194,21 +194,22 @@ def _of_difference(window: Window, expected: int) -> Hints:
         return found
     if window.residual > _UNEXPLAINED:
         return {"unexplained": f"{window.residual:.1%} of the gradient"}
-    counts = [each.count for each in window.micro_batches]
+    counts = [each.main.size for each in window.micro_batches]
     detail = f"counts from {min(counts):g} to {max(counts):g}"
     of_ranks = [[share for share, each in window.pairs if each.rank == rank] for rank in range(window.world)]
     if window.world > 1 and all(_alike(shares) for shares in of_ranks):
         return {"ranks": detail}
-    if _alike([share * each.count for share, each in window.pairs]) and not _alike(counts):
+    if _alike([share * each.main.size for share, each in window.pairs]) and not _alike(counts):
         return {"mean_of_means": detail}
     return {"uneven": f"weights from {min(window.shares):.3g} to {max(window.shares):.3g}"}
 
 
 def _of_size(window: Window, expected: int, *, is_remainder: bool) -> Hints:
-    ratio, arrived = abs(window.ratio), len(window.micro_batches) // window.world
+    ratio, arrived = abs(window.ratio), window.arrived
     detail = f"{window.ratio:.4g} times that of the large batch"
-    mains = [each.reading.main for each in window.micro_batches]
-    if "unscale" in window.flags or any(is_close(ratio, s) for main in mains if main is not None for s in main.scales):
+    if "unscale" in window.flags or any(
+        is_close(ratio, scale) for each in window.micro_batches for scale in each.main.scales
+    ):
         return {"unscale": detail}
     if arrived < expected and is_close(ratio, arrived / expected):
         name = "remainder_under_weighted" if is_remainder else "never_arrived"

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from accumfused.auditing.fit import added, differences, on_host, weights_of
-from accumfused.auditing.graph import Reading, probe, read
+from accumfused.auditing.graph import Reading, main_of, probe, read
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport, Finding, StepFit
 from accumfused.auditing.rows import Rows, leaves
@@ -48,8 +48,8 @@ class Piece:
     @property
     def count(self) -> float:
         """Samples or tokens of its loss."""
-        main = self.reading.main
-        return float(self.samples) if main is None else main.mean_of if main.is_mean else main.count
+        main = main_of(self.reading.terms)
+        return float(self.samples) if main is None else main.size
 
 
 class _Dtypes(TorchFunctionMode):
@@ -267,7 +267,7 @@ def _causes(subject: Subject, batch: Any, parts: list[Any], one: Piece, pieces: 
 
 def _sums(one: Piece, pieces: list[Piece]) -> bool:
     """Whether the loss is a plain sum: the large batch's loss is that of its micro-batches, added up."""
-    main = one.reading.main
+    main = main_of(one.reading.terms)
     if main is None or main.is_mean:
         return False
     total = sum(piece.loss for piece in pieces)

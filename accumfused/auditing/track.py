@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accumfused.auditing.again import Calls
-from accumfused.auditing.fit import Grads, on_host
+from accumfused.auditing.fit import Grads, added, on_host
+from accumfused.auditing.graph import main_of
 from accumfused.auditing.hints import expected_of
-from accumfused.auditing.window import LOST, WORST, MicroBatch, Window, judge
+from accumfused.auditing.window import LOST, WORST, MicroBatch, Part, Window, judge
 from accumfused.optimizer import FusedOptimizer
 
 _HALF = torch.float16, torch.bfloat16
@@ -175,7 +176,8 @@ class Track:
     def _close(self) -> None:
         for micro_batch, param in itertools.product(self.now.micro_batches, self._ids):
             micro_batch.grads.pop(param, None)
-            micro_batch.undivided, micro_batch.call = [], None
+            micro_batch.grads_of_others.pop(param, None)
+            micro_batch.call = None
         self.now = Opened()
 
     @property
@@ -195,18 +197,15 @@ class Track:
 
     def _window(self, taken: Grads, calls: Calls) -> Window:
         micro_batches = self.now.micro_batches
-        pieces: list[list[Tensor | None]] = [
-            [each.grads.get(id(param)) if _is_finite(each) else None for param in self.params] for each in micro_batches
-        ]
+        parts = [self._parts(each) for each in micro_batches]
         world = 1
         if self.group is not None:
-            micro_batches, pieces, world = _of_all(micro_batches, pieces, self.group)
-        stale = [[self.now.stale.get(id(param)) for param in self.params]] if self.now.stale else []
+            micro_batches, parts, world = _of_all(micro_batches, parts, self.group)
+        stale: list[Grads] = [[self.now.stale.get(id(param)) for param in self.params]] if self.now.stale else []
         ids = [id(param) for param in self.params]
         expected = self.expected or (expected_of(self.windows) if self.windows else None)
         window = judge(
-            micro_batches, pieces, stale, taken, ids, self.names, expected=expected, world=world,
-            reset=self.now.reset, flags=dict(self.now.flags),
+            micro_batches, parts, stale, taken, self.names, expected=expected, world=world, reset=self.now.reset, flags=dict(self.now.flags),
         )  # fmt: skip
         if self.now.is_for_inputs:
             window.reasons["unread"] = "a backward pass, now zeroed, may have been for the gradients of inputs"
@@ -215,6 +214,20 @@ class Track:
         if world == 1:
             calls.judge(window, taken, ids, self.names)
         return window
+
+    def _parts(self, each: MicroBatch) -> list[Part]:
+        terms, main = each.reading.terms, each.main
+        if not _is_finite(each):
+            return [Part(terms, main, [None for _ in self.params], each.samples)]
+        whole = [each.grads.get(id(param)) for param in self.params]
+        apart = [each.grads_of_others.get(id(param)) for param in self.params]
+        if all(grad is None for grad in apart):
+            return [Part(terms, main, whole, each.samples)]
+        rest = [term for term in terms if all(term is not other for other in each.others)]
+        return [
+            Part(rest, main, added([whole, apart], [1.0, -1.0]), each.samples),
+            Part(each.others, main_of(each.others) or main, apart, each.samples),
+        ]
 
 
 def _sum(param: Tensor) -> Tensor:
@@ -258,18 +271,18 @@ def _taken(optimizer: Optimizer, params: list[Tensor], kwargs: Mapping[str, Any]
 
 
 def _of_all(
-    micro_batches: list[MicroBatch], pieces: list[list[Tensor | None]], group: Any
-) -> tuple[list[MicroBatch], list[list[Tensor | None]], int]:
+    micro_batches: list[MicroBatch], parts: list[list[Part]], group: Any
+) -> tuple[list[MicroBatch], list[list[Part]], int]:
     """The micro-batches of all processes with their gradients, and the number of processes."""
-    mine = [replace(each, grads={}, undivided=[], call=None) for each in micro_batches]
-    everyone = _gathered((mine, pieces), group)
+    mine = [replace(each, grads={}, grads_of_others={}, call=None) for each in micro_batches]
+    everyone = _gathered((mine, parts), group)
     found: list[MicroBatch] = []
     for rank, (theirs, _) in enumerate(everyone):
         own = micro_batches if rank == dist.get_rank(group) else theirs
         for each in own:
             each.rank = rank
         found += own
-    return found, [piece for _, theirs in everyone for piece in theirs], len(everyone)
+    return found, [part for _, theirs in everyone for part in theirs], len(everyone)
 
 
 def _gathered(value: Any, group: Any) -> list[Any]:

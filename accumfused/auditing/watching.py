@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from accumfused.auditing.again import Calls
 from accumfused.auditing.constants import Constants
 from accumfused.auditing.fit import on_host
-from accumfused.auditing.graph import Reading, is_division, probe, read
+from accumfused.auditing.graph import Reading, gradients_of, is_division, main_of, probe, read
 from accumfused.auditing.hints import expected_of, final, hints
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport, Finding, StepFit
@@ -176,10 +176,12 @@ class Watch:
         for term, first in zip(reading.terms, known.terms, strict=True):
             term.is_coupled = term.is_coupled if term.is_coupled is not None else first.is_coupled
         reading.spans |= known.spans
-        divisions = set(filter(is_division, [] if reading.main is None else reading.main.factors))
-        for term in reading.terms:
-            if not divisions.issubset(term.factors):
-                now.undivided.append((term, term.gradients([p for p in self._params.values() if p.requires_grad])))
+        main = main_of(reading.terms)
+        divisions = set(filter(is_division, [] if main is None else main.factors))
+        now.others = [term for term in reading.terms if not divisions.issubset(term.factors)]
+        if now.others:
+            params = [param for param in self._params.values() if param.requires_grad]
+            now.grads_of_others = gradients_of(now.others, params)
         if now.samples > 1 and now.samples in self.constants.sizes:
             reading.unknown.append("numbers that it takes for constants were computed of all samples of a micro-batch")
         if self._detour:
