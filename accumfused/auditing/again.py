@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from accumfused.auditing.fit import Grads, added, differences, weights_of
+from accumfused.auditing.fit import Grads, added
 from accumfused.auditing.graph import Reading, factors_until
 from accumfused.auditing.once import Subject
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.rows import leaves
-from accumfused.auditing.window import DIFFERENT, EQUAL, LOST, SCALED, TOLERANCE, MicroBatch, Window, is_close
-
-_IGNORED = -100  # the target that torch's cross entropy leaves out
+from accumfused.auditing.samples import joined
+from accumfused.auditing.window import EQUAL, SCALED, MicroBatch, Window, decide, is_close
 
 
 @dataclass
@@ -112,62 +110,19 @@ class Calls:
             self.note = "outputs of the window at once are not those of its micro-batches: its inputs have other rows"
             return
         subject.set_aside(dropout=True, batch_norm="batch_norm" in self._ignore)
-        whole, pieces = subject.run([together])[0], subject.run(inputs)
-        if whole.is_random or any(piece.is_random for piece in pieces):
+        whole, *pieces = subject.run([together]) + subject.run(inputs)
+        if any(piece.micro_batch.is_random for piece in (whole, *pieces)):
             self.note = "the model draws random numbers outside of dropout: the window was not computed at once"
             return
-        large = [by_track(whole.grads)]
-        if any(g is None and w is not None for g, w in zip(large[0], taken, strict=True)):
+        if any(g is None and w is not None for g, w in zip(by_track(whole.part.grads), taken, strict=True)):
             self.note = "a copy of the model does not reach its own parameters: the window was not computed at once"
             return
-        factors = [math.prod(call.factors) for call in calls]
         if subject.has_set_aside:  # what the loop would have got without it
-            weights = [weight * factor for weight, factor in zip(window.weights, factors, strict=True)]
-            taken = added([by_track(piece.grads) for piece in pieces], weights)
-        scales, _ = weights_of(large, taken, [True])
+            weights = [weight * math.prod(call.factors) for weight, call in zip(window.weights, calls, strict=True)]
+            taken = added([by_track(piece.part.grads) for piece in pieces], weights)
         own = [factor for factor in calls[0].factors if not is_close(abs(factor), 1 / len(calls))]
-        undone = math.prod(factor for factor in own if not is_close(factor, len(calls)))
-        best = undone if is_close(scales[0], undone) else math.prod(own)
-        window.fits = differences(large, [best], taken, names)
-        ratio, window.ratio, window.is_decided = window.ratio, scales[0] / best, True
-        off = differences(large, scales, taken, names)[0].difference
-        is_foreign = window.residual > TOLERANCE or abs(window.stale) > LOST  # something else is in the step's gradient
-        if off > subject.tolerance or is_foreign:
-            window.verdict = DIFFERENT
-        elif not is_close(window.ratio, 1.0):
-            window.verdict = SCALED
-        elif window.verdict == SCALED and not window.reasons:
-            window.ratio = ratio  # the loss itself is divided once more
-        else:
-            window.verdict = EQUAL
-
-
-def joined(inputs: Sequence[Any]) -> Any:
-    """Inputs of several calls as those of one: tensors joined along their first dimension.
-
-    Raises:
-        ValueError: they cannot be.
-    """
-    flat = [tree_flatten(each) for each in inputs]
-    if any(spec != flat[0][1] for _, spec in flat):
-        raise ValueError("its inputs have several forms")
-    is_text = any(isinstance(each, Mapping) and "labels" in each for each in (inputs[0][1], *inputs[0][0]))
-    names = [str(path[-1]) for path, _ in tree_flatten_with_path(inputs[0])[0]]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten(
-        [_joined(name, column, is_text) for name, column in zip(names, columns, strict=True)], flat[0][1]
-    )
-
-
-def _joined(name: str, column: Sequence[Any], is_text: bool) -> Any:
-    first = column[0]
-    if not isinstance(first, Tensor) or first.ndim == 0:
-        if any(type(each) is not type(first) or bool(each != first) for each in column):
-            raise ValueError(f"its input {name} differs between micro-batches")
-        return first
-    if len({each.shape[1:] for each in column}) > 1:
-        if not is_text or first.ndim != 2 or first.is_floating_point():
-            raise ValueError(f"its input {name} has several shapes")
-        width, filler = max(each.shape[1] for each in column), _IGNORED if "labels" in name else 0
-        column = [torch.nn.functional.pad(each, (0, width - each.shape[1]), value=filler) for each in column]
-    return torch.cat(list(column))
+        undone = [factor for factor in own if not is_close(factor, len(calls))]
+        verdict, ratio = window.verdict, window.ratio
+        decide(window, by_track(whole.part.grads), taken, names, [*map(math.prod, (own, undone))], subject.tolerance)
+        if window.verdict == EQUAL and verdict == SCALED and not window.reasons:
+            window.verdict, window.ratio = verdict, ratio  # the loss itself is divided once more

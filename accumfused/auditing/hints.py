@@ -157,20 +157,21 @@ def expected_of(windows: Sequence[Window]) -> int:
     return max(counts, key=lambda count: (counts[count], count)) if counts else 1
 
 
-def hints(windows: Sequence[Window], steps: int | None) -> Hints:
+def hints(windows: Sequence[Window], steps: int | None, ignore: Collection[str]) -> Hints:
     """What explains the windows that are not the large batch, with the step and the evidence.
 
     Args:
         steps: gradient_accumulation_steps; None: as in most windows.
+        ignore: names of causes that do not count.
     """
     found: Hints = {}
     expected = steps or expected_of(windows)
     short = sum(window.arrived < expected for window in windows)
     for index, window in enumerate(windows):
-        own: Hints = {}
-        if window.verdict == DIFFERENT:
+        verdict, own = final(window, ignore), dict[str, str]()
+        if verdict == DIFFERENT:
             own = _of_difference(window, expected)
-        elif window.verdict == SCALED:
+        elif verdict == SCALED:
             own = _of_size(window, expected, is_remainder=2 * short <= len(windows))
         for name, detail in own.items():
             found.setdefault(name, f"step {index + 1}: {detail}")
@@ -201,6 +202,8 @@ def _of_difference(window: Window, expected: int) -> Hints:
         return {"ranks": detail}
     if _alike([share * each.main.size for share, each in window.pairs]) and not _alike(counts):
         return {"mean_of_means": detail}
+    if window.is_decided and _alike(window.shares):
+        return {"negatives": "all have the weight of the large batch"}
     return {"uneven": f"weights from {min(window.shares):.3g} to {max(window.shares):.3g}"}
 
 
@@ -228,7 +231,7 @@ def _of_size(window: Window, expected: int, *, is_remainder: bool) -> Hints:
     return {"factor": detail}
 
 
-def final(window: Window, ignore: set[str]) -> str:
+def final(window: Window, ignore: Collection[str]) -> str:
     """The verdict on a window: the graph's stands only where it is complete."""
     is_open = not window.is_decided and any(name not in ignore for name in window.reasons)
     return UNKNOWN if is_open else window.verdict

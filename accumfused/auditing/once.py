@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from accumfused.auditing.fit import added, differences, on_host, weights_of
-from accumfused.auditing.graph import Reading, main_of, probe, read
+from accumfused.auditing.fit import added, on_host
+from accumfused.auditing.graph import probe, read
+from accumfused.auditing.hints import hints
 from accumfused.auditing.randomness import Generators
-from accumfused.auditing.report import AuditReport, Finding, StepFit
+from accumfused.auditing.report import AuditReport
 from accumfused.auditing.rows import Rows, leaves
 from accumfused.auditing.samples import cast_batch, split
-from accumfused.auditing.window import DIFFERENT, EQUAL, SCALED, UNKNOWN
+from accumfused.auditing.window import EQUAL, MicroBatch, Part, Window, decide, dependences, judge
 
 LossFunction = Callable[[Any, Any], Tensor]
 Cast = Callable[[Module], object]
@@ -37,19 +38,11 @@ TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 @dataclass
 class Piece:
-    """The loss of one batch or micro-batch, with its gradients."""
+    """What one batch or micro-batch has brought."""
 
+    micro_batch: MicroBatch
+    part: Part
     loss: float
-    reading: Reading
-    samples: int
-    grads: list[Tensor | None]
-    is_random: bool
-
-    @property
-    def count(self) -> float:
-        """Samples or tokens of its loss."""
-        main = main_of(self.reading.terms)
-        return float(self.samples) if main is None else main.size
 
 
 class _Dtypes(TorchFunctionMode):
@@ -150,7 +143,9 @@ class Subject:
     def _piece(self, batch: Any, probes: bool) -> Piece:
         before = self._generators.tensors()
         rows = Rows(self.model, self._generators)
-        with self._dtypes, _hooked(rows if probes else None):
+        with self._dtypes, contextlib.ExitStack() as hooks:
+            for handle in rows.handles():
+                hooks.callback(handle.remove)
             loss = self.loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError("loss_fn(model, batch) must return a loss: a tensor with one element and a graph")
@@ -164,17 +159,11 @@ class Subject:
             param.grad = None
         with torch._C.DisableTorchFunction():  # a watch does not see it
             torch.autograd.backward(loss)
-        lengths = [len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        samples = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
+        has_batch_norm = any(isinstance(each, _BatchNorm) and each.training for each in self.model.modules())
+        micro_batch = MicroBatch(reading, samples, is_random=is_random, has_batch_norm=has_batch_norm)
         grads = [None if param.grad is None else on_host(param.grad) for param in self.params]
-        return Piece(float(loss.detach()), reading, lengths[0] if lengths else 1, grads, is_random)
-
-
-@contextlib.contextmanager
-def _hooked(rows: Rows | None) -> Iterator[None]:
-    with contextlib.ExitStack() as hooks:
-        for handle in rows.handles() if rows is not None else ():
-            hooks.callback(handle.remove)
-        yield
+        return Piece(micro_batch, Part(reading.terms, micro_batch.main, grads, samples), float(loss.detach()))
 
 
 def audited(
@@ -209,66 +198,38 @@ def _compare(
             "draw its random numbers from torch's global generators"
         )
     given = None if weight_fn is None else [float(weight_fn(part)) for part in parts]
-    if given is not None and not (sum(given) > 0 and all(0 <= weight < math.inf for weight in given)):
-        raise ValueError(f"weight_fn must return numbers >= 0, not all of them 0, got {given}")
+    if given is not None:
+        if not (sum(given) > 0 and all(0 <= weight < math.inf for weight in given)):
+            raise ValueError(f"weight_fn must return numbers >= 0, not all of them 0, got {given}")
+        given = [weight / sum(given) for weight in given]
     report = AuditReport()
-    if one.is_random and subject.set_aside(dropout=True):
+    if one.micro_batch.is_random and subject.set_aside(dropout=True):
         report.notes.append("dropout draws random numbers: the comparison is without it")
     subject.set_aside(batch_norm="batch_norm" in ignore)
-    one, pieces = subject.run([batch], probes=True)[0], subject.run(parts)
-    if given is not None:
-        weights = [weight / sum(given) for weight in given]
-    else:
-        weights = [1.0 if _sums(one, pieces) else 1.0 / len(parts)] * len(parts)
-    grads = [piece.grads for piece in pieces]
-    taken = added(grads, weights)
-    fits = differences([one.grads], [1.0], taken, subject.names)
-    fitted, _ = weights_of(grads, one.grads, [True] * len(pieces))
-    shares = [weight / best if best else math.inf for weight, best in zip(weights, fitted, strict=True)]
-    scaled = differences([one.grads], [fits[0].factor], taken, subject.names)[0].difference
-    off = f"{fits[0].difference:.2g} of the gradient"
-    if fits[0].difference <= subject.tolerance:
-        verdict = EQUAL
-    elif one.is_random:
-        verdict = UNKNOWN
-        report.reasons.append(
-            "random numbers are drawn outside of dropout layers: one batch draws others than its parts"
-        )
-    else:
-        verdict = SCALED if scaled <= subject.tolerance else DIFFERENT
-    report.steps = [StepFit(len(parts), shares, fits, verdict, fits[0].factor)]
-    if verdict == DIFFERENT:
-        report.causes = [Finding(name, off) for name in _causes(subject, batch, parts, one, pieces)]
+    windows = [_window(subject, batch, parts, given)]
+    if "batch_norm" in hints(windows, len(parts), ignore) and subject.set_aside(batch_norm=True):
+        windows.append(_window(subject, batch, parts, given))  # what else there is
+    report.take(windows, len(parts), ignore, "loop")
+    del report.steps[1:]
     report.overlook(ignore)
     return report
 
 
-def _causes(subject: Subject, batch: Any, parts: list[Any], one: Piece, pieces: list[Piece]) -> list[str]:
-    """What explains a difference: counts, or samples that depend on each other."""
-    found = []
-    if subject.set_aside(batch_norm=True):
-        found.append("batch_norm")
-        one, pieces = subject.run([batch], probes=True)[0], subject.run(parts)
-    grads = [piece.grads for piece in pieces]
-
-    def fits(weights: Sequence[float]) -> bool:
-        off = differences(grads, [weight / sum(weights) for weight in weights], one.grads, subject.names)
-        return off[0].difference <= subject.tolerance
-
-    alike = [1.0] * len(pieces)
-    if found and fits(alike):
-        return found
-    if fits([piece.count for piece in pieces]) or fits([float(piece.samples) for piece in pieces]):
-        return [*found, "mean_of_means"]
-    terms = [term for term in one.reading.terms if term.has_rows]
-    coupled = [term for term in terms if term.is_coupled]
-    return [*found, "auxiliary" if 0 < len(coupled) < len(terms) else "negatives"]
-
-
-def _sums(one: Piece, pieces: list[Piece]) -> bool:
-    """Whether the loss is a plain sum: the large batch's loss is that of its micro-batches, added up."""
-    main = main_of(one.reading.terms)
-    if main is None or main.is_mean:
-        return False
+def _window(subject: Subject, batch: Any, parts: list[Any], given: list[float] | None) -> Window:
+    one, *pieces = subject.run([batch], probes=True) + subject.run(parts)
     total = sum(piece.loss for piece in pieces)
-    return abs(one.loss - total) < abs(one.loss - total / len(pieces))
+    is_sum = not one.micro_batch.main.is_mean and abs(one.loss - total) < abs(one.loss - total / len(pieces))
+    weights = given or [1.0 if is_sum else 1.0 / len(parts)] * len(parts)
+    taken = added([piece.part.grads for piece in pieces], weights)
+    window = judge(
+        [piece.micro_batch for piece in pieces], [[piece.part] for piece in pieces], [], taken, subject.names,
+        expected=len(parts), world=1, reset=0, flags={},
+    )  # fmt: skip
+    window.reasons = dependences([one.micro_batch])
+    decide(window, one.part.grads, taken, subject.names, [1.0], subject.tolerance)
+    if one.micro_batch.is_random and window.verdict != EQUAL:
+        window.is_decided = False
+        window.reasons["unread"] = (
+            "random numbers are drawn outside of dropout layers: one batch draws others than its parts"
+        )
+    return window

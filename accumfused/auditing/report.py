@@ -9,8 +9,8 @@ from os import PathLike
 from typing import Any
 
 from accumfused.auditing.fit import TensorDifference
-from accumfused.auditing.hints import CAUSES
-from accumfused.auditing.window import DIFFERENT, EQUAL, SCALED, UNKNOWN, WORST
+from accumfused.auditing.hints import CAUSES, final, hints
+from accumfused.auditing.window import DIFFERENT, EQUAL, SCALED, UNKNOWN, WORST, Window
 from accumfused.drawing import figure
 
 _SHOWN = 8  # steps and tensors in the table
@@ -104,6 +104,16 @@ class AuditReport:
     def names(self) -> list[str]:
         """The names of the causes."""
         return [finding.name for finding in self.causes]
+
+    def take(self, windows: Sequence[Window], steps: int | None, ignore: set[str], setting: str) -> None:
+        """Adds windows with their verdicts and hints. Args: steps: gradient_accumulation_steps, if known."""
+        for window in windows:
+            verdict = final(window, ignore)
+            self.steps.append(StepFit(len(window.shares), window.shares, window.fits, verdict, window.ratio))
+            reasons = [window.reasons[name] for name in window.reasons if verdict == UNKNOWN and name not in ignore]
+            self.reasons += [reason for reason in reasons if reason not in self.reasons]
+        found = {name: detail for name, detail in hints(windows, steps, ignore).items() if name not in self.names}
+        self.causes += [Finding(name, detail, setting) for name, detail in found.items()]
 
     def overlook(self, names: set[str]) -> None:
         """Lets causes not count: steps that these alone explain are taken for the large batch's."""

@@ -205,7 +205,8 @@ class Track:
         ids = [id(param) for param in self.params]
         expected = self.expected or (expected_of(self.windows) if self.windows else None)
         window = judge(
-            micro_batches, parts, stale, taken, self.names, expected=expected, world=world, reset=self.now.reset, flags=dict(self.now.flags),
+            micro_batches, parts, stale, taken, self.names, expected=expected, world=world,
+            reset=self.now.reset, flags=dict(self.now.flags),
         )  # fmt: skip
         if self.now.is_for_inputs:
             window.reasons["unread"] = "a backward pass, now zeroed, may have been for the gradients of inputs"

@@ -25,12 +25,12 @@ from accumfused.auditing.again import Calls
 from accumfused.auditing.constants import Constants
 from accumfused.auditing.fit import on_host
 from accumfused.auditing.graph import Reading, gradients_of, is_division, main_of, probe, read
-from accumfused.auditing.hints import expected_of, final, hints
+from accumfused.auditing.hints import expected_of
 from accumfused.auditing.randomness import Generators
-from accumfused.auditing.report import AuditReport, Finding, StepFit
+from accumfused.auditing.report import AuditReport
 from accumfused.auditing.rows import Rows
 from accumfused.auditing.track import Track
-from accumfused.auditing.window import UNKNOWN, MicroBatch
+from accumfused.auditing.window import MicroBatch
 from accumfused.formats.shards import is_dtensor
 from accumfused.optimizer import FusedOptimizer
 
@@ -112,16 +112,8 @@ class Watch:
         windows = [window for track in self.tracks for window in track.windows]
         steps = self._steps or expected_of(windows)
         report.advice = f"af.audit(model, loss_fn, batch, {steps}) can: it computes a batch whole and in micro-batches."
-        found: dict[str, str] = {}
         for track in self.tracks:
-            found = hints(track.windows, self._steps) | found
-            for each in track.windows:
-                verdict = final(each, self._ignore)
-                report.steps.append(StepFit(len(each.shares), each.shares, each.fits, verdict, each.ratio))
-                if verdict == UNKNOWN:
-                    reasons = (each.reasons[name] for name in each.reasons if name not in self._ignore)
-                    report.reasons += [reason for reason in reasons if reason not in report.reasons]
-        report.causes += [Finding(name, detail, self._setting) for name, detail in found.items()]
+            report.take(track.windows, self._steps, self._ignore, self._setting)
         report.overlook(self._ignore)
         skipped, judged = sum(track.skipped for track in self.tracks), len(windows)
         if skipped:

@@ -149,14 +149,34 @@ def judge(
     else:
         window.verdict = EQUAL if is_close(ratios[0], 1.0) else SCALED
     if len(micro_batches) > 1:
-        window.reasons |= _dependences(micro_batches)
+        window.reasons |= dependences(micro_batches)
     sizes = [each.main.size for each in micro_batches]
     mean = sum(share * size for share, size in zip(shares, sizes, strict=True)) / (sum(sizes) or 1.0)
     window.shares = [share * (1.0 if window.verdict == DIFFERENT else window.ratio) / (mean or 1.0) for share in shares]
     return window
 
 
-def _dependences(micro_batches: Sequence[MicroBatch]) -> dict[str, str]:
+def decide(
+    window: Window, whole: Grads, taken: Grads, names: Sequence[str], rights: Sequence[float], tolerance: float
+) -> None:
+    """Gives the window the verdict of a comparison with its samples computed at once.
+
+    Args:
+        whole: their gradients.
+        rights: numbers that may stand in front of it.
+        tolerance: the rounding that is no difference.
+    """
+    scale = weights_of([whole], taken, [True])[0][0]
+    right = next((each for each in rights if is_close(scale, each)), rights[0])
+    window.fits, window.ratio, window.is_decided = differences([whole], [right], taken, names), scale / right, True
+    is_foreign = window.residual > TOLERANCE or abs(window.stale) > LOST  # something else is in the step's gradient
+    if differences([whole], [scale], taken, names)[0].difference > tolerance or is_foreign:
+        window.verdict = DIFFERENT
+    else:
+        window.verdict = EQUAL if window.fits[0].difference <= tolerance else SCALED
+
+
+def dependences(micro_batches: Sequence[MicroBatch]) -> dict[str, str]:
     """What the graph shows of samples that depend on each other, or does not show."""
     found: dict[str, str] = {}
     if any(each.has_batch_norm for each in micro_batches):
