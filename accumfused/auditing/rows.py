@@ -81,7 +81,7 @@ class Rows:
         size = self._open[0][0] if self._open else _samples((args, kwargs))
         if torch.is_grad_enabled():
             for leaf in leaves(output):
-                if leaf.requires_grad and leaf.ndim and leaf.is_floating_point():
+                if leaf.requires_grad and leaf.ndim:
                     (fitting if len(leaf) == size else others).append(get_gradient_edge(leaf))
         if self._open:
             self._open[-1][1].extend(fitting)
