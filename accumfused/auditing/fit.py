@@ -20,10 +20,6 @@ class TensorDifference:
     factor: float  # that fits best
     difference: float  # relative, before that factor is taken out
 
-    def as_dict(self) -> dict[str, float | str]:
-        """As plain data."""
-        return {"name": self.name, "factor": self.factor, "difference": self.difference}
-
 
 def weights_of(pieces: Sequence[Grads], taken: Grads, likely: Sequence[bool]) -> tuple[list[float], float]:
     """Solves `taken = sum of weight * piece` by least squares.

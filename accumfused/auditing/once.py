@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -174,10 +173,10 @@ def audited(
     if dtype is not None and dtype not in CASTS:
         raise ValueError(f"dtype must be one of {', '.join(map(str, CASTS))}, got {dtype}")
     parts = split(batch, steps)
-    devices = {tensor.device for tensor in itertools.chain(model.parameters(), model.buffers())}
-    if any(device.type == "meta" for device in devices):
+    tensors = [*model.parameters(), *model.buffers(), *leaves(batch)]
+    if any(tensor.is_meta for tensor in tensors):
         raise ValueError("the model is on the meta device, and has no numbers")
-    generators = Generators(devices | {leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)})
+    generators = Generators(tensors)
     before = generators.states()
     try:
         subject = Subject(model, loss_fn, generators, lambda copied: dtype is None or CASTS[dtype](copied.cpu()))

@@ -14,13 +14,13 @@ class Generators:
     """All generators; `states` reads them, `restore` writes them back.
 
     Args:
-        devices: of the model and its data, beside the CPU.
+        used: tensors of the model and its data.
 
     Raises:
         RuntimeError: the generator of a device cannot be read.
     """
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
+    def __init__(self, used: Iterable[torch.Tensor]) -> None:
         self._ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
             (torch.get_rng_state, torch.set_rng_state),
             (random.getstate, random.setstate),
@@ -28,7 +28,7 @@ class Generators:
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
             self._ways.append((numpy.random.get_state, numpy.random.set_state))
-        for device in sorted({str(device) for device in devices if device.type != "cpu"}):
+        for device in sorted({str(tensor.device) for tensor in used if not tensor.is_cpu}):
             self._ways.append(_on(torch.device(device)))
 
     def states(self) -> list[Any]:

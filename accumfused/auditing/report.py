@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -124,27 +124,15 @@ class AuditReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
-        return {
-            "verdict": self.verdict,
-            "matches": self.matches,
-            "causes": [
-                {"name": each.name, "detail": each.detail, "text": each.text, "remedy": each.remedy}
-                for each in self.causes
-            ],
-            "steps": [
-                {
-                    "micro_batches": step.micro_batches,
-                    "verdict": step.verdict,
-                    "factor": step.factor,
-                    "difference": step.difference,
-                    "shares": step.shares,
-                    "tensors": [tensor.as_dict() for tensor in step.tensors[1:]],
-                }
-                for step in self.steps
-            ],
-            "reasons": list(self.reasons),
-            "notes": list(self.notes),
-        }
+        causes = [
+            {"name": each.name, "detail": each.detail, "text": each.text, "remedy": each.remedy} for each in self.causes
+        ]
+        steps = [
+            {**asdict(each), "difference": each.difference, "tensors": [asdict(tensor) for tensor in each.tensors[1:]]}
+            for each in self.steps
+        ]
+        own = {"verdict": self.verdict, "matches": self.matches, "causes": causes, "steps": steps}
+        return own | {"reasons": [*self.reasons], "notes": [*self.notes]}
 
     @property
     def headline(self) -> str:

@@ -29,8 +29,7 @@ class Opened:
     Args:
         flags: what happened, with details, by the name of the cause.
         is_unscaled: a GradScaler has unscaled the gradients.
-        is_normed: a norm of gradients was taken since the last backward.
-        before_clip: the gradients that a clip has found.
+        before_clip: the gradients that a clip, or a norm for a log, has found.
         stale: p.grad as the window found it, by parameter.
         reset: micro-batches before this one were gone from p.grad.
         is_for_inputs: these had gradients of inputs, too, and may have been there for those.
@@ -40,8 +39,8 @@ class Opened:
     micro_batches: list[MicroBatch] = field(default_factory=list)
     flags: dict[str, str] = field(default_factory=dict)
     is_unscaled: bool = False
-    is_normed: bool = False
     before_clip: list[Tensor | None] | None = None
+    is_clipped: bool = False
     stale: dict[int, Tensor] = field(default_factory=dict)
     reset: int = 0
     is_for_inputs: bool = False
@@ -73,6 +72,7 @@ class Track:
 
     def begin(self) -> None:
         """A backward pass begins."""
+        self._see_clip()
         sums = torch.stack([_sum(param.detach()) for param in self.params])
         before = sums if self.now.sums is None else self.now.sums
         if self.now.micro_batches and not torch.equal(sums, before):
@@ -112,11 +112,11 @@ class Track:
             return
         self.close_skipped()
         number = len(self.now.micro_batches)
-        if self.now.before_clip is not None:
+        if self.now.is_clipped:
             self.now.flags["clip"] = f"after micro-batch {number}"
         if self.now.is_unscaled:
             self.now.flags["unscale"] = f"after micro-batch {number}, and others follow"
-        self.now.is_normed, self.now.before_clip = False, None
+        self.now.before_clip, self.now.is_clipped = None, False
         self.now.micro_batches.append(micro_batch)
 
     def close_skipped(self) -> None:
@@ -125,17 +125,25 @@ class Track:
             self.skipped += 1
             self._close()
 
-    def clip(self) -> None:
-        """Gradients are about to be clipped."""
+    def before_clip(self) -> None:
+        """Gradients may be about to be clipped."""
         if self.now.before_clip is None:
             self.now.before_clip = self._grads()
-        self.now.is_normed = False
+
+    def _see_clip(self) -> None:
+        """Whether they were."""
+        if self.now.before_clip is not None:
+            pairs = zip(self.now.before_clip, self._grads(), strict=True)
+            self.now.is_clipped |= any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
 
     def unscale(self) -> None:
         """Gradients are about to be unscaled."""
+        self._see_clip()
         self.now.is_unscaled = True
-        if self.now.before_clip is not None:
+        if self.now.is_clipped:
             self.now.flags["unscale"] = "after the clip"
+        else:
+            self.now.before_clip = None
 
     def step(
         self, calls: Calls, ended: Callable[[Optimizer], None],

@@ -34,15 +34,15 @@ from accumfused.auditing.window import MicroBatch
 from accumfused.formats.shards import is_dtensor
 from accumfused.optimizer import FusedOptimizer
 
-_NORMS = {"norm", "linalg_vector_norm", "vector_norm", "_foreach_norm", "pow", "__pow__", "square", "dot", "abs"}
-_SCALINGS = {"mul_", "_foreach_mul_", "div_", "_foreach_div_"}
-_CLAMPS = {"clamp_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
 _UNSCALING = "_amp_foreach_non_finite_check_and_unscale_"
+_CALLS = {  # with which a clip begins
+    "norm", "linalg_vector_norm", "vector_norm", "_foreach_norm", "pow", "__pow__", "square", "dot", "abs", "clamp_",
+    "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_", _UNSCALING,
+}  # fmt: skip
 _FRAMEWORKS = {  # callers of others come first
     "transformers.trainer": "trainer", "lightning.": "lightning", "pytorch_lightning.": "lightning",
     "accelerate.optimizer": "accelerate",
 }  # fmt: skip
-_CALLS = {*_NORMS, *_SCALINGS, *_CLAMPS, _UNSCALING}
 
 
 class Watch:
@@ -64,8 +64,7 @@ class Watch:
         for track in tracks:
             track.expected = steps
         self._norms = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
-        devices = {tensor.device for tensor in itertools.chain(model.parameters(), model.buffers())}
-        self._generators = Generators(devices)
+        self._generators = Generators(itertools.chain(model.parameters(), model.buffers()))
         self._calls = Calls(model, self._generators, ignore)
         self._rows = Rows(model, self._generators, self._calls.see)
         self._current: MicroBatch | None = None  # during its backward
@@ -221,12 +220,10 @@ class Watch:
         places = {_place(t) for t in tensors if isinstance(t, Tensor) and not t.requires_grad} - {None}
         for track in self.tracks:
             if places and not places.isdisjoint(track.places()):
-                if name in _NORMS:
-                    track.now.is_normed = True
-                elif name == _UNSCALING:
+                if name == _UNSCALING:
                     track.unscale()
-                elif name in _CLAMPS or track.now.is_normed:
-                    track.clip()
+                else:
+                    track.before_clip()
 
 
 class _Mode(TorchFunctionMode):
