@@ -134,7 +134,9 @@ class Track:
         """Whether they were."""
         if self.now.before_clip is not None:
             pairs = zip(self.now.before_clip, self._grads(), strict=True)
-            self.now.is_clipped |= any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
+            self.now.is_clipped |= any(
+                a is not None and b is not None and not torch.equal(a, b) and bool(b.any()) for a, b in pairs
+            )
 
     def unscale(self) -> None:
         """Gradients are about to be unscaled."""
