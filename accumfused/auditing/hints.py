@@ -91,7 +91,7 @@ CAUSES = {
     ),
     "negatives": Cause(
         "The loss is not a sum over samples: a sample's loss depends on the others in its micro-batch.",
-        "Gather the negatives of all micro-batches first, as docs/guide/contrastive.md shows.",
+        "Gather the negatives of all micro-batches first, as docs/guide/patterns.md shows.",
     ),
     "auxiliary": Cause(
         "An auxiliary loss is not a sum over samples: it depends on how samples are split into micro-batches.",
