@@ -143,13 +143,17 @@ build/cuda: always
 native: $(VENV)/environment.stamp
 	$(CUDA) $(RUN) setup.py build_ext --inplace
 
-# Frameworks are tested where they can be had; without them their tests are skipped, with the reason.
-EXTRAS_test := test,frameworks
-EXTRAS_mutants := $(EXTRAS_test),mutants
+GROUPS_test := test frameworks
+GROUPS_mutants := $(GROUPS_test) mutants
 
-# What needs the package: installed for editing, with an extra of pyproject.toml. torch is fetched while csrc compiles.
+# The site's modules are read, not imported: no torch.
+$(VENV)/docs.stamp: $(VENV)/environment.stamp pyproject.toml
+	$(PIP) install --group docs
+	@touch $@
+
+# What needs the package: installed for editing, with groups of pyproject.toml. torch is fetched while csrc compiles.
 # Without a native module all still works, more slowly; the next make tries again.
 $(VENV)/%.stamp: $(VENV)/environment.stamp setup.py pyproject.toml build/cuda $(CSRC)
 	$(MAKE) --no-print-directory --jobs=2 $(VENV)/torch.stamp native
-	$(CUDA) $(PIP) install --no-build-isolation --editable '.[$(or $(EXTRAS_$*),$*)]'
+	$(CUDA) $(PIP) install --no-build-isolation --editable . $(addprefix --group ,$(or $(GROUPS_$*),$*))
 	@if [ -e $(REASON) ]; then echo "no native module: $$(cat $(REASON))"; else touch $@; fi

@@ -67,7 +67,7 @@ class BuildNative(build_ext):
         self.home.mkdir(parents=True, exist_ok=True)
         try:
             built = self._with_or_without_cuda()
-        except (OSError, RuntimeError, ImportError) as error:
+        except (OSError, RuntimeError) as error:
             if mode("NATIVE") == "1":
                 raise RuntimeError(f"ACCUMFUSED_NATIVE=1, but the native module does not build: {error}") from None
             if mode("CUDA") == "1":
@@ -297,7 +297,10 @@ def check_compiler(flags: list[str]) -> None:
 
 
 def ninja_file(build: Path, nvcc: "Nvcc | None") -> str:
-    import pybind11
+    try:
+        import pybind11
+    except ImportError:  # built without isolation
+        raise RuntimeError("pybind11 was not found; pip install pybind11") from None
 
     x86 = platform.machine() in ("x86_64", "AMD64")
     sources = sorted(p.relative_to(CSRC).as_posix() for p in CSRC.rglob("*.cpp"))
@@ -356,9 +359,17 @@ def escape(path: "Path | str") -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
+def description() -> str:
+    """README for a package index, which has no other file: without pictures, and with the text of links for links."""
+    readme = re.sub(r"^!\[.*\n", "", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    return re.sub(r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", readme)
+
+
 check_settings()
 native = Extension("accumfused._C", sources=[], optional=mode("NATIVE") == "auto")
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
     ext_modules=[] if mode("NATIVE") == "0" else [native],
     cmdclass={"build_ext": BuildNative, "build_py": BuildPython},
 )

@@ -17,7 +17,7 @@ from typing import Any
 try:
     import rich  # noqa: F401
 except ImportError:
-    sys.exit("rich prints the figures, and is not installed; pip install '.[bench]' or run make bench")
+    sys.exit("rich prints the figures, and is not installed; pip install --group bench or run make bench")
 
 import torch
 from rich.console import Console

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         import matplotlib
     except ImportError:
-        print("matplotlib draws the report, and is not installed; pip install '.[bench]'", file=sys.stderr)
+        print("matplotlib draws the report, and is not installed; pip install --group bench", file=sys.stderr)
         return 2
     try:
         results = load(chosen.file)

@@ -14,7 +14,7 @@ import torch.utils._python_dispatch
 from torch import Tensor
 
 import accumfused as af
-from accumfused import backends, compiled, versions
+from accumfused import backends, compiled
 from accumfused.core import metrics
 from accumfused.distributed import exchange
 from accumfused.rules import Rule, compile
@@ -53,11 +53,6 @@ def run_engine(loss: Tensor) -> None:
 def native() -> Any:
     """The native module, or None."""
     return compiled.module
-
-
-def forget_grad_dtype(patch: pytest.MonkeyPatch) -> None:
-    """torch is as it was before 2.10: p.grad has its parameter's dtype."""
-    patch.setattr(versions, "HAS_GRAD_DTYPE", False)
 
 
 def forget_what_loads() -> None:

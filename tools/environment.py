@@ -52,7 +52,7 @@ def main(folder: Path, torch: str | None) -> None:
             library = next(folder.glob("lib/python*/site-packages"))
             (library / "host.pth").write_text(f"{metadata.distribution('torch').locate_file('')}\n")
     build_requirements: list[str] = ast.literal_eval(stated(r"\nrequires = (\[.*?\])"))
-    subprocess.run([*pip, "--quiet", "install", *build_requirements], check=True)
+    subprocess.run([*pip, "--quiet", "install", "pip>=25.1", *build_requirements], check=True)  # 25.1 has --group
     if torch is not None:
         check = subprocess.run([python, __file__, "--supported-torch"], stdout=subprocess.DEVNULL)
         if check.returncode != 0:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused import versions
 from accumfused.core import graphs, memory
 from accumfused.core.arena import Arena, adoptable
 from accumfused.core.habits import Habits
@@ -323,13 +322,8 @@ class Window:
             if own is None:
                 continue
             param = row.param
-            dtype = param.grad_dtype if versions.HAS_GRAD_DTYPE else param.dtype
-            if dtype not in (own.dtype, None):
-                if versions.HAS_GRAD_DTYPE:
-                    self.grad_dtypes[index] = dtype
-                    param.grad_dtype = None
-                else:  # for an optimizer's own step, which wants this dtype in any case
-                    own = own.to(dtype)
+            if param.grad_dtype not in (own.dtype, None):
+                self.grad_dtypes[index], param.grad_dtype = param.grad_dtype, None
             grad = own if row.shard is None else row.shard.whole(own)
             window.sums[index] = shards.local(grad)  # `is_exposed` looks for this object
             params.append(param)

@@ -16,7 +16,6 @@ from accumfused.optimizers.rmsprop import RMSprop
 from accumfused.optimizers.schedule_free import AdamWScheduleFree, SGDScheduleFree
 from accumfused.optimizers.sgd import SGD
 from accumfused.optimizers.signum import Signum
-from accumfused.versions import TorchMuon
 
 __all__ = [
     "ALL",
@@ -46,6 +45,6 @@ ALL = (
 PEERS: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {  # torch's classes with the same checkpoints
     torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.RAdam: RAdam,
     torch.optim.Adamax: Adamax, torch.optim.Adagrad: Adagrad, torch.optim.Adadelta: Adadelta,
-    torch.optim.RMSprop: RMSprop, TorchMuon: Muon,
+    torch.optim.RMSprop: RMSprop, torch.optim.Muon: Muon,
 }  # fmt: skip
 RULES = (*dict.fromkeys(rule for optimizer in ALL for rule in optimizer.rules), OrthogonalRule)

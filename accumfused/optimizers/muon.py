@@ -38,7 +38,8 @@ from accumfused.optimizers.adam import Adam
 from accumfused.optimizers.newton_schulz import orthogonalized
 from accumfused.rules import Rule, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
-from accumfused.versions import TorchMuon
+
+TorchMuon = torch.optim.Muon  # some programs put ours into its place
 
 STACK = 2**24  # elements that are orthogonalized together, or one larger matrix
 
@@ -270,7 +271,7 @@ class Muon(FusedOptimizer, TorchMuon):
     Raises:
         ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes; a
             parameter of a Muon group that is no matrix, or is spread over processes (DTensor).
-        RuntimeError: a backend asked for by name cannot run; torch is older than 2.9.
+        RuntimeError: a backend asked for by name cannot run.
     """
 
     rules = (MuonRule, *Adam.rules)

@@ -280,4 +280,4 @@ def test_without_matplotlib_the_report_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report.main([str(STORED[0]), "--output", str(tmp_path / "page")]) == 2
-    assert "pip install '.[bench]'" in capsys.readouterr().err
+    assert "pip install --group bench" in capsys.readouterr().err

@@ -22,7 +22,7 @@ needs_source = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="need
 
 
 def copy_of_the_source(folder: Path) -> Path:
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "NOTICE"):
         shutil.copy2(ROOT / name, folder)
     for name in ("csrc", "accumfused"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("_C.*", "_native_error.txt"))

@@ -95,5 +95,22 @@ def test_the_source_distribution_has_every_source(fresh: Path) -> None:
     sources = {path.relative_to(fresh).as_posix() for path in (fresh / "csrc").rglob("*.*")}
     assert "csrc/rules.h" in sources
     assert sources <= packed
-    assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "accumfused/py.typed"} <= packed
+    assert {"setup.py", "pyproject.toml", "LICENSE", "NOTICE", "README.md", "accumfused/py.typed"} <= packed
     assert MODULE not in packed
+
+
+def test_the_description_for_a_package_index_has_no_link_or_picture_that_leads_nowhere(fresh: Path) -> None:
+    (fresh / "README.md").write_text(
+        "See [the\ndocs](docs/index.md#here), [torch](https://pytorch.org).\n![A picture](docs/a.png)\n"
+    )
+    done = setup_py(fresh, "egg_info")
+    assert done.returncode == 0, done.stderr
+    text = (fresh / "accumfused.egg-info/PKG-INFO").read_text().partition("\n\n")[2]
+    assert text.strip() == "See the\ndocs, [torch](https://pytorch.org)."
+
+
+def test_a_build_without_pybind11_says_what_to_install(fresh: Path) -> None:
+    (fresh / "pybind11.py").write_text("raise ImportError")
+    done = setup_py(fresh, "build_ext", "--inplace", PYTHONPATH=str(fresh))
+    assert done.returncode == 0, done.stderr
+    assert (fresh / REASON).read_text() == "pybind11 was not found; pip install pybind11\n"

@@ -78,6 +78,7 @@ results += [train(lambda params: af.SGD(params, lr=0.5)) for _ in range(3)]
 results += [train(lambda params: af.AdamW(params, backend="cpu"))]
 results += [train(lambda params: af.fuse(torch.optim.NAdam(params), backend="cpu"))]
 os.mkdir("csrc")
+sys.path = [path for path in sys.path if path == "" or not os.path.exists(path + "/accumfused")]  # nothing is installed
 reports = []
 for name, text in (
     ("README", ""), ("_C.cpython-399-x86_64-linux-gnu.so", ""),
@@ -106,7 +107,7 @@ def test_without_a_native_module_it_runs_and_says_why_it_is_slow_and_what_to_do(
     refused = f"backend='cpu' cannot run: {missing}; use backend='auto' or 'torch'"
     assert results == [*[[0.5] * 3] * 4, refused, refused]
     for each, (reason, remedy) in zip(reports, (
-        ("has no native module; run Python elsewhere, or ", "run Python elsewhere, or build it: pip install -e ."),
+        ("has no native module; build it: pip install -e .", "build it: pip install -e ."),
         (f"_C.cpython-399-x86_64-linux-gnu.so is not for Python {platform.python_version()}; install accumfused again",
          "install accumfused again"),
         ("the native module does not load: ", "install accumfused again"),
@@ -126,7 +127,7 @@ def test_without_a_native_module_it_runs_and_says_why_it_is_slow_and_what_to_do(
 def test_the_report_ends_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     known = report()
     for reason, remedy in (
-        ("torch 2.9.1 has no DLPack exchange table; install torch 2.10 or newer", "install torch 2.10 or newer"),
+        ("it was not built: pybind11 was not found; pip install pybind11", "pip install pybind11"),
         ("it was not built: false cannot compile C++17; install g++, or set CXX:\nerror", "install g++, or set CXX"),
     ):
         monkeypatch.setattr(compiled, "unavailable", reason)
@@ -136,6 +137,19 @@ def test_the_report_ends_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
     without = "the native module was built without CUDA: no nvcc was found; install the CUDA toolkit, or set CUDA_HOME"
     assert advice({**known["backends"], "cuda": without}) == "install the CUDA toolkit, or set CUDA_HOME"
     assert advice({**known["backends"], "cuda": None}) == "nothing: the fastest kernels for this machine run"
+
+
+@pytest.mark.usefixtures("native")
+def test_a_clone_without_a_native_module_takes_the_one_that_is_installed(tmp_path: Path) -> None:
+    if not (PACKAGE.parent / "csrc").exists():
+        pytest.skip("needs the source")
+    shutil.copytree(PACKAGE, tmp_path / "accumfused", ignore=shutil.ignore_patterns("_C.*", "_native_error.txt"))
+    shutil.copytree(PACKAGE.parent / "csrc", tmp_path / "csrc")
+    program = "from accumfused import compiled; print(compiled.__file__, compiled.module.__file__, sep='\\n')"
+    command = [sys.executable, "-c", program]
+    environment = {"PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.splitlines() == [str(tmp_path / "accumfused/compiled.py"), inside.native().__file__]
 
 
 OLDER = """
@@ -163,3 +177,12 @@ def test_a_native_module_older_than_the_source_beside_it_is_left_aside(tmp_path:
     reason = "the native module is older than the source beside it; build it again: pip install -e ."
     assert done.stdout.splitlines() == ["[0.5, 0.5, 0.5] None", f"[0.5, 0.5, 0.5] {reason}"]
     assert done.stderr.count(reason) == 1
+
+
+def test_a_torch_that_is_too_old_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.7.1+cu126'\nclass Tensor: pass\n")
+    program = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(PACKAGE.parent)!r}]; import accumfused"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    text = "accumfused needs torch 2.11 or newer, and 2.7.1+cu126 is installed; pip install --upgrade torch"
+    assert done.stderr.splitlines()[-1] == f"ImportError: {text}"
