@@ -20,20 +20,27 @@ settings, and `python -m accumfused` lists the backends that run on this machine
 """
 
 from accumfused import versions as versions  # first: it refuses an old torch
+
+# isort: split
+from accumfused import clip, schedule
 from accumfused.auditing.calls import audit
 from accumfused.auditing.report import AuditReport
 from accumfused.batch_norm import BatchNormWarning, check_model
-from accumfused.clipping import PerTensor, RunningMean, ZScore
+from accumfused.clipping import PerTensor as PerTensor  # these and those of `schedule`: their older names
+from accumfused.clipping import RunningMean as RunningMean
+from accumfused.clipping import ZScore as ZScore
 from accumfused.core.metrics import Metrics
 from accumfused.core.noise import NoiseEstimate
-from accumfused.loop.batch_size import gradient_accumulation_steps, scale_lr, updates_per_epoch
+from accumfused.loop.batch_size import gradient_accumulation_steps as gradient_accumulation_steps
+from accumfused.loop.batch_size import scale_lr as scale_lr
+from accumfused.loop.batch_size import updates_per_epoch as updates_per_epoch
 from accumfused.loop.batches import windows
 from accumfused.loop.clip_group import ClipGroup
 from accumfused.loop.ddp import attach_ddp
 from accumfused.loop.fusing import fuse
 from accumfused.loop.grad_scaler import GradScaler
 from accumfused.loop.linears import FusedLinears, fuse_linears
-from accumfused.loop.noise_scale import NoiseScale
+from accumfused.loop.noise_scale import NoiseScale as NoiseScale
 from accumfused.loop.release import release_gradients
 from accumfused.loop.report import MemoryReport, memory_report
 from accumfused.optimizer import FusedOptimizer
@@ -82,26 +89,26 @@ __all__ = [
     "Metrics",
     "Muon",
     "NoiseEstimate",
-    "NoiseScale",
-    "PerTensor",
     "RAdam",
     "RMSprop",
     "Rule",
-    "RunningMean",
     "SGDScheduleFree",
     "Signum",
-    "ZScore",
     "attach_ddp",
     "audit",
     "check_model",
+    "clip",
     "fuse",
     "fuse_linears",
-    "gradient_accumulation_steps",
     "memory_report",
     "optimizer_of",
     "release_gradients",
-    "scale_lr",
+    "schedule",
     "strict",
-    "updates_per_epoch",
     "windows",
 ]
+
+
+def __dir__() -> list[str]:
+    """Returns the public names alone, for completion."""
+    return [*__all__, "__version__"]

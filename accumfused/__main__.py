@@ -1,5 +1,6 @@
-"""`python -m accumfused` lists the backends that run here, and why others do not. Put its output into a bug report.
+"""`accumfused doctor`, or `python -m accumfused`, lists the backends that run here, and why others do not.
 
+Put its output into a bug report.
 `accumfused audit train.py` says whether a script's updates are those of the large batch.
 """
 
@@ -63,7 +64,7 @@ def advice(backends: dict[str, str | None]) -> str:
         return reason.partition("; ")[2].partition("\n")[0].rstrip(":)") or otherwise
     if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
         return f"torch {torch.__version__} finds no GPU; nvidia-smi shows its driver, pytorch.org the torch for it"
-    return "nothing: the fastest kernels for this machine run"
+    return "nothing: the fastest kernels for this machine are in use"
 
 
 def installed(package: str) -> str | None:
@@ -116,6 +117,7 @@ def main() -> None:
         description="Lists the backends that run here, and why others do not. Put its output into a bug report.",
         epilog="accumfused audit train.py [args] says whether a script's updates are those of the large batch.",
     )
+    parser.add_argument("command", nargs="?", choices=["doctor"], help="the same as without")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     asked = parser.parse_args()
     found = report()

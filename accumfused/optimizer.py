@@ -179,13 +179,13 @@ class FusedOptimizer(TorchOptimizer):
     # ---- what its steps have measured -------------------------------------------------------------------------------
 
     @property
-    def grad_norm(self) -> Tensor | None:
+    def grad_norm(self) -> Tensor:
         """The last step's global norm, after normalization and before clipping: fp32, shape [], on the device.
 
-        None if the step took no norm.
+        NaN before the first step, and if the step took no norm.
         """
         outcome = self._engine.outcome
-        return outcome.norm if outcome is not None and outcome.normed else None
+        return outcome.norm if outcome is not None and outcome.normed else torch.tensor(torch.nan, device="cpu")
 
     @property
     def step_was_skipped(self) -> Tensor:

@@ -41,7 +41,7 @@ _OF_STEP = ("clip", "clip_share", "skipped_steps")
 
 @dataclass(frozen=True)
 class Metrics:
-    """The numbers of one step.
+    """The numbers of one step; `str()` makes a table of them.
 
     Attributes:
         values: fp64, [len(names)], on the device; to read it waits for the device.
@@ -55,6 +55,17 @@ class Metrics:
     def as_dict(self) -> dict[str, float]:
         """The values by name; waits for the device."""
         return dict(zip(self.names, self.values.tolist(), strict=True))
+
+    def __str__(self) -> str:
+        """A line for all parameters, each group and each tensor; waits for the device."""
+        found = self.as_dict()
+        prefixes = [name.removesuffix(_OF_EACH[0]) for name in self.names if name.endswith(_OF_EACH[0])]
+        names = [prefix.rstrip("/") or "all" for prefix in prefixes]
+        width = max(map(len, names))
+        lines = [" ".join([" " * width, *(f"{name:>12}" for name in _OF_EACH)])]
+        for name, prefix in zip(names, prefixes, strict=True):
+            lines.append(" ".join([name.ljust(width), *(f"{found[prefix + each]:12.4g}" for each in _OF_EACH)]))
+        return "\n".join([*lines, ", ".join(f"{name} {found[name]:.4g}" for name in _OF_STEP)])
 
 
 @dataclass

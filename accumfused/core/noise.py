@@ -61,6 +61,8 @@ def _zeros(plan: Plan) -> Tensor:
 class NoiseEstimate:
     """The gradient noise scale, as tensors of shape [] (fp64, on the device); to read one waits for the device.
 
+    `float()` gives the noise scale, `str()` a line with all numbers.
+
     Attributes:
         noise_scale: `noise / signal`: the batch at which noise and gradient are equally large. In the unit of the
             windows' weights (samples or tokens, say); without weights in micro-batches, as they are folded. inf: no
@@ -74,6 +76,17 @@ class NoiseEstimate:
     signal: Tensor
     noise: Tensor
     windows: Tensor
+
+    def as_dict(self) -> dict[str, float]:
+        """The numbers by name; waits for the device."""
+        numbers = torch.stack([self.noise_scale, self.signal, self.noise, self.windows]).tolist()
+        return dict(zip(("noise_scale", "signal", "noise", "windows"), numbers, strict=True))
+
+    def __float__(self) -> float:
+        return float(self.noise_scale)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {number:.4g}" for name, number in self.as_dict().items())
 
 
 class Noise(Observer):

@@ -233,11 +233,11 @@ class _FusedTail(TrainerCallback):
         # After an overflow a scaler does not call step(), and inf is right.
         if self._norm is None or self._trainer.accelerator.optimizer_step_was_skipped:
             return
-        norm = self.optimizer.grad_norm
-        if norm is None:
+        outcome = self.optimizer._engine.outcome
+        if outcome is None:
             self._norm.zero_()  # no parameter had a gradient
         else:
-            self._norm.copy_(norm)
+            self._norm.copy_(outcome.norm)
 
 
 class _AuditedSteps(TrainerCallback):

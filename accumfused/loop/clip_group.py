@@ -98,6 +98,12 @@ class ClipGroup:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
+    def grad_norm(self) -> Tensor:
+        """The last step's norm over all members, before clipping: fp32, shape [], on the device; NaN without one."""
+        norms = [optimizer.grad_norm for optimizer in self.optimizers if optimizer._engine.outcome is not None]
+        return norms[0] if norms else torch.tensor(torch.nan, device="cpu")
+
+    @property
     def step_was_skipped(self) -> Tensor:
         """Whether the last step wrote nothing: bool, shape [], on the device."""
         outcomes = [optimizer._engine.outcome for optimizer in self.optimizers]

@@ -12,7 +12,7 @@ from accumfused.optimizer import FusedOptimizer, check_fused
 
 
 class NoiseScale:
-    """The number of micro-batches in each window, from the noise scale so far: `windows(loader, NoiseScale(...))`.
+    """The number of micro-batches in each window, from the noise scale so far: `af.windows(loader, NoiseScale(...))`.
 
     It grows and never shrinks, by at most a factor of two at a time. To look at the noise scale waits for the device.
 
@@ -37,7 +37,7 @@ class NoiseScale:
 
     Example:
         >>> optimizer = af.AdamW(model.parameters(), lr=3e-4, noise_scale=True)
-        >>> growing = af.NoiseScale(optimizer, micro_batch=8, most=64, rule="sqrt")
+        >>> growing = af.schedule.NoiseScale(optimizer, micro_batch=8, most=64, rule="sqrt")
         >>> for (x, y), last in af.windows(loader, growing):
         ...     loss_fn(model(x), y).backward()
         ...     optimizer.accumulate(len(y))
@@ -73,7 +73,7 @@ class NoiseScale:
         self._seen += 1
         if self._seen > self._every:
             self._seen = 1
-            self._grow(float(self._optimizer.noise_scale().noise_scale))
+            self._grow(float(self._optimizer.noise_scale()))
         return self.steps
 
     def _grow(self, noise_scale: float) -> None:

@@ -42,12 +42,13 @@ def test_the_norm_is_that_over_all_members(backend: str, foreign: bool, copied: 
     params = [each["params"][0] for each in group.param_groups]
     with pytest.raises(ValueError, match="is in a group already"):
         af.ClipGroup(group.optimizers, 2.5)
+    assert group.grad_norm.isnan()
     for _ in range(2):
         for param, grad in zip(params, torch.tensor([3.0] * 4 + [4.0] * 4).split(4), strict=True):
             param.grad = grad  # of the norm 10
         group.step()
-        for optimizer in group.optimizers:
-            assert_close(optimizer.grad_norm, torch.tensor(10.0), "norm")
+        for each in (group, *group.optimizers):
+            assert_close(each.grad_norm, torch.tensor(10.0), "norm")
     assert_close(params[0], torch.full((4,), -1.5), "norm")
     assert_close(params[1], torch.full((4,), -2.0), "norm")
 

@@ -101,7 +101,6 @@ def test_an_optimizer_and_its_scheduler_go_on(backend: str, name: str, scheduler
             schedule.step(*([1.0] if scheduler == "ReduceLROnPlateau" else []))
         assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
         if fused:
-            assert ours.grad_norm is not None
             assert_close(ours.grad_norm, norm, "norm")
         for param, truth in zip(params_of(ours)[:2] if name in FOREIGN else [], params_of(theirs), strict=False):
             assert_close(param.grad, truth.grad, "norm")  # clipped, in p.grad

@@ -39,6 +39,29 @@ def test_what_is_not_measured_is_refused_with_the_remedy(name: str) -> None:
     assert getattr(optimizer, name)()
 
 
+def test_metrics_and_noise_scale_print_as_tables() -> None:
+    layer = torch.nn.Linear(3, 2)
+    optimizer = af.SGD(layer.named_parameters(), lr=0.1, metrics=True, noise_scale=True, max_grad_norm=1e-3)
+    for scale in (1.0, 2.0):
+        layer(torch.full((4, 3), scale)).square().sum().backward()
+        optimizer.accumulate()
+    optimizer.step()
+    found = optimizer.metrics()
+    head, *lines, last = (line.split() for line in str(found).splitlines())
+    assert head == ["grad_norm", "param_norm", "update_norm", "update_ratio"]
+    assert [line[0] for line in lines] == ["all", "group0", "weight", "bias"]
+    for name, *numbers in lines:
+        prefix = "" if name == "all" else f"{name}/"
+        assert [float(number) for number in numbers] == pytest.approx(
+            [found.as_dict()[prefix + of] for of in head], 1e-3
+        )
+    assert last[::2] == ["clip", "clip_share", "skipped_steps"]
+    noise = optimizer.noise_scale()
+    assert {name: float(getattr(noise, name)) for name in vars(noise)} == noise.as_dict()
+    assert float(noise) == noise.as_dict()["noise_scale"]
+    assert str(noise).endswith(", windows 1")
+
+
 @pytest.mark.parametrize("plain", [False, True])
 def test_windows_of_one_micro_batch_and_plain_steps_have_no_noise_scale_and_are_warned_of(
     backend: str, plain: bool
@@ -142,7 +165,7 @@ def test_every_nth_step_is_measured(backend: str) -> None:
         optimizer.step()
         if step >= 3:
             found.append(optimizer.metrics().as_dict()["grad_norm"])
-        assert (optimizer.grad_norm is not None) == (step % 3 == 0)
+        assert bool(optimizer.grad_norm.isfinite()) == (step % 3 == 0)
     assert found == pytest.approx([3 * 5**0.5] * 3 + [6 * 5**0.5])
 
 

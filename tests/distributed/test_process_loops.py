@@ -297,7 +297,6 @@ def train(loop: Loop) -> tuple[Tensor, list[float], Any]:
                 scaler.step(stepper)
             scaler.update()
             if loop.clips != "torch":
-                assert optimizers[0].grad_norm is not None
                 norms.append(float(optimizers[0].grad_norm))
                 assert float(optimizers[-1].grad_norm) == norms[-1]
             if by == "step" and loop.over in ("reduced", *SPREAD):

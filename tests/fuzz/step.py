@@ -109,7 +109,7 @@ class Side(Windows):
         assert bool(self.optimizer.step_was_skipped) is skip, f"step_was_skipped, expected {skip}; norm {norm}"
         actual = self.optimizer.grad_norm
         if not takes_norm:
-            assert actual is None or skip, f"grad_norm is {actual}, and none was to be taken"
+            assert actual.isnan() or skip, f"grad_norm is {actual}, and none was to be taken"
         elif not (skip and math.isnan(norm)):  # a bad divisor's
             is_right = abs(actual - norm) <= error + 1e-30 if math.isfinite(norm) else not actual.isfinite()
             assert is_right, f"grad_norm is {float(actual)!r}, expected {norm!r} +- {error:.1e}"

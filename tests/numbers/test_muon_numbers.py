@@ -79,7 +79,6 @@ def test_one_norm_clips_matrices_and_others_over_windows_with_a_schedule_and_a_s
         scaler.scale(norm)  # as a loss: it makes the scale
         scaler.step(ours)
         scaler.update()
-        assert ours.grad_norm is not None
         assert_close(ours.grad_norm, norm, "norm")
         for optimizer in theirs:
             optimizer.step()

@@ -220,7 +220,6 @@ def test_a_window_is_resumed_under_any_default_dtype(dtype: torch.dtype, backend
     finally:
         torch.set_default_dtype(was)
     assert torch.equal(param.detach(), torch.full((40_000,), -2.0, dtype=torch.float32))
-    assert resumed.grad_norm is not None
     assert float(resumed.grad_norm) == 400.0
 
 

@@ -55,7 +55,7 @@ def test_what_becomes_of_a_closed_window_is_what_the_step_takes(change: Callable
 
 def test_each_step_has_its_own_norm_and_leaves_gradients_outside_of_windows_as_they_are(backend: str) -> None:
     param, optimizer = one_parameter(backend, max_grad_norm=1.0)
-    assert optimizer.grad_norm is None
+    assert optimizer.grad_norm.isnan()
     norms: list[Any] = []
     for slope in (3.0, 4.0):
         grad = param.grad = torch.full((4,), slope)
@@ -74,7 +74,7 @@ def test_no_norm_is_taken_where_none_is_wanted(backend: str) -> None:
     param, optimizer = one_parameter(backend)
     param.grad = torch.full((4,), torch.inf)
     optimizer.step()
-    assert optimizer.grad_norm is None
+    assert optimizer.grad_norm.isnan()
     assert not optimizer.step_was_skipped
     assert param.tolist() == [-torch.inf] * 4  # as in torch
 

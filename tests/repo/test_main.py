@@ -28,11 +28,12 @@ def test_json_holds_what_a_bug_report_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = []
-    for arguments in (["--json"], []):
+    for arguments in (["--json"], [], ["doctor"]):
         monkeypatch.setattr(sys, "argv", ["accumfused", *arguments])
         monkeypatch.delitem(sys.modules, "accumfused.__main__", raising=False)
         runpy.run_module("accumfused", run_name="__main__")
         said.append(capsys.readouterr().out)
+    assert said[1] == said[2]
     found, native = json.loads(said[0]), inside.native()
     versions = {"accumfused": accumfused.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
     for name in ("numpy", "triton", "transformers", "accelerate", "lightning"):
@@ -44,7 +45,7 @@ def test_json_holds_what_a_bug_report_needs(
     assert found["threads"] >= 1
     assert "\n" not in found["next"]
     if native is not None and not torch.cuda.is_available() and not shutil.which("nvidia-smi"):
-        assert said[1].splitlines()[-1] == "what to do next: nothing: the fastest kernels for this machine run"
+        assert said[1].splitlines()[-1] == "what to do next: nothing: the fastest kernels for this machine are in use"
     assert len(found["devices"]) == 1 + torch.cuda.device_count()
     assert said[1].rstrip("\n") == as_text(found)
     assert native is None or f"instruction sets  {native.instruction_sets()[0]} (used)" in said[1]
@@ -136,7 +137,7 @@ def test_the_report_ends_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     without = "the native module was built without CUDA: no nvcc was found; install the CUDA toolkit, or set CUDA_HOME"
     assert advice({**known["backends"], "cuda": without}) == "install the CUDA toolkit, or set CUDA_HOME"
-    assert advice({**known["backends"], "cuda": None}) == "nothing: the fastest kernels for this machine run"
+    assert advice({**known["backends"], "cuda": None}) == "nothing: the fastest kernels for this machine are in use"
 
 
 @pytest.mark.usefixtures("native")

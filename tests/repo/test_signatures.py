@@ -108,7 +108,14 @@ def test_no_module_has_the_name_of_something_public() -> None:
     """Otherwise an import of the module would replace what the package gives under that name."""
     modules = {path.stem for path in ROOT.glob("accumfused/**/*.py")}
     assert len(modules) > 50
-    assert modules.isdisjoint(af.__all__)
+    assert modules & {*af.__all__} == {"clip", "schedule"}  # which are public themselves
+
+
+def test_completion_shows_the_public_names_and_older_spellings_keep_working() -> None:
+    assert {*dir(af)} == {*af.__all__, "__version__"}
+    for module in (af.clip, af.schedule):
+        for name in module.__all__:
+            assert getattr(af, name) is getattr(module, name)
 
 
 TYPED = ("accumulation", "loss-scaling", "clipping", "formats", "memory")  # guides without functions of their own
@@ -120,7 +127,8 @@ import accumfused as af
 params = torch.nn.Linear(3, 3).parameters()
 optimizer = af.fuse(torch.optim.AdamW(params), max_grad_norm=1.0)
 assert_type(optimizer, af.AdamW)
-assert_type(optimizer.grad_norm, torch.Tensor | None)
+assert_type(optimizer.grad_norm, torch.Tensor)
+assert_type(af.clip.PerTensor(1.0), af.PerTensor)
 assert_type(af.fuse(torch.optim.Adam(params)), af.Adam)
 assert_type(af.fuse(torch.optim.SGD(params)), af.SGD)
 assert_type(af.fuse(torch.optim.RMSprop(params)), af.RMSprop)
