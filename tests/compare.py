@@ -183,7 +183,7 @@ def stepped(params: Iterable[Tensor], backend: str, **settings: Any) -> af.AdamW
 def _bits(value: Any) -> Any:
     value = local(value)  # of what is spread over processes, the part here
     if not isinstance(value, Tensor):
-        return value
+        return repr(value)  # a NaN is the same as another one
     kind = (value.dtype, value.device, tuple(value.shape))
     if value.device.type == "meta":
         return kind

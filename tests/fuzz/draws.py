@@ -36,7 +36,9 @@ def configurations(draw: st.DrawFn, mate_of: dict[str, Any] | None = None) -> di
     foreign = rule.startswith("own ")
     kind = "fp32" if foreign else pick("fp32", "fp32", "bf16", "bf16", "fp16", "mixed")
     first = mate_of or {"style": pick(*WEIGHTS), "together": pick(*[None] * 7, 0.5, 3.0)}
-    first["nonfinite"] = pick(*[None] * 5, "skip", "raise", "propagate") if mate_of is None else first["nonfinite"]
+    first["nonfinite"] = (
+        pick(*[None] * 5, "skip", "raise", "propagate", "drop", "drop") if mate_of is None else first["nonfinite"]
+    )
     settings = {"backend": pick("cpu", "cpu", "torch", "foreach"), "nonfinite": first["nonfinite"]}
     settings |= {} if first["together"] else {"max_grad_norm": pick(None, None, None, 0.5, 3.0, 50.0)}
     options = pick(*OPTIONS[rule])

@@ -17,7 +17,6 @@ import accumfused as af
 from fuzz import draws
 from fuzz.bounds import UNIT, Bounded
 from fuzz.step import Side, step_together
-from fuzz.subject import KNOWN
 
 GROWTH_INTERVAL = 3  # of scalers
 WRITES = {  # from outside, under no_grad; nobody can see one through `.data`
@@ -122,6 +121,8 @@ class Machine(RuleBasedStateMachine):
         if bucket_bytes is None:
             if own.handle is not None and own.attempt(own.handle.remove, RuntimeError if is_open else None):
                 own.handle = None
+        elif own.drops:  # it looks at whole micro-batches
+            own.attempt(lambda: af.release_gradients(own.optimizer, bucket_bytes), ValueError)
         elif own.is_readable():
             handles, refusal = list[Any](), RuntimeError if own.handle is not None or is_open else None
             own.attempt(lambda: handles.append(af.release_gradients(own.optimizer, bucket_bytes)), refusal)
@@ -233,16 +234,12 @@ class Machine(RuleBasedStateMachine):
             own.params.append(draws.parameter(shape, "transposed", own.config["params"][0][2], seed))
             own.full.append(own.params[-1].detach().double())
             own.states.append({})
-            own.written.append(False)
             own.attempt(lambda: own.optimizer.add_param_group({"params": own.params[-1:], "lr": 0.05}))
 
     def write_param(self, own: Side, row: int, seed: int, kind: str) -> None:
-        param = own.params[row]
-        if own.trusted and own.may_have_master(row) and "written after load" in KNOWN:
-            return
         with torch.no_grad():
-            WRITES[kind](param, seed)
-        own.wrote(row, is_seen=kind != "data")
+            WRITES[kind](own.params[row], seed)
+        own.wrote(row)
 
     # ---- copies and checkpoints ------------------------------------------------------------------------------------
 
@@ -280,8 +277,6 @@ class Machine(RuleBasedStateMachine):
         of_master = {"master_weight", "master_remainder"}
         rows = [row for row in range(len(own.params)) if own.may_have_master(row)]
         bare = [row for row in rows if not of_master & state["state"].get(row, {}).keys()]
-        if own.trusted and bare and backend is None and "written after load" in KNOWN:
-            return
         fits = len(state["param_groups"]) == len(own.optimizer.param_groups)
         backend = backend if fits else None
         refusal = [RuntimeError] * (backend is None and own.phase == "open") + [ValueError] * (not fits)
@@ -302,11 +297,9 @@ class Machine(RuleBasedStateMachine):
             assert not own.live(), "load_state_dict() left the closed window's p.grad"
         own.end_window()
         vars(own).update(known)
-        own.trusted = True
         if earlier and way == "full":
             call = functools.partial(target.load_full_precision_state_dict, model, full)
             if own.attempt(call, RuntimeError if own.phase == "open" else None):
-                own.trusted, own.written = False, [False] * len(own.params)
                 return
         if earlier and way != "before":
             model.load_state_dict(weights)
@@ -322,7 +315,7 @@ class Machine(RuleBasedStateMachine):
             return
         for own, (params, optimizer), new in zip(self.sides, old[0], copied[0][0], strict=True):
             own.params, own.optimizer = new
-            own.handle, own.skips, own.trusted = None, 0, False
+            own.handle, own.skips = None, 0
             if own.phase == "closed":
                 own.end_window()
             states = [v for entries in optimizer.state.values() for v in entries.values() if isinstance(v, Tensor)]

@@ -35,7 +35,8 @@ class Side(Windows):
         return {row: Bounded.exact(self.params[row].grad) for row in live if row not in self.part} | self.part, None
 
     def is_bad_mean(self) -> bool:
-        return self.phase == "open" and bool(self.weighted) and not 0 < self.total < math.inf
+        is_divided = bool(self.weighted) or self.drops
+        return self.phase == "open" and is_divided and not 0 < self.total < math.inf
 
     def step(self, normalizer: Any, grad_scale: Any, found_inf: Any) -> None:
         normalizer, grad_scale, found_inf = number_of(normalizer), number_of(grad_scale), number_of(found_inf)
@@ -72,7 +73,7 @@ class Side(Windows):
         on_device, is_divided = any(isinstance(d, Tensor) for d in divisors), any(d is not None for d in divisors)
         grads = {row: g.times(factor).rounded(8 * UNIT[FP32] if is_divided else 0.0) for row, g in grads.items()}
         nonfinite, clip = self.settings.get("nonfinite"), self.optimizer.max_grad_norm
-        takes_norm = clip is not None or nonfinite in ("skip", "raise") or self.phase != "idle"
+        takes_norm = clip is not None or nonfinite in ("skip", "raise", "drop") or self.phase != "idle"
         takes_norm = takes_norm or common is not None or is_unchecked
         norm, error = norm_of(grads.values()) if common is None else common[:2]
         norm = math.nan if math.isnan(factor) or self.is_bad_mean() else norm
@@ -122,7 +123,6 @@ class Side(Windows):
         for row, given in grads.items():
             grad = given.times(coefficient).rounded(relative)
             self._check_row(row, grad.rounded(3 * self.grad_unit(row)) if self.foreign else grad)  # clipped in place
-        self.trusted = False
 
     def _check_row(self, row: int, grad: Bounded) -> None:
         param, state, kind = self.params[row], self.states[row], self.settings.get("state_dtype")
@@ -130,7 +130,6 @@ class Side(Windows):
         update, count = self.update({key: group[key] for key in ("lr", *self.config["options"])}), state.get("step", 0)
         want, states = predicted(update, self.full[row], grad, state, float(group.get("weight_decay", 0.0)))
         want.value[grad.value.isnan()] = math.nan  # also where the sign of NaN is none
-        self.written[row] = False
         if param.dtype != FP32 and self.masters is None:
             want.error += 2 * UNIT[param.dtype] * want.value.abs() + SMALLEST.get(param.dtype, 1e-38)
         if self.masters == "split8":

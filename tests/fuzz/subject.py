@@ -21,14 +21,12 @@ from fuzz.draws import parameter, random
 
 # What is known not to hold yet, and is left out; an entry is taken out with its repair.
 KNOWN = {
-    "written after load": "before the first step: remainders are those of weights that may come later",
     "refused after release": "a micro-batch has ended before its step() is refused, for another member, say",
 }
 FOREIGN = {"own RMSprop": Own, "own Adagrad": OwnAdagrad}
 STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "step")
 EXPECTED_WARNINGS = re.compile(
-    "windows (in a row )?were dropped|written while a window was open|steps were skipped|written from outside|"
-    "gradient layout contract"
+    "windows (in a row )?were dropped|written while a window was open|steps were skipped|gradient layout contract"
 )
 Refusal = type[Exception] | tuple[type[Exception], ...] | None
 
@@ -47,8 +45,6 @@ class Subject:
         self.states: list[dict[str, Any]] = [{} for _ in self.params]
         self.optimizer = self.build(groups if cut else groups[1:], self.train)
         self.full = [p.detach().double() for p in self.params]  # the weights in full precision
-        self.written = [False] * len(self.params)  # from outside since the last step: its master is out of date
-        self.trusted = False  # masters came with a checkpoint, and no step has seen them yet
         self.narrow: set[int] = set()  # rows whose p.grad has been in 16 bits
         self.kept: Tensor | None = None  # a gradient that somebody else holds
         self.saved: Any = None  # a checkpoint, and the model at that time
@@ -118,28 +114,21 @@ class Subject:
         return snapshot(self.optimizer)
 
     def may_change(self, name: str) -> bool:
-        """Remainders of parameters that were written may be dropped at any time, and states may be made, as zeros."""
+        """States may be made, as zeros."""
         kind, row, *_ = [*name.split(), ""]
-        return kind == "state" and (self.written[int(row)] or not self.states[int(row)])
+        return kind == "state" and not self.states[int(row)]
 
     def may_have_master(self, row: int) -> bool:
         return self.params[row].dtype != FP32 and self.masters is not None
 
-    def wrote(self, row: int, is_seen: bool = True) -> None:
-        """After a parameter was written from outside. Args: is_seen: not through `.data`."""
-        now, master = self.params[row].detach(), self.optimizer.state.get(self.params[row], {}).get("master_weight")
-        if master is not None:  # its elements serve where they are rounded to the parameter's, and serve again
-            self.full[row] = torch.where(master.to(now.dtype) == now, master, now.float()).double()
-        elif is_seen or self.written[row]:
-            self.full[row] = now.double()
-        else:  # the old remainder counts
-            self.full[row] = self.actual(row).clone()
-        self.written[row] |= self.may_have_master(row) and is_seen
+    def wrote(self, row: int) -> None:
+        """After a parameter was written from outside: it is read with its remainder, or master, as both stand."""
+        self.full[row] = self.actual(row).clone()
 
     def known(self) -> dict[str, Any]:
         """The part of the model that a checkpoint holds: a closed window is not in it."""
         window = ("phase", "total", "weighted", "count", "of_tensors", "sums") if self.phase == "open" else ()
-        return {name: copy.deepcopy(vars(self)[name]) for name in ("full", "states", "written", *window)}
+        return {name: copy.deepcopy(vars(self)[name]) for name in ("full", "states", *window)}
 
     def check_unwritten(self) -> None:
         """Parameters in full precision and states are those of the model."""
@@ -160,10 +149,8 @@ class Subject:
         return {name: value.to(torch.float64, copy=True) for name, value in found.items()}
 
     def actual(self, row: int) -> Tensor:
-        """A parameter in full precision: with its remainder or out of its master, unless they are out of date."""
+        """A parameter in full precision: with its remainder, or its master's elements where these round to it."""
         param, entries = self.params[row].detach(), self.optimizer.state.get(self.params[row], {})
-        if self.written[row]:
-            return self.full[row] if torch.equal(self.full[row].to(param.dtype), param) else param.double()
         master, remainder = entries.get("master_weight"), entries.get("master_remainder")
         if master is not None:
             return torch.where(master.to(param.dtype) == param, master, param.float()).double()

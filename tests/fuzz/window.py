@@ -79,9 +79,16 @@ class Windows(Subject):
             return (ValueError, RuntimeError, TypeError)
         return None if in_loss or self.is_readable() else (TypeError, RuntimeError)
 
+    @property
+    def drops(self) -> bool:
+        """Whether a micro-batch that is not finite is left out."""
+        return self.settings.get("nonfinite") == "drop"
+
     def fold(self, grads: dict[int, Bounded], weight: Any, *, last: bool, in_loss: bool) -> None:
         """The model's fold. Gradients that are weighted in the loss come so."""
         is_number, number = not isinstance(weight, Tensor), 1.0 if weight is None else float(weight)
+        if self.drops and grads and not (is_number and number == 0):  # the device knows what is left
+            is_number, number = False, number if all(bool(g.value.isfinite().all()) for g in grads.values()) else 0.0
         self.phase, self.weighted, self.entered, self.part = "open", weight is not None, False, {}
         self.of_tensors |= not is_number
         self.total += number if number >= 0 else math.nan
@@ -105,8 +112,10 @@ class Windows(Subject):
             self.exposed = [weakref.ref(self.params[row].grad) for row in self.sums]
 
     def mean(self, row: int) -> Bounded:
-        if not self.weighted:
+        if not self.weighted and not (self.drops and self.total == 0):
             return self.sums[row]
+        if not self.weighted:
+            return self.sums[row].times(math.nan)
         factor = 1.0 / self.total if self.total and math.isfinite(self.total) else math.nan
         return self.sums[row].times(factor).rounded(6 * UNIT[FP32])
 
@@ -115,8 +124,18 @@ class Windows(Subject):
         refusal = self.fold_refusal(weight, last=last, in_loss=False)
         bits = {row: self.params[row].grad.detach().clone() for row in self.live()} if refusal is None else {}
         grads = {row: Bounded.exact(grad) for row, grad in bits.items() if row not in self.part} | self.part
-        is_itself = last and self.count == 0 and not self.part and (isinstance(weight, float | int) or weight is None)
+        is_left = not self.drops or all(bool(each.value.isfinite().all()) for each in grads.values())
+        is_itself = (
+            is_left
+            and last
+            and self.count == 0
+            and not self.part
+            and (isinstance(weight, float | int) or weight is None)
+        )
+        dropped = int(self.optimizer.dropped_micro_batches)
         if self.attempt(lambda: self.optimizer.accumulate(weight, last=last), refusal):
+            is_looked_at = is_left or (not isinstance(weight, Tensor) and weight == 0)
+            assert is_looked_at or int(self.optimizer.dropped_micro_batches) == dropped + 1, "dropped_micro_batches"
             if self.kept is not None:
                 self.kept.fill_(5.0)
             self.fold(grads, weight, last=last, in_loss=False)
@@ -139,6 +158,8 @@ class Windows(Subject):
         for row, slope in slopes.items():
             grads[row] = Bounded.exact(slope).times(number if in_loss else 1.0).rounded(3 * self.grad_unit(row))
             grads[row].error += 4 * SMALLEST.get(slope.dtype, 0.0)
+        if self.drops and any(bool((g.value.abs() > 3e4).any()) for g in grads.values()):  # perhaps inf in fp16
+            return
         if self.attempt(lambda: self.optimizer.backward(loss, weight, last=last), refusal):
             self.fold(grads, weight, last=last, in_loss=in_loss)
 
