@@ -11,14 +11,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import rich.box
-import rich.table
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from bench.ceilings import MIXES, Ceilings
 from bench.measure import Timing
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FORMAT = 2
 TIMES = ("ms", "us")
@@ -109,6 +108,9 @@ def headings(table: Table) -> list[str]:
 
 def show(table: Table, console: Console, losses: Sequence[str] = ()) -> None:
     """Prints a table; `losses`: lines about rows of ours that another row beats."""
+    import rich.box
+    import rich.table
+
     drawn = rich.table.Table("", title=table.title, title_justify="left", title_style="bold", box=rich.box.SIMPLE)
     columns = headings(table)
     for heading in columns:

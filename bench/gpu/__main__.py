@@ -1,6 +1,6 @@
 """`python -m bench.gpu [STAGE ...]`, by an interpreter that has torch: builds the module for the GPU that is here, then
-runs the stages. Nothing is installed or fetched. What the report's folder holds is complete up to the moment at which
-all is ended: report.jsonl, report.md, output.txt, and the module. `python -m bench.gpu report FOLDER` makes report.md.
+runs the stages. Nothing is installed or fetched. The report's folder is complete up to the moment at which all is
+ended: report.jsonl, report.md, output.txt, and the module. `python -m bench.gpu report FOLDER` makes report.md anew.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ def main() -> None:
     if sys.argv[1:2] == ["report"] and len(sys.argv) == 3:
         write_report(Path(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     seconds = SECONDS | ALONE
-    known = ", ".join(seconds)
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {known}; default: all but {', '.join(ALONE)}")
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument(
+        "stages", nargs="*", metavar="STAGE", help=f"of {', '.join(seconds)}; default: all but the last"
+    )
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of them; default: {MINUTES:g}")
     parser.add_argument("--report", type=Path, default=Path("build/gpu"), metavar="FOLDER", help="default: build/gpu")
     parser.add_argument("--dry", action="store_true", help="without a GPU, tiny, with the module that is there")
     asked = parser.parse_args()
     if unknown := set(asked.stages) - set(seconds):
-        parser.error(f"unknown stage {', '.join(sorted(unknown))}; choose from {known}")
+        parser.error(f"unknown stage {', '.join(sorted(unknown))}; choose from {', '.join(seconds)}")
     try:
         import torch
     except ImportError:
@@ -47,7 +48,7 @@ def main() -> None:
     try:
         bad = run_all(several, folder, 60 * asked.minutes)
     except KeyboardInterrupt:
-        sys.exit(f"interrupted; what is known until now: {folder}")
+        sys.exit(f"interrupted; the report has all results so far: {folder}")
     print("\n" + journal.markdown(journal.read(folder / JOURNAL), texts=False))
     print(f"report: {folder}")
     sys.exit(f"not passed: {', '.join(bad)}" if bad else None)

@@ -1,155 +1,145 @@
-"""How fast is each kernel, rule and format on this GPU, as a share of a copy's rate?
-
-Sizes are far beyond the caches. Small models are replayed from graphs, also without each mechanism of the launches.
-"""
+"""How fast is each kernel, rule and format on this GPU, as a share of a copy's? Sizes are far beyond the caches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accumfused.core.protocol import Fold, Outcome, Scaling
-from accumfused.core.rows import Grads
+import accumfused as af
 from accumfused.formats.kinds import MASTER
-from bench.gpu.cases import BF16, DTYPES, FP16, FP32, MAX_GRAD_NORM, PACKED, PURE, Case, using
+from bench.gpu.card import card, copy_rate, elements
 from bench.gpu.journal import Journal
-from bench.gpu.target import Target
-from bench.measure import Variant, interleave
-from bench.shapes import Shapes, flat, gpt2, small
-from bench.workload import Workload, random_tensors
+from bench.measure import Variant
+from bench.shapes import flat
+from bench.suites import Bench
+from bench.suites.kernels import Kernels
+from bench.workload import random_tensors
 
 LARGE = 1_200_000_000
 _BYTES = 32  # an element, at most: AMSGrad's, and its gradients
-OTHERS = (
-    Case(grads=BF16), *PACKED[1:], Case("AdamW", "split16", "bf16", BF16), Case("Lion"), Case("AMSGrad"),
-    Case("SGD-m"), Case("Lion", "bf16 stochastic", "bf16", BF16), Case("AdamW", "fp16 + fp32 master", "fp32", FP16),
-)  # fmt: skip
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
 
 
-class Kernels:
-    """An optimizer's kernels, each called alone, after a first step from these gradients, which makes its states."""
+@dataclass(frozen=True)
+class Case:
+    """An optimizer, how its weights and states are stored, and the dtype of its gradients."""
 
-    def __init__(self, case: Case, params: Sequence[Tensor], grads: Sequence[Tensor], backend: Any) -> None:
+    optimizer: Callable[..., af.FusedOptimizer] = af.AdamW
+    params: torch.dtype = FP32
+    masters: str | None = "split16"  # of 16-bit parameters
+    states: Any = FP32
+    grads: torch.dtype = FP32
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        weights = DTYPES[self.params] if self.params is FP32 else f"{DTYPES[self.params]} + {self.masters or 'noise'}"
+        options = "".join(f", {name}" for name in self.options)
+        states = DTYPES.get(self.states, self.states)
+        called = getattr(self.optimizer, "__name__", "")
+        return f"{called}{options}: {weights}, {states} states, {DTYPES[self.grads]} gradients"
+
+    def make(self, params: list[Tensor], grads: list[Tensor], backend: str) -> Any:
+        """Makes the optimizer and its first step, which makes its states."""
+        masters = {} if self.params is FP32 else {"master_weights": self.masters}
         for param, grad in zip(params, grads, strict=True):
             if grad.dtype != param.dtype:
                 param.grad_dtype = grad.dtype
             param.grad = grad
-        self.optimizer = case.optimizer(params, backend)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        current = self.optimizer._engine.plans.current()
-        self.plan, self.backend = current.plan, current.backend
-        self.partials = torch.zeros(self.plan.chunks, device=self.plan.device)
-        self._hypers = self.plan.hypers(self.optimizer.param_groups)
+        optimizer = self.optimizer(
+            params, lr=0.01, max_grad_norm=1.0, state_dtype=self.states, backend=backend, **masters, **self.options
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
 
-    @torch.no_grad()
-    def norm(self, grads: Sequence[Tensor]) -> Outcome:
-        scaling = Scaling(self.plan.device, max_grad_norm=MAX_GRAD_NORM, skips_nonfinite=True)
-        outcome: Outcome = self.backend.norm(self.plan, Grads(grads), self.partials, scaling)
-        return outcome
 
-    @torch.no_grad()
-    def accumulate(self, grads: Sequence[Tensor], sums: Sequence[Tensor], *, first: bool = False) -> None:
-        self.backend.accumulate(self.plan, Fold(Grads(grads), Grads(sums), 1.0, overwrites=first), self.partials)
-
-    @torch.no_grad()
-    def step(self, grads: Sequence[Tensor], outcome: Outcome) -> None:
-        self.backend.step(self.plan, Grads(grads), self._hypers, outcome)
-
-    def step_bytes(self, grads: Sequence[Tensor]) -> int:
-        """What a step has to move: gradients in; parameters and states in and out.
-
-        A 16-bit parameter that has an fp32 master only goes out.
-        """
-        total = sum(grad.nbytes for grad in grads)
-        for param in self.plan.params:
-            state = self.optimizer.state[param]
-            total += param.nbytes * (1 if MASTER in state else 2)
-            total += 2 * sum(value.nbytes for value in state.values() if value.dim() > 0)
-        return total
+# What matters most comes first: the time may be up.
+FIRST = (Case(), Case(params=BF16, masters="split8", states="8bit", grads=BF16),
+         Case(params=BF16, masters=None, states=BF16, grads=BF16))  # fmt: skip
+OTHERS = (
+    Case(grads=BF16), *(Case(params=BF16, states=states, grads=BF16) for states in ("8bit", FP32, BF16)),
+    Case(params=BF16, masters=None, states="8bit", grads=BF16), Case(af.Lion), Case(options={"amsgrad": True}),
+    Case(af.SGD, options={"momentum": 0.9}), Case(af.Lion, BF16, None, BF16, BF16),
+    Case(params=FP16, masters="fp32", grads=FP16),
+)  # fmt: skip
 
 
 class Probe:
-    def __init__(self, target: Target, own: Journal) -> None:
-        self.target, self.own = target, own
-        self.copy, self.elements = target.copy_rate(), target.elements(LARGE, _BYTES)
+    """Measures the parts, and writes a line for each."""
+
+    def __init__(self, bench: Bench, own: Journal) -> None:
+        self.bench, self.own = bench, own
+        self.copy, self.elements = copy_rate(bench), elements(bench, LARGE, _BYTES)
 
     def run(self) -> None:
-        """What matters most comes first: the time may be up."""
         self.own.write("copy", **{"TB/s": self.copy / 1e12})
-        parts: list[tuple[str, Callable[[], None]]] = [(Case().name, partial(self.step, Case()))]
+        parts: list[tuple[str, Callable[[], None]]] = [("first", partial(self.step, FIRST[0]))]
         parts += [("fp32", partial(self.folds, FP32))]
-        parts += [(name, partial(self.replay, name, shapes)) for name, shapes in self._models().items()]
-        parts += [(case.name, partial(self.step, case)) for case in (PACKED[0], PURE)]
+        parts += [(case.name, partial(self.step, case)) for case in FIRST[1:]]
         parts += [(DTYPES[dtype], partial(self.folds, dtype)) for dtype in (BF16, FP16)]
         parts += [(case.name, partial(self.step, case)) for case in OTHERS]
-        parts += [("a gradient off its boundary", partial(self.step, Case(), off=1))]
+        parts += [("off its boundary", partial(self.step, FIRST[0], off=1))]
         for what, run in parts:
             with self.own.section("probe", what=what):
                 run()
-            self.target.release()
-        self.own.write("copy", **{"TB/s": self.target.copy_rate() / 1e12})  # is it as fast as at first?
+            self.bench.release()
+        self.own.write("copy", **{"TB/s": copy_rate(self.bench) / 1e12})  # is it as fast as at first?
 
-    def _models(self) -> dict[str, Shapes]:
-        if self.target.is_dry:
-            return {"20 tensors of 64": small(20)}
-        several = {f"{tensors} tensors of 64": small(tensors) for tensors in (1000, 10_000)}
-        return several | {f"one tensor of {n}M": flat(n * 1_000_000) for n in (2, 8, 32)} | {"GPT-2 124M": gpt2()}
-
-    def _time(self, kind: str, moved: float, runs: Mapping[str, tuple[Callable[[], Any], dict[str, Any]]]) -> None:
-        """Times these in turn. Args: moved: bytes; runs: by name, each with more facts."""
-        variants = [Variant(name, run) for name, (run, _) in runs.items()]
-        rounds = self.target.rounds * (5 if kind == "replay" else 1)  # replays take microseconds
-        for timing in interleave(variants, rounds, clock=self.target.clock):
-            facts = {"what": timing.variant.name, "us": timing.median * 1e6, "best us": timing.best * 1e6}
-            rate = moved / timing.median
-            rates = {"TB/s": rate / 1e12, "of copy": rate / self.copy}
-            self.own.write(kind, **facts, **runs[timing.variant.name][1], **rates)
+    def _time(self, kind: str, what: str, moved: float, run: Callable[[], Any], **facts: Any) -> None:
+        """Args: moved: bytes."""
+        (timing,) = self.bench.interleave([Variant(what, run)])
+        rate = moved / timing.median
+        facts |= {"us": timing.median * 1e6, "best us": timing.best * 1e6, "TB/s": rate / 1e12}
+        self.own.write(kind, what=what, **facts, **{"of copy": rate / self.copy})
 
     def _random(self, dtype: torch.dtype, more: int = 0, scale: float = 1e-3) -> list[Tensor]:
-        return random_tensors(flat(self.elements + more), scale, dtype, self.target.device)
+        return random_tensors(flat(self.elements + more), scale, dtype, self.bench.device)
 
-    def _kernels(self, case: Case, grads: list[Tensor]) -> Kernels:
-        params = [tensor.requires_grad_() for tensor in self._random(case.param_dtype, scale=0.02)]
-        return Kernels(case, params, grads, self.target.backend)
+    def optimizer(self, case: Case, grads: list[Tensor]) -> Any:
+        params = [tensor.requires_grad_() for tensor in self._random(case.params, scale=0.02)]
+        return case.make(params, grads, self.bench.backends[0])
 
     def folds(self, dtype: torch.dtype) -> None:
-        """The norm, and the two ways into an accumulator, of gradients of this dtype."""
+        """Times the norm, and the two ways into a sum, of gradients of this dtype."""
         grads, sums = self._random(dtype), self._random(FP32)
-        work, read, name = self._kernels(Case("SGD", grads=dtype), grads), grads[0].nbytes, DTYPES[dtype]
-        self._time("norm", read, {f"norm, {name}": (partial(work.norm, grads), {})})
+        kernels, name = Kernels(self.optimizer(Case(af.SGD, grads=dtype), grads)), DTYPES[dtype]
+        self._time("norm", f"norm, {name}", grads[0].nbytes, partial(kernels.norm, grads))
         for first, title in ((True, "first accumulate"), (False, "accumulate")):
-            run = partial(work.accumulate, grads, sums, first=first)
-            self._time("accumulate", read + (1 if first else 2) * sums[0].nbytes, {f"{title}, {name}": (run, {})})
+            moved = grads[0].nbytes + (1 if first else 2) * sums[0].nbytes
+            self._time("accumulate", f"{title}, {name}", moved, partial(kernels.accumulate, grads, sums, first=first))
 
     def step(self, case: Case, off: int = 0) -> None:
-        """A step. Args: off: elements by which its gradients lie off their boundary."""
+        """Times a step; `off`: elements by which its gradients lie off their boundary."""
         grads = [self._random(case.grads, off)[0][off:]]
-        work = self._kernels(case, grads)
-        moved, name = work.step_bytes(grads), f"{case.name}{', off its boundary' if off else ''}"
-        run = partial(work.step, grads, work.norm(grads))
-        self._time("step", moved, {name: (run, {"B/el": moved / self.elements})})
+        optimizer = self.optimizer(case, grads)
+        kernels, moved = Kernels(optimizer), step_bytes(optimizer, grads)
+        name = f"{case.name}{', off their boundary' if off else ''}"
+        run = partial(kernels.step, grads, kernels.norm(grads))
+        self._time("step", name, moved, run, **{"B/el": moved / self.elements})
 
-    def replay(self, name: str, shapes: Shapes) -> None:
-        """Clip and AdamW step of a small model, captured; also without each mechanism."""
-        runs, count, on = {}, 0, self.target.mechanisms
-        for without in ("", *on):
-            work = Workload(shapes, self.target.device)
-            work.set_grads()
-            self.target.allow({*on} - {without})
-            replay, launches = self.target.captured(using(self.target.backend, work.ours).step)
-            runs[f"{name}, no {without}" if without else name] = replay, {"launches": launches}
-            count = work.count
-        self.target.allow(on)
-        self._time("replay", 32 * count, runs)
+
+def step_bytes(optimizer: Any, grads: list[Tensor]) -> int:
+    """Returns the bytes that a step has to move: gradients in; parameters and states in and out.
+
+    A 16-bit parameter that has an fp32 master only goes out.
+    """
+    total = sum(grad.nbytes for grad in grads)
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        state = optimizer.state[param]
+        total += param.nbytes * (1 if MASTER in state else 2)
+        total += 2 * sum(value.nbytes for value in state.values() if value.dim() > 0)
+    return total
 
 
 def main() -> None:
-    Probe(Target(), Journal("probe")).run()
+    Probe(card(), Journal("probe")).run()
 
 
 if __name__ == "__main__":

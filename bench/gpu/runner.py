@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,17 +17,16 @@ from bench.gpu.journal import Journal
 
 ROOT = Path(__file__).parents[2]
 JOURNAL, REPORT, LOG = "report.jsonl", "report.md", "output.txt"
-# What a stage's process finds; bench/gpu/target.py reads both.
+# Variables that a stage's process finds: no GPU is there; the mechanisms of launches that are on (all, if not set).
 DRY, LAUNCHES = "ACCUMFUSED_GPU_DRY", "ACCUMFUSED_GPU_LAUNCHES"
+MECHANISMS = ("queue",)  # of `_C.cuda.allow` (csrc/cuda/launch.h): more thread blocks than fit on the card
 _CUDA = "/usr/local/cuda/bin"  # nvcc and compute-sanitizer are often not on the PATH
 _GRACE = 8.0  # seconds between the interrupt and the end
-_START = 60.0  # seconds until the first line of a process that is watched: it imports torch
-_LOOK = 0.1
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One command. Args: share: of the whole time, beside the other stages' shares."""
+    """One command; `share`: of the whole time, beside the other stages' shares."""
 
     name: str
     share: float
@@ -35,7 +34,7 @@ class Stage:
 
 
 def run_all(stages: Sequence[Stage], folder: Path, seconds: float) -> list[str]:
-    """Runs them; what one leaves of its time the next ones have too.
+    """Runs the stages; the next ones also have the time that one leaves.
 
     Args:
         folder: the report's: journal, report, and what the stages have printed.
@@ -53,7 +52,7 @@ def run_all(stages: Sequence[Stage], folder: Path, seconds: float) -> list[str]:
             deadline += seconds * stage.share / whole
             own.write("begin", limit_seconds=round(deadline - began))
             try:
-                outcome = watch(stage.command, path, deadline - began, known=mechanisms(path), log=log.fileno())
+                outcome = _run(stage.command, path, deadline - began, log.fileno())
             finally:
                 own.write("end", ok=outcome == "passed", outcome=outcome, seconds=round(time.monotonic() - began, 1))
                 write_report(folder)
@@ -65,51 +64,24 @@ def write_report(folder: Path) -> None:
     (folder / REPORT).write_text(journal.markdown(journal.read(folder / JOURNAL)), encoding="utf-8")
 
 
-def mechanisms(path: Path) -> dict[str, str]:
-    """The variable with those that smoke has left on; nothing where it has not run."""
-    lines = [line for line in journal.read(path) if line["kind"] == "mechanisms"]
-    return {LAUNCHES: ",".join(lines[-1]["on"])} if lines else {}
-
-
-def watch(
-    command: Sequence[str], path: Path, seconds: float, *, known: Mapping[str, str],
-    quiet: float | None = None, log: int | None = None,
-) -> str:  # fmt: skip
-    """Runs a command, and ends it with all that it has started.
-
-    Args:
-        path: the journal that it writes.
-        known: more environment variables.
-        quiet: it hangs where the journal gets no new line for so many seconds; None: only the whole time counts.
-        log: a file for its output; None: ours.
-
-    Returns:
-        How it ended: "passed", "failed (exit code)", "cut off" or "hangs".
-    """
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", journal.FILE: str(path), **known}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-    environment["PATH"] = os.pathsep.join([environment.get("PATH", os.defpath), _CUDA])
-    size = path.stat().st_size
-    deadline = time.monotonic() + seconds
-    silent_until = time.monotonic() + max(quiet or seconds, _START)
+def _run(command: Sequence[str], path: Path, seconds: float, log: int) -> str:
+    """Runs a command, ends it with all that it has started, and says how it ended."""
+    known = {"PYTHONUNBUFFERED": "1", journal.FILE: str(path)}
+    found = [line for line in journal.read(path) if line["kind"] == "mechanisms"]
+    known |= {LAUNCHES: ",".join(found[-1]["on"])} if found else {}  # those that smoke has left on
+    known["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    known["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), _CUDA])
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_own_group
-    )
-    outcome = "cut off"
+        command, cwd=ROOT, env={**os.environ, **known}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        preexec_fn=_own_group,
+    )  # fmt: skip
     try:
-        while process.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_LOOK)
-            if path.stat().st_size > size:
-                size, silent_until = path.stat().st_size, time.monotonic() + (quiet or seconds)
-            if quiet is not None and time.monotonic() > silent_until:
-                outcome = "hangs"
-                break
-        if process.returncode is not None:
-            outcome = "passed" if process.returncode == 0 else f"failed ({process.returncode})"
+        code = process.wait(seconds)
+        return "passed" if code == 0 else f"failed ({code})"
+    except subprocess.TimeoutExpired:
+        return "cut off"
     finally:
-        _end(process, _GRACE if quiet is None else 0.0)
-    return outcome
+        _end(process)
 
 
 def _own_group() -> None:
@@ -118,12 +90,12 @@ def _own_group() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _end(process: subprocess.Popen[bytes], grace: float) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """Interrupts it, so that it can write what it knows, and ends its group."""
-    if process.poll() is None and grace:
+    if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(grace)
+            process.wait(_GRACE)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,112 +1,72 @@
-"""Are the bits of the backends for GPUs those of the CPU, and does any launch hang? `checks` has what is compared.
+"""Are the bits of the backends for GPUs those of the reference, and does any launch hang?
 
-A ladder: each rung is a process that makes all checks, first with plain launches, then with one mechanism more. A rung
-that hangs, dies or finds other bits so names its mechanism, which stays off in all later stages. The last is Triton.
+A ladder: each rung is a process with the conformance tests of the kernels, first with plain launches, then with one
+mechanism more. A rung that hangs, dies or finds other bits so names its mechanism, which stays off in all later stages.
+The last rung is Triton.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
-import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
-from accumfused import compiled
 from accumfused.backends import why_not
 from bench.gpu import journal
-from bench.gpu.checks import LARGE, SIZES, TINY, Check, Place, checks, differences, own_expectation
 from bench.gpu.journal import Journal
-from bench.gpu.runner import LAUNCHES, python, watch
-from bench.gpu.target import MECHANISMS, Target
+from bench.gpu.runner import DRY, LAUNCHES, MECHANISMS, ROOT
+from bench.gpu.test import SECONDS, command
 
-QUIET = 20.0  # seconds for a check
-_LONG = 600.0  # the stage's own limit comes before
-_DIFFERS, _UNUSABLE = 3, 70  # exit codes; 1 is an error of the program itself
+_TESTS = [str(ROOT / "tests" / "conformance" / name) for name in ("test_gpu.py", "test_gpu_graphs.py", "test_bits.py")]
+# All formats and rules of the CUDA kernels; of Triton's, which compile for seconds, a few.
+_CHOSEN = {"cuda": "many_chunks or captured_window or fused_linears or test_bits", "triton": "edges or captured_window"}
 
 
 def main() -> None:
-    own, target = Journal("smoke"), Target()
-    if sys.argv[1:] == ["triton"]:
-        sys.exit(0 if compare_all(own, target, "triton", [check for check in checks() if check.brief]) else _DIFFERS)
-    if sys.argv[1:]:
-        several = [check for check in checks() if not (check.needs_gpu and target.is_dry)]
-        sys.exit(0 if compare_all(own, target, target.backend, several) else _DIFFERS)
-    names = () if target.is_dry else ("cuda", "triton")
-    reasons = {name: why for name in names if (why := why_not(name, target.device)) is not None}
+    own = Journal("smoke")
+    if os.environ.get(DRY):
+        dry = command("smoke", _TESTS[2], "--gpu-backends", "emulated", "-k", "edges")
+        sys.exit(0 if climb(own, ["plain"], lambda rung: dry) else 1)
+    reasons = {name: why for name in ("cuda", "triton") if (why := why_not(name, torch.device("cuda", 0))) is not None}
     for name, reason in reasons.items():
         own.write("left out", ok=False, backend=name, reason=reason)
-    rungs = [*(() if "cuda" in reasons else ("plain", *MECHANISMS)), *(names if "triton" not in reasons else ())[1:]]
-    sys.exit(0 if climb(own, python("-m", "bench.gpu.smoke"), rungs, QUIET) and not reasons else 1)
+    rungs = [*(() if "cuda" in reasons else ("plain", *MECHANISMS)), *(() if "triton" in reasons else ("triton",))]
+    sys.exit(0 if climb(own, rungs, tests) and not reasons else 1)
 
 
-def climb(own: Journal, program: Sequence[str], rungs: Sequence[str], quiet: float) -> bool:
-    """Makes the rungs in turn, and writes which mechanisms stay on. Whether all are right.
+def tests(rung: str) -> list[str]:
+    backend = "triton" if rung == "triton" else "cuda"
+    return command("smoke", *_TESTS, "--gpu-backends", backend, "-k", _CHOSEN[backend])
 
-    Args:
-        program: makes one rung, whose name is the last argument.
-        quiet: seconds for a check; Triton, which compiles, has three times as many.
-    """
+
+def climb(own: Journal, rungs: Sequence[str], program: Callable[[str], Sequence[str]]) -> bool:
+    """Makes the rungs in turn by their commands, and writes which mechanisms stay on. Returns whether all are right."""
     assert own.path is not None
     on: list[str] = []
-    wrong: dict[str, set[str]] = {}  # a rung's checks
+    wrong: dict[str, set[str]] = {}  # the tests that failed in a rung
     good = True
     own.write("mechanisms", on=on)  # if the time is up before the first rung has ended
     for rung in rungs:
         asked = [*on, rung] if rung in MECHANISMS else on
         begin = len(journal.read(own.path))
-        longest = 3 * quiet if rung == "triton" else quiet
-        outcome = watch([*program, rung], own.path, _LONG, quiet=longest, known={LAUNCHES: ",".join(asked)})
+        known = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", SECONDS: "60" if rung == "triton" else "30"}
+        known |= {**os.environ, journal.FILE: str(own.path), LAUNCHES: ",".join(asked)}
+        code = subprocess.run(program(rung), env=known, cwd=ROOT).returncode
         lines = journal.read(own.path)[begin:]
-        wrong[rung] = {line["check"] for line in lines if line["kind"] == "bits" and not line["ok"]}
-        last = [line["begins"] for line in lines if line["kind"] == "so far"][-1:]
-        own.write("rung", ok=outcome == "passed", rung=rung, outcome=outcome, **({"at check": last[0]} if last else {}))
-        # What plain launches have wrong, too, is not the mechanism's.
-        if outcome == "passed" or (outcome == f"failed ({_DIFFERS})" and wrong[rung] <= wrong[rungs[0]]):
+        wrong[rung] = {line["test"] for line in lines if line["kind"] == "failure"}
+        last = next((line for line in reversed(lines) if line["kind"] == "so far"), {})
+        outcome = "passed" if code == 0 else "failed" if last.get("ended") else "hangs or dies"
+        where = {} if last.get("ended") else {"in_test": last.get("begins")}
+        own.write("rung", ok=code == 0, rung=rung, outcome=outcome, exit_code=code, **where)
+        # The mechanism is not to blame for tests that plain launches fail, too.
+        if outcome == "passed" or (outcome == "failed" and wrong[rung] <= wrong[rungs[0]]):
             on = asked
-        good = good and outcome == "passed"
+        good = good and code == 0
         own.write("mechanisms", on=on, off=[name for name in MECHANISMS if name in wrong and name not in on])
     return good
-
-
-def compare_all(own: Journal, target: Target, backend: Any, several: Sequence[Check]) -> bool:
-    """Whether all bits are equal."""
-    launches, good = "+".join(target.mechanisms) or "plain", True
-    name = getattr(backend, "name", backend)
-    for number, check in enumerate(several):
-        own.write("so far", number=number, of=len(several), begins=check.name)
-        facts = compare(target, backend, check)
-        own.write("bits", check=check.name, backend=name, launches=launches, **facts)
-        good = good and facts["ok"]
-        if "error" in facts and not _usable(target):
-            sys.exit(_UNUSABLE)
-    return good
-
-
-def _usable(target: Target) -> bool:
-    """False after an error that every later call would repeat."""
-    try:
-        return target.is_dry or torch.zeros(1, device=target.device).sum().item() == 0
-    except RuntimeError:
-        return False
-
-
-def compare(target: Target, backend: Any, check: Check) -> dict[str, Any]:
-    """One line of the report."""
-    began = time.perf_counter()
-    sizes = (TINY, (3 * TINY[-1],)) if target.is_dry else (SIZES, LARGE)
-    try:
-        found = check.run(Place(backend, target.device, *sizes))
-        expected = own_expectation(found)
-        if not expected:
-            cpu = "torch" if compiled.module is None else "cpu"
-            expected = check.run(Place(cpu, torch.device("cpu"), *sizes))
-        differ = differences(found, expected)
-    except Exception as error:
-        return {"ok": False, **journal.told(error)}
-    facts: dict[str, Any] = {"ok": not differ, "seconds": round(time.perf_counter() - began, 3)}
-    return facts | ({"tensors": len(differ), **differ[0], "all": "\n".join(map(str, differ))} if differ else {})
 
 
 if __name__ == "__main__":

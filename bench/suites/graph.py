@@ -1,81 +1,107 @@
-"""A whole step as a CUDA graph, captured once and replayed: the host sends one launch."""
+"""A whole step as a CUDA graph, captured once and replayed: the host sends one launch. Beside it the same, eager."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from bench import shapes, stock
 from bench.measure import Variant
+from bench.peers import first_line
 from bench.shapes import Shapes, small
 from bench.suites import Bench, largest_error
 from bench.suites.window import window
-from bench.tables import Table, timed
+from bench.tables import Row, Table, timed
 
 FOLLOWS = ("backend", "model")
-_AGAINST = {"captured trick": "grad_scale trick, captured"}
+FUSED, TRICK = "clip + AdamW(fused)", "grad_scale trick"
+_AGAINST = {"fused": FUSED, "captured trick": f"{TRICK}, captured"}
 
 
 def run(bench: Bench) -> list[Table]:
     several = bench.models(shapes.GPT2)
     for tensors in (1000, 10_000):
         several[f"{tensors} tensors of 64 elements"] = small(50 if bench.quick else tensors)
-    return [table for name, of in several.items() for table in _model(bench, name, of)]
+    return [table for name, of in several.items() for table in model(bench, name, of)]
 
 
-def _model(bench: Bench, name: str, of: Shapes) -> list[Table]:
+def model(bench: Bench, name: str, of: Shapes) -> list[Table]:
+    """Times eager and captured steps, on the GPU and on the host; "launches" are those of a replay."""
     work = bench.workload(of)
     second = work.random()
     work.set_grads()
-    fused = work.stock(fused=True, capturable=True)
     variants, errors = [], {}
+    launches: dict[str, int] = {}
+    gaps: list[Row] = []
 
-    def add(name: str, run: Callable[[], Any], passes: Sequence[str], sets: Sequence[Any] = (work.grads,)) -> None:
-        if name.endswith(", captured"):
-            with work.put_back(sets):
-                run = captured(run)
-        errors[name] = work.error(run, sets)
-        variants.append(Variant(name, run, work.set_grads, tuple(passes)))
+    def add(name: str, run: Callable[[], Any], passes: Sequence[str] | None, sets: Sequence[Any] = ()) -> None:
+        try:
+            if name.endswith(", captured"):
+                with work.put_back(sets or None):
+                    run, launches[name] = captured(run, bench.device)
+            errors[name] = work.error(run, sets or None)
+        except Exception as error:  # one that does not run, or is wrong, leaves the others their times
+            gaps.append({"name": name, "cannot": f"cannot: {first_line(error)}"})
+            return
+        variants.append(Variant(name, run, work.set_grads, None if passes is None else tuple(passes)))
 
-    add("clip + AdamW(fused), captured", stock.clip_and_step(work.params, fused), stock.CLIP_FUSED)
-    add("grad_scale trick, captured", stock.grad_scale_trick(work.params, fused), stock.TRICK)
+    for how in ("", ", captured"):
+        capturable = bool(how) and bench.device.type == "cuda"
+        fused = work.stock(fused=True, capturable=capturable)
+        add(FUSED + how, stock.clip_and_step(work.params, fused), stock.CLIP_FUSED)
+        add(TRICK + how, stock.grad_scale_trick(work.params, fused), stock.TRICK)
+        foreach = work.stock(foreach=True, capturable=capturable)
+        add(f"clip + AdamW(foreach){how}", stock.clip_and_step(work.params, foreach), None)
+        for label, optimizer in bench.ours(work).items():  # others: a capture's tables are its own
+            work.set_grads()
+            add(label + how, optimizer.step, ("read", "step"))
     for label, optimizer in bench.ours(work).items():
-        work.set_grads()
-        add(f"{label}, captured", optimizer.step, ("read", "step"))
-        add(f"{label}, not captured", optimizer.step, ("read", "step"))
-    for label, optimizer in bench.ours(work).items():  # others: a capture's tables are its own
         whole = window(work, optimizer, [work.grads, second])
         add(f"{label}, window of 2, captured", whole, ("accumulate", "step"), [work.grads, second])
 
     factor, unit = (1, "ms") if work.count > 5e7 else (3, "us")
+    against = {heading: other for heading, other in _AGAINST.items() if other in errors}
     timings = bench.interleave(variants, factor * bench.rounds)
     title = f"graph, {name}"
-    table = timed(f"{title}, on the GPU", timings, work.count, _AGAINST, unit)
+    table = timed(f"{title}, on the GPU", timings, work.count, against, unit)
+    for row in table.rows:
+        row["launches"] = launches.get(row["name"])
+    table.rows += gaps
     table.notes.append(largest_error(errors))
     timings = bench.host_times(variants, factor * bench.rounds)
-    return [table, timed(f"{title}, on the host", timings, work.count, _AGAINST, "us")]
+    return [table, timed(f"{title}, on the host", timings, work.count, against, "us")]
 
 
-def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Makes the call three times (the tables and the kernels are there then), captures it, and returns its replay.
+def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], Any], int]:
+    """Makes the call three times (the tables and the kernels are there then), and captures it.
 
-    That keeps the call, and so the tensors whose addresses the graph has.
+    Returns:
+        Its replay, and the number of the graph's nodes. Without a GPU the call itself, and 0.
     """
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    if device.type != "cuda":
+        return run, 0
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             run()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         run()
-    return partial(_replay, graph, run)
+    nodes = ctypes.c_size_t()
+    # By the driver, whose library has the same name everywhere.
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(nodes))
+    if status != 0:
+        raise RuntimeError(f"cuGraphGetNodes: CUDA error {status}")
+    graph.instantiate()
 
+    def replay(run: Any = run) -> None:  # which has the tensors whose addresses the graph has
+        graph.replay()
 
-def _replay(graph: torch.cuda.CUDAGraph, kept: Any) -> None:
-    graph.replay()
+    return replay, int(nodes.value)

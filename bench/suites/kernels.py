@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from accumfused.core.protocol import Fold, Scaling
+import accumfused as af
+from accumfused.core.protocol import Fold, Outcome, Scaling
 from accumfused.core.rows import Grads
 from bench import shapes
 from bench.exact import MAX_GRAD_NORM
@@ -20,6 +23,30 @@ from bench.workload import Workload
 FOLLOWS = ("backend", "model")
 
 
+class Kernels:
+    """An optimizer's kernels, each called alone."""
+
+    def __init__(self, optimizer: af.FusedOptimizer) -> None:
+        self.plan = optimizer._engine.plans.current()
+        self.backend = self.plan.backend
+        self._partials = torch.zeros(self.plan.chunks, device=self.plan.device)
+        self._hypers = self.plan.hypers(optimizer.param_groups)
+
+    @torch.no_grad()
+    def norm(self, grads: Sequence[Tensor]) -> Outcome:
+        scaling = Scaling(self.plan.device, max_grad_norm=MAX_GRAD_NORM)
+        outcome: Outcome = self.backend.norm(self.plan, Grads(grads), self._partials, scaling)
+        return outcome
+
+    @torch.no_grad()
+    def accumulate(self, grads: Sequence[Tensor], sums: Sequence[Tensor], *, first: bool = False) -> None:
+        self.backend.accumulate(self.plan, Fold(Grads(grads), Grads(sums), 1.0, overwrites=first), self._partials)
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[Tensor], outcome: Outcome) -> None:
+        self.backend.step(self.plan, Grads(grads), self._hypers, outcome)
+
+
 def run(bench: Bench) -> list[Table]:
     models = (shapes.GPT2, shapes.LLAMA_1B) if bench.on_gpu else (shapes.VIT,)
     return [_model(bench, name, of) for name, of in bench.models(*models).items()]
@@ -27,66 +54,42 @@ def run(bench: Bench) -> list[Table]:
 
 def _model(bench: Bench, model: str, of: Shapes) -> Table:
     work = bench.workload(of)
-    grads_bf16, accumulators = work.random(dtype=torch.bfloat16), work.random()
+    grads_bf16, sums = work.random(dtype=torch.bfloat16), work.random()
     variants, notes, names = [], [], []
-    for backend in bench.backends:
-        name, some, note = _verbs(work, backend, grads_bf16, accumulators)
-        if len(bench.backends) > 1:
-            some = [Variant(f"{variant.name}, {name}", variant.run, passes=variant.passes) for variant in some]
-            note = f"{name}: {note}"
-        names.append(name)
-        variants += some
-        notes.append(note)
+    for name in bench.backends:
+        kernels = Kernels(work.ours(name))
+        names.append(kernels.backend.name)
+        end = f", {names[-1]}" if len(bench.backends) > 1 else ""
+        notes.append(_checked(kernels, work, grads_bf16, sums) + end)
+        outcome = kernels.norm(work.grads)
+        runs: dict[str, tuple[Callable[[], object], str]] = {
+            "norm": (partial(kernels.norm, work.grads), "read"),
+            "accumulate, fp32": (partial(kernels.accumulate, work.grads, sums), "accumulate"),
+            "first accumulate, bf16": (partial(kernels.accumulate, grads_bf16, sums, first=True), "overwrite_bf16"),
+            "accumulate, bf16": (partial(kernels.accumulate, grads_bf16, sums), "accumulate_bf16"),
+            "step, AdamW": (partial(kernels.step, work.grads, outcome), "step"),
+        }
+        variants += [Variant(verb + end, run, passes=(mix,)) for verb, (run, mix) in runs.items()]
     timings = bench.interleave(variants, 2 * bench.rounds)
-    title = f"kernels, {model}, backend{'s' * (len(names) > 1)} {' and '.join(names)}"
-    table = timed(title, timings, work.count)
+    table = timed(f"kernels, {model}, backend{'s' * (len(names) > 1)} {' and '.join(names)}", timings, work.count)
     table.notes += notes
     return table
 
 
-def _verbs(
-    work: Workload, name: str, grads_bf16: list[Tensor], accumulators: list[Tensor]
-) -> tuple[str, list[Variant], str]:
-    """The backend's name, its verbs, and what was checked."""
-    optimizer = work.ours(name)
-    plan = optimizer._engine.plans.current()
-    backend = plan.backend
-    partials = torch.zeros(plan.chunks, device=work.device)
-    scaling = Scaling(plan.device, max_grad_norm=MAX_GRAD_NORM)
-    hypers = plan.hypers(optimizer.param_groups)
-    grads_fp32 = Grads(work.grads)
-    outcome = backend.norm(plan, grads_fp32, partials, scaling)
+def _checked(kernels: Kernels, work: Workload, grads_bf16: list[Tensor], sums: list[Tensor]) -> str:
+    """Compares every verb with fp64, and says how far norms are off."""
     exact = math.sqrt(sum(float(grad.double().square().sum()) for grad in work.grads))
+    outcome = kernels.norm(work.grads)
     difference = abs(float(outcome.norm) / exact - 1.0)
-    stock_difference = abs(float(torch.nn.utils.get_total_norm(work.grads)) / exact - 1.0)
+    of_torch = abs(float(torch.nn.utils.get_total_norm(work.grads)) / exact - 1.0)
     assert difference < 1e-6, f"the norm is {difference:.1e} off"
-
-    def accumulate(grads: list[Tensor], *, overwrites: bool = False) -> None:
-        backend.accumulate(plan, Fold(Grads(grads), Grads(accumulators), 1.0, overwrites=overwrites), partials)
-
-    def step() -> None:
-        backend.step(plan, grads_fp32, hypers, outcome)
-
-    # Overwriting goes last: what the accumulators hold before does not matter to it.
-    for grads, overwrites in ((work.grads, False), (grads_bf16, False), (grads_bf16, True)):
-        expected = [
-            grad.double() + (0.0 if overwrites else accumulator.double())
-            for grad, accumulator in zip(grads, accumulators, strict=True)
-        ]
-        accumulate(grads, overwrites=overwrites)
-        errors = [(x - y).abs().max() for x, y in zip(accumulators, expected, strict=True)]
+    # Overwriting goes last: what the sums hold before does not matter to it.
+    for grads, first in ((work.grads, False), (grads_bf16, False), (grads_bf16, True)):
+        expected = [grad.double() + (0.0 if first else total.double()) for grad, total in zip(grads, sums, strict=True)]
+        kernels.accumulate(grads, sums, first=first)
+        errors = [(found - right).abs().max() for found, right in zip(sums, expected, strict=True)]
         error = float(torch.stack(errors).max())
         assert error < 1e-8, f"accumulate is {error:.1e} off"
         del expected
-    work.error(step)
-    variants = [
-        Variant("norm", lambda: backend.norm(plan, grads_fp32, partials, scaling), passes=("read",)),
-        Variant("accumulate, fp32", lambda: accumulate(work.grads), passes=("accumulate",)),
-        Variant("first accumulate, bf16", lambda: accumulate(grads_bf16, overwrites=True), passes=("overwrite_bf16",)),
-        Variant("accumulate, bf16", lambda: accumulate(grads_bf16), passes=("accumulate_bf16",)),
-        Variant("step, AdamW", step, passes=("step",)),
-    ]
-    note = (
-        f"relative error of the norm against fp64: {difference:.1e}; of torch's get_total_norm: {stock_difference:.1e}"
-    )
-    return backend.name, variants, note
+    work.error(partial(kernels.step, work.grads, outcome))
+    return f"relative error of the norm against fp64: {difference:.1e}; of torch's get_total_norm: {of_torch:.1e}"

@@ -1,29 +1,28 @@
-"""The GPU's benchmark without a GPU: every suite at tiny sizes, on the CPU and its clock, over the emulated kernels."""
+"""The GPU's benchmark without a GPU: every suite and stage at tiny sizes, on the CPU, over the emulated kernels."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import emulation
+import inside
 import pytest
 import torch
 
-pytest.importorskip("rich")
-
-import bench.__main__ as command
+from accumfused.backends.cuda import CudaBackend
 from bench import machine
 from bench.ceilings import MIXES, Ceilings
 from bench.clock import CudaClock, EnqueueClock
+from bench.gpu import counters, journal, probe, versus
+from bench.gpu.journal import Journal
 from bench.loops import CUDA_PIECE, CudaLoops
-from bench.suites import GPU_SUITES, Bench, all_suites, graph
-from bench.tables import load
+from bench.suites import GPU_SUITES, Bench, all_suites
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -50,8 +49,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture
-def tiny(library: ctypes.CDLL, emulate_cuda: None, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(graph, "captured", lambda run: (run(), run(), run)[-1])
+def tiny(library: ctypes.CDLL, emulate_cuda: None) -> Bench:
     ceilings = Ceilings(lambda: CudaLoops(CPU, CUDA_PIECE, library))
     return Bench(ceilings, quick=True, rounds=1, on_gpu=True, backends=["cuda"], peers=("foreach",))
 
@@ -88,18 +86,64 @@ def test_every_suite_runs_and_checks_its_variants(name: str, tiny: Bench) -> Non
         assert len(names) == len(set(names))
 
 
-def test_one_launch_per_tensor_steps_as_torch_does() -> None:
-    triton, numpy = pytest.importorskip("triton"), pytest.importorskip("numpy")
-    if triton.__version__.startswith("3.6.") and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4")
-    code = (
-        "from bench.peers import peers; from bench.workload import Workload;"
-        "found = peers(Workload([(40, 30), (64,), ()]), ['per-tensor']);"
-        "assert any('Triton' in name for name in found.errors), (found.notes, found.gaps)"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
+# ---- stages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Journal:
+    return Journal("x", tmp_path / "lines")
+
+
+def of(own: Journal, *kinds: str) -> list[dict[str, Any]]:
+    assert own.path is not None
+    return [line for line in journal.read(own.path) if line["kind"] in kinds]
+
+
+def test_ours_and_torchs_recipes_are_timed_eager_and_captured(tiny: Bench, own: Journal) -> None:
+    versus.measure(tiny, own, "some", [(300,), (7,)], 1e9)
+    recipes = ("clip + AdamW(fused)", "grad_scale trick", "clip + AdamW(foreach)", "accumfused cuda")
+    expected = [*recipes, *(f"{name}, captured" for name in (*recipes, "accumfused cuda, window of 2"))]
+    on_gpu, on_host = of(own, "on the GPU"), of(own, "on the host")
+    assert [line["by"] for line in on_gpu] == [line["by"] for line in on_host] == expected
+    assert all(line["us"] > 0 for line in on_gpu + on_host)
+    assert on_gpu[3]["of copy"] == pytest.approx(32 * 307 / on_gpu[3]["us"] * 1e6 / 1e9, rel=1e-3)
+
+
+def test_what_is_wrong_is_not_timed(tiny: Bench, own: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Idle(CudaBackend):
+        def step(self, *args: Any) -> None:
+            pass
+
+    machine = emulation.load()
+    inside.replace_cuda(monkeypatch, lambda: Idle(machine, machine.Table))
+    versus.measure(tiny, own, "some", [(300,)], 1e9)
+    wrong = [line for line in of(own, "on the GPU") if line.get("ok") is False]
+    assert {line["by"].partition(",")[0] for line in wrong} == {"accumfused cuda"}
+    assert all("WrongError: the step did nothing" in line["cannot"] and "us" not in line for line in wrong)
+
+
+def test_the_probe_measures_all_formats_by_their_bytes_and_goes_on_after_an_error(
+    tiny: Bench, own: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "elements", lambda bench, wanted, each: 5000)
+    works = probe.Probe(tiny, own)
+    monkeypatch.setattr(works, "folds", lambda dtype: 1 / 0)
+    works.run()
+    assert [line["error"] for line in of(own, "probe")] == ["ZeroDivisionError: division by zero"] * 3
+    steps = {line["what"]: round(line["B/el"]) for line in of(own, "step")}
+    assert list(steps.values()) == [28, 12, 14, 26, 14, 26, 18, 10, 20, 36, 20, 10, 28, 28]
+
+
+def test_the_counters_are_those_of_one_step_an_element(tiny: Bench) -> None:
+    assert counters.counted("==ERROR== no permission") == {}
+    rows = [f'"0","step_kernel","{metric}","{counters.ELEMENTS:,}"' for metric, _ in counters.METRICS.values()]
+    found = counters.counted("\n".join(["==PROF==", '"ID","Kernel Name","Metric Name","Metric Value"', *rows]))
+    names = ("read, B/el", "into L2, B/el", "instructions/el", "waits: wait")
+    assert [found[name] for name in names] == [1, 32, 32, counters.ELEMENTS]
+    counters.step_once(tiny, counters.CASES[1], 3000)  # what ncu runs
+
+
+# ---- clocks ---------------------------------------------------------------------------------------------------------
 
 
 class FakeEvent:
@@ -120,47 +164,21 @@ class FakeEvent:
         return 3.0
 
 
-@pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was asked of it, in order."""
+def test_the_gpu_is_busy_until_the_host_has_sent_all(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeEvent.order = order = []
-    properties = SimpleNamespace(
-        name="fake", major=9, minor=0, multi_processor_count=2, total_memory=1, L2_cache_size=1024
-    )
     for name, fake in {
         "Event": FakeEvent,
-        "get_device_properties": lambda device: properties,
+        "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=1024),
         "synchronize": lambda: order.append("wait"),
         "_sleep": lambda cycles: order.append("sleep" if cycles > 0 else "nothing"),
-        "is_available": lambda: True,
-        "current_device": lambda: 0,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    return order
-
-
-def test_the_gpu_is_busy_until_the_host_has_sent_all(fake_gpu: list[str]) -> None:
-    run: Callable[[], Any] = lambda: fake_gpu.append("run")  # noqa: E731
+    run: Callable[[], Any] = lambda: order.append("run")  # noqa: E731
     assert CudaClock(CPU).seconds(run, host_seconds=0.1) == 0.003
-    assert fake_gpu == ["sleep", "event", "run", "event", "wait"]
-    fake_gpu.clear()
+    assert order == ["sleep", "event", "run", "event", "wait"]
+    order.clear()
     assert 0 <= EnqueueClock(CPU).seconds(run) < 1
-    assert fake_gpu == ["wait", "run", "wait"]
-
-
-def test_the_command_writes_the_gpu_and_its_clocks_after_each_suite(
-    fake_gpu: list[str], tiny: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "gpu_bench", lambda quick, console: tiny)
-    monkeypatch.setattr(machine, "nvidia_smi", lambda: {"pstate": "P0"})
-    monkeypatch.setattr(command, "nvidia_smi", lambda: {"pstate": "P1"})
-    arguments = ["bench", "kernels", "--device", "cuda", "--quick", "--json", str(tmp_path / "out.json")]
-    monkeypatch.setattr(sys, "argv", arguments)
-    command.main()
-    found = load(tmp_path / "out.json")
-    assert (found.machine["gpu"], found.machine["nvidia_smi"]) == ("fake", {"pstate": "P0"})
-    assert found.machine["nvidia_smi_after_kernels"] == {"pstate": "P1"}
-    assert list(found.suites) == ["kernels", "ceilings"]
+    assert order == ["wait", "run", "wait"]
 
 
 def test_the_driver_and_the_clocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: its stages run and end, what is known survives, a launch that hangs is switched off."""
+"""`make gpu` without a GPU: stages run and end, what is known survives, launches that hang are off, failures told."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 
 from bench.gpu import __main__ as command
 from bench.gpu import build, journal, runner, smoke
+from bench.gpu import test as gpu_tests
 from bench.gpu.journal import Journal
-from bench.gpu.runner import JOURNAL, LAUNCHES, REPORT, ROOT, Stage, python, run_all
+from bench.gpu.runner import DRY, JOURNAL, LAUNCHES, REPORT, ROOT, Stage, python, run_all
 
 START = "import os, sys, signal, time\nfrom bench.gpu.journal import Journal\nwrite = Journal('x').write\n"
 Lines = list[dict[str, Any]]
@@ -45,9 +47,8 @@ def test_a_stage_whose_time_is_up_can_say_what_it_knows_though_the_caller_ignore
     code = "write('fact', value=1)\ntry: time.sleep(600)\nexcept KeyboardInterrupt: write('fact', value=2)"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
     try:
-        assert run_all([stage("long", code), stage("next", "write('fact', value=3)", share=199)], tmp_path, 400) == [
-            "long"
-        ]
+        several = [stage("long", code), stage("next", "write('fact', value=3)", share=199)]
+        assert run_all(several, tmp_path, 400) == ["long"]
     finally:
         signal.signal(signal.SIGINT, before)
     assert [line["value"] for line in of(tmp_path, "fact")] == [1, 2, 3]
@@ -84,67 +85,54 @@ def test_all_that_was_known_is_there_after_the_runner_was_killed(tmp_path: Path)
     assert [(line["stage"], line["value"]) for line in of(tmp_path, "fact")] == [("first", 1), ("second", 2)]
 
 
+def test_the_report_has_a_table_for_each_kind_and_texts_below(tmp_path: Path) -> None:
+    own = Journal("smoke", tmp_path / JOURNAL)
+    own.write("failure", ok=False, test="step | bf16", trace="Traceback\nValueError: 3")
+    for number in (1, 2):
+        own.write("so far", passed=number, share=0.91234)
+    own.write("end", outcome="failed (1)", seconds=3.0)
+    text = journal.markdown(journal.read(tmp_path / JOURNAL))
+    assert "| smoke | failed (1) | 3 | 1 |" in text
+    assert "### failure\n\n| ok | test |\n| --- | --- |\n| False | step \\| bf16 |" in text
+    assert "````\nTraceback\nValueError: 3\n````" in text
+    assert "### so far\n\n| passed | share |\n| --- | --- |\n| 2 | 0.9123 |" in text
+    assert "Traceback" not in journal.markdown(journal.read(tmp_path / JOURNAL), texts=False)
+
+
 # ---- the ladder -----------------------------------------------------------------------------------------------------
 
 RUNG = """
 on = os.environ["ACCUMFUSED_GPU_LAUNCHES"]
-write("so far", begins="norm")
-write("bits", ok=True, check="norm")
 write("so far", begins="step")
-write("bits", ok=False, check="step")
-if "queue" in on and hangs:
+write("failure", ok=False, test="step")
+if "queue" in on and how == "hangs":
     write("so far", begins="window")
-    time.sleep(600)
-sys.exit(3)
+    os.kill(os.getpid(), 9)
+if "queue" in on and how == "differs":
+    write("failure", ok=False, test="window")
+write("so far", ended=True)
+sys.exit(1)
 """
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_a_mechanism_that_hangs_is_off_in_later_stages_and_one_that_is_wrong_as_plain_is_not(
-    tmp_path: Path, hangs: bool
+@pytest.mark.parametrize("how", ["hangs", "differs", "fails alike"])
+def test_a_mechanism_that_hangs_or_differs_is_off_later_and_one_that_is_wrong_as_plain_is_not(
+    tmp_path: Path, how: str
 ) -> None:
     (tmp_path / JOURNAL).touch()
     own = Journal("smoke", tmp_path / JOURNAL)
-    program = python("-c", START.replace("'x'", "'smoke'") + f"hangs = {hangs}" + RUNG)
-    assert not smoke.climb(own, program, ["plain", *smoke.MECHANISMS], quiet=1.5)
-    rungs = {line["rung"]: (line["outcome"], line["at check"]) for line in of(tmp_path, "rung")}
-    assert rungs == {
-        "plain": ("failed (3)", "step"), "queue": ("hangs", "window") if hangs else ("failed (3)", "step"),
-    }  # fmt: skip
-    assert of(tmp_path, "mechanisms")[-1]["on"] == ([] if hangs else ["queue"])
-    assert of(tmp_path, "mechanisms")[-1]["off"] == (["queue"] if hangs else [])
+    program = START.replace("'x'", "'smoke'") + f"how = {how!r}\n" + RUNG
+    assert not smoke.climb(own, ["plain", *runner.MECHANISMS], lambda rung: python("-c", program))
+    plain, queue = of(tmp_path, "rung")
+    assert (plain["outcome"], queue["outcome"]) == ("failed", "hangs or dies" if how == "hangs" else "failed")
+    assert queue.get("in_test") == ("window" if how == "hangs" else None)
+    left, off = (["queue"], []) if how == "fails alike" else ([], ["queue"])
+    assert (of(tmp_path, "mechanisms")[-1]["on"], of(tmp_path, "mechanisms")[-1]["off"]) == (left, off)
     run_all([stage("versus", f"write('fact', on=os.environ[{LAUNCHES!r}])")], tmp_path, 60)
-    assert of(tmp_path, "fact")[0]["on"] == ("" if hangs else "queue")
+    assert of(tmp_path, "fact")[0]["on"] == ",".join(left)
 
 
-def test_a_rung_that_ends_early_leaves_its_mechanism_off(tmp_path: Path) -> None:
-    (tmp_path / JOURNAL).touch()
-    own = Journal("smoke", tmp_path / JOURNAL)
-    code = "if 'queue' in os.environ['ACCUMFUSED_GPU_LAUNCHES']: os.kill(os.getpid(), 9)"
-    smoke.climb(own, python("-c", START + code), ["plain", "queue"], quiet=60)
-    assert [line["outcome"] for line in of(tmp_path, "rung")] == ["passed", "failed (-9)"]
-    assert of(tmp_path, "mechanisms")[-1]["on"] == []
-
-
-# ---- the report and the command -------------------------------------------------------------------------------------
-
-
-def test_the_report_counts_what_is_ok_and_shows_what_is_not(tmp_path: Path) -> None:
-    own = Journal("smoke", tmp_path / JOURNAL)
-    own.write("bits", ok=True, check="norm")
-    own.write("bits", ok=False, check="step | bf16", trace="Traceback\nValueError: 3")
-    for number in (1, 2):
-        own.write("so far", number=number)
-    own.write("rates", share=0.91234)
-    own.write("end", outcome="failed (1)", seconds=3.0)
-    text = journal.markdown(journal.read(tmp_path / JOURNAL))
-    assert "| smoke | failed (1) | 3 | 1 | 1 |" in text
-    assert "### bits: 1 of 2 ok\n\n| check |\n| --- |\n| step \\| bf16 |" in text
-    assert "````\nTraceback\nValueError: 3\n````" in text
-    assert "### so far\n\n| number |\n| --- |\n| 2 |" in text
-    assert "| share |\n| --- |\n| 0.9123 |" in text
-    assert "norm" not in text
-    assert "Traceback" not in journal.markdown(journal.read(tmp_path / JOURNAL), texts=False)
+# ---- the command ----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_builds_and_then_runs_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,26 +140,20 @@ def test_the_command_builds_and_then_runs_what_is_asked_for(tmp_path: Path, monk
     monkeypatch.setattr(command, "run_all", lambda stages, folder, seconds: ran.append([s.name for s in stages]) or [])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for names in ([], ["probe", "smoke"], ["--dry"]):
-        monkeypatch.delenv(runner.DRY, raising=False)
+        monkeypatch.delenv(DRY, raising=False)
         monkeypatch.setattr(sys, "argv", ["bench.gpu", *names, "--report", str(tmp_path)])
         with pytest.raises(SystemExit) as ended:
             command.main()
         assert ended.value.code is None
     assert ran == [[*command.SECONDS], ["build", "smoke", "probe"], [*command.SECONDS][1:]]
-    monkeypatch.delenv(runner.DRY)
+    monkeypatch.delenv(DRY)
     assert sum(command.SECONDS.values()) == 60 * command.MINUTES
     assert all((ROOT / "bench" / "gpu" / f"{name}.py").exists() for name in command.SECONDS | command.ALONE)
-    monkeypatch.setattr(sys, "argv", ["bench.gpu", "smok"])
-    with pytest.raises(SystemExit, match="2"):
-        command.main()
-
-
-def test_without_a_gpu_the_command_says_so_in_a_line() -> None:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(python("-m", "bench.gpu"), cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "finds no GPU that it can use; --dry runs the stages without one" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    for wrong, said in ((["smok"], "2"), ([], "finds no GPU that it can use; --dry runs the stages without one")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        monkeypatch.setattr(sys, "argv", ["bench.gpu", *wrong])
+        with pytest.raises(SystemExit, match=said):
+            command.main()
 
 
 def test_make_has_a_target_for_each_stage_and_reports_into_the_folder_for_outputs() -> None:
@@ -180,13 +162,9 @@ def test_make_has_a_target_for_each_stage_and_reports_into_the_folder_for_output
     # Of the make that runs these tests, and of what runs that.
     outside = {name: value for name, value in os.environ.items() if "MAKE" not in name and name not in ("ARGS", "OUT")}
     for target, asked in {"gpu": [], **{f"gpu-{name}": [name] for name in command.SECONDS | command.ALONE}}.items():
-        for out, folder in (({}, "build/gpu"), ({"OUT": "/there"}, "/there")):
-            run = ["make", "--no-print-directory", "-n", target]
-            said = subprocess.run(run, cwd=ROOT, env={**outside, **out}, capture_output=True, text=True).stdout
-            assert said.split() == ["python3", "-m", "bench.gpu", "--minutes", "9.5", "--report", f'"{folder}"', *asked]
-
-
-# ---- build ----------------------------------------------------------------------------------------------------------
+        run = ["make", "--no-print-directory", "-n", target]
+        said = subprocess.run(run, cwd=ROOT, env={**outside, "OUT": "/a"}, capture_output=True, text=True).stdout
+        assert said.split() == ["python3", "-m", "bench.gpu", "--minutes", "9.5", "--report", '"/a"', *asked]
 
 
 @pytest.fixture
@@ -251,3 +229,98 @@ def test_the_build_does_not_read_what_an_old_setuptools_refuses(source: Path, mo
     (source / "pyproject.toml").write_text("[project]\nname = 3\n")
     monkeypatch.setenv("CXX", "false")
     assert "false cannot compile C++17" in (build.compile_module("90") or "")
+
+
+# ---- the tests that run on a GPU ------------------------------------------------------------------------------------
+
+CONFTEST = """
+import pytest
+@pytest.fixture(params=["torch", "cuda", "triton"])
+def backend(request):
+    return request.param
+@pytest.fixture
+def emulated():
+    pass
+"""
+ORDERED = """
+import pytest
+class Case:
+    is_common = False
+@pytest.mark.parametrize("case", [Case()], ids=["rare"])
+def test_compiles(backend, case): pass
+def test_for_all(backend): pass
+def test_for_cpus(): pass
+"""
+ABOUT_GPUS = f"""
+# {gpu_tests.ASKS}
+import pytest
+@pytest.mark.parametrize("gpu", ["cuda", "triton"])
+def test_both(gpu): pass
+def test_alone(): pass
+def test_on_a_cpu(emulated): pass
+@pytest.mark.parametrize("place", ["emulated", "cuda"])
+def test_places(place): pass
+"""
+FAILING = """
+import json, os, time, torch
+def test_first():
+    assert 1 + 1 == 3
+def test_second():
+    lines = [json.loads(line) for line in open(os.environ["ACCUMFUSED_GPU_JOURNAL"])]
+    (failure,) = [line for line in lines if line["kind"] == "failure"]
+    assert failure["test"].endswith("test_first") and "assert 1 + 1 == 3" in failure["trace"]
+def test_third():
+    time.sleep(600)
+def test_fourth():
+    def fails():
+        raise RuntimeError("CUDA error: misaligned address")
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, fails
+    fails()
+def test_fifth():
+    assert not torch.cuda.is_initialized()
+"""
+Run = Callable[..., tuple[str, Lines]]
+
+
+@pytest.fixture
+def run_pytest(tmp_path: Path) -> Run:
+    def run(files: dict[str, str], *arguments: str) -> tuple[str, Lines]:
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        known = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT), journal.FILE: str(tmp_path / "lines")}
+        environment = {**os.environ, **known, DRY: "1", gpu_tests.SECONDS: "3"}
+        program = gpu_tests.command("test", *arguments)
+        done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done.stdout + done.stderr, journal.read(tmp_path / "lines")
+
+    return run
+
+
+def test_failures_are_known_at_once_and_hangs_and_broken_gpus_end_one_process(run_pytest: Run) -> None:
+    pytest.importorskip("xdist")
+    workers = ("-p", "xdist", "-n", "1", "--dist", "load")
+    said, lines = run_pytest({"test_x.py": f"# {gpu_tests.ASKS}\n{FAILING}", "test_y.py": "import not_there"}, *workers)
+    failed = {line["test"].split("::")[1]: line["says"] for line in lines if line["kind"] == "failure"}
+    assert failed.keys() == {"test_first", "test_third", "test_fourth"}
+    assert failed["test_first"] == "assert (1 + 1) == 3"
+    assert "crashed while running" in failed["test_third"]
+    assert "Timeout (0:00:03)!" in said
+    assert [line for line in lines if line["kind"] == "so far"][-1]["passed"] == 2
+    (line,) = (line for line in lines if line["kind"] == "not collected")
+    assert "No module named 'not_there'" in line["trace"]
+
+
+def test_in_one_process_the_last_line_names_the_test_that_hangs(run_pytest: Run) -> None:
+    _, lines = run_pytest({"test_x.py": f"# {gpu_tests.ASKS}\n{FAILING}"})
+    last = [line for line in lines if line["kind"] == "so far"][-1]
+    assert last["begins"] == "test_x.py::test_third"
+    assert "ended" not in last
+
+
+def test_only_what_needs_a_gpu_runs_and_the_cuda_backend_comes_first(run_pytest: Run) -> None:
+    files = {"conftest.py": CONFTEST, "test_a.py": ORDERED, "test_gpu_b.py": ABOUT_GPUS}
+    said, _ = run_pytest(files, "--collect-only", "-q")
+    assert [line.split("::")[1] for line in said.splitlines() if "::" in line] == [
+        "test_both[cuda]", "test_alone", "test_places[cuda]", "test_for_all[cuda]",
+        "test_compiles[cuda-rare]", "test_both[triton]", "test_for_all[triton]", "test_compiles[triton-rare]",
+    ]  # fmt: skip

@@ -103,6 +103,24 @@ def test_root_and_quotient_are_ieee_over_many_numbers(weights: str) -> None:
     assert_all_same_bits(found[0], found[1])
 
 
+def test_fused_linears_in_16_bits_have_the_sums_of_autograd(gpu: str) -> None:
+    """Numbers are so small that every sum is exact; cuBLAS adds products to fp32 sums."""
+    width, found = 1024, []  # fuse_linears leaves smaller layers alone
+    for fuses in (False, True):
+        generator = torch.Generator().manual_seed(8)
+        layer = torch.nn.Linear(width, width, bias=False, device=DEVICE, dtype=torch.bfloat16)
+        layer.weight.data.copy_(torch.randn(width, width, generator=generator))
+        optimizer: Any = af.AdamW(layer.parameters(), backend=gpu)
+        handle = af.fuse_linears(layer, optimizer) if fuses else None
+        assert handle is None or handle.fused, handle
+        for last in (False, True):
+            x, grad = (torch.randint(-2, 3, (4, width), generator=generator).to(DEVICE, torch.bfloat16) for _ in "xg")
+            optimizer.backward((layer(x) * grad).sum(), 1, last)
+        optimizer.step()
+        found.append(everything(optimizer))
+    assert_all_same_bits(found[1], found[0])
+
+
 # ---- streams, threads, devices --------------------------------------------------------------------------------------
 
 

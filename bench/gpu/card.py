@@ -1,0 +1,75 @@
+"""The benchmark of the first GPU, or in a dry run of the CPU, with the kernels over the emulation where it compiles."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+import torch
+
+from accumfused import compiled
+from accumfused.backends import why_not
+from accumfused.backends.cuda import CudaBackend
+from bench.ceilings import Ceilings
+from bench.clock import CudaClock, EnqueueClock
+from bench.gpu.runner import DRY, LAUNCHES, MECHANISMS, ROOT
+from bench.measure import Variant
+from bench.shapes import flat
+from bench.suites import Bench
+from bench.workload import CPU, random_tensors
+
+
+def no_loops() -> Any:
+    raise RuntimeError("shares are those of a copy")
+
+
+def card() -> Bench:
+    """Returns the benchmark with the mechanisms that are on, and our fastest backend that runs."""
+    if os.environ.get(DRY):
+        return Bench(Ceilings(no_loops), True, 1, on_gpu=True, backends=[_emulated()])
+    allow()
+    device = torch.device("cuda", 0)
+    backend = "triton" if why_not("cuda", device) else "cuda"
+    clock, host_clock = CudaClock(device), EnqueueClock(device)
+    return Bench(
+        Ceilings(no_loops, clock), rounds=9, on_gpu=True, device=device, clock=clock, host_clock=host_clock,
+        backends=[backend],
+    )  # fmt: skip
+
+
+def allow() -> None:
+    """Switches on the mechanisms of launches that this process was started with, and off all others."""
+    names = os.environ.get(LAUNCHES, ",".join(MECHANISMS)).split(",")
+    if why_not("cuda", torch.device("cuda", 0)) is None:
+        compiled.module.cuda.allow(**{name: name in names for name in MECHANISMS})
+
+
+def _emulated() -> str:
+    sys.path.insert(0, str(ROOT / "tests"))
+    import emulation
+    import inside
+    from pytest import MonkeyPatch
+
+    if compiled.module is None or emulation.why_not():
+        return "auto"
+    module = emulation.load()
+    inside.replace_cuda(MonkeyPatch(), functools.partial(CudaBackend, module, module.Table))
+    return "cuda"
+
+
+def elements(bench: Bench, wanted: int, bytes_each: int) -> int:
+    """Returns so many elements, or as many as fit; in a dry run next to none."""
+    if bench.device == CPU:
+        return min(wanted, 40_000)
+    bench.release()
+    return min(wanted, int(0.8 * torch.cuda.mem_get_info(bench.device)[0] / bytes_each))
+
+
+def copy_rate(bench: Bench) -> float:
+    """Returns the bytes a second of a large copy, read and written."""
+    source = random_tensors(flat(elements(bench, 1 << 29, 8)), 1.0, device=bench.device)[0]
+    goal = torch.empty_like(source)
+    (timing,) = bench.interleave([Variant("copy", lambda: goal.copy_(source))])
+    return 8 * source.numel() / timing.median
