@@ -7,9 +7,11 @@ results, `python -m bench compare A.json B.json` says what got slower or larger.
 from __future__ import annotations
 
 import argparse
+import importlib
+import math
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,13 +31,14 @@ from bench.ceilings import Ceilings
 from bench.clock import CudaClock, EnqueueClock
 from bench.loops import CUDA_PIECE, PIECE, CpuLoops, CudaLoops
 from bench.machine import gpu, machine, nvidia_smi
-from bench.options import DTYPES, OptionError, backend, model_shapes, peer_names, threads
+from bench.peers import KNOWN
+from bench.shapes import Shapes
 from bench.suites import CPU_SUITES, GPU_SUITES, Bench, all_suites
 from bench.tables import Results, ceiling_table, show, write
-from bench.verdicts import loss_lines
+from bench.verdicts import losses
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
-OPTIONS = ("backend", "dtype", "peers", "model")  # that suites follow, or not: FOLLOWS in each
+OPTIONS = ("backend", "peers", "model")  # that suites follow, or not: FOLLOWS in each
 
 
 def main() -> None:
@@ -47,22 +50,22 @@ def main() -> None:
     try:
         suites = chosen_suites(asked)
         if asked.device == "cuda" and not torch.cuda.is_available():
-            raise OptionError(f"--device cuda: torch {torch.__version__} finds no GPU that it can use")
-        options = given(asked)
-    except OptionError as error:
+            raise argparse.ArgumentTypeError(f"--device cuda: torch {torch.__version__} finds no GPU that it can use")
+        check_backend(asked)
+    except argparse.ArgumentTypeError as error:
         parser.error(str(error))
     torch.set_num_threads(asked.threads or torch.get_num_threads())
     torch.manual_seed(0)
     console = Console(width=None if sys.stdout.isatty() else 160)
     bench = gpu_bench(asked.quick, console) if asked.device == "cuda" else cpu_bench(asked.quick)
-    for name, value in options.items():
-        setattr(bench, name, value)
+    bench.backends = bench.backends if asked.backend is None else (asked.backend,)
+    bench.peers, bench.model = asked.peers, asked.model
     about = {**machine(), "quick": asked.quick, **(gpu(bench.device) if bench.on_gpu else {})}
-    about["options"] = [f"--{name} {getattr(asked, name)}" for name in OPTIONS if getattr(asked, name) is not None]
+    given = {"backend": asked.backend, "peers": asked.peers, "model": asked.model and asked.model[0]}
+    about["options"] = [f"--{name} {value}" for name, value in given.items() if value is not None]
     results = Results(about, {})
-    console.print(
-        results.where(), *(f"this run {words}" for words in compare.doubts(results)), sep="\n", highlight=False
-    )
+    doubts = (f"this run {words}" for words in compare.doubts(results))
+    console.print(results.where(), *doubts, sep="\n", highlight=False)
     status = run(suites, bench, results, asked.json, console)
     if status is not None:
         sys.exit(status)
@@ -72,54 +75,66 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     names = ", ".join(dict.fromkeys([*CPU_SUITES, *GPU_SUITES]))
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"one of {names}; default: all that fit the options")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what is measured; default: the CPU")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: the CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE, after each suite")
-    parser.add_argument("--threads", type=threads, metavar="N", help="torch.set_num_threads; default: torch's own")
+    parser.add_argument("--threads", type=int, metavar="N", help="torch.set_num_threads; default: torch's own")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
-    parser.add_argument("--backend", metavar="NAME", help=f"ours: {', '.join(NAMES)}; default: auto, or all of a GPU's")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the gradients")
-    parser.add_argument("--peers", metavar="LIST", help="names with commas between them, none, or all (the default)")
-    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="returns an nn.Module, or a list of shapes")
+    parser.add_argument("--backend", choices=NAMES, help="ours; default: auto, or all of a GPU's")
+    parser.add_argument("--peers", type=peers, metavar="LIST", help="names with commas between them, none, or all")
+    parser.add_argument("--model", type=model, metavar="MODULE:FUNCTION", help="returns an nn.Module or list of shapes")
     return parser
 
 
-def chosen_suites(asked: argparse.Namespace) -> dict[str, ModuleType]:
-    """Returns the suites that were named, or all that follow the options.
-
-    Raises:
-        OptionError: there is no such suite, or a named one does not follow an option.
-    """
-    suites = all_suites(on_gpu=asked.device == "cuda")
-    unknown = [name for name in asked.suites if name not in suites]
+def peers(written: str) -> tuple[str, ...] | None:
+    """Returns None for "all", () for "none", or the names between the commas."""
+    if written in ("all", "none"):
+        return None if written == "all" else ()
+    names = [name.strip() for name in written.split(",")]
+    unknown = [name for name in names if name not in KNOWN]
     if unknown:
-        raise OptionError(f"unknown suite {unknown[0]} for {asked.device}; choose from {', '.join(suites)}")
-    options = [option for option in OPTIONS if getattr(asked, option) is not None]
-    for option in options:
-        follow = [name for name, suite in suites.items() if option in suite.FOLLOWS]
-        deaf = [name for name in asked.suites if name not in follow]
-        if deaf:
-            raise OptionError(f"--{option} makes no difference to {deaf[0]}; it does to {', '.join(follow)}")
-    fitting = [name for name, suite in suites.items() if set(options) <= set(suite.FOLLOWS)]
-    return {name: suites[name] for name in asked.suites or fitting}
+        raise argparse.ArgumentTypeError(f"unknown {unknown}; give all, none, or names from {', '.join(KNOWN)}")
+    return tuple(names)
 
 
-def given(asked: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options as fields of `Bench`.
+def model(written: str) -> tuple[str, Shapes]:
+    """Returns the name and the shapes of MODULE:FUNCTION's model."""
+    module, _, function = written.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)()
+    except Exception as error:  # whatever is in somebody's module
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        raise argparse.ArgumentTypeError(f"{written}: {line}; MODULE:FUNCTION is such as my_models:gpt") from error
+    if isinstance(found, torch.nn.Module):
+        found = [tuple(param.shape) for param in found.parameters() if param.requires_grad]
+    try:
+        shapes = [tuple(shape) for shape in found if math.prod(shape) > 0]
+    except TypeError as error:
+        raise argparse.ArgumentTypeError(f"{written} returned no module and no list of shapes") from error
+    if not shapes:
+        raise argparse.ArgumentTypeError(f"{written} has no parameters that are trained")
+    return written, shapes
 
-    Raises:
-        OptionError: one cannot be followed.
-    """
+
+def check_backend(asked: argparse.Namespace) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if asked.device == "cuda" else torch.device("cpu")
-    options: dict[str, Any] = {}
-    if asked.backend is not None:
-        options["backends"] = (backend(asked.backend, device),)
-    if asked.dtype is not None:
-        options["dtype"] = DTYPES[asked.dtype]
-    if asked.peers is not None:
-        options["peers"] = peer_names(asked.peers)
-    if asked.model is not None:
-        options["model"] = (asked.model, model_shapes(asked.model))
-    return options
+    reason = why_not(asked.backend, device) if asked.backend not in (None, "auto") else None
+    if reason is not None:
+        raise argparse.ArgumentTypeError(f"--backend {asked.backend} cannot run: {' '.join(reason.split())}")
+
+
+def chosen_suites(asked: argparse.Namespace) -> dict[str, ModuleType]:
+    """Returns the suites that were named, or all that follow the options."""
+    suites = all_suites(on_gpu=asked.device == "cuda")
+    options = [option for option in OPTIONS if getattr(asked, option) is not None]
+    fitting = [name for name, suite in suites.items() if set(options) <= set(suite.FOLLOWS)]
+    for name in asked.suites:
+        if name not in suites:
+            raise argparse.ArgumentTypeError(
+                f"unknown suite {name} for {asked.device}; choose from {', '.join(suites)}"
+            )
+        if name not in fitting:
+            raise argparse.ArgumentTypeError(f"{name} does not follow {options}; {', '.join(fitting)} do")
+    return {name: suites[name] for name in asked.suites or fitting}
 
 
 def cpu_bench(quick: bool) -> Bench:
@@ -154,10 +169,13 @@ def run(
         task = progress.add_task("", total=len(suites))
         try:
             for name, suite in suites.items():
-                progress.update(task, description=name)
-                _one(name, suite, bench, results, failed, console)
+                progress.update(task, description=name, advance=name != next(iter(suites)))
+                try:
+                    _show(suite.run(bench), name, bench, results, console)
+                except Exception:  # the others' figures are not lost
+                    failed.append(name)
+                    console.print(f"{name} failed:\n{traceback.format_exc()}", markup=False, highlight=False)
                 _save(path, bench, results)
-                progress.advance(task)
         except KeyboardInterrupt:
             results.interrupted = True
             _save(path, bench, results)
@@ -170,15 +188,10 @@ def run(
     return INTERRUPTED if results.interrupted else f"failed: {', '.join(failed)}" if failed else None
 
 
-def _one(name: str, suite: Any, bench: Bench, results: Results, failed: list[str], console: Console) -> None:
-    try:
-        results.suites[name] = suite.run(bench)
-    except Exception:  # the others' figures are not lost
-        failed.append(name)
-        console.print(f"{name} failed:\n{traceback.format_exc()}", markup=False, highlight=False)
-        return
-    for table in results.suites[name]:
-        show(table, console, loss_lines(table))
+def _show(tables: Sequence[Any], name: str, bench: Bench, results: Results, console: Console) -> None:
+    results.suites[name] = [*tables]
+    for table in tables:
+        show(table, console, [f"{each.name}: {each.words()} ({each.heading})" for each in losses(table)])
     if bench.on_gpu:
         results.machine[f"nvidia_smi_after_{name}"] = nvidia_smi()
 

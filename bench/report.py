@@ -1,8 +1,8 @@
 """`python -m bench report FILE`: a results file as one page of bars, PNG and SVG.
 
-Each table has a panel for its first time, and one for what is kept. Colours are owners. A bar is a median, a thin line
-goes from quartile to quartile, a thick mark is the ceiling of the same bytes. Under the title stands how our first row
-does beside the best of the others; a row of ours that another one beats has a red figure.
+Each table has a panel for its first time, and one for each size that is kept. Colours are owners. A bar is a median, a
+thin line goes from quartile to quartile, a thick mark is the ceiling of the same bytes. Under the title stands how our
+first row compares with the best of the others; a row of ours that another one beats has a red figure.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from bench.compare import doubts
 from bench.tables import Results, ResultsError, Row, Table, compared, headings, load, median, text
-from bench.verdicts import OTHERS, OURS, TORCH, headline, interval, losses, main_time, owner, summary
+from bench.verdicts import OTHERS, OURS, TORCH, Verdict, interval, is_time, losses, owner, verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = {OURS: "#0072b2", TORCH: "#9a9a9a", OTHERS: "#e69f00"}
-_LOST = "#b03a2e"
-# Inches of a panel: names, bars with room for their figures, and the height of title, row and gap.
-_NAMES, _BARS, _FIGURES, _LINE, _ROW, _GAP, _TOP = 2.7, 2.5, 0.9, 0.15, 0.25, 0.4, 1.25
-_WIDTH = _NAMES + _BARS + _FIGURES + 0.3
+LOST = "#b03a2e"
 _HOW = "Bars: medians. Thin lines: quartiles. Thick marks: this machine's ceiling for the same bytes."
 _LONG = 4  # times our longest: bars that are far longer end there
-_SETTINGS: Any = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "accumfused", "text.parse_math": False}
+_COLUMNS = 3
+# Inches of a column, the names in it, a row, a panel's title with the gap above it, and the lines at the top.
+_WIDTH, _NAMES, _ROW, _HEAD, _TOP = 6.2, 2.8, 0.25, 0.75, 0.7
+SETTINGS: Any = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "accumfused", "text.parse_math": False}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,16 +39,14 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     try:
         import matplotlib
-    except ImportError:
-        print("matplotlib draws the report, and is not installed; pip install --group bench", file=sys.stderr)
-        return 2
-    try:
+
         results = load(chosen.file)
-    except ResultsError as error:
-        print(error, file=sys.stderr)
+    except (ImportError, ResultsError) as error:
+        missing = "matplotlib draws the report, and is not installed; pip install --group bench"
+        print(missing if isinstance(error, ImportError) else error, file=sys.stderr)
         return 2
     chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(_SETTINGS):
+    with matplotlib.rc_context(SETTINGS):
         figure = page(results)
         for ending in (".png", ".svg"):
             figure.savefig(chosen.output.with_name(chosen.output.name + ending), dpi=110)
@@ -61,8 +59,9 @@ def panels(results: Results) -> list[tuple[Table, str]]:
     tables = [table for suite, several in results.suites.items() if suite != "ceilings" for table in several]
     found = []
     for table in tables:
-        kept = [heading for heading in headings(table) if heading.startswith(("kept ", "peak "))]
-        found += [(table, heading) for heading in (main_time(table), *kept) if heading is not None]
+        first = next((heading for heading in headings(table) if is_time(heading)), None)
+        sizes = [heading for heading in headings(table) if heading.startswith(("kept ", "peak "))]
+        found += [(table, heading) for heading in (first, *sizes) if heading is not None]
     return found
 
 
@@ -71,24 +70,21 @@ def page(results: Results) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    drawn = panels(results)
-    columns = [_TOP] * max(1, min(3, len(drawn)))
-    places = []
-    for table, heading in drawn:
+    places, columns = [], [_TOP] * _COLUMNS
+    for panel in panels(results):
         column = columns.index(min(columns))
-        places.append((column, columns[column]))
-        columns[column] += _height(table, heading)
-    width, height = max(2, len(columns)) * _WIDTH, max(columns)
+        columns[column] += _HEAD + _ROW * len(_rows(*panel))
+        places.append((panel, column, columns[column]))
+    width, height = _COLUMNS * _WIDTH, max(columns) + 0.2
     figure = Figure(figsize=(width, height))
-    tables = [table for several in results.suites.values() for table in several]
-    lines = [summary(tables), results.where(), _HOW, *(f"This run {words}." for words in doubts(results))]
-    top = 1 - 0.15 / height
-    figure.text(0.2 / width, top, textwrap.fill(lines[0], int(12 * width)), weight="bold", size=11, va="top")
-    figure.text(0.2 / width, top - 0.45 / height, "\n".join(lines[1:]), va="top")
+    lines = [results.where(), _HOW, *(f"This run {words}." for words in doubts(results))]
+    figure.text(0.15 / width, 1 - 0.15 / height, "\n".join(lines), fontsize=9, va="top")
     handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
-    figure.legend(handles=handles, loc="upper right", ncols=3, frameon=False, bbox_to_anchor=(1, 1 - 0.4 / height))
-    for (table, heading), (column, down) in zip(drawn, places, strict=True):
-        _panel(figure, table, heading, column * _WIDTH / width, down, width, height)
+    figure.legend(handles=handles, loc="upper right", ncols=3, frameon=False, fontsize=9)
+    for (table, heading), column, bottom in places:
+        left, size = (column * _WIDTH + _NAMES) / width, (_WIDTH - _NAMES - 0.2) / width
+        axes = figure.add_axes((left, 1 - bottom / height, size, _ROW * len(_rows(table, heading)) / height))
+        _panel(axes, table, heading)
     return figure
 
 
@@ -96,64 +92,43 @@ def _rows(table: Table, heading: str) -> list[Row]:
     return [row for row in table.rows if heading in compared(row)]
 
 
-def _head(table: Table, heading: str) -> tuple[str, str, bool, bool]:
-    """Returns the title, how ours does, and whether that is a loss, or noise."""
-    found = headline(table, heading)
-    title = textwrap.fill(f"{table.title}: {heading}", 75)
-    if found is None:
-        return title, "", False, False
-    return title, textwrap.fill(f"{found.name}: {found.words()}", 85), found.lost, found.noise
+def headline(table: Table, heading: str) -> Verdict | None:
+    """Compares our first row, which is the plain one; in size our smallest: each format has a row of its own."""
+    rows = [row for row in _rows(table, heading) if owner(row, table) == OURS]
+    if rows and not is_time(heading):
+        rows.sort(key=lambda row: compared(row)[heading])
+    return verdict(rows[0], table, heading) if rows else None
 
 
-def _height(table: Table, heading: str) -> float:
-    title, words, *_ = _head(table, heading)
-    lines = title.count("\n") + 1 + (words.count("\n") + 1 if words else 0)
-    return _LINE * lines + _ROW * len(_rows(table, heading)) + _GAP
-
-
-def _panel(figure: Figure, table: Table, heading: str, left: float, down: float, width: float, height: float) -> None:
-    """Draws the panel whose upper left corner is there: `left` in shares of the page, `down` in inches."""
-    title, words, lost, noise = _head(table, heading)
+def _panel(axes: Any, table: Table, heading: str) -> None:
     rows, beaten = _rows(table, heading), {each.name for each in losses(table) if each.heading == heading}
-    left += 0.2 / width
-    figure.text(left, 1 - down / height, title, weight="bold", va="top")
-    below = down + _LINE * (title.count("\n") + 1)
-    color = _LOST if lost else "0.3" if noise else COLORS[OURS]
-    figure.text(left, 1 - below / height, words, color=color, va="top")
-    bottom = down + _height(table, heading) - _GAP + 0.1
-    size = (_BARS + _FIGURES) / width, _ROW * len(rows) / height
-    axes = figure.add_axes((left + _NAMES / width, 1 - bottom / height, *size))
-    limit = _limit(table, heading)
-    ends = [min(limit, max(interval(row[heading])[1], _ceiling(row, heading))) for row in rows]
-    right = max(0.0, *ends) * (_BARS + _FIGURES) / _BARS
-    axes.set(xlim=(0, right or 1.0), ylim=(len(rows) - 0.5, -0.5), xticks=[], yticks=[])
+    found, limit = headline(table, heading), _limit(table, heading)
+    at: Any = {"xy": (0, 1), "xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
+    left = 8 - 72 * _NAMES
+    axes.annotate(textwrap.fill(f"{table.title}: {heading}", 75), xytext=(left, 15), weight="bold", **at)
+    if found is not None:
+        color = LOST if found.lost else "0.3" if found.noise else COLORS[OURS]
+        said = textwrap.shorten(f"{found.name}: {found.words()}", 95, placeholder="...")
+        axes.annotate(said, xytext=(left, 3), color=color, fontsize=7, **at)
+    names = [textwrap.fill(textwrap.shorten(row["name"], 90, placeholder="..."), 46) for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=6.5)
+    axes.tick_params(left=False)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    for y, (row, end) in enumerate(zip(rows, ends, strict=True)):
-        whose = owner(row, table)
-        _bar(axes, y, row, heading, limit, COLORS[whose])
-        beside: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
-        color = _LOST if row["name"] in beaten else "black"
-        axes.annotate(text(median(row[heading])), (end, y), (3, 0), color=color, **beside)
-        called = textwrap.fill(textwrap.shorten(row["name"], 90, placeholder="..."), 46)
-        weight = "bold" if whose == OURS else "normal"
-        axes.annotate(called, (0, y), (-4, 0), ha="right", size=6.5, weight=weight, **beside)
-
-
-def _bar(axes: Any, y: int, row: Row, heading: str, limit: float, color: str) -> None:
-    """Draws a bar, the line between its quartiles, and the mark of its ceiling."""
-    value, (low, high), ceiling = median(row[heading]), interval(row[heading]), _ceiling(row, heading)
-    axes.barh(y, min(value, limit), 0.62, color=color)
-    if value > limit:  # a break near the end
-        axes.plot([0.93 * limit, 0.95 * limit], [y + 0.36, y - 0.36], color="white", linewidth=2.5)
-    elif isinstance(row[heading], list):
-        axes.plot([low, min(high, limit)], [y, y], color="0.2", linewidth=1)
-    if 0 < ceiling <= limit:
-        axes.plot([ceiling, ceiling], [y - 0.36, y + 0.36], color="black", linewidth=1.8)
-
-
-def _ceiling(row: Row, heading: str) -> float:
-    """Returns the time at the ceiling; 0 where it is not known."""
-    return median(row[heading]) * row.get("% of ceiling", 0) / 100 if heading in ("ms", "us") else 0.0
+    ends = []
+    for y, row in enumerate(rows):
+        value, (low, high) = median(row[heading]), interval(row[heading])
+        ceiling = value * row.get("% of ceiling", 0) / 100 if heading in ("ms", "us") else 0.0
+        axes.barh(y, min(value, limit), 0.62, color=COLORS[owner(row, table)])
+        if value > limit:  # a break near the end
+            axes.plot([0.93 * limit, 0.95 * limit], [y + 0.36, y - 0.36], color="white", linewidth=2.5)
+        elif isinstance(row[heading], list):
+            axes.plot([low, min(high, limit)], [y, y], color="0.2", linewidth=1)
+        if 0 < ceiling <= limit:
+            axes.plot([ceiling, ceiling], [y - 0.36, y + 0.36], color="black", linewidth=1.8)
+        ends.append(min(limit, max(high, ceiling)))
+        figure = {"textcoords": "offset points", "va": "center", "color": LOST if row["name"] in beaten else "black"}
+        axes.annotate(text(value), (ends[-1], y), (3, 0), **figure)
+    axes.set(xlim=(0, 1.35 * max(ends) or 1.0), ylim=(len(rows) - 0.5, -0.5), xticks=[])
 
 
 def _limit(table: Table, heading: str) -> float:

@@ -1,18 +1,17 @@
-"""Whose a row is, and how a row of ours stands beside the others: faster, slower, or within the noise."""
+"""Whose a row is, and how a row of ours compares with the others: faster, slower, or within the noise."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.tables import TIMES, Row, Table, compared, headings, median
+from bench.tables import TIMES, Row, Table, compared, median
 
 OURS, TORCH, OTHERS = "accumfused", "PyTorch alone", "other packages"
-NOISE = 0.05  # what two runs lie apart, where quartiles are not known
+NOISE = 0.05  # the distance of two runs, where quartiles are not known
 _PACKAGES = re.compile(
-    r"optimi|FlashAdamW|torchao|bitsandbytes|heavyball|DeepSpeedCPUAdam|apex|TransformerEngine|one Triton launch"
+    "optimi|FlashAdamW|torchao|bitsandbytes|heavyball|DeepSpeed|apex|TransformerEngine|Triton launch"
 )
 
 
@@ -24,15 +23,19 @@ def owner(row: Row, table: Table) -> str:
 
 
 def interval(figure: Any) -> tuple[float, float]:
-    """Returns the quartiles, or what takes their place."""
+    """Returns the quartiles, or the noise around a single figure."""
     if isinstance(figure, list):
         return figure[0], figure[2]
     return figure * (1 - NOISE / 2), figure * (1 + NOISE / 2)
 
 
+def is_time(heading: str) -> bool:
+    return heading.rpartition(" ")[2] in TIMES
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """Says how a row stands beside another one.
+    """How a row of ours compares with the best of the others.
 
     Args:
         factor: as many times as fast, or as small, as the other; below 1: slower, or larger.
@@ -50,32 +53,23 @@ class Verdict:
         return not self.noise and self.factor < 1
 
     def words(self) -> str:
-        """Says it: "1.29 times as fast as X", "20% slower than X", "within the noise of X"."""
-        fast, slow = ("fast", "slow") if is_time(self.heading) else ("small", "large")
         if self.noise:
             return f"{'within the noise of' if is_time(self.heading) else 'as large as'} {self.other}"
-        if self.factor >= 1:
-            return f"{self.factor:.2f} times as {fast} as {self.other}"
-        if self.factor <= 0.5:
-            return f"{1 / self.factor:.1f} times as {slow} as {self.other}"
-        return f"{1 / self.factor - 1:.0%} {slow.removesuffix('e')}er than {self.other}"
+        better, worse = ("fast", "slow") if is_time(self.heading) else ("small", "large")
+        factor, word = (self.factor, better) if self.factor >= 1 else (1 / self.factor, worse)
+        return f"{factor:.2f} times as {word} as {self.other}"
 
 
-def is_time(heading: str) -> bool:
-    return heading.rpartition(" ")[2] in TIMES
-
-
-def main_time(table: Table) -> str | None:
-    """Returns the table's first heading of times."""
-    return next((heading for heading in headings(table) if is_time(heading)), None)
-
-
-def verdict(row: Row, other: Row, heading: str) -> Verdict:
-    """Compares two rows by a heading that both have.
+def verdict(row: Row, table: Table, heading: str) -> Verdict | None:
+    """Compares a row of ours with the best of the others; None where there is no such pair.
 
     The factor is the ratio within rounds where the table has it. Rows are within the noise where their quartiles
     overlap, and where the ratio within rounds and that of the medians name different winners.
     """
+    others = [each for each in table.rows if heading in compared(each) and owner(each, table) != OURS]
+    if not others or heading not in compared(row) or owner(row, table) != OURS:
+        return None
+    other = min(others, key=lambda each: compared(each)[heading])
     (low, high), (other_low, other_high) = interval(row[heading]), interval(other[heading])
     mine = median(row[heading])
     plain = factor = median(other[heading]) / mine if mine > 0 else float("inf")
@@ -86,46 +80,7 @@ def verdict(row: Row, other: Row, heading: str) -> Verdict:
     return Verdict(row["name"], other["name"], heading, factor, noise)
 
 
-def best_rival(table: Table, heading: str, owners: Sequence[str] = (TORCH, OTHERS)) -> Row | None:
-    """Returns the row with the least of a figure among those of others."""
-    having = [row for row in table.rows if heading in compared(row) and owner(row, table) in owners]
-    return min(having, key=lambda row: compared(row)[heading], default=None)
-
-
-def headline(table: Table, heading: str, owners: Sequence[str] = (TORCH, OTHERS)) -> Verdict | None:
-    """Compares our row with the best of the others; None where one is missing.
-
-    In time that is our first row, which is the plain one; in size our smallest: each format has a row of its own.
-    """
-    mine = [row for row in table.rows if heading in compared(row) and owner(row, table) == OURS]
-    other = best_rival(table, heading, owners)
-    if not mine or other is None:
-        return None
-    row = mine[0] if is_time(heading) else min(mine, key=lambda row: compared(row)[heading])
-    return verdict(row, other, heading)
-
-
 def losses(table: Table) -> list[Verdict]:
     """Returns every time and size in which the best of the others beats a row of ours."""
-    found = []
-    for row in table.rows:
-        for heading in compared(row) if owner(row, table) == OURS else ():
-            other = best_rival(table, heading)
-            if other is not None and verdict(row, other, heading).lost:
-                found.append(verdict(row, other, heading))
-    return found
-
-
-def loss_lines(table: Table) -> list[str]:
-    return [f"{each.name}: {each.words()} ({each.heading})" for each in losses(table)]
-
-
-def summary(tables: Sequence[Table]) -> str:
-    """Says in one sentence how often ours is faster than the best recipe of PyTorch alone, slower, or neither."""
-    found = [headline(table, heading, [TORCH]) for table in tables if (heading := main_time(table))]
-    verdicts = [each for each in found if each is not None]
-    fast = sorted(each.factor for each in verdicts if not each.noise and not each.lost)
-    said = f"accumfused beside the best recipe of PyTorch alone: faster in {len(fast)} of {len(verdicts)} comparisons"
-    said += f" (by {' to '.join(dict.fromkeys(f'{each:.2f}' for each in (fast[0], fast[-1])))} times)" if fast else ""
-    counts = {"slower": sum(each.lost for each in verdicts), "within the noise": sum(each.noise for each in verdicts)}
-    return said + "".join(f", {how} in {count}" for how, count in counts.items() if count)
+    pairs = ((row, heading) for row in table.rows for heading in compared(row))
+    return [found for row, heading in pairs if (found := verdict(row, table, heading)) is not None and found.lost]

@@ -50,12 +50,12 @@ def _emulated() -> str:
     sys.path.insert(0, str(ROOT / "tests"))
     import emulation
     import inside
-    from pytest import MonkeyPatch
+    import pytest
 
     if compiled.module is None or emulation.why_not():
         return "auto"
     module = emulation.load()
-    inside.replace_cuda(MonkeyPatch(), functools.partial(CudaBackend, module, module.Table))
+    inside.replace_cuda(pytest.MonkeyPatch(), functools.partial(CudaBackend, module, module.Table))
     return "cuda"
 
 

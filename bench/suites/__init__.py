@@ -39,7 +39,6 @@ class Bench:
         clock: times the work; `host_clock`: how long the host is busy with it.
         backends: of ours, by name.
         peers: names of `bench.peers.KNOWN` that ours is compared with; None: all that run here.
-        dtype: of the gradients, where a suite has the choice; None: the suite's own.
         model: name and shapes that take the place of the suites' models.
     """
 
@@ -52,7 +51,6 @@ class Bench:
     host_clock: Clock = field(default_factory=HostClock)
     backends: Sequence[str] = ("auto",)
     peers: tuple[str, ...] | None = None
-    dtype: torch.dtype | None = None
     model: tuple[str, Shapes] | None = None
 
     def models(self, *names: str) -> dict[str, Shapes]:

@@ -20,14 +20,13 @@ from bench.suites import Bench, largest_error
 from bench.tables import Table, timed
 from bench.workload import Workload
 
-FOLLOWS = ("backend", "dtype", "model")
+FOLLOWS = ("backend", "model")
 _MICRO_BATCHES = 4
 
 
 def run(bench: Bench) -> list[Table]:
     models = (shapes.GPT2, shapes.LLAMA_1B) if bench.on_gpu else (shapes.VIT,)
-    tables = [_fp32, _bf16] if bench.dtype is None else [_fp32 if bench.dtype == torch.float32 else _bf16]
-    return [table(bench, name, of) for name, of in bench.models(*models).items() for table in tables]
+    return [table(bench, name, of) for name, of in bench.models(*models).items() for table in (_fp32, _bf16)]
 
 
 def _fp32(bench: Bench, model: str, of: Shapes) -> Table:

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("rich")
-
 from bench import report
 from bench.compare import main as compare
 from bench.measure import Timing, Variant
 from bench.peers import KNOWN
-from bench.tables import Results, ResultsError, Table, load, text, timed, write
-from bench.verdicts import OTHERS, OURS, TORCH, headline, losses, owner, summary
+from bench.tables import Results, ResultsError, Table, load, timed, write
+from bench.verdicts import OTHERS, OURS, TORCH, losses, owner, verdict
 
 STORED = sorted((Path(__file__).parents[1] / "results").glob("*.json"))
 MACHINE = {"cpu": "AMD EPYC", "threads": 2, "torch": "2.13.0", "date": "2026-11-21 12:53 UTC", "load": 0.1}
@@ -40,17 +38,14 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     read = [{"name": "a", "ms": [1.0, 2.0, 3.0], "x b": 1.235}, rows[1]]
     assert results.suites == {"update": [Table("t", read, ["a note"])]}
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out.json"]
-    assert len((tmp_path / "new" / "out.json").read_text().splitlines()) == 4  # the machine, a table, two rows
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         ('{"format": 1, "machine": {}, "suites": {}}', "has format 1, and this version reads 2"),
-        ('{"machine": {}}', "is no results file"),
         ("[1]", "is no results file"),
         ("{", "is not JSON"),
-        ('{"format": 2, "machine": {}, "interrupted": false, "suites": {"a": [{"rows": [{}]}]}}', "no results file"),
         (None, "No such file"),
     ],
 )
@@ -76,12 +71,6 @@ def test_a_timing_is_a_row() -> None:
         {"name": "slow", "ms": pytest.approx([150.0, 200.0, 300.0]), "moved B/param": 40, "x slow": 1.0},
         {"name": "fast", "ms": [100.0] * 3, "moved B/param": 40, "% of ceiling": pytest.approx(50), "x slow": 2.0},
     ]
-    assert [text(value) for value in (0.01234, 12.345, 1234.5, [1.0, 2.0, 3.0], None, "word")] == [
-        "0.0123", "12.3", "1,234", "2 (1 - 3)", "-", "word",
-    ]  # fmt: skip
-
-
-# ---- verdicts ------------------------------------------------------------------------------------------------------
 
 
 def test_every_package_that_is_compared_with_has_its_owner() -> None:
@@ -97,20 +86,19 @@ def test_every_package_that_is_compared_with_has_its_owner() -> None:
     ("others", "ours", "said"),
     [
         ([row("trick", 12.0), row("foreach", 50.0)], row("accumfused", 10.0), "1.20 times as fast as trick"),
-        ([row("trick", 10.0)], row("accumfused", 12.0), "20% slower than trick"),
-        ([row("trick", 10.0), row("optimi", 8.0)], row("accumfused", 12.0), "50% slower than optimi"),
+        ([row("trick", 10.0), row("optimi", 8.0)], row("accumfused", 12.0), "1.50 times as slow as optimi"),
         ([row("trick", 10.0, 0.3)], row("accumfused", 9.0, 0.1), "within the noise of trick"),
         ([row("trick", 12.0, **{"x a": 1})], row("accumfused", 10.0, **{"x a": 1.3}), "1.30 times as fast as trick"),
         ([row("trick", 12.0, **{"x a": 1})], row("accumfused", 10.0, **{"x a": 0.9}), "within the noise of trick"),
         ([{"name": "trick", "ms": 10.0}], {"name": "accumfused", "ms": 10.4}, "within the noise of trick"),
-        ([{"name": "trick", "ms": 10.0}], {"name": "accumfused", "ms": 10.6}, "6% slower than trick"),
+        ([{"name": "trick", "ms": 10.0}], {"name": "accumfused", "ms": 10.6}, "1.06 times as slow as trick"),
     ],
 )  # fmt: skip
 def test_a_verdict_is_faster_slower_or_within_the_noise(others: Any, ours: Any, said: str) -> None:
-    found = headline(Table("t", [*others, ours]), "ms")
+    found = verdict(ours, Table("t", [*others, ours]), "ms")
     assert found is not None
     assert found.words() == said
-    assert found.lost == ("slower" in said)
+    assert found.lost == ("slow" in said)
 
 
 def test_losses_count_every_time_and_size_of_ours() -> None:
@@ -120,43 +108,22 @@ def test_losses_count_every_time_and_size_of_ours() -> None:
         row("accumfused, b", 25.0, **{"kept B/param": 5.0}),
         {"name": "optimi", "cannot": "it is not here"},
     ]
-    table = Table("t", rows)
-    assert [f"{each.name}: {each.words()}" for each in losses(table)] == [
-        "accumfused, a: 2.0 times as large as stock", "accumfused, b: 2.5 times as slow as stock",
+    assert [f"{each.name}: {each.words()}" for each in losses(Table("t", rows))] == [
+        "accumfused, a: 2.00 times as large as stock", "accumfused, b: 2.50 times as slow as stock",
     ]  # fmt: skip
-    smallest = headline(table, "kept B/param")
-    assert smallest is not None
-    assert smallest.words() == "1.20 times as small as stock"
-
-
-def test_the_summary_counts_tables_against_pytorch_alone() -> None:
-    tables = [
-        Table("a", [row("trick", 12.0), row("accumfused", 10.0)]),
-        Table("b", [row("trick", 10.0), row("optimi", 5.0), row("accumfused", 6.0)]),
-        Table("c", [row("trick", 10.0), row("accumfused", 30.0)]),
-        Table("d", [row("trick", 10.0), row("accumfused", 10.0)]),
-        Table("e", [{"name": "norm", "ms": 1.0}]),
-    ]
-    assert summary(tables).endswith(
-        "faster in 2 of 4 comparisons (by 1.20 to 1.67 times), slower in 1, within the noise in 1"
-    )
-
-
-# ---- compare -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("before", "after", "code", "said"),
     [
         (row("a", 10.0), row("a", 10.4), 0, "1 the same"),
-        (row("a", 10.0), row("a", 10.6), 1, "a: ms: 10 -> 10.6 (+6%; noise 5%)"),
-        (row("a", 10.0), row("a", 9.0), 0, "a: ms: 10 -> 9 (-10%; noise 5%)"),
+        (row("a", 10.0), row("a", 10.6), 1, "a | ms: 10 -> 10.6 (+6%; noise 5%)"),
+        (row("a", 10.0), row("a", 9.0), 0, "a | ms: 10 -> 9 (-10%; noise 5%)"),
         (row("a", 10.0, 0.2), row("a", 11.0), 0, "1 the same"),
         (row("a", 10.0), row("a", 11.0, 0.2), 0, "1 the same"),
         ({"name": "a", "kept B/param": 5.0}, {"name": "a", "kept B/param": 6.0}, 1, "kept B/param: 5 -> 6 (+20%"),
         ({"name": "a", "ms": 1.0, "x b": 2.0}, {"name": "a", "ms": 1.0, "x b": 1.0}, 0, "0 worse, 0 better, 1 "),
-        (row("a", 10.0), {"name": "a", "cannot": "no compiler"}, 0, "a: ms (B: no compiler)"),
-        (row("a", 10.0), row("b", 20.0), 0, "only in B:\n  update | a table | b"),
+        (row("a", 10.0), row("b", 20.0), 0, "only in B:\n  update | a table | b | ms"),
     ],
 )  # fmt: skip
 def test_compare_says_what_changed(
@@ -175,26 +142,16 @@ def test_compare_takes_the_noise_and_names_what_differs_around_it(
     second.write_text(second.read_text().replace('"interrupted": false', '"interrupted": true'))
     assert compare([str(first), str(second), "--noise", "0.3"]) == 0
     said = capsys.readouterr().out
-    assert f"A: {first}: AMD EPYC, 2 threads, torch 2.13.0, 2026-11-21 12:53 UTC" in said
-    assert "different cpu: AMD EPYC against another" in said
-    assert "B was measured with --quick" in said
-    assert "B was interrupted" in said
-    assert "B had a load of 2.0" in said
-    assert "step: 50 -> 25 GB/s (-50%)" in said
-    with pytest.raises(SystemExit, match="2"):
-        compare([str(first), str(second), "--noise", "-1"])
+    for expected in ("different cpu: AMD EPYC against another", "B was measured with --quick", "B was interrupted",
+                     "B had a load of 2.0", "step | GB/s: 50 -> 25 (-50%"):  # fmt: skip
+        assert expected in said
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
 def test_stored_results_are_small_and_equal_themselves(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert path.stat().st_size <= 30_000
     assert compare([str(path), str(path)]) == 0
-    said = capsys.readouterr().out
-    assert "0 worse, 0 better, " in said
-    assert int(said.rsplit("better, ")[1].split()[0]) > 40
-
-
-# ---- report --------------------------------------------------------------------------------------------------------
+    assert int(capsys.readouterr().out.rsplit("0 worse, 0 better, ")[1].split()[0]) > 40
 
 
 def wide(path: Path) -> Path:
@@ -209,17 +166,16 @@ def wide(path: Path) -> Path:
 
 @pytest.mark.parametrize("path", [None, *STORED], ids=lambda path: "wide" if path is None else path.stem)
 def test_the_report_draws_every_table_and_nothing_leaves_its_place(tmp_path: Path, path: Path | None) -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.text import Text
-
+    matplotlib = pytest.importorskip("matplotlib")
     path = path or wide(tmp_path / "wide.json")
     assert report.main([str(path), "--output", str(tmp_path / "page")]) == 0
     assert all((tmp_path / f"page.{ending}").stat().st_size > 5000 for ending in ("png", "svg"))
     results = load(path)
-    with matplotlib_settings():
+    with matplotlib.rc_context(report.SETTINGS):
         figure = report.page(results)
         figure.draw_without_rendering()
-    words = " ".join(text.get_text() for text in figure.findobj(Text)).replace("\n", " ")
+    texts = [text for text in figure.findobj(matplotlib.text.Text) if text.get_text() and text.get_visible()]
+    words = " ".join(text.get_text() for text in texts).replace("\n", " ")
     tables = [table for suite, several in results.suites.items() if suite != "ceilings" for table in several]
     assert all(table.title in words for table in tables)
     assert len(figure.axes) == len(report.panels(results)) >= len(tables)
@@ -227,52 +183,30 @@ def test_the_report_draws_every_table_and_nothing_leaves_its_place(tmp_path: Pat
         right = axes.get_xlim()[1]
         assert all(x <= right for line in axes.lines for x in line.get_xdata())
         assert all(patch.get_width() <= right for patch in axes.patches)
-    for drawn in figure.findobj(Text):
+    for drawn in texts:
         box = drawn.get_window_extent()
-        if drawn.get_text():
-            assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1, drawn.get_text()
-            assert 0 <= box.y0 <= box.y1 <= figure.bbox.y1, drawn.get_text()
-    boxes = [(axes.get_tightbbox(), axes) for axes in figure.axes]
-    for index, (box, _) in enumerate(boxes):
-        assert not any(box.overlaps(other) for other, _ in boxes[index + 1 :])
+        assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1, drawn.get_text()
+        assert 0 <= box.y0 <= box.y1 <= figure.bbox.y1, drawn.get_text()
+    boxes = [axes.get_tightbbox() for axes in figure.axes]
+    for index, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[index + 1 :])
 
 
-def matplotlib_settings() -> Any:
-    import matplotlib
-
-    return matplotlib.rc_context(report._SETTINGS)
-
-
-def test_colours_follow_owners_and_losing_figures_are_red() -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.colors import to_hex
-
+def test_colours_follow_owners_losing_figures_are_red_and_doubts_are_said() -> None:
+    colors = pytest.importorskip("matplotlib.colors")
     rows = [row("clip + AdamW(fused)", 5.0), row("clip + torchao AdamW8bit", 900.0), row("accumfused", 6.0)]
     rows[2]["% of ceiling"] = 50
-    (axes,) = report.page(Results(MACHINE, {"update": [Table("t", rows)]})).axes
-    assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == [
+    figure = report.page(Results({**MACHINE, "quick": True}, {"update": [Table("t", rows)]}))
+    (axes,) = figure.axes
+    assert [colors.to_hex(bar.get_facecolor()) for bar in axes.patches] == [
         report.COLORS[whose] for whose in (TORCH, OTHERS, OURS)
     ]
     assert [bar.get_width() for bar in axes.patches] == [5.0, 24.0, 6.0]  # what is far longer than ours ends early
     assert [3.0, 3.0] in [list(line.get_xdata()) for line in axes.lines]  # at the ceiling
-    figures = {label.get_text(): label.get_color() for label in axes.texts}
-    assert (figures["5"], figures["900"], figures["6"]) == ("black", "black", report._LOST)
-
-
-def test_the_page_says_how_ours_does_and_what_is_doubtful() -> None:
-    pytest.importorskip("matplotlib")
-    suites = {
-        "update": [Table("one", [row("trick", 12.0), row("accumfused", 10.0)])],
-        "window": [Table("two", [row("trick", 10.0), row("accumfused", 10.0)])],
-    }
-    figure = report.page(Results({**MACHINE, "quick": True, "load": 2.0}, suites, interrupted=True))
-    words = [text.get_text() for text in figure.texts]
-    assert "accumfused: 1.20 times as fast as trick" in words
-    assert "accumfused: within the noise of trick" in words
-    assert "faster in 1 of 2 comparisons" in words[0]
-    assert "--quick" in words[1]
-    assert "interrupted" in words[1]
-    assert "load of 2.0" in words[1]
+    said = {label.get_text(): label.get_color() for label in axes.texts}
+    assert (said["5"], said["900"], said["6"]) == ("black", "black", report.LOST)
+    assert said["accumfused: 1.20 times as slow as clip + AdamW(fused)"] == report.LOST
+    assert "--quick" in figure.texts[0].get_text()
 
 
 def test_without_matplotlib_the_report_says_so(
