@@ -1,7 +1,6 @@
 """`python -m bench.numerics.moments`: moments in few bits, against moments in fp64.
 
-The updates of formats as the optimizers keep them, ours and other packages'; what zero gradients do; and the formats of
-8 bits that were tried, simulated in PyTorch with true random rounding: those that lost exist only here.
+The updates of formats as the optimizers keep them, ours and other packages', and what zero gradients do.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ import accumfused as af
 from bench.numerics.weights import other
 
 BETAS, EPS = (0.9, 0.999), 1e-8
-BLOCK = 128
 KINDS = ("normal", "log-normal 1", "log-normal 2", "log-normal 3", "Student t(3)", "sparse rows")
 _ROW = 64  # elements that are zero together where gradients are sparse
 _LR = 1e-3
 _PROBE = 1e-4  # a gradient that is too small to change a second moment, and shows it in its update
 
-Coder = Callable[[Tensor], Tensor]  # fp32 [..., block] -> what is left of it after being stored
 Step = Callable[[Tensor], Tensor]  # gradients, a row for each kind -> updates over lr, fp64, in the same shape
 
 
@@ -81,26 +78,18 @@ def stepping(name: str, count: int, elements: int) -> Step:
 
 
 class Moments:
-    """Steps of Adam with moments in fp64, or with moments that pass through coders at every step."""
+    """Steps of Adam with moments in fp64."""
 
-    def __init__(self, first: Coder | None = None, second: Coder | None = None) -> None:
-        self._coders = (first, second)
-        self.moments, self._number = [torch.zeros(()), torch.zeros(())], 0
+    def __init__(self) -> None:
+        self.moments, self._number = [torch.zeros((), dtype=torch.double) for _ in BETAS], 0
 
     def __call__(self, grads: Tensor) -> Tensor:
-        if self._coders[0] is None:
-            grads = grads.double()
+        grads = grads.double()
         self._number += 1
-        values = (grads, grads.square())
-        pairs = zip(BETAS, self.moments, values, strict=True)
-        first, second = (beta * moment + (1 - beta) * value for beta, moment, value in pairs)
-        debiased = (moment / (1 - beta**self._number) for beta, moment in zip(BETAS, (first, second), strict=True))
-        mean, square = debiased
-        self.moments = [
-            moment if coder is None else coder(moment.view(len(grads), -1, BLOCK)).view(moment.shape)
-            for coder, moment in zip(self._coders, (first, second), strict=True)
-        ]
-        return (mean / (square.sqrt() + EPS)).double()
+        pairs = zip(BETAS, self.moments, (grads, grads.square()), strict=True)
+        self.moments = [beta * moment + (1 - beta) * value for beta, moment, value in pairs]
+        mean, square = (m / (1 - beta**self._number) for beta, m in zip(BETAS, self.moments, strict=True))
+        return mean / (square.sqrt() + EPS)
 
 
 def compare(step: Step, elements: int, count: int, dtype: torch.dtype = torch.float32) -> list[dict[str, float]]:
@@ -151,80 +140,6 @@ def zeros(name: str, count: int) -> tuple[float, float]:
     return from_start, float(((right / found).square() * second).mean() / second.mean())
 
 
-def _rounded(values: Tensor) -> Tensor:
-    return (values + torch.rand_like(values)).floor()
-
-
-def _scale(values: Tensor, power_of_two: bool = True) -> Tensor:
-    """Returns the largest of a block, or the next power of two above it."""
-    largest = values.abs().amax(-1, keepdim=True).clamp_min(1e-36)
-    return ((_bits(largest) >> 23) + 1 << 23).view(torch.float32) if power_of_two else largest
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.view(torch.int32)
-
-
-def linear(power_of_two: bool) -> Coder:
-    """Makes signed multiples of a 127th of the block's maximum."""
-
-    def code(values: Tensor) -> Tensor:
-        scale = _scale(values, power_of_two) / 127
-        return _rounded(values / scale).clamp(-127, 127) * scale
-
-    return code
-
-
-def rooted(power_of_two: bool) -> Coder:
-    """Makes squares of multiples of a 255th of the root of the block's maximum; never zero: updates divide by it."""
-
-    def code(values: Tensor) -> Tensor:
-        scale = _scale(values.sqrt(), power_of_two) / 255
-        return (_rounded(values.sqrt() / scale).clamp(1, 255) * scale).square()
-
-    return code
-
-
-def signed_root(values: Tensor) -> Tensor:
-    """Makes signed squares of multiples of a 127th; rounded so that the mean is the value, not its root's."""
-    scale = _scale(values)
-    sizes = values.abs() / scale
-    below = (sizes.sqrt() * 127).floor()
-    low, high = (below / 127).square(), ((below + 1) / 127).square()
-    up = torch.rand_like(sizes) < (sizes - low) / (high - low)
-    return values.sign() * ((below + up) / 127).square() * scale
-
-
-def floats(exponent_bits: int, mantissa_bits: int, smallest: int = 0) -> Coder:
-    """Makes small floats: value(c) = F(c) - F(0), F(c) having that many bits, its largest just below 2.
-
-    A block's scale is a power of two, with two codes of room above its largest value: without them, a second moment
-    that lies just below a power of two is always rounded down to the last code, and never grows.
-    """
-    shift = 23 - mantissa_bits
-    lowest = _bits(torch.tensor(2.0 ** (1 - (1 << exponent_bits))))
-    largest = (1 << exponent_bits + mantissa_bits) - 1
-
-    def code(values: Tensor) -> Tensor:
-        exponent = (_bits(values.abs().amax(-1, keepdim=True).clamp_min(1e-36)) + (2 << shift)) >> 23
-        scale = (exponent << 23).view(torch.float32)
-        shifted = _bits(values.abs() / scale + lowest.view(torch.float32)) - lowest
-        codes = ((shifted + torch.randint_like(shifted, 1 << shift)) >> shift).clamp(smallest, largest)
-        decoded = ((codes << shift) + lowest).view(torch.float32) - lowest.view(torch.float32)
-        return values.sign() * decoded * scale if smallest == 0 else decoded * scale
-
-    return code
-
-
-CODES = {
-    "linear; root, real scale": (linear(False), rooted(False)),
-    "linear; root": (linear(True), rooted(True)),
-    "signed root; root": (signed_root, rooted(True)),
-    "floats 1+3+4; 4+4": (floats(3, 4), floats(4, 4, smallest=4)),
-    "floats 1+4+3; 5+3": (floats(4, 3), floats(5, 3, smallest=4)),
-}
-
-
 def main() -> None:
     from rich.console import Console
 
@@ -237,12 +152,6 @@ def main() -> None:
     elements, after = (1 << 11, 1000) if quick else (1 << 14, 3000)
     stored = Table("Updates from stored moments: largest |update| over the exact one's; error of updates")
     vanishing = Table(f"Zero gradients: largest |update| without any gradient; second moment after {after}, over exact")
-    codes = Table(f"Codes of 8 bits, simulated, blocks of {BLOCK}: largest |update|; error of updates")
-
-    def add(table: Table, name: str, rows: list[dict[str, float]]) -> None:
-        texts = [f"{row['largest']:.3g}x {100 * row['error']:.3g}%" for row in rows]
-        table.rows.append({"name": name, **dict(zip(KINDS, texts, strict=True))})
-
     for name in OPTIMIZERS:
         try:
             with quiet():
@@ -250,12 +159,10 @@ def main() -> None:
         except Exception as error:  # of somebody else's package, and of any kind
             stored.notes.append(f"left out: {name}: {first_line(error)}")
             continue
-        add(stored, name, rows)
+        texts = [f"{row['largest']:.3g}x {100 * row['error']:.3g}%" for row in rows]
+        stored.rows.append({"name": name, **dict(zip(KINDS, texts, strict=True))})
         vanishing.rows.append({"name": name, "largest": from_start, "second moment": f"{kept:.3f}"})
-    for name, (first, second) in CODES.items():
-        torch.manual_seed(0)
-        add(codes, name, compare(Moments(first, second), elements, 20 if quick else 200))
-    for table in (stored, vanishing, codes):
+    for table in (stored, vanishing):
         show(table, Console(width=200))
 
 

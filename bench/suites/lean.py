@@ -19,7 +19,7 @@ import accumfused as af
 from bench import shapes, stock
 from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY, WrongError, deviation, master
 from bench.measure import Variant
-from bench.peers import first_line, quiet
+from bench.peers import first_line, quiet, wrong
 from bench.suites import Bench
 from bench.tables import Row, Table, quartiles
 from bench.workload import random_tensors
@@ -139,10 +139,10 @@ def _measure(table: Table, bench: Bench, of: shapes.Shapes, backend: str) -> Non
         try:
             with quiet() if lean.peer else contextlib.nullcontext():
                 params, optimizer, step, off = _made(lean, of, bench.device)
-        except WrongError as wrong:
+        except WrongError as error:
             if lean.peer is None:
                 raise
-            gaps.append({"name": lean.name, "error": wrong.error, "cannot": f"cannot: wrong, so not timed: {wrong}"})
+            gaps.append(wrong(lean.name, error))
         except Exception as error:  # of somebody else's package, and of any kind
             if lean.peer is None:
                 raise

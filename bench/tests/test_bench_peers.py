@@ -12,8 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("rich")
 
-from bench import exact, peer_adapters
-from bench.peers import KNOWN, REFERENCES, peers, selected
+from bench import exact
+from bench import peers as module
+from bench.peers import KNOWN, REFERENCES, peers
 from bench.workload import Workload
 
 SMALL = [(40, 30), (64,), (1,)]
@@ -182,17 +183,9 @@ def test_a_reference_that_is_wrong_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_a_compiler_there_is_no_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_adapters.shutil, "which", lambda name: None)
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
     found = peers(Workload(SMALL), ["compiled"])
     assert "torch.compile needs a C++ compiler" in found.notes[0]
-
-
-def test_who_is_selected() -> None:
-    assert selected([], compiling=True) == [*REFERENCES]
-    assert selected(["for-loop"], compiling=False) == [*REFERENCES, "for-loop"]
-    assert set(selected(None, compiling=True)) == set(KNOWN)
-    compiling = {name for name, adapter in KNOWN.items() if adapter.compiles}
-    assert set(selected(None, compiling=False)) == set(KNOWN) - compiling
 
 
 def test_deviation_sees_settings_that_differ_and_forgives_rounding() -> None:
