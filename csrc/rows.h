@@ -59,10 +59,7 @@ struct Operands {
   const void* grad = nullptr;  // null: no gradient in this call
   float* sum = nullptr;        // null: not folded in this call
   Dtype grad_dtype = Dtype::kFloat32;
-  int32_t unused[3] = {};
 };
-
-static_assert(sizeof(Row) % 16 == 0 && sizeof(Operands) % 16 == 0, "copied to a GPU 16 bytes at a time");
 
 struct Rows {
   const Row* rows;

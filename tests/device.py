@@ -106,7 +106,7 @@ class Launches:
     def allow(self, address: int, size: int) -> None:
         """Nothing is refused."""
 
-    def capture(self, graph: int) -> None:
+    def capture(self, graph: int, stream: int) -> None:
         self._graph = graph
 
     def synchronize(self) -> None:

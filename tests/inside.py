@@ -181,9 +181,9 @@ def wrapper(kind: Any, inner: torch.Tensor) -> Any:
     )
 
 
-def device_tables(optimizer: af.FusedOptimizer) -> Any:
-    """The copies of its plan's table on the GPU, by the graph's id (0: none); the CUDA backend has them."""
-    return backend(optimizer)._copies[plan(optimizer)]
+def device_table(optimizer: af.FusedOptimizer) -> Any:
+    """What the CUDA backend has of its plan on the GPU."""
+    return backend(optimizer)._tables[plan(optimizer)]
 
 
 def partials(optimizer: af.FusedOptimizer) -> Any:

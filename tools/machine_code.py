@@ -36,9 +36,12 @@ RULES = {  # functors' names
     "AdamAmsgrad": "AMSGrad", "Lion": "Lion",
 }  # fmt: skip
 NAMES = {
-    "accumulate_kernel": "accumulate", "norm_kernel": "norm", "segment_norms_kernel": "segment norms",
-    "counts_kernel": "step counts",
-    "write_kernelILi1024": "table (1 kB)", "write_kernelILi32512": "table (32 kB)",
+    "segment_norms_kernel": "segment norms",
+    **{
+        f"{kernel}_kernelILi{size}": name + more
+        for kernel, name in (("accumulate", "accumulate"), ("norm", "norm"), ("write", "table"))
+        for size, more in ((3584, ""), (32000, " with a large packet"))
+    },
     **{
         before + f"{len(rule) + 7}{rule}FunctorE": f"step: {name}{formats}"
         for before, formats in (

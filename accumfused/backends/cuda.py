@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from accumfused import compiled
 from accumfused.backends.cpu import address, number
+from accumfused.core.graphs import is_capturing
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling, at_hand
 from accumfused.core.rows import Grads
@@ -29,19 +33,23 @@ class CudaBackend:
     def __init__(self, module: Any = None, table: Any = None) -> None:
         self._c = module or compiled.module.cuda
         self._table = table or compiled.module.Table
-        # GPU copies of a plan's table, by the id of the capturing graph (0: eager), with the stream that made each.
-        self._copies: WeakKeyDictionary[Plan, dict[int, tuple[Tensor, Any, int]]] = WeakKeyDictionary()
+        self._tables: WeakKeyDictionary[Plan, _OnDevice] = WeakKeyDictionary()
+        self._captured: dict[int, Tensor] = {}  # by address: memory that graphs read; they may outlive a plan
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
         plan.add_table(self._table, param_groups, state)
-        self._copies[plan] = {}
         plan.functors = list(map(compile.index, plan.rules))
+        index, stream = current_stream(plan.device)
+        memory = torch.empty(self._c.DeviceTable.bytes(plan.table), dtype=torch.uint8, device=plan.device)
+        allocate = partial(_allocate, plan.device, self._captured)
+        table = self._c.DeviceTable(index, memory.data_ptr(), plan.table, stream, allocate)
+        self._tables[plan] = _OnDevice(table, memory, stream)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         plan.point_at(fold.grads, fold.sums, overwrites=fold.overwrites)
-        copy, stream = self._on_device(plan, lambda: [*fold.tensors(), partials, *fold.grads, *fold.sums])
+        table, stream = self._on_device(plan, [*fold.tensors(), partials], fold.grads, fold.sums)
         commit.with_launch(partial(
-            copy.accumulate, plan.table, stream, number(fold.factor), address(fold.before), fold.overwrites,
+            table.accumulate, plan.table, stream, number(fold.factor), address(fold.before), fold.overwrites,
             partials.data_ptr(),
         ))  # fmt: skip
 
@@ -50,8 +58,8 @@ class CudaBackend:
         reads = partials is not None and grads is not None
         if reads:
             plan.point_at(grads)  # type: ignore[arg-type]
-        copy, stream = self._on_device(plan, lambda: [partials, *(grads or [])])
-        copy.norm(plan.table, stream, (
+        table, stream = self._on_device(plan, [partials], *([] if grads is None else [grads]))
+        table.norm(plan.table, stream, (
             reads, address(partials), scaling.normalization, address(scaling.device_normalization),
             address(scaling.found_inf), outcome.normed, scaling.max_grad_norm, scaling.skips_nonfinite,
             outcome.values.data_ptr(), address(scaling.skips),
@@ -60,43 +68,69 @@ class CudaBackend:
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
         squares = torch.empty(len(bounds) - 1, dtype=torch.float64, device=plan.device)
-        copy, stream = self._on_device(plan, lambda: [partials, bounds])
-        copy.segment_norms(stream, partials.data_ptr(), bounds.data_ptr(), len(squares), squares.data_ptr())
+        table, (stream, _) = self._on_device(plan, [partials, bounds])
+        table.segment_norms(stream, partials.data_ptr(), bounds.data_ptr(), len(squares), squares.data_ptr())
         return squares
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         plan.point_at(grads)
-        copy, stream = self._on_device(plan, lambda: [*grads, outcome.coefficients])
+        table, stream = self._on_device(plan, [outcome.coefficients], grads)
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         stride = max(map(len, kept), default=0)
         flat = [hyper for values in kept for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
         commit.with_launch(partial(
-            copy.step, plan.table, stream, flat, plan.functors, outcome.values.data_ptr(),
+            table.step, plan.table, stream, flat, plan.functors, outcome.values.data_ptr(),
             address(outcome.coefficients),
         ))  # fmt: skip
 
-    def _on_device(self, plan: Plan, used: Callable[[], Iterable[Tensor | None]]) -> tuple[Any, int]:
-        """The table's copy for this call, and the stream; another stream may have made the tensors of `used()`.
+    def _on_device(self, plan: Plan, used: Iterable[Tensor | None], *lists: Grads) -> tuple[Any, tuple[int, int]]:
+        """The table for this call; and the call's stream, with the id of the graph that captures it, or 0.
 
-        One copy serves all eager calls. A captured graph has its own copy, because its replays write it at any time.
+        Another stream may have made the tensors that the call uses. `lists` are gradients or sums: thousands, perhaps.
         """
-        index, stream = current_stream(plan.device)
-        capture = self._c.capture_id(index, stream) if stream else 0  # the default stream cannot be captured
-        known = self._copies[plan]
-        if capture not in known:
-            for old in [key for key in known if key != 0]:
-                del known[old]
-            groups = len(plan.rules)
-            stride = max((len(rule.hyper_names) for rule in plan.rules), default=0)
-            size = self._c.DeviceTable.bytes(plan.table, groups, stride)
-            memory = torch.empty(size, dtype=torch.uint8, device=plan.device)
-            known[capture] = (memory, self._c.DeviceTable(index, memory.data_ptr(), groups, stride), stream)
-        memory, copy, made_on = known[capture]
-        if (stream or made_on) and capture == 0:
+        kept, stream = self._tables[plan], current_stream(plan.device)[1]
+        captures = stream != 0 and is_capturing(plan.device)  # the default stream cannot be captured
+        if captures:
+            self._captured[kept.memory.data_ptr()] = kept.memory
+        elif stream or kept.stream:
             # Otherwise torch would reuse freed memory on the stream that made it, before this call has ended.
-            for tensor in (memory, *(tensor for tensor in used() if tensor is not None)):
-                tensor.record_stream(torch.cuda.current_stream(plan.device))
-        return copy, stream
+            new = [kept.memory, *used, *chain.from_iterable(each for each in lists if kept.is_new(each, stream))]
+            here = torch.cuda.current_stream(plan.device)
+            for tensor in new:
+                if tensor is not None:
+                    tensor.record_stream(here)
+        return kept.table, (stream, captures)
+
+
+@dataclass
+class _OnDevice:
+    """A plan's table on the GPU."""
+
+    table: Any  # a DeviceTable
+    memory: Tensor
+    stream: int  # that made it
+    # The last lists whose tensors torch keeps for a stream: with the tensors' ids, because a list may get more.
+    recorded: deque[tuple[ref[Grads], list[int], int]] = field(default_factory=lambda: deque(maxlen=4))
+
+    def is_new(self, tensors: Grads, stream: int) -> bool:
+        """Whether the stream has not recorded these, a microsecond each. A norm and its step have the same."""
+        ids = list(map(id, tensors))
+        if any(known() is tensors and (of, on) == (ids, stream) for known, of, on in self.recorded):
+            return False
+        self.recorded.append((ref(tensors), ids, stream))
+        return True
+
+
+def _allocate(device: torch.device, kept: dict[int, Tensor], size: int) -> tuple[int, int]:
+    """The address of so much memory for a graph that is being captured, and the stream that may write it now.
+
+    What the capturing stream allocates lies in the graph's pool, and other graphs of that pool may write there.
+    """
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+    kept[memory.data_ptr()] = memory
+    return memory.data_ptr(), stream.cuda_stream
 
 
 def current_stream(device: torch.device) -> tuple[int, int]:

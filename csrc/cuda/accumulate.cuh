@@ -1,7 +1,7 @@
 // Accumulate: folds gradients into accumulators, and sums the squares of the result.
 #pragma once
 #include "block.cuh"
-#include "work.cuh"
+#include "packet.cuh"
 
 namespace accumfused::AF_TARGET {
 
@@ -27,14 +27,18 @@ __device__ void fold_chunk(float* sum, const G* grad, int n, bool aligned, float
   });
 }
 
+template <int kBytes>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kFoldBlocks)
-    accumulate_kernel(const Work work, const __grid_constant__ Fold fold) {
+    accumulate_kernel(const Work work, const __grid_constant__ Packet<kBytes> packet,
+                      const __grid_constant__ Fold fold) {
+  packet.deliver(work);
   const bool is_fresh = fold.is_fresh(), keeps = !fold.overwrites && !is_fresh;
   const float factor = is_fresh && !fold.overwrites ? 1.0f : fold.multiplier();
   for (int piece = int(blockIdx.x); piece < work.pieces; piece += int(gridDim.x)) {
-    const Piece at = piece_of(work, piece);
-    if (at.in.sum == nullptr || (at.in.grad == nullptr && !is_fresh)) continue;
-    float* const sum = global(at.in.sum + at.offset);
+    const Piece at = piece_of(work, piece, [&](int i) { return packet.word(work, work.count + i); });
+    float* const own = reinterpret_cast<float*>(packet.word(work, int(at.index)));
+    if (own == nullptr || (at.in.grad == nullptr && !is_fresh)) continue;
+    float* const sum = global(own + at.offset);
     const int n = at.n;
     if (fold.copies()) {
       with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {

@@ -1,6 +1,8 @@
 // Python's view of the GPU's kernels: `_C.cuda`.
 #include "../binding.h"
 
+#include <pybind11/functional.h>
+
 #include "../table.h"
 #include "launch.h"
 
@@ -22,35 +24,33 @@ void bind_cuda(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   m.def("why_not", cuda::why_not, py::arg("device"), "Why the kernels cannot run on that device, or ''.");
   m.def("allow", cuda::allow, py::arg("queue") = true, "What launches may do, see launch.h; allow() is as at first.");
-  m.def("capture_id", cuda::capture_id, py::arg("device"), py::arg("stream"));
   m.attr("ARCHS") = AF_CUDA_ARCHS;
   m.attr("COMPILER") = AF_CUDA_VERSION;
   py::class_<DeviceTable>(m, "DeviceTable", py::module_local())
-      .def(py::init<int, uintptr_t, int64_t, int64_t>(), py::arg("device"), py::arg("memory"), py::arg("groups"),
-           py::arg("stride"))
+      .def(py::init(
+               [](int device, uintptr_t memory, const Table& table, uintptr_t stream, const cuda::Allocate& allocate) {
+                 return new DeviceTable(device, memory, table.rows(), stream, allocate);
+               }),
+           py::arg("device"), py::arg("memory"), py::arg("table"), py::arg("stream"), py::arg("allocate"))
       .def_static(
-          "bytes",
-          [](const Table& table, int64_t groups, int64_t stride) {
-            return DeviceTable::bytes(table.rows(), groups, stride);
-          },
-          py::arg("table"), py::arg("groups"), py::arg("stride"))
+          "bytes", [](const Table& table) { return DeviceTable::bytes(table.rows()); }, py::arg("table"))
       .def("accumulate",
-           [](DeviceTable& self, const Table& table, uintptr_t stream, const GivenNumber& factor, uintptr_t before,
-              bool overwrites, uintptr_t partials) {
+           [](DeviceTable& self, const Table& table, const cuda::Stream& stream, const GivenNumber& factor,
+              uintptr_t before, bool overwrites, uintptr_t partials) {
              const Fold fold = make_fold(factor, before, overwrites, partials);
              const py::gil_scoped_release released;
              self.accumulate(table.rows(), stream, fold);
            })
       .def(
           "norm",
-          [](DeviceTable& self, const Table& table, uintptr_t stream, const NormTuple& norm) {
+          [](DeviceTable& self, const Table& table, const cuda::Stream& stream, const NormTuple& norm) {
             self.norm(table.rows(), stream, norm_of(norm));
           },
           release)
       .def("segment_norms", &DeviceTable::segment_norms, release)
       .def(
           "step",
-          [](DeviceTable& self, const Table& table, uintptr_t stream,
+          [](DeviceTable& self, const Table& table, const cuda::Stream& stream,
              const std::vector<std::tuple<double, uintptr_t, uintptr_t>>& hypers, const std::vector<int32_t>& rules,
              uintptr_t outcome, uintptr_t coefficients) {
             std::vector<HyperParameter> values;

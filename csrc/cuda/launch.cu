@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include "accumulate.cuh"
@@ -21,26 +22,19 @@ namespace {
 using gpu::Kind;
 using gpu::Packet;
 using gpu::Policy;
+using gpu::Word;
 
-using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, const float*, int);
+using StepKernel = void (*)(gpu::Work, gpu::Hypers, const float*, const float*);
 
 // In kernels for any format, the rules that people keep in 16 and 8 bits have loops of their own.
 template <class Rule>
-struct InAnyFormat {
-  using Form = Rule;
-};
-template <>
-struct InAnyFormat<gpu::AdamFunctor> {
-  using Form = gpu::PackedRule<gpu::AdamFunctor>;
-};
-template <>
-struct InAnyFormat<gpu::LionFunctor> {
-  using Form = gpu::PackedRule<gpu::LionFunctor>;
-};
+constexpr bool kHasLoops = std::is_same_v<Rule, gpu::AdamFunctor> || std::is_same_v<Rule, gpu::LionFunctor>;
+template <class Rule>
+using InAnyFormat = std::conditional_t<kHasLoops<Rule>, gpu::PackedRule<Rule>, Rule>;
 
 // Of each rule: the kernel for rows in fp32, and the one for rows in any format.
 #define AF_KERNELS(Rule) \
-  {gpu::step_kernel<Kind::kPlain, gpu::Rule>, gpu::step_kernel<Kind::kAny, InAnyFormat<gpu::Rule>::Form>},
+  {gpu::step_kernel<Kind::kPlain, gpu::Rule>, gpu::step_kernel<Kind::kAny, InAnyFormat<gpu::Rule>>},
 constexpr StepKernel kStep[][2] = {AF_CUDA_RULES(AF_KERNELS)};
 #undef AF_KERNELS
 
@@ -73,14 +67,12 @@ class Device {
 };
 
 // Of the current device.
-int attribute(cudaDeviceAttr of, const char* name) {
-  int device = 0, value = 0;
+int multiprocessors() {
+  int device = 0, count = 0;
   check(cudaGetDevice(&device), "current device");
-  check(cudaDeviceGetAttribute(&value, of, device), name);
-  return value;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
+  return count;
 }
-
-int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount, "multiprocessors"); }
 
 // Cuts the rows into units: chunks, or even parts of those if that makes too few. How many, and of what size.
 std::pair<int, int> cut(std::vector<Row>& rows) {
@@ -133,127 +125,136 @@ void launch(const char* name, void (*kernel)(Parameters...), Blocks blocks, uint
   check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
 }
 
+// Calls launch(packet) with words [begin, end), in the smaller packet if they fit.
+template <class Launch>
+void with_packet(const std::vector<Word>& words, size_t begin, size_t end, const Launch& launch) {
+  const auto fill = [&](auto packet) {
+    packet.begin = int(begin), packet.end = int(end);
+    std::copy_n(words.data() + begin, end - begin, packet.words);
+    launch(packet);
+  };
+  if ((end - begin) * sizeof(Word) <= Policy::kSmallPacket) fill(Packet<Policy::kSmallPacket>());
+  else fill(Packet<Policy::kLargePacket>());
+}
+
+template <class P>
+constexpr int kBytes = std::decay_t<P>::kBytes;
+
 template <int kBytes>
-void send_packet(const unsigned char* from, size_t size, uintptr_t to, uintptr_t stream) {
-  Packet<kBytes> packet;
-  memcpy(packet.bytes, from, size);
-  const int count = int(size / sizeof(uint4));
-  launch("table", gpu::write_kernel<kBytes>, blocks_for(count), stream, packet, reinterpret_cast<uint4*>(to), count);
+void write(const gpu::Work& work, const Packet<kBytes>& packet, uintptr_t stream) {
+  const Blocks blocks = blocks_for(std::max(packet.end - packet.begin, work.count));
+  launch("table", gpu::write_kernel<kBytes>, blocks, stream, work, packet);
 }
 
-// As many launches as it takes.
-void send_bytes(const unsigned char* from, size_t size, uintptr_t to, uintptr_t stream) {
-  while (size > 0) {
-    const size_t part = std::min(size, size_t(Policy::kLargePacket));
-    (part <= Policy::kSmallPacket ? send_packet<Policy::kSmallPacket> : send_packet<Policy::kLargePacket>)(from, part,
-                                                                                                           to, stream);
-    from += part, to += part, size -= part;
+constexpr Word kUnknown = ~Word(0);                                 // no call has it
+constexpr size_t kMostWords = Policy::kLargePacket / sizeof(Word);  // that a launch carries
+
+// In front of the launches that read them; as many launches as it takes.
+void write_all(const std::vector<Word>& words, size_t begin, size_t end, uintptr_t to, uintptr_t stream) {
+  gpu::Work work = {};
+  work.words = pointer<Word>(to);
+  for (; begin < end; begin += kMostWords) {
+    with_packet(words, begin, std::min(end, begin + kMostWords), [&](auto& packet) { write(work, packet, stream); });
   }
 }
 
-// Sends the bytes from the first difference to the last. `sent` holds the bytes that were sent last; it is empty where
-// they are not known, so after a failed launch too.
-void send_changes(std::vector<unsigned char>& sent, const void* now, size_t size, uintptr_t to, uintptr_t stream) {
-  const auto* const bytes = static_cast<const unsigned char*>(now);
-  size_t begin = 0, end = size;
-  if (!sent.empty()) {
-    constexpr size_t kGrain = 256;  // bytes
-    const auto is_same = [&](size_t from, size_t to) { return memcmp(bytes + from, &sent[from], to - from) == 0; };
-    while (begin < end && is_same(begin, std::min(begin + kGrain, end))) begin = std::min(begin + kGrain, end);
-    while (end > begin && is_same(std::max(begin, (end - 1) / kGrain * kGrain), end)) {
-      end = std::max(begin, (end - 1) / kGrain * kGrain);
-    }
-  }
-  if (begin == end) return;
-  std::vector<unsigned char> known;
-  known.swap(sent);
-  send_bytes(bytes + begin, end - begin, to + begin, stream);
-  known.resize(size);
-  memcpy(known.data() + begin, bytes + begin, end - begin);
-  sent.swap(known);
+// Outside of the graph that is being captured: on another stream, for which the host waits.
+void write_now(const std::vector<Word>& words, uintptr_t to, uintptr_t stream) {
+  const auto on = reinterpret_cast<cudaStream_t>(stream);
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // or the capture would forbid it
+  check(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode");
+  const size_t bytes = words.size() * sizeof(Word);
+  cudaError_t status = cudaMemcpyAsync(pointer<void>(to), words.data(), bytes, cudaMemcpyHostToDevice, on);
+  if (status == cudaSuccess) status = cudaStreamSynchronize(on);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  check(status, "table of a graph");
 }
 
 size_t rounded(size_t bytes) { return (bytes + sizeof(uint4) - 1) / sizeof(uint4) * sizeof(uint4); }
 
 }  // namespace
 
-// The places of the tables in memory; each begins at a multiple of 16 bytes. Folds have operands of their own: in a
-// loop whose tensors keep their addresses, neither they nor the step's change.
-struct DeviceTable::Layout {
-  size_t rows, operands, hypers, rules, ticket, counts, end;
-  gpu::Work chunks, units;
-  gpu::Hypers step;
-
-  Layout(const Rows& table, uintptr_t memory, int64_t groups, int64_t stride, bool folds)
-      : rows(0),
-        operands(size_t(table.count) * (sizeof(Row) + (folds ? sizeof(Operands) : 0))),
-        hypers(size_t(table.count) * (sizeof(Row) + 2 * sizeof(Operands))),
-        rules(hypers + rounded(size_t(groups * stride) * sizeof(HyperParameter))),
-        ticket(rules + rounded(size_t(groups) * sizeof(int32_t))),
-        counts(ticket + sizeof(uint4)),
-        end(counts + rounded(size_t(table.count) * sizeof(float))),
-        chunks{pointer<const Row>(memory + rows),
-               pointer<const Operands>(memory + operands),
-               int(table.count),
-               int(table.chunks),
-               int(kChunk),
-               pointer<uint32_t>(memory + ticket),
-               pointer<float>(memory + counts)},
-        units(chunks),
-        step{pointer<const HyperParameter>(memory + hypers),
-             pointer<const int32_t>(memory + rules),
-             int(stride),
-             {},
-             {}} {}
-};
-
-int64_t DeviceTable::bytes(const Rows& table, int64_t groups, int64_t stride) {
-  return int64_t(Layout(table, 0, groups, stride, false).end);
+int64_t DeviceTable::bytes(const Rows& table) {
+  return int64_t(rounded(size_t(table.count) * (sizeof(Row) + 3 * sizeof(Word) + sizeof(float))) + sizeof(uint4));
 }
 
-DeviceTable::DeviceTable(int device, uintptr_t memory, int64_t groups, int64_t stride)
-    : device_(device),
-      memory_(memory),
-      groups_(groups),
-      stride_(stride),
-      hypers_(size_t(groups * stride)),
-      rules_(size_t(groups)) {}
+DeviceTable::DeviceTable(int device, uintptr_t memory, const Rows& table, uintptr_t stream, Allocate allocate)
+    : device_(device), memory_(memory), rows_(table.rows, table.rows + table.count), allocate_(allocate) {
+  const Device current(device);
+  std::tie(units_, unit_) = cut(rows_);
+  Words words((rows_.size() * sizeof(Row) + sizeof(uint4)) / sizeof(Word));  // and the ticket, 0 between launches
+  memcpy(words.data(), rows_.data(), rows_.size() * sizeof(Row));
+  grads_ = {memory + words.size() * sizeof(Word), Words(rows_.size(), kUnknown)};
+  folds_ = {grads_.at + rows_.size() * sizeof(Word), Words(2 * rows_.size(), kUnknown)};
+  write_all(words, 0, words.size(), memory, stream);
+}
 
-DeviceTable::Layout DeviceTable::send(const Rows& table, uintptr_t stream, bool folds) {
-  const size_t count = size_t(table.count);
-  if (units_ < 0) {  // rows last as long as the table
-    std::vector<Row> rows(table.rows, table.rows + count);
-    const auto [units, unit] = cut(rows);
-    send_bytes(reinterpret_cast<const unsigned char*>(rows.data()), count * sizeof(Row), memory_, stream);
-    units_ = units, unit_ = unit;
+gpu::Work DeviceTable::work(bool by_units, int64_t chunks, uint64_t* words) const {
+  gpu::Work work = {};
+  work.rows = pointer<const Row>(memory_), work.words = words, work.count = int(rows_.size());
+  work.pieces = by_units ? units_ : int(chunks), work.size = by_units ? unit_ : int(kChunk);
+  work.ticket = pointer<uint32_t>(memory_ + rows_.size() * sizeof(Row));
+  work.counts = pointer<float>(folds_.at + folds_.sent.size() * sizeof(Word));
+  return work;
+}
+
+// Calls launch(packet, address): when that has run, the words are at the address. A graph's are there before.
+template <class Launch>
+void DeviceTable::with_words(Part& part, const Words& words, Stream stream, const Launch& launch) {
+  size_t begin = 0, end = words.size();
+  if (stream.second) {
+    uintptr_t& at = captured_[words];
+    if (at == 0) {
+      const auto [memory, apart] = allocate_(end * sizeof(Word));
+      write_now(words, memory, apart);
+      at = memory;
+    }
+    return with_packet(words, end, end, [&](auto& packet) { launch(packet, pointer<Word>(at)); });
   }
-  Layout layout(table, memory_, groups_, stride_, folds);
-  layout.units.pieces = units_, layout.units.size = unit_;
-  send_changes(operands_[folds], table.operands, count * sizeof(Operands), memory_ + layout.operands, stream);
-  std::vector<unsigned char> numbers(layout.counts - layout.hypers);  // and the ticket, which is 0 between launches
-  memcpy(numbers.data(), hypers_.data(), hypers_.size() * sizeof(HyperParameter));
-  memcpy(numbers.data() + layout.rules - layout.hypers, rules_.data(), rules_.size() * sizeof(int32_t));
-  send_changes(numbers_, numbers.data(), numbers.size(), memory_ + layout.hypers, stream);
-  return layout;
+  Words& sent = part.sent;
+  while (begin < end && words[begin] == sent[begin]) ++begin;
+  while (begin < end && words[end - 1] == sent[end - 1]) --end;
+  std::fill(&sent[begin], &sent[end], kUnknown);  // if a launch fails
+  const bool fits = end - begin <= kMostWords;
+  if (!fits) write_all(words, begin, end, part.at, stream.first);
+  with_packet(words, fits ? begin : end, end, [&](auto& packet) { launch(packet, pointer<Word>(part.at)); });
+  std::copy(&words[begin], &words[end], &sent[begin]);
 }
 
-void DeviceTable::accumulate(const Rows& table, uintptr_t stream, const Fold& fold) {
-  const Device device(device_);
-  const Layout layout = send(table, stream, true);
-  has_counts_ = false;
-  const gpu::Work work = fold.copies() ? layout.units : layout.chunks;
-  launch("accumulate", gpu::accumulate_kernel, blocks_of(work), stream, work, fold);
+// Of a norm or a step. A window's step finds its gradients where the last fold has its sums.
+template <class Launch>
+void DeviceTable::with_grads(const Rows& table, Stream stream, const Launch& launch) {
+  Words words;
+  for (int64_t i = 0; i < table.count; ++i) words.push_back(gpu::word_of(table.operands[i]));
+  with_words(std::equal(words.begin(), words.end(), folds_.sent.begin()) ? folds_ : grads_, words, stream, launch);
 }
 
-void DeviceTable::norm(const Rows& table, uintptr_t stream, const Norm& norm) {
+void DeviceTable::accumulate(const Rows& table, Stream stream, const Fold& fold) {
   const Device device(device_);
-  const Layout layout = send(table, stream, false);
+  counted_.reset();
+  Words words;
+  for (int64_t i = 0; i < table.count; ++i) words.push_back(reinterpret_cast<Word>(table.operands[i].sum));
+  for (int64_t i = 0; i < table.count; ++i) words.push_back(gpu::word_of(table.operands[i]));
+  with_words(folds_, words, stream, [&](auto& packet, Word* at) {
+    const gpu::Work work = this->work(fold.copies(), table.chunks, at);
+    const auto kernel = gpu::accumulate_kernel<kBytes<decltype(packet)>>;
+    launch("accumulate", kernel, blocks_of(work), stream.first, work, packet, fold);
+  });
+}
+
+void DeviceTable::norm(const Rows& table, Stream stream, const Norm& norm) {
+  const Device device(device_);
   const gpu::Scaling scaling = gpu::make_scaling(norm.normalization, norm.device_normalization, norm.found_inf,
                                                  norm.takes_norm, norm.max_grad_norm, norm.skips_nonfinite);
   const Blocks blocks{std::max(norm.reads ? table.chunks : 1, blocks_for(table.count).count)};
-  launch("norm", gpu::norm_kernel, blocks, stream, layout.chunks, norm.reads, pointer<float>(norm.partials), scaling,
-         pointer<float>(norm.outcome), pointer<int64_t>(norm.skips));
-  has_counts_ = true;
+  const auto measure = [&](auto& packet, Word* at) {
+    launch("norm", gpu::norm_kernel<kBytes<decltype(packet)>>, blocks, stream.first, work(false, table.chunks, at),
+           packet, norm.reads, pointer<float>(norm.partials), scaling, pointer<float>(norm.outcome),
+           pointer<int64_t>(norm.skips));
+  };
+  if (norm.reads) with_grads(table, stream, measure);
+  else with_packet({}, 0, 0, [&](auto& packet) { measure(packet, nullptr); });
+  counted_ = stream.second;
 }
 
 void DeviceTable::segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t bounds, int64_t segments,
@@ -263,28 +264,34 @@ void DeviceTable::segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t 
          pointer<const int64_t>(bounds), segments, pointer<double>(squares));
 }
 
-void DeviceTable::step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
+void DeviceTable::step(const Rows& table, Stream stream, const std::vector<HyperParameter>& hypers,
                        const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients) {
-  if (hypers.size() != hypers_.size() || rules.size() != rules_.size()) {
-    throw std::invalid_argument("hypers and rules of other groups than the table's");
-  }
   const Device device(device_);
-  const bool carries =
-      hypers.size() <= size_t(Policy::kCarriedHypers) && rules.size() <= size_t(Policy::kCarriedGroups);
-  if (!carries) hypers_ = hypers, rules_ = rules;
-  Layout layout = send(table, stream, false);
-  if (carries) {
-    layout.step.values = nullptr;
-    std::copy(hypers.begin(), hypers.end(), layout.step.carried);
-    std::copy(rules.begin(), rules.end(), layout.step.carried_rules);
-  }
-  if (!std::exchange(has_counts_, false)) {
-    launch("step counts", gpu::counts_kernel, blocks_for(table.count), stream, layout.chunks);
-  }
-  for (int32_t rule = 0; rule < int32_t(std::size(kStep)); ++rule) {  // nearly always one for all groups
-    if (std::find(rules.begin(), rules.end(), rule) == rules.end()) continue;
-    launch("step", kStep[rule][!table.plain], blocks_of(layout.units), stream, layout.units, layout.step,
-           pointer<const float>(outcome), pointer<const float>(coefficients), rule);
+  gpu::Work all;
+  const bool are_counted = std::exchange(counted_, std::nullopt) == stream.second;
+  with_grads(table, stream, [&](auto& packet, Word* at) {
+    all = this->work(true, table.chunks, at);
+    gpu::Work before = all;
+    if (are_counted) before.count = 0;
+    if (packet.begin < packet.end || !are_counted) write(before, packet, stream.first);
+  });
+  const size_t stride = hypers.size() / std::max<size_t>(1, rules.size());
+  const size_t most = Policy::kCarriedHypers / std::max<size_t>(1, stride);
+  const auto row_of = [&](size_t group) {
+    return std::partition_point(rows_.begin(), rows_.end(), [&](const Row& row) { return row.group < int64_t(group); });
+  };
+  for (size_t group = 0, end; group < rules.size(); group = end) {  // nearly always one launch for all groups
+    for (end = group + 1; end < rules.size() && rules[end] == rules[group] && end - group < most;) ++end;
+    const auto begin_row = row_of(group), end_row = row_of(end);
+    if (begin_row == end_row) continue;
+    gpu::Work work = all;
+    work.first_row = int(begin_row - rows_.begin()), work.count = int(end_row - begin_row);
+    work.first_piece = begin_row->first_unit;
+    work.pieces = (end_row == rows_.end() ? units_ : end_row->first_unit) - work.first_piece;
+    gpu::Hypers numbers = {int(group), int(stride), {}};
+    std::copy_n(hypers.data() + group * stride, (end - group) * stride, numbers.values);
+    launch("step", kStep[rules[group]][!table.plain], blocks_of(work), stream.first, work, numbers,
+           pointer<const float>(outcome), pointer<const float>(coefficients));
   }
 }
 
@@ -295,12 +302,13 @@ std::string why_not(int device) {
       cudaFuncAttributes attributes;
       check(cudaFuncGetAttributes(&attributes, kernel), name);
     };
-    load("accumulate", gpu::accumulate_kernel);
-    load("norm", gpu::norm_kernel);
-    load("step counts", gpu::counts_kernel);
     load("segment norms", gpu::segment_norms_kernel);
-    load("table", gpu::write_kernel<Policy::kSmallPacket>);
-    load("table", gpu::write_kernel<Policy::kLargePacket>);
+    const auto load_all = [&](auto packet) {
+      load("accumulate", gpu::accumulate_kernel<kBytes<decltype(packet)>>);
+      load("norm", gpu::norm_kernel<kBytes<decltype(packet)>>);
+      load("table", gpu::write_kernel<kBytes<decltype(packet)>>);
+    };
+    load_all(Packet<Policy::kSmallPacket>()), load_all(Packet<Policy::kLargePacket>());
     for (const auto& kernels : kStep) {
       for (const StepKernel kernel : kernels) load("step", kernel);
     }
@@ -311,13 +319,5 @@ std::string why_not(int device) {
 }
 
 void allow(bool queue) { may_queue = queue; }
-
-uint64_t capture_id(int device, uintptr_t stream) {
-  const Device current(device);
-  cudaStreamCaptureStatus status;
-  unsigned long long id = 0;
-  check(cudaStreamGetCaptureInfo(reinterpret_cast<cudaStream_t>(stream), &status, &id), "capture");
-  return status == cudaStreamCaptureStatusActive ? id : 0;
-}
 
 }  // namespace accumfused::cuda

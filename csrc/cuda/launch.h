@@ -1,11 +1,18 @@
 // The three verbs on a GPU, from the host's side. Includes no CUDA header.
 #pragma once
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../rows.h"
+
+namespace accumfused::gpu {
+struct Work;
+}
 
 namespace accumfused::cuda {
 
@@ -22,37 +29,54 @@ struct Norm {
   uintptr_t outcome, skips;
 };
 
-// A table's copy on a device, and the verbs that work on it. Every launch brings the changes since the last one with
-// it, so nothing waits and no staging memory is shared. A copy that is made while a graph is captured belongs to that
-// graph, since its replays write it. One stream at a time.
+// A cudaStream_t, and whether a graph captures it.
+using Stream = std::pair<uintptr_t, bool>;
+
+// Gives memory for so many bytes that only replays of graphs will use, as long as there may be any, and a stream that
+// may write it now and is not captured.
+using Allocate = std::function<std::pair<uintptr_t, uintptr_t>(size_t bytes)>;
+
+// A table's copy on a device, and the verbs that work on it. Rows are sent once. Operands are words (see work.cuh):
+// what has changed since the last call travels with its launch, or in front of it if that is too much, so nothing waits
+// and no staging memory is shared. What a captured call reads is written once, outside of the graph, and never again.
+// One stream at a time.
 //
-// `stream` is a cudaStream_t of the device, addresses are of its memory. Verbs raise std::runtime_error with the
-// kernel's name and CUDA's reason; the next call sends the whole table again.
+// Addresses are of the device's memory. Verbs raise std::runtime_error with the kernel's name and CUDA's reason; the
+// next call sends again what it had to send.
 class DeviceTable {
  public:
-  // The size of `memory`, which is aligned to 16 bytes; hypers are padded to `stride` for each group.
-  static int64_t bytes(const Rows& table, int64_t groups, int64_t stride);
+  static int64_t bytes(const Rows& table);  // the size of `memory`, which is aligned to 16 bytes
 
-  DeviceTable(int device, uintptr_t memory, int64_t groups, int64_t stride);
+  // Not in a capture.
+  DeviceTable(int device, uintptr_t memory, const Rows& table, uintptr_t stream, Allocate allocate);
 
-  void accumulate(const Rows& table, uintptr_t stream, const Fold& fold);
-  void norm(const Rows& table, uintptr_t stream, const Norm& norm);
+  void accumulate(const Rows& table, Stream stream, const Fold& fold);
+  void norm(const Rows& table, Stream stream, const Norm& norm);
   void segment_norms(uintptr_t stream, uintptr_t partials, uintptr_t bounds, int64_t segments, uintptr_t squares);
-  void step(const Rows& table, uintptr_t stream, const std::vector<HyperParameter>& hypers,
+  // hypers: of each group as many.
+  void step(const Rows& table, Stream stream, const std::vector<HyperParameter>& hypers,
             const std::vector<int32_t>& rules, uintptr_t outcome, uintptr_t coefficients);
 
  private:
-  struct Layout;
-  Layout send(const Rows& table, uintptr_t stream, bool folds);
+  using Words = std::vector<uint64_t>;
+  struct Part {
+    uintptr_t at;
+    Words sent;
+  };
+  gpu::Work work(bool by_units, int64_t chunks, uint64_t* words) const;
+  template <class Launch>
+  void with_words(Part& part, const Words& words, Stream stream, const Launch& launch);
+  template <class Launch>
+  void with_grads(const Rows& table, Stream stream, const Launch& launch);
 
   int device_;
   uintptr_t memory_;
-  int64_t groups_, stride_;
-  std::vector<HyperParameter> hypers_;
-  std::vector<int32_t> rules_;
-  int units_ = -1, unit_ = 0;                         // of the rows on the device; -1: they are not there yet
-  std::vector<unsigned char> operands_[2], numbers_;  // of steps and of folds; empty: not known
-  bool has_counts_ = false;                           // a norm has copied them since the last step
+  std::vector<Row> rows_;
+  int units_, unit_;                     // how many the rows have, and elements of one
+  Part grads_, folds_;                   // of eager calls
+  std::map<Words, uintptr_t> captured_;  // where those of captured ones are
+  Allocate allocate_;
+  std::optional<bool> counted_;  // a norm has copied step counts since the last step: in a capture, or eagerly
 };
 
 // Why the kernels cannot run on a device, or "". Loads them, so that no capture has to.
@@ -60,8 +84,5 @@ std::string why_not(int device);
 
 // What launches may do, to compare; all of it at first. queue: have more thread blocks than there is room for.
 void allow(bool queue);
-
-// An id that no other capture has; 0 where the stream is not being captured.
-uint64_t capture_id(int device, uintptr_t stream);
 
 }  // namespace accumfused::cuda

@@ -3,8 +3,8 @@
 #pragma once
 #include "../norm.h"
 #include "block.cuh"
-#include "counts.cuh"
 #include "formats.cuh"
+#include "packet.cuh"
 
 namespace accumfused::AF_TARGET {
 
@@ -29,9 +29,10 @@ __device__ inline void measure_chunk(const Piece& at, float (&lanes)[kWidth]) {
 }
 
 // partials[chunk]: the sum of squares of each chunk that has a gradient.
-__device__ inline void sum_squares(const Work& work, float* partials) {
+template <int kBytes>
+__device__ void sum_squares(const Work& work, const Packet<kBytes>& packet, float* partials) {
   for (int chunk = int(blockIdx.x); chunk < work.pieces; chunk += int(gridDim.x)) {
-    const Piece at = piece_of(work, chunk);
+    const Piece at = piece_of(work, chunk, [&](int i) { return packet.word(work, i); });
     if (at.in.grad == nullptr) continue;
     float lanes[kWidth] = {};
     measure_chunk(at, lanes);
@@ -40,10 +41,12 @@ __device__ inline void sum_squares(const Work& work, float* partials) {
 }
 
 // `reads`: there are gradients whose sums of squares are missing from partials.
+template <int kBytes>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
-    norm_kernel(const Work work, const bool reads, float* partials, const Scaling scaling, float* outcome,
-                int64_t* skips) {
-  if (reads) sum_squares(work, partials);
+    norm_kernel(const Work work, const __grid_constant__ Packet<kBytes> packet, const bool reads, float* partials,
+                const Scaling scaling, float* outcome, int64_t* skips) {
+  if (reads) sum_squares(work, packet, partials);
+  packet.deliver(work);
   copy_counts(work);
   if (!is_last_block(work.ticket)) return;
   const double sum = scaling.takes_norm ? sum_partials_in_block<4>(partials, work.pieces) : 0.0;

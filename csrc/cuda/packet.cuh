@@ -1,21 +1,51 @@
-// The way of the tables to the device.
+// What one launch leaves in the device's memory for those that follow: words, and copies of step counts.
 #pragma once
-#include "policy.h"
+#include "work.cuh"
 
 namespace accumfused::AF_TARGET {
 
-// A piece of the tables, carried by the launch itself: no staging memory that an earlier launch may still read, nothing
-// to wait for, and a captured graph keeps its own.
-template <int kBytes>
+// Words that a launch carries in its own arguments, of those from work.words on: no staging memory that an earlier
+// launch may still read, and nothing to wait for.
+template <int kSize>
 struct Packet {
-  uint4 bytes[kBytes / sizeof(uint4)];
+  static constexpr int kBytes = kSize;
+  int begin = 0, end = 0;  // which ones
+  Word words[kSize / sizeof(Word)];
+
+  __device__ Word word(const Work& work, int i) const {
+    return begin <= i && i < end ? words[i - begin] : work.words[i];
+  }
+  // Writes them, spread over the grid, for the launches that follow. This one reads none of these in memory.
+  __device__ void deliver(const Work& work) const {
+    const int threads = int(gridDim.x) * Policy::kThreads;
+    for (int i = begin + int(blockIdx.x * Policy::kThreads + threadIdx.x); i < end; i += threads) {
+      work.words[i] = words[i - begin];
+    }
+  }
 };
 
+// Rows are spread over the grid, from its last thread block on, which has the fewest pieces.
+template <class Body>
+__device__ void for_each_count(const Work& work, const Body& body) {
+  const int threads = int(gridDim.x) * Policy::kThreads;
+  for (int i = int(gridDim.x - 1 - blockIdx.x) * Policy::kThreads + int(threadIdx.x); i < work.count; i += threads) {
+    const Row& row = work.rows[work.first_row + i];
+    if (row.step != nullptr) body(work.first_row + i, row);
+  }
+}
+
+// A step's thread blocks all read step counts, so one may write them only when the others have read: the norm in front
+// of the step copies the counts, and the step reads the copies.
+__device__ inline void copy_counts(const Work& work) {
+  for_each_count(work, [&](int i, const Row& row) { work.counts[i] = *row.step; });
+}
+
+// In front of launches that carry no words themselves; and copies step counts, for a step that no norm has gone before.
 template <int kBytes>
 __global__ void __launch_bounds__(Policy::kThreads)
-    write_kernel(const __grid_constant__ Packet<kBytes> packet, uint4* to, int count) {
-  for (int i = int(blockIdx.x * Policy::kThreads + threadIdx.x); i < count; i += int(gridDim.x) * Policy::kThreads)
-    to[i] = packet.bytes[i];
+    write_kernel(const Work work, const __grid_constant__ Packet<kBytes> packet) {
+  packet.deliver(work);
+  copy_counts(work);
 }
 
 }  // namespace accumfused::AF_TARGET

@@ -33,11 +33,11 @@ struct Policy {
   // the step in formats are whole rows of 2048 elements.
   static constexpr int kUnitsPerMultiprocessor = 16, kLeastUnit = 2048;
 
-  // Hyper-parameters, and groups, that a step's launch carries; of more, the table has them.
-  static constexpr int kCarriedHypers = 36, kCarriedGroups = 16;
+  // Hyper-parameters that a step's launch carries; for those of more groups there are more launches.
+  static constexpr int kCarriedHypers = 150;
 
-  // Bytes of the table that one launch carries; a GPU takes at most 32764 bytes of arguments.
-  static constexpr int kSmallPacket = 1024, kLargePacket = 32512;
+  // Bytes of words that a launch carries: few, or as many as go into the 32764 bytes of arguments that a GPU takes.
+  static constexpr int kSmallPacket = 3584, kLargePacket = 32000;
 };
 
 }  // namespace accumfused::AF_TARGET

@@ -4,24 +4,19 @@
 
 #include "../rules.h"
 #include "block.cuh"
-#include "counts.cuh"
+#include "packet.cuh"
 #include "step_formatted.cuh"
 #include "step_packed.cuh"
 
 namespace accumfused::AF_TARGET {
 
+// Of the groups that a launch steps.
 struct Hypers {
-  const HyperParameter* values;  // [groups][stride]; null: `carried` and `carried_rules` have them
-  const int32_t* rules;          // [groups], indices into AF_CUDA_RULES
+  int first_group;
   int stride;
-  int32_t carried_rules[Policy::kCarriedGroups];
-  HyperParameter carried[Policy::kCarriedHypers];
+  HyperParameter values[Policy::kCarriedHypers];
 
-  __device__ int32_t rule_of(int group) const { return values ? rules[group] : carried_rules[group]; }
-  __device__ double value(int group, int index) const {
-    const int place = group * stride + index;
-    return values ? values[place].value() : carried[place].value();
-  }
+  __device__ double value(int group, int index) const { return values[(group - first_group) * stride + index].value(); }
 };
 
 // A rule's scalars cost two powers in double, so one thread computes them for the block, and pieces share them.
@@ -99,12 +94,11 @@ __device__ void step_any(const Rule& rule, const Work& work, int piece, const Pi
   }
 }
 
-// Steps the rows of the groups that have this rule, the index-th of AF_CUDA_RULES. `coefficients`: nullable, each
-// row's.
+// Steps rows of groups that have this rule. `coefficients`: nullable, each row's.
 template <Kind kKind, class Rule>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kStates>)
-    step_kernel(const Work work, const __grid_constant__ Hypers hypers, const float* outcome, const float* coefficients,
-                const int index) {
+    step_kernel(const Work work, const __grid_constant__ Hypers hypers, const float* outcome,
+                const float* coefficients) {
   static_assert(sizeof(Rule) <= kMaxFunctorBytes && Rule::kHypers <= kMaxHypers, "Prepared is too small");
   static_assert(Rule::kTensorStates == 0, "Prepared is for all tensors of a group");
   __shared__ Prepared prepared;
@@ -114,9 +108,9 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kS
   if (prepared.outcome[2] != 0.0f) return;  // skipped: nothing is written
   // Backwards: of the gradients, which the norm has read forwards, the last ones may still be in the cache.
   for (int piece = work.pieces - 1 - int(blockIdx.x); piece >= 0; piece -= int(gridDim.x)) {
-    const Piece at = piece_of(work, piece);
+    const Piece at = piece_of(work, work.first_piece + piece);
     const int group = int(at.row.group);
-    if (at.in.grad == nullptr || hypers.rule_of(group) != index) continue;
+    if (at.in.grad == nullptr) continue;
     const int count = at.row.step ? int(whole_steps(work.counts[at.index])) + 1 : 0;
     const int row = coefficients ? int(at.index) : -1;
     if (group != prepared.group || count != prepared.count || row != prepared.row) {
@@ -131,10 +125,10 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kS
       }
       __syncthreads();
     }
-    step_any<kKind>(*reinterpret_cast<const Rule*>(prepared.rule), work, piece, at, count);
+    step_any<kKind>(*reinterpret_cast<const Rule*>(prepared.rule), work, work.first_piece + piece, at, count);
   }
   for_each_count(work, [&](int i, const Row& row) {
-    if (work.operands[i].grad && hypers.rule_of(row.group) == index) *row.step = work.counts[i] + 1.0f;
+    if (work.words[i] != 0) *row.step = work.counts[i] + 1.0f;
   });
 }
 

@@ -7,11 +7,20 @@
 
 namespace accumfused::AF_TARGET {
 
+// A call's operands as the device has them, a word for each row: the gradient's address (0: none), and above the bits
+// that addresses have its dtype. A fold has as many words in front: the sums' addresses.
+using Word = uint64_t;
+constexpr int kAddressBits = 62;
+
+inline Word word_of(const Operands& in) {
+  return in.grad ? reinterpret_cast<Word>(in.grad) | Word(in.grad_dtype) << kAddressBits : 0;
+}
+
 // One chunk or unit, the same for all threads of a thread block.
 struct Piece {
   const Row& row;
-  const Operands& in;
-  int64_t index;  // of the row
+  const Operands in;  // without the sum
+  int64_t index;      // of the row
   int64_t offset;
   int n;
 
@@ -20,20 +29,21 @@ struct Piece {
 
 struct Work {
   const Row* rows;
-  const Operands* operands;
-  int count;         // of rows
-  int pieces;        // over all rows
-  int size;          // of a piece, in elements
-  uint32_t* ticket;  // 0 between launches
-  float* counts;     // each row's steps before the next one: see counts.cuh
+  Word* words;              // in memory; a launch's packet may have newer ones
+  int first_row, count;     // of the rows that it is about
+  int first_piece, pieces;  // of theirs
+  int size;                 // of a piece, in elements
+  uint32_t* ticket;         // 0 between launches
+  float* counts;            // each row's steps before the next one: see packet.cuh
 };
 
 // The row is the last one whose first piece is not behind; rows without elements have none. A warp looks at 32 rows at
-// once, because each look waits for memory.
-__device__ inline Piece piece_of(const Work& work, int piece) {
+// once, because each look waits for memory. words(i): the i-th of the call's.
+template <class Words>
+__device__ Piece piece_of(const Work& work, int piece, const Words& words) {
   const auto first = work.size == int(kChunk) ? &Row::first_chunk : &Row::first_unit;
   const int lane = int(threadIdx.x) % kWarp;
-  int low = 0, left = work.count;
+  int low = work.first_row, left = work.count;
   while (left > 1) {
     const int stride = (left + kWarp - 1) / kWarp, look = lane * stride;
     const bool is_begun = look < left && work.rows[low + look].*first <= piece;  // the first one always is
@@ -42,7 +52,13 @@ __device__ inline Piece piece_of(const Work& work, int piece) {
   }
   const Row& row = work.rows[low];
   const int64_t offset = int64_t(piece - row.*first) * work.size, rest = row.numel - offset;
-  return {row, work.operands[low], low, offset, int(rest < work.size ? rest : work.size)};
+  const Word grad = words(low);
+  const Operands in = {reinterpret_cast<const void*>(grad << (64 - kAddressBits) >> (64 - kAddressBits)), nullptr,
+                       Dtype(grad >> kAddressBits)};
+  return {row, in, low, offset, int(rest < work.size ? rest : work.size)};
+}
+__device__ inline Piece piece_of(const Work& work, int piece) {
+  return piece_of(work, piece, [&](int i) { return work.words[i]; });
 }
 
 // Tells the compiler that a pointer, which was read from memory, is one to global memory: else accesses are generic.

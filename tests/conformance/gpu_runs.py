@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import sys
@@ -26,7 +27,7 @@ from accumfused.backends.cuda import CudaBackend
 from accumfused.formats.numeric import CHUNK
 
 DEVICE = torch.device("cuda", 0)
-SIDE = 77  # a stream
+SIDE, APART, OTHERS = 77, 78, 79  # streams
 
 
 def backend_named(gpu: str) -> Any:
@@ -87,12 +88,20 @@ class Emulation(DeviceMemory):
     def __init__(self, name: str, machine: Any, backend: Any, module: Any, patch: pytest.MonkeyPatch) -> None:
         super().__init__(machine)
         self.name, self.machine, self.backend, self.synchronize = name, machine, backend, machine.synchronize
-        self._graphs, self._captures = 0, False
+        self._graphs, self._captures, self._pool = 0, False, list[torch.UntypedStorage]()
         patch.setattr(module, "current_stream", lambda device: (0, self.stream))
-        for owner in (accumfused.core.graphs, module) if name == "interpreted" else (accumfused.core.graphs,):
+        for owner in (accumfused.core.graphs, module):
             patch.setattr(owner, "is_capturing", lambda device: self._captures)
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream))
+        patch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=APART))
+        patch.setattr(torch.cuda, "stream", lambda stream: self.on(stream.cuda_stream))
         patch.setattr(Tensor, "record_stream", lambda tensor, to: self.record_stream(tensor, to.cuda_stream))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._captures and self.stream == SIDE and func is torch.ops.aten.empty.memory_format:
+            self._pool.append(result.untyped_storage())  # what torch itself computes there, no replay computes again
+        return result
 
     @classmethod
     def of_triton(cls, backend: Any, patch: pytest.MonkeyPatch) -> Emulation:
@@ -101,23 +110,38 @@ class Emulation(DeviceMemory):
         return cls("interpreted", Launches(module, patch, wait=True), backend, module, patch)
 
     @contextlib.contextmanager
-    def on_side_stream(self) -> Iterator[None]:
-        before, self.stream = self.stream, SIDE
+    def on(self, stream: int) -> Iterator[None]:
+        before, self.stream = self.stream, stream
         yield
         self.stream = before
 
+    def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
+        return self.on(SIDE)
+
     @contextlib.contextmanager
     def capturing(self) -> Iterator[Callable[[], None]]:
-        """Its replay."""
+        """Its replay, after one of another graph in its pool."""
         self._graphs += 1
+        pool = self._pool = list[torch.UntypedStorage]()
+
+        def replay() -> None:
+            for storage in pool:
+                ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
+            self.machine.replay()
+
         with self.on_side_stream():
-            self.machine.capture(self._graphs)
+            self.machine.capture(self._graphs, SIDE)
             self._captures = True
             try:
-                yield self.machine.replay
+                yield replay
             finally:
                 self._captures = False
-                self.machine.capture(0)
+                self.machine.capture(0, SIDE)
+
+    def launches(self, call: Callable[[], Any]) -> int:
+        before = self.machine.launches()
+        call()
+        return int(self.machine.launches() - before)
 
     def give_away(self) -> None:
         """Memory that nobody has any more, and the current stream's launches do not hold."""

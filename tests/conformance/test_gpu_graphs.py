@@ -6,11 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, everything, refused
-from gpu_runs import DEVICE, Card, Emulation, windows_on
+from gpu_runs import DEVICE, OTHERS, Card, Emulation, windows_on
 from places import INTERPRETED, interpreted
 from table import ADAMW_CASE, STATES, WEIGHTS, random_params
 from torch import Tensor
@@ -125,26 +124,60 @@ def test_a_capture_that_would_build_a_plan_or_states_is_refused(change: Any, ver
         getattr(optimizer, verb)()
 
 
+# Tensors, and the launches of a norm with its step, and of a fold, that bring as many new addresses.
+FRESH = {1: (2, 1), 148: (2, 1), 300: (2, 1), 1000: (2, 1), 3000: (2, 1), 10_000: (5, 4)}
+
+
 @pytest.mark.parametrize("gpu", ["emulated"], indirect=True)
-def test_a_capture_has_a_table_of_its_own(gpu: Emulation) -> None:
-    optimizer, before = new_optimizer(gpu), gpu.machine.launches()
-    step(optimizer, gradients(optimizer, 1.0))
-    gpu.synchronize()
-    tables = inside.device_tables(optimizer)
-    eager = tables[0][0].clone()
-    counts = []
-    give(optimizer, gradients(optimizer, 2.0))  # other addresses
-    with gpu.capturing():
+@pytest.mark.parametrize("count", FRESH)
+def test_only_thousands_of_new_addresses_are_launches_more(count: int, gpu: Emulation) -> None:
+    """Known ones are none, nor are those of a graph, or a weight on the device."""
+    optimizer = ADAMW_CASE.make([torch.zeros(2).requires_grad_() for _ in range(count)], gpu.backend, max_grad_norm=1.0)
+    known, weight = gradients(optimizer, 1.0), torch.tensor(3.0)
+
+    def step(grads: list[Tensor]) -> int:
+        give(optimizer, grads)
+        return gpu.launches(optimizer.step)
+
+    def window(grads: list[Tensor]) -> tuple[int, int, int]:
+        """Launches of the first fold, which copies, of another, and of the norm with the step."""
+        folds = []
         for _ in range(2):
-            before = gpu.machine.launches()
-            optimizer.step()
-            counts.append(gpu.machine.launches() - before)
-    assert counts == [5, 2], "rows, operands, numbers; norm, step"
-    assert sorted(tables) == [0, 1]
-    assert torch.equal(tables[0][0], eager), "a replay at any later time leaves eager calls alone"
+            give(optimizer, grads)
+            folds.append(gpu.launches(lambda: optimizer.accumulate(weight)))
+        return *folds, gpu.launches(optimizer.step)
+
+    step(known), window(known)  # the first ones make states and accumulators
+    assert (step(known), window(known)) == (2, (1, 1, 2))
+    new = gradients(optimizer, 1.0)
     with gpu.capturing():
-        optimizer.step()
-    assert sorted(tables) == [0, 2]
+        assert (step(new), window(new), step(new)) == (2, (1, 1, 2), 2)
+    assert (step(known), window(known)) == (2, (1, 1, 2)), "a capture leaves eager calls alone"
+    norm_and_step, fold = FRESH[count]
+    assert (step(new), window(new)) == (norm_and_step, (fold, 1, 2))
+
+
+@pytest.mark.parametrize("gpu", ["emulated"], indirect=True)
+def test_a_graph_reads_what_was_there_when_it_was_captured(gpu: Emulation) -> None:
+    """Though others now write its pool and all that was freed: addresses, numbers, and the table of another plan."""
+    ours, theirs = new_optimizer(gpu), new_optimizer(None)
+    static = gradients(ours, -2.0)
+    step(ours, gradients(ours, 1.0))
+    gpu.synchronize()
+    with gpu.capturing() as replay:
+        step(ours, static)
+    step(ours, gradients(ours, 3.0), lr=0.05)
+    ours.add_param_group({"params": [torch.ones(4, requires_grad=True)]})
+    step(ours, gradients(ours, 3.0), lr=0.05)
+    gpu.synchronize()
+    with gpu.on(OTHERS):
+        gpu.give_away()
+    replay()
+    replay()
+    for value, lr in ((1.0, 0.1), (3.0, 0.05), (3.0, 0.05), (-2.0, 0.1), (-2.0, 0.1)):
+        step(theirs, gradients(theirs, value), lr)
+    found, wanted = everything(ours), everything(theirs)
+    assert_all_same_bits({name: found[name] for name in wanted}, wanted)
 
 
 # ---- memory that others get -----------------------------------------------------------------------------------------

@@ -158,6 +158,7 @@ enum cudaError_t {
   cudaErrorLaunchOutOfResources = 701,
   cudaErrorLaunchTimeout = 702,
   cudaErrorLaunchFailure = 719,
+  cudaErrorStreamCaptureUnsupported = 900,
   cudaErrorUnknown = 999
 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
@@ -171,11 +172,32 @@ struct cudaLaunchConfig_t {
 };
 
 inline const char* cudaGetErrorString(cudaError_t status) {
-  return status == cudaErrorLaunchOutOfResources ? "too many resources requested for launch"
-         : status == cudaErrorLaunchTimeout      ? "threads wait for others at a barrier"
-         : status == cudaErrorLaunchFailure      ? emulation::Machine::get().fault.c_str()
-         : status == cudaErrorUnknown            ? emulation::Machine::get().trouble.c_str()
-                                                 : "an error";
+  return status == cudaErrorLaunchOutOfResources       ? "too many resources requested for launch"
+         : status == cudaErrorLaunchTimeout            ? "threads wait for others at a barrier"
+         : status == cudaErrorLaunchFailure            ? emulation::Machine::get().fault.c_str()
+         : status == cudaErrorStreamCaptureUnsupported ? "operation not permitted when stream is capturing"
+         : status == cudaErrorUnknown                  ? emulation::Machine::get().trouble.c_str()
+                                                       : "an error";
+}
+// What is not a kernel's launch, and what only a thread that has asked for it may do while a graph is captured.
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1 };
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  const bool relaxed = std::exchange(emulation::Machine::get().is_relaxed, *mode == cudaStreamCaptureModeRelaxed);
+  return *mode = relaxed ? cudaStreamCaptureModeRelaxed : cudaStreamCaptureModeGlobal, cudaSuccess;
+}
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  auto& machine = emulation::Machine::get();
+  if (machine.is_captured(stream)) return cudaErrorStreamCaptureUnsupported;  // a replay would read the host's memory
+  const char* const begin = static_cast<const char*>(from);
+  machine.enqueue({stream, [=, copy = std::vector<char>(begin, begin + bytes)] { memcpy(to, copy.data(), bytes); }});
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  auto& machine = emulation::Machine::get();
+  if (machine.capture != 0 && !machine.is_relaxed) return cudaErrorStreamCaptureUnsupported;
+  machine.finish(stream);
+  return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 // The launches remember per device how many blocks it runs at once.
@@ -195,8 +217,10 @@ template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
   return cudaSuccess;
 }
-inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id) {
-  *id = emulation::Machine::get().capture;
+inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                            unsigned long long* id) {
+  const auto& machine = emulation::Machine::get();
+  *id = machine.is_captured(stream) ? machine.capture : 0;
   *status = *id != 0 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
@@ -229,8 +253,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   };
   const emulation::Launch launch{config->stream, run};
   machine.fault.clear();
-  if (machine.capture != 0) machine.captured.push_back(launch);
-  if (!machine.defers) run();
-  else if (machine.capture == 0) machine.queue.push_back(launch);
+  machine.enqueue(launch);
   return launches_status();
 }

@@ -117,13 +117,15 @@ struct Setup {
   std::vector<Launch> queue;
   int launches_until_failure = -1;
   uint64_t capture = 0;
-  std::vector<Launch> captured;  // to be made again
-  std::string trouble;           // CUDA's reason why nothing runs
+  const void* capturing = nullptr;  // the stream whose launches a graph takes
+  std::vector<Launch> captured;     // to be made again
+  bool is_relaxed = false;          // what would spoil another thread's capture is allowed
+  std::string trouble;              // CUDA's reason why nothing runs
 };
 
 struct Machine : Setup {
   std::vector<std::unique_ptr<Block>> blocks;  // as many as a launch has had; the last launch's come first
-  bool is_faulty = false;  // what is missing is missing in this kernel
+  bool is_faulty = false;                      // what is missing is missing in this kernel
   Block* running = nullptr;
   jmp_buf scheduler;
   void (*body)(const void*) = nullptr;  // the kernel, and its arguments
@@ -173,6 +175,28 @@ struct Machine : Setup {
     if (after == memory.begin()) return false;
     const auto [begin, size] = *std::prev(after);
     return at + bytes <= begin + size;
+  }
+
+  bool is_captured(const void* stream) const { return capture != 0 && stream == capturing; }
+
+  // Of one stream in order.
+  void enqueue(const Launch& launch) {
+    if (is_captured(launch.stream)) captured.push_back(launch);
+    if (!defers) launch.run();
+    else if (!is_captured(launch.stream)) queue.push_back(launch);
+  }
+
+  // Makes what waits on a stream.
+  void finish(const void* stream) {
+    for (size_t i = 0; i < queue.size();) {
+      if (queue[i].stream != stream) {
+        ++i;
+        continue;
+      }
+      const Launch next = queue[i];
+      queue.erase(queue.begin() + long(i));
+      next.run();
+    }
   }
 
   // The running thread ends here.

@@ -85,11 +85,12 @@ PYBIND11_MODULE(AF_EMULATED, m) {
       "Lets one launch fail after that many more; -1: none.");
   m.def(
       "capture",
-      [](uint64_t id) {
-        Machine::get().capture = id;
+      [](uint64_t id, uintptr_t stream) {
+        Machine::get().capture = id, Machine::get().capturing = reinterpret_cast<void*>(stream);
         if (id != 0) Machine::get().captured.clear();
       },
-      "As if a graph were captured, but its launches are made too, unless launches wait; 0: none.");
+      py::arg("id"), py::arg("stream") = 0,
+      "As if a graph captured the stream, but its launches are made too, unless launches wait; id 0: none.");
   m.def(
       "replay",
       [] {
