@@ -14,7 +14,8 @@ from accumfused.auditing.window import DIFFERENT, EQUAL, SCALED, UNKNOWN, WORST,
 from accumfused.drawing import figure
 
 _SHOWN = 8  # steps and tensors in the table
-_COLORS = {EQUAL: "#4c72b0", SCALED: "#dd8452", UNKNOWN: "#8c8c8c", DIFFERENT: "#c44e52"}
+_LABELS = 16  # of bars in a picture
+_COLORS = {EQUAL: "#2f7f6f", SCALED: "#d08a1f", UNKNOWN: "#7a7a7a", DIFFERENT: "#c0392f"}
 
 
 @dataclass(frozen=True)
@@ -139,21 +140,22 @@ class AuditReport:
         """The verdict in a sentence."""
         if not self.steps:
             return "No step was seen: nothing to judge."
-        worst = max(self.steps, key=lambda step: (WORST.index(step.verdict), step.difference))
+        worst = self._worst
         if worst.verdict == EQUAL:
             return "The update is that of the large batch."
         if worst.verdict == SCALED:
-            factors = sorted(
-                {f"{step.factor:.4g}": step.factor for step in self.steps}.items(), key=lambda each: each[1]
-            )
-            times = factors[0][0] if len(factors) == 1 else f"{factors[0][0]} to {factors[-1][0]}"
+            factors = sorted({float(f"{step.factor:.4g}") for step in self.steps})
+            times = " to ".join(f"{factor:.4g}" for factor in dict.fromkeys([factors[0], factors[-1]]))
             return f"The update has the direction of the large batch, its length times {times}."
         if worst.verdict == UNKNOWN:
             return f"Cannot tell{' from the graph' if self.advice else ''}: {'; '.join(self.reasons)}."
         tensor = max(worst.tensors[1:], key=lambda each: each.difference, default=worst.tensors[0])
-        return f"The update is NOT that of the large batch: it is off by {worst.difference:.2g} of the gradient" + (
-            f", in {tensor.name} by {tensor.difference:.2g}." if tensor.name else "."
-        )
+        most = f", most in {tensor.name} ({_percent(tensor.difference)})" if tensor.name else ""
+        return f"The update is NOT that of the large batch: the gradient is off by {_percent(worst.difference)}{most}."
+
+    @property
+    def _worst(self) -> StepFit:
+        return max(self.steps, key=lambda step: (WORST.index(step.verdict), step.difference))
 
     def __str__(self) -> str:
         lines = [self.headline]
@@ -163,9 +165,9 @@ class AuditReport:
         for finding in self.causes:
             lines += ["", f"{finding.name} ({finding.detail})", f"  {finding.text}", f"  -> {finding.remedy}"]
         lines += ["", *_table("step", [(str(i), s.micro_batches, s) for i, s in enumerate(self.steps, 1)])]
-        worst = max(self.steps, key=lambda step: (WORST.index(step.verdict), step.difference))
-        tensors = sorted(worst.tensors[1:], key=lambda tensor: -tensor.difference)
-        lines += ["", *_table("tensor", [(tensor.name, "", tensor) for tensor in tensors])]
+        if self._worst.verdict != EQUAL:
+            tensors = sorted(self._worst.tensors[1:], key=lambda tensor: -tensor.difference)
+            lines += ["", *_table("tensor", [(tensor.name, "", tensor) for tensor in tensors])]
         return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
 
     def picture(self, path: str | PathLike[str]) -> None:
@@ -177,34 +179,39 @@ class AuditReport:
         Raises:
             ImportError: matplotlib does not load.
         """
-        drawing = figure("picture", 8, 3.8)
-        axes, start, centers = drawing.subplots(), 0, list[float]()
-        for index, step in enumerate(self.steps[:_SHOWN]):
-            places = [start + each for each in range(len(step.shares))]
-            axes.bar(places, [abs(share) for share in step.shares], width=0.85, color=_COLORS[step.verdict])
-            centers.append(sum(places) / len(places))
-            start += len(step.shares) + 1
-            if index + 1 < len(self.steps[:_SHOWN]):
-                axes.axvline(start - 1, color="0.85", linewidth=1)
-        axes.axhline(1.0, color="0.2", linestyle="--", linewidth=1)
-        axes.annotate(
-            "large batch",
-            (1.0, 1.0),
-            (4, 0),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
-        axes.set_xticks(centers, [f"step {index}" for index in range(1, len(centers) + 1)])
-        axes.tick_params(axis="x", length=0)
-        axes.set_ylabel("weight of a sample or token")
-        axes.set_ylim(bottom=0)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        lines = [line for part in self.headline.split(": ", 1) for line in textwrap.wrap(part, 95)]
-        axes.set_title("\n".join(lines), loc="left", fontsize=10)
-        drawing.savefig(path, dpi=150)
+        drawing = figure("picture", 7, 3.9)
+        axes, start, steps = drawing.subplots(), 0, self.steps[:_SHOWN]
+        highest = max([1.0, *(abs(share) for step in steps for share in step.shares)])
+        for index, step in enumerate(steps, 1):
+            shares, color = [abs(share) for share in step.shares], _COLORS[step.verdict]
+            axes.bar(range(start, start + len(shares)), shares, width=0.86, color=color)
+            axes.text(
+                start + (len(shares) - 1) / 2, -0.04 * highest, f"step {index}", ha="center", va="top", fontsize=12
+            )
+            for place, share in enumerate(shares if len(shares) * len(steps) <= _LABELS else [], start):
+                is_low = share < 0.1 * highest  # no room for its label
+                height = share if is_low or highest > 6 else 0.09 * highest  # away from the line
+                axes.text(
+                    place, height, f"{share:.2g}", ha="center", va="bottom" if is_low else "top", fontsize=12,
+                    color=color if is_low else "white",
+                )  # fmt: skip
+            start += len(shares) + 1
+        axes.plot([-0.43, start - 1.4], [1.0, 1.0], color="0.2", linestyle=(0, (4, 3)), linewidth=1.3)
+        axes.text(start - 1.2, 1.0, "large batch", va="center", fontsize=12, color="0.2")
+        axes.set(xlim=(-0.43, start - 1.2), ylim=(-0.1 * highest, 1.02 * highest))
+        axes.axis("off")
+        title, _, rest = self.headline.removesuffix(".").partition(": ")
+        left: dict[str, Any] = {"x": 0.006, "ha": "left"}
+        drawing.suptitle(textwrap.fill(title, 50), fontsize=16, fontweight="bold", color=_COLORS[self.verdict], **left)
+        text = textwrap.fill(self.causes[0].text if self.causes else rest, 82)
+        axes.set_title(text, loc="left", fontsize=11, color="0.3")
+        caption = "Each bar is a micro-batch: how much one of its samples or tokens counts"
+        drawing.supxlabel(caption, fontsize=11, color="0.4", **left)
+        drawing.savefig(path, dpi=200)
+
+
+def _percent(size: float) -> str:
+    return f"{100 * size:.2g}%" if size < 10 else f"{size:.2g} times"
 
 
 def _table(title: str, rows: Sequence[tuple[str, Any, Any]]) -> list[str]:

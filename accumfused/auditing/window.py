@@ -241,17 +241,18 @@ def _family(group: Sequence[Part], arrived: int, expected: int, world: int, reas
     _compare_terms([part for part in group if part.main.divisor], reasons)
     columns = list(zip(*(main.factors for main in mains), strict=False))
     is_same = _same([main.divisor for main in mains])
-    if not is_same and not all(_same(column) or _are_counts(column, mains) for column in columns):
+    is_aligned = len({len(main.factors) for main in mains}) < 2
+    if not is_same and not (is_aligned and all(_same(column) or _are_counts(column, mains) for column in columns)):
         reasons["unread"] = "a factor of the loss changes within the window"
     counts = {count for count in (number, arrived, expected) if count > 1}
     divisions = [factor for factor in first.factors if any(is_close(abs(factor), 1 / count) for count in counts)]
     is_sum, divisions = _counted(first, mains, group[0].samples, divisions)
     joint = sum(each.form == first.form for each in group[0].terms)
-    total, others = sum(main.divisor for main in mains), list[float]()
+    undone = [abs(f) for f in first.factors if any(is_close(abs(f), count) for count in {*counts, world} - {1})]
+    total, others = sum(main.divisor for main in mains), [1 / math.prod(undone)]
     if is_sum and is_same:
-        undone = [abs(f) for f in first.factors if any(is_close(abs(f), count) for count in {*counts, world} - {1})]
         sizes = sum(main.count for main in mains), sum(part.samples for part in group)
-        total, others = first.divisor, [1 / each for each in (math.prod(undone), *sizes) if each]
+        total, others = first.divisor, others + [1 / size for size in sizes if size]
     elif number < expected == number * joint:  # the losses of several micro-batches share a backward pass
         total *= joint
     own = math.prod(map(abs, divisions)) * math.prod(first.scales) * (total or 1.0)
