@@ -157,21 +157,22 @@ def expected_of(windows: Sequence[Window]) -> int:
     return max(counts, key=lambda count: (counts[count], count)) if counts else 1
 
 
-def hints(windows: Sequence[Window], steps: int | None, ignore: Collection[str]) -> Hints:
+def hints(windows: Sequence[Window], steps: int | None) -> Hints:
     """What explains the windows that are not the large batch, with the step and the evidence.
 
     Args:
         steps: gradient_accumulation_steps; None: as in most windows.
-        ignore: names of causes that do not count.
     """
     found: Hints = {}
     expected = steps or expected_of(windows)
     short = sum(window.arrived < expected for window in windows)
     for index, window in enumerate(windows):
-        verdict, own = final(window, ignore), dict[str, str]()
-        if verdict == DIFFERENT:
+        own: Hints = {}
+        if "unread" in window.reasons and not window.is_decided:
+            continue
+        if window.verdict == DIFFERENT:
             own = _of_difference(window, expected)
-        elif verdict == SCALED:
+        elif window.verdict == SCALED:
             own = _of_size(window, expected, is_remainder=2 * short <= len(windows))
         for name, detail in own.items():
             found.setdefault(name, f"step {index + 1}: {detail}")

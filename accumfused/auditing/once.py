@@ -206,7 +206,7 @@ def _compare(
         report.notes.append("dropout draws random numbers: the comparison is without it")
     subject.set_aside(batch_norm="batch_norm" in ignore)
     windows = [_window(subject, batch, parts, given)]
-    if "batch_norm" in hints(windows, len(parts), ignore) and subject.set_aside(batch_norm=True):
+    if "batch_norm" in hints(windows, len(parts)) and subject.set_aside(batch_norm=True):
         windows.append(_window(subject, batch, parts, given))  # what else there is
     report.take(windows, len(parts), ignore, "loop")
     del report.steps[1:]

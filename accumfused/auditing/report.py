@@ -113,7 +113,7 @@ class AuditReport:
             self.steps.append(StepFit(len(window.shares), window.shares, window.fits, verdict, window.ratio))
             reasons = [window.reasons[name] for name in window.reasons if verdict == UNKNOWN and name not in ignore]
             self.reasons += [reason for reason in reasons if reason not in self.reasons]
-        found = {name: detail for name, detail in hints(windows, steps, ignore).items() if name not in self.names}
+        found = {name: detail for name, detail in hints(windows, steps).items() if name not in self.names}
         self.causes += [Finding(name, detail, setting) for name, detail in found.items()]
 
     def overlook(self, names: set[str]) -> None:
@@ -211,12 +211,16 @@ class AuditReport:
 
 
 def _percent(size: float) -> str:
-    return f"{100 * size:.2g}%" if size < 10 else f"{size:.2g} times"
+    if 0 < size < 1e-4:
+        return "< 0.01%"
+    if size < 10:
+        return f"{size:.0%}" if size > 0.1 else f"{100 * size:.2g}%"
+    return f"{size:.2g} times"
 
 
 def _table(title: str, rows: Sequence[tuple[str, Any, Any]]) -> list[str]:
-    cells = [[title, "micro-batches" if title == "step" else "", "best factor", "difference"]]
-    cells += [[name, str(count), f"{fit.factor:.4g}", f"{fit.difference:.2g}"] for name, count, fit in rows[:_SHOWN]]
+    cells = [[title, "micro-batches" if title == "step" else "", "times", "off by"]]
+    cells += [[name, str(count), f"{fit.factor:.4g}", _percent(fit.difference)] for name, count, fit in rows[:_SHOWN]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
     return [*lines, f"... and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else lines

@@ -1,4 +1,4 @@
-"""`accumfused audit train.py [args]`: runs somebody's script unchanged, and audits its first windows.
+"""Runs a training script unchanged, and says whether its first updates are those of the large batch.
 
 With `--swap` it runs twice, with torch's optimizers and with this package's in their place, and compares the losses.
 """
@@ -27,6 +27,7 @@ from torch.nn import Module, ModuleList
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from accumfused.auditing.hints import CAUSES
 from accumfused.auditing.report import AuditReport
 from accumfused.auditing.track import Track
 from accumfused.auditing.watching import Watch
@@ -60,6 +61,14 @@ def main(arguments: list[str], peers: Mapping[type[Optimizer], type[Optimizer]])
     parser.add_argument(
         "--picture", default="accumfused-audit.png", help="where the picture goes (default: %(default)s)"
     )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        choices=[*CAUSES],
+        default=[],
+        metavar="CAUSE",
+        help="what does not count: batch_norm",
+    )
     parser.add_argument("--record", choices=["stock", "swapped"], help=argparse.SUPPRESS)
     parser.add_argument("--to", help=argparse.SUPPRESS)
     parser.add_argument("script", help="the training script; all that follows is for the script")
@@ -74,7 +83,7 @@ def main(arguments: list[str], peers: Mapping[type[Optimizer], type[Optimizer]])
         return 0
     if given.swap:
         return _compare(*(_losses(command, kind) for kind in ("stock", "swapped")))
-    report = _watched(command, given.micro_batches)
+    report = _watched(command, given.micro_batches, {*given.ignore})
     print(f"\n{report}")
     if report.steps and importlib.util.find_spec("matplotlib") is not None:
         report.picture(given.picture)
@@ -108,7 +117,7 @@ def _optimizers(made: Callable[[Optimizer], None]) -> Iterator[None]:
 # ---- the first windows -----------------------------------------------------------------------------------------------
 
 
-def _watched(command: list[str], steps: int | None) -> AuditReport:
+def _watched(command: list[str], steps: int | None, ignore: set[str]) -> AuditReport:
     report, watches = AuditReport(), list[Watch]()
 
     def made(optimizer: Optimizer) -> None:
@@ -121,7 +130,7 @@ def _watched(command: list[str], steps: int | None) -> AuditReport:
         models = _models_of(optimizers)
         model = models[0] if len(models) == 1 else ModuleList(models)
         names = {id(param): name for name, param in model.named_parameters()}
-        watch = Watch(model, [Track(each, names, None) for each in optimizers], set(), steps, ended)
+        watch = Watch(model, [Track(each, names, None) for each in optimizers], ignore, steps, ended)
         watch.start()
         watches[:] = [watch]
 

@@ -25,7 +25,7 @@ from accumfused.auditing.again import Calls
 from accumfused.auditing.constants import Constants
 from accumfused.auditing.fit import on_host
 from accumfused.auditing.graph import Reading, gradients_of, is_division, main_of, probe, read
-from accumfused.auditing.hints import expected_of
+from accumfused.auditing.hints import CAUSES, expected_of
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport
 from accumfused.auditing.rows import Rows
@@ -110,7 +110,12 @@ class Watch:
         """Writes what was seen into a report. Args: is_whole: no exception has cut the last window short."""
         windows = [window for track in self.tracks for window in track.windows]
         steps = self._steps or expected_of(windows)
-        report.advice = f"af.audit(model, loss_fn, batch, {steps}) can: it computes a batch whole and in micro-batches."
+        report.advice = (
+            f"To know, call af.audit(model, loss_fn, batch, {steps}): it computes a batch whole and in micro-batches."
+        )
+        names = sorted({name for window in windows for name in window.reasons} & CAUSES.keys())
+        if names:
+            report.advice += f"\nTo leave this out, say ignore={names} or --ignore {' --ignore '.join(names)}."
         for track in self.tracks:
             report.take(track.windows, self._steps, self._ignore, self._setting)
         report.overlook(self._ignore)

@@ -266,7 +266,7 @@ def test_a_loss_that_is_not_seen_is_not_judged() -> None:
 
     report = watched(body)
     assert report.verdict == "unknown"
-    assert str(report).startswith("Cannot tell from the graph: its backward() was not seen.\naf.audit(model, loss_fn, ")
+    assert str(report).startswith("Cannot tell from the graph: its backward() was not seen.\nTo know, call af.audit(")
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, af.SGD, torch.optim.LBFGS])
