@@ -181,6 +181,8 @@ class AuditReport:
         """
         drawing = figure("picture", 7, 3.9)
         axes, start, steps = drawing.subplots(), 0, self.steps[:_SHOWN]
+        bars = sum(len(step.shares) for step in steps)
+        digits = 2 if 2 * bars <= _LABELS else 1
         highest = max([1.0, *(abs(share) for step in steps for share in step.shares)])
         for index, step in enumerate(steps, 1):
             shares, color = [abs(share) for share in step.shares], _COLORS[step.verdict]
@@ -188,11 +190,11 @@ class AuditReport:
             axes.text(
                 start + (len(shares) - 1) / 2, -0.04 * highest, f"step {index}", ha="center", va="top", fontsize=12
             )
-            for place, share in enumerate(shares if len(shares) * len(steps) <= _LABELS else [], start):
+            for place, share in enumerate(shares if bars <= _LABELS else [], start):
                 is_low = share < 0.1 * highest  # no room for its label
                 height = share if is_low or highest > 6 else 0.09 * highest  # away from the line
                 axes.text(
-                    place, height, f"{share:.2g}", ha="center", va="bottom" if is_low else "top", fontsize=12,
+                    place, height, f"{round(share, digits):g}", ha="center", va="bottom" if is_low else "top", fontsize=12,
                     color=color if is_low else "white",
                 )  # fmt: skip
             start += len(shares) + 1
@@ -203,7 +205,7 @@ class AuditReport:
         title, _, rest = self.headline.removesuffix(".").partition(": ")
         left: dict[str, Any] = {"x": 0.006, "ha": "left"}
         drawing.suptitle(textwrap.fill(title, 50), fontsize=16, fontweight="bold", color=_COLORS[self.verdict], **left)
-        text = textwrap.fill(self.causes[0].text if self.causes else rest, 82)
+        text = textwrap.fill(self.causes[0].text if self.causes and self.verdict != UNKNOWN else rest, 82)
         axes.set_title(text, loc="left", fontsize=11, color="0.3")
         caption = "Each bar is a micro-batch: how much one of its samples or tokens counts"
         drawing.supxlabel(caption, fontsize=11, color="0.4", **left)

@@ -115,7 +115,7 @@ class Watch:
         )
         names = sorted({name for window in windows for name in window.reasons} & CAUSES.keys())
         if names:
-            report.advice += f"\nTo leave this out, say ignore={names} or --ignore {' --ignore '.join(names)}."
+            report.advice += f"\nTo leave this out, say ignore={tuple(names)} or --ignore {' --ignore '.join(names)}."
         for track in self.tracks:
             report.take(track.windows, self._steps, self._ignore, self._setting)
         report.overlook(self._ignore)
