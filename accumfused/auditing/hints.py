@@ -36,7 +36,7 @@ _COUNTS = {
 }
 CAUSES = {
     "not_divided": Cause(
-        "The loss is a mean over a micro-batch, and the sum of such means is not divided by their number.",
+        "The mean losses of micro-batches are added up, and not divided by their number.",
         "Divide each loss by the number of micro-batches.",
         {
             "accumfused": "Divide each loss by the number of micro-batches, or pass accumulate() a weight.",
@@ -61,7 +61,7 @@ CAUSES = {
         _COUNTS,
     ),
     "uneven": Cause(
-        "The micro-batches of a window, or the terms of their losses, enter the step with different weights.",
+        "Micro-batches, or terms of their losses, enter the step with different weights.",
         "Divide all micro-batches of a window, and all terms of a loss, by the same number.",
     ),
     "factor": Cause(
@@ -90,11 +90,11 @@ CAUSES = {
         "Use GroupNorm or LayerNorm, freeze it with eval(), or take larger micro-batches.",
     ),
     "negatives": Cause(
-        "The loss is not a sum over samples: a sample's loss depends on the others in its micro-batch.",
+        "A sample's loss depends on the other samples of its micro-batch.",
         "Gather the negatives of all micro-batches first, as docs/guide/patterns.md shows.",
     ),
     "auxiliary": Cause(
-        "An auxiliary loss is not a sum over samples: it depends on how samples are split into micro-batches.",
+        "An auxiliary loss depends on how samples are split into micro-batches.",
         "Collect its statistics over the whole window, or accept it as a property of the micro-batch.",
     ),
     "never_arrived": Cause(
@@ -133,7 +133,7 @@ CAUSES = {
         "Write parameters only between windows: optimizers' steps, averages, loaded weights.",
     ),
     "unexplained": Cause(
-        "The gradient of the step holds something that no micro-batch of its window has brought.",
+        "The step's gradient holds something that no micro-batch has brought.",
         "Look for other losses, hooks that change gradients, and gradients from before the window.",
     ),
 }

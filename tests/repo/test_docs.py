@@ -95,7 +95,8 @@ def test_every_error_on_the_page_is_in_the_code() -> None:
 
 
 def test_the_table_of_an_audits_causes_is_that_of_the_code() -> None:
-    assert rows("guide/audit.md") == [[f"`{name}`", cause.text, cause.remedy] for name, cause in CAUSES.items()]
+    table = [row for row in rows("guide/audit.md") if not row[0].startswith("`--")]
+    assert table == [[f"`{name}`", cause.text] for name, cause in CAUSES.items()]
 
 
 def test_the_reference_has_every_public_name() -> None:
