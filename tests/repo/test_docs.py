@@ -28,11 +28,15 @@ from run_blocks import blocks, run_python  # noqa: E402
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 RUNNING = [page for page in PAGES if "```python" in page.read_text()]
-NEEDS = {"frameworks.md": ("transformers", "accelerate", "lightning")}
+NEEDS = {
+    "huggingface.md": ("transformers",), "trl.md": ("transformers",), "accelerate.md": ("accelerate",),
+    "lightning.md": ("lightning",), "fabric.md": ("lightning",),
+}  # fmt: skip
+COLUMNS = 76  # of code that the site shows whole
 
 
 def named(page: Path) -> str:
-    return page.relative_to(DOCS).as_posix()
+    return page.relative_to(ROOT).as_posix()
 
 
 def run_page(page: Path, folder: Path) -> None:
@@ -56,6 +60,14 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     complained = (tmp_path / "complained").read_text()
     said = "" if page.name in NEEDS else complained  # frameworks talk
     assert (process.exitcode, said) == (0, ""), (tmp_path / "said").read_text() + complained
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md", *sorted(DOCS.glob("guide/*.md"))], ids=named)
+def test_what_a_reader_sees_of_a_page_is_all_of_its_code(page: Path) -> None:
+    text = page.read_text()
+    assert "<!--" not in text, "code that only the test sees"
+    code = [line for block in blocks(text) if block.language == "python" for line in block.code.splitlines()]
+    assert [line for line in code if len(line) > COLUMNS] == []
 
 
 def rows(page: str) -> list[list[str]]:
