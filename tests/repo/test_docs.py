@@ -112,7 +112,8 @@ def test_the_table_of_an_audits_causes_is_that_of_the_code() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    listed = re.findall(r"^::: accumfused\.(\w+)$", (DOCS / "reference/api.md").read_text(), re.MULTILINE)
+    pages = "\n".join(page.read_text() for page in DOCS.glob("reference/api/*.md"))
+    listed = re.findall(r"^::: accumfused\.(\w+)$", pages, re.MULTILINE)
     assert sorted(listed) == sorted(af.__all__)
 
 
