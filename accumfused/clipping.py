@@ -35,7 +35,7 @@ class PerTensor(Clip):
     """Each parameter's gradient has a norm; the limit is common.
 
     Args:
-        max_norm: > 0.
+        max_norm: the limit, > 0.
     """
 
     max_norm: float
@@ -53,9 +53,9 @@ class ZScore(Clip):
     take up the clipped norms; they lie on the device, and in checkpoints. Skipped steps and norms of 0 do not count.
 
     Args:
-        threshold: > 0.
-        decay: > 0 and < 1; of mean and variance.
-        warmup: >= 2; the number of norms that are not clipped: mean and variance begin as theirs.
+        threshold: in standard deviations, > 0.
+        decay: of mean and variance, > 0 and < 1.
+        warmup: the number, >= 2, of norms that are not clipped: mean and variance begin as theirs.
     """
 
     threshold: float = 2.5
@@ -74,9 +74,9 @@ class RunningMean:
     The mean lies on the device, and in checkpoints. Skipped steps and norms of 0 do not count.
 
     Args:
-        times: > 1.
-        decay: > 0 and < 1; of the mean.
-        warmup: >= 1; the number of norms before the first step that may be skipped: the mean begins as theirs.
+        times: the multiple, > 1.
+        decay: of the mean, > 0 and < 1.
+        warmup: the number, >= 1, of norms before the first step that may be skipped: the mean begins as theirs.
     """
 
     times: float = 4.0
@@ -98,13 +98,13 @@ def _check_history(decay: Any, warmup: Any, fewest: int) -> None:
 def check_policies(clip: Any, max_grad_norm: float | None, skip_above: Any, nonfinite: str | None) -> None:
     """Refuses policies that are none, or that do not go together."""
     if clip is not None and not isinstance(clip, Clip):
-        raise TypeError(f"clip must be a policy (accumfused.PerTensor(1.0), say) or None, got {clip!r}")
+        raise TypeError(f"clip must be a policy (af.clip.PerTensor(1.0), say) or None, got {clip!r}")
     if clip is not None and max_grad_norm is not None:
         raise ValueError(f"clip={clip} and max_grad_norm={max_grad_norm} are both given; give one of them")
     if skip_above is None:
         return
     if not isinstance(skip_above, RunningMean):
-        check_limit(skip_above, "skip_above", "None is off; accumfused.RunningMean(times=4) is relative")
+        check_limit(skip_above, "skip_above", "None is off; af.clip.RunningMean(times=4) is relative")
     if nonfinite not in (None, "skip", "drop"):
         raise ValueError(
             f"skip_above skips steps, and nonfinite={nonfinite!r} skips none; leave one of them out, or use "

@@ -50,7 +50,7 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
 class FusedOptimizer(TorchOptimizer):
     """An optimizer whose step also normalizes, unscales and clips, in one pass over the gradients.
 
-    Subclasses set `rules`. docs/internals/state-machine.md shows the allowed order of calls.
+    Subclasses set `rules`. The documentation's page "Window states" has the allowed order of calls.
     """
 
     def _refuse_gradients(self) -> None:

@@ -52,11 +52,11 @@ class Settings:
     deepcopy and pickle carry them; state_dict does not, because a checkpoint of torch's has none.
 
     Args:
-        max_grad_norm: > 0; clip the global norm of all gradients, as `clip_grad_norm_` does. None: no clipping. A
-            parameter group may have its own: then each group has a norm, and this is the limit of the others.
-        clip: a policy in place of `max_grad_norm`: `accumfused.PerTensor`, `accumfused.ZScore`.
-        skip_above: > 0; a step writes nothing if the global norm before clipping is larger. Or a multiple of the norms
-            before: `accumfused.RunningMean`. None: only a norm that is not finite skips.
+        max_grad_norm: the limit, > 0, of the global norm of all gradients, as of `clip_grad_norm_`. None: no clipping.
+            A parameter group may have its own: then each group has a norm, and this is the limit of the others.
+        clip: a policy instead of `max_grad_norm`: `af.clip.PerTensor`, `af.clip.ZScore`.
+        skip_above: the limit, > 0, of the global norm before clipping, above which a step writes nothing. Or a multiple
+            of the norms before: `af.clip.RunningMean`. None: only a norm that is not finite skips.
         nonfinite: the step's answer to a non-finite norm. "skip" writes nothing; "propagate" behaves as stock torch;
             "raise" checks on the host and raises before it writes. "drop" leaves each micro-batch out whose norm is not
             finite, as if it had not been there, and skips a window with none left; `accumulate()` then reads the

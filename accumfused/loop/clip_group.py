@@ -32,7 +32,7 @@ class ClipGroup:
     Args:
         optimizers: two or more of this package, without a `max_grad_norm` of their own (`accumfused.fuse` converts
             others). The group changes them: they refuse to step alone.
-        max_grad_norm: > 0; inf measures the norm and does not clip. It may be set between steps.
+        max_grad_norm: a number > 0; inf measures the norm and does not clip. It may be set between steps.
 
     Raises:
         TypeError: an optimizer is of another package; `max_grad_norm` is no number.

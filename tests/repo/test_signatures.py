@@ -118,7 +118,7 @@ def test_completion_shows_the_public_names_and_older_spellings_keep_working() ->
             assert getattr(af, name) is getattr(module, name)
 
 
-TYPED = ("accumulation", "loss-scaling", "clipping", "formats", "memory")  # guides without functions of their own
+TYPED = ("accumulation", "mixed-precision", "clipping", "formats", "memory")  # guides without functions of their own
 UNTYPED = "# mypy: allow-untyped-calls\n"  # such as torch's backward()
 PROMISED = """
 from typing_extensions import assert_type  # torch brings it

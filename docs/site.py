@@ -1,4 +1,8 @@
-"""MkDocs' hook: files outside docs/ that pages link to join the site."""
+"""MkDocs' hooks.
+
+Files outside docs/ that pages link to join the site. A table's cell knows
+its column's head, which site.css shows on a phone.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,9 @@ from typing import Any
 from mkdocs.structure.files import File, InclusionLevel
 
 LINK = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)")
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+HEAD = re.compile(r"<th[^>]*>(.*?)</th>", re.DOTALL)
+ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -32,3 +39,22 @@ def include(target: Path, docs: Path, files: Any, config: Any) -> None:
     file = File.generated(config, name, content=content, inclusion=included)
     file.dest_uri = f"files/{target.relative_to(docs.parent).as_posix()}"
     files.append(file)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    return TABLE.sub(with_labels, html)
+
+
+def with_labels(table: re.Match[str]) -> str:
+    heads = [
+        re.sub(r"<[^>]*>", "", head) for head in HEAD.findall(table[0])
+    ]
+
+    def labelled(row: re.Match[str]) -> str:
+        head, *cells = row[0].split("<td")
+        labels = [f'<td data-label="{name}"' for name in heads]
+        return head + "".join(
+            map("".join, zip(labels, cells, strict=False))
+        )
+
+    return ROW.sub(labelled, table[0])
