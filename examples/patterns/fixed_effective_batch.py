@@ -33,7 +33,7 @@ def main() -> dict[str, float]:
     truth = whole_batches(model(), [EFFECTIVE] * (SAMPLES // EFFECTIVE), LR)
     found = {}
     for per_device in (4, 8, 16, 32):
-        steps = af.gradient_accumulation_steps(EFFECTIVE, per_device)
+        steps = af.schedule.gradient_accumulation_steps(EFFECTIVE, per_device)
         found[f"4 x {per_device}"] = off(train(per_device, 4), truth, model())
         found[f"{steps} x {per_device}"] = off(train(per_device, steps), truth, model())
     print("off by", ", ".join(f"{value:.0%} with {way}" for way, value in found.items()))

@@ -32,7 +32,7 @@ def main() -> dict[str, float]:
     found = {
         "batch 8": loss_after_an_epoch(1, LR),
         "batch 32": loss_after_an_epoch(4, LR),
-        "batch 32, scale_lr": loss_after_an_epoch(4, af.scale_lr(LR, base_batch=8, effective_batch=32)),
+        "batch 32, scale_lr": loss_after_an_epoch(4, af.schedule.scale_lr(LR, base_batch=8, effective_batch=32)),
     }
     print("loss after an epoch:", ", ".join(f"{value:.3f} with {way}" for way, value in found.items()))
     return found

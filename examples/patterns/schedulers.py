@@ -37,7 +37,7 @@ def main() -> dict[str, float]:
     found = {
         "len(loader)": last_lr(len(LOADER)),
         "len(loader) // 4": last_lr(len(LOADER) // STEPS),
-        "updates_per_epoch()": last_lr(af.updates_per_epoch(len(LOADER), STEPS)),
+        "updates_per_epoch()": last_lr(af.schedule.updates_per_epoch(len(LOADER), STEPS)),
     }
     print(f"a cosine from {LR} to 0 ends at", ", ".join(f"{value:.2f} with {way}" for way, value in found.items()))
     return found
