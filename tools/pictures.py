@@ -53,7 +53,7 @@ def shares(fused: bool) -> list[float]:
     optimizer: Any = kind(model.parameters())
     with af.audit.watch(model, optimizer, gradient_accumulation_steps=len(SIZES)) as report:
         for x, y in batches:
-            loss = F.cross_entropy(model(x), y)
+            loss: Any = F.cross_entropy(model(x), y)
             if fused:
                 loss.backward()
                 optimizer.accumulate(weight=len(y))

@@ -194,8 +194,8 @@ class AuditReport:
                 is_low = share < 0.1 * highest  # no room for its label
                 height = share if is_low or highest > 6 else 0.09 * highest  # away from the line
                 axes.text(
-                    place, height, f"{round(share, digits):g}", ha="center", va="bottom" if is_low else "top", fontsize=12,
-                    color=color if is_low else "white",
+                    place, height, f"{round(share, digits):g}", ha="center", va="bottom" if is_low else "top",
+                    fontsize=12, color=color if is_low else "white",
                 )  # fmt: skip
             start += len(shares) + 1
         axes.plot([-0.43, start - 1.4], [1.0, 1.0], color="0.2", linestyle=(0, (4, 3)), linewidth=1.3)
