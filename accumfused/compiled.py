@@ -30,10 +30,10 @@ exchange_api: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 _SOURCE = Path(__file__).parents[1] / "csrc"
 
 
-def left_by_the_build(name: str, beside: str = __file__) -> str:
-    """The text that setup.py has left in a file beside this one, or ""."""
+def left_by_the_build(name: str, module: str = __file__) -> str:
+    """Returns the text that setup.py has left in the folder of a module, or ""."""
     with contextlib.suppress(OSError):
-        return (Path(beside).parent / name).read_text().strip()
+        return (Path(module).parent / name).read_text().strip()
     return ""
 
 
@@ -66,7 +66,7 @@ except ImportError as error:
         unavailable = f"the native module was not built: {reason}"
 
 if module is not None and interface(_SOURCE) not in (None, getattr(module, "INTERFACE", "")):
-    module, unavailable = None, "the native module is older than the source beside it; build it again: pip install -e ."
+    module, unavailable = None, "the native module is older than the C++ source here; build it again: pip install -e ."
 
 # csrc/table.cpp calls this descriptor's getter.
 if module is not None and (exchange_api is None or not isgetsetdescriptor(torch.Tensor.grad)):

@@ -84,7 +84,7 @@ class Settings:
         reduce_dtype: the dtype in which gradients travel in process_group: torch.float32, torch.bfloat16 (which also
             adds them up in bf16), or None: the dtype of the accumulators.
         noise_scale: True measures the gradient noise scale in windows, for `optimizer.noise_scale()`. A number > 0 and
-            < 1 is the decay of its means, for each window, in place of 0.99. The same in all processes.
+            < 1 is the decay of its means, for each window, instead of 0.99. The same in all processes.
         metrics: True measures every step for `optimizer.metrics()`: norms of gradients, parameters and updates,
             and their ratio. A whole number n measures every n-th step.
     """

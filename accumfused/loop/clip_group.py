@@ -24,7 +24,7 @@ from accumfused.optimizer import FusedOptimizer, check_fused
 class ClipGroup:
     """Clips the gradients of several optimizers by one norm over all of them, as one `clip_grad_norm_` would.
 
-    The group steps in place of its members: it measures all of them, and each applies the common coefficient. All
+    The group steps instead of its members: it measures all of them, and each applies the common coefficient. All
     members skip if one has a non-finite gradient; `grad_norm` of each is the common norm. Members keep everything else:
     `accumulate()`, `backward()`, checkpoints, hooks, schedulers. A GradScaler takes the group as it takes an optimizer;
     it must not unscale a member.

@@ -55,8 +55,8 @@ def attach_ddp(
     left = [name for name, param in ddp.module.named_parameters() if param.requires_grad and id(param) not in own]
     if left:
         raise ValueError(
-            f"no optimizer has the parameter {left[0]!r} ({len(left)} are missing), whose gradients nobody would "
-            "reduce; give attach_ddp all optimizers of the module"
+            f"no optimizer has the parameter {left[0]!r} ({len(left)} are missing), so its gradients would not "
+            "be reduced; give attach_ddp all optimizers of the module"
         )
     check_model(ddp)  # a warning may be an error
     ddp.register_comm_hook(None, noop_hook)  # gradients stay this process's own

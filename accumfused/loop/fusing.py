@@ -99,7 +99,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
         _refuse_formats(type(optimizer).__name__, own)
         if own.metrics:
             raise ValueError(
-                f"{type(optimizer).__name__} keeps its own step, whose update nobody measures; leave metrics= out"
+                f"{type(optimizer).__name__} keeps its own step, whose update cannot be measured; leave metrics= out"
             )
 
     # An LR scheduler binds the old class's step to the object: that step would silently go on running.
@@ -203,7 +203,7 @@ def _foreign(torch_class: type[torch.optim.Optimizer]) -> type[FusedOptimizer]:
     if issubclass(torch_class, torch.optim.SparseAdam):
         raise TypeError(
             f"{torch_class.__name__} takes sparse gradients only, which cannot be fused; keep it as it is for its "
-            "parameters, beside a fused optimizer for the others"
+            "parameters, next to a fused optimizer for the others"
         )
     closure = inspect.signature(torch_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

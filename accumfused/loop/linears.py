@@ -39,7 +39,7 @@ def fuse_linears(model: nn.Module, optimizer: FusedOptimizer) -> FusedLinears:
     BatchNorm in training mode (`accumfused.check_model`).
 
     The contract is that of `release_gradients`: the weight of a micro-batch must be in its loss, so call
-    `optimizer.backward(loss, weight, last)` in place of `accumulate(weight)`. A loop without windows keeps working:
+    `optimizer.backward(loss, weight, last)` instead of `accumulate(weight)`. A loop without windows keeps working:
     its step closes a window of one micro-batch, so it checks the norm, and leaves None in `p.grad`.
 
     Args:

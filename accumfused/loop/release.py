@@ -25,7 +25,7 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
     """Folds gradients into the optimizer's window during backward, bucket by bucket, and frees them there.
 
     Sums, norm, clipping and skips stay the same. The weight of a micro-batch must be in its loss: call
-    `optimizer.backward(loss, weight)` in place of `accumulate(weight)`. A loop without windows keeps working: its step
+    `optimizer.backward(loss, weight)` instead of `accumulate(weight)`. A loop without windows keeps working: its step
     closes a window of one micro-batch, so it checks the norm, and leaves None in `p.grad`.
 
     Args:

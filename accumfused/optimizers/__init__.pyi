@@ -35,7 +35,7 @@ class AdEMAMix(FusedOptimizer):
         alpha_warmup: steps in which alpha grows from 0. None: no warmup, for each of both.
         eps: added to the root of the second moment.
         weight_decay: decoupled, multiplied by lr.
-        maximize: True ascends in place of descending.
+        maximize: True ascends instead of descending.
         **settings: those of `accumfused.settings.Settings`.
 
     Raises:
@@ -67,7 +67,7 @@ class Adadelta(FusedOptimizer, torch.optim.Adadelta):
         params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
         lr, rho, eps, weight_decay: as in torch.
         foreach, capturable: unused; groups have them for torch's own optimizer.
-        maximize: True ascends in place of descending.
+        maximize: True ascends instead of descending.
         differentiable: not supported.
         **settings: those of `accumfused.settings.Settings`.
 
@@ -102,7 +102,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
         params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
         lr, lr_decay, weight_decay, initial_accumulator_value, eps: as in torch.
         foreach, fused: unused; groups have them for torch's own optimizer.
-        maximize: True ascends in place of descending.
+        maximize: True ascends instead of descending.
         differentiable: not supported.
         **settings: those of `accumfused.settings.Settings`.
 
@@ -173,7 +173,7 @@ class Adamax(FusedOptimizer, torch.optim.Adamax):
         params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
         lr, betas, eps, weight_decay: as in torch.
         foreach, capturable: unused; groups have them for torch's own optimizer.
-        maximize: True ascends in place of descending.
+        maximize: True ascends instead of descending.
         differentiable: not supported.
         **settings: those of `accumfused.settings.Settings`.
 
@@ -210,7 +210,7 @@ class Adan(LoadsTheAuthors):
         eps: added to the root of the second moment.
         weight_decay: decoupled, multiplied by lr.
         no_prox: True decays before the update, as AdamW does; False decays by a division after it.
-        maximize: True ascends in place of descending.
+        maximize: True ascends instead of descending.
         **settings: those of `accumfused.settings.Settings`.
 
     Raises:
@@ -240,7 +240,7 @@ class Lion(FusedOptimizer):
         betas: the update's interpolation factor and the momentum's decay.
         weight_decay: decoupled, multiplied by lr; three to ten times larger than AdamW's.
         cautious, cautious_weight_decay: as `accumfused.AdamW`.
-        maximize: True ascends in place of descending.
+        maximize: True ascends instead of descending.
         **settings: those of `accumfused.settings.Settings`.
 
     Raises:
@@ -270,7 +270,7 @@ class RAdam(FusedOptimizer, torch.optim.RAdam):
         params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
         lr, betas, eps, weight_decay, decoupled_weight_decay: as in torch.
         foreach, capturable: unused; groups have them for torch's own optimizer.
-        maximize: True ascends in place of descending.
+        maximize: True ascends instead of descending.
         differentiable: not supported.
         **settings: those of `accumfused.settings.Settings`.
 
@@ -307,7 +307,7 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
         params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
         lr, alpha, eps, weight_decay, momentum, centered: as in torch.
         capturable, foreach: unused; groups have them for torch's own optimizer.
-        maximize: True ascends in place of descending.
+        maximize: True ascends instead of descending.
         differentiable: not supported.
         **settings: those of `accumfused.settings.Settings`.
 
@@ -375,7 +375,7 @@ class Signum(FusedOptimizer):
         lr: the size of every element's update.
         momentum: the decay of the gradient's mean; 0 is signSGD, which still keeps the state.
         weight_decay: L2, added to the gradient.
-        maximize: True ascends in place of descending.
+        maximize: True ascends instead of descending.
         **settings: those of `accumfused.settings.Settings`.
 
     Raises:

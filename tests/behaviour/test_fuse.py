@@ -213,7 +213,7 @@ def wrapper() -> torch.optim.Optimizer:
     return outer  # type: ignore[no-any-return]
 
 
-SPARSE = "SparseAdam takes sparse gradients only, which cannot be fused; keep it as it is .* beside a fused optimizer"
+SPARSE = "SparseAdam takes sparse gradients only, which cannot be fused; keep it as it is .* next to a fused optimizer"
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: torch.optim.LBFGS(parameters()), TypeError, "LBFGS evaluates a closure within its step, which cannot be"),
     (lambda: torch.optim.SparseAdam(parameters()), TypeError, SPARSE),

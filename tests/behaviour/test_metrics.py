@@ -88,7 +88,7 @@ def test_wrong_settings(bad: dict[str, Any]) -> None:
 
 def test_a_step_of_torchs_own_is_not_measured() -> None:
     torchs = type("Own", (torch.optim.SGD,), {})
-    with pytest.raises(ValueError, match="whose update nobody measures"):
+    with pytest.raises(ValueError, match="whose update cannot be measured"):
         af.fuse(torchs([torch.ones(2, requires_grad=True)], lr=0.1), metrics=True)
 
 

@@ -175,7 +175,7 @@ def test_a_native_module_older_than_the_source_beside_it_is_left_aside(tmp_path:
             pytest.skip("needs the source")
         shutil.copytree(PACKAGE.parent / name, tmp_path / name)
     done = subprocess.run([sys.executable, "-c", OLDER], cwd=tmp_path, capture_output=True, text=True, check=True)
-    reason = "the native module is older than the source beside it; build it again: pip install -e ."
+    reason = "the native module is older than the C++ source here; build it again: pip install -e ."
     assert done.stdout.splitlines() == ["[0.5, 0.5, 0.5] None", f"[0.5, 0.5, 0.5] {reason}"]
     assert done.stderr.count(reason) == 1
 
