@@ -91,7 +91,7 @@ def test_a_format_that_is_further_off_than_its_bits_has_no_time(monkeypatch: pyt
     def wrong(params: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=1.05 * exact.LR, weight_decay=exact.WEIGHT_DECAY)
 
-    named = lean.Lean("wrong by 5%", torch.float32, wrong, 0.02, clips=False, peer="torchao")
+    named = lean.Lean("wrong by 5%", torch.float32, wrong, 0.02, "torchao")
     monkeypatch.setattr(lean, "peers", lambda real=lean.peers: [*real()[:2], named])
     bench.peers = ("torchao",)
     (table,) = lean.run(bench)
