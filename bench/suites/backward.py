@@ -23,8 +23,6 @@ from bench.suites.train import demo
 from bench.tables import Table, quartiles
 
 FOLLOWS = ("backend",)
-STOCK = "autograd's sums"
-FUSED = "fuse_linears"
 _MICRO_BATCHES = 4
 _TOKENS = (32, 128, 512, 1024)  # a micro-batch
 _LONGEST = 512  # tokens of a sequence
@@ -33,23 +31,22 @@ _LARGEST_ERROR = 1e-5  # of a gradient, of its norm
 
 @dataclass
 class Contender:
-    """A copy of the model, and the call after each backward pass."""
+    """A copy of the model, the call after each backward pass, and that which ends a window; a step is not timed."""
 
     name: str
     model: nn.Module
     after_backward: Callable[[], object]
     end: Callable[[], object]
+    sums: Callable[[], list[Any]]
     before_backward: Callable[[], object] = lambda: None
 
-    def window(self, inputs: list[Tensor]) -> None:
-        self.sums(inputs)
-        self.end()
-
-    def sums(self, inputs: list[Tensor]) -> None:
+    def window(self, inputs: list[Tensor], *, ends: bool = True) -> None:
         for x in inputs:
             self.before_backward()
             self.model(x).square().mean().backward()
             self.after_backward()
+        if ends:
+            self.end()
 
 
 def run(bench: Bench) -> list[Table]:
@@ -86,40 +83,33 @@ def _table(bench: Bench, name: str, model: nn.Module, width: int, tokens: int) -
 
 
 def _contenders(bench: Bench, model: nn.Module) -> list[Contender]:
-    """First one that adds nothing, then autograd, then ours."""
-    nothing, stock = copy.deepcopy(model), copy.deepcopy(model)
-    found = [
-        Contender("nothing added", nothing, lambda: None, nothing.zero_grad, nothing.zero_grad),
-        Contender(STOCK, stock, lambda: None, stock.zero_grad),
-    ]
+    """Makes first one that adds nothing, then autograd, then ours."""
+    found = []
+    for name in ("nothing added", "autograd's sums"):
+        own = copy.deepcopy(model)
+        grads = functools.partial(lambda own: [param.grad for param in own.parameters()], own)
+        found.append(Contender(name, own, lambda: None, own.zero_grad, grads))
+    found[0].before_backward = found[0].end
     for backend in bench.backends:
         for fuses in (False, True):
             own = copy.deepcopy(model)
             optimizer: Any = af.AdamW(own.parameters(), lr=0.0, backend=backend)
             if fuses:
                 af.fuse_linears(own, optimizer)
-            name = f"{bench.label(backend)}, {FUSED}" if fuses else bench.label(backend)
-            # A window ends without its step, which would be timed too.
-            found.append(Contender(name, own, optimizer.accumulate, optimizer._engine.drop))
+            name = f"{bench.label(backend)}{', fuse_linears' if fuses else ''}"
+            sums = functools.partial(lambda engine: engine.window.sums, optimizer._engine)
+            found.append(Contender(name, own, optimizer.accumulate, optimizer._engine.drop, sums))
     return found
 
 
 def _error(contender: Contender, model: nn.Module, inputs: list[Tensor]) -> float:
-    """The largest error of the contender's sums; they are dropped.
-
-    Raises:
-        WrongError: they are wrong.
-    """
+    """Returns the largest error of the contender's sums; they are dropped. Raises: WrongError: they are wrong."""
     exact = copy.deepcopy(model).double()
     for x in inputs:
         exact(x.double()).square().mean().backward()
-    contender.sums(inputs)
-    params = list(contender.model.parameters())
-    grads = [param.grad for param in params]
-    if grads[0] is None:
-        grads = contender.after_backward.__self__._engine.window.sums  # type: ignore[attr-defined]
+    contender.window(inputs, ends=False)
     error = 0.0
-    for grad, right in zip(grads, exact.parameters(), strict=True):
+    for grad, right in zip(contender.sums(), exact.parameters(), strict=True):
         assert right.grad is not None
         error = max(error, float((right.grad - grad).norm() / right.grad.norm()))
     contender.end()
@@ -129,15 +119,14 @@ def _error(contender: Contender, model: nn.Module, inputs: list[Tensor]) -> floa
 
 
 def _peak(device: torch.device, call: Callable[[], object]) -> int:
-    """By how many bytes the allocated memory grows at most during a call."""
+    """Returns by how many bytes the allocated memory grows at most during a call."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         call()
         return torch.cuda.max_memory_allocated(device) - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     assert profiler.profiler is not None
     found: Any = profiler.profiler.kineto_results

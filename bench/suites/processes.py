@@ -1,8 +1,8 @@
 """A window of 4 micro-batches in two processes (gloo): backward passes, reduction, norm, clip and step.
 
-The model's loss is the dot product of parameters and given gradients, so there is nothing to compute but the tail. What
-backward passes alone take (without any reduction) is measured in the same rounds and subtracted: the rest is the tail.
-Bytes on the wire are the payload that a process hands to collectives, counted as they are called.
+The model's loss is the dot product of parameters and given gradients, so there is nothing to compute but the tail. The
+time of backward passes alone (without any reduction) is measured in the same rounds and subtracted: the rest is the
+tail. Bytes on the wire are the payload that a process hands to collectives, counted as they are called.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,8 @@ _KEEP_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": s
 def run(bench: Bench) -> list[Table]:
     command = [sys.executable, "-m", "bench.suites.processes", "--rounds", str(max(2, min(3, bench.rounds)))]
     command += ["--quick"] if bench.quick else []
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=os.environ | _KEEP_PAGES
-    )
+    environment = os.environ | _KEEP_PAGES
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environment)
     if done.returncode != 0:
         raise RuntimeError(done.stderr)
     rows = json.loads(done.stdout.splitlines()[-1])
@@ -77,10 +77,16 @@ class Given(nn.Module):
         return torch.stack([torch.dot(p.flatten(), g.flatten()) for p, g in zip(self.own, grads, strict=True)]).sum()
 
 
-Window = Callable[[], None]
+Made = tuple[Callable[[], None], Any]  # a window, and its optimizer
 
 
-def ddp_stock(model: Given, *, zero: bool) -> tuple[Window, Any]:
+def _stock_tail(model: Given, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def ddp_stock(model: Given, *, zero: bool) -> Made:
     ddp = DistributedDataParallel(model)
     if zero:
         # Not above: importing it warns of what torch itself uses, and in the processes alone nobody minds.
@@ -95,14 +101,12 @@ def ddp_stock(model: Given, *, zero: bool) -> tuple[Window, Any]:
         for number in range(_MICRO_BATCHES):
             with ddp.no_sync() if number + 1 < _MICRO_BATCHES else nullcontext():
                 (ddp(number) / _MICRO_BATCHES).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
+        _stock_tail(model, optimizer)
 
     return window, optimizer
 
 
-def ddp_ours(model: Given, *, released: bool = False, **settings: Any) -> tuple[Window, Any]:
+def ddp_ours(model: Given, *, released: bool = False, **settings: Any) -> Made:
     ddp = DistributedDataParallel(model)
     settings |= {"process_group": dist.group.WORLD, **_ADAMW}
     optimizer = af.AdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **settings)
@@ -118,26 +122,27 @@ def ddp_ours(model: Given, *, released: bool = False, **settings: Any) -> tuple[
     return window, optimizer
 
 
-def fsdp(model: Given, *, ours: bool) -> tuple[Window, Any]:
+def fsdp(model: Given, *, ours: bool) -> Made:
     fully_shard(model)
-    if ours:
-        optimizer: Any = af.AdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **_ADAMW)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **_ADAMW)
+    optimizer: Any = (
+        af.AdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **_ADAMW) if ours
+        else torch.optim.AdamW(model.parameters(), fused=True, **_ADAMW)
+    )  # fmt: skip
 
     def window() -> None:
         for number in range(_MICRO_BATCHES):
             model.set_requires_gradient_sync(number + 1 == _MICRO_BATCHES)
             (model(number) / _MICRO_BATCHES).backward()
-        if not ours:
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
+        if ours:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            _stock_tail(model, optimizer)
 
     return window, optimizer
 
 
-def alone(model: Given) -> tuple[Window, Any]:
+def alone(model: Given) -> Made:
     def window() -> None:
         for number in range(_MICRO_BATCHES):
             model(number).backward()
@@ -146,15 +151,15 @@ def alone(model: Given) -> tuple[Window, Any]:
     return window, None
 
 
-VARIANTS: dict[str, Callable[[Given], tuple[Window, Any]]] = {
+VARIANTS: dict[str, Callable[[Given], Made]] = {
     _ALONE: alone,
-    "DDP + clip + AdamW(fused)": lambda model: ddp_stock(model, zero=False),
-    "DDP + clip + ZeroRedundancyOptimizer": lambda model: ddp_stock(model, zero=True),
+    "DDP + clip + AdamW(fused)": partial(ddp_stock, zero=False),
+    "DDP + clip + ZeroRedundancyOptimizer": partial(ddp_stock, zero=True),
     "accumfused, attach_ddp": ddp_ours,
-    "accumfused, attach_ddp, bf16 on the wire": lambda model: ddp_ours(model, reduce_dtype=torch.bfloat16),
-    "accumfused, attach_ddp, release_gradients": lambda model: ddp_ours(model, released=True),
-    "fully_shard + clip + AdamW(fused)": lambda model: fsdp(model, ours=False),
-    "fully_shard + accumfused": lambda model: fsdp(model, ours=True),
+    "accumfused, attach_ddp, bf16 on the wire": partial(ddp_ours, reduce_dtype=torch.bfloat16),
+    "accumfused, attach_ddp, release_gradients": partial(ddp_ours, released=True),
+    "fully_shard + clip + AdamW(fused)": partial(fsdp, ours=False),
+    "fully_shard + accumfused": partial(fsdp, ours=True),
 }
 
 _sent: list[int] = []  # payloads, in bytes, while they are counted
@@ -169,7 +174,7 @@ _counting_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.fut
 
 
 def _count_collectives() -> None:
-    """Every collective that is called from Python notes the payload of this process: what it hands in."""
+    """Makes every collective that is called from Python note the payload that this process hands in."""
 
     def counting(collective: Callable[..., Any], given: int) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -187,6 +192,8 @@ def _count_collectives() -> None:
 
 
 def _memory(optimizer: Any) -> int:
+    if optimizer is None:
+        return 0
     if isinstance(optimizer, af.FusedOptimizer):
         parts = af.memory_report(optimizer).total.parts
         return sum(size for part, size in parts.items() if part not in ("parameters", "gradients"))
@@ -202,17 +209,15 @@ def work(rank: int, store: str, quick: bool, rounds: int) -> None:
     of = shapes.model(shapes.GPT2_BLOCKS, quick)
     generator = torch.Generator().manual_seed(2 + rank)
     sets = [[torch.randn(shape, generator=generator) for shape in of] for _ in range(2)]
-    windows: dict[str, Window] = {}
+    windows: dict[str, Callable[[], None]] = {}
     counted: dict[str, dict[str, float]] = {}
     for name, make in VARIANTS.items():
-        window, optimizer = make(Given(of, sets))
-        window()
+        windows[name], optimizer = make(Given(of, sets))
+        windows[name]()
         _sent.clear()
-        window()  # the second one: what is agreed on once has been
-        windows[name] = window
-        kept = 0 if optimizer is None else _memory(optimizer)
+        windows[name]()  # the second one: what is agreed on once has been
         sent = {"collectives": len(_sent), "sent B/param": sum(_sent) / shapes.count(of)}
-        counted[name] = {**sent, "kept B/param": kept / shapes.count(of)}
+        counted[name] = {**sent, "kept B/param": _memory(optimizer) / shapes.count(of)}
     seconds: dict[str, list[float]] = {name: [] for name in windows}
     for _ in range(rounds):
         for name, window in windows.items():
@@ -224,8 +229,7 @@ def work(rank: int, store: str, quick: bool, rounds: int) -> None:
     rows = []
     for name, taken in seconds.items():
         tail = [1e3 * (own - alone) for own, alone in zip(taken, seconds[_ALONE], strict=True)]
-        window_ms = quartiles(taken, 1e3)
-        rows.append({"name": name, "tail ms": quartiles(tail), "window ms": window_ms, **counted[name]})
+        rows.append({"name": name, "tail ms": quartiles(tail), "window ms": quartiles(taken, 1e3), **counted[name]})
     if rank == 0:
         print(json.dumps(rows), flush=True)
     dist.barrier()

@@ -8,6 +8,7 @@ allocated.py measures what autograd's own allocations cost on a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,44 +35,26 @@ def _fp32(bench: Bench, model: str, of: Shapes) -> Table:
     sets = [work.grads, *(work.random() for _ in range(_MICRO_BATCHES - 1))]
     fused = work.stock(fused=True)
 
-    def stock_window(tail: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            work.set_grads(sets[0])
-            for grads in sets[1:]:
-                torch.autograd.backward(work.params, grads)
-            tail()
-            fused.zero_grad()
+    def stock_window(tail: Callable[[], None]) -> None:
+        work.set_grads(sets[0])
+        for grads in sets[1:]:
+            torch.autograd.backward(work.params, grads)
+        tail()
+        fused.zero_grad()
 
-        return run
-
-    trick = stock_window(stock.grad_scale_trick(work.params, fused))
+    clips, trick = stock.clip_and_step(work.params, fused), stock.grad_scale_trick(work.params, fused)
     added = ("accumulate",) * (_MICRO_BATCHES - 1)
     variants = [
-        Variant(
-            "autograd + clip + fused",
-            stock_window(stock.clip_and_step(work.params, fused)),
-            passes=(*added, *stock.CLIP_FUSED),
-        ),
-        Variant("autograd + trick", trick, passes=(*added, *stock.TRICK)),
-        *(
-            Variant(label, window(work, optimizer, sets), passes=(*added, "step"))
-            for label, optimizer in bench.ours(work).items()
-        ),
-        *(
-            Variant(
-                f"{label}, weights, last=True",
-                window(work, optimizer, sets, closes=True),
-                passes=(*added, "scale", "read", "step"),
-            )
-            for label, optimizer in bench.ours(work).items()
-        ),
+        Variant("autograd + clip + fused", partial(stock_window, clips), passes=(*added, *stock.CLIP_FUSED)),
+        Variant("autograd + trick", partial(stock_window, trick), passes=(*added, *stock.TRICK)),
     ]
-    errors = {variant.name: work.error(variant.run, sets) for variant in variants}
+    for closes in (False, True):
+        for label, optimizer in bench.ours(work).items():
+            whole = window(work, optimizer, sets, closes=closes)
+            name, passes = (f"{label}, weights, last=True", ("scale", "read", "step")) if closes else (label, ("step",))
+            variants.append(Variant(name, whole, passes=(*added, *passes)))
     against = {"trick": "autograd + trick", "clip+fused": "autograd + clip + fused"}
-    title = f"window of {_MICRO_BATCHES} fp32 micro-batches, {model}"
-    table = timed(title, bench.interleave(variants), work.count, against)
-    table.notes.append(largest_error(errors))
-    return table
+    return _table(bench, work, sets, variants, f"window of {_MICRO_BATCHES} fp32 micro-batches, {model}", against)
 
 
 def _bf16(bench: Bench, model: str, of: Shapes) -> Table:
@@ -81,108 +64,89 @@ def _bf16(bench: Bench, model: str, of: Shapes) -> Table:
     halves = [torch.nn.Parameter(param.detach().bfloat16()) for param in work.params]
     for half in halves:
         half.grad_dtype = torch.float32
-    fused = work.stock(fused=True)
-    trick = stock.grad_scale_trick(work.params, fused)
-    kept = [torch.zeros_like(param, requires_grad=False) for param in work.params]
+    trick = stock.grad_scale_trick(work.params, work.stock(fused=True))
+    buffers = [torch.zeros_like(param, requires_grad=False) for param in work.params]
 
-    def stock_window(*, copies_back: bool) -> Callable[[], None]:
-        def run() -> None:
-            for grads in sets:
-                torch.autograd.backward(halves, grads)
-            work.set_grads([_grad(half) for half in halves])
-            trick()
-            if copies_back:
-                with torch.no_grad():
-                    torch._foreach_copy_([*halves], [*work.params])
-            release(halves)
-            release(work.params)
-
-        return run
+    def stock_window(*, copies_back: bool) -> None:
+        for grads in sets:
+            torch.autograd.backward(halves, grads)
+        work.set_grads([half.grad for half in halves])  # type: ignore[misc]
+        trick()
+        if copies_back:
+            with torch.no_grad():
+                torch._foreach_copy_([*halves], [*work.params])
+        release(halves)
+        release(work.params)
 
     def by_hand() -> None:
-        torch._foreach_copy_(kept, sets[0])
+        torch._foreach_copy_(buffers, sets[0])
         for grads in sets[1:]:
-            torch._foreach_add_(kept, grads)
-        work.set_grads(kept)
+            torch._foreach_add_(buffers, grads)
+        work.set_grads(buffers)
         trick()
         release(work.params)
 
-    def takes_fp32() -> None:
-        set_grad_dtype(work.params, torch.float32)
-
-    def takes_bf16() -> None:
-        set_grad_dtype(work.params, torch.bfloat16)
-
-    native = stock_window(copies_back=False)
-    widened = ("overwrite_bf16",) + ("overwrite_bf16", "accumulate") * (_MICRO_BATCHES - 1)
-    added = ("overwrite_bf16",) + ("accumulate_bf16",) * (_MICRO_BATCHES - 1)
+    takes_fp32, takes_bf16 = (partial(set_grad_dtype, work.params, dtype) for dtype in (torch.float32, torch.bfloat16))
+    widened = ("overwrite_bf16",) + ("overwrite_bf16", "accumulate") * (_MICRO_BATCHES - 1) + stock.TRICK
+    added = ("overwrite_bf16",) + ("accumulate_bf16",) * (_MICRO_BATCHES - 1) + ("step",)
+    masters, manual = "grad_dtype=float32 + trick on fp32 masters", "_foreach_add_ into kept fp32 buffers + trick"
     variants = [
-        Variant(
-            "grad_dtype=float32 + trick on fp32 masters, copied back to bf16",
-            stock_window(copies_back=True), takes_fp32, (*widened, *stock.TRICK, "narrow_bf16"),
-        ),
-        Variant(
-            "grad_dtype=float32 + trick on fp32 masters",
-            native, takes_fp32, (*widened, *stock.TRICK),
-        ),
-        Variant("_foreach_add_ into kept fp32 buffers + trick", by_hand, takes_fp32, (*widened, *stock.TRICK)),
-        *(
-            Variant(f"{label}, fp32 parameters", window(work, optimizer, sets), takes_bf16, (*added, "step"))
-            for label, optimizer in bench.ours(work).items()
-        ),
+        Variant(f"{masters}, copied back to bf16", partial(stock_window, copies_back=True), takes_fp32,
+                (*widened, "narrow_bf16")),
+        Variant(masters, partial(stock_window, copies_back=False), takes_fp32, widened),
+        Variant(manual, by_hand, takes_fp32, widened),
+        *(Variant(f"{label}, fp32 parameters", window(work, optimizer, sets), takes_bf16, added)
+          for label, optimizer in bench.ours(work).items()),
     ]  # fmt: skip
-    errors = {variant.name: work.error(then(variant.setup, variant.run), sets) for variant in variants}
-    against = {"native": "grad_dtype=float32 + trick on fp32 masters", "by hand": variants[2].name}
     title = f"window of {_MICRO_BATCHES} bf16 micro-batches into fp32, {model}"
-    table = timed(title, bench.interleave(variants), work.count, against)
-    table.notes += [
-        largest_error(errors),
+    table = _table(bench, work, sets, variants, title, {"native": masters, "by hand": manual})
+    table.notes.append(
         "no stock optimizer takes bf16 parameters with fp32 gradients, so the stock rows step fp32 master copies; "
-        "autograd allocates each window's fp32 gradients anew",
-    ]
+        "autograd allocates each window's fp32 gradients anew"
+    )
+    return table
+
+
+def _table(
+    bench: Bench, work: Workload, sets: list[list[Tensor]], variants: list[Variant], title: str, against: dict[str, str]
+) -> Table:
+    """Compares each variant with fp64, and times them."""
+
+    def whole(variant: Variant) -> None:
+        if variant.setup is not None:
+            variant.setup()
+        variant.run()
+
+    errors = {variant.name: work.error(partial(whole, variant), sets) for variant in variants}
+    table = timed(title, bench.interleave(variants), work.count, against)
+    table.notes.append(largest_error(errors))
     return table
 
 
 def window(
     work: Workload, optimizer: af.AdamW, sets: list[list[Tensor]], *, closes: bool = False
 ) -> Callable[[], None]:
-    """One window of ours: what a loop does after each backward(), and the step.
+    """Returns one window of ours: what a loop does after each backward(), and the step.
 
     Args:
         closes: micro-batches have a weight, and the window is closed: p.grad is its mean before the step.
     """
 
     def run() -> None:
-        for grads in sets[:-1]:
+        for index, grads in enumerate(sets, 1):
             work.set_grads(grads)
-            optimizer.accumulate(2.0 if closes else None)
-        work.set_grads(sets[-1])
-        optimizer.accumulate(2.0 if closes else None, last=closes)
+            optimizer.accumulate(2.0 if closes else None, last=closes and index == len(sets))
         optimizer.step(normalizer=1 / len(sets) if closes else None)  # the truth is the sum
 
     return run
 
 
-def then(setup: Callable[[], object] | None, run: Callable[[], object]) -> Callable[[], None]:
-    def both() -> None:
-        if setup is not None:
-            setup()
-        run()
-
-    return both
-
-
 def set_grad_dtype(params: list[torch.nn.Parameter], dtype: torch.dtype) -> None:
+    release(params)
     for param in params:
-        param.grad = None
         param.grad_dtype = dtype
 
 
 def release(params: list[torch.nn.Parameter]) -> None:
     for param in params:
         param.grad = None
-
-
-def _grad(param: torch.nn.Parameter) -> Tensor:
-    assert param.grad is not None
-    return param.grad
