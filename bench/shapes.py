@@ -32,38 +32,19 @@ def resnet50(width: int = 64, classes: int = 1000) -> Shapes:
     return [*shapes, (classes, channels), (classes,)]
 
 
-def vit(width: int = 768, layers: int = 12, patch: int = 16, image: int = 224, classes: int = 1000) -> Shapes:
-    """A vision transformer; the defaults are ViT-B/16: 152 tensors, 86,567,656 parameters."""
-    positions = (image // patch) ** 2 + 1
-    shapes: Shapes = [(1, 1, width), (1, positions, width), (width, 3, patch, patch), (width,)]
-    for _ in range(layers):
-        shapes += [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
-        shapes += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
-    return [*shapes, (width,), (width,), (classes, width), (classes,)]
-
-
-def llama(width: int, inner: int, layers: int, *, key_values: int | None = None, vocabulary: int = 0) -> Shapes:
-    """Llama's blocks: attention, gated feed-forward, two norms; with a vocabulary, a tied embedding and the last norm.
+def llama(
+    width: int = 2048, inner: int = 8192, layers: int = 16, key_values: int = 512, vocabulary: int = 128256
+) -> Shapes:
+    """Llama with a tied head; the defaults are Llama-3.2-1B: 146 tensors, 1,235,814,400 parameters.
 
     Args:
-        key_values: width of keys and values, where several query heads share them.
+        key_values: width of keys and values, which several query heads share.
     """
-    shared = key_values or width
-    shapes: Shapes = [(vocabulary, width)] if vocabulary else []
+    shapes: Shapes = [(vocabulary, width)]
     for _ in range(layers):
-        shapes += [(width, width), (shared, width), (shared, width), (width, width)]
+        shapes += [(width, width), (key_values, width), (key_values, width), (width, width)]
         shapes += [(inner, width), (inner, width), (width, inner), (width,), (width,)]
-    return [*shapes, (width,)] if vocabulary else shapes
-
-
-def llama_1b() -> Shapes:
-    """Llama-3.2-1B: 146 tensors, 1,235,814,400 parameters."""
-    return llama(2048, 8192, 16, key_values=512, vocabulary=128256)
-
-
-def llama_7b_stack() -> Shapes:
-    """10 of Llama-2-7B's 32 blocks: 90 tensors, 2,023,833,600 parameters, 32 GB with gradients and AdamW's states."""
-    return llama(4096, 11008, 10)
+    return [*shapes, (width,)]
 
 
 def small(tensors: int = 1000, elements: int = 64) -> Shapes:
@@ -81,19 +62,16 @@ def count(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-GPT2, LLAMA_1B, LLAMA_7B, RESNET50 = "GPT-2 124M", "Llama-3.2-1B", "Llama-2-7B, 10 blocks", "ResNet-50"
-VIT = "ViT-B/16"
+GPT2, LLAMA_1B, RESNET50 = "GPT-2 124M", "Llama-3.2-1B", "ResNet-50"
 ONE_TENSOR = "one tensor"  # as large as ResNet-50: what compiles for every shape compiles once
 GPT2_BLOCKS = "GPT-2, 4 blocks"  # 28,353,024 parameters: many copies of them fit in a small machine
 
 _MODELS: dict[str, tuple[Callable[[], Shapes], Callable[[], Shapes]]] = {  # whole, and in small
     GPT2_BLOCKS: (lambda: gpt2(layers=4, vocabulary=0)[2:], lambda: gpt2(64, 2, 512, 64)),
     GPT2: (gpt2, lambda: gpt2(64, 2, 512, 64)),
-    LLAMA_1B: (llama_1b, lambda: llama(64, 128, 2, key_values=16, vocabulary=512)),
-    LLAMA_7B: (llama_7b_stack, lambda: llama(64, 176, 2)),
+    LLAMA_1B: (llama, lambda: llama(64, 128, 2, 16, 512)),
     ONE_TENSOR: (lambda: flat(25_557_032), lambda: flat(100_000)),
     RESNET50: (resnet50, lambda: resnet50(8, 10)),
-    VIT: (vit, lambda: vit(64, 2, 16, 32, 10)),
 }
 
 

@@ -54,7 +54,8 @@ class Bench:
     model: tuple[str, Shapes] | None = None
 
     def models(self, *names: str) -> dict[str, Shapes]:
-        """Returns the models that a suite goes through: these, or the one of --model."""
+        """Returns the models that a suite goes through: the one of --model, or these, or large ones."""
+        names = names or ((shapes.GPT2, shapes.LLAMA_1B) if self.on_gpu else (shapes.GPT2,))
         return dict([self.model]) if self.model else {name: shapes.model(name, self.quick) for name in names}
 
     def fits(self, needed: int) -> bool:

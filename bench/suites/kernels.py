@@ -12,7 +12,6 @@ from torch import Tensor
 import accumfused as af
 from accumfused.core.protocol import Fold, Outcome, Scaling
 from accumfused.core.rows import Grads
-from bench import shapes
 from bench.exact import MAX_GRAD_NORM
 from bench.measure import Variant
 from bench.shapes import Shapes
@@ -48,8 +47,7 @@ class Kernels:
 
 
 def run(bench: Bench) -> list[Table]:
-    models = (shapes.GPT2, shapes.LLAMA_1B) if bench.on_gpu else (shapes.VIT,)
-    return [_model(bench, name, of) for name, of in bench.models(*models).items()]
+    return [_model(bench, name, of) for name, of in bench.models().items()]
 
 
 def _model(bench: Bench, model: str, of: Shapes) -> Table:

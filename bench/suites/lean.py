@@ -90,8 +90,8 @@ def peers() -> list[Lean]:
 
 
 def run(bench: Bench) -> list[Table]:
-    names = (shapes.GPT2, shapes.LLAMA_1B) if bench.on_gpu else (shapes.GPT2_BLOCKS,)
-    return [_model(bench, name, of, backend) for name, of in bench.models(*names).items() for backend in bench.backends]
+    models = bench.models() if bench.on_gpu else bench.models(shapes.GPT2_BLOCKS)
+    return [_model(bench, name, of, backend) for name, of in models.items() for backend in bench.backends]
 
 
 def _model(bench: Bench, name: str, of: shapes.Shapes, backend: str) -> Table:

@@ -20,8 +20,8 @@ _AGAINST = {"trick": "grad_scale trick", "clip+fused": "clip + AdamW(fused)", "u
 
 
 def run(bench: Bench) -> list[Table]:
-    large = (shapes.GPT2, shapes.LLAMA_1B, shapes.LLAMA_7B) if bench.on_gpu else (shapes.GPT2,)
-    tables = [_model(bench, name, of) for name, of in bench.models(*large, shapes.RESNET50).items()]
+    models = {**bench.models(), **bench.models(shapes.RESNET50)}
+    tables = [_model(bench, name, of) for name, of in models.items()]
     if bench.peers is None and bench.model is None:
         one_tensor = shapes.model(shapes.ONE_TENSOR, bench.quick)
         tables.append(_model(bench, shapes.ONE_TENSOR, one_tensor, compiling=not bench.quick))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import accumfused as af
-from bench import shapes, stock
+from bench import stock
 from bench.measure import Variant
 from bench.shapes import Shapes
 from bench.suites import Bench, largest_error
@@ -26,8 +26,7 @@ _MICRO_BATCHES = 4
 
 
 def run(bench: Bench) -> list[Table]:
-    models = (shapes.GPT2, shapes.LLAMA_1B) if bench.on_gpu else (shapes.VIT,)
-    return [table(bench, name, of) for name, of in bench.models(*models).items() for table in (_fp32, _bf16)]
+    return [table(bench, name, of) for name, of in bench.models().items() for table in (_fp32, _bf16)]
 
 
 def _fp32(bench: Bench, model: str, of: Shapes) -> Table:
