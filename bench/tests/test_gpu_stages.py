@@ -223,7 +223,7 @@ def test_where_the_kernels_do_not_build_there_is_a_module_without_them(
 
 @pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source")
 def test_the_build_does_not_read_what_an_old_setuptools_refuses(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("setup.py", "accumfused/compiling.py"):
+    for name in ("setup.py", "README.md", "accumfused/compiling.py"):
         shutil.copy2(ROOT / name, source / name)
     shutil.copytree(ROOT / "accumfused" / "rules", source / "accumfused" / "rules", dirs_exist_ok=True)
     (source / "pyproject.toml").write_text("[project]\nname = 3\n")
