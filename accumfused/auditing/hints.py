@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 from accumfused.auditing.window import DIFFERENT, LOST, SCALED, UNKNOWN, Window, is_close
 
@@ -15,50 +14,36 @@ Hints = dict[str, str]  # names of causes, each with its evidence
 _UNEXPLAINED = 0.02  # of the step's gradient; sums in 16 bits stay below
 
 
-@dataclass(frozen=True)
 class Cause:
     """Args: text: a sentence on what happens. remedy: what to do in a plain loop. others: the same elsewhere."""
 
-    text: str
-    remedy: str
-    others: dict[str, str] = field(default_factory=dict)
-
-    def remedy_in(self, setting: str) -> str:
-        """What to do in a loop of that kind."""
-        return self.others.get(setting, self.remedy)
+    def __init__(self, text: str, remedy: str, **others: str) -> None:
+        self.text, self.remedy, self.others = text, remedy, others
 
 
-_COUNTS = {
-    "accumfused": "Weight each micro-batch by its count: optimizer.accumulate(weight=count).",
-    "trainer": "Let the model take num_items_in_batch, or give Trainer a compute_loss_func that divides by it.",
-    "lightning": "Take the FusedAccumulation mixin, and set micro_batch_weight to the count in training_step.",
-    "accelerate": "Sum the losses, divide by the tokens of the window, and multiply by gradient_accumulation_steps.",
-}
 CAUSES = {
     "not_divided": Cause(
         "The mean losses of micro-batches are added up, and not divided by their number.",
         "Divide each loss by the number of micro-batches.",
-        {
-            "accumfused": "Divide each loss by the number of micro-batches, or pass accumulate() a weight.",
-            "trainer": "Leave the division to Trainer: model_accepts_loss_kwargs must be False if the model ignores "
-            "num_items_in_batch.",
-            "accelerate": "Give Accelerator gradient_accumulation_steps: accelerator.backward() then divides.",
-        },
+        accumfused="Divide each loss by the number of micro-batches, or pass accumulate() a weight.",
+        trainer="Leave the division to Trainer; a model without num_items_in_batch: model_accepts_loss_kwargs=False.",
+        accelerate="Give Accelerator gradient_accumulation_steps: accelerator.backward() then divides.",
     ),
     "divided_twice": Cause(
         "The gradient is divided by the number of micro-batches twice.",
         "Keep one of the two divisions.",
-        {
-            "accumfused": "Keep one of the two: the loss / K, or the weights.",
-            "trainer": "Take the division out of compute_loss: Trainer divides.",
-            "lightning": "Take the division out of training_step: accumulate_grad_batches divides.",
-            "accelerate": "Take your own division out: accelerator.backward() divides.",
-        },
+        accumfused="Keep one of the two: the loss / K, or the weights.",
+        trainer="Take the division out of compute_loss: Trainer divides.",
+        lightning="Take the division out of training_step: accumulate_grad_batches divides.",
+        accelerate="Take your own division out: accelerator.backward() divides.",
     ),
     "mean_of_means": Cause(
         "Micro-batches with different counts of samples or tokens have the same weight: a mean of means.",
         "Sum the losses, and divide by the samples or tokens of the whole window.",
-        _COUNTS,
+        accumfused="Weight each micro-batch by its count: optimizer.accumulate(weight=count).",
+        trainer="Let the model take num_items_in_batch, or give Trainer a compute_loss_func that divides by it.",
+        lightning="Take the FusedAccumulation mixin, and set micro_batch_weight to the count in training_step.",
+        accelerate="Sum the losses, divide by the tokens of the window, and multiply by gradient_accumulation_steps.",
     ),
     "uneven": Cause(
         "Micro-batches, or terms of their losses, enter the step with different weights.",
@@ -75,11 +60,9 @@ CAUSES = {
     "remainder_under_weighted": Cause(
         "The last window has fewer micro-batches, and is divided by the number of a full one.",
         "Divide by the number of micro-batches in this window.",
-        {
-            "accumfused": "Pass accumulate() a weight, or divide by the number of micro-batches in this window.",
-            "lightning": "Take the FusedAccumulation mixin, and set micro_batch_weight in training_step.",
-            "accelerate": "Divide by the micro-batches of this window, and multiply by gradient_accumulation_steps.",
-        },
+        accumfused="Pass accumulate() a weight, or divide by the number of micro-batches in this window.",
+        lightning="Take the FusedAccumulation mixin, and set micro_batch_weight in training_step.",
+        accelerate="Divide by the micro-batches of this window, and multiply by gradient_accumulation_steps.",
     ),
     "remainder_leaked": Cause(
         "Micro-batches of one epoch enter the first step of the next.",
@@ -104,10 +87,8 @@ CAUSES = {
     "clip": Cause(
         "Gradients are clipped before the window is complete.",
         "Clip once, right before the step.",
-        {
-            "accumfused": "Leave the clip out, and set max_grad_norm.",
-            "accelerate": "Clip only if accelerator.sync_gradients is set.",
-        },
+        accumfused="Leave the clip out, and set max_grad_norm.",
+        accelerate="Clip only if accelerator.sync_gradients is set.",
     ),
     "unscale": Cause(
         "Gradients are unscaled at the wrong place: within the window, after the clip, or never.",
@@ -116,17 +97,17 @@ CAUSES = {
     "zero_grad": Cause(
         "zero_grad() is at the wrong place: gradients are lost within a window, or stay after its step.",
         "Call it once a window, right after the step.",
-        {"accelerate": "Call optimizer.zero_grad() within accelerator.accumulate(): it waits for the window's end."},
+        accelerate="Call optimizer.zero_grad() within accelerator.accumulate(): it waits for the window's end.",
     ),
     "ranks": Cause(
         "Processes with different counts of samples or tokens have the same weight.",
         "Divide by the count of all processes: af.attach_ddp with a weight does.",
-        {"trainer": "Set average_tokens_across_devices=True."},
+        trainer="Set average_tokens_across_devices=True.",
     ),
     "sums_in_16_bits": Cause(
         "Gradients are summed in 16 bits, and each micro-batch rounds the sum.",
         "Keep sums in fp32: fp32 parameters with autocast do, and so does accumfused's accumulate().",
-        {"lightning": 'Take precision="bf16-mixed", or the FusedAccumulation mixin.'},
+        lightning='Take precision="bf16-mixed", or the FusedAccumulation mixin.',
     ),
     "weights_changed": Cause(
         "Parameters changed between the micro-batches of one window.",

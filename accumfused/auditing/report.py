@@ -40,7 +40,7 @@ class Finding:
     @property
     def remedy(self) -> str:
         """What to do, in a sentence."""
-        return CAUSES[self.name].remedy_in(self.setting)
+        return CAUSES[self.name].others.get(self.setting, CAUSES[self.name].remedy)
 
 
 @dataclass(frozen=True)
@@ -193,10 +193,8 @@ class AuditReport:
             for place, share in enumerate(shares if bars <= _LABELS else [], start):
                 is_low = share < 0.1 * highest  # no room for its label
                 height = share if is_low or highest > 6 else 0.09 * highest  # away from the line
-                axes.text(
-                    place, height, f"{round(share, digits):g}", ha="center", va="bottom" if is_low else "top",
-                    fontsize=12, color=color if is_low else "white",
-                )  # fmt: skip
+                look = {"va": "bottom", "color": color} if is_low else {"va": "top", "color": "white"}
+                axes.text(place, height, f"{round(share, digits):g}", ha="center", fontsize=12, **look)
             start += len(shares) + 1
         axes.plot([-0.43, start - 1.4], [1.0, 1.0], color="0.2", linestyle=(0, (4, 3)), linewidth=1.3)
         axes.text(start - 1.2, 1.0, "large batch", va="center", fontsize=12, color="0.2")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
-
-_IGNORED = -100  # the target that torch's cross entropy leaves out
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 def split(batch: Any, steps: int) -> list[Any]:
@@ -66,26 +64,13 @@ def joined(inputs: Sequence[Any]) -> Any:
     Raises:
         ValueError: they cannot be.
     """
-    flat = [tree_flatten(each) for each in inputs]
-    if any(spec != flat[0][1] for _, spec in flat):
-        raise ValueError("its inputs have several forms")
-    is_text = any(isinstance(each, Mapping) and "labels" in each for each in (inputs[0][1], *inputs[0][0]))
-    names = [str(path[-1]) for path, _ in tree_flatten_with_path(inputs[0])[0]]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten(
-        [_joined(name, column, is_text) for name, column in zip(names, columns, strict=True)], flat[0][1]
-    )
 
-
-def _joined(name: str, column: Sequence[Any], is_text: bool) -> Any:
-    first = column[0]
-    if not isinstance(first, Tensor) or first.ndim == 0:
+    def join(*column: Any) -> Any:
+        first = column[0]
+        if isinstance(first, Tensor) and first.ndim:
+            return torch.cat(column)
         if any(type(each) is not type(first) or bool(each != first) for each in column):
-            raise ValueError(f"its input {name} differs between micro-batches")
+            raise ValueError("an input differs between micro-batches")
         return first
-    if len({each.shape[1:] for each in column}) > 1:
-        if not is_text or first.ndim != 2 or first.is_floating_point():
-            raise ValueError(f"its input {name} has several shapes")
-        width, filler = max(each.shape[1] for each in column), _IGNORED if "labels" in name else 0
-        column = [torch.nn.functional.pad(each, (0, width - each.shape[1]), value=filler) for each in column]
-    return torch.cat(list(column))
+
+    return tree_map(join, *inputs)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -60,7 +59,7 @@ class Watch:
     ) -> None:  # fmt: skip
         params = {id(param): param for track in tracks for param in track.params}
         self.tracks, self._params, self._ended = tracks, params, ended
-        self._ignore, self._steps, self._model, self._setting = ignore, steps, model, ""
+        self._ignore, self._steps, self._setting = ignore, steps, ""
         for track in tracks:
             track.expected = steps
         self._norms = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
@@ -74,10 +73,6 @@ class Watch:
         self._probed: dict[Any, tuple[int, Reading]] = {}  # the first of each form, with its samples
         self._incoming: dict[int, Tensor] = {}  # gradients on their way to p.grad
         self._hooks = contextlib.ExitStack()
-
-    def __deepcopy__(self, memo: Any) -> Watch:
-        """A copy of the model has the same hooks."""
-        return self
 
     def start(self) -> None:
         """Registers the hooks."""
@@ -216,7 +211,7 @@ class Watch:
     def _stepped(self, optimizer: Optimizer) -> None:
         self._detour = False
         self._unseen = MicroBatch()
-        self._setting = self._setting or _setting(self._model, optimizer)
+        self._setting = self._setting or _setting(optimizer)
         self._ended()
 
     def call(self, name: str, args: Sequence[Any]) -> None:
@@ -276,7 +271,7 @@ def tracks_of(model: Module, optimizers: Optimizer | Iterable[Optimizer], group:
     return tracks
 
 
-def _setting(model: Module, optimizer: Any) -> str:
+def _setting(optimizer: Any) -> str:
     """The kind of loop that a step is called from, for remedies."""
     frame, callers = sys._getframe(), list[str]()
     while frame.f_back is not None:
@@ -285,8 +280,6 @@ def _setting(model: Module, optimizer: Any) -> str:
     for package, setting in _FRAMEWORKS.items():
         if any(caller.startswith(package) for caller in callers):
             return setting
-    if isinstance(model, DistributedDataParallel):
-        return "ddp"
     return "accumfused" if isinstance(optimizer, FusedOptimizer) else "loop"
 
 
