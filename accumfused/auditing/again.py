@@ -78,7 +78,7 @@ class Calls:
         states = self._generators.states()
         try:
             self._judge(window, calls, taken, ids, names)
-        except Exception as error:  # inputs of other forms, or a model that cannot be copied
+        except Exception as error:  # also a model that cannot be copied
             self.note = f"the window could not be computed at once: {error}"
         finally:
             self._generators.restore(states)
@@ -107,16 +107,13 @@ class Calls:
 
         together = joined(inputs)
         if not subject.are_rows(call, together, inputs):
-            self.note = "outputs of the window at once are not those of its micro-batches: its inputs have other rows"
-            return
+            raise ValueError("its outputs are not those of the micro-batches")
         subject.set_aside(dropout=True, batch_norm="batch_norm" in self._ignore)
         whole, *pieces = subject.run([together]) + subject.run(inputs)
         if any(piece.micro_batch.is_random for piece in (whole, *pieces)):
-            self.note = "the model draws random numbers outside of dropout: the window was not computed at once"
-            return
+            raise ValueError("the model draws random numbers outside of dropout")
         if any(g is None and w is not None for g, w in zip(by_track(whole.part.grads), taken, strict=True)):
-            self.note = "a copy of the model does not reach its own parameters: the window was not computed at once"
-            return
+            raise ValueError("a copy of the model does not reach its own parameters")
         if subject.has_set_aside:  # what the loop would have got without it
             weights = [weight * math.prod(call.factors) for weight, call in zip(window.weights, calls, strict=True)]
             taken = added([by_track(piece.part.grads) for piece in pieces], weights)

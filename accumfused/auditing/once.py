@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from accumfused.auditing.fit import added, on_host
@@ -44,22 +43,6 @@ class Piece:
     loss: float
 
 
-class _Dtypes(TorchFunctionMode):
-    """Notes the 16-bit dtypes in which a model computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[torch.dtype] = set()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16):
-            self.seen.add(result.dtype)
-        return result
-
-
 class Subject:
     """A copy of model and loss function, which runs batches from one state of the generators.
 
@@ -74,16 +57,12 @@ class Subject:
             self.model, self.loss_fn = copy.deepcopy((model, loss_fn))
         except Exception as error:
             raise RuntimeError(f"the model cannot be copied ({error}), and an audit must not change yours") from error
-        for module in self.model.modules():  # a watch's
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Rows)]:
-                    del hooks[key]
         cast(self.model)
-        self._dtypes = _Dtypes()
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         self._generators, self._states = generators, generators.states()
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         self.names, self.params = list(named), list(named.values())
+        self._dtypes = {param.dtype for param in self.params}
         self.has_set_aside = False
         if not self.params:
             raise ValueError("no parameter of the model requires a gradient")
@@ -91,8 +70,7 @@ class Subject:
     @property
     def tolerance(self) -> float:
         """The rounding that a comparison of gradients allows, after a run: autocast counts."""
-        dtypes = self._dtypes.seen | {param.dtype for param in self.params}
-        return max(TOLERANCES.get(dtype, 1e-4) for dtype in dtypes)
+        return max(TOLERANCES.get(dtype, 1e-4) for dtype in self._dtypes)
 
     def set_aside(self, *, dropout: bool = False, batch_norm: bool = False) -> bool:
         """Switches layers off that draw random numbers, or normalize by batch; says whether there were any."""
@@ -139,10 +117,11 @@ class Subject:
     def _piece(self, batch: Any, probes: bool) -> Piece:
         before = self._generators.tensors()
         rows = Rows(self.model, self._generators)
-        with self._dtypes, contextlib.ExitStack() as hooks:
+        with contextlib.ExitStack() as hooks:
             for handle in rows.handles():
                 hooks.callback(handle.remove)
             loss = self.loss_fn(self.model, batch)
+        self._dtypes |= rows.dtypes
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError("loss_fn(model, batch) must return a loss: a tensor with one element and a graph")
         is_random = not all(map(torch.equal, before, self._generators.tensors()))

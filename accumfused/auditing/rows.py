@@ -5,6 +5,7 @@ A model may be called whole, by its children, or past its `forward`: each outerm
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,14 +35,17 @@ class Rows:
         self._before: list[Tensor] = []  # the generators' states before an outermost call
         self._open: list[tuple[int, list[GradientEdge], list[GradientEdge]]] = []  # of each module that is running
         self.edges: list[GradientEdge] = []
+        self.dtypes: set[torch.dtype] = set()  # of outputs with fractions
         self.samples = 0  # of the last outermost call
         self.is_random = False  # one of them drew random numbers
         self.is_paused = False  # backward runs: a checkpoint computes its layers again
         self._is_used = False  # by a backward pass: the next call begins anew
 
     def __deepcopy__(self, memo: Any) -> Rows:
-        """A copy of the model has the same hooks."""
-        return self
+        """The hooks of a copy of the model do nothing."""
+        made = copy.copy(self)
+        made.is_paused = True
+        return made
 
     def handles(self) -> Iterator[Any]:
         """The hooks."""
@@ -81,6 +85,7 @@ class Rows:
         size = self._open[0][0] if self._open else _samples((args, kwargs))
         if torch.is_grad_enabled():
             for leaf in leaves(output):
+                self.dtypes |= {leaf.dtype} if leaf.is_floating_point() else set()
                 if leaf.requires_grad and leaf.ndim:
                     (fitting if len(leaf) == size else others).append(get_gradient_edge(leaf))
         if self._open:
