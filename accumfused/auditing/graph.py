@@ -82,11 +82,6 @@ class Term:
         """Equal for terms that may be added up."""
         return self.kind, self.has_rows
 
-    @property
-    def is_loss(self) -> bool:
-        """Whether it is a loss function of torch.nn, not a bare sum or mean."""
-        return "Loss" in self.kind or self.kind.startswith(("Binary", "KlDiv"))
-
 
 @dataclass
 class Reading:
@@ -102,11 +97,6 @@ class Reading:
     unknown: list[str] = field(default_factory=list)
     spans: bool = False
     ends_beside: bool = False
-
-    @property
-    def signature(self) -> tuple[str, ...]:
-        """Equal for losses of the same form."""
-        return tuple(term.kind for term in self.terms)
 
 
 def read(loss: Tensor, rows: Sequence[GradientEdge]) -> Reading:
@@ -133,8 +123,12 @@ def read(loss: Tensor, rows: Sequence[GradientEdge]) -> Reading:
 
 def main_of(terms: Sequence[Term]) -> Term | None:
     """The term that counts samples or tokens: a loss function rather than a bare mean, divided, the heaviest."""
-    own = [term for term in terms if term.has_rows] or terms
-    return max(own, key=lambda t: (t.is_loss, any(map(is_division, t.factors)), abs(t.factor)), default=None)
+
+    def rank(term: Term) -> tuple[bool, bool, float]:
+        is_loss = "Loss" in term.kind or term.kind.startswith(("Binary", "KlDiv"))
+        return is_loss, any(map(is_division, term.factors)), abs(term.factor)
+
+    return max([term for term in terms if term.has_rows] or terms, key=rank, default=None)
 
 
 def gradients_of(terms: Sequence[Term], params: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -221,15 +215,12 @@ def _factor(node: Any, kind: str, children: Sequence[Any]) -> float | None:
     if kind in ("Sub", "Rsub"):  # a constant less the input, or the input less a constant
         is_second = kind == "Rsub" or children[0][0] == 1
         return -float(getattr(node, "_saved_alpha", 1)) if is_second else 1.0
-    if kind not in ("Mul", "Div"):
-        return None
     other = getattr(node, "_saved_other", None)
-    if isinstance(other, Tensor):
-        other = float(other) if other.numel() == 1 else None
-    elif other is None and kind == "Mul":  # number * loss: the number is on the left
-        left = getattr(node, "_saved_self", None)
-        other = float(left) if isinstance(left, Tensor) and left.numel() == 1 else None
-    if other is None or isinstance(other, complex):
+    if other is None and kind == "Mul":  # number * loss: the number is on the left
+        other = getattr(node, "_saved_self", None)
+    if kind not in ("Mul", "Div") or other is None or isinstance(other, complex):
+        return None
+    if isinstance(other, Tensor) and (other.numel() != 1 or other.is_complex()):
         return None
     return float(other) if kind == "Mul" else 1.0 / float(other) if other else math.inf
 

@@ -152,19 +152,17 @@ class Track:
         optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # fmt: skip
         """The optimizer is about to step: its window is complete now, or when the step's closure returns."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._complete(calls, kwargs)
-            ended(optimizer)
-            return None
 
-        def watched() -> Any:
-            result = closure()
+        def complete(result: Any = None) -> Any:
             self._complete(calls, kwargs)
             ended(optimizer)
             return result
 
-        return (*args[:1], watched, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return complete()  # type: ignore[no-any-return]
+        others = {name: kwargs[name] for name in kwargs if name != "closure"}
+        return (*args[:1], lambda: complete(closure()), *args[2:]), others
 
     def _complete(self, calls: Calls, kwargs: Mapping[str, Any]) -> None:
         taken = _taken(self.optimizer, self.params, kwargs, self.group) if self.now.micro_batches else []
@@ -191,12 +189,6 @@ class Track:
         self.now = Opened()
 
     @property
-    def is_partial(self) -> bool:
-        """Whether there are other processes, and no group over which to ask them."""
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        return self.group is None and several
-
-    @property
     def _folds(self) -> bool:
         """Whether p.grad is empty between micro-batches, because the sums are in the optimizer."""
         optimizer = self.optimizer
@@ -220,7 +212,7 @@ class Track:
         )  # fmt: skip
         if self.now.is_for_inputs:
             window.reasons["unread"] = "a backward pass, now zeroed, may have been for the gradients of inputs"
-        if self.is_partial:
+        if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             window.reasons["unread"] = "there are several processes: their gradients are compared with process_group="
         if world == 1:
             calls.judge(window, taken, ids, self.names)

@@ -160,10 +160,11 @@ class Watch:
             for term in reading.terms:
                 term.factors = [*term.factors, float(gradient)]
                 term.top = None if term.top is None else (term.top[0], term.top[1] * float(gradient))
-        size, known = self._probed.get(reading.signature, (0, reading))
+        form = tuple(term.kind for term in reading.terms)
+        size, known = self._probed.get(form, (0, reading))
         if known is reading or size < 2 <= now.samples:  # one sample shows nothing
             probe(reading, rows)
-            self._probed[reading.signature] = now.samples, reading
+            self._probed[form] = now.samples, reading
         for term, first in zip(reading.terms, known.terms, strict=True):
             term.is_coupled = term.is_coupled if term.is_coupled is not None else first.is_coupled
         reading.spans |= known.spans
