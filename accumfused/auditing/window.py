@@ -245,10 +245,13 @@ def _family(group: Sequence[Part], arrived: int, expected: int, world: int, reas
     if not is_same and not (is_aligned and all(_same(column) or _are_counts(column, mains) for column in columns)):
         reasons["unread"] = "a factor of the loss changes within the window"
     counts = {count for count in (number, arrived, expected) if count > 1}
-    divisions = [factor for factor in first.factors if any(is_close(abs(factor), 1 / count) for count in counts)]
-    is_sum, divisions = _counted(first, mains, group[0].samples, divisions)
+    fixed = [column[0] for column in columns if _same(column)]
+    divisions = [factor for factor in fixed if any(is_close(abs(factor), 1 / count) for count in counts)]
+    is_sum = first.has_rows
+    if is_sum and _same([main.mean_of for main in mains]) and all(map(_same, columns)):  # else its counts cancel
+        is_sum, divisions = _counted(first, group[0].samples, divisions)
     joint = sum(each.form == first.form for each in group[0].terms)
-    undone = [abs(f) for f in first.factors if any(is_close(abs(f), count) for count in {*counts, world} - {1})]
+    undone = [abs(f) for f in fixed if any(is_close(abs(f), count) for count in {*counts, world} - {1})]
     total, others = sum(main.divisor for main in mains), [1 / math.prod(undone)]
     if is_sum and is_same:
         sizes = sum(main.count for main in mains), sum(part.samples for part in group)
@@ -270,11 +273,9 @@ def _compare_terms(group: Sequence[Part], reasons: dict[str, str]) -> None:
         reasons["unread"] = f"it adds up {len(joint)} losses with different counts: whether they are alike"
 
 
-def _counted(first: Term, mains: Sequence[Term], samples: int, divisions: list[float]) -> tuple[bool, list[float]]:
+def _counted(first: Term, samples: int, divisions: list[float]) -> tuple[bool, list[float]]:
     """Whether a loss is a sum, not a mean over its own terms or samples; and divisions by numbers of micro-batches."""
     counts = [count for count in (first.size, samples) if count > 1]
-    if not first.has_rows or not _same([main.mean_of for main in mains]):
-        return first.has_rows, divisions
     if first.is_mean:
         return any(is_close(abs(factor), count) for factor in first.factors for count in counts), divisions
     free = [factor for factor in first.factors if factor not in divisions or divisions.count(factor) > 1]

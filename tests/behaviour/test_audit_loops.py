@@ -66,6 +66,10 @@ def divided_by_another_number(model: Any, optimizer: Any, i: int, x: Tensor, y: 
     end(optimizer, i)
 
 
+def kl(model: Any, x: Tensor) -> Tensor:
+    return F.kl_div(model(x).log_softmax(1), x[:, :3].softmax(1), reduction="batchmean")
+
+
 UNEQUAL = smaller_last()
 FEW = [(x, torch.tensor([0] * (1 + i % K) + [1] * (5 - i % K))) for i, (x, _) in enumerate(samples())]  # targets
 
@@ -83,6 +87,7 @@ def share(i: int) -> float:
     ("equal", body_of(lambda m, i, x, y: mean(m, x, y, "sum") * share(i) * K / K), UNEQUAL),
     ("equal", body_of(lambda m, i, x, y: mean(m, x, y, "sum") / len(y) / K), samples(size=K)),
     ("equal", body_of(lambda m, i, x, y: (mean(m, x, y) if i % 2 else m(x).square().mean()) / K), None),
+    ("equal", body_of(lambda m, i, x, y: kl(m, x) * len(y) / 13), 2 * [samples(1, n)[0] for n in (K, 2, 5, 2)]),
     ("scaled", divided_by_another_number, None),
     ("scaled", body_of(lambda m, i, x, y: mean(m, x, y, "sum") / len(y)), None),
     ("different", body_of(lambda m, i, x, y: mean(m, x, y) / K + 0.1 * m(x).square().mean()), None),
