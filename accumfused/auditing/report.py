@@ -45,11 +45,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class StepFit:
-    """One step beside the large batch of its window.
+    """One step, compared with the large batch of its window.
 
     Args:
         micro_batches: how many arrived.
-        shares: for each the weight of its terms (samples or tokens) beside that in the large batch: 1 is right.
+        shares: for each the weight of its terms (samples or tokens) over that in the large batch: 1 is right.
         tensors: the comparison of all tensors together (named ""), then of each.
         verdict: "equal", "scaled", "different" or "unknown".
         factor: the step's gradient is so many times the large batch's.
@@ -63,7 +63,7 @@ class StepFit:
 
     @property
     def difference(self) -> float:
-        """The size of the difference beside the large batch's gradient."""
+        """The size of the difference, as a share of the large batch's gradient."""
         return self.tensors[0].difference
 
 

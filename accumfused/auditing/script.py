@@ -216,7 +216,7 @@ def _record(command: list[str], peers: Mapping[type[Optimizer], type[Optimizer]]
 
 def _compare(one: _Run, other: _Run) -> int:
     stock, swapped = one.losses, other.losses
-    print(f"\n{' and '.join(one.classes)}, beside {' and '.join(other.classes)}")
+    print(f"\n{' and '.join(one.classes)} against {' and '.join(other.classes)}")
     if one.classes == other.classes:
         print("The script makes no optimizer of torch.optim that accumfused has.")
         return 1

@@ -75,6 +75,16 @@ def test_a_fault_is_an_exit_code_and_a_short_script_is_judged_by_what_it_did(
     assert "<svg" in Path("shares.svg").read_text()
 
 
+def test_a_cause_is_left_out_on_request(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(path).write_text(SCRIPT.replace("torch.nn.Tanh()", "torch.nn.BatchNorm1d(8)"))
+    for options, head in (
+        ([], "Cannot tell from the graph: BatchNorm"),
+        (["--ignore", "batch_norm"], "The update is that"),
+    ):
+        assert script.main([*options, path, "4"], PEERS) == 0
+        assert capsys.readouterr().out.startswith(f"\n{head}")
+
+
 def test_a_script_without_steps_or_without_a_file_is_told(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(path).write_text("print('nothing')")
     assert script.main([path], PEERS) == 0
@@ -95,5 +105,5 @@ def test_ten_losses_are_compared_with_those_of_torchs_optimizers(
     assert script.main(["--swap", path, "4"], PEERS) == code
     out = capsys.readouterr().out
     assert out.strip().splitlines()[-1].startswith(tail), out
-    assert out.startswith("\ntorch's AdamW, beside accumfused's AdamW\n")
+    assert out.startswith("\ntorch's AdamW against accumfused's AdamW\n")
     assert len(out.strip().splitlines()) == 15
