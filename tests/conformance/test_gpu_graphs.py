@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, everything, refused
@@ -19,6 +20,8 @@ import accumfused.backends.cuda
 from accumfused import backends, compiled
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
+from accumfused.core.protocol import Fold
+from accumfused.core.rows import Grads
 
 FACTORS = (1.0, float("inf"), 0.5, 2.0, 1.0, 1.0)  # of the parameters in each window's losses, or of gradients
 HALVES = ("bf16_stochastic", "split16", "split8")
@@ -180,25 +183,49 @@ def test_a_graph_reads_what_was_there_when_it_was_captured(gpu: Emulation) -> No
     assert_all_same_bits({name: found[name] for name in wanted}, wanted)
 
 
+def test_three_step_counts_in_a_group(gpu: Card | Emulation) -> None:
+    """Tensors are frozen for a while, eagerly and in a graph; a step's arithmetic depends on its number."""
+    plain = {"max_grad_norm": None, "nonfinite": "propagate"}  # else torch clears sums of squares, and is not replayed
+    ours, theirs = (new_optimizer(each, [(5000,), (30,), (7,)], **plain) for each in (gpu, None))
+    static = [gradients(ours, 0.5), [None, *gradients(ours, 2.0)[1:]]]
+    for count in (3, 2, 1):
+        step(ours, [*gradients(ours, 1.0)[:count], *[None] * (3 - count)])
+    gpu.synchronize()
+    with gpu.capturing() as replay:
+        for grads in static:
+            step(ours, grads)
+    for _ in range(2):
+        replay()
+    step(ours, gradients(ours, -1.0))
+    gpu.synchronize()
+    for count in (3, 2, 1):
+        step(theirs, [*gradients(theirs, 1.0)[:count], *[None] * (3 - count)])
+    for _ in range(2):
+        step(theirs, gradients(theirs, 0.5)), step(theirs, [None, *gradients(theirs, 2.0)[1:]])
+    step(theirs, gradients(theirs, -1.0))
+    assert_all_same_bits(everything(ours), everything(theirs))
+    assert [int(everything(ours)[f"step {index}"]) for index in range(3)] == [6, 7, 6]
+
+
 # ---- memory that others get -----------------------------------------------------------------------------------------
 
 
-def new_optimizer(gpu: Card | Emulation | None) -> Any:
+def new_optimizer(gpu: Card | Emulation | None, shapes: Any = ((5000,), (30,)), **options: Any) -> Any:
     device, backend = (gpu.device, gpu.backend) if gpu else ("cpu", CpuBackend())
-    params = [param.detach().to(device).requires_grad_() for param in random_params([(5000,), (30,)])]
-    return ADAMW_CASE.make(params, backend, max_grad_norm=1.0)
+    params = [param.detach().to(device).requires_grad_() for param in random_params(shapes)]
+    return ADAMW_CASE.make(params, backend, **{"max_grad_norm": 1.0, **options})
 
 
 def gradients(optimizer: Any, value: float) -> list[Tensor]:
     return [torch.full_like(p, value) for p in optimizer.param_groups[0]["params"]]
 
 
-def give(optimizer: Any, grads: list[Tensor]) -> None:
+def give(optimizer: Any, grads: Sequence[Tensor | None]) -> None:
     for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
         param.grad = grad
 
 
-def step(optimizer: Any, grads: list[Tensor], lr: float = 0.1) -> None:
+def step(optimizer: Any, grads: Sequence[Tensor | None], lr: float = 0.1) -> None:
     """One that leaves no gradient behind."""
     optimizer.param_groups[0]["lr"] = lr
     give(optimizer, grads)
@@ -244,6 +271,29 @@ def test_a_side_stream_keeps_what_it_reads(
         assert_made(optimizer, (1.0, 0.1), (-2.0 * micro_batches, 0.1))
     else:
         assert int(optimizer.skipped_steps) == 1, "the gradients are NaN"
+
+
+@pytest.mark.parametrize("gpu", ["emulated"], indirect=True)
+def test_a_side_stream_records_each_tensor_once(gpu: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A microsecond each. Not those of new lists, at the places of old ones, or of lists that have got more."""
+    optimizer, recorded = new_optimizer(gpu, [(30,)]), list[int]()
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, to: recorded.append(tensor.data_ptr()))
+    with gpu.on_side_stream():
+        places = set[int]()
+        for _ in range(9):
+            grads = gradients(optimizer, 1.0)
+            places |= {id(grads[0])}
+            step(optimizer, grads)
+            assert recorded.count(grads[0].data_ptr()) == 1
+            del grads
+        assert len(places) < 9
+        plan, (own,), partials = inside.plan(optimizer), gradients(optimizer, 0.0), torch.zeros(1)
+        grads, sums = Grads(gradients(optimizer, 1.0)), Grads([None])
+        for _ in range(3):
+            gpu.backend.accumulate(plan, Fold(grads, sums, 1.0), partials)
+            sums[0] = own
+            plan.forget_sums()
+        assert [recorded.count(tensor.data_ptr()) for tensor in (grads[0], own)] == [1, 1]
 
 
 @pytest.mark.parametrize("keeps", [True, False])
