@@ -59,11 +59,11 @@ class CudaBackend:
         if reads:
             plan.point_at(grads)  # type: ignore[arg-type]
         table, stream = self._on_device(plan, [partials], *([] if grads is None else [grads]))
-        table.norm(plan.table, stream, (
-            reads, address(partials), scaling.normalization, address(scaling.device_normalization),
+        table.norm(
+            plan.table, stream, reads, address(partials), scaling.normalization, address(scaling.device_normalization),
             address(scaling.found_inf), outcome.normed, scaling.max_grad_norm, scaling.skips_nonfinite,
             outcome.values.data_ptr(), address(scaling.skips),
-        ))  # fmt: skip
+        )  # fmt: skip
         return outcome
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:

@@ -7,18 +7,6 @@
 #include "launch.h"
 
 namespace accumfused {
-namespace {
-
-// In the order of Norm.
-using NormTuple =
-    std::tuple<bool, uintptr_t, double, uintptr_t, uintptr_t, bool, std::optional<double>, bool, uintptr_t, uintptr_t>;
-
-cuda::Norm norm_of(const NormTuple& values) {
-  return std::apply([](const auto&... each) { return cuda::Norm{each...}; }, values);
-}
-
-}  // namespace
-
 void bind_cuda(py::module_& m) {
   using cuda::DeviceTable;
   const auto release = py::call_guard<py::gil_scoped_release>();
@@ -32,25 +20,28 @@ void bind_cuda(py::module_& m) {
                  return new DeviceTable(device, memory, table.rows(), stream, allocate);
                }),
            py::arg("device"), py::arg("memory"), py::arg("table"), py::arg("stream"), py::arg("allocate"))
-      .def_static(
-          "bytes", [](const Table& table) { return DeviceTable::bytes(table.rows()); }, py::arg("table"))
+      .def_static("bytes", [](const Table& table) { return DeviceTable::bytes(table.rows()); })
       .def("accumulate",
-           [](DeviceTable& self, const Table& table, const cuda::Stream& stream, const GivenNumber& factor,
-              uintptr_t before, bool overwrites, uintptr_t partials) {
+           [](DeviceTable& self, const Table& table, cuda::Stream stream, const GivenNumber& factor, uintptr_t before,
+              bool overwrites, uintptr_t partials) {
              const Fold fold = make_fold(factor, before, overwrites, partials);
              const py::gil_scoped_release released;
              self.accumulate(table.rows(), stream, fold);
            })
       .def(
           "norm",
-          [](DeviceTable& self, const Table& table, const cuda::Stream& stream, const NormTuple& norm) {
-            self.norm(table.rows(), stream, norm_of(norm));
+          [](DeviceTable& self, const Table& table, cuda::Stream stream, bool reads, uintptr_t partials,
+             double normalization, uintptr_t device_normalization, uintptr_t found_inf, bool takes_norm,
+             std::optional<double> max_grad_norm, bool skips_nonfinite, uintptr_t outcome, uintptr_t skips) {
+            self.norm(table.rows(), stream,
+                      {reads, partials, normalization, device_normalization, found_inf, takes_norm, max_grad_norm,
+                       skips_nonfinite, outcome, skips});
           },
           release)
       .def("segment_norms", &DeviceTable::segment_norms, release)
       .def(
           "step",
-          [](DeviceTable& self, const Table& table, const cuda::Stream& stream,
+          [](DeviceTable& self, const Table& table, cuda::Stream stream,
              const std::vector<std::tuple<double, uintptr_t, uintptr_t>>& hypers, const std::vector<int32_t>& rules,
              uintptr_t outcome, uintptr_t coefficients) {
             std::vector<HyperParameter> values;

@@ -214,11 +214,11 @@ void DeviceTable::with_words(Part& part, const Words& words, Stream stream, cons
   Words& sent = part.sent;
   while (begin < end && words[begin] == sent[begin]) ++begin;
   while (begin < end && words[end - 1] == sent[end - 1]) --end;
-  std::fill(&sent[begin], &sent[end], kUnknown);  // if a launch fails
+  std::fill_n(sent.data() + begin, end - begin, kUnknown);  // if a launch fails
   const bool fits = end - begin <= kMostWords;
   if (!fits) write_all(words, begin, end, part.at, stream.first);
   with_packet(words, fits ? begin : end, end, [&](auto& packet) { launch(packet, pointer<Word>(part.at)); });
-  std::copy(&words[begin], &words[end], &sent[begin]);
+  std::copy_n(words.data() + begin, end - begin, sent.data() + begin);
 }
 
 // Of a norm or a step. A window's step finds its gradients where the last fold has its sums.

@@ -32,22 +32,18 @@ struct Norm {
 // A cudaStream_t, and whether a graph captures it.
 using Stream = std::pair<uintptr_t, bool>;
 
-// Gives memory for so many bytes that only replays of graphs will use, as long as there may be any, and a stream that
-// may write it now and is not captured.
+// Gives memory for so many bytes, which only replays of graphs will read, and a stream that is not captured to write
+// it.
 using Allocate = std::function<std::pair<uintptr_t, uintptr_t>(size_t bytes)>;
 
-// A table's copy on a device, and the verbs that work on it. Rows are sent once. Operands are words (see work.cuh):
-// what has changed since the last call travels with its launch, or in front of it if that is too much, so nothing waits
-// and no staging memory is shared. What a captured call reads is written once, outside of the graph, and never again.
-// One stream at a time.
-//
-// Addresses are of the device's memory. Verbs raise std::runtime_error with the kernel's name and CUDA's reason; the
-// next call sends again what it had to send.
+// A table's copy on a device, and the verbs that work on it, on one stream at a time. Rows are sent once, by the
+// constructor, which no graph may capture. Operands are words (see work.cuh): those that have changed since the last
+// call travel with its launch, or in front if they are too many. Nothing waits, but in a capture: its words are written
+// once, outside of the graph, and never again. Addresses are of the device's memory. Verbs raise std::runtime_error
+// with the kernel's name and CUDA's reason; the next call sends the words again.
 class DeviceTable {
  public:
   static int64_t bytes(const Rows& table);  // the size of `memory`, which is aligned to 16 bytes
-
-  // Not in a capture.
   DeviceTable(int device, uintptr_t memory, const Rows& table, uintptr_t stream, Allocate allocate);
 
   void accumulate(const Rows& table, Stream stream, const Fold& fold);
