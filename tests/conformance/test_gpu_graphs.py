@@ -161,6 +161,23 @@ def test_only_thousands_of_new_addresses_are_launches_more(count: int, gpu: Emul
 
 
 @pytest.mark.parametrize("gpu", ["emulated"], indirect=True)
+def test_addresses_that_were_sent_in_part_are_all_sent_again(gpu: Emulation) -> None:
+    optimizer = ADAMW_CASE.make([torch.zeros(2).requires_grad_() for _ in range(9000)], gpu.backend, max_grad_norm=1.0)
+    known, new = gradients(optimizer, 1.0), gradients(optimizer, 1.0)
+    for _ in range(2):
+        give(optimizer, known)
+        launched = gpu.launches(optimizer.step)
+    assert launched == 2
+    give(optimizer, new)
+    gpu.machine.fail_after(1)
+    with pytest.raises(RuntimeError, match="too many resources"):
+        optimizer.step()
+    gpu.machine.fail_after(-1)
+    give(optimizer, known)
+    assert gpu.launches(optimizer.step) == 3 + 2
+
+
+@pytest.mark.parametrize("gpu", ["emulated"], indirect=True)
 def test_a_graph_reads_what_was_there_when_it_was_captured(gpu: Emulation) -> None:
     """Though others now write its pool and all that was freed: addresses, numbers, and the table of another plan."""
     ours, theirs = new_optimizer(gpu), new_optimizer(None)
