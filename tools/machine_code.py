@@ -56,7 +56,7 @@ STREAMS = {
     "step: SGD with Nesterov momentum": (3, 2), "step: Adam": (4, 3), "step: AMSGrad": (5, 4),
     "step: Lion": (3, 2),
 }  # fmt: skip
-# The loops for packed formats: loads of 8 bytes beside the states', stores of 16 bytes -> weights; the rest tells the
+# The loops for packed formats: loads of 8 bytes and stores of 16, without the states' -> weights; the rest tells the
 # gradient.
 PACKED = {(1, 1): "split8", (0, 2): "split16", (0, 1): "bf16 stochastic"}
 
@@ -107,21 +107,24 @@ class Kernel:
                     local = _uses_local_memory(body)
                     yield Loop(loads, half_loads, stores, ways[0] / (4 * rows), ways[1] / (4 * rows), local)
 
-    def packed_loops(self) -> Iterator[tuple[str, str, Loop]]:
-        """(weights, gradient, loop) of the loops over eight elements and their blocks' one or two scales."""
+    def packed_loops(self) -> Iterator[tuple[str, str, str, Loop]]:
+        """(states, weights, gradient, loop) of the loops over eight elements; 8-bit states have a scale each."""
+        states = STREAMS.get(self.name.removesuffix(" in any format"), (0, 1))[1] - 1
         for body in self.innermost_loops():
             accesses = _accesses(body)
             wide, half, scales, stores, half_stores, scale_stores = (
                 sum(access in text for text in accesses)
                 for access in ("LDG.E.128", "LDG.E.64", "LDG.E.U8", "STG.E.128", "STG.E.64", "STG.E.U8")
             )
-            if scales not in (1, 2) or wide + half + scales + stores + half_stores + scale_stores != len(accesses):
+            if scales not in (0, states) or wide + half + scales + stores + half_stores + scale_stores != len(accesses):
                 continue
-            ways, key = _ways(body), (half - scales, stores)
+            if not any(re.search(r"\bIDP\b", text) for _, text in body):  # which adds noise
+                continue
+            ways, key = _ways(body), (half - scales, stores - states + scales)
             if ways is not None and key in PACKED:
                 alu = (_ways(body, ALU) or (0, 0))[0] / 8
                 loop = Loop(wide, half, stores, ways[0] / 8, ways[1] / 8, _uses_local_memory(body), alu)
-                yield PACKED[key], "fp32" if wide == stores + 2 else "bf16", loop
+                yield "8-bit" if scales else "bf16", PACKED[key], "fp32" if wide == stores + 2 else "bf16", loop
 
     def wide_accesses(self) -> tuple[int, int]:
         """Loads and stores of 16 bytes in innermost loops."""
@@ -261,10 +264,10 @@ def table(archs: list[int]) -> str:
                 f"| {kernel.name} | {arch} | {kernel.registers} | {kernel.occupancy:.0%} | {kernel.local_bytes} "
                 f"| {', '.join(pairs)} | {count} |"
             )
-            for weights, grad, loop in sorted(kernel.packed_loops(), key=lambda found: found[:2]):
+            for states, weights, grad, loop in sorted(kernel.packed_loops(), key=lambda found: found[:3]):
                 wide = f"{loop.loads} / {loop.stores}"
                 lines.append(
-                    f"| ... {weights}, {grad} gradients | {arch} | | | | {wide} "
+                    f"| ... {weights}, {states} states, {grad} gradients | {arch} | | | | {wide} "
                     f"| {loop.least:.1f}, {loop.alu:.1f} of the ALU |"
                 )
     return "\n".join(lines)

@@ -158,22 +158,23 @@ __device__ inline void decode_quad<true>(uint32_t codes, uint32_t exponent, floa
   }
 }
 
-// Adds a state's half of the noise to the bits that a code drops, and the other half 0 times: one multiplier for both.
-template <int kStream>
+// Adds a state's half of the noise times kTimes, and the other half 0 times: one multiplier for both.
+template <int kStream, uint32_t kTimes>
 __device__ uint32_t add_noise(float sum, uint32_t noise) {
-  constexpr uint32_t kTimes = 0x00010100u << (kCodeShift - 16);
-  return kStream == 0 ? __dp2a_lo(noise, kTimes, bits_of(sum)) : __dp2a_hi(noise, kTimes, bits_of(sum));
+  constexpr uint32_t kBytes = kTimes << 8 | kTimes << 16;
+  return kStream == 0 ? __dp2a_lo(noise, kBytes, bits_of(sum)) : __dp2a_hi(noise, kBytes, bits_of(sum));
 }
 
 template <bool kSecondMoment, int kStream>
 __device__ uint32_t encode_quad(const float* s, float inverse, const uint32_t* noise) {
   constexpr uint32_t kBase = kSecondMoment ? kUnsignedBase : kSignedBase;
+  constexpr uint32_t kTimes = 1u << (kCodeShift - 16);
   constexpr uint32_t kSmallest = (kUnsignedBase + (uint32_t(kMinSecondMoment) << kCodeShift)) >> 16;
   uint32_t x[kWidth];
 #pragma unroll
   for (int k = 0; k < kWidth; k += 2) {
     const Pair sum = fused(Pair{fabsf(s[k]), fabsf(s[k + 1])}, both(inverse), both(float_from_bits(kBase)));
-    x[k] = add_noise<kStream>(sum.x, noise[k]), x[k + 1] = add_noise<kStream>(sum.y, noise[k + 1]);
+    x[k] = add_noise<kStream, kTimes>(sum.x, noise[k]), x[k + 1] = add_noise<kStream, kTimes>(sum.y, noise[k + 1]);
   }
   // A code stands in bits 3 to 10 of a half: those of elements 1 and 3, turned by 8 bits, lie between the others.
   uint32_t even = __byte_perm(x[0], x[2], 0x7632), odd = __byte_perm(x[1], x[3], kSecondMoment ? 0x7632 : 0x6327);
@@ -213,6 +214,69 @@ struct Scales {
     } else {  // a second moment that is NaN may have a sign
       exponent[0] = scale_of(largest << 16), exponent[1] = scale_of(largest & 0x7fff0000u);
       inverse[0] = inverse_scale(exponent[0]), inverse[1] = inverse_scale(exponent[1]);
+    }
+  }
+};
+
+// ---- states: their largest magnitudes give what is common to a thread's elements -----------------------------------
+
+template <States kFormat>
+struct PackedStates;
+
+template <>
+struct PackedStates<States::kInt8> : Scales {
+  static constexpr int kQuadWords = 1;
+  template <int kStates>
+  __device__ PackedStates(float (&)[kStates][kEight], const uint32_t (&largest)[kStates])
+      : Scales(largest[0], largest[kStates - 1]) {}
+
+  template <bool kSecondMoment>
+  __device__ static void decode(const uint32_t* codes, uint32_t exponent, float* s) {
+    decode_quad<kSecondMoment>(*codes, exponent, s);
+  }
+  template <bool kSecondMoment, int kState>
+  __device__ void encode(const float* s, const uint32_t* noise, uint32_t* codes) const {
+    *codes = encode_quad<kSecondMoment, kState>(s, inverse[kState], noise);
+  }
+};
+
+// flush_subnormal() but for NaNs. -0 becomes 0 as there.
+__device__ inline float flushed(float value) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("add.rn.ftz.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(value));
+  return result;
+#else
+  return flush_subnormal(value);
+#endif
+}
+
+template <>
+struct PackedStates<States::kBfloat16> {
+  static constexpr int kQuadWords = 2;
+  template <int kStates>
+  __device__ PackedStates(float (&s)[kStates][kEight], const uint32_t (&largest)[kStates]) {
+#pragma unroll
+    for (int j = 0; j < kStates; ++j) {
+#pragma unroll
+      for (int k = 0; k < kEight; ++k) s[j][k] = flushed(s[j][k]);
+      if (largest[j] > 0x7f800000u) {  // one is NaN
+#pragma unroll
+        for (int k = 0; k < kEight; ++k) s[j][k] = float_from_bits(bits_or_nan(s[j][k]));
+      }
+    }
+  }
+
+  template <bool>
+  __device__ static void decode(const uint32_t* words, uint32_t, float* s) {
+    PackedWeights<StochasticWeights>::join(words, nullptr, s);
+  }
+  template <bool, int kState>
+  __device__ void encode(const float* s, const uint32_t* noise, uint32_t* words) const {
+#pragma unroll
+    for (int k = 0; k < kWidth; k += 2) {
+      words[k / 2] =
+          __byte_perm(add_noise<kState, 1>(s[k], noise[k]), add_noise<kState, 1>(s[k + 1], noise[k + 1]), 0x7632);
     }
   }
 };

@@ -1,6 +1,6 @@
-// One or two 8-bit states beside bf16 parameters, in half of step_formatted.cuh's instructions. A thread has 8
-// neighbouring elements, 16 threads have a quantisation block: twice as many elements share the work that is common to
-// them. packed.cuh packs several numbers at a time. For AdamW one test for unusual numbers is for all roots and
+// One or two states in 8 or 16 bits beside bf16 parameters, in half of step_formatted.cuh's instructions. A thread has
+// 8 neighbouring elements, 16 threads have a quantisation block: twice as many elements share the work that is common
+// to them. packed.cuh packs several numbers at a time. For AdamW one test for unusual numbers is for all roots and
 // quotients of a thread.
 #pragma once
 #include "../rules.h"
@@ -193,17 +193,16 @@ constexpr bool kIsPacked<PackedRule<Rule>> = true;
 // ---- step -----------------------------------------------------------------------------------------------------------
 
 // Where the streams of a chunk begin. All but the scales lie on boundaries of eight elements, or of 16 bytes.
-template <class G, int kStates>
+template <int kStates>
 struct alignas(16) Streams {
-  Bfloat16* param;
-  uint8_t *master, *codes[kStates], *scale[kStates];
-  const G* grad;
+  uint8_t *param, *master, *state[kStates], *scale[kStates];
+  const uint8_t* grad;
 };
 
-// The index-th eight elements of a stream, each so many numbers.
+// The index-th eight elements of a stream, each so many bytes.
 template <class T>
-__device__ T* eight_at(T* stream, int index, int numbers = 1) {
-  return global(stream) + int64_t(index) * (numbers * kEight);
+__device__ T* eight_at(T* stream, int index, int bytes) {
+  return global(stream) + int64_t(index) * (bytes * kEight);
 }
 
 template <int kStates, class Body>
@@ -213,43 +212,48 @@ __device__ void for_each_state(const Body& body) {
   if constexpr (kStates == 2) body(std::integral_constant<int, 1>());
 }
 
-// The whole rows of 2048 elements of a chunk; how many elements that were.
-template <class W, class Rule, class G>
-__device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int count, const G* grads) {
+// The whole rows of 2048 elements of a chunk, whose gradient has elements of kGrad bytes; how many elements that were.
+template <class W, States kFormat, int kGrad, class Rule>
+__device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int count, Streams<Rule::kStates>* of_warps) {
   using Packed = PackedWeights<W>;
+  using Format = PackedStates<kFormat>;
   constexpr int kStates = Rule::kStates, kRow = Policy::kThreads * kEight, kMaster = Packed::kMasterWords;
-  __shared__ Streams<G, kStates> of_warps[Policy::kThreads / kWarp];
+  constexpr int kStateBytes = Format::kQuadWords;
+  constexpr bool kScaled = kStateBytes == 1;
   // Shuffled, or the compiler computes both addresses anew at each access.
-  Streams<G, kStates>& own = of_warps[__shfl_sync(0xffffffffu, threadIdx.x / kWarp, 0)];
+  Streams<kStates>& own = of_warps[__shfl_sync(0xffffffffu, threadIdx.x / kWarp, 0)];
   const PackedRule<Rule>* shared_rule = &rule + __shfl_sync(0xffffffffu, 0, 0);
   int index = (at.n / kRow - 1) * Policy::kThreads + int(threadIdx.x);  // backwards: its end takes no register
   __syncwarp();  // of the piece before, others may still be reading
   if (threadIdx.x % kWarp == 0) {
-    own.param = stream_at<Bfloat16>(at.row.param, at), own.grad = grads;
-    own.master = static_cast<uint8_t*>(at.row.master) + at.offset * kMaster;
+    const auto begin = [&](auto* base, int bytes) { return base + at.offset * bytes; };
+    own.param = begin(static_cast<uint8_t*>(at.row.param), 2);
+    own.master = begin(static_cast<uint8_t*>(at.row.master), kMaster);
+    own.grad = begin(static_cast<const uint8_t*>(at.in.grad), kGrad);
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
-      own.codes[j] = stream_at<uint8_t>(at.row.state[j], at), own.scale[j] = at.row.scale[j] + at.offset / kQuantBlock;
+      own.state[j] = begin(static_cast<uint8_t*>(at.row.state[j]), kStateBytes);
+      if constexpr (kScaled) own.scale[j] = at.row.scale[j] + at.offset / kQuantBlock;
     }
   }
   __syncwarp();
   // Of two states, the loop reads them anew each time: it needs the registers for other things.
-  std::conditional_t<kStates == 2, const Streams<G, kStates>&, const Streams<G, kStates>> streams = own;
+  std::conditional_t<kStates == 2, const Streams<kStates>&, const Streams<kStates>> streams = own;
   const Noise noise(at.row, at.index, count, at.offset - at.in_chunk());
   uint64_t position = noise.position(uint32_t(at.in_chunk() + index * kEight) / 2);
 #pragma unroll 1
   for (; index >= 0; index -= Policy::kThreads, position -= kRow / 2 * Noise::kStride) {
     read_anew();
     uint8_t* scale[kStates];
-    uint32_t grad[2 * sizeof(G)], param[4], codes[kStates][2], exponents[kStates];
+    uint32_t grad[2 * kGrad], param[4], words[kStates][2 * Format::kQuadWords], exponents[kStates] = {};
     [[maybe_unused]] uint32_t master[kMaster > 0 ? 2 * kMaster : 1];
-    load_words(eight_at(streams.grad, index), grad);
-    load_words(eight_at(streams.param, index), param);
+    load_words(eight_at(streams.grad, index, kGrad), grad);
+    load_words(eight_at(streams.param, index, 2), param);
     if constexpr (kMaster > 0) load_words(eight_at(streams.master, index, kMaster), master);
 #pragma unroll
-    for (int j = 0; j < kStates; ++j) load_words(eight_at(streams.codes[j], index), codes[j]);
+    for (int j = 0; j < kStates; ++j) load_words(eight_at(streams.state[j], index, kStateBytes), words[j]);
 #pragma unroll
-    for (int j = 0; j < kStates; ++j) {
+    for (int j = 0; kScaled && j < kStates; ++j) {
       scale[j] = global(streams.scale[j]) + uint32_t(index) / kQuantBlockThreads, exponents[j] = *scale[j];
     }
 
@@ -258,20 +262,21 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
     for (int q = 0; q < 2; ++q) {
       Packed::join(param + 2 * q, master + q * kMaster, p + q * kWidth);
       for_each_state<kStates>([&](auto state) {
-        constexpr int kState = decltype(state)::value;
-        decode_quad<(kState >= Rule::kFirstSecondMoment)>(codes[kState][q], exponents[kState], s[kState] + q * kWidth);
+        constexpr int k = decltype(state)::value;
+        constexpr bool kSecondMoment = k >= Rule::kFirstSecondMoment;
+        Format::template decode<kSecondMoment>(words[k] + q * Format::kQuadWords, exponents[k], s[k] + q * kWidth);
       });
     }
 #pragma unroll
     for (int k = 0; k < kEight; ++k) {
-      if constexpr (sizeof(G) == 4) g[k] = float_from_bits(grad[k]);
-      else g[k] = to_float(G{uint16_t(grad[k / 2] >> (k % 2 * 16))});
+      if constexpr (kGrad == 4) g[k] = float_from_bits(grad[k]);
+      else g[k] = to_float(Bfloat16{uint16_t(grad[k / 2] >> (k % 2 * 16))});
     }
     uint32_t largest[kStates];
     const PackedRule<Rule> whole = *shared_rule;  // in accesses of 16 bytes, each once
     whole.update(g, p, s, largest);
 
-    const Scales scales(largest[0], largest[kStates - 1]);
+    const Format states(s, largest);
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       uint32_t random[kWidth];
@@ -282,42 +287,46 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
       }
       Packed::store(p + q * kWidth, random, param + 2 * q, master + q * kMaster);
       for_each_state<kStates>([&](auto state) {
-        constexpr int kState = decltype(state)::value;
-        constexpr bool kSecondMoment = kState >= Rule::kFirstSecondMoment;
-        codes[kState][q] = encode_quad<kSecondMoment, kState>(s[kState] + q * kWidth, scales.inverse[kState], random);
+        constexpr int k = decltype(state)::value;
+        constexpr bool kSecondMoment = k >= Rule::kFirstSecondMoment;
+        states.template encode<kSecondMoment, k>(s[k] + q * kWidth, random, words[k] + q * Format::kQuadWords);
       });
     }
     read_anew();
-    store_words(eight_at(streams.param, index), param);
+    store_words(eight_at(streams.param, index, 2), param);
     if constexpr (kMaster > 0) store_words(eight_at(streams.master, index, kMaster), master);
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
-      store_words(eight_at(streams.codes[j], index), codes[j]);
-      *scale[j] = uint8_t(scales.exponent[j]);  // by all its threads: one access
+      store_words(eight_at(streams.state[j], index, kStateBytes), words[j]);
+      if constexpr (kScaled) *scale[j] = uint8_t(states.exponent[j]);  // by all its threads: one access
     }
   }
   return at.n / kRow * kRow;
 }
 
-template <class W, class Rule>
-__device__ int step_packed_as(const PackedRule<Rule>& rule, const Piece& at, int count) {
-  if (at.in.grad_dtype == Dtype::kFloat32)
-    return step_blocks<W>(rule, at, count, stream_at<const float>(at.in.grad, at));
-  return step_blocks<W>(rule, at, count, stream_at<const Bfloat16>(at.in.grad, at));
-}
-
 // The part of a chunk that the loops above are for, from its first element on; how many elements that were.
 template <class Rule>
 __device__ int step_packed(const PackedRule<Rule>& rule, const Piece& at, int count) {
+  __shared__ Streams<Rule::kStates> of_warps[Policy::kThreads / kWarp];
   const Row& row = at.row;
   const auto lie_on = [](int bytes, auto... addresses) { return (is_aligned(addresses, bytes / kWidth) && ...); };
-  if (row.states != States::kInt8 || at.in.grad_dtype == Dtype::kFloat16 || !rule.applies() || row.origin % 2 != 0)
-    return 0;
+  const auto step_as = [&](auto weights, auto states) {
+    using W = decltype(weights);
+    constexpr States kFormat = decltype(states)::value;
+    if (at.in.grad_dtype == Dtype::kFloat32) return step_blocks<W, kFormat, 4>(rule, at, count, of_warps);
+    return step_blocks<W, kFormat, 2>(rule, at, count, of_warps);
+  };
+  const auto step_with = [&](auto states) {
+    if (row.weights == Weights::kBfloat16Split8) return step_as(Split8Weights(), states);
+    if (row.weights == Weights::kBfloat16Stochastic) return step_as(StochasticWeights(), states);
+    if (row.weights != Weights::kBfloat16Split16 || !lie_on(16, row.master)) return 0;
+    return step_as(Split16Weights(), states);
+  };
+  if (at.in.grad_dtype == Dtype::kFloat16 || !rule.applies() || row.origin % 2 != 0) return 0;
   if (!lie_on(16, at.in.grad, row.param) || !lie_on(8, row.master, row.state[0], row.state[1])) return 0;
-  if (row.weights == Weights::kBfloat16Split8) return step_packed_as<Split8Weights>(rule, at, count);
-  if (row.weights == Weights::kBfloat16Stochastic) return step_packed_as<StochasticWeights>(rule, at, count);
-  if (row.weights != Weights::kBfloat16Split16 || !lie_on(16, row.master)) return 0;
-  return step_packed_as<Split16Weights>(rule, at, count);
+  if (row.states == States::kInt8) return step_with(std::integral_constant<States, States::kInt8>());
+  if (row.states != States::kBfloat16 || !lie_on(16, row.state[0], row.state[1])) return 0;
+  return step_with(std::integral_constant<States, States::kBfloat16>());
 }
 
 }  // namespace accumfused::AF_TARGET

@@ -39,13 +39,13 @@ FEW |= {
     "weights": [*WEIGHTS], "tail": [TAILS[name] for name in ("scaled", "inf", "propagate")],
     "loop": [LOOPS[name] for name in ("mean", "empty on the device", "steps")],
 }  # fmt: skip
-# One or two 8-bit states beside bf16 parameters, for which GPUs have loops of their own.
+# States in 8 or 16 bits beside bf16 parameters, for which GPUs have loops of their own.
 ODD = ({"lr": 0.0}, {"lr": 1e-20}, {"eps": 1e30}, {"eps": 0.0}, {"betas": (0.9, 0.9999999)}, {"weight_decay": 20.0})
 PACKED: dict[str, Any] = {
     "case": [case.name for case in CASES if case.rule == "adam"],
     "options": [(), *(tuple(options.items()) for options in ODD)], "values": [*VALUES],
     "weights": ["bf16_stochastic", "split16", "split8"], "grads": GRADS, "tail": [TAILS["none"], TAILS["clip"]],
-    "states": ["8bit"], "special_params": [(), ((77, float("nan")), (3000, float("inf")), (4000, -0.0))],
+    "states": ["8bit", "bf16"], "special_params": [(), ((77, float("nan")), (3000, float("inf")), (4000, -0.0))],
     "loop": [LOOPS["steps"], LOOPS["mean"]], "edges": [edges(0, 3, 129, 8 * PIECE + 130)],
     "tensors": ["edges", "off the boundaries"],
 }  # fmt: skip
@@ -65,6 +65,12 @@ CORNERS = {
     "states of every size": Problem("sgd_nesterov", states="8bit", values="every size", tail=UNCHECKED),
     "16-bit states of every size": Problem("sgd_nesterov", states="bf16", values="every size", tail=UNCHECKED),
     "second moments of every size": Problem("adamw", states="8bit", values="every size", tail=UNCHECKED),
+    "packed 16-bit moments of every size": Problem(
+        "adamw", weights="split16", states="bf16", values="every size", tail=UNCHECKED
+    ),
+    "a packed 16-bit moment of every size": Problem(
+        "lion", weights="bf16_stochastic", states="bf16", values="every size", tail=UNCHECKED
+    ),
     "far below the smallest fp16": Problem("sgd", weights="fp16_master", values="tiny", special=((5, 2.0**-30),)),
 }
 
