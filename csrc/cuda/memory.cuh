@@ -73,7 +73,7 @@ __device__ void store_four(T* to, int i, int n, const Four<T>& four) {
   *reinterpret_cast<decltype(bits)*>(to + i) = bits;
 }
 
-// The same of kRows successive rows, as fp32 numbers.
+// The same of kRows successive rows, as fp32 numbers. Of more than one only whole ones are stored.
 template <bool kWhole, int kRows>
 struct Access {
   static constexpr int kCount = kRows;
@@ -82,7 +82,7 @@ struct Access {
   __device__ static void load(const T* from, int i, int n, float (&to)[kRows][kWidth]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const Four<T> four = load_four<kWhole>(from + r * kLanes, i, n);
+      const Four<T> four = load_four<kWhole>(from + r * kLanes, i, n - r * int(kLanes));
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) to[r][k] = to_float(four.each[k]);
     }

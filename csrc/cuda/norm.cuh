@@ -20,11 +20,19 @@ __device__ void add_squares(const float (&g)[kRows][kWidth], float (&lanes)[kWid
 // Of a chunk's gradient, the lanes of its sum of squares.
 __device__ inline void measure_chunk(const Piece& at, float (&lanes)[kWidth]) {
   with_grad(at.in, at.offset, [&](const auto* grad, bool aligned) {
-    for_each_row<Policy::kNormRows>(at.n, aligned, [&](auto access, int i) {
-      float g[access.kCount][kWidth];
+    constexpr int kRows = Policy::kNormRows, kBatch = kRows * int(kLanes);
+    const int whole = aligned ? at.n / kBatch * kBatch : 0;
+    int i = int(threadIdx.x) * kWidth;
+    const auto add = [&](auto access) {
+      float g[kRows][kWidth];
       access.load(grad, i, at.n, g);
       add_squares(g, lanes);
-    });
+    };
+#pragma unroll 1
+    for (; i < whole; i += kBatch) add(Access<true, kRows>());
+    // The rest waits for memory once, too. What is missing reads as 0, and a square of 0 changes no sum of squares.
+#pragma unroll 1
+    for (; i < at.n; i += kBatch) add(Access<false, kRows>());
   });
 }
 

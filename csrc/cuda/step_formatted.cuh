@@ -52,7 +52,7 @@ __device__ void step_formatted(const Rule& rule, const Piece& at, int count, int
     const int bytes = row.states == States::kFloat32 ? 4 : row.states == States::kBfloat16 ? 2 : 1;
     const auto state = [&](int k) { return Raw<4>(at, row.state[k], k < kStates ? bytes : 0, i); };
     const Raw<4> raw[kMaxStates] = {state(0), state(1), state(2), state(3)};
-    uint32_t exponent[kMaxStates] = {}, bits[kWidth];
+    uint32_t exponent[kMaxStates] = {}, bits[kWidth] = {};
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
       if (row.states == States::kInt8) exponent[k] = global(row.scale[k])[(at.offset + block) / kQuantBlock];
@@ -70,7 +70,7 @@ __device__ void step_formatted(const Rule& rule, const Piece& at, int count, int
     if constexpr (kStates > 3) decode_state<Rule::kFirstSecondMoment <= 3>(row.states, raw[3], exponent[3], s[3]);
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) apply(rule, p[k], g[k], [&](int j) -> float& { return s[j][k]; });
-    draw(begin + uint32_t(i / 2) * Noise::kStride, row.origin % 2 != 0, bits);
+    if (row.seed != nullptr) draw(begin + uint32_t(i / 2) * Noise::kStride, row.origin % 2 != 0, bits);
     with_weights(row.weights, [&](auto form) { store_weights<decltype(form)>(at, i, p, bits); });
     if constexpr (kStates > 0) store_state<Rule::kFirstSecondMoment == 0, 0>(at, 0, i, s[0], bits);
     if constexpr (kStates > 1) store_state<Rule::kFirstSecondMoment <= 1, 1>(at, 1, i, s[1], bits);
