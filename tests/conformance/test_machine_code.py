@@ -207,8 +207,8 @@ def test_pairs_of_packed_adam_take_an_instruction_each_and_none_is_contracted() 
     adam = next(kernel for kernel in machine_code.kernels(built(100, kernel), 100) if kernel.name == ADAM)
     bodies = (" ".join(text for _, text in body) for body in adam.innermost_loops())
     packed = [body for body in bodies if "FFMA2" in body]
-    # Of each pair 12 products, 9 fused operations as the source asks for (3 for 8-bit states), and 4 sums; a thread has 4
-    # pairs.
+    # Of each pair 12 products, 9 fused operations as the source asks for (3 for 8-bit states), and 4 sums; a
+    # thread has 4 pairs.
     found = [[len(re.findall(rf"\b{name}\b", body)) for name in ("FFMA2", "FADD2", "FMUL2")] for body in packed]
     assert sorted(found) == [[4 * 18, 4 * 4, 0]] * 6 + [[4 * 21, 4 * 4, 0]] * 6
     loops = {tuple(formats): loop for *formats, loop in adam.packed_loops()}
@@ -266,8 +266,8 @@ def test_nothing_is_contracted_approximated_or_flushed(ptx: str) -> None:
     for entry in others:
         assert re.findall(fused, entry) == []
         assert re.findall(approximate, entry) == []
-    # Fused where the product is exact, and for Adam what the compiler makes of an IEEE root and division. Adding 0 flushes
-    # bf16 states.
+    # Fused where the product is exact, and for Adam what the compiler makes of an IEEE root and division. Adding 0
+    # flushes bf16 states.
     roots, flush = {"rsqrt.approx.ftz.f32", "rcp.approx.ftz.f32"}, {"add.rn.ftz.f32"}
     for entry in packed:
         is_adam = "11AdamFunctor" in entry.split("(")[0]
