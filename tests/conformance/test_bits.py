@@ -6,6 +6,7 @@ One program for all of them. What there is in the end, norms and coefficients in
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -66,10 +67,20 @@ CORNERS = {
     "16-bit states of every size": Problem("sgd_nesterov", states="bf16", values="every size", tail=UNCHECKED),
     "second moments of every size": Problem("adamw", states="8bit", values="every size", tail=UNCHECKED),
     "packed 16-bit moments of every size": Problem(
-        "adamw", weights="split16", states="bf16", values="every size", tail=UNCHECKED
+        "adamw",
+        weights="split16",
+        states="bf16",
+        values="every size",
+        tail=TAILS["propagate"],
+        special=((2, math.inf),),
     ),
     "a packed 16-bit moment of every size": Problem(
-        "lion", weights="bf16_stochastic", states="bf16", values="every size", tail=UNCHECKED
+        "lion",
+        weights="bf16_stochastic",
+        states="bf16",
+        values="every size",
+        tail=TAILS["propagate"],
+        special=((2, math.inf),),
     ),
     "far below the smallest fp16": Problem("sgd", weights="fp16_master", values="tiny", special=((5, 2.0**-30),)),
 }
