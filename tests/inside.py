@@ -85,6 +85,21 @@ def plan_of(optimizer: af.FusedOptimizer) -> Any:
     return optimizer._engine.plans.current()
 
 
+def settings(optimizer: af.FusedOptimizer) -> Any:
+    """Those that it was made with, which a framework may have changed."""
+    return optimizer._engine.settings
+
+
+def outcome(optimizer: af.FusedOptimizer) -> Any:
+    """Norm and coefficients of the last step, on its device; None before it."""
+    return optimizer._engine.outcome
+
+
+def rule_of(of: Any, group: dict[str, Any]) -> type[Rule]:
+    """The rule that an optimizer, or a class of optimizers, has for a parameter group."""
+    return of._rule_of(group)  # type: ignore[no-any-return]
+
+
 def accumulators(optimizer: af.FusedOptimizer) -> list[Any]:
     """The tensors of its window's sums, None where a parameter has none."""
     return optimizer._engine.window.sums

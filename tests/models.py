@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import inside
 import torch
 import torch.nn.functional as F
 from compare import assert_close, params_of
@@ -127,7 +128,7 @@ def states_of(optimizer: Any) -> dict[str, Tensor]:
     """Every state in fp64, by parameter and name, whatever it is kept in."""
     found = {}
     for index, entries in enumerate(map(optimizer.state.get, params_of(optimizer))):
-        for name in optimizer._rule_of(optimizer.param_groups[0]).states:
+        for name in inside.rule_of(optimizer, optimizer.param_groups[0]).states:
             value = entries[name]
             if value.dtype == torch.uint8:
                 value, codes = torch.empty_like(value, dtype=torch.float32), numeric.memory_order(value)

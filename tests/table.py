@@ -136,7 +136,7 @@ class Case:
     def start(self, state: str) -> float:
         """What a state begins at."""
         group = self.make([torch.zeros(1, requires_grad=True)]).param_groups[0]
-        return float(self.of.ours._rule_of(group).start(group, state))
+        return float(inside.rule_of(self.of.ours, group).start(group, state))
 
     @property
     def second_moments(self) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ class Case:
 
     @property
     def _rule(self) -> type[Rule]:
-        return self.of.ours._rule_of(self.make([torch.zeros(1, requires_grad=True)]).param_groups[0])
+        return inside.rule_of(self.of.ours, self.make([torch.zeros(1, requires_grad=True)]).param_groups[0])
 
     def make(self, params: Iterable[Tensor], backend: Any = "auto", **settings: Any) -> af.FusedOptimizer:
         """The optimizer. Args: backend: a backend's name, or a backend object; settings: max_grad_norm, nonfinite."""

@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+import inside
 import oracle
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_cautious_may_be_set_at_any_time_and_checkpoints_of_lion_may_lack_it(bac
     older = lion.state_dict()
     del older["param_groups"][0]["cautious"]
     lion.load_state_dict(older)
-    assert lion._rule_of(lion.param_groups[0]).name == "lion"
+    assert inside.rule_of(lion, lion.param_groups[0]).name == "lion"
 
 
 # ---- checkpoints of the authors' code -------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import inside
 import torch
 from compare import assert_all_same_bits, everything
 from harness import pairwise
@@ -323,7 +324,7 @@ class Run:
             if tail.nonfinite != "raise":
                 raise
             self.errors.append(str(error))
-        outcome = self.optimizer._engine.outcome
+        outcome = inside.outcome(self.optimizer)
         if outcome is not None:  # behind the policies
             each = [] if outcome.coefficients is None else [outcome.coefficients]
             self.watched.outcomes += [values.clone() for values in (outcome.values, *each)]
@@ -371,7 +372,7 @@ class Run:
             is_second = name.partition("_scale ")[0] in second_moments
             unread = (scales == 255) | (scales == 0) & (is_second and not self.problem.reads_all)
             codes[unread.repeat_interleave(codecs.BLOCK)[: len(codes)]] = 0
-        history = self.optimizer._engine.clipping.history
+        history = inside.memories(self.optimizer)["history"]
         if history is not None:
             found["history"] = history.cpu()
         outcomes = {f"outcome {i}": values.cpu() for i, values in enumerate(self.watched.outcomes)}

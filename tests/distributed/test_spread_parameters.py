@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import inside
 import processes
 import pytest
 import torch
@@ -71,12 +72,8 @@ def step_laid_out(name: str, kind: str, policy: str, on: str, how: str) -> tuple
         give_random_gradients(step, optimizer)
         optimizer.step()
         norms.append(float(optimizer.grad_norm))
-    return (
-        [whole(p) for p in params],
-        torch.tensor(norms),
-        optimizer._engine.clipping.history,
-        int(optimizer.skipped_steps),
-    )
+    history = inside.memories(optimizer)["history"]
+    return [whole(p) for p in params], torch.tensor(norms), history, int(optimizer.skipped_steps)
 
 
 @pytest.mark.pairwise(
