@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Linear, ModuleList, Parameter
 
 import accumfused as af
+from accumfused.loop import linears
 
 Verb = Callable[["Loop"], Any]
 
@@ -18,12 +20,25 @@ class Loop:
     """Two parameters of 8, of which a `backward` and a `step` make 7.5 and 7."""
 
     def __init__(
-        self, backend: str, words: str = "", *, bucket: int | None = None, scaler: Any = None, **options: Any
-    ) -> None:
-        """Args: bucket: gradients are released in buckets of so many bytes; options: of af.SGD."""
-        self.params: list[Any] = [Parameter(torch.full((4,), 8.0)) for _ in range(2)]
+        self, backend: str, words: str = "", *, bucket: int | None = None, fuses: bool = False, scaler: Any = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """Makes the optimizer, and runs the words.
+
+        Args:
+            bucket: gradients are released in buckets of so many bytes.
+            fuses: the parameters are weights of linear layers, which add their gradients to the accumulators.
+            options: of af.SGD.
+        """
+        self.layers = ModuleList(Linear(4, 1, bias=False) for _ in range(2 * fuses))
+        self.params: list[Any] = [Parameter(torch.full((1, 4), 8.0)) for _ in range(2)]
+        for layer, param in zip(self.layers, self.params, strict=False):
+            layer.weight = param
         self.optimizer = af.SGD(self.params, lr=0.5, backend=backend, **options)
         self.release: Any = None if bucket is None else af.release_gradients(self.optimizer, bucket)
+        if fuses:
+            with mock.patch.object(linears, "SMALLEST", 1):
+                self.release = af.fuse_linears(self.layers, self.optimizer)
         self.scaler, self.saved = scaler, self.optimizer.state_dict()
         self.run(words)
 
@@ -33,7 +48,11 @@ class Loop:
         return self
 
     def loss(self, slope: float = 1.0) -> Tensor:
-        return torch.stack([((row + 1) * slope * param).sum() for row, param in enumerate(self.params)]).sum()
+        return torch.stack([((row + 1) * slope * self.output(row)).sum() for row in range(2)]).sum()
+
+    def output(self, row: int) -> Tensor:
+        """A tensor whose sum is that of a parameter: the parameter, or what its layer makes of ones."""
+        return self.layers[row](torch.ones(1, 4)) if self.layers else self.params[row]
 
     def exchange(self) -> None:
         """The gradients of the two parameters."""
@@ -41,9 +60,7 @@ class Loop:
         first.grad, second.grad = second.grad, first.grad
 
     def values(self) -> list[float]:
-        for param in self.params:
-            assert (param == param[0]).all()
-        return [param[0].item() for param in self.params]
+        return [value for param in self.params for value in param.detach().unique().tolist()]
 
 
 class Fails(torch.autograd.Function):
@@ -60,7 +77,7 @@ class Fails(torch.autograd.Function):
 
 def _fail(it: Loop) -> None:
     try:
-        (Fails.apply(it.params[0]) * it.params[1]).sum().backward()  # the second parameter's gradient comes first
+        (Fails.apply(it.output(0)) * it.output(1)).sum().backward()  # the second parameter's gradient comes first
     except MemoryError:
         return
     raise AssertionError("backward() did not fail")

@@ -136,7 +136,7 @@ def test_what_is_not_finite_is_refused_where_that_is_asked_for(backend: str, bef
         it.optimizer.step(normalizer=torch.tensor(0.0) if before == "backward" else None)
 
 
-# ---- released gradients ----------------------------------------------------------------------------------------------
+# ---- released gradients, and linear layers that add theirs to the sums -----------------------------------------------
 
 
 def added(it: Loop) -> None:
@@ -177,11 +177,11 @@ RELEASED: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize("bucket", [1, 2**30], ids=["each", "all"])
+@pytest.mark.parametrize("way", [{"bucket": 1}, {"bucket": 2**30}, {"fuses": True}], ids=["each", "all", "linears"])
 @pytest.mark.parametrize("name", RELEASED)
-def test_what_cannot_be_is_refused_and_zero_grad_goes_on(backend: str, bucket: int, name: str) -> None:
+def test_what_cannot_be_is_refused_and_zero_grad_goes_on(backend: str, way: dict[str, Any], name: str) -> None:
     before, call, error, text = RELEASED[name]
-    it = Loop(backend, before, bucket=bucket)
+    it = Loop(backend, before, **way)
     with refused(it.optimizer, error, text):
         call(it)
     assert [param.grad for param in it.run("zero_fill").params] == [None, None]
