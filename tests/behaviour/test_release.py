@@ -112,8 +112,9 @@ def first(*params: Tensor) -> list[float]:
 
 
 @pytest.mark.pairwise(
-    bucket=[EACH, ALL], reentrant=[False, True], weights=[(None, None), (1, 3), (2, 0, 2), (4,)], closed=[False, True]
-)
+    bucket=[EACH, ALL], reentrant=[False, True], closed=[False, True],
+    weights=[(None, None), (1, 3), (2, 0, 2), (4,), (0, 3), (torch.tensor(0.0), torch.tensor(3.0))],
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # the outer's first pass
 def test_a_hook_that_comes_twice_is_one_micro_batch(
     backend: str, bucket: int, reentrant: bool, weights: tuple[Any, ...], closed: bool
@@ -131,6 +132,7 @@ def test_a_hook_that_comes_twice_is_one_micro_batch(
         (a, b), optimizer = sgd(2, backend, released)
         for index, weight in enumerate(weights):
             loss = checkpoint(outer, torch.full((4,), index + 1.0, requires_grad=True), use_reentrant=reentrant).sum()
+            loss = loss * torch.nan if weight == 0 else loss
             optimizer.backward(loss, weight, last=closed and index == len(weights) - 1)
         optimizer.step()
         found.append(first(a, b))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 from compare import assert_close, assert_same_bits
-from oracle import Oracle, window_mean
-from table import ADAMW_CASE, Case, case_named, random_grads, random_params, set_grads
+from oracle import Oracle
+from table import ADAMW_CASE, Case, case_named
 from torch import Tensor, nn
 
 import accumfused as af
@@ -89,57 +88,6 @@ def test_a_sum_has_the_bits_of_autograds_own(backend: str) -> None:
         optimizer.accumulate(last=number == 3)
     for (name, param), other in zip(model.named_parameters(), stock.parameters(), strict=True):
         assert_same_bits(param.grad, other.grad, name)
-
-
-# ---- weights --------------------------------------------------------------------------------------------------------
-
-KINDS: dict[str, Callable[[int, float], Any]] = {
-    "host": lambda number, weight: weight,
-    "device": lambda number, weight: torch.tensor(weight),
-    "mixed": lambda number, weight: weight if number % 2 else torch.tensor(weight),
-}
-WEIGHTS: list[tuple[float | None, ...]] = [
-    (None, None, None), (3.0,), (0.5, 2.0), (1e-3, 7.0, 4096.0), tuple(map(float, range(1, 21))),
-    (0.25, 0.75), (0.25, 0.25, 0.5),  # closing has nothing to divide by
-    (0.0, 1.5, 2.5), (1.5, 0.0, 3.5), (1.5, 2.5, 0.0), (0.0, 0.0, 3.5), (0.0, 2.5, 0.0, 0.0),
-]  # fmt: skip
-
-
-@pytest.mark.pairwise(
-    weights=WEIGHTS, kind=[*KINDS], closes=[False, True], grads=["all", "none where empty", "one in the first"]
-)
-def test_a_window_is_the_weighted_mean_or_the_sum(
-    weights: tuple[float | None, ...], kind: str, closes: bool, grads: str, backend: str
-) -> None:
-    """A micro-batch of weight 0 leaves no trace, whatever its gradients are; nor does one in which there are none."""
-    case, params = case_named("sgd"), random_params([(4,), (7, 5), (), (300,)])
-    micro: list[list[Any]] = [random_grads(params, number) for number in range(len(weights))]
-    first = next(number for number, weight in enumerate(weights) if weight != 0)
-    if grads == "one in the first":
-        for later in micro[first + 1 :]:
-            later[1] = torch.zeros_like(params[1])
-    some = [weight for weight in weights if weight != 0]
-    truth = window_mean([micro[k] for k, weight in enumerate(weights) if weight != 0], None if None in some else some)  # type: ignore[arg-type]
-    oracle = Oracle(case.of.oracle, case.options, params, max_grad_norm=0.5)
-    oracle.step(truth)
-    optimizer = case.make(params, backend, max_grad_norm=0.5)
-    for number, (values, weight) in enumerate(zip(micro, weights, strict=True)):
-        if weight == 0:  # a mean over no tokens
-            values = [None if grads == "none where empty" else torch.full_like(p, torch.nan) for p in params]
-        elif grads == "one in the first" and number > first:
-            values[1] = None
-        set_grads(params, values)
-        given = weight if weight is None else KINDS[kind](number, weight)
-        if grads == "none where empty" and weight == 0 and kind != "host":
-            continue  # a weight that only the device knows needs a gradient
-        optimizer.accumulate(given, last=closes and number == len(weights) - 1)
-    for param, expected in zip(params, truth, strict=True):
-        if closes and param.grad is not None:
-            assert_close(param.grad, expected, "window")
-    optimizer.step()
-    assert_close(optimizer.grad_norm, oracle.norm, "norm")
-    for param, expected in zip(params, oracle.params, strict=True):
-        assert_close(param, expected, "fp64 oracle")
 
 
 def one_parameter(backend: str, **options: float) -> tuple[nn.Parameter, af.SGD]:

@@ -14,9 +14,9 @@ from typing import Any
 import inside
 import pytest
 import torch
+from compare import assert_close
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.checkpoint import checkpoint
 
 import accumfused as af
 
@@ -47,23 +47,37 @@ def gradients(micro_batches: list[MicroBatch]) -> list[dict[int, Tensor]]:
     return drawn
 
 
-def run(backend: str, micro_batches: list[MicroBatch], grads: list[dict[int, Tensor]], bucket: int | None) -> list[Any]:
-    """The mean that a step of size 1 takes from 0: None where a parameter did not move; NaN if it was skipped."""
+def run(
+    backend: str, micro_batches: list[MicroBatch], grads: list[dict[int, Tensor]], bucket: int | None = None,
+    closes: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """The mean that a step of size 1 takes from 0, whose norm it tells; where the window closes, `p.grad` is that, too.
+
+    Args:
+        bucket: gradients are released in buckets of so many bytes.
+        closes: the last micro-batch closes the window.
+    """
     params = [Parameter(torch.zeros(SIZE)) for _ in range(ROWS)]
-    optimizer = af.SGD(params, lr=1.0, backend=backend)
+    optimizer = af.SGD(params, lr=1.0, backend=backend, max_grad_norm=1e9)
     if bucket is not None:
         af.release_gradients(optimizer, bucket)
     for each, rows in zip(micro_batches, grads, strict=True):
+        last = closes and each is micro_batches[-1]
         if "loss" in each.how or bucket is not None:
             loss = torch.stack([(params[row] * grad).sum() for row, grad in rows.items()] or [torch.zeros(())]).sum()
-            optimizer.backward(loss, each.given)
+            optimizer.backward(loss, each.given, last)
             continue
         for row, grad in rows.items():
             params[row].grad = grad.clone()
-        optimizer.accumulate(each.given)
+        optimizer.accumulate(each.given, last=last)
+    sums = [None if param.grad is None else param.grad.detach().clone() for param in params]
     optimizer.step()
     assert not bool(optimizer.step_was_skipped)
-    return [-param.detach() for param in params]
+    found = [-param.detach() for param in params]
+    assert_close(optimizer.grad_norm, torch.cat(found).double().norm(), "norm")
+    for mean, closed in zip(found, sums if closes else (), strict=closes):
+        assert closed is None or torch.equal(closed, mean)
+    return found
 
 
 def errors(found: list[Tensor], micro_batches: list[MicroBatch], grads: list[dict[int, Tensor]]) -> list[float]:
@@ -75,9 +89,7 @@ def errors(found: list[Tensor], micro_batches: list[MicroBatch], grads: list[dic
         for each, rows in zip(micro_batches, grads, strict=True):
             if row in rows and each.weight != 0:
                 in_loss = "loss" in each.how
-                weighted = (
-                    rows[row] * each.weight if in_loss else rows[row].double() * each.weight
-                )  # autograd's own rounding
+                weighted = rows[row] * each.weight if in_loss else rows[row].double() * each.weight  # autograd rounds
                 truth += weighted.double() / total
         size = float(truth.norm())
         worst.append(float((mean.double() - truth).norm()) / (size or 1.0))
@@ -97,18 +109,9 @@ def drawn(seed: int) -> list[MicroBatch]:
     for _ in range(dice.randint(1, 6)):
         weight = 0.0 if dice.random() < 0.25 else float(torch.tensor(dice.choice(scale) * dice.choice((1, 1, 1.25))))
         rows = tuple(row for row in range(ROWS) if dice.random() < 0.7) or (dice.randrange(ROWS),)
-        found.append(MicroBatch(weight, dice.choice(kinds), rows))
+        how = dice.choice(kinds)
+        found.append(MicroBatch(weight, how, () if weight == 0 and how == "host" and dice.random() < 0.5 else rows))
     return found if any(each.weight for each in found) else [*found, MicroBatch(3.0)]
-
-
-@pytest.mark.parametrize("seeds", [range(begin, begin + 20) for begin in range(0, 120, 20)], ids=str)
-def test_random_windows_are_the_mean(seeds: range, backend: str) -> None:
-    for seed in seeds:
-        torch.manual_seed(seed)
-        micro_batches = drawn(seed)
-        grads = gradients(micro_batches)
-        worst = errors(run(backend, micro_batches, grads, None), micro_batches, grads)
-        assert max(worst) <= BOUND, (seed, micro_batches, worst)
 
 
 M = MicroBatch
@@ -127,52 +130,30 @@ MIXED = {
     "on the device, then on the host": [M(3, "device"), M(5), M(0, "device"), M(7, "loss, device")],
     "large, then small": [M(2.0**100), M(1)],
     "small, then large": [M(1), M(1e15)],
+    "of one to twenty": [M(1 + n) for n in range(20)],
+    "sums of 1": [M(0.25), M(0.25), M(0.5)],  # closing has nothing to divide by
 }
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("window", FIRST_EMPTY.values(), ids=[*FIRST_EMPTY])
-def test_an_empty_micro_batch_leaves_no_trace(window: list[MicroBatch], how: str, backend: str) -> None:
-    micro_batches = [M(each.weight, how, each.rows) for each in window]
-    grads = gradients(micro_batches)
-    assert max(errors(run(backend, micro_batches, grads, None), micro_batches, grads)) <= BOUND
+WINDOWS = [(window, None) for window in MIXED.values()]
+WINDOWS += [
+    ([M(each.weight, how, each.rows) for each in window], bucket)
+    for bucket, hows in ((None, HOWS), (1, HOWS[2:]))  # released: each parameter is a fold of its own
+    for window in FIRST_EMPTY.values()
+    for how in hows
+]
+WINDOWS += [(drawn(seed), None) for seed in range(120)]
 
 
-@pytest.mark.parametrize("window", MIXED.values(), ids=[*MIXED])
-def test_weights_of_all_kinds_and_sizes_are_those_of_one_window(window: list[MicroBatch], backend: str) -> None:
-    grads = gradients(window)
-    assert max(errors(run(backend, window, grads, None), window, grads)) <= BOUND
-
-
-@pytest.mark.parametrize("how", ["loss", "loss, device"])
-@pytest.mark.parametrize("window", FIRST_EMPTY.values(), ids=[*FIRST_EMPTY])
-def test_released_gradients_make_the_same_windows(window: list[MicroBatch], how: str, backend: str) -> None:
-    """Each parameter is a fold of its own, and the micro-batch's weight counts once."""
-    micro_batches = [M(each.weight, how, each.rows) for each in window]
-    grads = gradients(micro_batches)
-    assert max(errors(run(backend, micro_batches, grads, 1), micro_batches, grads)) <= BOUND
-
-
-@pytest.mark.parametrize("how", ["host", "device"])
-def test_parts_of_a_gradient_that_come_one_by_one_after_an_empty_micro_batch_add_up(how: str, backend: str) -> None:
-    """A reentrant checkpoint within another calls the hook of a parameter twice in a micro-batch."""
-    param, slopes = Parameter(torch.zeros(SIZE)), [torch.randn(SIZE) for _ in range(2)]
-    optimizer = af.SGD([param], lr=1.0, backend=backend)
-    af.release_gradients(optimizer, 1)
-
-    def inner(x: Tensor) -> Tensor:
-        return x + (param * slopes[1]).sum()
-
-    def outer(x: Tensor) -> Tensor:
-        return checkpoint(inner, x, use_reentrant=True) + (param * slopes[0]).sum()  # type: ignore[no-any-return]
-
-    for weight in (0.0, 3.0):
-        loss = checkpoint(outer, torch.zeros((), requires_grad=True), use_reentrant=True)
-        loss = loss * torch.nan if weight == 0 else loss
-        optimizer.backward(loss, torch.tensor(weight) if how == "device" else weight)
-    optimizer.step()
-    truth = slopes[0].double() + slopes[1].double()
-    assert float((-param.detach().double() - truth).norm() / truth.norm()) <= BOUND
+@pytest.mark.parametrize("closes", [False, True], ids=["open", "closed"])
+@pytest.mark.parametrize("part", range(4))
+def test_a_window_is_the_mean_of_its_micro_batches(part: int, closes: bool, backend: str) -> None:
+    """An empty one leaves no trace, and the weight of a micro-batch counts once."""
+    for number, (window, bucket) in enumerate(WINDOWS[part::4]):
+        torch.manual_seed(number)
+        grads = gradients(window)
+        worst = errors(run(backend, window, grads, bucket, closes), window, grads)
+        assert max(worst) <= BOUND, (window, bucket, worst)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -182,7 +163,7 @@ def test_a_window_of_one_micro_batch_is_its_gradients_bit_for_bit(weight: float,
         weight = 2.0 ** round(math.log2(weight))  # so that autograd's product is exact
     window = [MicroBatch(weight, how)]
     grads = gradients(window)
-    for row, mean in enumerate(run(backend, window, grads, None)):
+    for row, mean in enumerate(run(backend, window, grads)):
         assert torch.equal(mean, grads[0][row])
 
 
@@ -190,7 +171,7 @@ def test_a_window_of_one_micro_batch_is_its_gradients_bit_for_bit(weight: float,
 def test_equal_weights_are_autograds_own_sum_bit_for_bit(weight: float, backend: str) -> None:
     window = [MicroBatch(weight, how) for how in ("host", "host", "device", "host")]
     grads = gradients(window)
-    for row, mean in enumerate(run(backend, window, grads, None)):
+    for row, mean in enumerate(run(backend, window, grads)):
         total = grads[0][row]
         for each in grads[1:]:
             total = total + each[row]
