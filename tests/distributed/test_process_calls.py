@@ -139,10 +139,12 @@ def gradients(rank: int, index: int, dtype: torch.dtype = torch.float32) -> list
 def send(micro_batches: int, last: bool, wire: Any, dtype: Any, over: str, travels_alone: bool) -> list[Any]:
     """In a worker: fp32 values before and after a second window, and what was sent in it."""
     model = nn.ParameterList([values.detach().to(dtype) for values in random_params(SHAPES)])
-    told, settings = over == "attach_ddp", {"process_group": dist.group.WORLD, "reduce_dtype": wire}
+    told, settings = "attach" in over, {"process_group": dist.group.WORLD, "reduce_dtype": wire}
+    if told:
+        settings = {"process_group": dist.group.WORLD} if over == "attached later" else {}
     with inside.sizes_on_the_way(0 if travels_alone else 2**21, 2**25):
-        optimizer = af.SGD(model.parameters(), lr=1.0, **({} if told else settings))
-        if told:  # by a step, of what to do without processes
+        optimizer = af.SGD(model.parameters(), lr=1.0, **settings)
+        if told:  # by a step, of what to do without processes, or with another dtype
             set_grads(model.parameters(), [torch.zeros_like(param) for param in model.parameters()])
             optimizer.step()
             optimizer.zero_grad()
@@ -162,8 +164,8 @@ def send(micro_batches: int, last: bool, wire: Any, dtype: Any, over: str, trave
 
 
 @pytest.mark.pairwise(
-    wire=(None, torch.float32, torch.bfloat16), over=("process_group", "own", "attach_ddp"), micro_batches=(1, 2, 5),
-    last=(False, True), dtype=(torch.float32, torch.bfloat16), travels_alone=(False, True),
+    wire=(None, torch.float32, torch.bfloat16), over=("process_group", "own", "attach_ddp", "attached later"),
+    micro_batches=(1, 2, 5), last=(False, True), dtype=(torch.float32, torch.bfloat16), travels_alone=(False, True),
 )  # fmt: skip
 def test_gradients_travel_once_a_window_in_the_dtype_that_was_asked_for(
     micro_batches: int, last: bool, wire: Any, dtype: Any, over: str, travels_alone: bool
