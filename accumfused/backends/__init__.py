@@ -32,7 +32,7 @@ COSTS = {  # compared with the backend that "auto" prefers; docs/internals/arith
 
 def why_not(name: str, device: torch.device | None = None, rules: Iterable[type[Rule]] = ()) -> str | None:
     """The reason why the backend cannot run (for tensors on that device, or at all; for these rules), or None."""
-    reasons = {"cuda": _why_not_cuda, "triton": _why_not_triton, "cpu": _why_not_cpu, "foreach": _why_not_foreach}
+    reasons = {"cuda": _why_not_cuda, "triton": _why_not_triton, "cpu": _why_not_cpu}
     reason = reasons[name](device) if name in reasons else None
     if reason is not None or name not in _RULE_REASONS:
         return reason
@@ -55,7 +55,7 @@ def select(name: str, devices: Iterable[torch.device], rules: Iterable[type[Rule
     chosen = {device: _select(name, device, rules) for device in devices if device.type != "meta"}
     if len(chosen) > 1:
         return SeveralDevices(chosen)
-    return next(iter(chosen.values()), ReferenceBackend())
+    return next(iter(chosen.values()), ForeachBackend())
 
 
 def _select(name: str, device: torch.device, rules: Iterable[type[Rule]]) -> Backend:
@@ -63,7 +63,7 @@ def _select(name: str, device: torch.device, rules: Iterable[type[Rule]]) -> Bac
     if name != "auto":
         return _make(name)
     refused = []
-    for candidate in ("cuda", "triton", "foreach", "torch") if device.type == "cuda" else ("cpu", "foreach", "torch"):
+    for candidate in ("cuda", "triton", "foreach") if device.type == "cuda" else ("cpu", "foreach"):
         reason = why_not(candidate, device, rules)
         if reason is None:
             break
@@ -84,25 +84,16 @@ def _make(name: str) -> Backend:
     return makers[name]()
 
 
-def _why_not_foreach_rule(rule: type[Rule]) -> str | None:
-    return f"torch's kernels renew no {', '.join(rule.tensor_states)}" if rule.tensor_states else None
-
-
 _RULE_REASONS: dict[str, Callable[[type[Rule]], str | None]] = {
-    "cpu": compile.why_not_cpu, "cuda": compile.why_not_cuda, "foreach": _why_not_foreach_rule,
-}  # fmt: skip
+    "cpu": compile.why_not_cpu,
+    "cuda": compile.why_not_cuda,
+}
 
 
 def _why_not_cpu(device: torch.device | None) -> str | None:
     if compiled.unavailable is not None:
         return compiled.unavailable
     return None if device is None or device.type in ("cpu", "meta") else f"parameters are on {device}"
-
-
-def _why_not_foreach(device: torch.device | None) -> str | None:
-    if device is None or device.type in ("cpu", "cuda", "meta"):
-        return None
-    return f"parameters are on {device}, where torch may lack fused kernels"
 
 
 def _why_not_cuda(device: torch.device | None) -> str | None:

@@ -1,4 +1,6 @@
-"""torch's own kernels, where none of ours run: fused ones where torch has them, foreach operations elsewhere.
+"""torch's own kernels, where none of ours run: fused ones on CPUs and "cuda" devices, other operations elsewhere.
+
+It runs on every device, and has every rule: one that torch has no kernel for runs by its own arithmetic.
 
 Formats and noise are the reference's; the bits of the arithmetic are torch's. The host never waits for a GPU, and reads
 a CPU's values at no cost. The step cuts tensors into pieces that stay in a core's caches while torch scales, decodes,
@@ -91,6 +93,7 @@ class ForeachBackend:
             if batch.stored is None:
                 batch.stored = foreach_step.stored(plan, batch)
             foreach_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped)
+        foreach_step.renew(plan, grads, known, skipped)
         commit.end()
 
     def _measured(self, plan: Plan, grads: Grads) -> Iterator[Batch]:

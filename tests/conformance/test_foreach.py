@@ -30,9 +30,12 @@ from table import (  # fmt: skip
     random_params,
     set_grads,
 )
+from test_tensors import UNUSUAL
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accumfused.backends import ForeachBackend, foreach, foreach_step
+from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
 from accumfused.formats import codecs
 from accumfused.formats.convert import full_precision
@@ -101,10 +104,10 @@ def assert_numbers(problem: Problem, backend: Any) -> None:
             assert value.numel() <= 100 or few < 0.01, name
 
 
-SERVED = [case for case in CASES if not case.first_values]  # test_selection.py: the others are refused
-KERNELS = [case for case in SERVED if case.rule in (*foreach_step.FUSED, "lion")]
+KERNELS = [case for case in CASES if case.rule in (*foreach_step.FUSED, "lion")]
 EACH_KERNEL = one_of_each(lambda case: case.rule, KERNELS)
-COMPOSED = case_named("adan_no_prox")  # for all rules that run by their own arithmetic; it has most states
+# For all rules that run by their own arithmetic: one has most states, one has numbers per tensor.
+COMPOSED = [case_named("adan_no_prox"), *one_of_each(lambda case: bool(case.first_values))[-1:]]
 # torch's AMSGrad loses a NaN in its maximum.
 FINITE = [tail for tail in TAILS.values() if tail.nonfinite != "propagate"]
 NUMBERS = {name: AXES[name] for name in ("loop", "case", "lr", "tensors", "groups")} | {"grads": GRADS, "tail": FINITE}
@@ -113,19 +116,19 @@ FORMATS = {"case": AXES["case"], "weights": [*WEIGHTS], "states": [*STATES]}
 FORMATS |= {"loop": [LOOPS["steps"], LOOPS["sum"]], "edges": SIZES, "grads": [torch.bfloat16, torch.float32]}
 
 
-@pytest.mark.parametrize("problem", problems(NUMBERS, SERVED), ids=str)
+@pytest.mark.parametrize("problem", problems(NUMBERS, CASES), ids=str)
 def test_windows_layouts_and_tails(problem: Problem, torchs: ForeachBackend) -> None:
     reads_lr = problem.lr is not None  # for a rule of which torch has no kernel
     assert_numbers(problem, ForeachBackend() if reads_lr else torchs)
 
 
-@pytest.mark.parametrize("problem", problems(FORMATS, SERVED), ids=str)
+@pytest.mark.parametrize("problem", problems(FORMATS, CASES), ids=str)
 def test_formats(problem: Problem, torchs: ForeachBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreach, "_CACHED", 4 * CHUNK)  # a fourth of it for these
     assert_numbers(problem, torchs)
 
 
-@pytest.mark.pairwise(case=[*EACH_KERNEL, COMPOSED], piece=[CHUNK, 4 * CHUNK], limit=[0.5, 1e9])
+@pytest.mark.pairwise(case=[*EACH_KERNEL, *COMPOSED], piece=[CHUNK, 4 * CHUNK], limit=[0.5, 1e9])
 def test_tensors_in_pieces(
     case: Case, piece: int, limit: float, torchs: ForeachBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +148,7 @@ def test_a_rule_without_kernels_runs_by_its_own_arithmetic(
     assert_numbers(Problem(case.name), torchs)
 
 
-@pytest.mark.pairwise(case=[*EACH_KERNEL, COMPOSED], weights=[*WEIGHTS], states=[*STATES])
+@pytest.mark.pairwise(case=[*EACH_KERNEL, *COMPOSED], weights=[*WEIGHTS], states=[*STATES])
 def test_steps_leave_the_gradients_alone_and_what_is_skipped_every_bit(
     case: Case, weights: str, states: str, torchs: ForeachBackend
 ) -> None:
@@ -166,13 +169,56 @@ def test_steps_leave_the_gradients_alone_and_what_is_skipped_every_bit(
             assert_same_bits(param.grad, grad)
 
 
-@pytest.mark.parametrize("case", [case for case in EACH_RULE if case in SERVED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", EACH_RULE, ids=lambda case: case.name)
 def test_what_is_not_finite_propagates(case: Case, torchs: ForeachBackend) -> None:
     param = torch.zeros(3, requires_grad=True)
     optimizer = case.make([param], torchs, nonfinite="propagate")
     param.grad = torch.tensor([1.0, float("nan"), 1.0])
     optimizer.step()
     assert param.isnan().tolist() == [False, True, False]
+
+
+class NoFusedKernels(TorchDispatchMode):
+    """Refuses torch's fused kernels, as a device that lacks them does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "_fused_" not in func.name(), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", EACH_KERNEL, ids=lambda case: case.name)
+def test_a_device_without_fused_kernels_is_served(
+    case: Case, torchs: ForeachBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreach_step, "_HAVE_FUSED", ())
+    monkeypatch.setattr(foreach, "_can_read", lambda plan: False)
+    with NoFusedKernels():
+        assert_numbers(Problem(case.name, loop=LOOPS["sum"]), torchs)
+
+
+UNREADABLE = {
+    **UNUSUAL,
+    "negated": lambda: inside.negated(torch.ones(3)),
+    "strided": lambda: torch.ones(3, 2)[:, 0],
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+@pytest.mark.parametrize("loop", ["steps", "windows"])
+def test_gradients_that_kernels_cannot_read_in_place_are_served(kind: str, loop: str) -> None:
+    found = []
+    for backend in (ForeachBackend(), ReferenceBackend()):
+        (param,) = random_params([(3,)])
+        optimizer = ADAMW_CASE.make([param], backend)
+        for seed in range(4):
+            param.grad = UNREADABLE[kind]()
+            if loop == "windows":
+                optimizer.accumulate()
+            if loop == "steps" or seed % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(param.detach())
+    assert_close(found[0], found[1], "torch.optim")
 
 
 def test_a_folds_factor_travels_in_its_launches_where_the_host_knows_it(
