@@ -26,17 +26,17 @@ import inside
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from reference import ReferenceBackend
 
 from accumfused import backends, compiled
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
-from accumfused.backends.reference import ReferenceBackend
 
 BROKEN = ("kernels", "coefficient")
 GPU = torch.cuda.is_available()
-ALL = ["torch", "cpu", "emulated", *(["cuda", "triton"] if GPU else [])]
+ALL = ["reference", "cpu", "emulated", *(["cuda", "triton"] if GPU else [])]
 OLDER_THAN_TESTS: list[torch.Size] = []  # tensors that there are once all tests are collected
-ONE = ["torch" if compiled.unavailable else "cpu", *(["cuda"] if GPU else [])]
+ONE = ["reference" if compiled.unavailable else "cpu", *(["cuda"] if GPU else [])]
 
 
 os.environ["ACCUMFUSED_CACHE"] = str(Path(__file__).parents[1] / "build" / "rules")  # what users' rules compile to

@@ -14,7 +14,6 @@ from accumfused import compiled
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.foreach import ForeachBackend
-from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
 from accumfused.core.plan import Backend
 from accumfused.rules import Rule, compile
@@ -26,7 +25,6 @@ NAMES = get_args(BackendName)
 COSTS = {  # compared with the backend that "auto" prefers; docs/internals/arithmetic.md has the measurements
     "triton": "slower",
     "foreach": "torch's own kernels and bits; for fp32 AdamW native ones take 0.6 to 0.9 of its time",
-    "torch": "the reference, some 20 times slower than stock",
 }
 
 
@@ -43,7 +41,7 @@ def check(name: str, device: torch.device | None = None, rules: Iterable[type[Ru
     """Refuses a backend asked for by name that cannot run; the text has the reason."""
     reason = None if name == "auto" else why_not(name, device, rules)
     if reason is not None:
-        raise RuntimeError(f"backend={name!r} cannot run: {reason}; use backend='auto' or 'torch'")
+        raise RuntimeError(f"backend={name!r} cannot run: {reason}; use backend='auto' or 'foreach'")
 
 
 def select(name: str, devices: Iterable[torch.device], rules: Iterable[type[Rule]] = ()) -> Backend:
@@ -74,14 +72,18 @@ def _select(name: str, device: torch.device, rules: Iterable[type[Rule]]) -> Bac
 
 
 def _make(name: str) -> Backend:
-    if name == "triton":
-        module: Any = importlib.import_module("accumfused.backends.triton.backend")  # imports Triton, so not before
-        backend: Backend = module.TritonBackend()
-        return backend
-    makers: dict[str, type[Backend]] = {
-        "cuda": CudaBackend, "cpu": CpuBackend, "foreach": ForeachBackend, "torch": ReferenceBackend,
-    }  # fmt: skip
-    return makers[name]()
+    return MAKERS[name]()
+
+
+def _triton() -> Backend:
+    module: Any = importlib.import_module("accumfused.backends.triton.backend")  # imports Triton, so not before
+    backend: Backend = module.TritonBackend()
+    return backend
+
+
+MAKERS: dict[str, Callable[[], Backend]] = {
+    "cuda": CudaBackend, "triton": _triton, "cpu": CpuBackend, "foreach": ForeachBackend,
+}  # fmt: skip
 
 
 _RULE_REASONS: dict[str, Callable[[type[Rule]], str | None]] = {

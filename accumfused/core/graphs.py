@@ -24,8 +24,7 @@ def refuse_new_tensors(devices: set[torch.device]) -> None:
     if any(map(is_capturing, devices)):
         raise RuntimeError(
             "the optimizer's tensors are new, or have moved since its last step, and a CUDA graph would keep their "
-            "addresses; make one whole step (accumulate() included) before the capture. "
-            "backend='torch' cannot be captured"
+            "addresses; make one whole step (accumulate() included) before the capture"
         )
 
 

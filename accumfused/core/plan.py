@@ -276,7 +276,7 @@ class Plan:
         """Points the table's rows at these (matched) gradients, and at sums, as long as the lists live."""
         refused = self._point_at(grads)
         if refused >= 0:
-            raise RuntimeError(f"the gradient of parameter {refused} cannot be read natively; use backend='torch'")
+            raise RuntimeError(f"the gradient of parameter {refused} cannot be read natively; use backend='foreach'")
         if sums is None:
             return
         if self._sums is None or self._sums() is not sums:

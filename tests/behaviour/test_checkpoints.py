@@ -46,7 +46,7 @@ def micro_batches(optimizer: Any, weights: list[Any], seed: int = 0, grads: torc
 
 @pytest.mark.pairwise(
     case=EACH_VARIANT, weights=[*WEIGHTS], states=[*STATES], window=[*WINDOWS], after=[0, 1, 2, 3], stepped=[2, 0],
-    grads=[None, *DTYPES], new_is=["fresh", "trained", "torch"], route=[*ROUTES],
+    grads=[None, *DTYPES], new_is=["fresh", "trained", "reference"], route=[*ROUTES],
 )  # fmt: skip
 def test_whoever_resumes_goes_on_bit_for_bit(
     backend: str, case: Case, weights: str, states: str, window: str, after: int, stepped: int,
@@ -65,7 +65,7 @@ def test_whoever_resumes_goes_on_bit_for_bit(
     micro_batches(optimizer, WINDOWS[window][:after], grads=grads)
     # States that were made have brought their seed; those that are to be made take the optimizer's.
     options |= {"rounding_seed": 3 if stepped else 17}
-    new = build(weights, states, "torch" if new_is == "torch" else backend, **options)
+    new = build(weights, states, "reference" if new_is == "reference" else backend, **options)
     train(new[1], int(new_is == "trained"))
     with torch.no_grad():
         new[0].matrix.mul_(3)

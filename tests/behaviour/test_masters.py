@@ -19,7 +19,7 @@ Change = Callable[[Model, Any], Any]
 
 
 def without_masters(optimizer: Any) -> Any:
-    return optimizer.load_state_dict(copy.deepcopy(trained("fp32", "fp32", "torch")[1].state_dict()))
+    return optimizer.load_state_dict(copy.deepcopy(trained("fp32", "fp32", "reference")[1].state_dict()))
 
 
 def within_a_load(model: Model, optimizer: Any, values: Tensor) -> None:

@@ -20,7 +20,7 @@ from accumfused import backends
 
 LR = 0.125  # all results here are exact in fp32
 SIZE = 4096
-with_and_without_addresses = pytest.mark.parametrize("backend", ["cpu", "torch"], indirect=True)
+with_and_without_addresses = pytest.mark.parametrize("backend", ["cpu", "reference"], indirect=True)
 
 
 def weight(dtype: torch.dtype = torch.float32) -> Any:

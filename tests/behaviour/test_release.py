@@ -86,7 +86,7 @@ def test_an_optimizer_that_is_gone_takes_its_hooks_along(backend: str, bucket: i
 
 
 def test_processes_that_come_after_the_release_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = Loop("torch", bucket=EACH)
+    it = Loop("reference", bucket=EACH)
     monkeypatch.setattr(processes, "has_processes", lambda: True)
     with refused(it.optimizer, RuntimeError, "more than one process.*call accumfused.attach_ddp"):
         it.loss().backward()

@@ -54,7 +54,7 @@ def test_auto_takes_the_fastest_that_runs_and_says_once_why_no_faster_one(
     assert [record.getMessage() for record in caplog.records] == ([] if said is None else [said])
     for name in missing:
         with pytest.raises(
-            RuntimeError, match=f"'{name}' cannot run: no {name} for {device.type}; use backend='auto' or 'torch'"
+            RuntimeError, match=f"'{name}' cannot run: no {name} for {device.type}; use backend='auto' or 'foreach'"
         ):
             backends.select(name, [device])
 

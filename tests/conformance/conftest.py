@@ -12,13 +12,13 @@ import torch
 from device import DeviceMemory
 from harness import need_native
 from places import CPU, INSTRUCTION_SETS, ON_CPU, ON_GPU, OTHER, Place, interpreted
+from reference import ReferenceBackend
 from torch import Tensor
 
 from accumfused import backends
 from accumfused.backends import several
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
-from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
 
 
@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     name = request.param
-    if name == "torch":
+    if name == "reference":
         yield Place(ReferenceBackend())
     elif name in INSTRUCTION_SETS:
         yield Place(CpuBackend(name))

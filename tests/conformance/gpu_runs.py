@@ -223,7 +223,7 @@ class EmulatedWindows(Windows):
     shapes = ((5000,), (70,))
 
     def __init__(self, gpu: Emulation, backend: Any, **options: Any) -> None:
-        super().__init__("torch", device=gpu.device, **options)
+        super().__init__("reference", device=gpu.device, **options)
         self.gpu = gpu
         inside.use_backend(self.optimizers[0], backend)
         self.values = [random_grads(self.params, micro, torch.bfloat16) for micro in range(3)]

@@ -16,8 +16,8 @@ from accumfused import backends, compiled
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 1)
 INSTRUCTION_SETS = [] if compiled.unavailable else inside.native().instruction_sets()
-# "torch" too: the reference with any layout against itself with contiguous tensors.
-ON_CPU = ["torch", *INSTRUCTION_SETS, "emulated"]
+# "reference" too: the reference with any layout against itself with contiguous tensors.
+ON_CPU = ["reference", *INSTRUCTION_SETS, "emulated"]
 ON_GPU = ["cuda", "triton", "torch on a GPU"] if GPU else []
 INTERPRETED = [] if GPU else ["interpreted"]
 

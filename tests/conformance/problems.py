@@ -19,10 +19,10 @@ import torch
 from compare import assert_all_same_bits, everything
 from harness import pairwise
 from layouts import EDGES, LAYOUTS, OFFSETS, PIECE, STREAMS, Layout, edges, same, shifted, with_holes
+from reference import ReferenceBackend
 from table import CASES, EACH_RULE, STATES, WEIGHTS, Case, case_named, kept, random_grads, random_params
 from torch import Tensor
 
-from accumfused.backends.reference import ReferenceBackend
 from accumfused.clipping import Clip, RunningMean
 from accumfused.core import plans
 from accumfused.core.plan import Plan

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from layouts import EDGES, PIECE, edges
 from places import INSTRUCTION_SETS, INTERPRETED, ON_CPU, ON_GPU, Place
 from problems import AXES, COMMON, GRADS, LOOPS, TAILS, VALUES, Loop, Problem, Tail, assert_conforms, problems
+from reference import ReferenceBackend
 from table import CASES, EACH_RULE, WEIGHTS, Case
 
 from accumfused.backends.cpu import CpuBackend
-from accumfused.backends.reference import ReferenceBackend
 from accumfused.core.protocol import ALONE, Commit
 from accumfused.formats.numeric import CHUNK
 
@@ -102,11 +102,11 @@ def _rows(full: bool) -> Iterator[tuple[str, str, Problem]]:
     of_cuda = problems(AXES | {"case": common})
     for place in [*ON_CPU, "two devices", "checked", *INTERPRETED, *ON_GPU]:
         chosen = problems(FEW) if place in INTERPRETED and not full else of_cuda if place in OF_CUDA else every
-        if place in ("torch", "checked", "two devices") and not full:
+        if place in ("reference", "checked", "two devices") and not full:
             chosen = chosen[::4]
         for problem in chosen:
             yield place, str(problem), replace(problem, edges=EDGES[SIZES.get(place, "usual")])
-        if place not in ("torch", "two devices", *INTERPRETED):
+        if place not in ("reference", "two devices", *INTERPRETED):
             packed = [*problems(PACKED), *(problems(PACKED_FIRST) if place in OF_CUDA else [])]
             yield from ((place, f"packed-{problem}", problem) for problem in packed)
 
@@ -167,7 +167,7 @@ def test_another_thread_of_python(native: None) -> None:
         pool.submit(assert_conforms, Problem("adamw"), CpuBackend()).result()
 
 
-@pytest.mark.parametrize("place", ["torch", *INSTRUCTION_SETS, *INTERPRETED], indirect=True)
+@pytest.mark.parametrize("place", ["reference", *INSTRUCTION_SETS, *INTERPRETED], indirect=True)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_float_mode_of_no_thread_matters(threads: int, place: Place) -> None:
     for name, dtype in zip(("sgd_momentum", "adamw_amsgrad", "lion_weight_decay"), GRADS, strict=True):

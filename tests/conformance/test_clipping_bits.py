@@ -42,7 +42,7 @@ def test_every_place_gives_the_reference_bits(name: str, place: Place) -> None:
     assert_conforms(smaller(PROBLEMS[name], place), place.backend, place.device)
 
 
-@pytest.mark.parametrize("place", ["torch", *INSTRUCTION_SETS, *INTERPRETED], indirect=True)
+@pytest.mark.parametrize("place", ["reference", *INSTRUCTION_SETS, *INTERPRETED], indirect=True)
 @pytest.mark.parametrize("name", NOT_FOR_CUDA)
 def test_rules_without_a_cuda_kernel_do_too(name: str, place: Place) -> None:
     assert_conforms(smaller(NOT_FOR_CUDA[name], place), place.backend, place.device)

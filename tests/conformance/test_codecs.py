@@ -11,13 +11,13 @@ import torch
 from compare import assert_all_same_bits, assert_same_bits, everything
 from models import MASTERS
 from places import INSTRUCTION_SETS, INTERPRETED, ON_CPU, ON_GPU, Place
+from reference import ReferenceBackend
 from table import STATES, WEIGHTS, case_named, random_grads, set_grads
 from torch import Tensor
 from torch.nn import Parameter
 
 import accumfused as af
 from accumfused.backends.cpu import CpuBackend
-from accumfused.backends.reference import ReferenceBackend
 from accumfused.formats import codecs, numeric
 from accumfused.optimizers import RULES
 from accumfused.rules.to_cpp import digest

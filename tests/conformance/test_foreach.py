@@ -16,6 +16,7 @@ from compare import assert_all_same_bits, assert_close, assert_same_bits, everyt
 from device import NoReads
 from layouts import edges
 from problems import AXES, GRADS, LOOPS, TAILS, Problem, Tail, expected, play, problems
+from reference import ReferenceBackend
 from table import (  # fmt: skip
     ADAMW_CASE,
     CASES,
@@ -35,7 +36,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accumfused.backends import ForeachBackend, foreach, foreach_step
-from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
 from accumfused.formats import codecs
 from accumfused.formats.convert import full_precision

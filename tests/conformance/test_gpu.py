@@ -15,13 +15,13 @@ from compare import assert_all_same_bits, assert_close, assert_same_bits, everyt
 from gpu_runs import DEVICE, Card, Scaled, Windows, backend_named
 from layouts import edges
 from problems import Problem, assert_conforms
+from reference import ReferenceBackend
 from table import ADAMW_CASE, STATES, WEIGHTS, case_named, random_grads, random_params, set_grads
 from torch import Tensor
 
 import accumfused as af
 from accumfused import backends
 from accumfused.backends.cuda import CudaBackend
-from accumfused.backends.reference import ReferenceBackend
 from accumfused.backends.several import SeveralDevices
 from accumfused.formats.numeric import CHUNK
 

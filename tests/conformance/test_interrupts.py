@@ -132,7 +132,7 @@ def made(backend: Any, window: dict[str, Any]) -> Run:
     return Run(backend, own.pop("weights"), closes=own.pop("closes"), **own)
 
 
-@pytest.mark.parametrize("which", ["cpu", "torch", "two devices"])
+@pytest.mark.parametrize("which", ["cpu", "reference", "two devices"])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_an_interrupted_call_is_made_or_not(
     which: str, name: str, request: pytest.FixtureRequest, two_devices: SeveralDevices

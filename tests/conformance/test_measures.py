@@ -9,10 +9,10 @@ import pytest
 import torch
 from compare import assert_same_bits
 from places import INTERPRETED, ON_CPU, ON_GPU, Place
+from reference import ReferenceBackend
 from table import STATES, WEIGHTS, case_named
 from torch import Tensor
 
-from accumfused.backends.reference import ReferenceBackend
 from accumfused.formats.numeric import CHUNK
 
 SIZES = (CHUNK + 2100, 5, 0, 1500)

@@ -9,11 +9,11 @@ import inside
 import pytest
 from compare import assert_all_same_bits, everything, params_of
 from places import INSTRUCTION_SETS, interpreted
+from reference import ReferenceBackend
 from table import STATES, WEIGHTS, random_grads, random_params, set_grads
 
 import accumfused as af
 from accumfused.backends.cpu import CpuBackend
-from accumfused.backends.reference import ReferenceBackend
 
 # The coefficients of its matrices come from policies, too: its stacks have another order than the optimizer's rows.
 POLICIES: list[dict[str, Any]] = [{"clip": af.PerTensor(0.2)}, {"max_grad_norm": 0.2}]  # and another of a group

@@ -10,10 +10,10 @@ from compare import assert_same_bits
 from harness import GPU
 from places import INTERPRETED, ON_CPU, ON_GPU, Place
 from problems import bare_plan
+from reference import ReferenceBackend
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accumfused.backends.reference import ReferenceBackend
 from accumfused.core.protocol import Fold, Scaling
 from accumfused.core.rows import Grads
 from accumfused.formats.numeric import CHUNK, LANES, sum_partials

@@ -12,10 +12,9 @@ from compare import assert_all_same_bits, assert_same_bits, everything, refused
 from harness import on_device, tensors_alive
 from layouts import GAP, every_third_row, shifted, transposed, with_holes
 from places import INTERPRETED, ON_CPU, ON_GPU, Place
+from reference import ReferenceBackend
 from table import ADAMW_CASE, Case, case_named, random_grads, random_params, set_grads
 from torch import Tensor
-
-from accumfused.backends.reference import ReferenceBackend
 
 pytestmark = pytest.mark.usefixtures("tensors_there")
 accumulates_or_not = pytest.mark.parametrize("accumulates", [False, True])

@@ -120,7 +120,7 @@ PLAIN = AXES | {
     "over": ("group", *DDP), "sizes": ("even", "uneven", "holes", "absent"), "releases": (False, True),
     "travels_alone": (False, True),
 }  # fmt: skip
-PARTS = AXES | {"over": tuple(SPREAD), "sizes": ("zeros", "even"), "backend": ("auto", "torch")}
+PARTS = AXES | {"over": tuple(SPREAD), "sizes": ("zeros", "even"), "backend": ("auto", "reference")}
 
 
 def covering(axes: dict[str, tuple[Any, ...]]) -> list[Loop]:
@@ -148,7 +148,7 @@ NOISE = [Loop(noise=True, **axes) for axes in (
     {"over": "ddp", "quiet": "all", "closes": "weights, last", "scaler": "torch", "clips": "torch"},
     {"closes": "weights, last", "reduce_dtype": torch.bfloat16},
     {"closes": "weights, last", "backend": "foreach"},
-    {"sizes": "uneven", "closes": "weights, last", "backend": "torch", "scaler": "torch", "clips": "torch"},
+    {"sizes": "uneven", "closes": "weights, last", "backend": "reference", "scaler": "torch", "clips": "torch"},
     {"over": "reduced", "closes": "sums"}, {"over": "fully_shard", "closes": "sums, last"},
 )]  # fmt: skip
 

@@ -78,7 +78,7 @@ def step_laid_out(name: str, kind: str, policy: str, on: str, how: str) -> tuple
 
 @pytest.mark.pairwise(
     where=[*((name, "spread") for name in LAID), ("2", "summed")], kind=tuple(OPTIMIZERS), policy=tuple(POLICIES),
-    on=("auto", "torch"),
+    on=("auto", "reference"),
 )  # fmt: skip
 def test_norms_and_clips_are_over_the_whole_however_it_lies(
     where: tuple[str, str], kind: str, policy: str, on: str

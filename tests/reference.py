@@ -1,13 +1,18 @@
-"""The reference backend, in pure PyTorch: readable first. It runs on any device."""
+"""The reference backend, in PyTorch alone: what all others are compared with. It runs on any device.
+
+Tests ask for it by name, too: this module makes "reference" one of the names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from accumfused import backends
+from accumfused import settings as all_settings
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling
@@ -28,7 +33,7 @@ from accumfused.rules.rule import Rule, renewed
 
 
 class ReferenceBackend:
-    name = "torch"
+    name = "reference"
     measures_folds = True
 
     def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
@@ -139,3 +144,7 @@ def _write_partials(partials: Tensor, first_chunk: int, values: Tensor) -> None:
 def _scale_partials(partials: Tensor, first_chunk: int, values: Tensor, holds: Tensor) -> None:
     own = partials[first_chunk : first_chunk + chunk_count(values.numel())]
     own.copy_(torch.where(holds, own, 0.0))
+
+
+all_settings.BackendName = Literal[(*get_args(all_settings.BackendName), ReferenceBackend.name)]  # type: ignore[misc]
+backends.MAKERS[ReferenceBackend.name] = ReferenceBackend
