@@ -17,7 +17,7 @@ from accumfused.rules import Rule
 
 Nonfinite = Literal["skip", "drop", "propagate", "raise"]
 MasterWeights = Literal["auto", "fp32", "split16", "split8"]
-BackendName = Literal["auto", "cuda", "triton", "cpu", "foreach"]
+BackendName = Literal["auto", "cuda", "triton", "cpu", "torch"]
 
 PLACE = "    **settings: those of `accumfused.settings.Settings`.\n"  # docstrings get the descriptions here
 
@@ -61,7 +61,7 @@ class Settings:
             "raise" checks on the host and raises before it writes. "drop" leaves each micro-batch out whose norm is not
             finite, as if it had not been there, and skips a window with none left; `accumulate()` then reads the
             gradients once more. None: "skip" whenever the step takes a norm.
-        backend: "cpu", "cuda" (native kernels), "triton", "foreach" (torch's own kernels and bits), or "auto": the
+        backend: "cpu", "cuda" (native kernels), "triton", "torch" (torch's own kernels and bits), or "auto": the
             fastest backend that runs.
         master_weights: the form in which a 16-bit parameter keeps its fp32 value, on which a step works. For bf16
             "split16": the 16 bits that the parameter lacks, exact; "split8": 8 of them, rounded stochastically; None:

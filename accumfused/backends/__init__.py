@@ -13,8 +13,8 @@ import torch
 from accumfused import compiled
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
-from accumfused.backends.foreach import ForeachBackend
 from accumfused.backends.several import SeveralDevices
+from accumfused.backends.torch_kernels import TorchBackend
 from accumfused.core.plan import Backend
 from accumfused.rules import Rule, compile
 from accumfused.settings import BackendName
@@ -24,7 +24,7 @@ NAMES = get_args(BackendName)
 
 COSTS = {  # compared with the backend that "auto" prefers; docs/internals/arithmetic.md has the measurements
     "triton": "slower",
-    "foreach": "torch's own kernels and bits; for fp32 AdamW native ones take 0.6 to 0.9 of its time",
+    "torch": "torch's own kernels and bits; for fp32 AdamW native ones take 0.6 to 0.9 of its time",
 }
 
 
@@ -41,7 +41,7 @@ def check(name: str, device: torch.device | None = None, rules: Iterable[type[Ru
     """Refuses a backend asked for by name that cannot run; the text has the reason."""
     reason = None if name == "auto" else why_not(name, device, rules)
     if reason is not None:
-        raise RuntimeError(f"backend={name!r} cannot run: {reason}; use backend='auto' or 'foreach'")
+        raise RuntimeError(f"backend={name!r} cannot run: {reason}; use backend='auto' or 'torch'")
 
 
 def select(name: str, devices: Iterable[torch.device], rules: Iterable[type[Rule]] = ()) -> Backend:
@@ -53,7 +53,7 @@ def select(name: str, devices: Iterable[torch.device], rules: Iterable[type[Rule
     chosen = {device: _select(name, device, rules) for device in devices if device.type != "meta"}
     if len(chosen) > 1:
         return SeveralDevices(chosen)
-    return next(iter(chosen.values()), ForeachBackend())
+    return next(iter(chosen.values()), TorchBackend())
 
 
 def _select(name: str, device: torch.device, rules: Iterable[type[Rule]]) -> Backend:
@@ -61,7 +61,7 @@ def _select(name: str, device: torch.device, rules: Iterable[type[Rule]]) -> Bac
     if name != "auto":
         return _make(name)
     refused = []
-    for candidate in ("cuda", "triton", "foreach") if device.type == "cuda" else ("cpu", "foreach"):
+    for candidate in ("cuda", "triton", "torch") if device.type == "cuda" else ("cpu", "torch"):
         reason = why_not(candidate, device, rules)
         if reason is None:
             break
@@ -82,7 +82,7 @@ def _triton() -> Backend:
 
 
 MAKERS: dict[str, Callable[[], Backend]] = {
-    "cuda": CudaBackend, "triton": _triton, "cpu": CpuBackend, "foreach": ForeachBackend,
+    "cuda": CudaBackend, "triton": _triton, "cpu": CpuBackend, "torch": TorchBackend,
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 A plan has one row per parameter, in the groups' order. Every parameter has its own range of chunks, with a gradient or
 without, so the norm's summation order depends on the optimizer alone. A `Backend` runs the three verbs on a plan; an
-`Exchange` knows the gradients and norms of other processes. All backends but foreach.py compute the same bits.
+`Exchange` knows the gradients and norms of other processes. All backends but torch_kernels.py compute the same bits.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class Plan:
         """Points the table's rows at these (matched) gradients, and at sums, as long as the lists live."""
         refused = self._point_at(grads)
         if refused >= 0:
-            raise RuntimeError(f"the gradient of parameter {refused} cannot be read natively; use backend='foreach'")
+            raise RuntimeError(f"the gradient of parameter {refused} cannot be read natively; use backend='torch'")
         if sums is None:
             return
         if self._sums is None or self._sums() is not sums:

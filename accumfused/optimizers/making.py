@@ -39,7 +39,7 @@ def optimizer_of(
     """Makes an optimizer of a rule: with windows, clipping, formats, checkpoints, and kernels.
 
     On a GPU Triton compiles the rule. On a CPU the machine's C++ compiler does when the rule first steps; the result is
-    kept in the folder ACCUMFUSED_CACHE, or in the user's cache. Without a compiler torch's kernels step ("foreach":
+    kept in the folder ACCUMFUSED_CACHE, or in the user's cache. Without a compiler torch's kernels step ("torch":
     the rule's arithmetic, torch's own norm), and a log line says so. docs/guide/rules.md has an example.
 
     Args:

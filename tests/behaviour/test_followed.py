@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import accumfused as af
-from accumfused.backends import ForeachBackend
+from accumfused.backends import TorchBackend
 
 
 def on_first(change: Callable[[Tensor, dict[str, Any]], Any]) -> Callable[[Any], Any]:
@@ -61,7 +61,7 @@ UNSEEN = ("nothing", "an option", "the norm")
 def test_a_change_between_two_steps_is_followed(backend: str, change: str, watched: str) -> None:
     """The reference watches nothing, and reads everything at each step."""
     optimizers = []
-    for each in ("reference", backend if watched == "by the table" else ForeachBackend()):
+    for each in ("reference", backend if watched == "by the table" else TorchBackend()):
         optimizer = ADAMW_CASE.make(random_params([(4, 4), (7,), (3,)]), each, max_grad_norm=1.0)
         optimizer.add_param_group({"params": random_params([(6,)], seed=1), "lr": 0.5})
         train(optimizer, 2)

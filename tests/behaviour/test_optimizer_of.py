@@ -135,7 +135,7 @@ def test_without_a_compiler_pytorch_runs_the_rule(
         set_grads(params, random_grads(params, 0))
         optimizer.step()
     assert "no C++17 compiler was found" in caplog.text
-    assert inside.backend(optimizer).name == "foreach"
+    assert inside.backend(optimizer).name == "torch"
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {

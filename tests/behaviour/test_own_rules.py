@@ -202,7 +202,7 @@ def test_no_kernel_of_the_same_name_runs_another_rule(
     monkeypatch.setenv("ACCUMFUSED_CACHE", str(tmp_path))
     kind = other_adam()
     _, *expected = stepped(kind, "reference")
-    for backend in ("cpu", "foreach"):
+    for backend in ("cpu", "torch"):
         name, *found = stepped(kind, backend)
         assert name == backend
         for ours, reference in zip(found, expected, strict=True):

@@ -32,7 +32,7 @@ R, V, T = RuntimeError, ValueError, TypeError
 
 # fmt: off
 SETTINGS: list[tuple[dict[str, Any], Errors, str]] = [
-    ({"backend": "gpu"}, V, "backend must be one of auto, cuda, triton, cpu, foreach.*, got 'gpu'"),
+    ({"backend": "gpu"}, V, "backend must be one of auto, cuda, triton, cpu, torch.*, got 'gpu'"),
     ({"nonfinite": "ignore"}, V, "nonfinite must be one of skip, drop, propagate, raise or None, got 'ignore'"),
     ({"max_grad_norm": 0}, V, r"max_grad_norm must be > 0, got 0; None is off \(elsewhere 0 often is\)"),
     ({"max_grad_norm": nan}, V, "max_grad_norm must be > 0, got nan"),
@@ -53,7 +53,7 @@ SETTINGS: list[tuple[dict[str, Any], Errors, str]] = [
     ({"reduce_dtype": torch.float16}, V, r"reduce_dtype must be torch\.float32, .* got torch\.float16"),
     ({"reduce_dtype": torch.float32}, V, "reduce_dtype is for gradients that .*; give one"),
     *[
-        ({"backend": name}, R, f"backend='{name}' cannot run: .*; use backend='auto' or 'foreach'")
+        ({"backend": name}, R, f"backend='{name}' cannot run: .*; use backend='auto' or 'torch'")
         for name in ("cuda", "triton") if not torch.cuda.is_available()
     ],
 ]

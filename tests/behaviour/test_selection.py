@@ -12,7 +12,7 @@ from table import Case, one_of_each, random_grads, random_params, set_grads
 
 from accumfused import backends, compiled
 from accumfused.__main__ import advice
-from accumfused.backends import ForeachBackend
+from accumfused.backends import TorchBackend
 
 CPU, GPU, XPU = torch.device("cpu"), torch.device("cuda", 0), torch.device("xpu", 0)
 
@@ -33,10 +33,10 @@ AUTO: list[tuple[torch.device, list[str], str, str | None]] = [
     (GPU, [], "cuda", None),
     (GPU, ["triton", "cpu"], "cuda", None),
     (GPU, ["cuda"], "triton", f"{falls_back('triton')}no cuda for cuda"),
-    (GPU, ["cuda", "triton"], "foreach", f"{falls_back('foreach')}no cuda for cuda; and no triton for cuda"),
+    (GPU, ["cuda", "triton"], "torch", f"{falls_back('torch')}no cuda for cuda; and no triton for cuda"),
     (CPU, ["cuda"], "cpu", None),
-    (CPU, ["cpu"], "foreach", f"{falls_back('foreach')}no cpu for cpu"),
-    (XPU, ["cpu"], "foreach", f"{falls_back('foreach')}no cpu for xpu"),
+    (CPU, ["cpu"], "torch", f"{falls_back('torch')}no cpu for cpu"),
+    (XPU, ["cpu"], "torch", f"{falls_back('torch')}no cpu for xpu"),
 ]
 
 
@@ -54,7 +54,7 @@ def test_auto_takes_the_fastest_that_runs_and_says_once_why_no_faster_one(
     assert [record.getMessage() for record in caplog.records] == ([] if said is None else [said])
     for name in missing:
         with pytest.raises(
-            RuntimeError, match=f"'{name}' cannot run: no {name} for {device.type}; use backend='auto' or 'foreach'"
+            RuntimeError, match=f"'{name}' cannot run: no {name} for {device.type}; use backend='auto' or 'torch'"
         ):
             backends.select(name, [device])
 
@@ -71,13 +71,13 @@ def test_without_a_compiler_torchs_kernels_serve_a_rule_with_numbers_per_tensor(
     set_grads(params, random_grads(params, 0))
     with caplog.at_level(logging.WARNING, logger="accumfused"):
         case.make(params, "auto").step()
-    assert [record.getMessage() for record in caplog.records] == [f"{falls_back('foreach')}none for {case.name}"]
+    assert [record.getMessage() for record in caplog.records] == [f"{falls_back('torch')}none for {case.name}"]
 
 
 def test_kernels_run_where_they_are_for(native: None, built_for_gpus: Any) -> None:
     assert backends.why_not("cuda", CPU) == "parameters are on cpu"
     assert backends.why_not("cpu", GPU) == "parameters are on cuda:0"
-    assert isinstance(backends.select("auto", [torch.device("meta")]), ForeachBackend)
+    assert isinstance(backends.select("auto", [torch.device("meta")]), TorchBackend)
 
 
 MISSING = [

@@ -147,7 +147,7 @@ NOISE = [Loop(noise=True, **axes) for axes in (
     {"over": "ddp", "quiet": "all", "closes": "backward, last", "releases": True, "scaler": "ours"},
     {"over": "ddp", "quiet": "all", "closes": "weights, last", "scaler": "torch", "clips": "torch"},
     {"closes": "weights, last", "reduce_dtype": torch.bfloat16},
-    {"closes": "weights, last", "backend": "foreach"},
+    {"closes": "weights, last", "backend": "torch"},
     {"sizes": "uneven", "closes": "weights, last", "backend": "reference", "scaler": "torch", "clips": "torch"},
     {"over": "reduced", "closes": "sums"}, {"over": "fully_shard", "closes": "sums, last"},
 )]  # fmt: skip

@@ -39,7 +39,7 @@ def configurations(draw: st.DrawFn, mate_of: dict[str, Any] | None = None) -> di
     first["nonfinite"] = (
         pick(*[None] * 5, "skip", "raise", "propagate", "drop", "drop") if mate_of is None else first["nonfinite"]
     )
-    settings = {"backend": pick("cpu", "cpu", "reference", "foreach"), "nonfinite": first["nonfinite"]}
+    settings = {"backend": pick("cpu", "cpu", "reference", "torch"), "nonfinite": first["nonfinite"]}
     settings |= {} if first["together"] else {"max_grad_norm": pick(None, None, None, 0.5, 3.0, 50.0)}
     options = pick(*OPTIONS[rule])
     settings |= {} if foreign else pick(*(STATES[:-1] if "amsgrad" in options else STATES))  # which 8 bits do not serve
@@ -81,7 +81,7 @@ grad_scales = st.sampled_from([None] * 240 + _divisors)
 found_infs = st.sampled_from([None] * 40 + _of_tensor([0.0, 1.0, 2.0], 5))
 poisons = st.sampled_from([None] * 40 + [math.inf, -math.inf, math.nan])
 SIDES = st.integers(0, 1)  # of two optimizers that are clipped together; where there is one, it is meant
-BACKENDS = st.sampled_from([None] * 3 + ["cpu", "reference", "foreach"])  # None: the same optimizer goes on
+BACKENDS = st.sampled_from([None] * 3 + ["cpu", "reference", "torch"])  # None: the same optimizer goes on
 SEEDS, ROW, flags = st.integers(0, 2**16), st.integers(0, 6), st.booleans()
 lasts = st.sampled_from([False] * 3 + [True])
 losses = st.sampled_from([torch.float32] * 2 + [torch.bfloat16, torch.float16])

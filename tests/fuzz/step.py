@@ -148,7 +148,7 @@ class Side(Windows):
                 largest = bound.value.abs().max().nan_to_num(math.inf) * 2.0 ** (-12 if name.endswith("sq") else -9)
                 bound = Bounded(bound.value, bound.error + bound.value.abs() / 8 + largest)
             # (torch's maximum of AMSGrad drops NaN, and 8 bits share one with their block.)
-            if is_finite or (kind != "8bit" and self.settings["backend"] != "foreach"):
+            if is_finite or (kind != "8bit" and self.settings["backend"] != "torch"):
                 bound.check(now[name], f"state {name} of parameter {row}")
             state[name] = now[name]
         self.full[row] = actual.clone()

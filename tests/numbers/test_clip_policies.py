@@ -48,7 +48,7 @@ def per_group(params: list[Tensor], grads: list[Tensor]) -> list[float]:
     ],
 )
 @pytest.mark.parametrize("windows", [False, True])
-@pytest.mark.parametrize("on", ["foreach", None])
+@pytest.mark.parametrize("on", ["torch", None])
 def test_tensors_and_groups_are_clipped_by_their_own_norms(
     coefficients: Coefficients, settings: dict[str, Any], windows: bool, on: str | None, backend: str
 ) -> None:

@@ -73,7 +73,7 @@ said = []
 handler = logging.Handler()
 handler.emit = lambda record: said.append([record.levelname, record.getMessage()])
 logging.getLogger("accumfused").addHandler(handler)
-results = [train(lambda params: af.SGD(params, lr=0.5, backend="foreach"))]
+results = [train(lambda params: af.SGD(params, lr=0.5, backend="torch"))]
 assert said == []  # it was asked for
 results += [train(lambda params: af.SGD(params, lr=0.5)) for _ in range(3)]
 results += [train(lambda params: af.AdamW(params, backend="cpu"))]
@@ -104,8 +104,8 @@ def test_without_a_native_module_it_runs_and_says_why_it_is_slow_and_what_to_do(
         pytest.fail(done.stderr)
     said, results, (*reports, found) = json.loads(done.stdout)
     missing = "the native module was not built (ACCUMFUSED_NATIVE=0, or installed from pure Python)"
-    assert said == [["WARNING", f"falling back to the foreach backend ({COSTS['foreach']}): {missing}"]]
-    refused = f"backend='cpu' cannot run: {missing}; use backend='auto' or 'foreach'"
+    assert said == [["WARNING", f"falling back to the torch backend ({COSTS['torch']}): {missing}"]]
+    refused = f"backend='cpu' cannot run: {missing}; use backend='auto' or 'torch'"
     assert results == [*[[0.5] * 3] * 4, refused, refused]
     for each, (reason, remedy) in zip(reports, (
         ("has no native module; build it: pip install -e .", "build it: pip install -e ."),
@@ -120,7 +120,7 @@ def test_without_a_native_module_it_runs_and_says_why_it_is_slow_and_what_to_do(
     assert lines[at].endswith("does not run: the native module was not built: g++ failed:")
     assert lines[at + 1] == "          rules.h:1: error: no such thing"
     assert found["backends"]["cuda"] == found["backends"]["cpu"]
-    assert {f"  {name:<8}runs ({COSTS[name]})" for name in ("foreach",)} <= {*lines}
+    assert {f"  {name:<8}runs ({COSTS[name]})" for name in ("torch",)} <= {*lines}
     assert found["instruction_sets"] == []
     assert lines[-1] == "what to do next: install a C++ compiler (g++ or clang++), then accumfused again"
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from accumfused.backends import foreach_step
+from accumfused.backends import torch_step
 from accumfused.backends.batches import WHOLE, Batch, Tensors, cut
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
@@ -30,8 +30,8 @@ _CACHED = 32 * CHUNK  # elements of a piece: 4 MiB of fp32, so that its call cos
 _LARGE = 512 * CHUNK  # where caches do not matter; it bounds the memory of intermediate tensors
 
 
-class ForeachBackend:
-    name = "foreach"
+class TorchBackend:
+    name = "torch"
     measures_folds = False  # measuring is a pass of its own, and only a window's last fold needs it
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class ForeachBackend:
         ]
         absorbed = None
         if isinstance(coefficient, float) and outcome.coefficients is None and _are_plain(plan, grads):
-            absorbed = foreach_step.absorbed(plan.rules, known, coefficient, outcome.spends_grads)
+            absorbed = torch_step.absorbed(plan.rules, known, coefficient, outcome.spends_grads)
         coefficients: list[Any] = []
         if outcome.coefficients is not None:
             coefficients = outcome.coefficients.tolist() if skipped is None else [*outcome.coefficients.unbind()]
@@ -85,15 +85,15 @@ class ForeachBackend:
             size, dtype=torch.float32, device=plan.device
         )  # once, because the system would map new memory for each piece
         commit.begin()
-        foreach_step.advance(plan, grads, skipped)
+        torch_step.advance(plan, grads, skipped)
         for batch in self._batches(plan, size, [grad is not None for grad in grads]):
             given = batch.of(grads)
             if absorbed is None:
                 given = batch.scaled(given, coefficients or coefficient, scratch)
             if batch.stored is None:
-                batch.stored = foreach_step.stored(plan, batch)
-            foreach_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped)
-        foreach_step.renew(plan, grads, known, skipped)
+                batch.stored = torch_step.stored(plan, batch)
+            torch_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped)
+        torch_step.renew(plan, grads, known, skipped)
         commit.end()
 
     def _measured(self, plan: Plan, grads: Grads) -> Iterator[Batch]:

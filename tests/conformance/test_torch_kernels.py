@@ -35,7 +35,7 @@ from test_tensors import UNUSUAL
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accumfused.backends import ForeachBackend, foreach, foreach_step
+from accumfused.backends import TorchBackend, torch_kernels, torch_step
 from accumfused.backends.several import SeveralDevices
 from accumfused.formats import codecs
 from accumfused.formats.convert import full_precision
@@ -43,7 +43,7 @@ from accumfused.formats.numeric import CHUNK
 from accumfused.optimizers.lion import LionRule
 
 
-class ReadsNothing(ForeachBackend):
+class ReadsNothing(TorchBackend):
     """Its verbs are refused to read a tensor's value."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -59,13 +59,13 @@ class ReadsNothing(ForeachBackend):
 
 
 @pytest.fixture(params=[True, False], ids=["reads", "does not read"], autouse=True)
-def torchs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ForeachBackend:
+def torchs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TorchBackend:
     """The backend."""
     if request.param:
-        return ForeachBackend()
+        return TorchBackend()
 
-    monkeypatch.setattr(foreach, "_can_read", lambda plan: False)
-    monkeypatch.setattr(foreach, "ieee", contextlib.nullcontext)  # which asks for the CPU's float mode
+    monkeypatch.setattr(torch_kernels, "_can_read", lambda plan: False)
+    monkeypatch.setattr(torch_kernels, "ieee", contextlib.nullcontext)  # which asks for the CPU's float mode
     return ReadsNothing()
 
 
@@ -104,7 +104,7 @@ def assert_numbers(problem: Problem, backend: Any) -> None:
             assert value.numel() <= 100 or few < 0.01, name
 
 
-KERNELS = [case for case in CASES if case.rule in (*foreach_step.FUSED, "lion")]
+KERNELS = [case for case in CASES if case.rule in (*torch_step.FUSED, "lion")]
 EACH_KERNEL = one_of_each(lambda case: case.rule, KERNELS)
 # For all rules that run by their own arithmetic: one has most states, one has numbers per tensor.
 COMPOSED = [case_named("adan_no_prox"), *one_of_each(lambda case: bool(case.first_values))[-1:]]
@@ -117,40 +117,40 @@ FORMATS |= {"loop": [LOOPS["steps"], LOOPS["sum"]], "edges": SIZES, "grads": [to
 
 
 @pytest.mark.parametrize("problem", problems(NUMBERS, CASES), ids=str)
-def test_windows_layouts_and_tails(problem: Problem, torchs: ForeachBackend) -> None:
+def test_windows_layouts_and_tails(problem: Problem, torchs: TorchBackend) -> None:
     reads_lr = problem.lr is not None  # for a rule of which torch has no kernel
-    assert_numbers(problem, ForeachBackend() if reads_lr else torchs)
+    assert_numbers(problem, TorchBackend() if reads_lr else torchs)
 
 
 @pytest.mark.parametrize("problem", problems(FORMATS, CASES), ids=str)
-def test_formats(problem: Problem, torchs: ForeachBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreach, "_CACHED", 4 * CHUNK)  # a fourth of it for these
+def test_formats(problem: Problem, torchs: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_kernels, "_CACHED", 4 * CHUNK)  # a fourth of it for these
     assert_numbers(problem, torchs)
 
 
 @pytest.mark.pairwise(case=[*EACH_KERNEL, *COMPOSED], piece=[CHUNK, 4 * CHUNK], limit=[0.5, 1e9])
 def test_tensors_in_pieces(
-    case: Case, piece: int, limit: float, torchs: ForeachBackend, monkeypatch: pytest.MonkeyPatch
+    case: Case, piece: int, limit: float, torchs: TorchBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foreach, "_CACHED", piece)
-    monkeypatch.setattr(foreach, "_LARGE", piece)
+    monkeypatch.setattr(torch_kernels, "_CACHED", piece)
+    monkeypatch.setattr(torch_kernels, "_LARGE", piece)
     sizes = edges(0, 1, 700, 40, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
     assert_numbers(Problem(case.name, loop=LOOPS["steps"], tail=Tail(limit), edges=sizes), torchs)
 
 
 @pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.name)
 def test_a_rule_without_kernels_runs_by_its_own_arithmetic(
-    case: Case, torchs: ForeachBackend, monkeypatch: pytest.MonkeyPatch
+    case: Case, torchs: TorchBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    composed = foreach_step.__dict__["_composed"](LionRule)
-    monkeypatch.setattr(foreach_step, "FUSED", {})
-    monkeypatch.setattr(foreach_step, "_lion", composed)
+    composed = torch_step.__dict__["_composed"](LionRule)
+    monkeypatch.setattr(torch_step, "FUSED", {})
+    monkeypatch.setattr(torch_step, "_lion", composed)
     assert_numbers(Problem(case.name), torchs)
 
 
 @pytest.mark.pairwise(case=[*EACH_KERNEL, *COMPOSED], weights=[*WEIGHTS], states=[*STATES])
 def test_steps_leave_the_gradients_alone_and_what_is_skipped_every_bit(
-    case: Case, weights: str, states: str, torchs: ForeachBackend
+    case: Case, weights: str, states: str, torchs: TorchBackend
 ) -> None:
     dtype, options = WEIGHTS[weights]
     params = [p.detach().to(dtype).requires_grad_() for p in random_params([(0,), (1,), (129,), (1000,)])]
@@ -170,7 +170,7 @@ def test_steps_leave_the_gradients_alone_and_what_is_skipped_every_bit(
 
 
 @pytest.mark.parametrize("case", EACH_RULE, ids=lambda case: case.name)
-def test_what_is_not_finite_propagates(case: Case, torchs: ForeachBackend) -> None:
+def test_what_is_not_finite_propagates(case: Case, torchs: TorchBackend) -> None:
     param = torch.zeros(3, requires_grad=True)
     optimizer = case.make([param], torchs, nonfinite="propagate")
     param.grad = torch.tensor([1.0, float("nan"), 1.0])
@@ -188,10 +188,10 @@ class NoFusedKernels(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", EACH_KERNEL, ids=lambda case: case.name)
 def test_a_device_without_fused_kernels_is_served(
-    case: Case, torchs: ForeachBackend, monkeypatch: pytest.MonkeyPatch
+    case: Case, torchs: TorchBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foreach_step, "_HAVE_FUSED", ())
-    monkeypatch.setattr(foreach, "_can_read", lambda plan: False)
+    monkeypatch.setattr(torch_step, "_HAVE_FUSED", ())
+    monkeypatch.setattr(torch_kernels, "_can_read", lambda plan: False)
     with NoFusedKernels():
         assert_numbers(Problem(case.name, loop=LOOPS["sum"]), torchs)
 
@@ -207,7 +207,7 @@ UNREADABLE = {
 @pytest.mark.parametrize("loop", ["steps", "windows"])
 def test_gradients_that_kernels_cannot_read_in_place_are_served(kind: str, loop: str) -> None:
     found = []
-    for backend in (ForeachBackend(), ReferenceBackend()):
+    for backend in (TorchBackend(), ReferenceBackend()):
         (param,) = random_params([(3,)])
         optimizer = ADAMW_CASE.make([param], backend)
         for seed in range(4):
@@ -222,9 +222,9 @@ def test_gradients_that_kernels_cannot_read_in_place_are_served(kind: str, loop:
 
 
 def test_a_folds_factor_travels_in_its_launches_where_the_host_knows_it(
-    torchs: ForeachBackend, monkeypatch: pytest.MonkeyPatch
+    torchs: TorchBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foreach, "_add_on_device", None)
+    monkeypatch.setattr(torch_kernels, "_add_on_device", None)
     params = random_params([(4,), (5,), (6,)])
     optimizer = ADAMW_CASE.make([{"params": [param]} for param in params], torchs)
     for seed, weight in enumerate((2.0, 2.0, 3.0)):
@@ -232,7 +232,7 @@ def test_a_folds_factor_travels_in_its_launches_where_the_host_knows_it(
         optimizer.accumulate(weight, last=seed == 2)
 
 
-def test_memory_that_is_gone_is_refused(torchs: ForeachBackend) -> None:
+def test_memory_that_is_gone_is_refused(torchs: TorchBackend) -> None:
     (param,) = random_params([(5,)])
     optimizer = ADAMW_CASE.make([param], torchs)
     param.grad = torch.ones(5)
@@ -242,7 +242,7 @@ def test_memory_that_is_gone_is_refused(torchs: ForeachBackend) -> None:
         optimizer.step()
 
 
-def test_two_devices_give_the_numbers_of_one(devices_apart: Any, torchs: ForeachBackend) -> None:
+def test_two_devices_give_the_numbers_of_one(devices_apart: Any, torchs: TorchBackend) -> None:
     two = SeveralDevices(dict.fromkeys(devices_apart, torchs))
     for loop in (LOOPS["steps"], LOOPS["closed mean"]):
         assert_numbers(Problem("adamw", loop=loop), two)
