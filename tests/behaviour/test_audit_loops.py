@@ -70,32 +70,33 @@ def kl(model: Any, x: Tensor) -> Tensor:
     return F.kl_div(model(x).log_softmax(1), x[:, :3].softmax(1), reduction="batchmean")
 
 
-UNEQUAL = smaller_last()
-FEW = [(x, torch.tensor([0] * (1 + i % K) + [1] * (5 - i % K))) for i, (x, _) in enumerate(samples())]  # targets
+def few() -> list[tuple[Tensor, Tensor]]:
+    """Samples with other numbers of targets in each micro-batch."""
+    return [(x, torch.tensor([0] * (1 + i % K) + [1] * (5 - i % K))) for i, (x, _) in enumerate(samples())]
 
 
 def share(i: int) -> float:
-    """One over the samples of a window of UNEQUAL."""
-    return 1 / sum(len(y) for _, y in UNEQUAL[i - i % K :][:K])
+    """One over the samples of a window of smaller_last()."""
+    return 1 / sum(len(y) for _, y in smaller_last()[i - i % K :][:K])
 
 
 @pytest.mark.parametrize(("verdict", "body", "batches"), [
     ("equal", with_gradient, None), ("equal", normed_and_divided, None),
     ("equal", dividing(lambda m, x, y: 0.5 * F.mse_loss(m(x), F.one_hot(y, 3).float())), None),
     ("equal", body_of(lambda m, i, x, y: mean(m, x, y, "sum")), None),
-    ("equal", body_of(lambda m, i, x, y: (mean(m, x, y) + l2(m)) * len(y) * share(i)), UNEQUAL),
-    ("equal", body_of(lambda m, i, x, y: mean(m, x, y, "sum") * share(i) * K / K), UNEQUAL),
-    ("equal", body_of(lambda m, i, x, y: mean(m, x, y, "sum") / len(y) / K), samples(size=K)),
+    ("equal", body_of(lambda m, i, x, y: (mean(m, x, y) + l2(m)) * len(y) * share(i)), smaller_last),
+    ("equal", body_of(lambda m, i, x, y: mean(m, x, y, "sum") * share(i) * K / K), smaller_last),
+    ("equal", body_of(lambda m, i, x, y: mean(m, x, y, "sum") / len(y) / K), lambda: samples(size=K)),
     ("equal", body_of(lambda m, i, x, y: (mean(m, x, y) if i % 2 else m(x).square().mean()) / K), None),
-    ("equal", body_of(lambda m, i, x, y: kl(m, x) * len(y) / 13), 2 * [samples(1, n)[0] for n in (K, 2, 5, 2)]),
+    ("equal", body_of(lambda m, i, x, y: kl(m, x) * len(y) / 13), lambda: 2 * [samples(1, n)[0] for n in (K, 2, 5, 2)]),
     ("scaled", divided_by_another_number, None),
     ("scaled", body_of(lambda m, i, x, y: mean(m, x, y, "sum") / len(y)), None),
     ("different", body_of(lambda m, i, x, y: mean(m, x, y) / K + 0.1 * m(x).square().mean()), None),
     ("unknown", body_of(lambda m, i, x, y: mean(m, x, y) / K + 0.075 * m(x).square().mean()), None),  # 0.3 / K?
-    ("unknown", dividing(lambda m, x, y: mean(m, x, y) + (m(x)[:, 0] * (y == 0)).sum() / (y == 0).sum()), FEW),
+    ("unknown", dividing(lambda m, x, y: mean(m, x, y) + (m(x)[:, 0] * (y == 0)).sum() / (y == 0).sum()), few),
 ])  # fmt: skip
 def test_other_losses_have_their_verdict(verdict: str, body: Any, batches: Any) -> None:
-    report = watched(body, batches=batches)
+    report = watched(body, batches=batches and batches())
     assert report.verdict == verdict, str(report)
     assert verdict != "equal" or max(step.difference for step in report.steps) < 1e-5
     assert body is not divided_by_another_number or report.names == ["factor"]

@@ -114,9 +114,9 @@ class Subject:
         return snapshot(self.optimizer)
 
     def may_change(self, name: str) -> bool:
-        """States may be made, as zeros."""
+        """States may be made, as zeros; and torch's made ours, before another member of the group refuses."""
         kind, row, *_ = [*name.split(), ""]
-        return kind == "state" and not self.states[int(row)]
+        return kind == "state" and (not self.states[int(row)] or bool(self.config["fuse"] and self.config["trained"]))
 
     def may_have_master(self, row: int) -> bool:
         return self.params[row].dtype != FP32 and self.masters is not None
