@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
 from typing import Any
 
+import reference  # noqa: F401  # workers know it by name, too
 import torch
 import torch.distributed as dist
 from compare import bits

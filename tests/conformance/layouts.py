@@ -1,10 +1,12 @@
-"""Where a parameter's elements lie: every kind of strides, holes and boundaries; and sizes around what kernels cut."""
+"""Where elements lie: every kind of strides, holes and boundaries; gradients without memory; sizes that kernels cut."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import inside
 import torch
 from torch import Tensor
 
@@ -91,3 +93,23 @@ EDGES = {
     "tiny": edges(0, 17, PIECE + 129),
     "chunks": edges(CHUNK, 0, 1, 15, 16, CHUNK - 1, CHUNK + 1),
 }
+
+
+class Wrapper(Tensor):
+    """A tensor without memory of its own, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        wrapper = inside.wrapper(cls, inner)
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*[a.inner if isinstance(a, Wrapper) else a for a in args], **(kwargs or {}))
+
+
+UNUSUAL: dict[str, Callable[[], Tensor]] = {
+    "wrapper": lambda: Wrapper(torch.ones(3)), "zero": inside.efficient_zeros,
+    "expanded": lambda: torch.tensor(2.0).expand(3),
+}  # fmt: skip

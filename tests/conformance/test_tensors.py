@@ -10,7 +10,7 @@ import pytest
 import torch
 from compare import assert_all_same_bits, assert_same_bits, everything, refused
 from harness import on_device, tensors_alive
-from layouts import GAP, every_third_row, shifted, transposed, with_holes
+from layouts import GAP, UNUSUAL, every_third_row, shifted, transposed, with_holes
 from places import INTERPRETED, ON_CPU, ON_GPU, Place
 from reference import ReferenceBackend
 from table import ADAMW_CASE, Case, case_named, random_grads, random_params, set_grads
@@ -48,26 +48,6 @@ def test_a_lazily_negated_gradient_is_taken_at_its_values(accumulates: bool, pla
             optimizer.step()
             param.grad = None
             assert_same_bits(param, before - sign * values * torch.tensor(LR))
-
-
-class Wrapper(Tensor):
-    """A tensor without memory of its own, as DTensor is."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapper:
-        wrapper = inside.wrapper(cls, inner)
-        wrapper.inner = inner
-        return wrapper
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*[a.inner if isinstance(a, Wrapper) else a for a in args], **(kwargs or {}))
-
-
-UNUSUAL: dict[str, Callable[[], Tensor]] = {
-    "wrapper": lambda: Wrapper(torch.ones(3)), "zero": inside.efficient_zeros,
-    "expanded": lambda: torch.tensor(2.0).expand(3),
-}  # fmt: skip
 
 
 @accumulates_or_not

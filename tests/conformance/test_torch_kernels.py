@@ -14,7 +14,7 @@ import pytest
 import torch
 from compare import assert_all_same_bits, assert_close, assert_same_bits, everything
 from device import NoReads
-from layouts import edges
+from layouts import UNUSUAL, edges
 from problems import AXES, GRADS, LOOPS, TAILS, Problem, Tail, expected, play, problems
 from reference import ReferenceBackend
 from table import (  # fmt: skip
@@ -31,7 +31,6 @@ from table import (  # fmt: skip
     random_params,
     set_grads,
 )
-from test_tensors import UNUSUAL
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

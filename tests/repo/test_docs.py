@@ -87,7 +87,7 @@ def test_the_table_of_settings_is_that_of_the_code() -> None:
     for name, field in fields.items():
         values, default = table[name][:2]
         assert default == f"`{field.default!r}`".replace("'", '"'), name
-        for value in get_args(kinds.get(name)):
+        for value in {*get_args(kinds.get(name))} - {"reference"}:  # which the tests add
             assert f'`"{value}"`' in values, name
         assert ("None" in values) == ("None" in str(field.type) or name.endswith("_group")), name
 
