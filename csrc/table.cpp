@@ -338,9 +338,9 @@ int64_t Table::present() const {
   return present;
 }
 
-int64_t Table::versions() const {
+int64_t Table::versions(size_t first, size_t every) const {
   int64_t sum = 0;
-  for (PyObject* owner : owners_) sum += Torch::get().version(owner).cast<int64_t>();
+  for (size_t i = first; i < owners_.size(); i += every) sum += Torch::get().version(owners_[i]).cast<int64_t>();
   return sum;
 }
 
@@ -364,6 +364,10 @@ void Table::take_sums() {
     in.grad = in.sum;
     in.grad_dtype = Dtype::kFloat32;
   }
+}
+
+void Table::keep_grads() {
+  for (Operands& in : operands_) in.sum = static_cast<float*>(const_cast<void*>(in.grad));
 }
 
 int64_t Table::overwritten() const {
@@ -392,10 +396,11 @@ void bind_table(py::module_& m) {
       .def("set_grads", &Table::set_grads, py::arg("grads"))
       .def("set_sums", &Table::set_sums, py::arg("sums"))
       .def("take_sums", &Table::take_sums)
+      .def("keep_grads", &Table::keep_grads)
       .def("overwritten", &Table::overwritten)
       .def("adoptable", &Table::adoptable, py::arg("grads"), py::arg("uses"), py::arg("own_uses"))
       .def("present", &Table::present)
-      .def("versions", &Table::versions)
+      .def("versions", &Table::versions, py::arg("first"), py::arg("every"))
       .def_property_readonly("chunks", &Table::chunks);
 }
 

@@ -41,16 +41,17 @@ class Table {
   // storage that torch owns and no other tensor has. uses tells how often a storage (its address) is used, own_uses
   // that number for a storage of one tensor.
   bool adoptable(const py::list& grads, const py::object& uses, int64_t own_uses) const;
-  // How many parameters have a p.grad, and the sum of the parameters' version counters.
+  // How many parameters have a p.grad, and the sum of the version counters of each every-th parameter from first on.
   int64_t present() const;
-  int64_t versions() const;
+  int64_t versions(size_t first, size_t every) const;
   // p.grad = None for every parameter.
   void release_grads();
   // As read_grads, for gradients that are given; returns that index or -1.
   int64_t set_grads(const py::list& grads);
   // Points the rows at their fp32 sums (None: not folded). Returns -1, or the first index whose sum does not fit.
   int64_t set_sums(const py::list& sums);
-  void take_sums();  // the sums are the gradients
+  void take_sums();   // the sums are the gradients
+  void keep_grads();  // the gradients become the sums
   // The first index whose gradient lies at its sum's address, or -1.
   int64_t overwritten() const;
 

@@ -11,6 +11,8 @@ from accumfused.core.plan import Plan
 from accumfused.core.rows import Grads
 from accumfused.warn import names_of_caller, warn
 
+_WATCHED = 64  # parameters whose versions a window watches: what a loop does in each window comes to light soon
+
 
 class Habits:
     """Warns of each habit once.
@@ -22,7 +24,9 @@ class Habits:
     given: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        self._versions = self._seen = 0  # the sum of the parameters', when the window began, and their number
+        # Of the window's parameters, those from the first on, every so many: the sum of their versions when it began.
+        self._versions = self._first = 0
+        self._every = 1
         self._drops = 0  # open windows since the last step
         self._steps_after_drops = 0  # in a row
         self._warned_of_drops = self._warned_of_writes = self._warned_of_sums = self._saw_loop = False
@@ -30,17 +34,19 @@ class Habits:
         self._taken_version = 0
 
     def see(self, plan: Plan) -> None:
-        """Notes the versions of the parameters: all writes so far are our own."""
-        self._versions, self._seen = plan.reader.versions(), len(plan.params)
+        """Notes the versions of some parameters, others in each window: all writes so far are our own."""
+        self._every = max(1, -(-len(plan.params) // _WATCHED))
+        self._first = (self._first + 1) % self._every
+        self._versions = plan.reader.versions(self._first, self._every)
 
-    def see_new(self, plan: Plan) -> None:
-        """As `see`, for parameters added since."""
-        self._versions += sum(param._version for param in plan.params[self._seen :])
-        self._seen = len(plan.params)
+    def see_new(self, plan: Plan, known: int) -> None:
+        """As `see`, for parameters added since: those after so many."""
+        new = -(-(known - self._first) // self._every) * self._every + self._first
+        self._versions += sum(param._version for param in plan.params[new :: self._every])
 
     def watch_writes(self, plan: Plan) -> None:
         """Before a window closes: its micro-batches must see the same parameters. Writes through `.data` go unseen."""
-        if self._warned_of_writes or self._versions == plan.reader.versions():
+        if self._warned_of_writes or self._versions == plan.reader.versions(self._first, self._every):
             return
         warn(
             "a parameter was written while a window was open (by Embedding(max_norm=...), another step, load_state_dict"

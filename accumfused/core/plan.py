@@ -210,10 +210,17 @@ class Plan:
         return grads, present
 
     def adopts_all(self, grads: Grads) -> bool:
-        """Whether a window may keep these gradients, just read, as its sums: nobody else can write any of them."""
+        """Whether a window may keep these gradients, just read, as its sums: nobody else can write any of them.
+
+        If so, the table points at them as sums.
+        """
         if not self._points_at(grads) or self.reader is not self.table or self.bundles:
             return False
-        return not graphs.has_static_memory(self.device) and self.table.adoptable(grads, storage_uses, OWN_USES)
+        if graphs.has_static_memory(self.device) or not self.table.adoptable(grads, storage_uses, OWN_USES):
+            return False
+        self.table.keep_grads()
+        self._sums = weakref.ref(grads)
+        return True
 
     def releasing_grads(self, rows: Container[int] | None) -> partial[Any]:
         """The call of a C function that sets p.grad = None: of all parameters, or of those with these ids."""

@@ -127,8 +127,10 @@ class Window:
     def opened(self, plan: Plan) -> Window:
         """A window without micro-batches."""
         window, rows = self.ended(), len(plan.rows)
-        if len(self.params) != rows or not all(map(operator.is_, self.params, plan.params)):
-            window.params, window.arena, window.grad_dtypes = list(plan.params), Arena(rows), {}
+        if self.params is not plan.params:
+            if len(self.params) != rows or not all(map(operator.is_, self.params, plan.params)):
+                window.arena, window.grad_dtypes = Arena(rows), {}
+            window.params = plan.params
         window.phase, window.number, window.plan = Phase.OPEN, next(_numbers), plan
         window.sums, window.is_measured, window.lacking = Grads([None] * rows), [False] * rows, rows
         if window.partials.device != plan.device or len(window.partials) != plan.chunks:
@@ -381,7 +383,10 @@ class Window:
             partials, is_measured = partials.new_zeros(plan.chunks), [False] * len(plan.rows)
         if len(partials) < plan.chunks:
             partials = torch.cat([partials, partials.new_zeros(plan.chunks - len(partials))])
-        self.habits.see_new(plan)
+        if self.plan is None:
+            self.habits.see(plan)
+        else:
+            self.habits.see_new(plan, known)
         return replace(
             self, plan=plan, params=list(plan.params), sums=sums, is_measured=is_measured,
             lacking=self.lacking + len(new), weights=self.weights.on(plan.device), partials=partials,

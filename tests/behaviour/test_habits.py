@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,44 @@ def test_a_loop_without_accumulate_that_piles_up_gradients_is_told_once(backend:
 @pytest.mark.parametrize("reset", ["accumulate", "model", "optimizer", "none", "in place", "static"])
 def test_a_loop_that_resets_its_gradients_is_not_told(backend: str, reset: str, micro_batches: int) -> None:
     assert told(lambda: train(micro_batches, reset, backend)) == []
+
+
+# ---- parameters that are written within a window ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("written", [0, 1, 130, 199])
+def test_a_parameter_that_each_window_writes_comes_to_light_in_a_few(backend: str, written: int) -> None:
+    params = [Parameter(torch.ones(1)) for _ in range(200)]
+    optimizer = af.SGD(params, lr=0.1, backend=backend)
+
+    def loop(windows: int, *, writes: bool) -> None:
+        for _ in range(windows):
+            for _ in range(2):
+                for param in params:
+                    param.grad = torch.ones(1)
+                optimizer.accumulate()
+                if writes:
+                    with torch.no_grad():
+                        params[written].mul_(1.0)
+            optimizer.step()
+
+    assert told(lambda: loop(5, writes=False)) == []
+    (text,) = told(lambda: loop(4, writes=True))  # 64 of the 200 are watched in each
+    assert "was written while a window was open" in text
+
+
+def test_parameters_that_a_window_takes_up_are_watched_too(backend: str) -> None:
+    first, *new = (Parameter(torch.ones(1)) for _ in range(100))
+    optimizer = af.SGD([first], lr=0.1, backend=backend)
+    first.grad = torch.ones(1)
+    optimizer.accumulate()
+    with torch.no_grad():
+        new[0].mul_(1.0)  # before it has a gradient here
+    optimizer.add_param_group({"params": new})
+    first.grad = torch.ones(1)
+    optimizer.accumulate()
+    twin = copy.deepcopy(optimizer)
+    assert told(optimizer.step) == told(twin.step) == []
 
 
 # ---- a clip that finds no gradients ----------------------------------------------------------------------------------
