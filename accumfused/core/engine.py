@@ -157,7 +157,7 @@ class Engine:
         if left is not None:
             weight, in_loss = weight_if(left, weight), in_loss and weight is not None
         for observer in self.observers:
-            calls += observer.before_fold(plan, matched, window, weight, in_loss)
+            observer.before_fold(plan, matched, window, weight, in_loss)
         if ends and self.release is not None:
             self.release.forget()
         if closes:

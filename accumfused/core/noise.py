@@ -27,34 +27,8 @@ from accumfused.core.observer import Observer
 from accumfused.core.plan import Exchange, Plan
 from accumfused.core.protocol import Call, Number, Outcome, Scaling, moved, on_device
 from accumfused.core.rows import Grads
-from accumfused.core.window import Phase, Window
+from accumfused.core.window import Phase, Squares, Window
 from accumfused.warn import warn
-
-
-@dataclass(frozen=True)
-class _Squares:
-    """What the micro-batches of a window have summed so far."""
-
-    window: int  # its number
-    plan: Plan
-    sums: Tensor  # fp32 [plan.chunks]: of w |g|^2
-    micro_batches: int = 0
-    parts: Number = 0  # those whose weight is not 0
-
-    def follow(self, plan: Plan) -> _Squares | None:
-        """Goes on with a newer plan; None if its chunks are others."""
-        if plan is self.plan:
-            return self
-        if any(old.first_chunk != new.first_chunk for old, new in zip(self.plan.rows, plan.rows, strict=False)):
-            return None
-        sums = _zeros(plan)
-        sums[: len(self.sums)] = self.sums.to(plan.device)
-        return replace(self, plan=plan, sums=sums)
-
-
-def _zeros(plan: Plan) -> Tensor:
-    """Sums of squares of no gradient: fp32 [plan.chunks]."""
-    return torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)
 
 
 @dataclass(frozen=True)
@@ -99,8 +73,6 @@ class Noise(Observer):
     def __init__(self, decay: float) -> None:
         self.means: Tensor | None = None  # fp64 [signal, noise, the weight of both, windows]; see saving/history.py
         self._decay = decay
-        self.of_window: _Squares | None = None  # None: not known, because its chunks have changed, say
-        self._counted: tuple[int, Tensor] | None = None  # a window's number, and the numbers of all its processes
         self._sample: tuple[Tensor, Tensor] | None = None  # signal and noise of the window whose step is to come
         self._empty_steps = 0  # before the first sample
 
@@ -116,53 +88,39 @@ class Noise(Observer):
                 "with a weight of its own; leave the weights out (micro-batches of one size), or noise_scale="
             )
 
-    def before_fold(
-        self, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool
-    ) -> Sequence[Call[Any]]:
+    def before_fold(self, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool) -> None:
         """Takes the squares of a micro-batch's gradients."""
-        return [partial(setattr, self, "of_window", self._measured(plan, grads, window, weight, in_loss))]
-
-    def _measured(
-        self, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool
-    ) -> _Squares | None:
-        known = self._known(plan, window)
-        if known is None:
-            return None
-        begins, known = known.micro_batches < window.weights.count, replace(known, micro_batches=window.weights.count)
-        if not isinstance(weight, Tensor) and weight == 0:
-            return known
-        own = _zeros(plan)
+        known, count = _squares(plan, window), window.weights.count
+        if known is None or (not isinstance(weight, Tensor) and weight == 0):
+            window.squares = None if known is None else replace(known, micro_batches=count)
+            return
+        own = torch.zeros_like(known.sums)
         plan.backend.norm(plan, grads, own, Scaling(plan.device))
         share: Number = 1.0 if weight is None else weight
         if isinstance(share, Tensor):
             share = on_device(share, plan.device, torch.float64)
-        parts = known.parts + (share != 0) if begins else known.parts
+        parts = known.parts
+        if known.micro_batches < count:  # else these are more of its gradients
+            parts = parts + (share != 0)
         if in_loss and weight is not None:  # the gradient's square has the weight in it twice
             share = 1.0 / share
         if isinstance(share, Tensor):  # of weight 0, the gradients are those of nothing: NaN
             own = torch.where(share.isfinite() & (share != 0), share * own, 0.0)
         else:
             own *= share
-        return replace(known, sums=known.sums + own, parts=parts)
-
-    def _known(self, plan: Plan, window: Window) -> _Squares | None:
-        """The squares of the window so far; None for one that was resumed."""
-        known = self.of_window
-        if known is not None and known.window == window.number:
-            return known.follow(plan)
-        return _Squares(window.number, plan, _zeros(plan)) if window.weights.count <= 1 else None
+        window.squares = Squares(known.sums + own, count, parts)
 
     def numbers(self, plan: Plan, window: Window) -> Sequence[Tensor]:
-        numbers, known = torch.full((3,), torch.nan, dtype=torch.float64, device=plan.device), self._known(plan, window)
+        numbers, known = torch.full((3,), torch.nan, dtype=torch.float64, device=plan.device), _squares(plan, window)
         if known is not None and known.micro_batches == window.weights.count:
             own = Exchange().sums_of_squares(plan, [known.sums])[0]
             numbers = _numbers(own, known, window)
-        self._counted = window.number, numbers
+        window.squares = replace(known or Squares(numbers), added_up=numbers)
         return [numbers]
 
     def closed(self, plan: Plan, window: Window) -> None:
         """Measures accumulators whose norm is unknown."""
-        stale = window.stale(plan, window.sums) if self._has_noise(plan, window) else None
+        stale = window.stale(plan, window.sums) if _has_noise(plan, window) else None
         if stale is not None:
             plan.backend.norm(plan, plan.match(stale), window.partials, Scaling(plan.device))
             window.is_measured = [True] * len(stale)
@@ -171,17 +129,17 @@ class Noise(Observer):
         """Takes a sample from a window that is complete, and whose sums are measured."""
         plan, exchange = measured.plan, measured.plan.exchange
         scaling, self._sample = measured.scaling, None  # it has the divisors of an open window's weights, too
-        if window.phase is Phase.IDLE or not self._has_noise(plan, window):
+        if window.phase is Phase.IDLE or not _has_noise(plan, window):
             if self.means is None:
                 self._watch_empty_steps()
             return
         if window.phase is Phase.CLOSED:
             self.closed(plan, window)  # an error may have kept it
-        known = self._known(plan, window)
-        if self._counted is not None and self._counted[0] == window.number:
-            numbers, whole = self._counted[1], exchange.sums_of_squares(plan, [window.partials])[0]
+        known = window.squares
+        assert known is not None
+        if known.added_up is not None:
+            numbers, whole = known.added_up, exchange.sums_of_squares(plan, [window.partials])[0]
         else:
-            assert known is not None
             own, whole = exchange.sums_of_squares(plan, [known.sums, window.partials]).unbind()
             numbers = _numbers(own, known, window)
         own, parts, total = numbers.unbind()
@@ -234,17 +192,27 @@ class Noise(Observer):
         ratio = torch.where(signal > 0, noise / signal, torch.inf)
         return NoiseEstimate(ratio, signal, noise, self.means[3].clone())
 
-    def _has_noise(self, plan: Plan, window: Window) -> bool:
-        """Whether the squares are those of all the window's micro-batches, and these more than one."""
-        if self._counted is not None and self._counted[0] == window.number:
-            return True
-        known = self._known(plan, window)
-        if known is None or known.micro_batches != window.weights.count:
-            return False
-        return isinstance(known.parts, Tensor) or known.parts > 1
+
+def _squares(plan: Plan, window: Window) -> Squares | None:
+    """The squares of the window so far; None: it was resumed, or its chunks have changed."""
+    known = window.squares
+    if known is None:
+        zeros = torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)
+        return Squares(zeros) if window.weights.count <= 1 else None
+    return known if (known.sums.device, len(known.sums)) == (plan.device, plan.chunks) else None
 
 
-def _numbers(own: Tensor, known: _Squares, window: Window) -> Tensor:
+def _has_noise(plan: Plan, window: Window) -> bool:
+    """Whether the squares are those of all the window's micro-batches, and these more than one."""
+    if window.squares is not None and window.squares.added_up is not None:
+        return True
+    known = _squares(plan, window)
+    if known is None or known.micro_batches != window.weights.count:
+        return False
+    return isinstance(known.parts, Tensor) or known.parts > 1
+
+
+def _numbers(own: Tensor, known: Squares, window: Window) -> Tensor:
     """A window's weighted sum of squares, number of micro-batches, and weight: fp64 [3], which processes add up."""
     numbers = own.new_zeros(3)
     total = window.weights.total if window.weights.is_weighted else known.parts

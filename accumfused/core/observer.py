@@ -20,19 +20,13 @@ class Observer:
     def check(self, exchange: Exchange, weight: Number | None) -> None:
         """Before a micro-batch: refuses what it could not measure."""
 
-    def before_fold(
-        self, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool
-    ) -> Sequence[Call[Any]]:
+    def before_fold(self, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool) -> None:
         """Measures gradients before their fold, which may keep them as its sums.
 
         Args:
             grads: as kernels read them.
-            window: has counted this micro-batch.
-
-        Returns:
-            What is to be true once the fold is made.
+            window: the draft, which has counted this micro-batch, and keeps what is measured.
         """
-        return ()
 
     def numbers(self, plan: Plan, window: Window) -> Sequence[Tensor]:
         """What processes add up beside their sums: flat fp64 tensors."""

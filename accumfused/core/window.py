@@ -10,7 +10,6 @@ the states, and the calls that each refuses.
 from __future__ import annotations
 
 import copy
-import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,8 +32,6 @@ from accumfused.core.weights import MicroBatch, Weights
 from accumfused.formats import shards
 from accumfused.formats.kinds import DTYPES
 
-_numbers = itertools.count(1)  # of all windows
-
 
 class Phase(Enum):
     IDLE = "idle"  # no window; step() works on p.grad
@@ -45,6 +42,16 @@ class Phase(Enum):
 
 
 OPEN_PHASES = (Phase.OPEN, Phase.SEALED)  # the window holds the sums, p.grad does not
+
+
+@dataclass(frozen=True)
+class Squares:
+    """What the noise scale takes of a window's micro-batches: see noise.py."""
+
+    sums: Tensor  # fp32 [plan.chunks]: of w |g|^2
+    micro_batches: int = 0
+    parts: Number = 0  # those whose weight is not 0
+    added_up: Tensor | None = None  # the numbers of all processes, once these have added up their sums
 
 
 @dataclass(eq=False)
@@ -60,7 +67,6 @@ class Window:
     partials: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu"))
 
     phase: Phase = Phase.IDLE
-    number: int = 0  # no other window has it
     plan: Plan | None = None
     sums: Grads = field(default_factory=Grads)  # fp32, one per parameter; None: no gradient yet
     is_measured: list[bool] = field(default_factory=list)  # a sum's squares are in `partials`
@@ -69,6 +75,7 @@ class Window:
     in_progress: MicroBatch | None = None
     agreed: Number | None = None  # the divisor on which processes have agreed
     divided: Number = 1.0  # by what the sums have been divided
+    squares: Squares | None = None  # None: none are taken, or not of all micro-batches
 
     @property
     def is_open(self) -> bool:
@@ -131,7 +138,7 @@ class Window:
             if len(self.params) != rows or not all(map(operator.is_, self.params, plan.params)):
                 window.arena, window.grad_dtypes = Arena(rows), {}
             window.params = plan.params
-        window.phase, window.number, window.plan = Phase.OPEN, next(_numbers), plan
+        window.phase, window.plan = Phase.OPEN, plan
         window.sums, window.is_measured, window.lacking = Grads([None] * rows), [False] * rows, rows
         if window.partials.device != plan.device or len(window.partials) != plan.chunks:
             window.partials = torch.empty(plan.chunks, dtype=torch.float32, device=plan.device)
@@ -396,7 +403,7 @@ class Window:
     def resumed(cls, params: list[Tensor], sums: Grads, numbers: Sequence[float]) -> Window:
         """An open window of a checkpoint's sums and numbers."""
         return cls(
-            params, Arena(len(params)), phase=Phase.OPEN, number=next(_numbers), sums=Grads(sums),
+            params, Arena(len(params)), phase=Phase.OPEN, sums=Grads(sums),
             is_measured=[False] * len(sums), lacking=sum(s is None for s in sums), weights=Weights.resumed(numbers),
         )  # fmt: skip
 
