@@ -138,7 +138,7 @@ class FusedOptimizer(TorchOptimizer):
             with torch.enable_grad():
                 loss = closure()
         engine.outcome = None
-        divisors = divisors_of(self, normalizer, engine.loss_scale)
+        divisors = divisors_of(self, normalizer, engine.scaler)
         with torch.no_grad():
             measured = engine.measure(divisors)
             if measured is not None:

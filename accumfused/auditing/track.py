@@ -246,8 +246,8 @@ def _is_finite(micro_batch: MicroBatch) -> bool:
 
 def _scale_of(optimizer: Any) -> Any:
     """The factor by which the step itself divides."""
-    given = optimizer._engine.loss_scale if isinstance(optimizer, FusedOptimizer) else None
-    return given.scale if given is not None else getattr(optimizer, "grad_scale", None)
+    given = optimizer._engine.scaler if isinstance(optimizer, FusedOptimizer) else None
+    return given.grad_scale if given is not None else getattr(optimizer, "grad_scale", None)
 
 
 def _taken(optimizer: Optimizer, params: list[Tensor], kwargs: Mapping[str, Any], group: Any) -> list[Tensor | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused import versions
 from accumfused.arguments import checked_positive
 from accumfused.core import graphs
 from accumfused.core.clipping import Clipping
@@ -30,32 +30,31 @@ from accumfused.core.protocol import (
     Call,
     Commit,
     Divisors,
-    LossScale,
     Number,
     Outcome,
     Owner,
     Release,
     Scaling,
 )
-from accumfused.core.reader import setting_grads
+from accumfused.core.reader import incrementing_versions, setting_grads
 from accumfused.core.rows import Grads
 from accumfused.core.weights import weight_if
 from accumfused.core.window import Phase, Window
 from accumfused.settings import NAMES, Settings
 
 
-def divisors_of(
-    owner: Any, normalizer: Number | None, loss_scale: LossScale | None, *, is_shared: bool = False
-) -> Divisors:
-    """Collects a step's divisors. Without `loss_scale` it reads the `grad_scale` and `found_inf` of torch's scalers.
+def divisors_of(owner: Any, normalizer: Number | None, scaler: Divisors | None, *, is_shared: bool = False) -> Divisors:
+    """Collects a step's divisors. Without `scaler` it reads the `grad_scale` and `found_inf` of torch's scalers.
 
     Raises:
         ValueError, TypeError: a scale that is not a number > 0.
     """
-    given = loss_scale or LossScale(getattr(owner, "grad_scale", None), getattr(owner, "found_inf", None))
-    scale = None if given.scale is None else checked_positive(given.scale, "grad_scale")
-    for_scaler = loss_scale is not None or given.found_inf is not None
-    return Divisors(normalizer, scale, given.found_inf, for_scaler, is_shared)
+    if scaler is None:
+        scale, found_inf = getattr(owner, "grad_scale", None), getattr(owner, "found_inf", None)
+        scaler = Divisors(None, scale, found_inf, for_scaler=found_inf is not None)
+    if scaler.grad_scale is not None:
+        scaler = replace(scaler, grad_scale=checked_positive(scaler.grad_scale, "grad_scale"))
+    return replace(scaler, normalizer=normalizer, is_shared=is_shared)
 
 
 class Engine:
@@ -78,7 +77,7 @@ class Engine:
         self.observers: list[Observer] = [each for each in (self.meter, self.noise) if each is not None]
         self.outcome: Outcome | None = None  # of the last step
         self.dropped: Tensor | None = None  # int64, shape []: micro-batches that nonfinite="drop" has left out
-        self.loss_scale: LossScale | None = None  # while a GradScaler of ours steps
+        self.scaler: Divisors | None = None  # those of a GradScaler of ours, while it steps
         self.release: Release | None = None  # while gradients are folded during backward
         self.group: Callable[[], Any] | None = None  # gives the ClipGroup it is in; None: it clips alone
         self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of DistributedDataParallel, from attach_ddp
@@ -413,7 +412,7 @@ class Engine:
         if not measured.complete:
             written = [param for param, grad in zip(plan.params, grads, strict=True) if grad is not None]
         # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
-        calls = [*(partial(row.owned.copy_, row.tensor) for row in copies), versions.incrementing(written)]
+        calls = [*(partial(row.owned.copy_, row.tensor) for row in copies), incrementing_versions(written)]
         for observer in self.observers:
             step = observer.around(step)
         commit = self.stepped(measured, *calls)

@@ -184,25 +184,12 @@ class Release(Protocol):
 
 
 @dataclass(frozen=True)
-class LossScale:
-    """A loss scaler's statement about the gradients that a step takes.
-
-    Args:
-        scale: the divisor of the gradients; a number, or a one-element tensor.
-        found_inf: not 0 if a gradient is not finite; None: nobody has checked, so the step does.
-    """
-
-    scale: Number | None
-    found_inf: Number | None
-
-
-@dataclass(frozen=True)
 class Divisors:
     """The divisors of one step beside its window's weights, and the flag by which a scaler skips it."""
 
     normalizer: Number | None = None
     grad_scale: Number | None = None
-    found_inf: Number | None = None
+    found_inf: Number | None = None  # not 0 if a gradient is not finite; None: nobody has checked
     for_scaler: bool = False  # an overflow then raises no error
     is_shared: bool = False  # the norm will be one over several optimizers
 

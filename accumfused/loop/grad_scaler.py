@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from accumfused.core.protocol import LossScale, on_device
+from accumfused.core.protocol import Divisors, on_device
 from accumfused.core.window import refuse_foreign_scaler
 from accumfused.loop.clip_group import ClipGroup, refuse_unscaled
 from accumfused.optimizer import FusedOptimizer
@@ -68,18 +68,18 @@ class GradScaler(torch.amp.GradScaler):
         own = getattr(optimizer, "grad_scale", None)
         if state["stage"] is OptState.UNSCALED:
             flags = [on_device(flag, scale.device, torch.float32) for flag in state["found_inf_per_device"].values()]
-            loss_scale = LossScale(own, sum(flags))
+            divisors = Divisors(None, own, sum(flags), for_scaler=True)
         else:
-            loss_scale = LossScale(scale if own is None else scale * own, None)
+            divisors = Divisors(None, scale if own is None else scale * own, for_scaler=True)
         taker: Any = optimizer
         members = [member._engine for member in _members(optimizer)]
         for engine in members:
-            engine.loss_scale = loss_scale
+            engine.scaler = divisors
         try:
             result = taker.step(*args, **kwargs)
         finally:
             for engine in members:
-                engine.loss_scale = None
+                engine.scaler = None
         outcome = optimizer._engine.outcome if isinstance(optimizer, FusedOptimizer) else None
         overflowed = taker.step_was_skipped if outcome is None else outcome.overflowed  # a finite norm needs no scale
         skipped = on_device(overflowed, scale.device, torch.float32)  # a new one: update() adds to it
