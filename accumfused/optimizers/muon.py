@@ -27,11 +27,11 @@ from typing_extensions import Unpack
 
 from accumfused.core.coefficient import Measured
 from accumfused.core.engine import Engine
-from accumfused.core.plan import Backend, Plan
+from accumfused.core.plan import Plan
 from accumfused.core.protocol import Commit, Hypers, Outcome, OwnStep
 from accumfused.core.rows import Grads, Row
 from accumfused.formats import shards
-from accumfused.formats.kinds import Format, Storage
+from accumfused.formats.kinds import Format
 from accumfused.formats.numeric import chunk_count
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.adam import Adam
@@ -85,10 +85,9 @@ class _Stack:
     """Matrices of one group, shape and layout."""
 
     group: int
-    shape: torch.Size  # of the parameters
-    is_transposed: bool  # in memory
     rows: list[int]  # of the optimizer's plan
     begin: int  # the first one's place in the plans of `_Matrices`
+    is_transposed: bool  # in memory
     memory: Tensor  # [matrices, rows, columns], fp32: from the first rule to the last
 
     def laid_out(self, values: Tensor) -> list[Tensor]:
@@ -97,58 +96,38 @@ class _Stack:
 
 
 class _Matrices:
-    """The stacks of a plan, and plans for both rules, in which each stack is a group.
+    """The stacks of a plan; and a plan for each of both rules, in which each stack is a group.
 
     Raises:
         ValueError: a parameter is no matrix, or a shard of one.
     """
 
-    def __init__(self, plan: Plan, backend: Backend) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.stacks = _stacks(plan)
         first, last, chunk = list[Row](), list[Row](), 0
         for group, stack in enumerate(self.stacks):
             for index, slot in zip(stack.rows, stack.laid_out(stack.memory), strict=True):
                 row, kept = plan.rows[index], plan.rows[index].storage
                 assert kept is not None
+                row, chunk = replace(row, group=group, first_chunk=chunk), chunk + chunk_count(row.tensor.numel())
                 states, weights = Format(states=row.form.states), Format(weights=row.form.weights)
                 before, after = (
-                    (kept.step, kept.seed) if form.needs_noise else (None, None) for form in (states, weights)
+                    kept if form.needs_noise else replace(kept, step=None, seed=None) for form in (states, weights)
                 )
-                if before[0] is not None and after[0] is not None:  # each rule counts the step
-                    after = before[0].clone(), after[1]
-                row = replace(row, group=group, first_chunk=chunk)
-                direction = Storage(*before, [], None, kept.values, kept.scales)
-                first.append(replace(row, param=slot, owned=slot, tensor=slot, form=states, storage=direction))
-                update = Storage(*after, [], kept.master, [], [])
-                last.append(replace(row, rule=OrthogonalRule, form=weights, storage=update))
-                chunk += chunk_count(row.tensor.numel())
+                if before.step is not None and after.step is not None:  # each rule counts the step
+                    after = replace(after, step=after.step.clone())
+                before, after = replace(before, master=None), replace(after, values=[], scales=[])
+                first.append(replace(row, param=slot, owned=slot, tensor=slot, form=states, storage=before))
+                last.append(replace(row, rule=OrthogonalRule, form=weights, storage=after))
         rows = [index for stack in self.stacks for index in stack.rows]
-        self._places = torch.tensor(rows, dtype=torch.int64, device=plan.device)  # in the optimizer's plan
+        self.places = torch.tensor(rows, dtype=torch.int64, device=plan.device)  # in the optimizer's plan
         self.first = Plan(first, [MuonRule] * len(self.stacks), chunk, plan.device)
         self.last = Plan(last, [OrthogonalRule] * len(self.stacks), chunk, plan.device)
         for own in (self.first, self.last):
-            backend.prepare(own, [], {})
+            plan.backend.prepare(own, [], {})
 
-    def step(self, backend: Backend, groups: Sequence[Mapping[str, Any]], grads: Grads, outcome: Outcome) -> None:
-        """Nothing waits for a GPU: both rules skip the step where the outcome says so."""
-        first, last = (
-            [hypers(groups[stack.group], stack.shape) for stack in self.stacks] for hypers in (_of_first, _of_last)
-        )
-        applied, each = Outcome(outcome.values.clone()), outcome.coefficients
-        outcome = replace(outcome, coefficients=None if each is None else each[self._places])
-        applied.values[:1].fill_(1.0)  # the first rule has applied the coefficient
-        for stack in self.stacks:
-            own = Grads([grads[row] for row in stack.rows])
-            if all(grad is None for grad in own):
-                continue
-            backend.step(self.first, self._only(stack, own), first, outcome)
-            group = groups[stack.group]
-            made = orthogonalized(stack.memory, group["ns_steps"], group["ns_coefficients"], group["eps"])
-            found = zip(own, stack.laid_out(made), strict=True)
-            own = Grads([None if grad is None else matrix for grad, matrix in found])
-            backend.step(self.last, self._only(stack, own), last, applied)
-
-    def _only(self, stack: _Stack, own: Grads) -> Grads:
+    def only(self, stack: _Stack, own: Sequence[Tensor | None]) -> Grads:
+        """Gradients of one stack, for either plan."""
         grads = Grads([None] * len(self.first.rows))
         grads[stack.begin : stack.begin + len(own)] = own
         return grads
@@ -162,24 +141,32 @@ def _step(optimizer: Any, engine: Engine, measured: Measured) -> None:
 
 
 def _update(
-    groups: Sequence[Mapping[str, Any]],
-    plan: Plan,
-    grads: Grads,
-    hypers: Hypers,
-    outcome: Outcome,
-    commit: Commit,
+    groups: Sequence[Mapping[str, Any]], plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit
 ) -> None:
-    """`Backend.step` of the optimizer's plan."""
+    """`Backend.step` of the optimizer's plan. Nothing waits for a GPU: both rules skip where the outcome says so."""
     for group, rule in zip(groups, plan.rules, strict=True):
         if rule is MuonRule:
             _check_iteration(group)
     if plan not in _KNOWN:
-        _KNOWN[plan] = _Matrices(plan, plan.backend)
+        _KNOWN[plan] = _Matrices(plan)
+    matrices, step = _KNOWN[plan], plan.backend.step
     commit.begin()
-    _KNOWN[plan].step(plan.backend, groups, grads, outcome)
+    applied, each = Outcome(outcome.values.clone()), outcome.coefficients
+    applied.values[:1].fill_(1.0)  # the first rule applies the coefficient
+    scaled = replace(outcome, coefficients=None if each is None else each[matrices.places])
+    of_first = [hypers[stack.group] for stack in matrices.stacks]
+    of_last = [_of_last(groups[stack.group], plan.rows[stack.rows[0]].tensor.shape) for stack in matrices.stacks]
+    for stack in matrices.stacks:
+        own, group = [grads[row] for row in stack.rows], groups[stack.group]
+        if any(grad is not None for grad in own):
+            step(matrices.first, matrices.only(stack, own), of_first, scaled)
+            made = orthogonalized(stack.memory, group["ns_steps"], group["ns_coefficients"], group["eps"])
+            found = zip(own, stack.laid_out(made), strict=True)
+            own = [None if grad is None else matrix for grad, matrix in found]
+            step(matrices.last, matrices.only(stack, own), of_last, applied)
     others = Grads([None if row.rule is MuonRule else grad for row, grad in zip(plan.rows, grads, strict=True)])
     if any(grad is not None for grad in others):
-        plan.backend.step(plan, others, hypers, outcome)
+        step(plan, others, hypers, outcome)
     commit.end()
 
 
@@ -190,30 +177,25 @@ def _stacks(plan: Plan) -> list[_Stack]:
         if row.rule is MuonRule and row.storage is not None:
             _check_matrix(row.param)
             if row.tensor.numel():
-                kind = row.group, row.tensor.shape, not row.tensor.is_contiguous(), row.tensor.device
+                kind = row.group, row.tensor.shape, row.tensor.is_contiguous(), row.tensor.device
                 kinds.setdefault(kind, []).append(index)
-    memory: dict[torch.device, Tensor] = {}
-    stacks, begin = list[_Stack](), 0
     pieces = [
         (kind, rows[start : start + most])
         for kind, rows in kinds.items()
         for most in [max(1, STACK // kind[1].numel())]
         for start in range(0, len(rows), most)
     ]
-    for (group, shape, is_transposed, device), rows in sorted(
-        pieces, key=lambda piece: -len(piece[1]) * piece[0][1].numel()
-    ):
+    memory: dict[torch.device, Tensor] = {}
+    stacks, begin = list[_Stack](), 0
+    for kind, rows in sorted(pieces, key=lambda piece: -len(piece[1]) * piece[0][1].numel()):
+        group, shape, is_contiguous, device = kind
         size = len(rows) * shape.numel()
         if device not in memory:
             memory[device] = torch.empty(size, dtype=torch.float32, device=device)
-        own = memory[device][:size].view(len(rows), *(shape[::-1] if is_transposed else shape))
-        stacks.append(_Stack(group, shape, is_transposed, rows, begin, own))
+        own = memory[device][:size].view(len(rows), *(shape if is_contiguous else shape[::-1]))
+        stacks.append(_Stack(group, rows, begin, not is_contiguous, own))
         begin += len(rows)
     return stacks
-
-
-def _of_first(group: Mapping[str, Any], _: torch.Size) -> tuple[Any, ...]:
-    return tuple(MuonRule.hyper(group, name) for name in MuonRule.hypers)
 
 
 def _of_last(group: Mapping[str, Any], shape: torch.Size) -> tuple[Any, ...]:

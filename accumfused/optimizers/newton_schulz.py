@@ -40,10 +40,8 @@ def orthogonalized(matrices: Tensor, steps: int, coefficients: Sequence[float], 
     is_cpu = matrices.device.type == "cpu"
     dtype = torch.float32 if is_cpu and not _multiplies_bf16() else torch.bfloat16
     made = torch.div(matrices, norms, out=torch.empty_like(matrices, dtype=dtype))
-    if not is_cpu or min(made.shape[1:]) <= _PANEL:
-        return _iterated(made, steps, coefficients).bfloat16()
-    for matrix in made:
-        matrix.copy_(_iterated(matrix, steps, coefficients))
+    for x in made if is_cpu and min(made.shape[1:]) > _PANEL else [made]:
+        x.copy_(_iterated(x, steps, coefficients))
     return made.bfloat16()
 
 
@@ -61,29 +59,25 @@ def _multiplies_bf16() -> bool:
 
 def _iterated(x: Tensor, steps: int, coefficients: Sequence[float]) -> Tensor:
     """One matrix, or a batch."""
+    if x.shape[-2] > x.shape[-1]:
+        return _iterated(x.mT, steps, coefficients).mT
     a, b, c = coefficients
-    short, long = sorted(x.shape[-2:])
-    is_tall = x.shape[-2] > short
-    count = _TOGETHER if short >= _LARGE and 2 * long >= 3 * short else 1
-    while steps > 0:
-        gram = _symmetric(x.mT, x) if is_tall else _symmetric(x, x.mT)
-        polynomial = _symmetric(gram, gram, gram, b, c)
-        product = None  # of the P of these steps; P is a I + polynomial
-        for _ in range(min(count, steps) - 1):
-            if product is None:
-                product = polynomial.clone()
-                product.diagonal(dim1=-2, dim2=-1).add_(a)
-            else:
-                product = _symmetric(polynomial, product, product, a)
-            gram = _symmetric(polynomial, gram, gram, a)
-            gram = _symmetric(polynomial, gram, gram, a)
-            polynomial = _symmetric(gram, gram, gram, b, c)
-        if product is None:
-            x = _product(x, polynomial, x, a) if is_tall else _product(polynomial, x, x, a)
-        else:
-            product = _symmetric(polynomial, product, product, a)
-            x = x @ product if is_tall else product @ x
-        steps, count = steps - count, 1
+    short, long = x.shape[-2:]
+    if short >= _LARGE and 2 * long >= 3 * short and steps > 1:
+        together = min(_TOGETHER, steps)
+        gram = _symmetric(x, x.mT)
+        rest = _symmetric(gram, gram, gram, b, c)  # P is a I + rest
+        product = rest.clone()  # of the P of these steps
+        product.diagonal(dim1=-2, dim2=-1).add_(a)
+        for _ in range(together - 1):
+            gram = _symmetric(rest, gram, gram, a)
+            gram = _symmetric(rest, gram, gram, a)
+            rest = _symmetric(gram, gram, gram, b, c)
+            product = _symmetric(rest, product, product, a)
+        x, steps = product @ x, steps - together
+    for _ in range(steps):
+        gram = _symmetric(x, x.mT)
+        x = _product(_symmetric(gram, gram, gram, b, c), x, x, a)
     return x
 
 
