@@ -55,7 +55,7 @@ docs: $(VENV)/docs.stamp
 # OUT is the folder that some job systems bring back.
 GPU_MINUTES ?= 9.5
 GPU_REPORT ?= $(or $(OUT),build/gpu)
-GPU_STAGES := gpu-build gpu-smoke gpu-versus gpu-probe gpu-test gpu-sanitize gpu-counters
+GPU_STAGES := gpu-build gpu-smoke gpu-versus gpu-probe gpu-test gpu-sanitize
 .PHONY: gpu $(GPU_STAGES)
 gpu $(GPU_STAGES):
 	$(PYTHON) -m bench.gpu --minutes $(GPU_MINUTES) --report "$(GPU_REPORT)" $(filter-out gpu,$(@:gpu-%=%)) $(ARGS)

@@ -12,28 +12,24 @@ import sys
 from pathlib import Path
 
 from bench.gpu import journal
-from bench.gpu.runner import DRY, JOURNAL, Stage, python, run_all, write_report
+from bench.gpu.runner import DRY, JOURNAL, Stage, run_all, write_report
 
 MINUTES = 9.5
 SECONDS = {"build": 70, "smoke": 90, "versus": 60, "probe": 110, "test": 150, "sanitize": 90}
-ALONE = {"counters": 90}  # only where it is asked for
 
 
 def main() -> None:
     if sys.argv[1:2] == ["report"] and len(sys.argv) == 3:
         write_report(Path(sys.argv[2]))
         return
-    seconds = SECONDS | ALONE
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    parser.add_argument(
-        "stages", nargs="*", metavar="STAGE", help=f"of {', '.join(seconds)}; default: all but the last"
-    )
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(SECONDS)}; default: all of them")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of them; default: {MINUTES:g}")
     parser.add_argument("--report", type=Path, default=Path("build/gpu"), metavar="FOLDER", help="default: build/gpu")
     parser.add_argument("--dry", action="store_true", help="without a GPU, tiny, with the module that is there")
     asked = parser.parse_args()
-    if unknown := set(asked.stages) - set(seconds):
-        parser.error(f"unknown stage {', '.join(sorted(unknown))}; choose from {', '.join(seconds)}")
+    if unknown := set(asked.stages) - set(SECONDS):
+        parser.error(f"unknown stage {', '.join(sorted(unknown))}; choose from {', '.join(SECONDS)}")
     try:
         import torch
     except ImportError:
@@ -43,7 +39,9 @@ def main() -> None:
     os.environ |= {DRY: "1"} if asked.dry else {}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     wanted = {*(asked.stages or SECONDS), "build"} - ({"build"} if asked.dry else set())
-    several = [Stage(name, seconds[name], python("-m", f"bench.gpu.{name}")) for name in seconds if name in wanted]
+    several = [
+        Stage(name, SECONDS[name], [sys.executable, "-m", f"bench.gpu.{name}"]) for name in SECONDS if name in wanted
+    ]
     folder = asked.report.resolve()
     try:
         bad = run_all(several, folder, 60 * asked.minutes)

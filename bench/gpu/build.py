@@ -27,7 +27,7 @@ from bench.machine import gpu
 MODULE = ROOT / "accumfused" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 KEPT = ROOT / "build" / "gpu"  # the report's folder, unless another one is asked for
 _PACKAGES = ("torch", "triton", "pybind11", "ninja", "setuptools", "pytest", "pytest-xdist", "hypothesis")
-_PROGRAMS = ("nvcc", "ncu", "compute-sanitizer", "nvidia-smi", "g++")
+_PROGRAMS = ("nvcc", "compute-sanitizer", "nvidia-smi", "g++")
 _SETTINGS = ("CXX", "CXXFLAGS", "CUDACXX", "CUDA_HOME", "CUDA_PATH", "LDSHARED", "LDFLAGS")
 _LAST = 4000  # characters of what the compiler says
 
@@ -52,9 +52,8 @@ def build(own: Journal, card: str, folder: Path) -> bool:
         name = f"_C-{key(wanted)}.so"
         stored = next((path for path in (folder / name, KEPT / name) if path.exists()), None)
         says = None if stored else compile_module(wanted)
-        own.write(
-            "module", ok=says is None, is_for=wanted or "CPUs", stored=str(stored or ""), compiler=(says or "")[-_LAST:]
-        )
+        facts = {"is_for": wanted or "CPUs", "stored": str(stored or ""), "compiler": (says or "")[-_LAST:]}
+        own.write("module", ok=says is None, **facts)
         if stored is not None:
             MODULE.unlink(missing_ok=True)  # a running process may have the old file mapped
             shutil.copy2(stored, MODULE)
@@ -83,9 +82,8 @@ def compile_module(card: str) -> str | None:
     work = ROOT / "build" / "gpu-module"
     work.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(ROOT / "setup.py"), "build_ext", "--build-lib", str(ROOT), "--build-temp", "temp"]
-    done = subprocess.run(
-        command, cwd=work, env={**os.environ, **settings}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=work, env={**os.environ, **settings}, **pipes)
     print(done.stdout, flush=True)
     return done.stdout if done.returncode else None
 

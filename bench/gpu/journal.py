@@ -17,8 +17,8 @@ from typing import Any
 
 Line = dict[str, Any]
 FILE = "ACCUMFUSED_GPU_JOURNAL"  # the variable in which a stage's process finds the path
-LATEST = ("so far", "mechanisms")  # of these kinds only the last line counts
-_KNOWN = ("stage", "at", "kind", "ok")
+SO_FAR = "so far"  # the kind of which only the last line counts
+_HEAD = ("stage", "at", "kind")
 _LONG = 160
 
 
@@ -34,7 +34,7 @@ class Journal:
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:  # one write of one line: other processes append too
                 file.write(json.dumps(line, default=str) + "\n")
-        said = ", ".join(f"{name} {_cell(value)}" for name, value in line.items() if name not in _KNOWN)
+        said = ", ".join(f"{name} {_cell(value)}" for name, value in facts.items() if name != "ok")
         print(f"{self.stage}: {kind}: {'NOT OK: ' if line.get('ok') is False else ''}{said}", flush=True)
 
     @contextlib.contextmanager
@@ -65,18 +65,18 @@ def forget(path: Path, stages: Collection[str]) -> None:
 
 def markdown(lines: Sequence[Line], *, texts: bool = True) -> str:
     """Makes the report; `texts`: with tracebacks and other texts of several lines."""
-    stages = {stage: [line for line in lines if line["stage"] == stage] for stage in dict.fromkeys(_of("stage", lines))}
+    stages = _by("stage", lines)
     parts = ["# GPU report", _table([_outcome(stage, its) for stage, its in stages.items()])]
     for stage, its in stages.items():
-        its = [line for line in its if line["kind"] not in ("begin", "end")]
-        parts += [f"## {stage}"] if its else []
-        for kind in dict.fromkeys(_of("kind", its)):
-            parts += _section(kind, [line for line in its if line["kind"] == kind], texts)
+        kinds = _by("kind", [line for line in its if line["kind"] not in ("begin", "end")])
+        parts += [f"## {stage}"] if kinds else []
+        for kind, same in kinds.items():
+            parts += [f"### {kind}", *_section(same[-1:] if kind == SO_FAR else same, texts)]
     return "\n\n".join(parts) + "\n"
 
 
-def _of(key: str, lines: Sequence[Line]) -> list[str]:
-    return [line[key] for line in lines]
+def _by(key: str, lines: Sequence[Line]) -> dict[str, list[Line]]:
+    return {value: [line for line in lines if line[key] == value] for value in dict.fromkeys(e[key] for e in lines)}
 
 
 def _outcome(stage: str, lines: Sequence[Line]) -> Line:
@@ -86,14 +86,14 @@ def _outcome(stage: str, lines: Sequence[Line]) -> Line:
     return {"stage": stage, "ended": ended, "seconds": end.get("seconds"), "not ok": not_ok}
 
 
-def _section(kind: str, lines: Sequence[Line], texts: bool) -> list[str]:
+def _section(lines: Sequence[Line], texts: bool) -> list[str]:
+    """Makes a table, and below it what has several lines."""
     rows, below = [], []
-    for line in lines[-1:] if kind in LATEST else lines:
+    for line in lines:
         long = {name: value for name, value in line.items() if isinstance(value, str) and "\n" in value.strip()}
-        rows.append({name: value for name, value in line.items() if name not in (*_KNOWN[:3], *long)})
-        if texts:
-            below += [f"{name}:\n\n````\n{value.strip()}\n````" for name, value in long.items()]
-    return [f"### {kind}", *([_table(rows)] if any(rows) else []), *below]
+        rows.append({name: value for name, value in line.items() if name not in (*_HEAD, *long)})
+        below += [f"{name}:\n\n````\n{value.strip()}\n````" for name, value in long.items() if texts]
+    return [*([_table(rows)] if any(rows) else []), *below]
 
 
 def _table(rows: Sequence[Line]) -> str:

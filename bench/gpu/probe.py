@@ -23,52 +23,50 @@ from bench.workload import random_tensors
 LARGE = 1_200_000_000
 _BYTES = 32  # an element, at most: AMSGrad's, and its gradients
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-DTYPES = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer, how its weights and states are stored, and the dtype of its gradients."""
+    """An optimizer, the dtypes of its parameters and gradients, and its settings."""
 
     optimizer: Callable[..., af.FusedOptimizer] = af.AdamW
     params: torch.dtype = FP32
-    masters: str | None = "split16"  # of 16-bit parameters
-    states: Any = FP32
     grads: torch.dtype = FP32
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        weights = DTYPES[self.params] if self.params is FP32 else f"{DTYPES[self.params]} + {self.masters or 'noise'}"
-        options = "".join(f", {name}" for name in self.options)
-        states = DTYPES.get(self.states, self.states)
-        called = getattr(self.optimizer, "__name__", "")
-        return f"{called}{options}: {weights}, {states} states, {DTYPES[self.grads]} gradients"
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def make(self, params: list[Tensor], grads: list[Tensor], backend: str) -> Any:
         """Makes the optimizer and its first step, which makes its states."""
-        masters = {} if self.params is FP32 else {"master_weights": self.masters}
         for param, grad in zip(params, grads, strict=True):
             if grad.dtype != param.dtype:
                 param.grad_dtype = grad.dtype
             param.grad = grad
-        optimizer = self.optimizer(
-            params, lr=0.01, max_grad_norm=1.0, state_dtype=self.states, backend=backend, **masters, **self.options
-        )
+        optimizer = self.optimizer(params, lr=0.01, max_grad_norm=1.0, backend=backend, **self.settings)
         optimizer.step()
         optimizer.zero_grad()
         return optimizer
 
 
-# What matters most comes first: the time may be up.
-FIRST = (Case(), Case(params=BF16, masters="split8", states="8bit", grads=BF16),
-         Case(params=BF16, masters=None, states=BF16, grads=BF16))  # fmt: skip
-OTHERS = (
-    Case(grads=BF16), *(Case(params=BF16, states=states, grads=BF16) for states in ("8bit", FP32, BF16)),
-    Case(params=BF16, masters=None, states="8bit", grads=BF16), Case(af.Lion), Case(options={"amsgrad": True}),
-    Case(af.SGD, options={"momentum": 0.9}), Case(af.Lion, BF16, None, BF16, BF16),
-    Case(params=FP16, masters="fp32", grads=FP16),
-)  # fmt: skip
+def of_bf16(masters: str | None, states: Any, optimizer: Callable[..., Any] = af.AdamW) -> Case:
+    return Case(optimizer, BF16, BF16, {"master_weights": masters, "state_dtype": states})
+
+
+# As docs/internals/gpu.md calls them. What matters most comes first: the time may be up.
+FP32_ADAMW = "AdamW"
+CASES = {
+    FP32_ADAMW: Case(),
+    "split8, 8-bit states": of_bf16("split8", "8bit"),
+    "stochastic bf16, bf16 states": of_bf16(None, BF16),
+    "AdamW, bf16 gradients": Case(grads=BF16),
+    "split16, 8-bit states": of_bf16("split16", "8bit"),
+    "split16, fp32 states": of_bf16("split16", FP32),
+    "split16, bf16 states": of_bf16("split16", BF16),
+    "stochastic bf16, 8-bit states": of_bf16(None, "8bit"),
+    "Lion": Case(af.Lion),
+    "AMSGrad": Case(settings={"amsgrad": True}),
+    "SGD with momentum": Case(af.SGD, settings={"momentum": 0.9}),
+    "Lion, stochastic bf16, bf16 states": of_bf16(None, BF16, af.Lion),
+    "fp16 with fp32 masters": Case(params=FP16, grads=FP16, settings={"master_weights": "fp32"}),
+}
 
 
 class Probe:
@@ -80,49 +78,47 @@ class Probe:
 
     def run(self) -> None:
         self.own.write("copy", **{"TB/s": self.copy / 1e12})
-        parts: list[tuple[str, Callable[[], None]]] = [("first", partial(self.step, FIRST[0]))]
-        parts += [("fp32", partial(self.folds, FP32))]
-        parts += [(case.name, partial(self.step, case)) for case in FIRST[1:]]
-        parts += [(DTYPES[dtype], partial(self.folds, dtype)) for dtype in (BF16, FP16)]
-        parts += [(case.name, partial(self.step, case)) for case in OTHERS]
-        parts += [("off its boundary", partial(self.step, FIRST[0], off=1))]
+        parts: list[tuple[str, Callable[[], None]]] = [(name, partial(self.step, name)) for name in CASES]
+        folds = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+        parts[1:1] = [(name, partial(self.folds, name, dtype)) for name, dtype in folds.items()]
+        parts.append(("off its boundary", partial(self.step, FP32_ADAMW, off=1)))
         for what, run in parts:
             with self.own.section("probe", what=what):
                 run()
             self.bench.release()
         self.own.write("copy", **{"TB/s": copy_rate(self.bench) / 1e12})  # is it as fast as at first?
 
-    def _time(self, kind: str, what: str, moved: float, run: Callable[[], Any], **facts: Any) -> None:
+    def _time(self, kind: str, what: str, moved: float, run: Callable[[], Any]) -> None:
         """Args: moved: bytes."""
         (timing,) = self.bench.interleave([Variant(what, run)])
         rate = moved / timing.median
-        facts |= {"us": timing.median * 1e6, "best us": timing.best * 1e6, "TB/s": rate / 1e12}
-        self.own.write(kind, what=what, **facts, **{"of copy": rate / self.copy})
+        facts = {"B/el": moved / self.elements, "us": timing.median * 1e6, "best us": timing.best * 1e6}
+        self.own.write(kind, what=what, **facts, **{"TB/s": rate / 1e12, "of copy": rate / self.copy})
 
     def _random(self, dtype: torch.dtype, more: int = 0, scale: float = 1e-3) -> list[Tensor]:
         return random_tensors(flat(self.elements + more), scale, dtype, self.bench.device)
 
-    def optimizer(self, case: Case, grads: list[Tensor]) -> Any:
+    def _optimizer(self, case: Case, grads: list[Tensor]) -> Any:
         params = [tensor.requires_grad_() for tensor in self._random(case.params, scale=0.02)]
         return case.make(params, grads, self.bench.backends[0])
 
-    def folds(self, dtype: torch.dtype) -> None:
+    def folds(self, name: str, dtype: torch.dtype) -> None:
         """Times the norm, and the two ways into a sum, of gradients of this dtype."""
         grads, sums = self._random(dtype), self._random(FP32)
-        kernels, name = Kernels(self.optimizer(Case(af.SGD, grads=dtype), grads)), DTYPES[dtype]
+        kernels = Kernels(self._optimizer(Case(af.SGD, grads=dtype), grads))
         self._time("norm", f"norm, {name}", grads[0].nbytes, partial(kernels.norm, grads))
         for first, title in ((True, "first accumulate"), (False, "accumulate")):
             moved = grads[0].nbytes + (1 if first else 2) * sums[0].nbytes
             self._time("accumulate", f"{title}, {name}", moved, partial(kernels.accumulate, grads, sums, first=first))
 
-    def step(self, case: Case, off: int = 0) -> None:
+    def step(self, name: str, off: int = 0) -> None:
         """Times a step; `off`: elements by which its gradients lie off their boundary."""
-        grads = [self._random(case.grads, off)[0][off:]]
-        optimizer = self.optimizer(case, grads)
-        kernels, moved = Kernels(optimizer), step_bytes(optimizer, grads)
-        name = f"{case.name}{', off their boundary' if off else ''}"
+        grads = [self._random(CASES[name].grads, off)[0][off:]]
+        optimizer = self._optimizer(CASES[name], grads)
+        kernels = Kernels(optimizer)
         run = partial(kernels.step, grads, kernels.norm(grads))
-        self._time("step", name, moved, run, **{"B/el": moved / self.elements})
+        what = f"{name}{', gradients off their boundary' if off else ''}"
+        self._time("step", what, step_bytes(optimizer, grads), run)
 
 
 def step_bytes(optimizer: Any, grads: list[Tensor]) -> int:

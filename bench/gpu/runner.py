@@ -1,4 +1,4 @@
-"""Runs commands in turn, each with a limit: an interrupt when its time is up, the end soon after, and the next one."""
+"""Runs the stages in turn, each as a process with a limit: what has not ended then is killed, and the next one runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ from bench.gpu.journal import Journal
 
 ROOT = Path(__file__).parents[2]
 JOURNAL, REPORT, LOG = "report.jsonl", "report.md", "output.txt"
-# Variables that a stage's process finds: no GPU is there; the mechanisms of launches that are on (all, if not set).
-DRY, LAUNCHES = "ACCUMFUSED_GPU_DRY", "ACCUMFUSED_GPU_LAUNCHES"
-MECHANISMS = ("queue",)  # of `_C.cuda.allow` (csrc/cuda/launch.h): more thread blocks than fit on the card
+# Variables that a stage's process finds: that no GPU is there; "0" where kernels may not have more thread blocks than
+# fit on the card (`_C.cuda.allow`, csrc/cuda/launch.h).
+DRY, QUEUE = "ACCUMFUSED_GPU_DRY", "ACCUMFUSED_GPU_QUEUE"
 _CUDA = "/usr/local/cuda/bin"  # nvcc and compute-sanitizer are often not on the PATH
-_GRACE = 8.0  # seconds between the interrupt and the end
 
 
 @dataclass(frozen=True)
@@ -65,15 +63,17 @@ def write_report(folder: Path) -> None:
 
 
 def _run(command: Sequence[str], path: Path, seconds: float, log: int) -> str:
-    """Runs a command, ends it with all that it has started, and says how it ended."""
-    known = {"PYTHONUNBUFFERED": "1", journal.FILE: str(path)}
-    found = [line for line in journal.read(path) if line["kind"] == "mechanisms"]
-    known |= {LAUNCHES: ",".join(found[-1]["on"])} if found else {}  # those that smoke has left on
+    """Runs a command, kills in the end all that it has started, and says how it ended."""
+    # Without the plugins of pytest that happen to be installed.
+    known = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", journal.FILE: str(path)}
+    smoke = [line for line in journal.read(path) if line["stage"] == "smoke"]
+    if smoke and QUEUE not in os.environ:
+        known[QUEUE] = "1" if any(line.get("queue_stays_on") for line in smoke) else "0"
     known["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     known["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), _CUDA])
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **known}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        preexec_fn=_own_group,
+        preexec_fn=os.setpgrp,  # one signal reaches all that it starts
     )  # fmt: skip
     try:
         code = process.wait(seconds)
@@ -81,25 +81,6 @@ def _run(command: Sequence[str], path: Path, seconds: float, log: int) -> str:
     except subprocess.TimeoutExpired:
         return "cut off"
     finally:
-        _end(process)
-
-
-def _own_group() -> None:
-    """One signal reaches all that a command has started; where ours ignores interrupts, theirs do not."""
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupts it, so that it can write what it knows, and ends its group."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def python(*arguments: str) -> list[str]:
-    return [sys.executable, *arguments]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

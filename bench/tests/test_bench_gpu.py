@@ -19,7 +19,7 @@ from accumfused.backends.cuda import CudaBackend
 from bench import machine
 from bench.ceilings import MIXES, Ceilings
 from bench.clock import CudaClock, EnqueueClock
-from bench.gpu import counters, journal, probe, versus
+from bench.gpu import journal, probe, versus
 from bench.gpu.journal import Journal
 from bench.loops import CUDA_PIECE, CudaLoops
 from bench.suites import GPU_SUITES, Bench, all_suites
@@ -127,20 +127,11 @@ def test_the_probe_measures_all_formats_by_their_bytes_and_goes_on_after_an_erro
 ) -> None:
     monkeypatch.setattr(probe, "elements", lambda bench, wanted, each: 5000)
     works = probe.Probe(tiny, own)
-    monkeypatch.setattr(works, "folds", lambda dtype: 1 / 0)
+    monkeypatch.setattr(works, "folds", lambda name, dtype: 1 / 0)
     works.run()
     assert [line["error"] for line in of(own, "probe")] == ["ZeroDivisionError: division by zero"] * 3
     steps = {line["what"]: round(line["B/el"]) for line in of(own, "step")}
     assert list(steps.values()) == [28, 12, 14, 26, 14, 26, 18, 10, 20, 36, 20, 10, 28, 28]
-
-
-def test_the_counters_are_those_of_one_step_an_element(tiny: Bench) -> None:
-    assert counters.counted("==ERROR== no permission") == {}
-    rows = [f'"0","step_kernel","{metric}","{counters.ELEMENTS:,}"' for metric, _ in counters.METRICS.values()]
-    found = counters.counted("\n".join(["==PROF==", '"ID","Kernel Name","Metric Name","Metric Value"', *rows]))
-    names = ("read, B/el", "into L2, B/el", "instructions/el", "waits: wait")
-    assert [found[name] for name in names] == [1, 32, 32, counters.ELEMENTS]
-    counters.step_once(tiny, counters.CASES[1], 3000)  # what ncu runs
 
 
 # ---- clocks ---------------------------------------------------------------------------------------------------------

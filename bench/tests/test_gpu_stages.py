@@ -16,17 +16,21 @@ from typing import Any
 import pytest
 
 from bench.gpu import __main__ as command
-from bench.gpu import build, journal, runner, smoke
+from bench.gpu import build, journal, smoke
 from bench.gpu import test as gpu_tests
 from bench.gpu.journal import Journal
-from bench.gpu.runner import DRY, JOURNAL, LAUNCHES, REPORT, ROOT, Stage, python, run_all
+from bench.gpu.runner import DRY, JOURNAL, QUEUE, REPORT, ROOT, Stage, run_all
 
 START = "import os, sys, signal, time\nfrom bench.gpu.journal import Journal\nwrite = Journal('x').write\n"
 Lines = list[dict[str, Any]]
 
 
+def program(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
 def stage(name: str, code: str, share: float = 1.0) -> Stage:
-    return Stage(name, share, python("-c", START.replace("'x'", repr(name)) + code))
+    return Stage(name, share, program(START.replace("'x'", repr(name)) + code))
 
 
 def of(folder: Path, kind: str) -> Lines:
@@ -36,32 +40,16 @@ def of(folder: Path, kind: str) -> Lines:
 # ---- limits ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_next_stage_runs_whatever_the_last_one_said(tmp_path: Path) -> None:
-    several = [stage("bad", "write('fact', value=1); sys.exit(3)"), stage("good", "write('fact', value=2)")]
-    assert run_all(several, tmp_path, 600) == ["bad"]
-    assert [line["outcome"] for line in of(tmp_path, "end")] == ["failed (3)", "passed"]
-    assert [line["value"] for line in of(tmp_path, "fact")] == [1, 2]
-
-
-def test_a_stage_whose_time_is_up_can_say_what_it_knows_though_the_caller_ignores_interrupts(tmp_path: Path) -> None:
-    code = "write('fact', value=1)\ntry: time.sleep(600)\nexcept KeyboardInterrupt: write('fact', value=2)"
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
-    try:
-        several = [stage("long", code), stage("next", "write('fact', value=3)", share=199)]
-        assert run_all(several, tmp_path, 400) == ["long"]
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert [line["value"] for line in of(tmp_path, "fact")] == [1, 2, 3]
-    assert of(tmp_path, "end")[0]["outcome"] == "cut off"
-
-
-def test_what_ignores_the_interrupt_is_ended_with_all_that_it_has_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_next_stage_runs_after_one_that_fails_and_one_that_is_killed_with_all_that_it_has_started(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(runner, "_GRACE", 0.5)
-    code = "import subprocess; signal.signal(2, signal.SIG_IGN); child = subprocess.Popen(['sleep', '600']); "
-    code += "write('child', pid=child.pid); time.sleep(600)"
-    assert run_all([stage("deaf", code)], tmp_path, 3) == ["deaf"]
+    deaf = "import subprocess; signal.signal(2, signal.SIG_IGN); child = subprocess.Popen(['sleep', '600']); "
+    deaf += "write('child', pid=child.pid); time.sleep(600)"
+    several = [stage("bad", "write('fact', value=1); sys.exit(3)"), stage("deaf", deaf)]
+    several += [stage("good", "write('fact', value=2)", share=98)]
+    assert run_all(several, tmp_path, 400) == ["bad", "deaf"]
+    assert [line["outcome"] for line in of(tmp_path, "end")] == ["failed (3)", "cut off", "passed"]
+    assert [line["value"] for line in of(tmp_path, "fact")] == [1, 2]
     with contextlib.suppress(ProcessLookupError):  # it is gone
         assert select.select([os.pidfd_open(of(tmp_path, "child")[0]["pid"])], [], [], 60)[0], "it still runs"
 
@@ -72,14 +60,14 @@ def test_all_that_was_known_is_there_after_the_runner_was_killed(tmp_path: Path)
     stages = [stage("first", "write('fact', value=1)"), stage("second", waits)]
     code = "from pathlib import Path\nfrom bench.gpu.runner import Stage, run_all\n"
     code += f"run_all({stages!r}, Path({str(tmp_path)!r}), 60)"
-    with subprocess.Popen(python("-c", code), cwd=ROOT) as process:
+    with subprocess.Popen(program(code), cwd=ROOT) as process:
         (tmp_path / "runs").read_text()  # until the second stage has written its line
         process.kill()
     os.kill(of(tmp_path, "fact")[1]["pid"], signal.SIGKILL)  # the runner could not
     assert "| first | passed |" in (tmp_path / REPORT).read_text()
     with (tmp_path / JOURNAL).open("a") as file:
         file.write('{"stage": "second", "ki')  # what was being written
-    subprocess.run(python("-m", "bench.gpu", "report", str(tmp_path)), cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "bench.gpu", "report", str(tmp_path)], cwd=ROOT, check=True)
     assert "| second | was ended together with everything |" in (tmp_path / REPORT).read_text()
     run_all([stage("second", "write('fact', value=2)")], tmp_path, 60)
     assert [(line["stage"], line["value"]) for line in of(tmp_path, "fact")] == [("first", 1), ("second", 2)]
@@ -102,13 +90,13 @@ def test_the_report_has_a_table_for_each_kind_and_texts_below(tmp_path: Path) ->
 # ---- the ladder -----------------------------------------------------------------------------------------------------
 
 RUNG = """
-on = os.environ["ACCUMFUSED_GPU_LAUNCHES"]
+queue = os.environ["ACCUMFUSED_GPU_QUEUE"] == "1"
 write("so far", begins="step")
 write("failure", ok=False, test="step")
-if "queue" in on and how == "hangs":
+if queue and how == "hangs":
     write("so far", begins="window")
     os.kill(os.getpid(), 9)
-if "queue" in on and how == "differs":
+if queue and how == "differs":
     write("failure", ok=False, test="window")
 write("so far", ended=True)
 sys.exit(1)
@@ -116,20 +104,18 @@ sys.exit(1)
 
 
 @pytest.mark.parametrize("how", ["hangs", "differs", "fails alike"])
-def test_a_mechanism_that_hangs_or_differs_is_off_later_and_one_that_is_wrong_as_plain_is_not(
+def test_a_queue_that_hangs_or_differs_is_off_later_and_one_that_is_wrong_as_plain_is_not(
     tmp_path: Path, how: str
 ) -> None:
     (tmp_path / JOURNAL).touch()
     own = Journal("smoke", tmp_path / JOURNAL)
-    program = START.replace("'x'", "'smoke'") + f"how = {how!r}\n" + RUNG
-    assert not smoke.climb(own, ["plain", *runner.MECHANISMS], lambda rung: python("-c", program))
+    run = program(START.replace("'x'", "'smoke'") + f"how = {how!r}\n" + RUNG)
+    assert not smoke.climb(own, {"plain": run, "queue": run})
     plain, queue = of(tmp_path, "rung")
     assert (plain["outcome"], queue["outcome"]) == ("failed", "hangs or dies" if how == "hangs" else "failed")
     assert queue.get("in_test") == ("window" if how == "hangs" else None)
-    left, off = (["queue"], []) if how == "fails alike" else ([], ["queue"])
-    assert (of(tmp_path, "mechanisms")[-1]["on"], of(tmp_path, "mechanisms")[-1]["off"]) == (left, off)
-    run_all([stage("versus", f"write('fact', on=os.environ[{LAUNCHES!r}])")], tmp_path, 60)
-    assert of(tmp_path, "fact")[0]["on"] == ",".join(left)
+    run_all([stage("versus", f"write('fact', on=os.environ[{QUEUE!r}])")], tmp_path, 60)
+    assert of(tmp_path, "fact")[0]["on"] == ("1" if how == "fails alike" else "0")
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -148,7 +134,7 @@ def test_the_command_builds_and_then_runs_what_is_asked_for(tmp_path: Path, monk
     assert ran == [[*command.SECONDS], ["build", "smoke", "probe"], [*command.SECONDS][1:]]
     monkeypatch.delenv(DRY)
     assert sum(command.SECONDS.values()) == 60 * command.MINUTES
-    assert all((ROOT / "bench" / "gpu" / f"{name}.py").exists() for name in command.SECONDS | command.ALONE)
+    assert all((ROOT / "bench" / "gpu" / f"{name}.py").exists() for name in command.SECONDS)
     for wrong, said in ((["smok"], "2"), ([], "finds no GPU that it can use; --dry runs the stages without one")):
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         monkeypatch.setattr(sys, "argv", ["bench.gpu", *wrong])
@@ -161,7 +147,7 @@ def test_make_has_a_target_for_each_stage_and_reports_into_the_folder_for_output
         pytest.skip("no make")
     # Of the make that runs these tests, and of what runs that.
     outside = {name: value for name, value in os.environ.items() if "MAKE" not in name and name not in ("ARGS", "OUT")}
-    for target, asked in {"gpu": [], **{f"gpu-{name}": [name] for name in command.SECONDS | command.ALONE}}.items():
+    for target, asked in {"gpu": [], **{f"gpu-{name}": [name] for name in command.SECONDS}}.items():
         run = ["make", "--no-print-directory", "-n", target]
         said = subprocess.run(run, cwd=ROOT, env={**outside, "OUT": "/a"}, capture_output=True, text=True).stdout
         assert said.split() == ["python3", "-m", "bench.gpu", "--minutes", "9.5", "--report", '"/a"', *asked]
@@ -251,8 +237,7 @@ def test_compiles(backend, case): pass
 def test_for_all(backend): pass
 def test_for_cpus(): pass
 """
-ABOUT_GPUS = f"""
-# {gpu_tests.ASKS}
+ABOUT_GPUS = """
 import pytest
 @pytest.mark.parametrize("gpu", ["cuda", "triton"])
 def test_both(gpu): pass
@@ -288,9 +273,9 @@ def run_pytest(tmp_path: Path) -> Run:
         for name, text in files.items():
             (tmp_path / name).write_text(text)
         known = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT), journal.FILE: str(tmp_path / "lines")}
-        environment = {**os.environ, **known, DRY: "1", gpu_tests.SECONDS: "3"}
-        program = gpu_tests.command("test", *arguments)
-        done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        environment = {**os.environ, **known, DRY: "1"}
+        run = gpu_tests.command("test", "cuda,triton", 3, *arguments)
+        done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
         return done.stdout + done.stderr, journal.read(tmp_path / "lines")
 
     return run
@@ -299,7 +284,7 @@ def run_pytest(tmp_path: Path) -> Run:
 def test_failures_are_known_at_once_and_hangs_and_broken_gpus_end_one_process(run_pytest: Run) -> None:
     pytest.importorskip("xdist")
     workers = ("-p", "xdist", "-n", "1", "--dist", "load")
-    said, lines = run_pytest({"test_x.py": f"# {gpu_tests.ASKS}\n{FAILING}", "test_y.py": "import not_there"}, *workers)
+    said, lines = run_pytest({"test_gpu_x.py": FAILING, "test_y.py": "import not_there"}, *workers)
     failed = {line["test"].split("::")[1]: line["says"] for line in lines if line["kind"] == "failure"}
     assert failed.keys() == {"test_first", "test_third", "test_fourth"}
     assert failed["test_first"] == "assert (1 + 1) == 3"
@@ -311,9 +296,9 @@ def test_failures_are_known_at_once_and_hangs_and_broken_gpus_end_one_process(ru
 
 
 def test_in_one_process_the_last_line_names_the_test_that_hangs(run_pytest: Run) -> None:
-    _, lines = run_pytest({"test_x.py": f"# {gpu_tests.ASKS}\n{FAILING}"})
+    _, lines = run_pytest({"test_gpu_x.py": FAILING})
     last = [line for line in lines if line["kind"] == "so far"][-1]
-    assert last["begins"] == "test_x.py::test_third"
+    assert last["begins"] == "test_gpu_x.py::test_third"
     assert "ended" not in last
 
 
@@ -321,6 +306,6 @@ def test_only_what_needs_a_gpu_runs_and_the_cuda_backend_comes_first(run_pytest:
     files = {"conftest.py": CONFTEST, "test_a.py": ORDERED, "test_gpu_b.py": ABOUT_GPUS}
     said, _ = run_pytest(files, "--collect-only", "-q")
     assert [line.split("::")[1] for line in said.splitlines() if "::" in line] == [
-        "test_both[cuda]", "test_alone", "test_places[cuda]", "test_for_all[cuda]",
-        "test_compiles[cuda-rare]", "test_both[triton]", "test_for_all[triton]", "test_compiles[triton-rare]",
+        "test_for_all[cuda]", "test_both[cuda]", "test_alone", "test_places[cuda]", "test_compiles[cuda-rare]",
+        "test_for_all[triton]", "test_both[triton]", "test_compiles[triton-rare]",
     ]  # fmt: skip
