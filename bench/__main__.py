@@ -31,14 +31,13 @@ from bench.ceilings import Ceilings
 from bench.clock import CudaClock, EnqueueClock
 from bench.loops import CUDA_PIECE, PIECE, CpuLoops, CudaLoops
 from bench.machine import gpu, machine, nvidia_smi
-from bench.peers import KNOWN
 from bench.shapes import Shapes
 from bench.suites import CPU_SUITES, GPU_SUITES, Bench, all_suites
 from bench.tables import Results, ceiling_table, show, write
 from bench.verdicts import losses
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
-OPTIONS = ("backend", "peers", "model")  # that suites follow, or not: FOLLOWS in each
+OPTIONS = ("backend", "model")  # that suites follow, or not: FOLLOWS in each
 
 
 def main() -> None:
@@ -59,9 +58,9 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     bench = gpu_bench(asked.quick, console) if asked.device == "cuda" else cpu_bench(asked.quick)
     bench.backends = bench.backends if asked.backend is None else (asked.backend,)
-    bench.peers, bench.model = asked.peers, asked.model
+    bench.model = asked.model
     about = {**machine(), "quick": asked.quick, **(gpu(bench.device) if bench.on_gpu else {})}
-    given = {"backend": asked.backend, "peers": asked.peers, "model": asked.model and asked.model[0]}
+    given = {"backend": asked.backend, "model": asked.model and asked.model[0]}
     about["options"] = [f"--{name} {value}" for name, value in given.items() if value is not None]
     results = Results(about, {})
     doubts = (f"this run {words}" for words in compare.doubts(results))
@@ -80,20 +79,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, metavar="N", help="torch.set_num_threads; default: torch's own")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
     parser.add_argument("--backend", choices=NAMES, help="ours; default: auto, or all of a GPU's")
-    parser.add_argument("--peers", type=peers, metavar="LIST", help="names with commas between them, none, or all")
     parser.add_argument("--model", type=model, metavar="MODULE:FUNCTION", help="returns an nn.Module or list of shapes")
     return parser
-
-
-def peers(written: str) -> tuple[str, ...] | None:
-    """Returns None for "all", () for "none", or the names between the commas."""
-    if written in ("all", "none"):
-        return None if written == "all" else ()
-    names = [name.strip() for name in written.split(",")]
-    unknown = [name for name in names if name not in KNOWN]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"unknown {unknown}; give all, none, or names from {', '.join(KNOWN)}")
-    return tuple(names)
 
 
 def model(written: str) -> tuple[str, Shapes]:

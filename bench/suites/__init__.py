@@ -38,7 +38,6 @@ class Bench:
         on_gpu: whether the GPU's variants are measured.
         clock: times the work; `host_clock`: how long the host is busy with it.
         backends: of ours, by name.
-        peers: names of `bench.peers.KNOWN` that ours is compared with; None: all that run here.
         model: name and shapes that take the place of the suites' models.
     """
 
@@ -50,7 +49,6 @@ class Bench:
     clock: Clock = field(default_factory=HostClock)
     host_clock: Clock = field(default_factory=HostClock)
     backends: Sequence[str] = ("auto",)
-    peers: tuple[str, ...] | None = None
     model: tuple[str, Shapes] | None = None
 
     def models(self, *names: str) -> dict[str, Shapes]:

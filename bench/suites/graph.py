@@ -10,14 +10,13 @@ import torch
 
 from bench import shapes, stock
 from bench.measure import Variant
-from bench.peers import first_line
+from bench.peers import FOREACH, FUSED, TRICK, first_line
 from bench.shapes import Shapes, small
 from bench.suites import Bench, largest_error
 from bench.suites.window import window
 from bench.tables import Row, Table, timed
 
 FOLLOWS = ("backend", "model")
-FUSED, TRICK = "clip + AdamW(fused)", "grad_scale trick"
 _AGAINST = {"fused": FUSED, "captured trick": f"{TRICK}, captured"}
 
 
@@ -54,7 +53,7 @@ def model(bench: Bench, name: str, of: Shapes) -> list[Table]:
         add(FUSED + how, stock.clip_and_step(work.params, fused), stock.CLIP_FUSED)
         add(TRICK + how, stock.grad_scale_trick(work.params, fused), stock.TRICK)
         foreach = work.stock(foreach=True, capturable=capturable)
-        add(f"clip + AdamW(foreach){how}", stock.clip_and_step(work.params, foreach), None)
+        add(FOREACH + how, stock.clip_and_step(work.params, foreach), None)
         for label, optimizer in bench.ours(work).items():  # others: a capture's tables are its own
             work.set_grads()
             add(label + how, optimizer.step, ("read", "step"))

@@ -24,7 +24,7 @@ from bench.suites import Bench
 from bench.tables import Row, Table, quartiles
 from bench.workload import random_tensors
 
-FOLLOWS = ("backend", "peers", "model")
+FOLLOWS = ("backend", "model")
 FP32, BF16 = torch.float32, torch.bfloat16
 _SETTINGS: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 _STOCK = "clip + AdamW(fused), fp32"
@@ -39,16 +39,14 @@ class Lean:
 
     Args:
         tolerance: see `exact.deviation`: what the first two steps may be off, of what they change.
-        peer: its name in `bench.peers.KNOWN`; None where it is ours or torch's.
-        compiles: for seconds, for every shape.
+        package: whose it is; None where it is ours or torch's.
     """
 
     name: str
     dtype: torch.dtype
     make: Callable[[list[torch.nn.Parameter]], Any]
     tolerance: float
-    peer: str | None = None
-    compiles: bool = False
+    package: str | None = None
 
     @property
     def bytes_while_checked(self) -> int:
@@ -72,21 +70,26 @@ def ours(label: str, backend: str) -> list[Lean]:
     return [Lean(f"{label}, {name}", dtype, make(kept), off) for name, (dtype, kept, off) in formats.items()]
 
 
-def peers() -> list[Lean]:
-    def package(module: str, name: str) -> Callable[[list[torch.nn.Parameter]], Any]:
-        return lambda params: getattr(importlib.import_module(module), name)(params, **_SETTINGS)
-
+def torchs() -> list[Lean]:
     def fused(params: list[torch.nn.Parameter]) -> torch.optim.AdamW:
         return torch.optim.AdamW(params, fused=True, **_SETTINGS)
 
-    torchao, bitsandbytes = package("torchao.optim", "AdamW8bit"), package("bitsandbytes.optim", "AdamW8bit")
     return [
         Lean(_STOCK, FP32, fused, _EXACT),
         Lean("clip + AdamW(fused), bf16 throughout", BF16, fused, _SIXTEEN_BITS),
-        Lean("clip + torchao AdamW8bit, fp32", FP32, torchao, _EIGHT_BITS, "torchao", compiles=True),
-        Lean("clip + bitsandbytes AdamW8bit, fp32", FP32, bitsandbytes, _EIGHT_BITS, "bitsandbytes", compiles=True),
-        Lean("clip + FlashAdamW, bf16", BF16, package("flashoptim", "FlashAdamW"), _SIXTEEN_BITS, "flashoptim"),
     ]
+
+
+def packages() -> list[Lean]:
+    """Returns other packages' optimizers, which compile for seconds, for every shape."""
+
+    def lean(package: str) -> Lean:
+        def make(params: list[torch.nn.Parameter]) -> Any:
+            return importlib.import_module(f"{package}.optim").AdamW8bit(params, **_SETTINGS)
+
+        return Lean(f"clip + {package} AdamW8bit, fp32", FP32, make, _EIGHT_BITS, package)
+
+    return [lean("torchao"), lean("bitsandbytes")]
 
 
 def run(bench: Bench) -> list[Table]:
@@ -107,21 +110,21 @@ def _model(bench: Bench, name: str, of: shapes.Shapes, backend: str) -> Table:
 
 def _measure(table: Table, bench: Bench, of: shapes.Shapes, backend: str) -> None:
     mine = ours(bench.label(backend), backend)
-    others = [each for each in peers() if _wanted(each, bench, first=backend == bench.backends[0])]
+    # Other packages' are in the first table alone; torch's are in each, for each compares with them.
+    others = [] if bench.quick or backend != bench.backends[0] else packages()
     variants, gaps = [], []
     figures: dict[str, Row] = {}
-    # Where memory ends, the other packages are left out: they come last.
-    for lean in sorted([*others, *mine], key=lambda lean: lean.peer is not None):
+    for lean in (*torchs(), *mine, *others):  # where memory ends, the other packages are left out
         bench.release()
         needed = shapes.count(of) * lean.bytes_while_checked
         if not bench.fits(needed):
             gaps.append({"name": lean.name, "cannot": bench.skipped(needed)})
             continue
         try:
-            with quiet() if lean.peer else contextlib.nullcontext():
+            with quiet() if lean.package else contextlib.nullcontext():
                 step, kept, off = _made(lean, of, bench.device)
         except Exception as error:  # of somebody else's package, and of any kind
-            if lean.peer is None:
+            if lean.package is None:
                 raise
             if isinstance(error, WrongError):
                 gaps.append(wrong(lean.name, error))
@@ -140,13 +143,6 @@ def _measure(table: Table, bench: Bench, of: shapes.Shapes, backend: str) -> Non
         table.rows.append(row)
     table.rows += gaps
     table.notes.append("kept: parameters and optimizer states; 2 steps off by: of what they change, against fp64")
-
-
-def _wanted(lean: Lean, bench: Bench, *, first: bool) -> bool:
-    """Other packages' variants are in the first table alone; torch's are in each, for each compares with them."""
-    if lean.peer is None:
-        return True
-    return first and (lean.peer in bench.peers if bench.peers is not None else not (bench.quick and lean.compiles))
 
 
 def _made(lean: Lean, of: shapes.Shapes, device: torch.device) -> tuple[Callable[[], Any], float, float]:

@@ -7,14 +7,13 @@ from dataclasses import replace
 
 from bench import stock
 from bench.measure import Variant
-from bench.peers import peers
+from bench.peers import AGAINST, FOR_LOOP, FOREACH, OPTIMI, peers
 from bench.shapes import small
 from bench.suites import Bench, largest_error
 from bench.tables import Table, timed
 
-FOLLOWS = ("backend", "peers")
+FOLLOWS = ("backend",)
 _MANY = 5000
-_AGAINST = {"trick": "grad_scale trick", "clip+fused": "clip + AdamW(fused)"}
 
 
 def run(bench: Bench) -> list[Table]:
@@ -26,7 +25,7 @@ def _size(bench: Bench, tensors: int) -> list[Table]:
     work.set_grads()
     # Loops over many tensors take a CPU long, and show nothing that those over fewer do not.
     too_many = tensors >= _MANY and not bench.on_gpu
-    others = peers(work, () if bench.peers is None and too_many else bench.peers)
+    others = peers(work, () if too_many else (FOREACH, FOR_LOOP, OPTIMI))
     variants, errors, optimizers = [*others.variants], others.errors, bench.ours(work)
     for label, optimizer in optimizers.items():
         variants.append(Variant(f"{label}, from p.grad", optimizer.step))
@@ -37,7 +36,7 @@ def _size(bench: Bench, tensors: int) -> list[Table]:
         variants = [replace(variant, passes=None) for variant in variants]
         rounds = (6 if tensors < _MANY else 1) * bench.rounds
         timings = {"GPU": bench.interleave(variants, rounds), "host": bench.host_times(variants, rounds)}
-        tables = [timed(f"{title}, on the {of}", each, work.count, _AGAINST, "us") for of, each in timings.items()]
+        tables = [timed(f"{title}, on the {of}", each, work.count, AGAINST, "us") for of, each in timings.items()]
         tables[0].notes.append("a recipe of more launches than the GPU's queue holds (about 1000) waits for the host")
     else:
         # Each follows an untimed call of its own; otherwise the time would be that of the caches that the variant
@@ -47,7 +46,7 @@ def _size(bench: Bench, tensors: int) -> list[Table]:
         foreach = stock.clip_and_step(work.params, work.stock(foreach=True))  # fills the caches with its own
         variants.append(Variant("accumfused, caches cold", ours.step, setup=foreach))
         rounds = (2 if tensors < _MANY else 1) * bench.rounds
-        tables = [timed(title, bench.interleave(variants, rounds, ceilings=False), work.count, _AGAINST, "us")]
+        tables = [timed(title, bench.interleave(variants, rounds, ceilings=False), work.count, AGAINST, "us")]
     tables[0].rows += others.gaps
     tables[0].notes += [largest_error(errors), *others.notes]
     return tables

@@ -9,33 +9,34 @@ import torch
 import accumfused as af
 from bench import shapes, stock
 from bench.measure import Variant
-from bench.peers import peers, unscale_clip_and_step
+from bench.peers import AGAINST, COMPILED, FOR_LOOP, FOREACH, OPTIMI, peers
 from bench.shapes import Shapes
 from bench.suites import Bench, largest_error
 from bench.tables import Table, timed
 from bench.workload import Workload
 
-FOLLOWS = ("backend", "peers", "model")
-_AGAINST = {"trick": "grad_scale trick", "clip+fused": "clip + AdamW(fused)", "unscale": "unscale + clip + fused"}
+FOLLOWS = ("backend", "model")
+_UNSCALE = "unscale + clip + fused"
 
 
 def run(bench: Bench) -> list[Table]:
-    models = {**bench.models(), **bench.models(shapes.RESNET50)}
-    tables = [_model(bench, name, of) for name, of in models.items()]
-    if bench.peers is None and bench.model is None:
-        one_tensor = shapes.model(shapes.ONE_TENSOR, bench.quick)
-        tables.append(_model(bench, shapes.ONE_TENSOR, one_tensor, compiling=not bench.quick))
+    """Compares with the slow ones on a small model, with what compiles for every shape on one tensor."""
+    several = [FOREACH, FOR_LOOP, OPTIMI]
+    tables = [_model(bench, name, of, several if bench.on_gpu else [FOREACH]) for name, of in bench.models().items()]
+    if bench.model is None:
+        more = {shapes.RESNET50: several, shapes.ONE_TENSOR: [*several, *([] if bench.quick else [COMPILED])]}
+        tables += [_model(bench, name, shapes.model(name, bench.quick), names) for name, names in more.items()]
     return tables
 
 
-def _model(bench: Bench, name: str, of: Shapes, *, compiling: bool = False) -> Table:
+def _model(bench: Bench, name: str, of: Shapes, compared: list[str]) -> Table:
     work = bench.workload(of)
     second = work.random()
     work.set_grads()
-    # On a CPU, where other packages take long, the smaller tables have them all.
-    brief = bench.peers is None and name == shapes.GPT2 and not bench.on_gpu
-    others = peers(work, ("foreach",) if brief else bench.peers, compiling=compiling)
-    scaled_stock = unscale_clip_and_step(work)
+    others = peers(work, compared)
+    # What a GradScaler's loop does; gradients are LOSS_SCALE times too large.
+    unscales = stock.unscale_clip_and_step(work.params, work.stock(fused=True))
+    scaled_stock = Variant(_UNSCALE, unscales, work.set_grads, stock.UNSCALE_CLIP_FUSED)
     variants = [*others.variants, scaled_stock]
     errors = {**others.errors, scaled_stock.name: work.error(scaled_stock.run, scale=1 / stock.LOSS_SCALE)}
     for label, optimizer in bench.ours(work).items():
@@ -57,7 +58,9 @@ def _model(bench: Bench, name: str, of: Shapes, *, compiling: bool = False) -> T
         variants += ours
     small = work.count < 5e7
     timings = bench.interleave(variants, 3 * bench.rounds if bench.on_gpu and small else bench.rounds)
-    table = timed(f"update, {name}: norm, clip and AdamW step, fp32", timings, work.count, _AGAINST)
+    table = timed(
+        f"update, {name}: norm, clip and AdamW step, fp32", timings, work.count, AGAINST | {"unscale": _UNSCALE}
+    )
     table.rows += others.gaps
     table.notes += [largest_error(errors), *others.notes]
     if bench.on_gpu:

@@ -27,7 +27,7 @@ def fails(bench: Bench) -> list[Table]:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, suites: dict[str, Any], *arguments: str) -> None:
-    modules = {name: SimpleNamespace(run=run, FOLLOWS=("model", "peers")) for name, run in suites.items()}
+    modules = {name: SimpleNamespace(run=run, FOLLOWS=("model",)) for name, run in suites.items()}
     monkeypatch.setattr(command, "all_suites", lambda on_gpu: modules)
     monkeypatch.setattr(command, "CpuLoops", fails)
     monkeypatch.setattr(sys, "argv", ["bench", *arguments])
@@ -94,10 +94,9 @@ def test_a_models_shapes_take_the_place_of_the_suites_own(tmp_path: Path, monkey
     [
         (["tail"], "unknown suite tail for cpu; choose from update, window"),
         (["graph"], "unknown suite graph for cpu"),
-        (["window", "--peers=none"], "window does not follow ['peers']; update, small, lean do"),
+        (["small", "--model=models_of_test:module"], "small does not follow ['model']; update, window, lean, "),
         (["--device=cuda", "small"], "finds no GPU that it can use"),
         (["--backend=cuda"], "--backend cuda cannot run: "),
-        (["--peers=adam,fused"], "unknown ['adam']; give all, none, or names from fused"),
         (["--model=no_such_module:f"], "ModuleNotFoundError: No module named 'no_such_module'"),
         (["--model=models_of_test:raises"], "ZeroDivisionError: division by zero"),
         (["--model=models_of_test:frozen"], "has no parameters that are trained"),
@@ -122,5 +121,5 @@ def test_without_names_the_options_choose_the_suites() -> None:
         return list(command.chosen_suites(command.arguments().parse_args(arguments)))
 
     assert len(chosen()) == 9
-    assert chosen("--peers", "none") == ["update", "small", "lean"]
+    assert chosen("--model", "bench.shapes:gpt2") == ["update", "window", "lean", "kernels"]
     assert "graph" in chosen("--device", "cuda")

@@ -51,7 +51,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture
 def tiny(library: ctypes.CDLL, emulate_cuda: None) -> Bench:
     ceilings = Ceilings(lambda: CudaLoops(CPU, CUDA_PIECE, library))
-    return Bench(ceilings, quick=True, rounds=1, on_gpu=True, backends=["cuda"], peers=("foreach",))
+    return Bench(ceilings, quick=True, rounds=1, on_gpu=True, backends=["cuda"])
 
 
 @pytest.mark.parametrize("mix", MIXES)

@@ -29,7 +29,7 @@ def ceilings() -> Ceilings:
 
 @pytest.fixture
 def bench(ceilings: Ceilings) -> Bench:
-    return Bench(ceilings, quick=True, rounds=1, peers=())
+    return Bench(ceilings, quick=True, rounds=1)
 
 
 @pytest.mark.parametrize("name", CPU_SUITES)
@@ -92,8 +92,7 @@ def test_a_format_that_is_further_off_than_its_bits_has_no_time(monkeypatch: pyt
         return torch.optim.AdamW(params, lr=1.05 * exact.LR, weight_decay=exact.WEIGHT_DECAY)
 
     named = lean.Lean("wrong by 5%", torch.float32, wrong, 0.02, "torchao")
-    monkeypatch.setattr(lean, "peers", lambda real=lean.peers: [*real()[:2], named])
-    bench.peers = ("torchao",)
+    monkeypatch.setattr(lean, "torchs", lambda real=lean.torchs: [*real(), named])
     (table,) = lean.run(bench)
     (row,) = [row for row in table.rows if row["name"] == "wrong by 5%"]
     assert 0.03 < row["error"] < 0.07

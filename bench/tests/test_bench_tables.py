@@ -11,7 +11,8 @@ import pytest
 from bench import report
 from bench.compare import main as compare
 from bench.measure import Timing, Variant
-from bench.peers import KNOWN
+from bench.peers import KNOWN, OPTIMI
+from bench.suites import lean
 from bench.tables import Results, ResultsError, Table, load, timed, write
 from bench.verdicts import OTHERS, OURS, TORCH, losses, owner, verdict
 
@@ -74,10 +75,10 @@ def test_a_timing_is_a_row() -> None:
 
 
 def test_every_package_that_is_compared_with_has_its_owner() -> None:
-    torchs = {"fused", "grad_scale", "foreach", "for-loop", "compiled"}
-    for peer, adapter in KNOWN.items():
-        table = Table("", [{"name": adapter.label}, {"name": "fully_shard + accumfused"}])
-        assert [owner(each, table) for each in table.rows] == [TORCH if peer in torchs else OTHERS, OURS], peer
+    others = [OPTIMI, *(each.name for each in lean.packages())]
+    for name in [*KNOWN, *others, *(each.name for each in lean.torchs())]:
+        table = Table("", [{"name": name}, {"name": "fully_shard + accumfused"}])
+        assert [owner(each, table) for each in table.rows] == [OTHERS if name in others else TORCH, OURS], name
     parts = Table("", [{"name": "norm"}])
     assert owner(parts.rows[0], parts) == OURS
 
