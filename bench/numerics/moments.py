@@ -1,11 +1,11 @@
-"""`python -m bench.numerics.moments`: moments in few bits, against moments in fp64.
+"""`python -m bench.numerics.moments`: the updates of moments in few bits, ours and other packages', against fp64.
 
-The updates of formats as the optimizers keep them, ours and other packages', and what zero gradients do.
+--quick makes few steps, which show that it runs.
 """
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +19,6 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 KINDS = ("normal", "log-normal 1", "log-normal 2", "log-normal 3", "Student t(3)", "sparse rows")
 _ROW = 64  # elements that are zero together where gradients are sparse
 _LR = 1e-3
-_PROBE = 1e-4  # a gradient that is too small to change a second moment, and shows it in its update
 
 Step = Callable[[Tensor], Tensor]  # gradients, a row for each kind -> updates over lr, fp64, in the same shape
 
@@ -92,12 +91,14 @@ class Moments:
         return mean / (square.sqrt() + EPS)
 
 
-def compare(step: Step, elements: int, count: int, dtype: torch.dtype = torch.float32) -> list[dict[str, float]]:
-    """Returns a row for each kind of gradient: how updates differ from those of moments in fp64.
+def updates(name: str, elements: int = 1 << 14, count: int = 300) -> list[dict[str, float]]:
+    """Returns a row for each kind of gradient: how an optimizer's updates differ from those of moments in fp64.
 
     `largest` is the largest |update| over the exact one's largest; `error` the root mean square of the updates' errors
     over that of the exact updates, in the second half of the steps.
     """
+    dtype = torch.bfloat16 if name.endswith("bf16") else torch.float32
+    step = stepping(name, len(KINDS), elements)
     exact = Moments()
     largest, exact_largest, squares, exact_squares = (torch.zeros(len(KINDS), dtype=torch.double) for _ in range(4))
     for number, grads in enumerate(gradients(elements, count), 1):
@@ -111,59 +112,24 @@ def compare(step: Step, elements: int, count: int, dtype: torch.dtype = torch.fl
     return [{"largest": ratio, "error": error} for ratio, error in rows]
 
 
-def updates(name: str, elements: int = 1 << 14, count: int = 300) -> list[dict[str, float]]:
-    """Compares an optimizer's updates; see `compare`."""
-    dtype = torch.bfloat16 if name.endswith("bf16") else torch.float32
-    return compare(stepping(name, len(KINDS), elements), elements, count, dtype)
-
-
-def zeros(name: str, count: int) -> tuple[float, float]:
-    """Returns what zero gradients do: from the start, and to a second moment that was there.
-
-    The first is the largest |update| where there never was a gradient; the second the mean second moment after so many
-    steps of zero gradients over the exact one, 0.999^count of what it was, as the update of a tiny gradient shows it.
-    """
-    elements = 1 << 12
-    never, nothing = stepping(name, 1, elements), torch.zeros(1, elements)
-    from_start = max(float(never(nothing).abs().max()) for _ in range(20))
-    step, exact = stepping(name, 1, elements), Moments()
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(50):
-        grads = torch.randn(1, elements, generator=generator)
-        step(grads), exact(grads)
-    for _ in range(count - 1):
-        step(nothing), exact(nothing)
-    probe = torch.full((1, elements), _PROBE)
-    found, right = step(probe), exact(probe)
-    # An update is the first moment, which both have alike, over the root of the second.
-    second = exact.moments[1]
-    return from_start, float(((right / found).square() * second).mean() / second.mean())
-
-
 def main() -> None:
     from rich.console import Console
 
     from bench.peers import first_line, quiet
     from bench.tables import Table, show
 
-    parser = argparse.ArgumentParser(prog="python -m bench.numerics.moments", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps: shows that it runs, measures nothing")
-    quick = parser.parse_args().quick
-    elements, after = (1 << 11, 1000) if quick else (1 << 14, 3000)
-    stored = Table("Updates from stored moments: largest |update| over the exact one's; error of updates")
-    vanishing = Table(f"Zero gradients: largest |update| without any gradient; second moment after {after}, over exact")
+    quick = sys.argv[1:] == ["--quick"]
+    table = Table("Updates from stored moments: largest |update| over the exact one's; error of updates")
     for name in OPTIMIZERS:
         try:
             with quiet():
-                rows, (from_start, kept) = updates(name, elements, 20 if quick else 300), zeros(name, after)
+                rows = updates(name, count=20) if quick else updates(name)
         except Exception as error:  # of somebody else's package, and of any kind
-            stored.notes.append(f"left out: {name}: {first_line(error)}")
+            table.notes.append(f"left out: {name}: {first_line(error)}")
             continue
         texts = [f"{row['largest']:.3g}x {100 * row['error']:.3g}%" for row in rows]
-        stored.rows.append({"name": name, **dict(zip(KINDS, texts, strict=True))})
-        vanishing.rows.append({"name": name, "largest": from_start, "second moment": f"{kept:.3f}"})
-    for table in (stored, vanishing):
-        show(table, Console(width=200))
+        table.rows.append({"name": name, **dict(zip(KINDS, texts, strict=True))})
+    show(table, Console(width=200))
 
 
 if __name__ == "__main__":

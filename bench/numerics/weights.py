@@ -1,14 +1,15 @@
 """`python -m bench.numerics.weights`: steps far below a 16-bit weight's resolution, against the same steps in fp64.
 
-2000 tiny steps of every format, ours and other packages', and 2000 steps of weight decay alone. It takes some minutes;
-the figures are the same on every machine, up to what other packages draw and compile.
+2000 tiny steps of every format, ours and other packages', and 2000 steps of weight decay alone. It takes some minutes,
+with --quick seconds, which show that it runs. The figures are the same on every machine, up to what other packages draw
+and compile.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,16 +21,18 @@ import accumfused as af
 from bench.exact import master
 
 BF16, FP32 = torch.bfloat16, torch.float32
-STEPS = 2000
-LEARNING_RATES = (1e-5, 1e-6, 1e-7)
-SIZES = (0.02, 1.0)  # of the weights, which spread from half to one and a half of it
+STEPS, LR = 2000, 1e-7
+SIZES = {
+    0.02: 1,
+    1.0: 8,
+}  # of weights, half to one and a half of it; random steps of large ones are rarer: more elements
 DECAY = {"lr": 1e-3, "weight_decay": 0.1}
 # Updates vary from step to step, so that no rounding error repeats itself 2000 times, fp32's own included; no first
 # moment and a short second one, so that even states in bf16, as some packages keep them, do not disturb the figures.
 OPTIONS: dict[str, Any] = {"betas": (0.0, 0.9), "eps": 1e-8, "weight_decay": 0.0}
 
 _PERIOD = 1 << 13  # elements with gradients of their own; then they repeat
-_FEWEST, _MOST = 1 << 14, 1 << 23  # elements; small steps of large weights make random rounding rare
+_FEWEST = 1 << 14  # elements: what exact masters need
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Contender:
         make: AdamW over parameter groups that carry their lr, with its options (betas, eps, weight_decay).
         bytes_per_parameter: of the weight and what belongs to it, without moments and gradient.
         weight: the weight that the optimizer remembers, fp64: more than the parameter shows, where it keeps more.
-        elements: that a statistic of it needs at the smallest steps.
+        elements: that a statistic of it needs.
     """
 
     dtype: torch.dtype
@@ -58,19 +61,18 @@ def ours(dtype: torch.dtype, bytes_per_parameter: float, elements: int = _FEWEST
     return Contender(dtype, make, bytes_per_parameter, master, elements)
 
 
-def other(module: str, name: str = "AdamW", **settings: Any) -> Callable[..., torch.optim.Optimizer]:
+def other(module: str, name: str, **settings: Any) -> Callable[..., torch.optim.Optimizer]:
     """Makes another package's optimizer; calling it imports the package."""
 
     def make(groups: Any, **options: Any) -> torch.optim.Optimizer:
-        if module == "heavyball":
-            importlib.import_module("heavyball.utils").compile_mode = "default"  # its default tries many kernels first
         return getattr(importlib.import_module(module), name)(groups, **options, **settings)
 
     return make
 
 
-def _torchao(*, stochastic: bool) -> Callable[..., torch.optim.Optimizer]:
-    return other("torchao.optim", "_AdamW", bf16_stochastic_round=stochastic)
+def _heavyball(groups: Any, **options: Any) -> torch.optim.Optimizer:
+    importlib.import_module("heavyball.utils").compile_mode = "default"  # its own default tries many kernels first
+    return other("heavyball", "AdamW", param_ecc="bf16+8")(groups, **options)
 
 
 def _optimi_weight(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
@@ -85,7 +87,8 @@ def _heavyball_weight(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor
 
 
 _RANDOM = 1 << 16  # elements of packages that draw random numbers: they take some 100 ns for each
-_KAHAN = other("optimi", lr=1e-3, triton=False, foreach=False)
+_KAHAN = other("optimi", "AdamW", lr=1e-3, triton=False, foreach=False)
+_TORCHAO = other("torchao.optim", "_AdamW", bf16_stochastic_round=True)
 CONTENDERS = {
     "fp32": ours(FP32, 4),
     "bf16 + split16": ours(BF16, 4, master_weights="split16"),
@@ -93,10 +96,8 @@ CONTENDERS = {
     "bf16 stochastic": ours(BF16, 2, 1 << 20, master_weights=None),
     "torch.optim.AdamW, bf16": Contender(BF16, torch.optim.AdamW),
     "optimi Kahan": Contender(BF16, _KAHAN, 4, _optimi_weight),
-    "heavyball bf16+8": Contender(BF16, other("heavyball", param_ecc="bf16+8"), 3, _heavyball_weight, _RANDOM),
-    "heavyball stochastic": Contender(BF16, other("heavyball", param_ecc=None), elements=_RANDOM),
-    "torchao stochastic": Contender(BF16, _torchao(stochastic=True), elements=_RANDOM),
-    "torchao nearest": Contender(BF16, _torchao(stochastic=False)),
+    "heavyball bf16+8": Contender(BF16, _heavyball, 3, _heavyball_weight, _RANDOM),
+    "torchao stochastic": Contender(BF16, _TORCHAO, elements=_RANDOM),
 }
 
 
@@ -177,42 +178,30 @@ def _parameter(contender: Contender, values: Tensor) -> torch.nn.Parameter:
     return param
 
 
-def _elements(contender: Contender, size: float, lr: float) -> int:
-    """Returns as many as the contender's statistics need in this cell: the rarer its random steps, the more."""
-    if contender.elements == _FEWEST:
-        return _FEWEST
-    wanted = contender.elements * LEARNING_RATES[-1] / lr * (8 if size == 1.0 else 1)
-    return max(_FEWEST, min(_MOST, 1 << round(math.log2(wanted))))
-
-
 def main() -> None:
     from rich.console import Console
 
     from bench.peers import first_line, quiet
     from bench.tables import Table, show
 
-    parser = argparse.ArgumentParser(prog="python -m bench.numerics.weights", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps: shows that it runs, measures nothing")
-    count = 20 if parser.parse_args().quick else STEPS
-    cells = [(size, lr) for size in SIZES for lr in LEARNING_RATES]
-    bias = Table(f"Bias of the displacement after {count} steps, in %, and an element's error in brackets")
-    decayed = Table(f"Weight decay alone (lr 1e-3, weight decay 0.1, {count} steps): what is left of the weights")
+    quick = sys.argv[1:] == ["--quick"]
+    count = 20 if quick else STEPS
+    table = Table(f"Bias of the displacement after {count} steps of lr {LR:g}, and an element's error, in %")
     for name, contender in CONTENDERS.items():
-        sizes = [(size, lr, _PERIOD if count < STEPS else _elements(contender, size, lr)) for size, lr in cells]
+        more = {size: 1 if contender.elements == _FEWEST else times for size, times in SIZES.items()}
+        cells = [(size, LR, _PERIOD if quick else times * contender.elements) for size, times in more.items()]
         try:
             with quiet():
-                rows, (left, exact) = follow(contender, sizes, count), decay(contender, count)
+                rows, (left, exact) = follow(contender, cells, count), decay(contender, count)
         except Exception as error:  # of somebody else's package, and of any kind
-            bias.notes.append(f"left out: {name}: {first_line(error)}")
+            table.notes.append(f"left out: {name}: {first_line(error)}")
             continue
-        percent = [{key: 100 * value for key, value in row.items()} for row in rows]
-        texts = [f"{row['bias']:+.4f} ± {row['bias_error']:.4f} ({row['error']:.3g}%)" for row in percent]
-        headings = [f"|w| {size:g}, lr {lr:g}" for size, lr in cells]
-        found = dict(zip(headings, texts, strict=True))
-        bias.rows.append({"name": name, "bytes": contender.bytes_per_parameter, **found})
-        decayed.rows.append({"name": name, "left": f"{left:.5f}", "exact": f"{exact:.5f}"})
-    for table in (bias, decayed):
-        show(table, Console(width=200))
+        found: dict[str, Any] = {"name": name, "bytes": contender.bytes_per_parameter}
+        for size, row in zip(SIZES, rows, strict=True):
+            bias, luck, error = (100 * row[key] for key in ("bias", "bias_error", "error"))
+            found |= {f"near {size:g}: bias": f"{bias:+.4f} ± {luck:.4f}", f"near {size:g}: error": f"{error:.3g}"}
+        table.rows.append(found | {"left by weight decay alone": f"{left:.5f}", "in fp64": f"{exact:.5f}"})
+    show(table, Console(width=200))
 
 
 if __name__ == "__main__":
