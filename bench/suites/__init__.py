@@ -20,7 +20,6 @@ from bench.workload import CPU, Workload
 
 _SHARED = ("update", "window", "small", "lean", "train", "kernels", "backward")
 CPU_SUITES, GPU_SUITES = (*_SHARED, "processes", "allocated"), (*_SHARED, "graph")
-_SPARE = 1.1  # of what is asked for: the rest of the program goes on living
 
 
 def all_suites(on_gpu: bool = False) -> dict[str, ModuleType]:
@@ -56,17 +55,8 @@ class Bench:
         names = names or ((shapes.GPT2, shapes.LLAMA_1B) if self.on_gpu else (shapes.GPT2,))
         return dict([self.model]) if self.model else {name: shapes.model(name, self.quick) for name in names}
 
-    def fits(self, needed: int) -> bool:
-        """Whether so many bytes are free on the device, with some to spare; True where the system does not say."""
-        available = available_bytes(self.device)
-        return available is None or needed * _SPARE < available
-
-    def skipped(self, needed: int) -> str:
-        """What a table says of work that does not fit."""
-        return f"skipped: needs {needed / 1e9:.1f} GB, {(available_bytes(self.device) or 0) / 1e9:.1f} are free"
-
     def release(self) -> None:
-        """Gives memory that nobody uses back to the device, where `fits` counts it."""
+        """Gives memory that nobody uses back to the device."""
         gc.collect()  # optimizers are cycles, and hold up to half of a GPU's memory
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -90,18 +80,6 @@ class Bench:
     def host_times(self, variants: Sequence[Variant], rounds: int) -> list[Timing]:
         """How long the host is busy with each; no bytes: they are moved later."""
         return interleave([replace(variant, passes=None) for variant in variants], rounds, clock=self.host_clock)
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """Returns the free memory of the device, or None where the system does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo") as file:
-            found = dict(line.split(":", 1) for line in file)
-        return int(found["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return None
 
 
 def largest_error(errors: dict[str, float]) -> str:

@@ -66,8 +66,6 @@ MODELS = """
 import torch
 module = lambda: torch.nn.Linear(3, 2)
 shapes = lambda: [(4, 5), [6], (0, 7)]
-raises = lambda: 1 / 0
-number = lambda: 5
 frozen = lambda: torch.nn.Linear(2, 2).requires_grad_(False)
 """
 
@@ -97,10 +95,7 @@ def test_a_models_shapes_take_the_place_of_the_suites_own(tmp_path: Path, monkey
         (["small", "--model=models_of_test:module"], "small does not follow ['model']; update, window, lean, "),
         (["--device=cuda", "small"], "finds no GPU that it can use"),
         (["--backend=cuda"], "--backend cuda cannot run: "),
-        (["--model=no_such_module:f"], "ModuleNotFoundError: No module named 'no_such_module'"),
-        (["--model=models_of_test:raises"], "ZeroDivisionError: division by zero"),
         (["--model=models_of_test:frozen"], "has no parameters that are trained"),
-        (["--model=models_of_test:number"], "returned no module and no list of shapes"),
     ],
     ids=" ".join,
 )  # fmt: skip

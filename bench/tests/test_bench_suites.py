@@ -100,44 +100,33 @@ def test_a_format_that_is_further_off_than_its_bits_has_no_time(monkeypatch: pyt
     assert all(row["2 steps off by"] < 0.6 for row in table.rows if "ms" in row)
 
 
-def test_formats_that_do_not_fit_are_rows_with_what_they_need(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = shapes.count(shapes.model(shapes.GPT2_BLOCKS, quick=True))
-    monkeypatch.setattr("bench.suites.available_bytes", lambda device: 40 * count)  # bf16 needs 32, fp32 44
-    (table,) = lean.run(bench)
-    rows = {row["name"]: row for row in table.rows}
-    assert rows["accumfused, fp32"]["cannot"].startswith("skipped: needs")
-    assert compared(rows["accumfused, bf16 + split16, fp32 states"])
-    assert rows["accumfused, bf16 + split16, fp32 states"]["x our fp32"] is None
-    monkeypatch.setattr("bench.suites.available_bytes", lambda device: 0)
-    (table,) = lean.run(bench)
-    assert len(table.rows) == len(rows)
-    assert not any(map(compared, table.rows))
+def test_what_runs_out_of_memory_leaves_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A format while it is made, or a backend's table while it is timed: all variants are too much for a GPU."""
+    bench.backends = ["auto", "torch"]
 
-
-def test_what_fits_leaves_some_to_spare(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.suites.available_bytes", lambda device: 3 * 10**9)
-    assert bench.fits(27 * 10**8)
-    assert not bench.fits(3 * 10**9)
-    assert bench.skipped(4 * 10**9) == "skipped: needs 4.0 GB, 3.0 are free"
-    monkeypatch.setattr("bench.suites.available_bytes", lambda device: None)
-    assert bench.fits(10**18)
-
-
-def test_a_table_that_runs_out_of_memory_leaves_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each backend has one: all variants together are too much for a GPU."""
-
-    def made(each: lean.Lean, *rest: Any, real: Any = lean._made) -> Any:
-        if each.name.startswith("accumfused,"):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it.")
+    def fits_all_but_one(each: lean.Lean, *rest: Any, real: Any = lean._made) -> Any:
+        if each.name == "accumfused, fp32":
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\nMore of it.")
         return real(each, *rest)
 
-    monkeypatch.setattr(lean, "_made", made)
-    bench.backends = ["auto", "torch"]
+    with monkeypatch.context() as patch:
+        patch.setattr(lean, "_made", fits_all_but_one)
+        first, second = lean.run(bench)
+    rows = {row["name"]: row for row in first.rows}
+    assert rows.pop("accumfused, fp32")["cannot"] == "OutOfMemoryError: Tried to allocate 2.00 GiB."
+    assert all(compared(row) and row["x our fp32"] is None for row in rows.values())
+
+    def times_the_second_alone(self: Bench, variants: Any, real: Any = Bench.interleave, **settings: Any) -> Any:
+        if variants[-1].name.startswith("accumfused,"):
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
+        return real(self, variants, **settings)
+
+    monkeypatch.setattr(Bench, "interleave", times_the_second_alone)
     lost, whole = lean.run(bench)
-    reason = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    assert lost.rows == [{"name": "all variants", "cannot": reason}]
+    assert lost.rows == [{"name": "all variants", "cannot": "OutOfMemoryError: Tried to allocate 2.00 GiB."}]
     assert lost.title != whole.title
-    assert [row["name"] for row in whole.rows if compared(row)][2] == "accumfused torch, fp32"
+    assert len(whole.rows) == len(second.rows)
+    assert all(map(compared, whole.rows))
 
 
 def test_recipes_that_learn_something_else_are_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
