@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, quantiles
+from statistics import mean, median, quantiles
 from typing import NamedTuple
 
 import torch
@@ -57,19 +57,26 @@ class Spread(NamedTuple):
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.first:.2f} - {self.third:.2f})"
 
-    @property
-    def is_noise(self) -> bool:
-        """As a ratio: it says nothing about who is faster."""
-        return self.first <= 1 <= self.third
+
+class Ratio(NamedTuple):
+    """Stock's time over ours, update by update."""
+
+    spread: Spread
+    is_noise: bool  # it says nothing about who is faster: 1 is between the quartiles, or the medians say the opposite
+
+    @classmethod
+    def of(cls, stock: Sequence[float], ours: Sequence[float]) -> Ratio:
+        spread = Spread.of([a / b for a, b in zip(stock, ours, strict=True)])
+        of_medians = median(stock) / median(ours)
+        return cls(spread, spread.first <= 1 <= spread.third or (of_medians - 1) * (spread.median - 1) < 0)
 
     def in_short(self) -> str:
-        """As a ratio."""
-        return f"{'noise' if self.is_noise else f'{self.median:.2f}x'} ({self.first:.2f} - {self.third:.2f})"
+        first, middle, third = self.spread
+        return f"{'noise' if self.is_noise else f'{middle:.2f}x'} ({first:.2f} - {third:.2f})"
 
     def in_words(self) -> str:
-        return (
-            f"{self.median:.2f}x ({self.first:.2f} - {self.third:.2f}){', within the noise' if self.is_noise else ''}"
-        )
+        first, middle, third = self.spread
+        return f"{middle:.2f}x ({first:.2f} - {third:.2f}){', within the noise' if self.is_noise else ''}"
 
 
 @dataclass
@@ -89,10 +96,13 @@ class Result:
         """Of an update, the sum of its parts' medians."""
         return sum(self.clocks[run].median_ms(part) for part in parts)
 
-    def ratio(self, parts: dict[str, tuple[str, ...]]) -> Spread:
-        """Of these parts of each run, stock's time over ours, update by update."""
-        pairs = zip(*(self.clocks[run].times_ms(*parts[run]) for run in ("stock", "accumfused")), strict=True)
-        return Spread.of([stock / ours for stock, ours in pairs])
+    def ratio(self, parts: dict[str, tuple[str, ...]]) -> Ratio:
+        """Of these parts of each run."""
+        return Ratio.of(*(self.clocks[run].times_ms(*parts[run]) for run in ("stock", "accumfused")))
+
+    def ratio_of_part(self, parts: dict[str, tuple[str, ...]]) -> Ratio | None:
+        """As `ratio`; None where the whole updates differ by no more than noise: what a part gains is not seen then."""
+        return None if self.ratio(WHOLE).is_noise else self.ratio(parts)
 
     def equal_losses(self) -> int:
         """In how many updates both losses have the same bits."""
@@ -145,7 +155,7 @@ def print_result(console: Console, result: Result) -> None:
 
     def add(name: str, parts: dict[str, tuple[str, ...]], style: str = "") -> None:
         times = [result.clocks[run].median_ms(*parts[run]) for run in RUNS]
-        ratio = result.ratio(parts) if all(times) else None
+        ratio = (result.ratio if parts is WHOLE else result.ratio_of_part)(parts) if all(times) else None
         cells = (f"{time:.2f}" if time else "-" for time in times)
         table.add_row(name, *cells, "" if ratio is None else ratio.in_short(), style=style)
 
@@ -164,9 +174,10 @@ def print_result(console: Console, result: Result) -> None:
     console.print(table)
     console.print(
         "Times are medians over updates; ratios are taken update by update, with their quartiles, and are noise where "
-        "these include 1. The gradient tail is what lies between backward() and updated weights. Stock accumulates "
-        "inside backward(), where each addition is timed by itself. accumfused takes the norm while it accumulates, "
-        "clips while it steps, and has nothing to zero. Its price: a micro-batch's gradients all stand beside the "
+        "these include 1, or the medians say the opposite. Where that of the whole update is noise, its parts have "
+        "none. The gradient tail is what lies between backward() and updated weights. Stock accumulates inside "
+        "backward(), where each addition is timed by itself. accumfused takes the norm while it accumulates, clips "
+        "while it steps, and has nothing to zero. Its price: a micro-batch's gradients all stand beside the "
         "accumulators until folded.\n",
         style="dim",
     )
@@ -184,11 +195,11 @@ def said_of_losses(result: Result) -> str:
 def said_of_times(result: Result) -> list[str]:
     """What the tail gains, and what of that is seen in a whole update: medians with quartiles."""
     said = []
-    for name, parts in {"gradient tail": ALL_OF_TAIL, "whole update": WHOLE}.items():
+    ratios = {"gradient tail": result.ratio_of_part(ALL_OF_TAIL), "whole update": result.ratio(WHOLE)}
+    for (name, ratio), parts in zip(ratios.items(), (ALL_OF_TAIL, WHOLE), strict=True):
         stock, ours = (Spread.of(result.clocks[run].times_ms(*parts[run])) for run in ("stock", "accumfused"))
-        said.append(
-            f"{name}: {stock} ms with the stock recipe, {ours} ms with accumfused; {result.ratio(parts).in_words()}"
-        )
+        compared = "" if ratio is None else f"; {ratio.in_words()}"
+        said.append(f"{name}: {stock} ms with the stock recipe, {ours} ms with accumfused{compared}")
     return said
 
 
@@ -260,8 +271,11 @@ def _draw_tail(result: Result, tail: Axes) -> None:
             lowest += height / 2
             end += time
         tail.annotate(f"{end:.1f} ms", (x, end), xytext=(0, 5), textcoords="offset points", ha="center", weight="bold")
-    ratio, whole = result.ratio(ALL_OF_TAIL), result.ratio(WHOLE)
-    said = f"Tail, stock / accumfused: {ratio.in_words()}\nWhole update: {whole.in_words()}"
+    part, said = (
+        result.ratio_of_part(ALL_OF_TAIL),
+        f"Whole update, stock / accumfused: {result.ratio(WHOLE).in_words()}",
+    )
+    said += "" if part is None else f"\nTail: {part.in_words()}"
     tail.set_title(said, loc="left", fontsize=9)
     tail.set(
         ylabel="ms, each part's median over updates",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -36,6 +37,7 @@ GRADIENT_ACCUMULATION_STEPS = 4
 UPDATES, QUICK_UPDATES = 69, 6
 NOISE_MICRO_BATCHES, QUICK_NOISE_MICRO_BATCHES = 48, 8  # as long as six updates of both runs
 MAX_GRAD_NORM = 1.0
+BUSY = 0.5  # load of the minute before, from which on times are worth little
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 Schedule = Callable[[int], float]
@@ -177,6 +179,9 @@ def main() -> int:
     torch.set_num_threads(args.threads)
 
     console = Console()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
+    if load > BUSY:
+        console.print(f"This machine is busy: a load of {load:.1f}; times below are worth little\n", style="bold")
     answers = one_batch_or_four(paragraphs(LONGEST_SAMPLE), args.seed)
     print_question(console, answers)
     updates = QUICK_UPDATES if args.quick else args.updates
