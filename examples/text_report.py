@@ -271,11 +271,9 @@ def _draw_tail(result: Result, tail: Axes) -> None:
             lowest += height / 2
             end += time
         tail.annotate(f"{end:.1f} ms", (x, end), xytext=(0, 5), textcoords="offset points", ha="center", weight="bold")
-    part, said = (
-        result.ratio_of_part(ALL_OF_TAIL),
-        f"Whole update, stock / accumfused: {result.ratio(WHOLE).in_words()}",
-    )
-    said += "" if part is None else f"\nTail: {part.in_words()}"
+    part = result.ratio_of_part(ALL_OF_TAIL)
+    said = "Stock / accumfused" + ("" if part is None else f", tail: {part.in_words()}")
+    said += f"\nwhole update: {result.ratio(WHOLE).in_words()}"
     tail.set_title(said, loc="left", fontsize=9)
     tail.set(
         ylabel="ms, each part's median over updates",
