@@ -14,7 +14,7 @@ from accumfused.backends import why_not
 from accumfused.backends.cuda import CudaBackend
 from bench.ceilings import Ceilings
 from bench.clock import CudaClock, EnqueueClock
-from bench.gpu.runner import DRY, QUEUE, ROOT
+from bench.gpu.runner import DRY, ROOT
 from bench.measure import Variant
 from bench.shapes import flat
 from bench.suites import Bench
@@ -29,18 +29,11 @@ def card() -> Bench:
     """Returns the benchmark, with our fastest backend that runs."""
     if os.environ.get(DRY):
         return Bench(Ceilings(no_loops), True, 1, on_gpu=True, backends=[_emulated()])
-    may_queue()
     device = torch.device("cuda", 0)
     backends = ["triton" if why_not("cuda", device) else "cuda"]
     clocks: dict[str, Any] = {"clock": CudaClock(device), "host_clock": EnqueueClock(device)}
     ceilings = Ceilings(no_loops, clocks["clock"])
     return Bench(ceilings, rounds=9, on_gpu=True, device=device, backends=backends, **clocks)
-
-
-def may_queue() -> None:
-    """Lets the CUDA kernels have more thread blocks than fit on the card, or not, as this process was told."""
-    if why_not("cuda", torch.device("cuda", 0)) is None:
-        compiled.module.cuda.allow(queue=os.environ.get(QUEUE) != "0")
 
 
 def _emulated() -> str:

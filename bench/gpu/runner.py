@@ -16,9 +16,7 @@ from bench.gpu.journal import Journal
 
 ROOT = Path(__file__).parents[2]
 JOURNAL, REPORT, LOG = "report.jsonl", "report.md", "output.txt"
-# Variables that a stage's process finds: that no GPU is there; "0" where kernels may not have more thread blocks than
-# fit on the card (`_C.cuda.allow`, csrc/cuda/launch.h).
-DRY, QUEUE = "ACCUMFUSED_GPU_DRY", "ACCUMFUSED_GPU_QUEUE"
+DRY = "ACCUMFUSED_GPU_DRY"  # the variable that says to a stage's process that no GPU is there
 _CUDA = "/usr/local/cuda/bin"  # nvcc and compute-sanitizer are often not on the PATH
 
 
@@ -66,9 +64,6 @@ def _run(command: Sequence[str], path: Path, seconds: float, log: int) -> str:
     """Runs a command, kills in the end all that it has started, and says how it ended."""
     # Without the plugins of pytest that happen to be installed.
     known = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", journal.FILE: str(path)}
-    smoke = [line for line in journal.read(path) if line["stage"] == "smoke"]
-    if smoke and QUEUE not in os.environ:
-        known[QUEUE] = "1" if any(line.get("queue_stays_on") for line in smoke) else "0"
     known["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     known["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), _CUDA])
     process = subprocess.Popen(

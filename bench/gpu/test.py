@@ -127,10 +127,6 @@ class Watchdog:
     def __init__(self, seconds: float) -> None:
         self._seconds, self._failed = seconds, False
         self._output = os.dup(2)  # before a test's output takes its place
-        if not os.environ.get(DRY) and torch.cuda.is_available():
-            from bench.gpu.card import may_queue
-
-            may_queue()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from bench.gpu import __main__ as command
 from bench.gpu import build, journal, smoke
 from bench.gpu import test as gpu_tests
 from bench.gpu.journal import Journal
-from bench.gpu.runner import DRY, JOURNAL, QUEUE, REPORT, ROOT, Stage, run_all
+from bench.gpu.runner import DRY, JOURNAL, REPORT, ROOT, Stage, run_all
 
 START = "import os, sys, signal, time\nfrom bench.gpu.journal import Journal\nwrite = Journal('x').write\n"
 Lines = list[dict[str, Any]]
@@ -87,35 +87,26 @@ def test_the_report_has_a_table_for_each_kind_and_texts_below(tmp_path: Path) ->
     assert "Traceback" not in journal.markdown(journal.read(tmp_path / JOURNAL), texts=False)
 
 
-# ---- the ladder -----------------------------------------------------------------------------------------------------
+# ---- smoke ----------------------------------------------------------------------------------------------------------
 
-RUNG = """
-queue = os.environ["ACCUMFUSED_GPU_QUEUE"] == "1"
-write("so far", begins="step")
-write("failure", ok=False, test="step")
-if queue and how == "hangs":
-    write("so far", begins="window")
-    os.kill(os.getpid(), 9)
-if queue and how == "differs":
-    write("failure", ok=False, test="window")
-write("so far", ended=True)
-sys.exit(1)
-"""
+ENDS = {
+    "passed": "write('so far', ended=True)",
+    "failed": "write('so far', ended=True); sys.exit(1)",
+    "hangs or dies": "write('so far', begins='window'); os.kill(os.getpid(), 9)",
+}
 
 
-@pytest.mark.parametrize("how", ["hangs", "differs", "fails alike"])
-def test_a_queue_that_hangs_or_differs_is_off_later_and_one_that_is_wrong_as_plain_is_not(
-    tmp_path: Path, how: str
+@pytest.mark.parametrize("outcome", ENDS)
+def test_smoke_tells_wrong_bits_from_launches_that_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str
 ) -> None:
-    (tmp_path / JOURNAL).touch()
-    own = Journal("smoke", tmp_path / JOURNAL)
-    run = program(START.replace("'x'", "'smoke'") + f"how = {how!r}\n" + RUNG)
-    assert not smoke.climb(own, {"plain": run, "queue": run})
-    plain, queue = of(tmp_path, "rung")
-    assert (plain["outcome"], queue["outcome"]) == ("failed", "hangs or dies" if how == "hangs" else "failed")
-    assert queue.get("in_test") == ("window" if how == "hangs" else None)
-    run_all([stage("versus", f"write('fact', on=os.environ[{QUEUE!r}])")], tmp_path, 60)
-    assert of(tmp_path, "fact")[0]["on"] == ("1" if how == "fails alike" else "0")
+    monkeypatch.setenv(journal.FILE, str(tmp_path / JOURNAL))
+    own = Journal("smoke")
+    own.write("so far", begins="another backend's test")
+    run = program(START.replace("'x'", "'smoke'") + ENDS[outcome])
+    assert smoke.conforms(own, "cuda", run) is (outcome == "passed")
+    (line,) = of(tmp_path, "backend")
+    assert (line["outcome"], line.get("in_test")) == (outcome, "window" if outcome == "hangs or dies" else None)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
