@@ -6,7 +6,6 @@ its own, with the system's default allocator, and they take turns. Micro-batches
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -36,8 +35,8 @@ Contender = tuple[Callable[[Tensor], object], Callable[[], object]]  # a micro-b
 
 def run(bench: Bench) -> list[Table]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_STEERING)}
-    command = [sys.executable, "-m", "bench.suites.allocated", "--threads", str(torch.get_num_threads())]
-    command += ["--quick"] if bench.quick else []
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    command = [sys.executable, "-m", "bench.suites.allocated", *(["--quick"] if bench.quick else [])]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     pipes |= {"env": environment, "cwd": Path(__file__).parents[2]}
     with ExitStack() as stack:
@@ -101,19 +100,13 @@ VARIANTS: dict[str, Callable[[nn.Module], Contender]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("variant", choices=VARIANTS)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    chosen = parser.parse_args()
-    torch.set_num_threads(chosen.threads)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")  # torch's, of shapes
-    width, layers = (32, 2) if chosen.quick else (512, 8)
+    width, layers = (32, 2) if "--quick" in sys.argv else (512, 8)
     layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     inputs = torch.randn(_MICRO_BATCHES, 1, 8, width).unbind()
-    micro_batch, step = VARIANTS[chosen.variant](model)
+    micro_batch, step = VARIANTS[sys.argv[-1]](model)
 
     def window() -> None:
         for given in inputs:

@@ -7,7 +7,6 @@ tail. Bytes on the wire are the payload that a process hands to collectives, cou
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -44,8 +43,7 @@ _KEEP_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": s
 
 
 def run(bench: Bench) -> list[Table]:
-    command = [sys.executable, "-m", "bench.suites.processes", "--rounds", str(max(2, min(3, bench.rounds)))]
-    command += ["--quick"] if bench.quick else []
+    command = [sys.executable, "-m", "bench.suites.processes", *(["--quick"] if bench.quick else [])]
     environment = os.environ | _KEEP_PAGES
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environment)
     if done.returncode != 0:
@@ -202,7 +200,7 @@ def _memory(optimizer: Any) -> int:
     return sum(value.to_local().nbytes if hasattr(value, "to_local") else value.nbytes for value in values)
 
 
-def work(rank: int, store: str, quick: bool, rounds: int) -> None:
+def work(rank: int, store: str, quick: bool) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, _PROCESSES), rank=rank, world_size=_PROCESSES)
     torch.set_num_threads(1)
     _count_collectives()
@@ -219,7 +217,7 @@ def work(rank: int, store: str, quick: bool, rounds: int) -> None:
         sent = {"collectives": len(_sent), "sent B/param": sum(_sent) / shapes.count(of)}
         counted[name] = {**sent, "kept B/param": _memory(optimizer) / shapes.count(of)}
     seconds: dict[str, list[float]] = {name: [] for name in windows}
-    for _ in range(rounds):
+    for _ in range(2 if quick else 3):
         for name, window in windows.items():
             dist.barrier()
             begin = time.perf_counter()
@@ -237,12 +235,8 @@ def work(rank: int, store: str, quick: bool, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(work, (f"{folder}/store", chosen.quick, chosen.rounds), nprocs=_PROCESSES)
+        torch.multiprocessing.spawn(work, (f"{folder}/store", "--quick" in sys.argv), nprocs=_PROCESSES)
 
 
 if __name__ == "__main__":
