@@ -95,7 +95,7 @@ def weights() -> Figure:
 
 def lean(path: Path) -> Figure:
     (table,) = load(path).suites["lean"]
-    rows = {row["name"].replace("int8 states", "8-bit states"): row for row in table.rows}
+    rows = {row["name"]: row for row in table.rows}
     found = [(name, rows[known]) for known, name in FORMATS.items()]
     found.sort(key=lambda each: (-compared(each[1])["kept B/param"], -median(each[1]["ms"])))
     figure = Figure(figsize=(7.6, 3.1), layout="constrained")
