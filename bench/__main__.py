@@ -29,7 +29,7 @@ from accumfused.backends import NAMES, why_not
 from bench import compare, report
 from bench.ceilings import Ceilings
 from bench.clock import CudaClock, EnqueueClock
-from bench.loops import CUDA_PIECE, PIECE, CpuLoops, CudaLoops
+from bench.loops import PIECE, CopyLoops, CpuLoops
 from bench.machine import gpu, machine, nvidia_smi
 from bench.shapes import Shapes
 from bench.suites import CPU_SUITES, GPU_SUITES, Bench, all_suites
@@ -129,7 +129,7 @@ def gpu_bench(quick: bool, console: Console) -> Bench:
         if reason is not None:
             console.print(f"backend {name} is left out: {reason}", markup=False, highlight=False)
     clock = CudaClock(device)
-    ceilings = Ceilings(lambda: CudaLoops(device, (16 if quick else 2048) * CUDA_PIECE), clock)
+    ceilings = Ceilings(lambda: CopyLoops(device, 1 << (20 if quick else 27)), clock)
     return Bench(
         ceilings, quick, 2 if quick else 15, on_gpu=True, device=device, clock=clock, host_clock=EnqueueClock(device),
         backends=[name for name, reason in reasons.items() if reason is None],

@@ -9,7 +9,7 @@ import torch
 from bench.gpu.card import card, copy_rate, elements
 from bench.gpu.journal import Journal
 from bench.measure import Variant
-from bench.shapes import count, flat, gpt2, small
+from bench.shapes import Shapes, flat, gpt2, small
 from bench.suites import Bench, graph
 from bench.tables import Row, median
 
@@ -19,11 +19,10 @@ _BYTES = 60  # an element: parameter, gradients of two micro-batches, two states
 
 def main() -> None:
     bench, own = card(), Journal("versus")
-    copy = copy_rate(bench)
     # A graph of one empty kernel takes what is in every captured figure.
     empty = (lambda: None) if bench.quick else lambda: torch.cuda._sleep(1)
     (floor,) = bench.interleave([Variant("floor", graph.captured(empty, bench.device)[0])], 5 * bench.rounds)
-    own.write("rates", copy_TBs=copy / 1e12, floor_us=1e6 * floor.median)
+    own.write("rates", copy_TBs=copy_rate(bench) / 1e12, floor_us=1e6 * floor.median)
     models = {
         "1000 tensors of 64": small(20 if bench.quick else 1000),
         "10,000 tensors of 64": small(30 if bench.quick else 10_000),
@@ -33,28 +32,26 @@ def main() -> None:
     }
     for name, of in models.items():
         with own.section("versus", model=name):
-            measure(bench, own, name, of, copy)
+            measure(bench, own, name, of)
         bench.release()
 
 
-def measure(bench: Bench, own: Journal, name: str, of: list[tuple[int, ...]], copy: float) -> None:
+def measure(bench: Bench, own: Journal, name: str, of: Shapes) -> None:
     for where, table in zip(("on the GPU", "on the host"), graph.model(bench, name, of), strict=True):
         for row in table.rows:
             failed = {"ok": False} if "cannot" in row else {}
-            own.write(where, **failed, model=name, **facts(row, count(of), copy))
+            own.write(where, **failed, model=name, **facts(row))
 
 
-def facts(row: Row, elements: int, copy: float) -> Row:
+def facts(row: Row) -> Row:
     """Returns a row's figures, the time in microseconds, and the share of a copy's rate."""
-    found = dict(row)
-    by = found.pop("name")
-    unit = next((unit for unit in ("us", "ms") if unit in row), None)
-    if unit is None:
-        return {"by": by, **found}
-    us = median(found.pop(unit)) * {"us": 1, "ms": 1e3}[unit]
-    moved = found.pop("moved B/param", None)
-    share = {} if moved is None else {"of copy": moved * elements / (us * 1e-6) / copy}
-    return {"by": by, "us": us, **share, **found}
+    found = {heading: figure for heading, figure in row.items() if heading not in ("name", "moved B/param")}
+    for unit, us in {"us": 1, "ms": 1e3}.items():
+        if unit in row:
+            found["us"] = us * median(found.pop(unit))
+    if "% of ceiling" in row:
+        found["of copy"] = found.pop("% of ceiling") / 100
+    return {"by": row["name"], **found}
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,63 +15,29 @@ import torch
 
 from accumfused.backends.cuda import CudaBackend
 from bench import machine
-from bench.ceilings import MIXES, Ceilings
+from bench.ceilings import Ceilings
 from bench.clock import CudaClock, EnqueueClock
 from bench.gpu import journal, probe, versus
 from bench.gpu.journal import Journal
-from bench.loops import CUDA_PIECE, CudaLoops
+from bench.loops import CopyLoops
 from bench.suites import GPU_SUITES, Bench, all_suites
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
-ALSO = """
-template <class T> T __ldcs(const T* from) { return *from; }
-template <class T> void __stcs(T* to, T value) { *to = value; }
-inline void atomicAdd(float* to, float value) { *to += value; }
-"""  # what ceiling.cu calls beyond what the emulation has
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """ceiling.cu over the emulation."""
-    reason = emulation.why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    built = tmp_path_factory.mktemp("ceiling") / "ceiling.so"
-    also = built.with_name("also.h")
-    also.write_text(f"#include <cuda_runtime.h>\n{ALSO}")
-    flags = [*(flag for flag in emulation.FLAGS if "visibility" not in flag), f"-I{emulation.HERE}", "-shared"]
-    source = str(ROOT / "bench" / "ceiling.cu")
-    subprocess.run(["g++", *flags, "-include", str(also), "-x", "c++", source, "-o", str(built)], check=True)
-    return ctypes.CDLL(str(built))
 
 
 @pytest.fixture
-def tiny(library: ctypes.CDLL, emulate_cuda: None) -> Bench:
-    ceilings = Ceilings(lambda: CudaLoops(CPU, CUDA_PIECE, library))
-    return Bench(ceilings, quick=True, rounds=1, on_gpu=True, backends=["cuda"])
+def tiny(emulate_cuda: None) -> Bench:
+    return Bench(Ceilings(lambda: CopyLoops(CPU, 3000)), quick=True, rounds=1, on_gpu=True, backends=["cuda"])
 
 
-@pytest.mark.parametrize("mix", MIXES)
-def test_every_loop_does_the_work_of_its_mix(mix: str, library: ctypes.CDLL) -> None:
-    loops = CudaLoops(CPU, CUDA_PIECE, library)
-    for loop in range(loops.count):
-        loops.check(mix, loop)
-
-
-def test_a_loop_that_leaves_elements_out_is_found(library: ctypes.CDLL) -> None:
-    loops = CudaLoops(CPU, CUDA_PIECE, library)
-    run = loops.run
-
-    def half_of_it(mix: str, loop: int, sum_above: float) -> None:
-        loops.elements //= 2
-        run(mix, loop, sum_above)
-        loops.elements *= 2
-
-    loops.run = half_of_it  # type: ignore[method-assign, assignment]
-    for mix in MIXES:
-        with pytest.raises(RuntimeError, match="does not do what it should"):
-            loops.check(mix, 0)
+def test_a_copy_moves_as_many_bytes_as_the_mix() -> None:
+    loops = CopyLoops(CPU, 1000)
+    (stream, goal) = (value for value in vars(loops).values() if isinstance(value, torch.Tensor))
+    goal.zero_()
+    loops.run("step", 0)
+    assert torch.equal(goal[:3500], stream[:3500])  # 28 bytes for each of 1000, half read, half written
+    assert not goal[3500:].any()
 
 
 @pytest.mark.parametrize("name", GPU_SUITES)
@@ -100,13 +64,14 @@ def of(own: Journal, *kinds: str) -> list[dict[str, Any]]:
 
 
 def test_ours_and_torchs_recipes_are_timed_eager_and_captured(tiny: Bench, own: Journal) -> None:
-    versus.measure(tiny, own, "some", [(300,), (7,)], 1e9)
+    versus.measure(tiny, own, "some", [(300,), (7,)])
     recipes = ("clip + AdamW(fused)", "grad_scale trick", "clip + AdamW(foreach)", "accumfused cuda")
     expected = [*recipes, *(f"{name}, captured" for name in (*recipes, "accumfused cuda, window of 2"))]
     on_gpu, on_host = of(own, "on the GPU"), of(own, "on the host")
     assert [line["by"] for line in on_gpu] == [line["by"] for line in on_host] == expected
     assert all(line["us"] > 0 for line in on_gpu + on_host)
-    assert on_gpu[3]["of copy"] == pytest.approx(32 * 307 / on_gpu[3]["us"] * 1e6 / 1e9, rel=1e-3)
+    row = {"name": "a", "ms": [1.0, 2.0, 3.0], "moved B/param": 32, "% of ceiling": 91.0, "x fused": 1.2}
+    assert versus.facts(row) == {"by": "a", "us": 2000.0, "of copy": 0.91, "x fused": 1.2}
 
 
 def test_what_is_wrong_is_not_timed(tiny: Bench, own: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +81,7 @@ def test_what_is_wrong_is_not_timed(tiny: Bench, own: Journal, monkeypatch: pyte
 
     machine = emulation.load()
     inside.replace_cuda(monkeypatch, lambda: Idle(machine, machine.Table))
-    versus.measure(tiny, own, "some", [(300,)], 1e9)
+    versus.measure(tiny, own, "some", [(300,)])
     wrong = [line for line in of(own, "on the GPU") if line.get("ok") is False]
     assert {line["by"].partition(",")[0] for line in wrong} == {"accumfused cuda"}
     assert all("WrongError: the step did nothing" in line["cannot"] and "us" not in line for line in wrong)
