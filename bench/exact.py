@@ -74,18 +74,10 @@ def coefficient(sets: Sequence[Sequence[Tensor]], scale: float) -> float:
     return scale * min(1.0, MAX_GRAD_NORM / (norm + 1e-6))
 
 
-def step(
-    param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, count: int, *, debiased: bool
-) -> tuple[Tensor, Tensor]:
-    """The parameter and its first moment after step number `count`.
-
-    `debiased`: states are kept with their bias already corrected, as optimi keeps them.
-    """
+def step(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The parameter and its first moment after step number `count`."""
     beta1, beta2 = BETAS
     correction1, correction2 = 1 - beta1**count, 1 - beta2**count
-    if debiased:
-        beta1, beta2 = ((beta**count - beta) / (beta**count - 1) for beta in BETAS)
-        correction1 = correction2 = 1.0
     # In place, of doubles that are new: a check of every variant must not take longer than the benchmark.
     exp_avg = exp_avg.double().mul_(beta1).add_(grad, alpha=1 - beta1)
     exp_avg_sq = exp_avg_sq.double().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)

@@ -1,13 +1,12 @@
-"""What ours is compared with in fp32: torch's own recipes, and torch-optimi where it is installed.
+"""Who ours is compared with: torch's own recipes in fp32, and how tables treat what fails or comes out elsewhere.
 
-All of them work on the workload's parameters, gradients and moments, with the same hyper-parameters, behind torch's
-`clip_grad_norm_`: none needs memory of its own. None counts before it has come out at the same step as fp64.
+The recipes work on the workload's parameters, gradients and moments, with the same hyper-parameters: none needs memory
+of its own. None counts before it has come out at the same step as fp64.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import logging
 import os
@@ -15,37 +14,27 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from bench import stock
-from bench.exact import BETAS, EPS, LR, WEIGHT_DECAY, WrongError
+from bench.exact import WrongError
 from bench.measure import Variant
 from bench.tables import Row
 from bench.workload import Workload
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """Clipping and a step.
-
-    Args:
-        passes: see `bench.measure.Variant`.
-        debiased: see `exact.step`.
-    """
-
-    run: Callable[[], None]
-    passes: tuple[str, ...] | None = None
-    debiased: bool = False
+FUSED, TRICK = "clip + AdamW(fused)", "grad_scale trick"
+FOREACH, FOR_LOOP, COMPILED = "clip + AdamW(foreach)", "clip + AdamW(for-loop)", "clip + compiled AdamW(foreach)"
+AGAINST = {"trick": TRICK, "clip+fused": FUSED}  # every table compares with these: heading -> name
+Recipe = Callable[[], None]
 
 
-def _clipped(work: Workload, passes: tuple[str, ...] | None = None, **settings: bool) -> Recipe:
-    return Recipe(stock.clip_and_step(work.params, work.stock(**settings)), passes)
+def _clipped(work: Workload, **settings: bool) -> Recipe:
+    return stock.clip_and_step(work.params, work.stock(**settings))
 
 
 def _trick(work: Workload) -> Recipe:
-    return Recipe(stock.grad_scale_trick(work.params, work.stock(fused=True)), stock.TRICK)
+    return stock.grad_scale_trick(work.params, work.stock(fused=True))
 
 
 def _compiled(work: Workload) -> Recipe:
@@ -55,36 +44,16 @@ def _compiled(work: Workload) -> Recipe:
     torch.compiler.reset()  # or it gives up, after so many sets of shapes, and runs uncompiled
     optimizer = work.stock(foreach=True)
     optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
-    return Recipe(stock.clip_and_step(work.params, optimizer), stock.CLIP_FUSED)
+    return stock.clip_and_step(work.params, optimizer)
 
 
-def _optimi(work: Workload) -> Recipe:
-    """Takes torch-optimi, whose newer versions have Triton kernels; it keeps the moments with their bias corrected."""
-    settings: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-    module, on_gpu = importlib.import_module("optimi"), work.device.type == "cuda"
-    try:
-        optimizer = module.AdamW(work.params, triton=on_gpu, foreach=False, **settings)
-    except TypeError as error:
-        raise RuntimeError(f"this version has no Triton kernels ({error})") from error
-    more = {"kahan_comp": torch.zeros(1, dtype=torch.uint8, device=work.device) if on_gpu else None}
-    for param, state in zip(work.params, work.states, strict=True):
-        optimizer.state[param] = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], **more}
-    optimizer.param_groups[0].update(setup=True, step=work.own_step(torch.int32))
-    passes = stock.CLIP_FUSED if on_gpu else None
-    return Recipe(stock.clip_and_step(work.params, optimizer), passes, debiased=True)
-
-
-FUSED, TRICK = "clip + AdamW(fused)", "grad_scale trick"
-FOREACH, FOR_LOOP, COMPILED = "clip + AdamW(foreach)", "clip + AdamW(for-loop)", "clip + compiled AdamW(foreach)"
-OPTIMI = "clip + optimi"
-AGAINST = {"trick": TRICK, "clip+fused": FUSED}  # every table compares with these: heading -> name
-KNOWN: dict[str, Callable[[Workload], Recipe]] = {
-    FUSED: lambda work: _clipped(work, stock.CLIP_FUSED, fused=True),
-    TRICK: _trick,
-    FOREACH: lambda work: _clipped(work, foreach=True),
-    FOR_LOOP: _clipped,
-    COMPILED: _compiled,  # for seconds, for every shape
-    OPTIMI: _optimi,
+# Name -> a clipped step over a workload, and the passes that it consists of (see `bench.measure.Variant`).
+KNOWN: dict[str, tuple[Callable[[Workload], Recipe], tuple[str, ...] | None]] = {
+    FUSED: (lambda work: _clipped(work, fused=True), stock.CLIP_FUSED),
+    TRICK: (_trick, stock.TRICK),
+    FOREACH: (lambda work: _clipped(work, foreach=True), None),
+    FOR_LOOP: (_clipped, None),
+    COMPILED: (_compiled, stock.CLIP_FUSED),  # for seconds, for every shape
 }
 
 
@@ -112,11 +81,12 @@ def peers(work: Workload, names: Sequence[str] = ()) -> Peers:
     found = Peers()
     for name in (FUSED, TRICK, *names):
         try:
+            make, passes = KNOWN[name]
             with quiet():
-                recipe = KNOWN[name](work)
+                run = make(work)
                 work.set_grads()
-                found.errors[name] = work.error(recipe.run, debiased=recipe.debiased)
-        except Exception as error:  # of somebody else's package, and of any kind
+                found.errors[name] = work.error(run)
+        except Exception as error:  # of any kind: others have their times
             if name in AGAINST.values():
                 raise
             if isinstance(error, WrongError):
@@ -124,7 +94,7 @@ def peers(work: Workload, names: Sequence[str] = ()) -> Peers:
             else:
                 found.notes.append(f"left out: {name}: {first_line(error)}")
         else:
-            found.variants.append(Variant(name, recipe.run, work.set_grads, recipe.passes))
+            found.variants.append(Variant(name, run, work.set_grads, passes))
     return found
 
 
@@ -134,7 +104,7 @@ def wrong(name: str, error: WrongError) -> Row:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences packages that greet their users at import with warnings, and with logs of better machines."""
+    """Silences compilers, and packages that greet their users with warnings and with logs of better machines."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -63,9 +63,9 @@ class Workload:
         """Tensors of the parameters' shapes."""
         return random_tensors(self.shapes, scale, dtype, self.device)
 
-    def own_step(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def own_step(self) -> Tensor:
         """A step count on the host, for an optimizer that reads it there."""
-        self._own_steps.append(torch.tensor(STEPS, dtype=dtype))
+        self._own_steps.append(torch.tensor(STEPS))
         return self._own_steps[-1]
 
     def stock(self, *, fused: bool = False, foreach: bool = False, capturable: bool = False) -> torch.optim.AdamW:
@@ -125,8 +125,6 @@ class Workload:
         run: Callable[[], Any],
         sets: Sequence[Sequence[Tensor]] | None = None,
         scale: float = 1.0,
-        *,
-        debiased: bool = False,
     ) -> float:
         """The largest error of a parameter after this step, against the same step in fp64; all is put back.
 
@@ -134,7 +132,6 @@ class Workload:
             run: one whole step from the workload's beginning, with the gradients that it takes in place.
             sets: the micro-batches' gradients, of which the step takes the sum; by default `self.grads` alone.
             scale: what the step multiplies gradients by before it clips them.
-            debiased: see `exact.step`.
 
         Raises:
             WrongError: the step did nothing, or something else.
@@ -151,7 +148,7 @@ class Workload:
                 self.params, firsts, *before, *grads
             ):
                 grad = exact.total(several).mul_(factor)
-                right, right_first = exact.step(param, first, second, grad, int(STEPS) + 1, debiased=debiased)
+                right, right_first = exact.step(param, first, second, grad, int(STEPS) + 1)
                 compared = (right.sub_(found), right_first.sub_(found_first), found - param, grad)
                 errors.append(torch.stack([*map(exact.largest, compared)]))
         error, moment_error, moved, largest_grad = torch.stack(errors).amax(0).tolist()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from bench import stock
 from bench.measure import Variant
-from bench.peers import AGAINST, FOR_LOOP, FOREACH, OPTIMI, peers
+from bench.peers import AGAINST, FOR_LOOP, FOREACH, peers
 from bench.shapes import small
 from bench.suites import Bench, largest_error
 from bench.tables import Table, timed
@@ -25,7 +25,7 @@ def _size(bench: Bench, tensors: int) -> list[Table]:
     work.set_grads()
     # Loops over many tensors take a CPU long, and show nothing that those over fewer do not.
     too_many = tensors >= _MANY and not bench.on_gpu
-    others = peers(work, () if too_many else (FOREACH, FOR_LOOP, OPTIMI))
+    others = peers(work, () if too_many else (FOREACH, FOR_LOOP))
     variants, errors, optimizers = [*others.variants], others.errors, bench.ours(work)
     for label, optimizer in optimizers.items():
         variants.append(Variant(f"{label}, from p.grad", optimizer.step))

@@ -9,7 +9,7 @@ import torch
 import accumfused as af
 from bench import shapes, stock
 from bench.measure import Variant
-from bench.peers import AGAINST, COMPILED, FOR_LOOP, FOREACH, OPTIMI, peers
+from bench.peers import AGAINST, COMPILED, FOR_LOOP, FOREACH, peers
 from bench.shapes import Shapes
 from bench.suites import Bench, largest_error
 from bench.tables import Table, timed
@@ -21,7 +21,7 @@ _UNSCALE = "unscale + clip + fused"
 
 def run(bench: Bench) -> list[Table]:
     """Compares with the slow ones on a small model, with what compiles for every shape on one tensor."""
-    several = [FOREACH, FOR_LOOP, OPTIMI]
+    several = [FOREACH, FOR_LOOP]
     tables = [_model(bench, name, of, several if bench.on_gpu else [FOREACH]) for name, of in bench.models().items()]
     if bench.model is None:
         more = {shapes.RESNET50: several, shapes.ONE_TENSOR: [*several, *([] if bench.quick else [COMPILED])]}

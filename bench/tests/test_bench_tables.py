@@ -11,7 +11,7 @@ import pytest
 from bench import report
 from bench.compare import main as compare
 from bench.measure import Timing, Variant
-from bench.peers import KNOWN, OPTIMI
+from bench.peers import KNOWN
 from bench.suites import lean
 from bench.tables import Results, ResultsError, Table, load, timed, write
 from bench.verdicts import OTHERS, OURS, TORCH, losses, owner, verdict
@@ -75,7 +75,7 @@ def test_a_timing_is_a_row() -> None:
 
 
 def test_every_package_that_is_compared_with_has_its_owner() -> None:
-    others = [OPTIMI, *(each.name for each in lean.packages())]
+    others = [each.name for each in lean.packages()]
     for name in [*KNOWN, *others, *(each.name for each in lean.torchs())]:
         table = Table("", [{"name": name}, {"name": "fully_shard + accumfused"}])
         assert [owner(each, table) for each in table.rows] == [OTHERS if name in others else TORCH, OURS], name
