@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from bench import stock
 from bench.exact import WrongError
 from bench.measure import Variant
-from bench.tables import Row
+from bench.tables import Row, Table
 from bench.workload import Workload
 
 FUSED, TRICK = "clip + AdamW(fused)", "grad_scale trick"
@@ -58,43 +59,64 @@ KNOWN: dict[str, tuple[Callable[[Workload], Recipe], tuple[str, ...] | None]] = 
 
 
 @dataclass
-class Peers:
-    """Who runs on a workload, already checked, and what has to be said of the others.
+class Checked:
+    """Variants over a workload that come out at the same step as fp64, and what has to be said of the others.
 
     Args:
-        errors: name -> the largest error of a parameter after one step, against fp64.
+        errors: name -> the largest error of a parameter after one step.
         gaps: rows without a time, each with its reason under "cannot".
     """
 
+    work: Workload
     variants: list[Variant] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     gaps: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def add(
+        self, variant: Variant, whole: Callable[[], object] | None = None,
+        sets: Sequence[Sequence[Tensor]] | None = None, scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Adds a variant that is right.
 
-def peers(work: Workload, names: Sequence[str] = ()) -> Peers:
-    """Checks recipes over the workload's tensors against fp64, and says why others do not run.
+        Args:
+            whole: the step, where the variant's `run` is not all of it; `sets`, `scale`: see `Workload.error`.
+
+        Raises:
+            WrongError: it is not right.
+        """
+        self.errors[variant.name] = self.work.error(whole or variant.run, sets, scale)
+        self.variants.append(variant)
+
+    def explain(self, table: Table) -> Table:
+        """Adds to a table what was checked, and what is missing."""
+        worst = max(self.errors, key=lambda name: self.errors[name])
+        error = f"{self.errors[worst]:.1e} ({worst}); all were checked"
+        table.rows += self.gaps
+        table.notes += [f"largest error of a parameter after one step, against fp64: {error}", *self.notes]
+        return table
+
+
+def peers(work: Workload, names: Sequence[str] = ()) -> Checked:
+    """Checks recipes over the workload's tensors, and says why others do not run.
 
     Args:
         names: beside those of AGAINST, without which a table is nothing: what these raise is raised.
     """
-    found = Peers()
+    found = Checked(work)
     for name in (FUSED, TRICK, *names):
+        make, passes = KNOWN[name]
         try:
-            make, passes = KNOWN[name]
             with quiet():
-                run = make(work)
                 work.set_grads()
-                found.errors[name] = work.error(run)
-        except Exception as error:  # of any kind: others have their times
+                found.add(Variant(name, make(work), work.set_grads, passes))
+        except Exception as error:  # of any kind: the others have their times
             if name in AGAINST.values():
                 raise
             if isinstance(error, WrongError):
                 found.gaps.append(wrong(name, error))
             else:
                 found.notes.append(f"left out: {name}: {first_line(error)}")
-        else:
-            found.variants.append(Variant(name, run, work.set_grads, passes))
     return found
 
 

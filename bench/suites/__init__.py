@@ -80,9 +80,3 @@ class Bench:
     def host_times(self, variants: Sequence[Variant], rounds: int) -> list[Timing]:
         """How long the host is busy with each; no bytes: they are moved later."""
         return interleave([replace(variant, passes=None) for variant in variants], rounds, clock=self.host_clock)
-
-
-def largest_error(errors: dict[str, float]) -> str:
-    """The note on what was checked before the time was taken."""
-    worst = max(errors, key=lambda name: errors[name])
-    return f"largest error of a parameter after one step, against fp64: {errors[worst]:.1e} ({worst}); all were checked"

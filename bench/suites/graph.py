@@ -10,11 +10,11 @@ import torch
 
 from bench import shapes, stock
 from bench.measure import Variant
-from bench.peers import FOREACH, FUSED, TRICK, first_line
+from bench.peers import FOREACH, FUSED, TRICK, Checked, first_line
 from bench.shapes import Shapes, small
-from bench.suites import Bench, largest_error
+from bench.suites import Bench
 from bench.suites.window import window
-from bench.tables import Row, Table, timed
+from bench.tables import Table, timed
 
 FOLLOWS = ("backend", "model")
 _AGAINST = {"fused": FUSED, "captured trick": f"{TRICK}, captured"}
@@ -32,20 +32,19 @@ def model(bench: Bench, name: str, of: Shapes) -> list[Table]:
     work = bench.workload(of)
     second = work.random()
     work.set_grads()
-    variants, errors = [], {}
+    checked = Checked(work)
     launches: dict[str, int] = {}
-    gaps: list[Row] = []
 
     def add(name: str, run: Callable[[], Any], passes: Sequence[str] | None, sets: Sequence[Any] = ()) -> None:
         try:
             if name.endswith(", captured"):
                 with work.put_back(sets or None):
                     run, launches[name] = captured(run, bench.device)
-            errors[name] = work.error(run, sets or None)
+            checked.add(
+                Variant(name, run, work.set_grads, None if passes is None else tuple(passes)), None, sets or None
+            )
         except Exception as error:  # one that does not run, or is wrong, leaves the others their times
-            gaps.append({"name": name, "cannot": f"cannot: {first_line(error)}"})
-            return
-        variants.append(Variant(name, run, work.set_grads, None if passes is None else tuple(passes)))
+            checked.gaps.append({"name": name, "cannot": f"cannot: {first_line(error)}"})
 
     for how in ("", ", captured"):
         capturable = bool(how) and bench.device.type == "cuda"
@@ -62,16 +61,14 @@ def model(bench: Bench, name: str, of: Shapes) -> list[Table]:
         add(f"{label}, window of 2, captured", whole, ("accumulate", "step"), [work.grads, second])
 
     factor, unit = (1, "ms") if work.count > 5e7 else (3, "us")
-    against = {heading: other for heading, other in _AGAINST.items() if other in errors}
-    timings = bench.interleave(variants, factor * bench.rounds)
+    against = {heading: other for heading, other in _AGAINST.items() if other in checked.errors}
+    timings = bench.interleave(checked.variants, factor * bench.rounds)
     title = f"graph, {name}"
     table = timed(f"{title}, on the GPU", timings, work.count, against, unit)
     for row in table.rows:
         row["launches"] = launches.get(row["name"])
-    table.rows += gaps
-    table.notes.append(largest_error(errors))
-    timings = bench.host_times(variants, factor * bench.rounds)
-    return [table, timed(f"{title}, on the host", timings, work.count, against, "us")]
+    timings = bench.host_times(checked.variants, factor * bench.rounds)
+    return [checked.explain(table), timed(f"{title}, on the host", timings, work.count, against, "us")]
 
 
 def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], Any], int]:

@@ -9,7 +9,7 @@ from bench import stock
 from bench.measure import Variant
 from bench.peers import AGAINST, FOR_LOOP, FOREACH, peers
 from bench.shapes import small
-from bench.suites import Bench, largest_error
+from bench.suites import Bench
 from bench.tables import Table, timed
 
 FOLLOWS = ("backend",)
@@ -22,14 +22,12 @@ def run(bench: Bench) -> list[Table]:
 
 def _size(bench: Bench, tensors: int) -> list[Table]:
     work = bench.workload(small(tensors))
-    work.set_grads()
     # Loops over many tensors take a CPU long, and show nothing that those over fewer do not.
     too_many = tensors >= _MANY and not bench.on_gpu
-    others = peers(work, () if too_many else (FOREACH, FOR_LOOP))
-    variants, errors, optimizers = [*others.variants], others.errors, bench.ours(work)
+    checked, optimizers = peers(work, () if too_many else (FOREACH, FOR_LOOP)), bench.ours(work)
     for label, optimizer in optimizers.items():
-        variants.append(Variant(f"{label}, from p.grad", optimizer.step))
-        errors[variants[-1].name] = work.error(optimizer.step)
+        checked.add(Variant(f"{label}, from p.grad", optimizer.step))
+    variants = checked.variants
     title = f"small: {tensors} tensors of {work.params[0].numel()} elements, fp32"
     if bench.on_gpu:
         # The clocks see to the caches, and time twice: until the GPU is done, and until the host is.
@@ -47,8 +45,7 @@ def _size(bench: Bench, tensors: int) -> list[Table]:
         variants.append(Variant("accumfused, caches cold", ours.step, setup=foreach))
         rounds = (2 if tensors < _MANY else 1) * bench.rounds
         tables = [timed(title, bench.interleave(variants, rounds, ceilings=False), work.count, AGAINST, "us")]
-    tables[0].rows += others.gaps
-    tables[0].notes += [largest_error(errors), *others.notes]
+    checked.explain(tables[0])
     return tables
 
 

@@ -11,34 +11,31 @@ from bench import shapes, stock
 from bench.measure import Variant
 from bench.peers import AGAINST, COMPILED, FOR_LOOP, FOREACH, peers
 from bench.shapes import Shapes
-from bench.suites import Bench, largest_error
+from bench.suites import Bench
 from bench.tables import Table, timed
 from bench.workload import Workload
 
 FOLLOWS = ("backend", "model")
-_UNSCALE = "unscale + clip + fused"
 
 
 def run(bench: Bench) -> list[Table]:
     """Compares with the slow ones on a small model, with what compiles for every shape on one tensor."""
-    several = [FOREACH, FOR_LOOP]
-    tables = [_model(bench, name, of, several if bench.on_gpu else [FOREACH]) for name, of in bench.models().items()]
+    tables = [_model(bench, name, of, [FOREACH]) for name, of in bench.models().items()]
     if bench.model is None:
-        more = {shapes.RESNET50: several, shapes.ONE_TENSOR: [*several, *([] if bench.quick else [COMPILED])]}
-        tables += [_model(bench, name, shapes.model(name, bench.quick), names) for name, names in more.items()]
+        slow = [FOREACH, FOR_LOOP]
+        for name, others in ((shapes.RESNET50, slow), (shapes.ONE_TENSOR, slow if bench.quick else [*slow, COMPILED])):
+            tables.append(_model(bench, name, shapes.model(name, bench.quick), others))
     return tables
 
 
-def _model(bench: Bench, name: str, of: Shapes, compared: list[str]) -> Table:
+def _model(bench: Bench, name: str, of: Shapes, others: list[str]) -> Table:
     work = bench.workload(of)
     second = work.random()
-    work.set_grads()
-    others = peers(work, compared)
+    checked = peers(work, others)
     # What a GradScaler's loop does; gradients are LOSS_SCALE times too large.
     unscales = stock.unscale_clip_and_step(work.params, work.stock(fused=True))
-    scaled_stock = Variant(_UNSCALE, unscales, work.set_grads, stock.UNSCALE_CLIP_FUSED)
-    variants = [*others.variants, scaled_stock]
-    errors = {**others.errors, scaled_stock.name: work.error(scaled_stock.run, scale=1 / stock.LOSS_SCALE)}
+    unscale = Variant("unscale + clip + fused", unscales, work.set_grads, stock.UNSCALE_CLIP_FUSED)
+    checked.add(unscale, scale=1 / stock.LOSS_SCALE)
     for label, optimizer in bench.ours(work).items():
         fold = _fold(work, optimizer, second)
 
@@ -46,23 +43,17 @@ def _model(bench: Bench, name: str, of: Shapes, compared: list[str]) -> Table:
             fold()
             optimizer.step()
 
-        ours = [Variant(f"{label}, from p.grad", optimizer.step, work.set_grads, ("read", "step"))]
-        errors[ours[0].name] = work.error(optimizer.step)
+        checked.add(Variant(f"{label}, from p.grad", optimizer.step, work.set_grads, ("read", "step")))
         if bench.on_gpu:
             scaled = Variant(f"{label}, grad_scale", _scaled(work, optimizer), work.set_grads, ("read", "step"))
-            errors[scaled.name] = work.error(scaled.run, scale=1 / stock.LOSS_SCALE)
-            ours.append(scaled)
-        ours.append(Variant(f"{label}, after accumulate()", optimizer.step, fold, ("step",)))
-        errors[ours[-1].name] = work.error(after_accumulate, [work.grads, second])
+            checked.add(scaled, scale=1 / stock.LOSS_SCALE)
+        folded = Variant(f"{label}, after accumulate()", optimizer.step, fold, ("step",))
+        checked.add(folded, after_accumulate, [work.grads, second])
         work.set_grads()
-        variants += ours
     small = work.count < 5e7
-    timings = bench.interleave(variants, 3 * bench.rounds if bench.on_gpu and small else bench.rounds)
-    table = timed(
-        f"update, {name}: norm, clip and AdamW step, fp32", timings, work.count, AGAINST | {"unscale": _UNSCALE}
-    )
-    table.rows += others.gaps
-    table.notes += [largest_error(errors), *others.notes]
+    timings = bench.interleave(checked.variants, 3 * bench.rounds if bench.on_gpu and small else bench.rounds)
+    title, against = f"update, {name}: norm, clip and AdamW step, fp32", AGAINST | {"unscale": unscale.name}
+    table = checked.explain(timed(title, timings, work.count, against))
     if bench.on_gpu:
         table.notes.append("unscale + clip + fused waits for the GPU before it steps, as GradScaler does")
     if bench.on_gpu and small:

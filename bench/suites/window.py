@@ -16,8 +16,9 @@ from torch import Tensor
 import accumfused as af
 from bench import stock
 from bench.measure import Variant
+from bench.peers import Checked
 from bench.shapes import Shapes
-from bench.suites import Bench, largest_error
+from bench.suites import Bench
 from bench.tables import Table, timed
 from bench.workload import Workload
 
@@ -116,10 +117,10 @@ def _table(
             variant.setup()
         variant.run()
 
-    errors = {variant.name: work.error(partial(whole, variant), sets) for variant in variants}
-    table = timed(title, bench.interleave(variants), work.count, against)
-    table.notes.append(largest_error(errors))
-    return table
+    checked = Checked(work)
+    for variant in variants:
+        checked.add(variant, partial(whole, variant), sets)
+    return checked.explain(timed(title, bench.interleave(variants), work.count, against))
 
 
 def window(
