@@ -35,14 +35,12 @@ def model(bench: Bench, name: str, of: Shapes) -> list[Table]:
     checked = Checked(work)
     launches: dict[str, int] = {}
 
-    def add(name: str, run: Callable[[], Any], passes: Sequence[str] | None, sets: Sequence[Any] = ()) -> None:
+    def add(name: str, run: Callable[[], Any], passes: tuple[str, ...] | None, sets: Sequence[Any] = ()) -> None:
         try:
             if name.endswith(", captured"):
                 with work.put_back(sets or None):
                     run, launches[name] = captured(run, bench.device)
-            checked.add(
-                Variant(name, run, work.set_grads, None if passes is None else tuple(passes)), None, sets or None
-            )
+            checked.add(Variant(name, run, work.set_grads, passes), sets=sets or None)
         except Exception as error:  # one that does not run, or is wrong, leaves the others their times
             checked.gaps.append({"name": name, "cannot": f"cannot: {first_line(error)}"})
 
