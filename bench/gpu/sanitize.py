@@ -12,7 +12,7 @@ from bench.gpu.runner import DRY, ROOT
 from bench.gpu.test import command
 
 _TOOLS = ("memcheck", "racecheck", "initcheck")
-_TESTS = command("sanitize", "cuda", 80, str(ROOT / "tests" / "conformance" / "test_bits.py"), "-k", "edges or corner")
+TESTS = command("sanitize", "cuda", 80, str(ROOT / "tests" / "conformance" / "test_bits.py"), "-k", "edges or corner")
 _LAST = 3000  # characters
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     for tool in _TOOLS:
         # initcheck has to see what torch's kernels write.
         kernels = [] if tool == "initcheck" else ["--kernel-name", "kns=accumfused"]
-        watched = [program, "--tool", tool, "--error-exitcode", "7", *kernels, *_TESTS]
+        watched = [program, "--tool", tool, "--error-exitcode", "7", *kernels, *TESTS]
         # Without torch's own cache an overrun does not stay inside its large blocks.
         known = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         done = subprocess.run(watched, env=known, cwd=ROOT, capture_output=True, text=True)

@@ -18,19 +18,19 @@ from bench.gpu.journal import SO_FAR, Journal
 from bench.gpu.runner import DRY, ROOT
 from bench.gpu.test import command
 
-_TESTS = [str(ROOT / "tests" / "conformance" / name) for name in ("test_gpu.py", "test_gpu_graphs.py", "test_bits.py")]
-_ON_GPU = {
-    "cuda": command("smoke", "cuda", 30, *_TESTS, "-k", "many_chunks or captured_window or fused_linears or test_bits"),
+_FILES = [str(ROOT / "tests" / "conformance" / name) for name in ("test_gpu.py", "test_gpu_graphs.py", "test_bits.py")]
+TESTS = {
+    "cuda": command("smoke", "cuda", 30, *_FILES, "-k", "many_chunks or captured_window or fused_linears or test_bits"),
     # Triton compiles for seconds: a few formats and rules.
-    "triton": command("smoke", "triton", 60, *_TESTS, "-k", "edges or captured_window"),
+    "triton": command("smoke", "triton", 60, *_FILES, "-k", "edges or captured_window"),
 }
-_DRY = {"emulated": command("smoke", "emulated", 60, _TESTS[-1], "-k", "edges")}
+DRY_TESTS = {"emulated": command("smoke", "emulated", 60, _FILES[-1], "-k", "edges")}
 
 
 def main() -> None:
     own, is_dry = Journal("smoke"), bool(os.environ.get(DRY))
     good = True
-    for backend, tests in (_DRY if is_dry else _ON_GPU).items():
+    for backend, tests in (DRY_TESTS if is_dry else TESTS).items():
         reason = None if is_dry else why_not(backend, torch.device("cuda", 0))
         if reason is not None:
             own.write("left out", ok=False, backend=backend, reason=reason)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bench.gpu import __main__ as command
-from bench.gpu import build, journal, smoke
+from bench.gpu import build, journal, sanitize, smoke
 from bench.gpu import test as gpu_tests
 from bench.gpu.journal import Journal
 from bench.gpu.runner import DRY, JOURNAL, REPORT, ROOT, Stage, run_all
@@ -107,6 +107,16 @@ def test_smoke_tells_wrong_bits_from_launches_that_hang(
     assert smoke.conforms(own, "cuda", run) is (outcome == "passed")
     (line,) = of(tmp_path, "backend")
     assert (line["outcome"], line.get("in_test")) == (outcome, "window" if outcome == "hangs or dies" else None)
+
+
+@pytest.mark.parametrize("run", [smoke.TESTS["cuda"], smoke.DRY_TESTS["emulated"], sanitize.TESTS])
+def test_the_names_by_which_a_stage_chooses_tests_are_those_of_tests(tmp_path: Path, run: list[str]) -> None:
+    (tmp_path / "with_a_gpu.py").write_text("import torch\ntorch.cuda.is_available = lambda: True\n")
+    known = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    program = [*run[:3], "-p", "with_a_gpu", *run[3:], "--collect-only", "-q"]
+    done = subprocess.run(program, cwd=ROOT, env={**os.environ, **known}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert all(name in done.stdout for name in run[run.index("-k") + 1].split(" or "))
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
