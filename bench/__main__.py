@@ -28,11 +28,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from accumfused.backends import NAMES, why_not
 from bench import compare, report
 from bench.ceilings import Ceilings
-from bench.clock import CudaClock, EnqueueClock
-from bench.loops import PIECE, CopyLoops, CpuLoops
+from bench.loops import PIECE, CpuLoops
 from bench.machine import gpu, machine, nvidia_smi
 from bench.shapes import Shapes
-from bench.suites import CPU_SUITES, GPU_SUITES, Bench, all_suites
+from bench.suites import CPU_SUITES, GPU_SUITES, Bench, all_suites, bench_of_gpu
 from bench.tables import Results, ceiling_table, show, write
 from bench.verdicts import losses
 
@@ -128,12 +127,8 @@ def gpu_bench(quick: bool, console: Console) -> Bench:
     for name, reason in reasons.items():
         if reason is not None:
             console.print(f"backend {name} is left out: {reason}", markup=False, highlight=False)
-    clock = CudaClock(device)
-    ceilings = Ceilings(lambda: CopyLoops(device, 1 << (20 if quick else 27)), clock)
-    return Bench(
-        ceilings, quick, 2 if quick else 15, on_gpu=True, device=device, clock=clock, host_clock=EnqueueClock(device),
-        backends=[name for name, reason in reasons.items() if reason is None],
-    )  # fmt: skip
+    backends = [name for name, reason in reasons.items() if reason is None]
+    return bench_of_gpu(device, backends, 2 if quick else 15, quick=quick)
 
 
 def run(

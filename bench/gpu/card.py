@@ -6,7 +6,6 @@ import functools
 import os
 import statistics
 import sys
-from typing import Any
 
 import torch
 
@@ -14,10 +13,9 @@ from accumfused import compiled
 from accumfused.backends import why_not
 from accumfused.backends.cuda import CudaBackend
 from bench.ceilings import Ceilings
-from bench.clock import CudaClock, EnqueueClock
 from bench.gpu.runner import DRY, ROOT
 from bench.loops import CopyLoops
-from bench.suites import Bench
+from bench.suites import Bench, bench_of_gpu
 from bench.workload import CPU
 
 
@@ -26,10 +24,7 @@ def card() -> Bench:
     if os.environ.get(DRY):
         return Bench(Ceilings(lambda: CopyLoops(CPU, 40_000)), True, 1, on_gpu=True, backends=[_emulated()])
     device = torch.device("cuda", 0)
-    backends = ["triton" if why_not("cuda", device) else "cuda"]
-    clocks: dict[str, Any] = {"clock": CudaClock(device), "host_clock": EnqueueClock(device)}
-    ceilings = Ceilings(lambda: CopyLoops(device), clocks["clock"])
-    return Bench(ceilings, rounds=9, on_gpu=True, device=device, backends=backends, **clocks)
+    return bench_of_gpu(device, ["triton" if why_not("cuda", device) else "cuda"], rounds=9)
 
 
 def _emulated() -> str:

@@ -13,7 +13,8 @@ import torch
 import accumfused as af
 from bench import shapes
 from bench.ceilings import Ceilings
-from bench.clock import Clock, HostClock
+from bench.clock import Clock, CudaClock, EnqueueClock, HostClock
+from bench.loops import CopyLoops
 from bench.measure import Timing, Variant, interleave
 from bench.shapes import Shapes
 from bench.workload import CPU, Workload
@@ -80,3 +81,12 @@ class Bench:
     def host_times(self, variants: Sequence[Variant], rounds: int) -> list[Timing]:
         """How long the host is busy with each; no bytes: they are moved later."""
         return interleave([replace(variant, passes=None) for variant in variants], rounds, clock=self.host_clock)
+
+
+def bench_of_gpu(device: torch.device, backends: Sequence[str], rounds: int, *, quick: bool = False) -> Bench:
+    """Makes the benchmark of a GPU, whose ceilings are those of a copy."""
+    clock, host_clock = CudaClock(device), EnqueueClock(device)
+    ceilings = Ceilings(lambda: CopyLoops(device, 1 << (20 if quick else 27)), clock)
+    return Bench(
+        ceilings, quick, rounds, on_gpu=True, device=device, clock=clock, host_clock=host_clock, backends=backends
+    )
