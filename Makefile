@@ -41,7 +41,7 @@ bench-smoke: $(VENV)/test.stamp
 	$(RUN) -m bench compare build/smoke.json build/smoke.json
 	$(RUN) -m bench report build/smoke.json --output build/smoke
 
-# Each storage format's cost in accuracy, beside the packages that the benchmark compares with.
+# Each storage format's cost in accuracy, beside torch's and other packages'.
 numerics: $(VENV)/bench.stamp
 	$(RUN) -m bench.numerics.weights $(ARGS)
 	$(RUN) -m bench.numerics.moments $(ARGS)
