@@ -89,10 +89,6 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def copies(params: Iterable[Tensor]) -> list[Tensor]:
-    return [param.detach().clone().requires_grad_() for param in params]
-
-
 def train(*optimizers: torch.optim.Optimizer, steps: int = 3, seed: int = 0) -> None:
     """The same random gradients for all; every step moves something."""
     for step in range(steps):

@@ -196,20 +196,9 @@ def wrapper(kind: Any, inner: torch.Tensor) -> Any:
     )
 
 
-def device_table(optimizer: af.FusedOptimizer) -> Any:
-    """What the CUDA backend has of its plan on the GPU."""
-    return backend(optimizer)._tables[plan(optimizer)]
-
-
 def partials(optimizer: af.FusedOptimizer) -> Any:
     """The sums of squares of gradients from p.grad, in the last step."""
     return optimizer._engine.plans.last and optimizer._engine.plans.last._partials
-
-
-def window_memory(optimizer: af.FusedOptimizer) -> list[Tensor]:
-    """What kernels read of an open window beside its sums."""
-    window, known = optimizer._engine.window, optimizer._engine.window.weights
-    return [window.partials, *(n for n in (known.unit, known.total, known.factors) if isinstance(n, Tensor))]
 
 
 def allocations(profiler: Any) -> list[int]:
