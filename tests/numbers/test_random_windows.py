@@ -29,7 +29,7 @@ ROWS, SIZE = 3, 1024
 class MicroBatch:
     """A weight, which is a number (host), a tensor (device) or multiplies the loss, and the rows with a gradient."""
 
-    weight: float
+    weight: float | None
     how: str = "host"
     rows: tuple[int, ...] = (0, 1, 2)
 
@@ -167,15 +167,20 @@ def test_a_window_of_one_micro_batch_is_its_gradients_bit_for_bit(weight: float,
         assert torch.equal(mean, grads[0][row])
 
 
-@pytest.mark.parametrize("weight", [2.0, 4.0])
-def test_equal_weights_are_autograds_own_sum_bit_for_bit(weight: float, backend: str) -> None:
-    window = [MicroBatch(weight, how) for how in ("host", "host", "device", "host")]
+@pytest.mark.parametrize("weight", [None, 2.0, 4.0])
+@pytest.mark.parametrize("closes", [False, True], ids=["open", "closed"])
+def test_equal_weights_or_none_are_autograds_own_sum_bit_for_bit(
+    weight: float | None, closes: bool, backend: str
+) -> None:
+    """The same fp32 additions in the same order."""
+    hows = ("host", "host", "device" if weight else "host", "host")
+    window = [MicroBatch(weight, how) for how in hows]
     grads = gradients(window)
-    for row, mean in enumerate(run(backend, window, grads)):
+    for row, mean in enumerate(run(backend, window, grads, closes=closes)):
         total = grads[0][row]
         for each in grads[1:]:
             total = total + each[row]
-        assert torch.equal(mean, total / 4)
+        assert torch.equal(mean, total / 4 if weight else total)
 
 
 # ---- what a window lives through -------------------------------------------------------------------------------------

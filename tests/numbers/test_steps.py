@@ -1,4 +1,4 @@
-"""What a step takes, and what it says: numbers that a reader can check by hand."""
+"""What a window adds up to, what a step takes, and what it says: numbers that a reader can check by hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import inside
 import pytest
 import torch
+from compare import assert_close
 from loop import Loop
 from torch import Tensor, nn
 
@@ -19,6 +20,52 @@ LR = 0.5
 def one_parameter(backend: str, **options: float) -> tuple[nn.Parameter, af.SGD]:
     param = nn.Parameter(torch.full((4,), 8.0))
     return param, af.SGD([param], lr=LR, backend=backend, **options)
+
+
+# ---- accumulators ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_closed_window_of_16_bit_gradients_is_fp32_and_the_next_backward_16_bit_again(
+    backend: str, dtype: torch.dtype
+) -> None:
+    param, optimizer = one_parameter(backend)
+    param.grad_dtype = dtype
+    # Each is a bfloat16 and a float16. Their sum has too many bits for both, and is too large for a float16.
+    slopes = (49152.0, 49152.0, 1 + 2**-7)
+    for update in (1, 2):
+        for number, slope in enumerate(slopes):
+            (param * slope).sum().backward()
+            assert param.grad.dtype == dtype
+            optimizer.accumulate(last=number == 2)
+        assert param.grad.dtype == torch.float32
+        assert param.grad.tolist() == [sum(slopes)] * 4
+        optimizer.step()
+        assert param.grad is None
+        assert param.grad_dtype == dtype
+        assert param.tolist() == [8.0 - LR * update * sum(slopes)] * 4
+
+
+@pytest.mark.parametrize("weights", [(None, None, None), (2.0, 0.5, 3.0)], ids=["sum", "mean"])
+def test_the_first_fp32_gradient_becomes_the_accumulator(weights: tuple[float | None, ...], backend: str) -> None:
+    param, optimizer = one_parameter(backend)
+    grads = [torch.full((4,), slope) for slope in (1.0, 2.0, 3.0)]
+    address = grads[0].data_ptr()
+    for last in (False, False, True):
+        param.grad = grads.pop(0)  # nobody else has it
+        optimizer.accumulate(weights[2 - len(grads)], last=last)
+    assert param.grad.data_ptr() == address, "the gradient was copied"
+    assert_close(param.grad, torch.full((4,), 6.0 if None in weights else 12.0 / 5.5), "window")
+
+
+def test_a_gradient_that_is_a_part_of_larger_memory_is_copied(backend: str) -> None:
+    """An accumulator would keep all of that memory, which nobody else has."""
+    param, optimizer = one_parameter(backend)
+    param.grad = torch.empty(0).set_(torch.ones(8).untyped_storage(), 0, (4,))
+    address = param.grad.data_ptr()
+    optimizer.accumulate(last=True)
+    assert param.grad.data_ptr() != address
+    assert param.grad.tolist() == [1.0] * 4
 
 
 # ---- between closing a window and the step ---------------------------------------------------------------------------
