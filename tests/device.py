@@ -109,6 +109,14 @@ class Launches:
     def capture(self, graph: int, stream: int) -> None:
         self._graph = graph
 
+    def launches(self) -> int:
+        return sum(map(len, self.made.values()))
+
+    def tables(self) -> int:
+        """How many different ones the launches have read: each was copied to the device."""
+        read = [args[0] for made in self.made.values() for _, args in made]
+        return len({*map(id, read + [args[3] for _, args in self.made["step"]])})
+
     def synchronize(self) -> None:
         waiting, self._waiting = self._waiting, []
         _run(waiting)

@@ -138,10 +138,13 @@ class Emulation(DeviceMemory):
                 self._captures = False
                 self.machine.capture(0, SIDE)
 
-    def launches(self, call: Callable[[], Any]) -> int:
-        before = self.machine.launches()
+    def costs(self, call: Callable[[], Any]) -> tuple[int, int]:
+        """Launches, and copies to the device, of which the CUDA backend makes none: its launches carry what is new."""
+        counts = [self.machine.launches, getattr(self.machine, "tables", lambda: 0)]
+        before = [count() for count in counts]
         call()
-        return int(self.machine.launches() - before)
+        launched, copied = (count() - known for count, known in zip(counts, before, strict=True))
+        return launched, copied
 
     def give_away(self) -> None:
         """Memory that nobody has any more, and the current stream's launches do not hold."""

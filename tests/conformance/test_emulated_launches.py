@@ -36,17 +36,7 @@ def launches(machine: Any, call: Callable[[], Any]) -> int:
     return int(machine.launches() - before)
 
 
-def test_only_what_has_changed_is_sent(cuda: CudaBackend, machine: Any) -> None:
-    optimizer, params = make(cuda, max_grad_norm=1.0)
-    optimizer.step()
-    assert launches(machine, optimizer.step) == 2, "norm and step"
-    optimizer.param_groups[0]["lr"] = 0.01
-    assert launches(machine, optimizer.step) == 2, "a new lr travels with the step"
-    params[0].grad = params[0].grad.clone()
-    assert launches(machine, optimizer.step) == 2, "and the new address with the norm"
-
-
-@pytest.mark.parametrize(("groups", "steps"), [(21, 1), (22, 2), (43, 3)])
+@pytest.mark.parametrize(("groups", "steps"), [(1, 1), (21, 1), (22, 2), (43, 3)])
 def test_a_step_of_many_groups_is_several_launches(groups: int, steps: int, cuda: CudaBackend, machine: Any) -> None:
     """One carries 150 hyper-parameters, and AdamW has 7. Each learning rate is new."""
     found = []
@@ -231,28 +221,16 @@ class Loop:
         self.optimizer.zero_grad()
 
 
-PLAIN, WEIGHTED = [None] * 4, [3.0, 1.0, 5.0, 2.0]
-
-
-@pytest.mark.parametrize("weights", [PLAIN, WEIGHTED])
-def test_a_window_of_a_small_model_is_its_folds_a_norm_and_a_step(
+@pytest.mark.parametrize("weights", [[None] * 4, [3.0, 1.0, 5.0, 2.0]])
+def test_a_window_is_its_folds_a_norm_and_a_step_and_clears_only_sums_without_gradients(
     weights: list[Any], cuda: CudaBackend, machine: Any
 ) -> None:
-    loop = Loop(cuda, weights)
-    for _ in range(2):  # the first step makes the states
-        loop.run()
-    with Operations() as operations:
-        assert launches(machine, loop.run) == 4 + 2, "the first fold copies, because the test keeps the gradients"
-    assert operations.seen == []
-
-
-def test_only_a_window_without_some_gradients_clears_their_sums(cuda: CudaBackend) -> None:
-    ours, theirs = Loop(cuda, WEIGHTED), Loop(CpuBackend(), WEIGHTED)
-    ours.run(), theirs.run()
+    ours, theirs = Loop(cuda, weights), Loop(CpuBackend(), weights)
+    ours.run(), theirs.run()  # makes the states
     for missing, wanted in ((None, []), (1, ["_foreach_zero_"]), (1, ["_foreach_zero_"]), (None, [])):
         ours.missing = theirs.missing = missing
         with Operations() as operations:
-            ours.run()
+            assert launches(machine, ours.run) == 4 + 2, "the first fold copies, because the test keeps the gradients"
         theirs.run()
         assert operations.seen == wanted
     assert_all_same_bits(everything(ours.optimizer), everything(theirs.optimizer))
@@ -260,6 +238,7 @@ def test_only_a_window_without_some_gradients_clears_their_sums(cuda: CudaBacken
 
 @pytest.mark.parametrize("count", range(6))
 def test_a_launch_that_fails_leaves_the_optimizer_usable(count: int, cuda: CudaBackend, machine: Any) -> None:
+    """A norm that was not taken is told to nobody."""
     (ours, _), (theirs, _) = make(cuda, max_grad_norm=1.0), make(CpuBackend(), max_grad_norm=1.0)
     for _ in range(2):
         machine.fail_after(count)
@@ -268,6 +247,7 @@ def test_a_launch_that_fails_leaves_the_optimizer_usable(count: int, cuda: CudaB
         except RuntimeError as error:
             assert "CUDA, " in str(error)  # noqa: PT017
             assert "too many resources requested for launch" in str(error)  # noqa: PT017
+            assert count > 0 or ours.grad_norm.isnan()
             ours.step()
         machine.fail_after(-1)
         theirs.step()
@@ -285,12 +265,3 @@ def test_several_devices_have_a_norm_of_their_own(
         optimizer.step()
         found.append(everything(optimizer))
     assert_all_same_bits(found[0], found[1])
-
-
-def test_a_step_that_fails_tells_no_norm_that_it_has_not_taken(cuda: CudaBackend, machine: Any) -> None:
-    optimizer, _ = make(cuda, max_grad_norm=1.0)
-    optimizer.step()
-    machine.fail_after(0)
-    with pytest.raises(RuntimeError, match="too many resources"):
-        optimizer.step()
-    assert optimizer.grad_norm.isnan()

@@ -15,7 +15,6 @@ import pytest
 import torch
 from compare import assert_all_same_bits, everything
 from device import Launches
-from gpu_runs import Emulation
 from places import INTERPRETED, interpreted
 from table import ADAMW_CASE, random_params
 from torch import Tensor
@@ -146,48 +145,3 @@ def test_an_address_with_another_dtype_is_sent(triton: Any, launches: Launches) 
     found = stepped(triton, grads, [0.1] * 2)
     assert sent(launches, "step") == [True]
     assert_all_same_bits(everything(found), everything(stepped(CpuBackend(), grads, [0.1] * 2)))
-
-
-@pytest.mark.parametrize("count", [1, 148, 300, 1000, 3000, 10_000])
-def test_launches_do_not_depend_on_the_number_of_tensors(
-    count: int, triton: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A norm with its step is two, a fold is one. New addresses are one copy more; a graph copies at each replay."""
-    with Emulation.of_triton(triton, monkeypatch) as gpu:
-        params = [torch.zeros(2, requires_grad=True) for _ in range(count)]
-        optimizer, weight, made = (
-            ADAMW_CASE.make(params, triton, max_grad_norm=1.0),
-            torch.tensor(3.0),
-            gpu.machine.made,
-        )
-
-        def copied() -> set[int]:
-            tables = [launch[1][0] for verb in made.values() for launch in verb]
-            return set(map(id, tables + [launch[1][3] for launch in made["step"]]))
-
-        def counts(call: Any, grads: list[Tensor] | None = None) -> tuple[int, int]:
-            """Launches, and copies to the device."""
-            launched, known = sum(map(len, made.values())), copied()
-            for param, grad in zip(params, grads or [], strict=False):
-                param.grad = grad
-            call()
-            return sum(map(len, made.values())) - launched, len(copied() - known)
-
-        def step(grads: list[Tensor]) -> tuple[int, int]:
-            return counts(optimizer.step, grads)
-
-        def window(grads: list[Tensor]) -> list[tuple[int, int]]:
-            """Of the first fold, which copies, of another, and of the norm with the step."""
-            folds = [counts(lambda: optimizer.accumulate(weight), grads) for _ in range(2)]
-            return [*folds, counts(optimizer.step)]
-
-        known, new = ([torch.ones(2) for _ in params] for _ in range(2))
-        step(known), window(known), step(known)  # the first ones make states and accumulators
-        assert step(known) == (2, 0)
-        assert step(new) == (2, 1)
-        window(known)
-        assert window(known) == [(1, 0), (1, 0), (2, 0)]
-        assert window(new) == [(1, 1), (1, 0), (2, 0)]
-        with gpu.capturing():
-            assert step(new) == (2, 3), "a table each, and numbers"
-            assert window(new) == [(1, 1), (1, 1), (2, 3)]
