@@ -103,6 +103,7 @@ def along_a_tensor() -> Tensor:
 
 
 def along_steps() -> Tensor:
+    """An element is 8 behind itself in the step before, and 9 behind its neighbour."""
     keys = [codecs.key(torch.tensor(5), torch.tensor(step), 3) for step in range(1, 1 << 13)]
     return torch.stack([codecs.noise(key, 8) for key in keys])
 
@@ -113,7 +114,7 @@ def test_each_element_has_uniform_noise_that_knows_of_no_other(draw: Callable[[]
     found = draw()
     leading = [((codecs.stream(found, number) >> 28) & 15).long() for number in range(3)]
     for first, second in itertools.product(leading, leading):
-        for element, distance in itertools.product((0, 1), (0, 1, 2, 3, 8, 128, 1024)):
+        for element, distance in itertools.product((0, 1), (0, 1, 2, 3, 8, 9, 128, 1024)):
             if distance == 0 and first is second:
                 continue
             others = second.flatten()[element + distance :: 8]
@@ -127,8 +128,13 @@ def test_each_element_has_uniform_noise_that_knows_of_no_other(draw: Callable[[]
 
 
 def test_no_key_has_noise_like_that_of_another() -> None:
-    """Some multipliers, as keys could be, resemble each other: of so many pairs a few would show it."""
-    keys = [codecs.key(torch.tensor(1), torch.tensor(step), 0) for step in range(256)]
+    """Of steps, seeds and tensors. Some multipliers, as keys could be, resemble each other: a few pairs show it."""
+    own = (
+        {(1, step, 0) for step in range(256)}
+        | {(seed, 1, 0) for seed in range(64)}
+        | {(1, 1, row) for row in range(64)}
+    )
+    keys = [codecs.key(torch.tensor(seed), torch.tensor(step), row) for seed, step, row in sorted(own)]
     signs = torch.stack([1.0 - 2 * (codecs.noise(key, 1 << 16) < 0) for key in keys])
     found = (signs @ signs.T / 2**8).triu(1)  # in standard deviations, each of 2^16 elements
     assert float(found.abs().max()) < 5.5

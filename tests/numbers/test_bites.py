@@ -17,7 +17,6 @@ NO_KERNEL = {"test_bites", "test_memory_report", "test_schedule", "test_windows"
 NO_NUMBER = {
     "test_every_optimizer_of_the_package_and_every_rule_is_in_the_table",
     "test_stochastic_rounding_is_right_on_average",
-    "test_no_rounding_knows_of_another",
     "test_the_codes_that_won_never_make_updates_much_larger",
     "test_the_reference_is_the_exact_displacement",
 }

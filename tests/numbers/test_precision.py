@@ -178,48 +178,21 @@ ROUNDED: dict[str, tuple[Rounded, tuple[float, ...]]] = {  # values, none of whi
 }
 
 
-def noise_of(step: int, elements: int, row: int = 0, seed: int = 0) -> Tensor:
-    """An optimizer's noise of one tensor in one step."""
-    return codecs.noise(codecs.key(torch.tensor(seed), torch.tensor(step), row), elements)
-
-
 @pytest.mark.parametrize("name", ROUNDED)
 def test_stochastic_rounding_is_right_on_average(name: str) -> None:
-    """Of many elements and steps that all hold one value; every block also holds 1, and so its scale."""
+    """Of many elements and steps that all hold one value; every block also holds 1, and so its scale.
+
+    That no noise knows of another one: test_parts.py.
+    """
     rounded, values = ROUNDED[name]
     for value in values:
         elements = torch.full((1 << 12,), value)
         elements[:: codecs.BLOCK] = 1.0
         kept = elements != 1.0
         exact = elements[kept].double()
-        errors = torch.cat([rounded(elements, noise_of(step, 1 << 12))[kept] - exact for step in range(1, 33)])
+        keys = [codecs.key(torch.tensor(0), torch.tensor(step), 0) for step in range(1, 33)]
+        errors = torch.cat([rounded(elements, codecs.noise(key, 1 << 12))[kept] - exact for key in keys])
         low, high = errors.min(), errors.max()
         sigma = float((-low * high).sqrt()) / math.sqrt(len(errors))  # two outcomes, whose mean is to be 0
         assert len(errors) > 100_000
         assert abs(float(errors.mean())) < 3 * sigma, value
-
-
-def test_no_rounding_knows_of_another() -> None:
-    """Neither elements, nor steps, tensors, seeds, nor the moments and the weight of one element."""
-
-    def errors(noise: Tensor) -> Tensor:
-        """In units between two bf16 neighbours: -0.5 or 0.5."""
-        values = torch.full(noise.shape, 1 + 2.0**-8)
-        return (bfloat16(values, noise) - values.double()) * 2**7
-
-    noise = noise_of(5, 1 << 18)
-    here, next_step = errors(noise), errors(noise_of(6, len(noise)))
-    second, weight = (errors(codecs.stream(noise, number)) for number in (1, 2))
-    pairs = {f"elements {lag} apart": (here[:-lag], here[lag:]) for lag in (1, 2, codecs.BLOCK)}
-    pairs |= {
-        "step and next step": (here, next_step),
-        "element of a step and next element of the next": (here[1:], next_step[:-1]),
-        "tensor and next tensor": (here, errors(noise_of(5, len(noise), row=1))),
-        "seed and next seed": (here, errors(noise_of(5, len(noise), seed=1))),
-        "first and second moment": (here, second),
-        "first moment and weight": (here, weight),
-        "second moment and weight": (second, weight),
-    }
-    for what, (left, right) in pairs.items():
-        sigma = float(left.std() * right.std()) / math.sqrt(len(left))
-        assert abs(float(((left - left.mean()) * (right - right.mean())).mean())) < 3 * sigma, what
