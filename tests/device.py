@@ -1,7 +1,7 @@
 """What a device does and a CPU does not: launches wait, memory is given away, and reads make the host wait.
 
-`NoReads` refuses to read a tensor's value. `DeviceMemory` is the memory of the emulated GPU. `Launches` are those of
-interpreted Triton kernels: it records them, and makes them wait.
+`NoReads` refuses to read a tensor's value. `Kernels` names torch's own kernels. `DeviceMemory` is the memory of the
+emulated GPU. `Launches` are those of interpreted Triton kernels: it records them, and makes them wait.
 """
 
 from __future__ import annotations
@@ -45,6 +45,20 @@ class NoReads(TorchDispatchMode):
         copies_one = func is aten.copy_.default and any(args[1] is literal for literal in self._literals)
         assert not copies_one, "a number that is assigned to an element goes through the CPU's memory, and waits"
         return result
+
+
+class Kernels(TorchDispatchMode):
+    """What torch itself would launch on a GPU in a block, by name and in order: no views, and no new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith(("empty", "_record_function")):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 class DeviceMemory(TorchDispatchMode):

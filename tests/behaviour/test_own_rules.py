@@ -15,7 +15,7 @@ from typing import Any
 import inside
 import pytest
 import torch
-from compare import assert_same_bits
+from compare import assert_all_same_bits, assert_same_bits, everything
 from table import random_grads, random_params, set_grads
 
 import accumfused as af
@@ -187,13 +187,14 @@ def other_adam() -> type[af.Adam]:
     return type("Other", (af.Adam,), {"rules": (OtherRule,)})
 
 
-def stepped(kind: type[af.Adam], backend: str) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """The backend that stepped, the parameter and its first moment."""
+def stepped(kind: type[af.Adam], backend: str) -> dict[str, torch.Tensor]:
+    """Parameter and states after a step by this backend."""
     params = random_params([(1000,)])
     set_grads(params, random_grads(params, 0))
     optimizer = kind(params, lr=0.1, backend=backend)
     optimizer.step()
-    return inside.backend(optimizer).name, params[0].detach(), optimizer.state[params[0]]["exp_avg"]
+    assert inside.backend(optimizer).name == backend
+    return everything(optimizer)
 
 
 def test_no_kernel_of_the_same_name_runs_another_rule(
@@ -201,12 +202,9 @@ def test_no_kernel_of_the_same_name_runs_another_rule(
 ) -> None:
     monkeypatch.setenv("ACCUMFUSED_CACHE", str(tmp_path))
     kind = other_adam()
-    _, *expected = stepped(kind, "reference")
+    expected = stepped(kind, "reference")
     for backend in ("cpu", "torch"):
-        name, *found = stepped(kind, backend)
-        assert name == backend
-        for ours, reference in zip(found, expected, strict=True):
-            assert_same_bits(ours, reference, backend)
+        assert_all_same_bits(stepped(kind, backend), expected)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +225,13 @@ def test_what_prevents_a_rule_from_compiling_is_named_with_the_remedy(
         stepped(other_adam(), "cpu")
 
 
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> tuple[Path, list[torch.Tensor]]:
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> tuple[Path, dict[str, torch.Tensor]]:
     """A new cache with a library under a rule's name that is not the rule's; and what the rule steps to.
 
     It is another cache than that of the rule: the system loads nothing twice under one path.
     """
     monkeypatch.setenv("ACCUMFUSED_CACHE", str(tmp_path / "first"))
-    _, *expected = stepped(other_adam(), "cpu")
+    expected = stepped(other_adam(), "cpu")
     (own,) = (tmp_path / "first").glob("*.so")
     assert (tmp_path / "first").stat().st_mode & 0o777 == 0o700
     monkeypatch.setenv("ACCUMFUSED_CACHE", str(tmp_path / "cache"))
@@ -262,11 +260,9 @@ def test_no_library_is_loaded_that_others_can_write(
     else:
         pytest.skip("only root can give a file away")
     with caplog.at_level("WARNING", "accumfused"):
-        _, *found = stepped(other_adam(), "cpu")
+        assert_all_same_bits(stepped(other_adam(), "cpu"), expected)
     assert "others can write it" in caplog.text
     assert not ran.exists()
-    for ours, reference in zip(found, expected, strict=True):
-        assert_same_bits(ours, reference, way)
 
 
 @pytest.mark.parametrize("code", ["", "int x;"])
@@ -275,10 +271,8 @@ def test_a_damaged_library_is_made_anew(
 ) -> None:
     """One that does not load, and one without the rule."""
     made, expected = planted(tmp_path, monkeypatch, code)
-    _, *found = stepped(other_adam(), "cpu")
+    assert_all_same_bits(stepped(other_adam(), "cpu"), expected)
     assert not made.exists()
-    for ours, reference in zip(found, expected, strict=True):
-        assert_same_bits(ours, reference, "made anew")
 
 
 def test_a_rule_that_draws_numbers_is_refused() -> None:

@@ -54,6 +54,8 @@ PACKED_FIRST = PACKED | {
     "case": ["sgd_momentum", "sgd_nesterov", "lion"], "options": [()],
 }  # fmt: skip
 UNCHECKED = Tail(None, nonfinite="propagate")
+PACKED_SIZES: dict[str, Any] = {"states": "bf16", "values": "every size", "tail": TAILS["propagate"]}
+PACKED_SIZES |= {"special": ((2, math.inf),)}
 CORNERS = {
     "a coefficient of zero": Problem("sgd", tail=Tail(1e-50), special_params=((0, 0.0), (1, -0.0))),
     "one of -0": Problem("sgd_maximize", tail=Tail(1e-50), special_params=((0, 0.0), (1, -0.0))),
@@ -66,22 +68,8 @@ CORNERS = {
     "states of every size": Problem("sgd_nesterov", states="8bit", values="every size", tail=UNCHECKED),
     "16-bit states of every size": Problem("sgd_nesterov", states="bf16", values="every size", tail=UNCHECKED),
     "second moments of every size": Problem("adamw", states="8bit", values="every size", tail=UNCHECKED),
-    "packed 16-bit moments of every size": Problem(
-        "adamw",
-        weights="split16",
-        states="bf16",
-        values="every size",
-        tail=TAILS["propagate"],
-        special=((2, math.inf),),
-    ),
-    "a packed 16-bit moment of every size": Problem(
-        "lion",
-        weights="bf16_stochastic",
-        states="bf16",
-        values="every size",
-        tail=TAILS["propagate"],
-        special=((2, math.inf),),
-    ),
+    "packed 16-bit moments of every size": Problem("adamw", weights="split16", **PACKED_SIZES),
+    "a packed 16-bit moment of every size": Problem("lion", weights="bf16_stochastic", **PACKED_SIZES),
     "far below the smallest fp16": Problem("sgd", weights="fp16_master", values="tiny", special=((5, 2.0**-30),)),
 }
 

@@ -9,9 +9,9 @@ import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, everything
+from device import Kernels
 from table import ADAMW_CASE, random_grads, random_params, set_grads
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import accumfused as af
 from accumfused.backends.cpu import CpuBackend
@@ -187,23 +187,6 @@ def test_chunks_queue_for_room_and_units_take_turns(queue: bool, cuda: CudaBacke
     assert_all_same_bits(found[0], found[1])
 
 
-VIEWS = ("empty", "empty_like", "detach", "select", "slice")  # these launch nothing
-
-
-class Operations(TorchDispatchMode):
-    """Torch's own operations that a GPU would run, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name not in VIEWS and not name.startswith("_record_function"):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 class Loop:
     """Windows of four micro-batches, whose gradients stay where they are; the parameter `missing` has none."""
 
@@ -229,10 +212,10 @@ def test_a_window_is_its_folds_a_norm_and_a_step_and_clears_only_sums_without_gr
     ours.run(), theirs.run()  # makes the states
     for missing, wanted in ((None, []), (1, ["_foreach_zero_"]), (1, ["_foreach_zero_"]), (None, [])):
         ours.missing = theirs.missing = missing
-        with Operations() as operations:
+        with Kernels() as torchs:
             assert launches(machine, ours.run) == 4 + 2, "the first fold copies, because the test keeps the gradients"
         theirs.run()
-        assert operations.seen == wanted
+        assert torchs.seen == wanted
     assert_all_same_bits(everything(ours.optimizer), everything(theirs.optimizer))
 
 

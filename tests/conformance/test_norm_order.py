@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from compare import assert_same_bits
+from device import Kernels
 from harness import GPU
 from places import INTERPRETED, ON_CPU, ON_GPU, Place
 from problems import bare_plan
 from reference import ReferenceBackend
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from accumfused.core.protocol import Fold, Scaling
 from accumfused.core.rows import Grads
@@ -20,16 +18,6 @@ from accumfused.formats.numeric import CHUNK, LANES, sum_partials
 
 SIZES = [0, 1, 5, *(n + off for n in (LANES, 2 * LANES, 32 * LANES) for off in (-1, 0, 1)), 200_000]
 every_size = pytest.mark.parametrize("size", SIZES)
-
-
-class Operators(TorchDispatchMode):
-    """Counts what would be kernels on a GPU."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
 
 
 def random_partials(size: int) -> Tensor:
@@ -65,9 +53,9 @@ def test_a_gpus_few_kernels_make_the_additions_of_the_arithmetic(
     if deterministic:
         monkeypatch.setattr(torch.Tensor, "cumsum", None)
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    with Operators() as seen:
+    with Kernels() as torchs:
         assert torch.equal(sum_partials(partials), wanted)
-    assert deterministic or seen.count < 20
+    assert deterministic or len(torchs.seen) < 20
     for bad in (torch.nan, torch.inf):
         if size:
             partials[-1] = bad

@@ -13,7 +13,7 @@ import inside
 import pytest
 import torch
 from compare import assert_all_same_bits, assert_close, assert_same_bits, everything
-from device import NoReads
+from device import Kernels, NoReads
 from layouts import UNUSUAL, edges
 from problems import AXES, GRADS, LOOPS, TAILS, Problem, Tail, expected, play, problems
 from reference import ReferenceBackend
@@ -32,7 +32,6 @@ from table import (  # fmt: skip
     set_grads,
 )
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from accumfused.backends import TorchBackend, torch_kernels, torch_step
 from accumfused.backends.several import SeveralDevices
@@ -177,22 +176,15 @@ def test_what_is_not_finite_propagates(case: Case, torchs: TorchBackend) -> None
     assert param.isnan().tolist() == [False, True, False]
 
 
-class NoFusedKernels(TorchDispatchMode):
-    """Refuses torch's fused kernels, as a device that lacks them does."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert "_fused_" not in func.name(), func
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("case", EACH_KERNEL, ids=lambda case: case.name)
 def test_a_device_without_fused_kernels_is_served(
     case: Case, torchs: TorchBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_step, "_HAVE_FUSED", ())
     monkeypatch.setattr(torch_kernels, "_can_read", lambda plan: False)
-    with NoFusedKernels():
+    with Kernels() as found:
         assert_numbers(Problem(case.name, loop=LOOPS["sum"]), torchs)
+    assert [name for name in found.seen if "_fused_" in name] == []
 
 
 UNREADABLE = {

@@ -85,29 +85,22 @@ CLIPS: dict[str, dict[str, Any]] = {  # as Lightning's Trainer is told
 FUSES = ("audit", "metrics", "noise_scale")  # arguments of fuse_trainer; the others are the Trainer's
 
 
+DEFAULTS: dict[str, Any] = {
+    "max_epochs": 1, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
+    "enable_progress_bar": False, "enable_model_summary": False,
+}  # fmt: skip
+
+
 def fit(
-    model: Any,
-    data: list[Batch] | None = None,
-    *,
-    ckpt_path: Any = None,
-    package: Any = lightning,
-    valid: bool = False,
-    **settings: Any,
-) -> Any:
+    model: Any, data: list[Batch] | None = None, *, ckpt_path: Any = None, package: Any = lightning,
+    valid: bool = False, **settings: Any,
+) -> Any:  # fmt: skip
     """Trains in silence; one epoch over `data` unless told otherwise. With FUSES the trainer is fused.
 
     Args: valid: validates with the same data.
     """
     fuses = {name: settings.pop(name) for name in FUSES if name in settings}
-    settings = {
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        **settings,
-    }
-    settings |= {"enable_progress_bar": False, "enable_model_summary": False}
+    settings = DEFAULTS | settings
     loader = torch.utils.data.DataLoader(data or batches(), batch_size=None, num_workers=0)
     with warnings.catch_warnings():
         for text in QUIET:

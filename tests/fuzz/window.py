@@ -125,13 +125,8 @@ class Windows(Subject):
         bits = {row: self.params[row].grad.detach().clone() for row in self.live()} if refusal is None else {}
         grads = {row: Bounded.exact(grad) for row, grad in bits.items() if row not in self.part} | self.part
         is_left = not self.drops or all(bool(each.value.isfinite().all()) for each in grads.values())
-        is_itself = (
-            is_left
-            and last
-            and self.count == 0
-            and not self.part
-            and (isinstance(weight, float | int) or weight is None)
-        )
+        is_alone = last and self.count == 0 and not self.part
+        is_itself = is_left and is_alone and not isinstance(weight, Tensor)
         dropped = int(self.optimizer.dropped_micro_batches)
         if self.attempt(lambda: self.optimizer.accumulate(weight, last=last), refusal):
             is_looked_at = is_left or (not isinstance(weight, Tensor) and weight == 0)
