@@ -188,7 +188,7 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
             for rule, param in held
         )
 
-    stock = sum(param.nbytes * (1 + len(rule.states)) + 4 * rule.counts_steps for rule, param in held)
+    stock = sum(param.nbytes * (1 + len(rule.states)) + 4 * ("step" in rule.torch_states) for rule, param in held)
     ours = kept({})
     if settings.master_weights != "auto" or ours <= stock:
         return None
