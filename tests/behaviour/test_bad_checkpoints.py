@@ -130,6 +130,7 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
     "SGD's into another's": (of("SGD"), None, rmsprop, "groups have no 'alpha', which Own needs"),
     "more parameters": (of("AdamW", (3,), (2, 2), (1,)), None, adamw, "doesn't match the size"),
     "more groups": (in_groups, None, adamw, "different number of parameter groups"),
+    "fewer groups": (adamw, None, in_groups, "different number of parameter groups"),
     "other shapes": (of("AdamW", (3,), (4,)), None, adamw, r"'exp_avg' of parameter 1 has shape \[4\], .* \[2, 2\]"),
     # damaged
     "no state": (adamw, lambda saved: saved.pop("state"), adamw, "this one has 'param_groups'"),
@@ -157,6 +158,9 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
     "a history of one": (zscore, state(0, clip_history=4.0), zscore, "'clip_history' of parameter 0 is not a tensor"),
     "a mean below 0": (zscore, changed(0, clip_history=lambda h: h - 500.0), zscore, "'clip_history' .* holds -"),
     "windows below 0": (noise, changed(0, noise_scale=lambda n: n - 500.0), noise, "'noise_scale' .* holds -"),
+    "means of a weight below 0": (
+        noise, changed(0, noise_scale=lambda n: n * torch.tensor([1, 1, -1, 1])), noise, "'noise_scale' .* holds -",
+    ),
     "short means": (noise, state(0, noise_scale=torch.zeros(2)), noise, "'noise_scale' of parameter 0 is not a tensor"),
     # with an open window
     "no weights": (window, without(1, "grad_accumulator_weights"), adamw, "window of parameter 1 is incomplete"),
@@ -164,8 +168,12 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
     "cut weights": (window, changed(0, grad_accumulator_weights=lambda w: w[:2]), adamw, "parameter 0 is incomplete"),
     "listed weights": (window, changed(0, grad_accumulator_weights=list), adamw, "window of parameter 0 is incomplete"),
     "a weight below 0": (
-        window, changed(0, grad_accumulator_weights=lambda w: w * torch.tensor([1.0, -1.0, 1.0, 1.0])), adamw,
+        window, changed(0, grad_accumulator_weights=lambda w: w * torch.tensor([1.0, -0.1, 1.0, 1.0])), adamw,
         "window of parameter 0 has .* micro-batches of the weight -",
+    ),
+    "a factor of 0": (
+        window, changed(0, grad_accumulator_weights=lambda w: w * torch.tensor([1.0, 1.0, 0.0, 1.0])), adamw,
+        "window of parameter 0 has 1 micro-batches of the weight 3",
     ),
     "half a micro-batch": (
         window, changed(0, grad_accumulator_weights=lambda w: w + 0.5), adamw, r"window of parameter 0 has \d\.5 micro",

@@ -95,6 +95,17 @@ def test_a_window_of_empty_micro_batches_alone_is_in_the_checkpoint(backend: str
         twin.accumulate()
 
 
+def test_a_window_before_the_first_step_brings_8_bit_states_of_a_parameter_with_holes(backend: str) -> None:
+    optimizer, twin = (
+        af.AdamW([torch.ones(64, 256)[:, ::2].requires_grad_()], backend=backend, state_dtype="8bit") for _ in range(2)
+    )
+    micro_batches(optimizer, [1.0], seed=1)
+    twin.load_state_dict(through_a_file(optimizer.state_dict()))
+    for each in (optimizer, twin):
+        each.step()
+    assert_same(optimizer, twin)
+
+
 def test_a_shallow_copy_has_the_settings_and_a_window_of_its_own(backend: str) -> None:
     _, optimizer = trained("split16", "bf16", backend, nonfinite="raise")
     micro_batches(optimizer, [0.1, 3.0])

@@ -82,6 +82,7 @@ def test_closures_hooks_and_schedulers_of_members_run(backend: str) -> None:
     group.zero_grad()
     group.step()
     assert params[0].grad is None
+    assert group.grad_norm.isnan()  # not that of the step before
     assert [param.tolist() for param in params] == [[-0.25] * 4] * 2
 
 

@@ -115,10 +115,15 @@ def test_optimizers_of_parts_of_a_model_load_it_one_after_the_other(backend: str
         for name, value in twin.full_precision_state_dict(twin_model).items():
             if name[0] in (own, "2"):
                 assert_same_bits(value, saved[name], name)
+    with torch.no_grad():
+        twin_model[1].weight.fill_(torch.nan)  # which the checkpoint has not
+    twins[0].load_full_precision_state_dict(twin_model, saved)
+    assert_same_bits(twin_model[1].weight, saved["1.weight"].to(dtype))
 
 
-def test_a_remainder_that_came_to_fp32_weights_gives_way_to_those_that_are_loaded(backend: str) -> None:
-    (_, optimizer), (_, twin) = trained("split16", "fp32", backend), build("fp32", "fp32", backend)
+@pytest.mark.parametrize("weights", ["fp32", "fp16_master"])
+def test_a_remainder_that_came_to_other_weights_gives_way_to_those_that_are_loaded(backend: str, weights: str) -> None:
+    (_, optimizer), (_, twin) = trained("split16", "fp32", backend), build(weights, "fp32", backend)
     twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     values = [value * 3 for value in whole(optimizer)]
     load(twin, values)

@@ -223,6 +223,15 @@ def test_no_more_than_a_bucket_is_alive(backend: str, bucket: int, expected: lis
     assert first(a, *others) == [-6.0] + [-3.0] * 6
 
 
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+def test_sums_keep_no_graph_of_a_backward_that_makes_one() -> None:
+    params, optimizer = sgd(2, "torch")
+    for _ in range(2):
+        (params[0] * params[1]).sum().backward(create_graph=True)
+        optimizer.accumulate()
+    assert not any(accumulator.requires_grad for accumulator in inside.accumulators(optimizer))
+
+
 @pytest.mark.parametrize("weight", [2, torch.full((), 2.0)], ids=["number", "tensor"])
 def test_closing_is_no_pass_of_its_own(backend: str, weight: Any) -> None:
     """Each write of an accumulator counts in its version."""

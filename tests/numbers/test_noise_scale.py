@@ -85,6 +85,8 @@ def test_without_weights_the_unit_is_a_micro_batch(backend: str) -> None:
     found = optimizer.noise_scale()
     assert float(found.signal) == pytest.approx(1.0, rel=0.05)
     assert float(found.noise_scale) == pytest.approx(problem.trace / 3, rel=0.05)
+    growing = af.NoiseScale(optimizer, 5.0, every=1, share=1.4)
+    assert [growing(update) for update in (0, 1)] == [2, 3]  # a batch of 14, in micro-batches of 5
 
 
 def test_metrics_are_the_norms_of_what_the_step_did(backend: str) -> None:
