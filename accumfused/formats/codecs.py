@@ -66,7 +66,7 @@ def noise(tensor_key: Tensor, numel: int, origin: int = 0) -> Tensor:
     low = position & _HALF
     mixed = low * (low ^ _shift_right(position, 32))  # products below 2^64 keep their bits in int64
     bits = ((mixed & _HALF) ^ _shift_right(mixed, 32)) * 0xFFFF3A4D + mixed
-    return _low(torch.where(index % 2 == 0, bits, bits >> 32))
+    return torch.where(index % 2 == 0, bits, bits >> 32).to(torch.int32)  # which keeps the low half
 
 
 def stream(bits: Tensor, number: int) -> Tensor:
@@ -192,23 +192,11 @@ def _kept(values: Tensor, bits: Tensor) -> Tensor:
     return torch.where(values.isnan(), _NAN >> 16, bits)
 
 
-def _logical(bits: Tensor, count: int | Tensor) -> Tensor:
-    """Shifts int32 right without the sign; 0 < count <= 32."""
-    if isinstance(count, int) and count < 32:
-        return (bits >> count) & (0xFFFFFFFF >> count)
-    count = count.to(torch.int64) if isinstance(count, Tensor) else count  # its int32 would rule over bits of shape []
-    return ((bits.to(torch.int64) & 0xFFFFFFFF) >> count).to(torch.int32)
+def _logical(bits: Tensor, count: int) -> Tensor:
+    """Shifts int32 right without the sign; 0 < count < 32."""
+    return (bits >> count) & (0xFFFFFFFF >> count)
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
     """Shifts int64 right without the sign."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
-
-
-def _low(bits: Tensor) -> Tensor:
-    bits = bits & _HALF
-    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)
-
-
-def _int32(number: int) -> int:
-    return number - (1 << 32) if number >= 1 << 31 else number
