@@ -47,7 +47,8 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def with_labels(table: re.Match[str]) -> str:
     heads = [
-        re.sub(r"<[^>]*>", "", head) for head in HEAD.findall(table[0])
+        re.sub(r"<[^>]*>", "", head).replace('"', "&quot;")
+        for head in HEAD.findall(table[0])
     ]
 
     def labelled(row: re.Match[str]) -> str:
