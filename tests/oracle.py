@@ -1,4 +1,4 @@
-"""The truth in float64: optimizers from their papers' formulas, and the gradient tail in front of them.
+"""The truth in float64: optimizers from their papers' formulas, or torch's own, and the gradient tail before them.
 
 Written without looking at the package's rules: nothing here imports accumfused.
 """
@@ -120,78 +120,19 @@ def signum(p: Tensor, g: Tensor, state: State, *, lr, momentum=0.9, weight_decay
     return p - lr * torch.sign(m)
 
 
-def rmsprop(
-    p: Tensor, g: Tensor, state: State, *, lr, alpha=0.99, eps=1e-8, weight_decay=0.0, momentum=0.0, centered=False,
-    maximize=False,
-) -> Tensor:  # fmt: skip
-    """torch's documentation of RMSprop: Hinton's running average of squares, and Graves's centered one."""
-    g = (-g if maximize else g) + weight_decay * p
-    state["step"] = state.get("step", 0.0) + 1
-    v = state["square_avg"] = alpha * state.get("square_avg", 0.0) + (1 - alpha) * g**2
-    if centered:
-        average = state["grad_avg"] = alpha * state.get("grad_avg", 0.0) + (1 - alpha) * g
-        v = v - average**2
-    direction = g / (v.sqrt() + eps)
-    if momentum > 0:
-        direction = state["momentum_buffer"] = momentum * state.get("momentum_buffer", 0.0) + direction
-    return p - lr * direction
+def of_torch(kind: type[torch.optim.Optimizer]) -> Update:
+    """What torch's own class of the rule does in float64, from its own first states."""
 
+    def update(p: Tensor, g: Tensor, state: State, **options) -> Tensor:
+        twin = torch.nn.Parameter(p.clone())
+        optimizer = kind([twin], **options)
+        optimizer.state[twin].update({name: torch.as_tensor(value).clone() for name, value in state.items()})
+        twin.grad = g.clone()
+        optimizer.step()
+        state.update(optimizer.state[twin])
+        return twin.detach()
 
-def adagrad(
-    p: Tensor, g: Tensor, state: State, *, lr, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0,
-    eps=1e-10, maximize=False,
-) -> Tensor:  # fmt: skip
-    """torch's documentation of Adagrad: Duchi et al. 2011 with a decaying rate."""
-    g = (-g if maximize else g) + weight_decay * p
-    t = state["step"] = state.get("step", 0.0) + 1
-    state["sum"] = state.get("sum", initial_accumulator_value) + g**2
-    return p - lr / (1 + (t - 1) * lr_decay) * g / (state["sum"].sqrt() + eps)
-
-
-def adadelta(
-    p: Tensor, g: Tensor, state: State, *, lr=1.0, rho=0.9, eps=1e-6, weight_decay=0.0, maximize=False
-) -> Tensor:
-    """Zeiler 2012, algorithm 1, with a rate."""
-    g = (-g if maximize else g) + weight_decay * p
-    state["step"] = state.get("step", 0.0) + 1
-    v = state["square_avg"] = rho * state.get("square_avg", 0.0) + (1 - rho) * g**2
-    before = state.get("acc_delta", torch.zeros_like(p))
-    delta = (before + eps).sqrt() / (v + eps).sqrt() * g
-    state["acc_delta"] = rho * before + (1 - rho) * delta**2
-    return p - lr * delta
-
-
-def adamax(
-    p: Tensor, g: Tensor, state: State, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, maximize=False
-) -> Tensor:
-    """Kingma & Ba 2015, algorithm 2, with torch's eps beside the size of the gradient."""
-    g = (-g if maximize else g) + weight_decay * p
-    t = state["step"] = state.get("step", 0.0) + 1
-    m = state["exp_avg"] = betas[0] * state.get("exp_avg", 0.0) + (1 - betas[0]) * g
-    u = state["exp_inf"] = torch.maximum(betas[1] * state.get("exp_inf", torch.zeros_like(p)), g.abs() + eps)
-    return p - lr / (1 - betas[0] ** t) * m / u
-
-
-def radam(
-    p: Tensor, g: Tensor, state: State, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
-    decoupled_weight_decay=False, maximize=False,
-) -> Tensor:  # fmt: skip
-    """Liu et al. 2020, algorithm 2, rectified above a length of 5 as in torch."""
-    g = -g if maximize else g
-    if decoupled_weight_decay:
-        p = p - lr * weight_decay * p
-    else:
-        g = g + weight_decay * p
-    t = state["step"] = state.get("step", 0.0) + 1
-    m = state["exp_avg"] = betas[0] * state.get("exp_avg", 0.0) + (1 - betas[0]) * g
-    v = state["exp_avg_sq"] = betas[1] * state.get("exp_avg_sq", 0.0) + (1 - betas[1]) * g**2
-    m_hat = m / (1 - betas[0] ** t)
-    longest = 2 / (1 - betas[1]) - 1
-    length = longest - 2 * t * betas[1] ** t / (1 - betas[1] ** t)
-    if length <= 5:
-        return p - lr * m_hat
-    r = (((length - 4) * (length - 2) * longest) / ((longest - 4) * (longest - 2) * length)) ** 0.5
-    return p - lr * m_hat * r * (1 - betas[1] ** t) ** 0.5 / (v.sqrt() + eps)
+    return update
 
 
 def _schedule_free(y, state: State, direction, lr, beta, weight_decay, warmup_steps, r, weight_lr_power) -> Tensor:

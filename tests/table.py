@@ -60,22 +60,23 @@ OPTIMIZERS = {
     ),
     "Lion": Optimizer(af.Lion, None, oracle.lion, {"lr": 0.07, "betas": (0.2, 0.9), "weight_decay": 0.9}),
     "RMSprop": Optimizer(
-        af.RMSprop, torch.optim.RMSprop, oracle.rmsprop,
+        af.RMSprop, torch.optim.RMSprop, oracle.of_torch(torch.optim.RMSprop),
         {"lr": 0.07, "alpha": 0.8, "eps": 0.1, "weight_decay": 0.5, "momentum": 0.0, "centered": False},
     ),
     "Adagrad": Optimizer(
-        af.Adagrad, torch.optim.Adagrad, oracle.adagrad,
+        af.Adagrad, torch.optim.Adagrad, oracle.of_torch(torch.optim.Adagrad),
         {"lr": 0.07, "lr_decay": 0.3, "weight_decay": 0.5, "initial_accumulator_value": 0.9, "eps": 1e-2},
     ),
     "Adadelta": Optimizer(
-        af.Adadelta, torch.optim.Adadelta, oracle.adadelta, {"lr": 0.7, "rho": 0.4, "eps": 0.1, "weight_decay": 0.5}
+        af.Adadelta, torch.optim.Adadelta, oracle.of_torch(torch.optim.Adadelta),
+        {"lr": 0.7, "rho": 0.4, "eps": 0.1, "weight_decay": 0.5},
     ),
     "Adamax": Optimizer(
-        af.Adamax, torch.optim.Adamax, oracle.adamax,
+        af.Adamax, torch.optim.Adamax, oracle.of_torch(torch.optim.Adamax),
         {"lr": 0.07, "betas": (0.2, 0.9), "eps": 1e-2, "weight_decay": 0.5},
     ),
     "RAdam": Optimizer(
-        af.RAdam, torch.optim.RAdam, oracle.radam,
+        af.RAdam, torch.optim.RAdam, oracle.of_torch(torch.optim.RAdam),
         {"lr": 0.07, "betas": (0.2, 0.95), "weight_decay": 0.5, "decoupled_weight_decay": True},
     ),
     "Adan": Optimizer(

@@ -86,18 +86,3 @@ def predicted(update: Update, param: Tensor, grad: Bounded, state: State, decay:
     sizes = {name: new[name].abs() + known.get(name, torch.zeros_like(base)).abs() for name in widths}
     state.update(new)
     return Bounded(base, error), {n: Bounded(new[n], 2 * widths[n] + unit * size + TINY) for n, size in sizes.items()}
-
-
-def torch_update(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> Update:
-    """A step of an optimizer of torch's, in float64."""
-
-    def update(param: Tensor, grad: Tensor, state: State) -> Tensor:
-        twin = torch.nn.Parameter(param.clone())
-        optimizer = cls([twin], **options)
-        optimizer.state[twin].update({k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()})
-        twin.grad = grad.clone()
-        optimizer.step()
-        state.update(optimizer.state[twin])
-        return twin.detach()
-
-    return update

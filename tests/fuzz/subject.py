@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from compare import differences, snapshot
+from oracle import of_torch
 from table import OPTIMIZERS, Own, OwnAdagrad
 from torch import Tensor
 
 import accumfused as af
 from accumfused.formats import codecs, numeric
-from fuzz.bounds import BF16, FP32, UNIT, Bounded, Update, tensors, torch_update
+from fuzz.bounds import BF16, FP32, UNIT, Bounded, Update, tensors
 from fuzz.draws import parameter, random
 
 # What is known not to hold yet, and is left out; an entry is taken out with its repair.
@@ -80,9 +81,8 @@ class Subject:
 
     def update(self, options: dict[str, Any]) -> Update:
         """The rule in float64."""
-        if self.foreign:
-            return torch_update(FOREIGN[self.rule], options)
-        return lambda param, grad, state: OPTIMIZERS[self.rule].oracle(param, grad, state, **options)
+        rule = of_torch(FOREIGN[self.rule]) if self.foreign else OPTIMIZERS[self.rule].oracle
+        return lambda param, grad, state: rule(param, grad, state, **options)
 
     # ---- what is compared ------------------------------------------------------------------------------------------
 
