@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import inside
@@ -124,18 +124,24 @@ def whole(optimizer: Any) -> list[Tensor]:
     return [value.clone() for value in saved.values()]
 
 
-def states_of(optimizer: Any) -> dict[str, Tensor]:
-    """Every state in fp64, by parameter and name, whatever it is kept in."""
+def in_fp64(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, Tensor]:
+    """These states of a parameter, whatever they are kept in."""
     found = {}
-    for index, entries in enumerate(map(optimizer.state.get, params_of(optimizer))):
-        for name in inside.rule_of(optimizer, optimizer.param_groups[0]).states:
-            value = entries[name]
-            if value.dtype == torch.uint8:
-                value, codes = torch.empty_like(value, dtype=torch.float32), numeric.memory_order(value)
-                scale, second = entries[f"{name}_scale"].view(-1), name.endswith("sq")
-                numeric.memory_order(value).copy_(codecs.decode(codes, scale, second_moment=second))
-            found[f"{name} {index}"] = value.double()
+    for name in names:
+        value = entries[name]
+        if value.dtype == torch.uint8:
+            codes, scale = numeric.memory_order(value), entries[f"{name}_scale"].view(-1)
+            value = torch.empty_like(value, dtype=torch.float32)
+            numeric.memory_order(value).copy_(codecs.decode(codes, scale, second_moment=name.endswith("sq")))
+        found[name] = value.to(torch.float64, copy=True)
     return found
+
+
+def states_of(optimizer: Any) -> dict[str, Tensor]:
+    """Every state in fp64, by parameter and name."""
+    names = inside.rule_of(optimizer, optimizer.param_groups[0]).states
+    every = [in_fp64(optimizer.state[param], names) for param in params_of(optimizer)]
+    return {f"{name} {index}": value for index, found in enumerate(every) for name, value in found.items()}
 
 
 WIDTH = 24

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from compare import differences, snapshot
+from models import in_fp64
 from oracle import of_torch
 from table import OPTIMIZERS, Own, OwnAdagrad
 from torch import Tensor
 
 import accumfused as af
-from accumfused.formats import codecs, numeric
 from fuzz.bounds import BF16, FP32, UNIT, Bounded, Update, tensors
 from fuzz.draws import parameter, random
 
@@ -141,12 +141,7 @@ class Subject:
     def state_of(self, row: int) -> dict[str, Tensor]:
         """The states of a parameter in float64, whatever they are kept in."""
         entries = self.optimizer.state.get(self.params[row], {})
-        found = {name: entries[name] for name in STATES if entries.get(name) is not None}
-        for name, codes in [(name, value) for name, value in found.items() if value.dtype == torch.uint8]:
-            found[name] = torch.empty_like(codes, dtype=FP32)
-            flat = codecs.decode(numeric.memory_order(codes), entries[f"{name}_scale"], second_moment=name[-1] == "q")
-            numeric.memory_order(found[name]).copy_(flat)
-        return {name: value.to(torch.float64, copy=True) for name, value in found.items()}
+        return in_fp64(entries, [name for name in STATES if entries.get(name) is not None])
 
     def actual(self, row: int) -> Tensor:
         """A parameter in full precision: with its remainder, or its master's elements where these round to it."""
