@@ -135,13 +135,11 @@ def _check_names(own: Mapping[str, Any], given: Any, strict: bool) -> None:
         raise ValueError(f"the state_dict has no {missing[0]!r} ({len(missing)} are missing), which the model needs")
     if strict and unexpected:
         raise ValueError(f"the state_dict has {unexpected[0]!r} ({len(unexpected)} too many), which the model has not")
-    for name in own.keys() & given.keys():
-        value, known = given[name], own[name]
-        if not isinstance(known, Tensor):
-            continue
-        if not isinstance(value, Tensor):
+    for name, known in own.items():
+        value = given.get(name, known)
+        if isinstance(known, Tensor) and not isinstance(value, Tensor):
             raise TypeError(f"{name!r} in the state_dict is a {type(value).__name__}, not a tensor")
-        if value.shape != known.shape:
+        if isinstance(known, Tensor) and value.shape != known.shape:
             raise ValueError(
                 f"{name!r} has shape {list(value.shape)}, that of the model {list(known.shape)}; load the same model's"
             )

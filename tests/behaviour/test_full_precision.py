@@ -165,6 +165,28 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(backend: str, n
     assert all(map(torch.equal, buffers, model.buffers()))
 
 
+class Noted(nn.Linear):
+    """Has an entry in its state_dict that is no tensor."""
+
+    note = "new"
+
+    def get_extra_state(self) -> str:
+        return self.note
+
+    def set_extra_state(self, state: str) -> None:
+        self.note = state
+
+
+def test_an_entry_that_is_no_tensor_is_loaded_and_those_after_it_are_checked(backend: str) -> None:
+    model: Any = nn.Sequential(Noted(3, 2), nn.Linear(2, 2))
+    optimizer = af.SGD(model.parameters(), lr=0.1, backend=backend)
+    saved = {**optimizer.full_precision_state_dict(model), "0._extra_state": "old"}
+    optimizer.load_full_precision_state_dict(model, saved)
+    assert model[0].note == "old"
+    with refused(optimizer, ValueError, r"'1\.bias' has shape \[1\]"):
+        optimizer.load_full_precision_state_dict(model, {**saved, "1.bias": torch.ones(1)})
+
+
 def test_within_a_window_it_is_read_and_not_loaded(backend: str) -> None:
     _, optimizer = trained("split16", "8bit", backend)
     expected = whole(optimizer)

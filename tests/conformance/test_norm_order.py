@@ -76,6 +76,18 @@ def test_the_sum_over_more_chunks_than_lanes(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", [*ON_CPU, *INTERPRETED, *ON_GPU], indirect=True)
+@pytest.mark.parametrize("divisor", [2.0**-51, 2.0**-50])
+def test_the_sum_below_which_a_small_divisor_has_no_norm(divisor: float, place: Place) -> None:
+    found = []
+    for backend, device in ((ReferenceBackend(), "cpu"), (place.backend, place.device)):
+        built = bare_plan(backend, [torch.empty(1, device=device)])
+        scaling = Scaling(built.device, normalization=divisor)
+        sums = [torch.tensor([2.0**-100 * factor], device=device) for factor in (0.5, 0.99, 1.0, 1.5)]
+        found.append([bool(backend.norm(built, None, each, scaling).values[1].isnan()) for each in sums])
+    assert found == [[divisor < 2.0**-50] * 2 + [False] * 2] * 2
+
+
+@pytest.mark.parametrize("place", [*ON_CPU, *INTERPRETED, *ON_GPU], indirect=True)
 def test_the_sum_within_a_chunk(place: Place) -> None:
     """Of few lanes, or of few sizes that matter: in the norm of most gradients another order would not show."""
     generator, found = torch.Generator().manual_seed(0), []
