@@ -11,9 +11,8 @@ namespace accumfused {
 // part of the arithmetic: every backend reads them from here (`_C.CHUNK`, `_C.LANES`) or is tested against them.
 constexpr int64_t kChunk = 32768;
 constexpr int64_t kLanes = 1024;
-constexpr int kMaxStates = 4;        // per element
-constexpr int kMaxTensorStates = 3;  // per tensor, beside the step count
-constexpr int kMaxHypers = 12;       // of a rule
+constexpr int kMaxStates = 4;   // per element
+constexpr int kMaxHypers = 12;  // of a rule
 constexpr int kMaxFunctorBytes = 96;
 
 // States in 8 bits: the elements of a quantisation block, which share a scale (a warp's 32 threads hold four each), the
@@ -39,8 +38,7 @@ struct Row {
   void* param = nullptr;
   float* step = nullptr;          // null: none is counted
   const int64_t* seed = nullptr;  // null: nothing is rounded stochastically
-  float* tensor_state[kMaxTensorStates] = {};
-  void* master = nullptr;  // the rest of the parameter's fp32 value
+  void* master = nullptr;         // the rest of the parameter's fp32 value
   void* state[kMaxStates] = {};
   uint8_t* scale[kMaxStates] = {};  // biased exponents, one per quantisation block of a state
   int64_t numel = 0;

@@ -162,7 +162,6 @@ Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py:
     };
     row.step = static_cast<float*>(take());
     row.seed = static_cast<const int64_t*>(take());
-    for (float*& state : row.tensor_state) state = static_cast<float*>(take());
     row.master = take();
     for (void*& state : row.state) state = take();
     for (uint8_t*& scale : row.scale) scale = static_cast<uint8_t*>(take());

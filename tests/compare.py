@@ -19,7 +19,7 @@ from torch import Tensor
 
 import accumfused as af
 from accumfused.formats.shards import local
-from accumfused.optimizers import RULES
+from accumfused.optimizers.schedule_free import SUMS
 
 # One rounding of fp32 is 6e-8 of the number that it hits.
 TOLERANCES = {
@@ -54,7 +54,8 @@ def bits(tensor: Tensor) -> Tensor:
     """
     if tensor.is_floating_point():
         tensor = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
-        tensor = tensor.detach().contiguous().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        tensor = tensor.detach().contiguous().view(integers[tensor.itemsize])
     return tensor.detach().cpu()
 
 
@@ -76,8 +77,10 @@ def assert_all_same_bits(actual: Mapping[str, Tensor], expected: Mapping[str, Te
 
 
 def everything(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copies of all parameters, states and step counts, by name."""
+    """Copies of all parameters, states and step counts, and of what groups count, by name."""
     found = {}
+    for index, group in enumerate(optimizer.param_groups):
+        found |= {f"{name} of group {index}": group[name].clone() for name in SUMS if name in group}
     for index, param in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         found[f"param {index}"] = param.detach().clone()
         for name, value in optimizer.state.get(param, {}).items():
@@ -109,9 +112,6 @@ def assert_same(ours: torch.optim.Optimizer, other: torch.optim.Optimizer) -> No
         assert_same_bits(found[name], value, name)
 
 
-NUMBERS = {"step", *(name for rule in RULES for name in rule.tensor_states)}  # one for each parameter
-
-
 def assert_like(peer: torch.optim.Optimizer, ours: torch.optim.Optimizer, what: object = "") -> None:
     """The peer's parameters and states up to roundings, in fp32 tensors of its shapes; ours may also count steps."""
     for param, truth in zip(params_of(ours), params_of(peer), strict=True):
@@ -120,7 +120,7 @@ def assert_like(peer: torch.optim.Optimizer, ours: torch.optim.Optimizer, what: 
         theirs = {name: value for name, value in peer.state.get(truth, {}).items() if value is not None}
         assert mine.keys() | {"step"} == theirs.keys() | {"step"}
         for name, value in mine.items():
-            shape = torch.Size() if name in NUMBERS else param.shape
+            shape = torch.Size() if name == "step" else param.shape
             assert (value.dtype, value.device, value.shape) == (torch.float32, param.device, shape)
             if name in theirs:
                 assert_close(value, torch.as_tensor(theirs[name]), "torch.optim", f"{what}: {name}")
@@ -135,6 +135,8 @@ def snapshot(optimizer: torch.optim.Optimizer) -> Snapshot:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found: Snapshot = {f"param {i}": param for i, param in enumerate(params)}
     found |= {f"grad {i}": param.grad for i, param in enumerate(params)}
+    for i, group in enumerate(optimizer.param_groups):
+        found |= {f"group {i} {name}": group[name] for name in SUMS if name in group}
     for i, param in enumerate(params):
         found |= {f"state {i} {name}": value for name, value in optimizer.state.get(param, {}).items()}
     found |= inside.open_window(optimizer)

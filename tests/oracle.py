@@ -135,42 +135,43 @@ def of_torch(kind: type[torch.optim.Optimizer]) -> Update:
     return update
 
 
-def _schedule_free(y, state: State, direction, lr, beta, weight_decay, warmup_steps, r, weight_lr_power) -> Tensor:
-    """Defazio et al. 2024, equations 3 to 5, with the weights of section 3.2. p is y, and x follows from y and z."""
-    t, z, last_beta = state["step"], state.get("z", y), state.get("last_beta", 1.0)
+def schedule_free_group(
+    sums: State, *, lr, warmup_steps=0, r=0.0, weight_lr_power=2.0, momentum=0.9, betas=None, **options
+) -> dict:
+    """Defazio et al. 2024, section 3.2: a group's next weight in the average. Returns its tensors' options."""
+    k = sums["k"] = sums.get("k", 0.0) + 1
+    lr *= min(1.0, k / warmup_steps) if warmup_steps else 1.0
+    lr_max = sums["lr_max"] = max(lr, sums.get("lr_max", 0.0))
+    weight = k**r * lr_max**weight_lr_power
+    sums["weight_sum"] = sums.get("weight_sum", 0.0) + weight
+    last_beta, beta = sums.get("last_beta", 1.0), momentum if betas is None else betas[0]
+    sums["last_beta"] = beta
+    options |= {"lr": lr, "share": weight / sums["weight_sum"], "beta": beta, "last_beta": last_beta}
+    return options if betas is None else options | {"beta2": betas[1]}
+
+
+def sgd_schedule_free(y: Tensor, g: Tensor, state: State, *, lr, share, beta, last_beta, weight_decay=0.0) -> Tensor:
+    """Schedule-Free SGD: equations 3 to 5 of the paper. p is y, and x follows from y and z."""
+    state["step"], z = state.get("step", 0.0) + 1, state.get("z", y)
     x = (y - (1 - last_beta) * z) / last_beta
-    lr *= min(1.0, t / warmup_steps) if warmup_steps else 1.0
-    lr_max = max(lr, state.get("lr_max", 0.0))
-    before = (t - 1) ** r * state.get("lr_max", 0.0) ** weight_lr_power  # the unit of the sum that is kept
-    weight = t**r * lr_max**weight_lr_power
-    weights = state.get("weight_sum", 0.0) * before + weight
-    z = z - lr * (direction + weight_decay * y)
-    x = x + (z - x) * weight / weights
-    state |= {"z": z, "lr_max": lr_max, "weight_sum": weights / weight, "last_beta": beta}
+    z = state["z"] = z - lr * (g + weight_decay * y)
+    x = x + (z - x) * share
     return (1 - beta) * z + beta * x
 
 
-def sgd_schedule_free(
-    p: Tensor, g: Tensor, state: State, *, lr=1.0, momentum=0.9, weight_decay=0.0, warmup_steps=0, r=0.0,
-    weight_lr_power=2.0,
-) -> Tensor:  # fmt: skip
-    """Schedule-Free SGD; p is y."""
-    state["step"] = state.get("step", 0.0) + 1
-    return _schedule_free(p, state, g, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power)
-
-
 def adamw_schedule_free(
-    p: Tensor, g: Tensor, state: State, *, lr=0.0025, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, warmup_steps=0,
-    r=0.0, weight_lr_power=2.0, inner_momentum=0.0,
-) -> Tensor:  # fmt: skip
+    y: Tensor, g: Tensor, state: State, *, beta2=0.999, eps=1e-8, inner_momentum=0.0, **options
+) -> Tensor:
     """Schedule-Free AdamW, with Adam's correction of the second moment, and of the mean inside; p is y."""
-    t = state["step"] = state.get("step", 0.0) + 1
-    v = state["exp_avg_sq"] = betas[1] * state.get("exp_avg_sq", 0.0) + (1 - betas[1]) * g**2
+    t = state.get("step", 0.0) + 1
+    v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", 0.0) + (1 - beta2) * g**2
     if inner_momentum:
         state["exp_avg"] = inner_momentum * state.get("exp_avg", 0.0) + (1 - inner_momentum) * g
         g = state["exp_avg"] / (1 - inner_momentum**t)
-    direction = g / ((v / (1 - betas[1] ** t)).sqrt() + eps)
-    return _schedule_free(p, state, direction, lr, betas[0], weight_decay, warmup_steps, r, weight_lr_power)
+    return sgd_schedule_free(y, g / ((v / (1 - beta2**t)).sqrt() + eps), state, **options)
+
+
+OF_GROUPS = {sgd_schedule_free: schedule_free_group, adamw_schedule_free: schedule_free_group}
 
 
 def muon(
@@ -196,6 +197,7 @@ class Oracle:
         self.update, self.options, self.max_grad_norm = update, options, max_grad_norm
         self.params = [p.detach().double().clone() for p in params]
         self.states: list[State] = [{} for _ in params]
+        self.sums: State = {}  # of the formulas in OF_GROUPS
         self.norm = torch.zeros((), dtype=torch.float64)
 
     def step(self, grads: Sequence[Tensor | None], normalization: float = 1.0) -> None:
@@ -205,9 +207,14 @@ class Oracle:
         if not self.norm.isfinite():
             return
         clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (self.norm.item() + 1e-6))
+        options = OF_GROUPS.get(self.update, _as_they_are)(self.sums, **self.options)
         for i, g in enumerate(grads):
             if g is not None:
-                self.params[i] = self.update(self.params[i], g * clip, self.states[i], **self.options)
+                self.params[i] = self.update(self.params[i], g * clip, self.states[i], **options)
+
+
+def _as_they_are(_: State, **options) -> dict:
+    return options
 
 
 class Loop(torch.optim.Optimizer):
@@ -224,10 +231,12 @@ class Loop(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            options = {name: _number(group[name]) for name in self.defaults}
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.copy_(self.update(p.double(), p.grad.double(), self.state[p], **options))
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                options = {name: _number(group[name]) for name in self.defaults}
+                options = OF_GROUPS.get(self.update, _as_they_are)(group.setdefault("sums", {}), **options)
+            for p in params:
+                p.copy_(self.update(p.double(), p.grad.double(), self.state[p], **options))
         return loss
 
 

@@ -29,7 +29,6 @@ from accumfused.formats.numeric import (
     whole_steps,
 )
 from accumfused.rules import on_tensors
-from accumfused.rules.rule import Rule, renewed
 
 
 class ReferenceBackend:
@@ -84,7 +83,7 @@ class ReferenceBackend:
                 counts = [_steps_made(plan, row) for row in rows]
                 steps = whole_steps(torch.stack(counts)) + 1
                 named = dict(zip(rule.hyper_names, map(float, values), strict=True))  # waits for a GPU that has some
-                scalars = on_tensors.scalars(rule, named, steps, _kept(plan, rule, rows))
+                scalars = on_tensors.scalars(rule, named, steps)
                 for j, row in enumerate(rows):
                     own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
                     factor = on_tensors.signed(named, outcome.coefficient_of(row))
@@ -98,12 +97,6 @@ def _steps_made(plan: Plan, row: int) -> Tensor:
     if storage is None or storage.step is None:
         return torch.zeros((), dtype=torch.float32, device=plan.device)
     return storage.step
-
-
-def _kept(plan: Plan, rule: type[Rule], rows: list[int]) -> dict[str, Tensor]:
-    """The rows' tensor states, by name, each of shape [rows]."""
-    storages = [storage for row in rows if (storage := plan.rows[row].storage) is not None]
-    return {name: torch.stack([s.tensor_states[k] for s in storages]) for k, name in enumerate(rule.tensor_states)}
 
 
 def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor, step: Tensor, skipped: Tensor) -> None:
@@ -130,7 +123,6 @@ def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor,
         stored += zip([value, scale], new, strict=True)
     if storage.step is not None:
         stored.append((storage.step, storage.step + 1))
-    stored += zip(storage.tensor_states, (scalars[renewed(name)] for name in rule.tensor_states), strict=True)
     for old, new_value in stored:
         if old is not None and new_value is not None:
             old.copy_(torch.where(skipped, old, new_value))

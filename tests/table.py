@@ -129,11 +129,6 @@ class Case:
         """Whether nvcc's kernels, and so the emulation of them, have it."""
         return self._rule.is_common
 
-    @property
-    def first_values(self) -> Mapping[str, float]:
-        """Of the numbers that it keeps for each tensor, beside the step count."""
-        return self._rule.tensor_states
-
     def start(self, state: str) -> float:
         """What a state begins at."""
         group = self.make([torch.zeros(1, requires_grad=True)]).param_groups[0]

@@ -28,7 +28,6 @@ class Stored:
     scales: list[list[Tensor | None]]
     steps: Tensors  # step counts; empty if the format and the rule count none
     seeds: Tensors
-    tensor_states: list[Tensors]  # per tensor state of the rule
 
 
 @dataclass

@@ -93,7 +93,6 @@ class TorchBackend:
             if batch.stored is None:
                 batch.stored = torch_step.stored(plan, batch)
             torch_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped)
-        torch_step.renew(plan, grads, known, skipped)
         commit.end()
 
     def _measured(self, plan: Plan, grads: Grads) -> Iterator[Batch]:

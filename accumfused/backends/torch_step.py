@@ -20,7 +20,6 @@ from accumfused.formats.convert import load_state, load_weights, store_state, st
 from accumfused.formats.kinds import Format, States, Storage, Weights
 from accumfused.formats.numeric import SMALLEST_NORMAL, whole_steps
 from accumfused.rules import Rule, on_tensors
-from accumfused.rules.rule import renewed
 
 # A kernel updates in place: (weights, gradients, states, step counts, hyper-parameters, found_inf)
 Kernel = Callable[[Tensors, Tensors, list[Tensors], Tensors, dict[str, Any], Tensor | None], None]
@@ -45,7 +44,6 @@ def stored(plan: Plan, batch: Batch) -> Stored:
         [[blocks(storage, i) for storage in kept] for i in range(count)],
         [storage.step for storage in kept if storage.step is not None],
         [storage.seed for storage in kept if storage.seed is not None],
-        [list(own) for own in zip(*(storage.tensor_states for storage in kept), strict=True)],
     )
 
 
@@ -57,22 +55,6 @@ def advance(plan: Plan, grads: Grads, skipped: Tensor | None) -> None:
         torch._foreach_add_(steps, 1)
     elif steps and skipped is not None:
         torch._foreach_add_(steps, [(~skipped).float()] * len(steps))
-
-
-def renew(plan: Plan, grads: Grads, hypers: list[dict[str, Any]], skipped: Tensor | None) -> None:
-    """Writes the new tensor states, when all pieces of the tensors have read the old ones."""
-    for group, rule in enumerate(plan.rules):
-        if not rule.tensor_states:
-            continue
-        rows = [i for i, row in enumerate(plan.rows) if row.group == group and row.storage and grads[i] is not None]
-        if not rows:
-            continue
-        own = stored(plan, Batch(group, Format(), rows))
-        known = {name: float(value) for name, value in hypers[group].items()}
-        numbers = _numbers(rule, known | _tensor_states(rule, own), own.steps, own.params[0].device)
-        for name, values in zip(rule.tensor_states, own.tensor_states, strict=True):
-            for old, made in zip(values, numbers[renewed(name)].expand(len(rows)), strict=True):
-                _write(old, None, (made, None), skipped)
 
 
 def absorbed(
@@ -113,10 +95,12 @@ def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skip
     kernel = _fused(rule) if plan.device.type in _HAVE_FUSED else None
     if skipped is not None and kernel is _sgd and float(hyper["dampening"]) != 0:
         kernel = None  # the host does not know whether this is a tensor's first step
-    known = {name: value if kernel and _stays(name, value) else float(value) for name, value in hyper.items()}
-    known |= {**rule.flags, **_tensor_states(rule, kept)}
     found_inf = None if skipped is None else skipped.float()
-    run = kernel or (_lion if _is_ours(rule) and rule.name == "lion" else _composed(rule))
+    run = kernel or (_lion if _is_ours(rule) and rule.name == "lion" else None)
+    known = {**hyper, **rule.flags}
+    if run or skipped is None:  # else the rule's own arithmetic, which takes a GPU's numbers as they are
+        known |= {name: float(value) for name, value in hyper.items() if not (kernel and _stays(name, value))}
+    run = run or _composed(rule)
     if (form.weights, form.states) == (Weights.FLOAT32, States.FLOAT32) and (kernel or skipped is None):
         run(kept.params, grads, kept.states, kept.steps, known, found_inf)
         return
@@ -215,26 +199,14 @@ def _fused(rule: type[Rule]) -> Kernel | None:
     return FUSED.get(rule.name) if _is_ours(rule) else None
 
 
-def _tensor_states(rule: type[Rule], batch: Stored) -> dict[str, Tensor]:
-    """By name, each of shape [rows]."""
-    return {name: torch.stack(own) for name, own in zip(rule.tensor_states, batch.tensor_states, strict=True)}
-
-
-def _numbers(rule: type[Rule], h: dict[str, Any], steps: Tensors, device: torch.device) -> dict[str, Tensor]:
-    """The numbers that a rule's elements read, each of shape [] or [rows], and the new tensor states."""
-    counts = torch.stack(steps) if steps else torch.ones((), dtype=torch.float32, device=device)
-    kept = {name: h[name] for name in rule.tensor_states}
-    hypers = {name: value for name, value in h.items() if name not in kept}
-    return on_tensors.scalars(rule, hypers, whole_steps(counts), kept)
-
-
 def _composed(rule: type[Rule]) -> Kernel:
     """A kernel of the rule's own arithmetic."""
 
     def kernel(
         weights: Tensors, grads: Tensors, states: list[Tensors], steps: Tensors, h: dict[str, Any], _: Tensor | None
     ) -> None:
-        scalars = _numbers(rule, h, steps, weights[0].device)
+        counts = torch.stack(steps) if steps else torch.ones((), dtype=torch.float32, device=weights[0].device)
+        scalars = on_tensors.scalars(rule, h, whole_steps(counts))
         factor = -1.0 if h.get("maximize") else 1.0
         for j, (weight, grad, *own_states) in enumerate(zip(weights, grads, *states, strict=True)):
             own = {name: value[j] if value.dim() else value for name, value in scalars.items()}

@@ -230,8 +230,9 @@ def stacked(numbers: Sequence[Number], device: torch.device) -> Tensor:
 
 def at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
     """A number, or an fp32 or fp64 tensor here that a kernel reads, so that a graph's replay follows its changes."""
-    if not isinstance(value, Tensor) or value.device != device:
+    if not isinstance(value, Tensor) or (value.device != device and value.device.type == "cpu"):
         return float(value)
+    value = moved(value, device)
     return value if value.dtype in (torch.float32, torch.float64) else value.double()
 
 

@@ -100,8 +100,6 @@ def make_state(
             # even where a format has counted steps for their noise.
             step = 0.0 if fresh and rule.states else entries.get("step", 0.0 if fresh else 1.0)
             entries["step"] = _number(step, tensor.device)
-        for name in rule.tensor_states:
-            entries[name] = _number(entries.get(name, rule.start(group, name)), tensor.device)
         if form.needs_noise:
             known = entries.get(SEED)
             number = seed if known is None else int(known)

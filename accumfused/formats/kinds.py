@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accumfused.formats import codecs, shards
-from accumfused.rules.rule import MAX_STATES, MAX_TENSOR_STATES, Rule
+from accumfused.rules.rule import MAX_STATES, Rule
 from accumfused.settings import Settings
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of parameters and gradients, in the order of csrc/rows.h
@@ -93,16 +93,14 @@ class Storage:
 
     step: Tensor | None  # fp32, shape []
     seed: Tensor | None  # int64, shape []
-    tensor_states: list[Tensor]  # the rule's, fp32, shape []
     master: Tensor | None
     values: list[Tensor]  # the rule's states
     scales: list[Tensor]  # uint8 [blocks], of INT8 states
 
     def slots(self) -> list[Tensor | None]:
         """The tensors in the order of csrc/rows.h."""
-        lists = (self.tensor_states, MAX_TENSOR_STATES), ([self.master], 1), (self.values, MAX_STATES)
-        padded = [[*values, *[None] * (most - len(values))] for values, most in (*lists, (self.scales, MAX_STATES))]
-        return [self.step, self.seed, *itertools.chain(*padded)]
+        padded = [[*values, *[None] * (MAX_STATES - len(values))] for values in (self.values, self.scales)]
+        return [self.step, self.seed, self.master, *itertools.chain(*padded)]
 
 
 def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
@@ -163,7 +161,6 @@ def names(rule: type[Rule], form: Format) -> list[str]:
     """The keys of a parameter's state, in the order of `Storage`."""
     found = ["step"] if counts_steps(rule, form) else []
     found += [SEED] if form.needs_noise else []
-    found += rule.tensor_states
     found += [form.master[0]] if form.master else []
     found += rule.states
     found += [scale_name(name) for name in rule.states] if form.states is States.INT8 else []
@@ -202,7 +199,6 @@ def storage_of(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[s
     return Storage(
         entries["step"] if counts_steps(rule, form) else None,
         entries[SEED] if form.needs_noise else None,
-        [entries[name] for name in rule.tensor_states],
         entries[form.master[0]] if form.master else None,
         [entries[name] for name in rule.states],
         [entries[scale_name(name)].view(-1) for name in rule.states] if form.states is States.INT8 else [],
@@ -212,7 +208,7 @@ def storage_of(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[s
 def _fits(name: str, value: Any, rule: type[Rule], form: Format, param: Tensor) -> bool:
     if not isinstance(value, Tensor) or value.device != param.device:
         return False
-    if name in ("step", SEED, *rule.tensor_states):
+    if name in ("step", SEED):
         return value.dim() == 0 and value.dtype == (torch.int64 if name == SEED else torch.float32)
     if name in rule.states or (form.master is not None and name == form.master[0]):
         dtype = STATE_DTYPES[form.states] if name in rule.states else form.master[1]  # type: ignore[index]

@@ -246,7 +246,7 @@ def _part(rule: type[Rule], name: str) -> str:
 
 
 def _to_be_made(rule: type[Rule], form: Format, param: Tensor) -> dict[str, int]:
-    numbers = 4 * (counts_steps(rule, form) + len(rule.tensor_states)) + (8 if form.needs_noise else 0)
+    numbers = 4 * counts_steps(rule, form) + (8 if form.needs_noise else 0)
     states = len(rule.states) * param.numel() * STATE_DTYPES[form.states].itemsize
     return {
         "masters": param.numel() * form.master[1].itemsize if form.master else 0,

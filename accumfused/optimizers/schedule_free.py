@@ -13,22 +13,29 @@ maximum so far. Parameters hold y, the state z; x follows from both. Defazio et 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from accumfused.core.coefficient import Measured
+from accumfused.core.engine import Engine
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import Commit, Hypers, Number, Outcome, OwnStep, on_device
+from accumfused.core.rows import Grads
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.making import optimizer_of
-from accumfused.rules import Rule, float32, maximum, minimum, power, sqrt, where
+from accumfused.rules import Rule, float32, power, sqrt, where
 from accumfused.saving import full_precision
 
 
 class ScheduleFreeRule(Rule):
-    # The sum of the weights w in units of the last one: a count, while lr_max stays and r is 0. The step's beta says
-    # where x is; 1 before there is a weight, because x, y and z are the same then.
-    tensor_states: ClassVar[Mapping[str, float]] = {"weight_sum": 0.0, "lr_max": 0.0, "last_beta": 1.0}
+    # What the group has counted before this step, and c; `_update` gives c, and for lr what the warmup makes of it.
+    derived = ("weight_sum", "last_beta", "share")
     needs_16_bits = "whose z is a copy of the weights"
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
         **dict.fromkeys(("momentum", "beta1"), (math.ulp(0.0), 1.0)),  # 0 has no x
@@ -36,22 +43,20 @@ class ScheduleFreeRule(Rule):
         "inner_momentum": (0.0, 1.0),
     }
 
-    @staticmethod
-    def moved(h: Any, step: Any, beta: Any, y: Any, z: Any, direction: Any) -> tuple[Any, Any, tuple[Any, Any, Any]]:
-        """The new y and z, and tensor states. The switch reads beta in fp32, so the step does too."""
-        beta, lr = float32(beta), h.lr * minimum(step / maximum(h.warmup_steps, 1.0), 1.0)
-        lr_max = maximum(float32(lr), h.lr_max)
-        has_weight = lr_max > 0
-        before = power(h.lr_max / where(has_weight, lr_max, 1.0), h.weight_lr_power) * power((step - 1.0) / step, h.r)
-        weight_sum = where(has_weight, h.weight_sum * before + 1.0, 0.0)
-        share = 1.0 / maximum(weight_sum, 1.0)
+    @classmethod
+    def hyper(cls, group: Mapping[str, Any], name: str) -> Any:
+        return group.get(name, 0.0) if name in cls.derived else super().hyper(group, name)
 
-        z = where(h.weight_sum == 0, y, z)
+    @staticmethod
+    def moved(h: Any, step: Any, beta: Any, y: Any, z: Any, direction: Any) -> tuple[Any, Any]:
+        """The new y and z. The switch reads beta in fp32, so the step does too."""
+        beta, last_beta = float32(beta), float32(h.last_beta)
+        z = where((step == 1) | (h.weight_sum == 0), y, z)
         direction = where(h.weight_decay != 0, direction + y * h.weight_decay, direction)
         # x stays where it is if beta changes.
-        y = y + (z - y) * (share + (1.0 - share) * (1.0 - beta / h.last_beta))
-        y = y + direction * (lr * (beta * (1.0 - share) - 1.0))
-        return y, z - direction * lr, (weight_sum, lr_max, where(has_weight, beta, 1.0))
+        y = y + (z - y) * (h.share + (1.0 - h.share) * (1.0 - beta / last_beta))
+        y = y + direction * (h.lr * (beta * (1.0 - h.share) - 1.0))
+        return y, z - direction * h.lr
 
 
 class ScheduleFreeSgdRule(ScheduleFreeRule):
@@ -78,8 +83,7 @@ class ScheduleFreeSgdRule(ScheduleFreeRule):
 
     @staticmethod
     def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-        y, z, sums = ScheduleFreeRule.moved(h, step, h.momentum, p, states[0], g)
-        return y, z, *sums
+        return ScheduleFreeRule.moved(h, step, h.momentum, p, states[0], g)
 
 
 class ScheduleFreeAdamWRule(ScheduleFreeRule):
@@ -118,8 +122,8 @@ class ScheduleFreeAdamWRule(ScheduleFreeRule):
             means = [means[0] * inner + g * (1.0 - inner)]
             g = means[0] * (1.0 / (1.0 - power(inner, step)))
         direction = g / (sqrt(exp_avg_sq * (1.0 / (1.0 - power(h.beta2, step)))) + h.eps)
-        y, z, sums = ScheduleFreeRule.moved(h, step, h.beta1, p, z, direction)
-        return y, z, *means, exp_avg_sq, *sums
+        y, z = ScheduleFreeRule.moved(h, step, h.beta1, p, z, direction)
+        return y, z, *means, exp_avg_sq
 
 
 class ScheduleFreeAdamWInnerRule(ScheduleFreeAdamWRule):
@@ -130,8 +134,76 @@ class ScheduleFreeAdamWInnerRule(ScheduleFreeAdamWRule):
     flags: ClassVar[Mapping[str, bool]] = {"has_inner_momentum": True}
 
 
+# What a group counts, under the authors' names, and where it begins: steps, the sum of the weights w, the largest lr.
+# The last step's beta says where x is. In a group they are tensors, fp64, shape [].
+SUMS = {"k": 0.0, "weight_sum": 0.0, "lr_max": 0.0, "last_beta": 1.0}
+
+
+def _beta(group: Mapping[str, Any]) -> Number:
+    return group["momentum"] if "momentum" in group else group["betas"][0]  # type: ignore[no-any-return]
+
+
+def _step(optimizer: Any, engine: Engine, measured: Measured) -> None:
+    engine.update(measured, partial(_update, optimizer.param_groups))
+
+
+def _update(
+    groups: Sequence[dict[str, Any]], plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit
+) -> None:
+    """`Backend.step` of the optimizer's plan, which also counts the step in the groups that have a gradient."""
+    hypers, ends, can_read = [*hypers], [*commit.ends], _can_read(plan)
+    skipped = outcome.values.tolist()[2] if can_read else outcome.skipped
+    for index in {row.group for row, grad in zip(plan.rows, grads, strict=True) if grad is not None}:
+        group = groups[index]
+        if can_read:
+            counted, numbers = _counted(group, float, max)
+            kept = {} if skipped else counted
+        else:
+            at_hand = partial(_at_hand, device=plan.device)
+            group.update({name: at_hand(group[name]) for name in SUMS})
+            counted, numbers = _counted(group, at_hand, torch.clamp)
+            kept = {name: torch.where(skipped, group[name], number) for name, number in counted.items()}
+        ends += [partial(group[name].fill_, number) for name, number in kept.items()]
+        known = zip(plan.rules[index].hyper_names, hypers[index], strict=True)
+        hypers[index] = tuple(numbers.get(name, number) for name, number in known)
+    plan.backend.step(plan, grads, hypers, outcome, replace(commit, ends=ends))
+
+
+def _can_read(plan: Plan) -> bool:
+    """Whether the host can read the plan's values, and whether a step is skipped, without a wait for a GPU."""
+    return plan.device.type == "cpu"
+
+
+def _at_hand(number: Number, device: torch.device) -> Number:
+    return on_device(number, device, torch.float64) if isinstance(number, Tensor) else number
+
+
+def _counted(
+    group: Mapping[str, Any], read: Callable[[Number], Any], at_least: Callable[[Any, Any], Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The group's `SUMS` after its next step, and what else that step reads."""
+    names = *SUMS, "lr", "warmup_steps", "r", "weight_lr_power"
+    k, weight_sum, lr_max, _, lr, warmup_steps, r, power_of_lr = (read(group[name]) for name in names)
+    k = k + 1.0
+    lr = k / at_least(k, warmup_steps) * lr
+    lr_max = at_least(lr_max, lr)
+    weight = (lr_max > 0) * k**r * lr_max**power_of_lr
+    weight_sum = weight_sum + weight
+    share = weight / at_least(weight_sum, sys.float_info.min)
+    counted = {"k": k, "weight_sum": weight_sum, "lr_max": lr_max, "last_beta": read(_beta(group))}
+    return counted, {"lr": lr, "share": share}
+
+
 class ScheduleFree(FusedOptimizer):
-    """The base of both: parameters hold y at first and after train(), and x, the trained model, after eval()."""
+    """The base of both: parameters hold y at first and after train(), and x, the trained model, after eval().
+
+    A group has one average, as in the authors' code. It counts the steps in which one of its parameters has a gradient.
+    In such a step the others rest: their x, y and z stay. (x moves if beta changes meanwhile.) A parameter whose first
+    gradient is late begins there with x = y = z and takes the group's c, as after gradients of zero; AdamW corrects its
+    second moment by its own number of steps, where the authors take the group's.
+    """
+
+    _own_step: ClassVar[OwnStep | None] = staticmethod(_step)
 
     def train(self) -> None:
         """Puts y, where gradients are taken, into the parameters. Call it after eval(), to go on training.
@@ -139,7 +211,7 @@ class ScheduleFree(FusedOptimizer):
         Raises:
             RuntimeError: a CUDA graph is being captured.
         """
-        self._switch(True, lambda x, states: states["z"] + (x - states["z"]) * states["last_beta"])
+        self._switch(True, lambda x, z, beta: z + (x - z) * beta)
 
     def eval(self) -> None:
         """Puts x, the trained model, into the parameters. Call it before evaluation, and to save the model.
@@ -147,13 +219,17 @@ class ScheduleFree(FusedOptimizer):
         Raises:
             RuntimeError: a CUDA graph is being captured.
         """
-        self._switch(False, lambda y, states: states["z"] + (y - states["z"]) / states["last_beta"])
+        self._switch(False, lambda y, z, beta: z + (y - z) / beta)
 
-    def _switch(self, train_mode: bool, change: Callable[[Tensor, Mapping[str, Tensor]], Tensor]) -> None:
-        groups = [group for group in self.param_groups if group["train_mode"] != train_mode]
-        if groups:
-            full_precision.rewrite(self, {id(param) for group in groups for param in group["params"]}, change)
-        for group in groups:
+    def _switch(self, train_mode: bool, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        for group in [group for group in self.param_groups if group["train_mode"] != train_mode]:
+
+            def changed(weights: Tensor, states: Mapping[str, Tensor], group: dict[str, Any] = group) -> Tensor:
+                weight_sum, beta = (group[name].to(weights) for name in ("weight_sum", "last_beta"))
+                has_z = (weight_sum > 0) & (states["step"] > 0)
+                return torch.where(has_z, change(weights, states["z"], beta), weights)
+
+            full_precision.rewrite(self, set(map(id, group["params"])), changed)
             group["train_mode"] = train_mode
 
     def _refuse_gradients(self) -> None:
@@ -164,7 +240,7 @@ class ScheduleFree(FusedOptimizer):
             ValueError: a group's momentum, or betas[0], is not between 0 and 1. (One on a GPU is not read.)
         """
         for group in self.param_groups:
-            beta = group["momentum"] if "momentum" in group else group["betas"][0]
+            beta = _beta(group)
             if not (isinstance(beta, Tensor) and beta.device.type != "cpu") and not 0.0 < beta < 1.0:
                 raise ValueError(f"Invalid momentum, or betas[0], of a group: {float(beta)}; it must be > 0 and < 1")
         if not all(group["train_mode"] for group in self.param_groups):
@@ -177,22 +253,25 @@ class ScheduleFree(FusedOptimizer):
         """Adds a group, which is to be trained."""
         self.defaults["train_mode"] = True
         super().add_param_group(param_group)
+        _complete(self.param_groups[-1])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("train_mode", True)
-            theirs = {name: group.pop(name, None) for name in ("k", "weight_sum", "lr_max", "scheduled_lr", "foreach")}
-            steps = theirs["k"]  # the authors count for a group
-            if not steps:
-                continue
-            lr_max, beta = theirs["lr_max"], group["momentum"] if "momentum" in group else group["betas"][0]
-            weight = steps ** group["r"] * lr_max ** group["weight_lr_power"]
-            numbers = {"weight_sum": theirs["weight_sum"] / (weight or 1.0), "lr_max": lr_max, "last_beta": beta}
-            for param in group["params"]:
-                if param in self.state:
-                    for name, number in {"step": steps, **numbers}.items():
-                        self.state[param].setdefault(name, torch.tensor(float(number), device=param.device))
+            if "last_beta" not in group:  # the authors' code counts steps for a group alone
+                for name in ("scheduled_lr", "foreach"):
+                    group.pop(name, None)
+                for entries in [self.state[param] for param in group["params"] if param in self.state]:
+                    entries.setdefault("step", torch.tensor(float(group["k"])))
+                group["last_beta"] = _beta(group)
+            _complete(group)
+
+
+def _complete(group: dict[str, Any]) -> None:
+    """Makes tensors of the group's `SUMS`, which the authors' code keeps as numbers."""
+    for name, start in SUMS.items():
+        group[name] = torch.as_tensor(group.get(name, start), dtype=torch.float64)
 
 
 SGDScheduleFree = optimizer_of(ScheduleFreeSgdRule, name="SGDScheduleFree", base=ScheduleFree)

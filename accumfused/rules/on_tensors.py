@@ -91,20 +91,21 @@ def _order(trace: Trace) -> tuple[list[int], dict[int, int]]:
     return places, last | dict.fromkeys(trace.results.values(), len(trace.operations))
 
 
-def scalars(
-    rule: type[Rule], hypers: Mapping[str, float], step: Tensor, kept: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The numbers that `update` reads, and the new tensor states, fp32, each of shape [] or [tensors].
+def scalars(rule: type[Rule], hypers: Mapping[str, float | Tensor], step: Tensor) -> dict[str, Tensor]:
+    """The numbers that `update` reads, fp32, each of shape [] or [tensors].
 
     Args:
         rule: whose.
-        hypers: by name.
+        hypers: by name; a tensor has one element.
         step: [tensors], the numbers of this step, int64.
-        kept: the tensor states, [tensors], by name.
     """
-    inputs = {name: torch.full((), value, dtype=torch.float64, device=step.device) for name, value in hypers.items()}
-    inputs |= {"step": step.double()} | {name: value.double() for name, value in kept.items()}
-    made = evaluate(rule.traced.scalars, inputs, torch.float64, step.device)
+    inputs = {
+        name: value.to(step.device, torch.float64).reshape(())
+        if isinstance(value, Tensor)
+        else torch.full((), value, dtype=torch.float64, device=step.device)
+        for name, value in hypers.items()
+    }
+    made = evaluate(rule.traced.scalars, inputs | {"step": step.double()}, torch.float64, step.device)
     return {name: value.float() for name, value in made.items()}
 
 

@@ -23,11 +23,10 @@ from accumfused.rules.trace import CONDITIONS, Names, Trace
 
 MAX_STATES = 4  # csrc/rows.h's kMaxStates
 MAX_HYPERS = 12  # csrc/rows.h's kMaxHypers
-MAX_TENSOR_STATES = 3  # csrc/rows.h's kMaxTensorStates
 MAX_SCALARS = 23  # in csrc/rows.h's kMaxFunctorBytes, beside the coefficient
 MAXIMUM_RATCHETS = "whose maximum ratchets up on the noise of 8-bit codes"
 _TAKEN = ("p", "g", "step")  # names of the function's other arguments
-_FIXED = ("name", "states", "tensor_states", "second_moments", "hypers", "derived", "flags", "update")
+_FIXED = ("name", "states", "second_moments", "hypers", "derived", "flags", "update")
 
 
 class _RuleType(type):
@@ -62,8 +61,6 @@ class Rule(metaclass=_RuleType):
     name: ClassVar[str] = ""  # of the functor and the kernels, unique; "" for a base of rules
     states: ClassVar[tuple[str, ...]] = ()  # per element, under the names of the optimizer's state
     second_moments: ClassVar[tuple[str, ...]] = ()  # the last of the states: never negative
-    # Per tensor, with their first values; update() reads them from `h` and returns the new ones.
-    tensor_states: ClassVar[Mapping[str, float]] = {}
     # Keys of a parameter group, see `hyper`; optimizer_of() takes a mapping to their defaults. Of a tuple's default,
     # such as "betas": (0.9, 0.99), update() reads the elements: h.beta1 and h.beta2.
     hypers: ClassVar[tuple[str, ...] | Mapping[str, Any]] = ("lr",)
@@ -97,8 +94,8 @@ class Rule(metaclass=_RuleType):
 
     @classmethod
     def start(cls, group: Mapping[str, Any], name: str) -> Any:
-        """What a state or tensor state begins at in torch's checkpoints, as a number or tensor."""
-        return cls.hyper(group, cls.starts[name]) if name in cls.starts else cls.tensor_states.get(name, 0.0)
+        """What a state begins at in torch's checkpoints, as a number or tensor."""
+        return cls.hyper(group, cls.starts[name]) if name in cls.starts else 0.0
 
     @classmethod
     def fits(cls, group: Mapping[str, Any]) -> bool:
@@ -107,13 +104,13 @@ class Rule(metaclass=_RuleType):
 
     @staticmethod
     def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-        """The new parameter and states of one element, and the new tensor states.
+        """The new parameter and states of one element.
 
         A number that depends on no element is computed in fp64, once for each tensor, and rounded to fp32 where it
         meets an element. What depends on an element is fp32.
 
         Args:
-            h: the hyper-parameters, flags and tensor states, by name.
+            h: the hyper-parameters and flags, by name.
             step: this step's number, 1 for the first.
             p, states: the parameter and its states.
             g: the gradient, unscaled, normalised, clipped and, with `maximize`, negated.
@@ -143,7 +140,7 @@ class Rule(metaclass=_RuleType):
 
 
 def _check_names(rule: type[Rule]) -> None:
-    names = [*rule.states, *rule.tensor_states, *rule.hyper_names, *rule.flags]
+    names = [*rule.states, *rule.hyper_names, *rule.flags]
     for name in (rule.name, *names):
         if not name.isidentifier():
             raise ValueError(f"{rule.__name__}: {name!r} is no identifier")
@@ -151,14 +148,8 @@ def _check_names(rule: type[Rule]) -> None:
         raise ValueError(f"{rule.__name__}: {taken[0]!r} means something else already; choose another name")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(
-            f"{rule.__name__}: {', '.join(twice)} stands twice among states, tensor_states, hypers and flags"
-        )
-    for name, given, most in (
-        ("states", rule.states, MAX_STATES),
-        ("tensor_states", rule.tensor_states, MAX_TENSOR_STATES),
-        ("hypers", rule.hyper_names, MAX_HYPERS),
-    ):
+        raise ValueError(f"{rule.__name__}: {', '.join(twice)} stands twice among states, hypers and flags")
+    for name, given, most in (("states", rule.states, MAX_STATES), ("hypers", rule.hyper_names, MAX_HYPERS)):
         if len(given) > most:
             raise ValueError(f"{rule.__name__} has {len(given)} {name}; at most {most} are possible")
     first = len(rule.states) - len(rule.second_moments)
@@ -169,25 +160,23 @@ def _check_names(rule: type[Rule]) -> None:
 def _traced(rule: type[Rule]) -> Traced:
     scalars = Trace()
     trace = Trace(scalars)
-    known = (*rule.hyper_names, *rule.tensor_states)
-    *numbers, step = scalars.inputs(*known, "step")
-    names = Names(f"h of {rule.__name__}.update", {**dict(zip(known, numbers, strict=True)), **rule.flags})
-    elements = ("p", *rule.states)
-    expected = (*elements, *rule.tensor_states)
+    *numbers, step = scalars.inputs(*rule.hyper_names, "step")
+    known = dict(zip(rule.hyper_names, numbers, strict=True))
+    names = Names(f"h of {rule.__name__}.update", {**known, **rule.flags})
+    expected = ("p", *rule.states)
     try:
         results = rule.update(names, step, *trace.inputs("p", "g", *rule.states))
         if not isinstance(results, tuple) or len(results) != len(expected):
             given = f"{len(results)} values" if isinstance(results, tuple) else type(results).__name__
             raise TypeError(f"it returns {given}; it must return ({', '.join(expected)},)")
-        traces = [trace] * len(elements) + [scalars] * len(rule.tensor_states)
-        places = [each.symbol(value).place for each, value in zip(traces, results, strict=True)]
-        if any(each.operations[place].name in CONDITIONS for each, place in zip(traces, places, strict=True)):
+        places = [trace.symbol(value).place for value in results]
+        if any(trace.operations[place].name in CONDITIONS for place in places):
             raise TypeError(
                 "a condition stands for a number in the result; where(condition, a, b) makes a number of it"
             )
     except (TypeError, AttributeError, ValueError) as error:
         raise TypeError(f"{rule.__name__}.update cannot be traced: {error}") from error
-    trace.results = dict(zip(elements, places, strict=False))
+    trace.results = dict(zip(expected, places, strict=True))
     # A number that only a dropped result of an element's operation reads is not computed.
     read = {trace.operations[place].label for place in trace.needed()}
     kept = [(name, place) for name, place in scalars.results.items() if f"s.{name}" in read]
@@ -198,15 +187,7 @@ def _traced(rule: type[Rule]) -> Traced:
         raise ValueError(
             f"the elements of {rule.__name__}.update read {count} numbers that they share; at most {MAX_SCALARS} can be"
         )
-    scalars.results |= {
-        renewed(name): place for name, place in zip(rule.tensor_states, places[len(elements) :], strict=True)
-    }
     return Traced(scalars, trace)
-
-
-def renewed(tensor_state: str) -> str:
-    """The name, among the results of `scalars`, of a tensor state's new value."""
-    return f"new_{tensor_state}"
 
 
 def known_states() -> set[str]:
@@ -215,6 +196,6 @@ def known_states() -> set[str]:
     names = set[str]()
     while below:
         rule = below.pop()
-        names.update(rule.states, rule.tensor_states)
+        names.update(rule.states)
         below += rule.__subclasses__()
     return names

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from accumfused.rules.rule import Rule, renewed
+from accumfused.rules.rule import Rule
 from accumfused.rules.trace import CONDITIONS, Trace
 
 _EXPRESSIONS = {
@@ -60,7 +60,6 @@ def _functor(rule: type[Rule], digest: str, is_common: bool) -> str:
     states = [f"{state}_" for state in rule.states]
     inputs = {hyper: f"hyper[{index}]" for index, hyper in enumerate(rule.hyper_names)} | {"step": "double(step)"}
     maximizes = f"{inputs['maximize']} != 0 ? -coef : coef" if "maximize" in inputs else "coef"
-    inputs |= {state: f"double(*kept[{index}])" for index, state in enumerate(rule.tensor_states)}
     elements = {f"s.{scalar}": scalar for scalar in scalars} | {"p": "p", "g": "g"}
     elements |= dict(zip(rule.states, states, strict=True))
     made, numbers = _statements(rule.traced.scalars, inputs, "double")
@@ -72,22 +71,16 @@ def _functor(rule: type[Rule], digest: str, is_common: bool) -> str:
         f"  static constexpr bool kIsCommon = {str(is_common).lower()};",
         f"  static constexpr int kStates = {len(rule.states)};",
         f"  static constexpr int kFirstSecondMoment = {len(rule.states) - len(rule.second_moments)};",
-        f"  static constexpr int kTensorStates = {len(rule.tensor_states)};",
         f"  static constexpr const char* kStateNames[] = {{{_quoted(rule.states)}}};",
         f"  static constexpr bool kCountsSteps = {str(rule.counts_steps).lower()};",
         f"  static constexpr int kHypers = {len(rule.hyper_names)};",
         f"  static constexpr const char* kHyperNames[] = {{{_quoted(rule.hyper_names)}}};",
         f"  float {', '.join(['coefficient', *scalars])};",
         "",
-        f"  AF_METHOD {name}(const double* hyper, [[maybe_unused]] const float* const* kept,",
-        "      [[maybe_unused]] int64_t step, float coef)",
+        f"  AF_METHOD {name}(const double* hyper, [[maybe_unused]] int64_t step, float coef)",
         f"      : coefficient({maximizes}) {{",
         *made,
         *(f"    {scalar} = float({number});" for scalar, number in zip(scalars, numbers, strict=True)),
-        "  }",
-        "",
-        "  AF_METHOD void keep([[maybe_unused]] float* const* kept) const {",
-        *(f"    *kept[{index}] = {renewed(state)};" for index, state in enumerate(rule.tensor_states)),
         "  }",
         "",
         f"  AF_METHOD void operator()(float& p, float grad{''.join(f', float& {state}' for state in states)}) const {{",

@@ -1,9 +1,8 @@
 """Prints a rule as two Triton functions, and compiles them.
 
-scalars(hyper, kept, step, coefficient) -> (numbers, new): takes the hyper-parameters (fp64, in the order of
-`rule.hyper_names`), the tensor states and the number of this step. It returns fp32: what update() reads, first the
-coefficient, and the new tensor states. update(scalars, p, grad, state0, ... state3) -> (p, state0, ... state3): takes
-tensors of elements; states that the rule does not have go through.
+scalars(hyper, step, coefficient) -> numbers: takes the hyper-parameters (fp64, in the order of `rule.hyper_names`) and
+the number of this step. It returns fp32: what update() reads, first the coefficient. update(scalars, p, grad, state0,
+... state3) -> (p, state0, ... state3): takes tensors of elements; states that the rule does not have go through.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from accumfused.rules.rule import MAX_STATES, MAX_TENSOR_STATES, Rule, renewed
+from accumfused.rules.rule import MAX_STATES, Rule
 from accumfused.rules.to_cpp import digest
 from accumfused.rules.trace import Trace
 
@@ -45,16 +44,12 @@ def compiled(rule: type[Rule], numeric: ModuleType) -> tuple[Any, Any]:
 
 def _scalars(rule: type[Rule]) -> list[str]:
     inputs = {name: f"hyper[{index}]" for index, name in enumerate(rule.hyper_names)} | {"step": "step.to(tl.float64)"}
-    inputs |= {name: f"kept[{index}].to(tl.float64)" for index, name in enumerate(rule.tensor_states)}
     lines, results = _statements(rule.traced.scalars, inputs, _FP64, "tl.float64")
     sign = []
     if "maximize" in rule.hyper_names:  # -x would lose the sign of a zero
         sign = [f"coefficient = tl.where({inputs['maximize']} != 0, coefficient * -1.0, coefficient)"]
     rounded = ["coefficient", *(f"({result}).to(tl.float32)" for result in results)]
-    names = [*rule.traced.scalars.results]
-    kept = [rounded[1 + names.index(renewed(name))] for name in rule.tensor_states] or ["coefficient"]
-    kept += [kept[-1]] * (MAX_TENSOR_STATES - len(kept))
-    return ["(hyper, kept, step, coefficient):", *sign, *lines, f"return {_tuple(rounded)}, {_tuple(kept)}"]
+    return ["(hyper, step, coefficient):", *sign, *lines, f"return {_tuple(rounded)}"]
 
 
 def _update(rule: type[Rule]) -> list[str]:

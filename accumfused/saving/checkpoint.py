@@ -130,8 +130,7 @@ def without_formats(
                 _complete(optimizer, groups[key], param, masters)
                 kept[param] = masters
             continue
-        # torch casts the numbers of a tensor, too; those stay in the state, where its optimizers read them meanwhile.
-        usable = {name for name in {*formatted, *rule.tensor_states} if _is_whole(name, entries.get(name))}
+        usable = {name for name in formatted if _is_whole(name, entries.get(name))}
         lost = [name for name in (REMAINDER, MASTER) if entries.get(name) is not None and name not in usable]
         if lost and format_of(rule, param, optimizer._engine.settings).master:
             warn(
@@ -194,7 +193,7 @@ def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
         lacks = [key for key in needed if key not in group]
         if lacks:
             raise ValueError(f"the checkpoint's groups have no {lacks[0]!r}, which {name} needs; load one of {name}")
-    known = known_states() - {state for rule in optimizer.rules for state in (*rule.states, *rule.tensor_states)}
+    known = known_states() - _states(optimizer)
     params = _params(optimizer, state_dict)
     rules = {key: optimizer._rule_of(group) for key, group in _groups(optimizer, state_dict).items()}
     for rule in rules.values():
@@ -231,14 +230,14 @@ def _check_state(key: Any, param: Tensor, entries: Mapping[str, Any], rule: type
             f"state {placed[0]!r} of parameter {key} is a part of a state, spread over processes, and this optimizer "
             "has whole ones; save and load by torch.distributed.checkpoint, which puts the parts together"
         )
-    lacks = [k for k in expected or (*rule.states, *rule.tensor_states) if own and k not in own]
+    lacks = [k for k in expected or rule.states if own and k not in own]
     if lacks:
         raise ValueError(
             f"the checkpoint's state of parameter {key} has no {lacks[0]!r}, only {', '.join(sorted(own))}: "
             f"it is incomplete, or of another optimizer than {name}"
         )
-    for number in ("step", *rule.tensor_states) if expected or not rule.is_foreign else ():
-        _check_number(f"state {number!r} of parameter {key}", entries.get(number))
+    if expected or not rule.is_foreign:
+        _check_number(f"state 'step' of parameter {key}", entries.get("step"))
 
 
 def _check_number(what: str, value: Any) -> None:

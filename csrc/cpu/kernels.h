@@ -19,10 +19,8 @@ struct Prepared {
 };
 
 // A rule's step, for one instruction set.
-struct RuleCode {
-  void (*run)(const Row&, int64_t index, const Operands&, const Step&, Prepared&, int64_t offset, int64_t n);
-  void (*finish)(const Row&, const Step&);
-};
+using RuleCode = void (*)(const Row&, int64_t index, const Operands&, const Step&, Prepared&, int64_t offset,
+                          int64_t n);
 
 struct Step {
   const double* hypers;          // [groups][hyper_stride]

@@ -58,20 +58,14 @@ namespace accumfused::AF_TARGET {
 namespace {
 
 template <class Rule>
-Rule prepared_rule(const Row& row, const Step& step, int64_t count, float coefficient) {
-  const double* const hypers = step.hypers + row.group * step.hyper_stride;
-  return Rule(hypers, row.tensor_state, count, coefficient);
-}
-
-template <class Rule>
 void run_rule(const Row& row, int64_t index, const Operands& in, const Step& step, Prepared& prepared, int64_t offset,
               int64_t n) {
   static_assert(sizeof(Rule) <= sizeof(Prepared::rule) && __is_trivially_copyable(Rule), "scalars only");
   const int64_t count = row.step ? whole_steps(*row.step) + 1 : 0;
-  const int64_t own = Rule::kTensorStates > 0 || step.coefficients ? index : -1;
+  const int64_t own = step.coefficients ? index : -1;
   if (prepared.group != row.group || prepared.count != count || prepared.row != own) {
     const float coefficient = step.coefficients ? step.coefficients[index] : step.outcome[0];
-    const Rule rule = prepared_rule<Rule>(row, step, count, coefficient);
+    const Rule rule(step.hypers + row.group * step.hyper_stride, count, coefficient);
     memcpy(prepared.rule, &rule, sizeof rule);
     prepared.group = row.group, prepared.count = count, prepared.row = own;
   }
@@ -87,17 +81,8 @@ void run_rule(const Row& row, int64_t index, const Operands& in, const Step& ste
                       [&](auto grad) { update<Rule, true>(rule, param, grad, state, int(n), kAllStates<Rule>); });
 }
 
-// After a row's last chunk: its new tensor states, which no coefficient enters, and step count.
 template <class Rule>
-void finish_row(const Row& row, const Step& step) {
-  if constexpr (Rule::kTensorStates > 0) {
-    prepared_rule<Rule>(row, step, row.step ? whole_steps(*row.step) + 1 : 0, 1.0f).keep(row.tensor_state);
-  }
-  if (row.step) *row.step += 1.0f;
-}
-
-template <class Rule>
-constexpr RuleCode kRuleCode = {run_rule<Rule>, finish_row<Rule>};
+constexpr RuleCode kRuleCode = run_rule<Rule>;
 
 }  // namespace
 }  // namespace accumfused::AF_TARGET

@@ -100,7 +100,6 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kS
     step_kernel(const Work work, const __grid_constant__ Hypers hypers, const float* outcome,
                 const float* coefficients) {
   static_assert(sizeof(Rule) <= kMaxFunctorBytes && Rule::kHypers <= kMaxHypers, "Prepared is too small");
-  static_assert(Rule::kTensorStates == 0, "Prepared is for all tensors of a group");
   __shared__ Prepared prepared;
   if (threadIdx.x == 0) prepared.group = -1;
   if (threadIdx.x < 3) prepared.outcome[threadIdx.x] = outcome[threadIdx.x];
@@ -119,8 +118,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kS
       }
       __syncthreads();  // some threads may still be taking the one before
       if (threadIdx.x == 0) {
-        new (prepared.rule)
-            Rule(prepared.hyper, nullptr, count, coefficients ? coefficients[row] : prepared.outcome[0]);
+        new (prepared.rule) Rule(prepared.hyper, count, coefficients ? coefficients[row] : prepared.outcome[0]);
         prepared.group = group, prepared.count = count, prepared.row = row;
       }
       __syncthreads();

@@ -125,8 +125,7 @@ template <>
 struct alignas(16) PackedRule<AdamFunctor> : AdamFunctor {
   float least_param, most_first;
 
-  __device__ PackedRule(const double* hyper, const float* const* kept, int64_t step, float coef)
-      : AdamFunctor(hyper, kept, step, coef) {
+  __device__ PackedRule(const double* hyper, int64_t step, float coef) : AdamFunctor(hyper, step, coef) {
     const bool can_be = eps_ >= 0 && eps_ <= 1 && inverse_root_ >= 1 && inverse_root_ <= 0x1p9f &&
                         step_size_ >= 0x1p-40f && step_size_ <= 0x1p40f && decay_ > 0 && decay_ <= 1;
     least_param = 0x1p-74f / (eps_ + 0x1p-51f) / decay_, most_first = can_be ? 0x1p60f / step_size_ : -1.0f;

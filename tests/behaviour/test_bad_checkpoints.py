@@ -141,7 +141,10 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
     "a state of nobody": (adamw, lambda saved: saved["state"].update({7: {}}), adamw, "a state of parameter 7, which"),
     "a state that is none": (adamw, lambda saved: saved["state"].update({0: 3.0}), adamw, "is a float, not a dict"),
     "two steps": (adamw, changed(1, step=two), adamw, "'step' of parameter 1 has shape"),
-    "two sums": (averaging, changed(1, weight_sum=two), averaging, "'weight_sum' of parameter 1 has shape"),
+    "two sums": (
+        averaging, lambda s: s["param_groups"][0].update(weight_sum=torch.ones(2)), averaging,
+        "'weight_sum' of a group has shape",
+    ),
     "no maximum": (adamw, lambda s: s["param_groups"][0].update(amsgrad=True), adamw, "has no 'max_exp_avg_sq'"),
     "a maximum into 8 bits": (of("AdamW", amsgrad=True), None, of("AdamW", state_dtype="8bit"), "go with amsgrad=True"),
     # of groups

@@ -19,12 +19,11 @@ from accumfused.rules import sqrt, where
 
 
 class CountedRule(af.Rule):
-    """Root mean squares, with a number for each tensor that counts down, and a flag."""
+    """Root mean squares, with two steps of half the learning rate, and a flag."""
 
     name = "counted"
     states = ("average", "square_avg")
     second_moments = ("square_avg",)
-    tensor_states = {"left": 2.0}  # noqa: RUF012
     hypers = {"lr": 0.1, "beta": 0.5, "maximize": 0.0}  # noqa: RUF012
     flags = {"centered": False}  # noqa: RUF012
 
@@ -34,8 +33,8 @@ class CountedRule(af.Rule):
         average = average * h.beta + g * (1.0 - h.beta)
         square_avg = square_avg * h.beta + (g * g) * (1.0 - h.beta)
         spread = square_avg - average * average if h.centered else square_avg
-        lr = h.lr * where(h.left > 0, 0.5, 1.0)
-        return p - (average * lr) / (sqrt(abs(spread)) + 0.01), average, square_avg, h.left - 1.0
+        lr = h.lr * where(step <= 2, 0.5, 1.0)
+        return p - (average * lr) / (sqrt(abs(spread)) + 0.01), average, square_avg
 
 
 class CenteredRule(CountedRule):
@@ -108,7 +107,6 @@ def test_checkpoints_copies_and_pickles_go_on() -> None:
     optimizer = Counted(params, lr=0.2)
     set_grads(params, random_grads(params, 0))
     optimizer.step()
-    assert optimizer.state[params[0]]["left"] == 1.0
     saved = copy.deepcopy(optimizer.state_dict())
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert type(other) is Counted
@@ -117,8 +115,8 @@ def test_checkpoints_copies_and_pickles_go_on() -> None:
     fresh.load_state_dict(saved)
     assert_all_same_bits(everything(fresh), everything(optimizer))
     assert fresh.param_groups[0]["lr"] == 0.2
-    del saved["state"][1]["left"]
-    with pytest.raises(ValueError, match="state of parameter 1 has no 'left'"):
+    del saved["state"][1]["average"]
+    with pytest.raises(ValueError, match="state of parameter 1 has no 'average'"):
         fresh.load_state_dict(saved)
 
 

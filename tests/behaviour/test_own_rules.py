@@ -137,7 +137,7 @@ def test_what_no_element_enters_is_fp64_and_rounded_where_it_meets_one() -> None
     ]
     for update, expected in cases:
         rule = make(update)
-        numbers = {name: value.reshape(()) for name, value in on_tensors.scalars(rule, h, one, {}).items()}
+        numbers = {name: value.reshape(()) for name, value in on_tensors.scalars(rule, h, one).items()}
         (made,) = on_tensors.update(rule, numbers, ones, ones, [])
         assert_same_bits(made, torch.full((3,), expected))
 

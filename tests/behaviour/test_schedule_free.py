@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 import torch
 from compare import assert_close, assert_same, assert_same_bits, params_of, refused, writes_nothing
 from compare import train as train_all
+from device import NoReads
 from models import build, grads_of, states_of, through_a_file, train, whole
 from table import WEIGHTS, random_params, set_grads
 from torch import Tensor
 from torch.nn import Parameter
 
 import accumfused as af
+from accumfused.backends import torch_kernels
+from accumfused.optimizers import schedule_free
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (af.SGDScheduleFree, {"momentum": 0.5}),
@@ -125,8 +129,8 @@ def test_a_beta_that_a_scheduler_cycles_leaves_the_average_where_it_is(backend: 
         truth.step(grads)
         schedule.step()
         ours.eval()
+        beta = truth.sums["last_beta"]
         for param, y, state in zip(params, truth.params, truth.states, strict=True):
-            beta = state["last_beta"]
             assert_close(param, (y - (1 - beta) * state["z"]) / beta, "fp64 oracle")
         ours.train()
     assert len(betas) > 4
@@ -205,10 +209,10 @@ def test_the_millionth_step_is_counted(backend: str) -> None:
     """A sum of lr^2 in fp32 would be off by percents there."""
     optimizer = af.SGDScheduleFree(random_params(SHAPES), lr=0.7, backend=backend)  # fp32 has a smaller number
     train_all(optimizer)
-    for param in params_of(optimizer):
-        optimizer.state[param]["weight_sum"].fill_(1e6)
+    (group,) = optimizer.param_groups
+    group["weight_sum"].fill_(1e6 * 0.7**2)
     train_all(optimizer)
-    assert all(optimizer.state[param]["weight_sum"] == 1e6 + 3 for param in params_of(optimizer))
+    assert group["weight_sum"] == pytest.approx((1e6 + 3) * 0.7**2, rel=1e-14)
 
 
 def test_a_step_with_a_learning_rate_of_0_does_not_begin_the_average(backend: str) -> None:
@@ -231,6 +235,51 @@ def test_a_step_with_a_learning_rate_of_0_does_not_begin_the_average(backend: st
     train_all(one, other)
     for param, value in zip(params_of(one), params_of(other), strict=True):
         assert_same_bits(param.detach(), value.detach(), "weights")
+
+
+@pytest.mark.parametrize("kind", ["SGD", "inner"])
+def test_a_group_counts_the_steps_in_which_it_has_a_gradient(kind: str, backend: str) -> None:
+    """A parameter that joins late has its place in the group's average, and its own correction of the moments."""
+    cls, options = KINDS[kind]
+    formula = oracle.sgd_schedule_free if kind == "SGD" else oracle.adamw_schedule_free
+    options = {**options, "lr": 0.1, "r": 1.0}
+    groups = [random_params(SHAPES, seed=seed) for seed in range(2)]
+    optimizer = cls([{"params": group} for group in groups], backend=backend, **options)
+    truths = [oracle.Oracle(formula, options, group) for group in groups]
+    for step in range(6):
+        for index, (group, truth) in enumerate(zip(groups, truths, strict=True)):
+            given = [torch.full(p.shape, 1.0 + step - row) for row, p in enumerate(group)]
+            rest = {0} if step < 2 else {1} if step < 4 else set()
+            if index == 1 and step in (0, 3):
+                rest = {*range(len(group))}
+            grads = [None if row in rest else grad for row, grad in enumerate(given)]
+            set_grads(group, grads)
+            if len(rest) < len(group):
+                truth.step(grads)
+        optimizer.step()
+    optimizer.eval()
+    assert [float(group["k"]) for group in optimizer.param_groups] == [6.0, 4.0]
+    for group, truth in zip(groups, truths, strict=True):
+        beta = truth.sums["last_beta"]
+        for param, y, state in zip(group, truth.params, truth.states, strict=True):
+            assert_close(param, (y - (1 - beta) * state["z"]) / beta, "fp64 oracle")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_gpu_counts_is_what_the_host_counts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a step is skipped, of which the host knows nothing: it reads no value."""
+    optimizers = [made(kind, backend="torch") for _ in range(2)]
+    for step in range(5):
+        for optimizer, can_read in zip(optimizers, (True, False), strict=True):
+            monkeypatch.setattr(schedule_free, "_can_read", lambda plan, can_read=can_read: can_read)
+            monkeypatch.setattr(torch_kernels, "_can_read", lambda plan, can_read=can_read: can_read)
+            grads_of(optimizer, step)
+            if step == 2:
+                params_of(optimizer)[0].grad.fill_(torch.nan)
+            with contextlib.nullcontext() if can_read or not step else NoReads():
+                optimizer.step()
+            assert bool(optimizer.step_was_skipped) == (step == 2)
+    assert_same(*optimizers)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -266,7 +315,7 @@ def test_whoever_resumes_in_eval_mode_goes_on_bit_for_bit(
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_of_the_authors_code_load(kind: str, mode: str, backend: str) -> None:
-    """They count, and add up lr^2, for a group; the powers of 2 make that exact."""
+    """They count for a group alone, in numbers of the host."""
     cls, options = KINDS[kind]
     options = {**options, "lr": 0.5, "backend": backend}
     ours, twin = (cls(random_params(SHAPES), **options) for _ in range(2))
@@ -274,11 +323,11 @@ def test_checkpoints_of_the_authors_code_load(kind: str, mode: str, backend: str
     getattr(ours, mode)()
     theirs = copy.deepcopy(ours.state_dict())
     (group,) = theirs["param_groups"]
+    group |= {name: float(group[name]) for name in ("k", "weight_sum", "lr_max")}
+    group |= {"scheduled_lr": 0.5, "foreach": True}
+    del group["last_beta"]
     for entries in theirs["state"].values():
-        group |= {"k": 3, "weight_sum": float(entries["weight_sum"]) * 0.25, "lr_max": 0.5, "scheduled_lr": 0.5}
-        for name in ("step", "weight_sum", "lr_max", "last_beta"):
-            del entries[name]
-    group["foreach"] = True
+        del entries["step"]
     if mode == "train":
         del group["train_mode"]
     for param, value in zip(params_of(twin), params_of(ours), strict=True):
@@ -295,11 +344,13 @@ def test_a_checkpoint_of_theirs_without_a_weight_loads(backend: str) -> None:
     """All learning rates were 0 so far."""
     ours = af.SGDScheduleFree(random_params(SHAPES), backend=backend)
     theirs = ours.state_dict()
-    theirs["param_groups"][0] |= {"k": 1, "weight_sum": 0.0, "lr_max": 0.0}
+    (group,) = theirs["param_groups"]
+    group |= {"k": 1, "weight_sum": 0.0, "lr_max": 0.0}
+    del group["last_beta"]
     theirs["state"] = {index: {"z": param.detach().clone()} for index, param in enumerate(params_of(ours))}
     ours.load_state_dict(theirs)
     train_all(ours)
-    assert all(ours.state[param]["weight_sum"] == 3.0 for param in params_of(ours))
+    assert ours.param_groups[0]["weight_sum"] == 3.0
 
 
 @pytest.mark.parametrize("make", [af.SGDScheduleFree, af.AdamWScheduleFree])

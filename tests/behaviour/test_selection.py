@@ -8,8 +8,9 @@ from typing import Any
 import inside
 import pytest
 import torch
-from table import Case, one_of_each, random_grads, random_params, set_grads
+from table import random_grads, random_params, set_grads
 
+import accumfused as af
 from accumfused import backends, compiled
 from accumfused.__main__ import advice
 from accumfused.backends import TorchBackend
@@ -59,19 +60,15 @@ def test_auto_takes_the_fastest_that_runs_and_says_once_why_no_faster_one(
             backends.select(name, [device])
 
 
-HAVE_NUMBERS = [case for case in one_of_each(lambda case: tuple(case.first_values)) if case.first_values]
-
-
-@pytest.mark.parametrize("case", HAVE_NUMBERS, ids=lambda case: case.name)  # one of each
-def test_without_a_compiler_torchs_kernels_serve_a_rule_with_numbers_per_tensor(
-    case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_a_compiler_torchs_kernels_serve_an_optimizer_whose_groups_count(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backends, "_why_not_cpu", lambda device: f"none for {case.name}")
+    monkeypatch.setattr(backends, "_why_not_cpu", lambda device: "none here")
     params = random_params([(3,)])
     set_grads(params, random_grads(params, 0))
     with caplog.at_level(logging.WARNING, logger="accumfused"):
-        case.make(params, "auto").step()
-    assert [record.getMessage() for record in caplog.records] == [f"{falls_back('torch')}none for {case.name}"]
+        af.SGDScheduleFree(params).step()
+    assert [record.getMessage() for record in caplog.records] == [f"{falls_back('torch')}none here"]
 
 
 def test_kernels_run_where_they_are_for(native: None, built_for_gpus: Any) -> None:

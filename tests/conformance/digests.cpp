@@ -127,10 +127,6 @@ void try_steps(const cpu::Kernels& kernels, const cpu::RuleInfo& rule, const cpu
     const size_t size = size_t(row.numel);
     row.weights = Weights(weights), row.states = States(states), row.seed = &seed, row.origin = int64_t(i);
     if (rule.counts_steps) row.step = static_cast<float*>(memory.zeros(4));
-    for (float*& kept : row.tensor_state) {
-      const float one = 1.0f;
-      kept = static_cast<float*>(memory.zeros(4)), memcpy(kept, &one, 4);
-    }
     row.param = memory.keep(values(row.numel, kParams[weights], is_special));
     if (kMasterBytes[weights]) row.master = memory.zeros(size * kMasterBytes[weights]);
     for (int k = 0; k < rule.states; ++k) {
@@ -161,7 +157,6 @@ void try_steps(const cpu::Kernels& kernels, const cpu::RuleInfo& rule, const cpu
     if (kMasterBytes[weights] == 4) digest.add_floats(row.master, row.numel);
     else digest.add_bytes(row.master, size * kMasterBytes[weights]);
     if (row.step) digest.add_floats(row.step, 1);
-    for (const float* kept : row.tensor_state) digest.add_floats(kept, 1);
     for (int k = 0; k < rule.states; ++k) {
       if (states == 0) digest.add_floats(row.state[k], row.numel);
       else if (states == 1) digest.add_halves(row.state[k], row.numel, 0x7f80u);

@@ -136,7 +136,7 @@ def test_more_chunks_than_the_norm_has_lanes_or_a_launch_can_carry(place: Place)
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize(("weights", "states"), [("fp32", "fp32"), ("split8", "8bit")])
 def test_any_number_of_threads(weights: str, states: str, threads: int, place: Place) -> None:
-    # All other rules take the loop of these two, of which one renews numbers per tensor.
+    # All other rules take the loop of these two, of which one counts for its group.
     cases = [case for case in EACH_RULE if case.is_common or case.rule in ("sgd_schedule_free", "adan")]
     for number, case in enumerate(cases):
         problem = Problem(case.name, GRADS[number % 3], weights, states, edges=EDGES["large"])

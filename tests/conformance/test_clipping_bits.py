@@ -32,7 +32,7 @@ PROBLEMS = {
     "skip above": Problem("sgd", loop=LONG, tail=Tail(None, grad_scale="0.5", clip=PER_TENSOR, skip_above=330.0)),
 }  # fmt: skip
 NOT_FOR_CUDA = {
-    "states of tensors": Problem("adamw_schedule_free", groups=2, tail=Tail(None, clip=PER_TENSOR)),
+    "sums of groups": Problem("adamw_schedule_free", groups=2, tail=Tail(None, clip=PER_TENSOR)),
 }
 
 

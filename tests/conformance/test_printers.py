@@ -102,7 +102,7 @@ def in_cpp(tmp_path: Path) -> Callable[[list[type[Rule]]], Any]:
 using namespace accumfused::cpu;
 template <class Rule>
 void run(const double* hypers, int64_t step, float* p, const float* g, float* a, float* b, int n) {
-  const Rule rule(hypers, nullptr, step, 1.0f);
+  const Rule rule(hypers, step, 1.0f);
   for (int i = 0; i < n; ++i) rule(p[i], g[i], a[i], b[i]);
 }
 #define AF_RUN(Rule) run<Rule>,
@@ -142,7 +142,7 @@ def in_triton() -> Iterator[Callable[[list[type[Rule]]], Any]]:
 
         @triton.jit
         def kernel(hypers, step, one, p, g, a, b, n: tl.constexpr, scalars: tl.constexpr, update: tl.constexpr):  # type: ignore[no-untyped-def]
-            prepared, _ = scalars((tl.load(hypers), tl.load(hypers + 1)), (), tl.load(step), tl.load(one))
+            prepared = scalars((tl.load(hypers), tl.load(hypers + 1)), tl.load(step), tl.load(one))
             i = tl.arange(0, n)
             first, second = tl.load(a + i), tl.load(b + i)
             param, first, second, _, _ = update(prepared, tl.load(p + i), tl.load(g + i), first, second, first, second)

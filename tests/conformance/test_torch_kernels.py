@@ -104,8 +104,8 @@ def assert_numbers(problem: Problem, backend: Any) -> None:
 
 KERNELS = [case for case in CASES if case.rule in (*torch_step.FUSED, "lion")]
 EACH_KERNEL = one_of_each(lambda case: case.rule, KERNELS)
-# For all rules that run by their own arithmetic: one has most states, one has numbers per tensor.
-COMPOSED = [case_named("adan_no_prox"), *one_of_each(lambda case: bool(case.first_values))[-1:]]
+# For all rules that run by their own arithmetic: one has most states, one has numbers of its group on the device.
+COMPOSED = [case_named("adan_no_prox"), case_named("sgd_schedule_free")]
 # torch's AMSGrad loses a NaN in its maximum.
 FINITE = [tail for tail in TAILS.values() if tail.nonfinite != "propagate"]
 NUMBERS = {name: AXES[name] for name in ("loop", "case", "lr", "tensors", "groups")} | {"grads": GRADS, "tail": FINITE}

@@ -37,6 +37,8 @@ def assert_like_oracle(optimizer: af.FusedOptimizer, params: list[Tensor], truth
         assert set(optimizer.state[param]) == set(states)
         for name, value in states.items():
             assert_close(optimizer.state[param][name], torch.as_tensor(value), "fp64 oracle", f"{name} {index}")
+    for name, value in truth.sums.items():
+        assert_close(optimizer.param_groups[0][name], torch.as_tensor(value), "fp64 oracle", name)
 
 
 @pytest.mark.pairwise(

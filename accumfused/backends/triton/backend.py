@@ -31,7 +31,7 @@ from accumfused.formats.kinds import DTYPES, Format, Storage
 from accumfused.formats.numeric import ieee
 from accumfused.rules import Rule, to_triton
 
-_NO_SLOTS = Storage(None, None, [], None, [], []).slots()
+_NO_SLOTS = Storage(None, None, None, [], []).slots()
 _DTYPES = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # of kernels that have not been loaded; on AMD's GPUs, which tell less, of all
@@ -177,14 +177,7 @@ class TritonBackend:
 def constants(rule: type[Rule], form: Format) -> tuple[Any, ...]:
     """The constants that Triton compiles into the step's kernel, in the order of its arguments."""
     first_moments = sum(name not in rule.second_moments for name in rule.states)
-    numbers = (
-        len(rule.tensor_states),
-        len(rule.states),
-        first_moments,
-        int(form.weights),
-        int(form.states),
-        form.needs_noise,
-    )
+    numbers = len(rule.states), first_moments, int(form.weights), int(form.states), form.needs_noise
     return *to_triton.compiled(rule, numeric), *numbers
 
 

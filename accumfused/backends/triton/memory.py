@@ -13,23 +13,22 @@ from accumfused.backends.triton.numeric import CHUNK, whole_steps
 from accumfused.rules import rule
 
 # The table: a row that begins with the ticket, which is 0 between launches; then a row of these words per parameter.
-ROWS = tl.constexpr(23)
+ROWS = tl.constexpr(20)
 WORDS = ROWS
 PARAM = tl.constexpr(0)
 STEP = tl.constexpr(1)  # from here on the order of formats.kinds.Storage
 SEED = tl.constexpr(2)
-TENSOR_STATE = tl.constexpr(3)  # MAX_TENSOR_STATES of them
-MASTER = tl.constexpr(6)
-STATE = tl.constexpr(7)  # MAX_STATES of them
-SCALE = tl.constexpr(11)  # the states' scales
-NUMEL = tl.constexpr(15)
-FIRST_CHUNK = tl.constexpr(16)
-GROUP = tl.constexpr(17)
-KIND = tl.constexpr(18)  # rule and formats
-ORIGIN = tl.constexpr(19)
-GRAD = tl.constexpr(20)  # from here on a call's operands; a step's are the first two
-DTYPE = tl.constexpr(21)
-SUM = tl.constexpr(22)
+MASTER = tl.constexpr(3)
+STATE = tl.constexpr(4)  # MAX_STATES of them
+SCALE = tl.constexpr(8)  # the states' scales
+NUMEL = tl.constexpr(12)
+FIRST_CHUNK = tl.constexpr(13)
+GROUP = tl.constexpr(14)
+KIND = tl.constexpr(15)  # rule and formats
+ORIGIN = tl.constexpr(16)
+GRAD = tl.constexpr(17)  # from here on a call's operands; a step's are the first two
+DTYPE = tl.constexpr(18)
+SUM = tl.constexpr(19)
 
 NO_GRAD, FLOAT32, FLOAT16 = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)  # values of DTYPE; bfloat16 is the last
 BFLOAT16_BITS = tl.constexpr(tl.uint16)  # kernels read bfloat16 as this: Triton's interpreter gets its subnormals wrong

@@ -38,7 +38,6 @@ from accumfused.backends.triton.memory import (
     SEED,
     STATE,
     STEP,
-    TENSOR_STATE,
     WORDS,
     extent,
     float64_from,
@@ -150,37 +149,6 @@ def step_chunk(
 
 
 @triton.jit
-def tensor_states(row, renewed: tl.constexpr):
-    """A row's tensor states; those that the rule does not have are 0."""
-    a = 0.0
-    b = 0.0
-    c = 0.0
-    if renewed > 0:
-        address = tl.load(row + TENSOR_STATE)
-        if address != 0:  # a row without a gradient may have no state yet
-            a = tl.load(pointer_to(address, tl.float32))
-            if renewed > 1:
-                b = tl.load(pointer(row, TENSOR_STATE + 1, tl.float32, 0))
-            if renewed > 2:
-                c = tl.load(pointer(row, TENSOR_STATE + 2, tl.float32, 0))
-    return a, b, c
-
-
-@triton.jit
-def renew_tensor_states(rows, count, kind, hypers, coefficient, scalars: tl.constexpr, renewed: tl.constexpr):
-    for index in range(0, count):
-        row = rows + index * WORDS
-        if (tl.load(row + KIND) == kind) & (tl.load(row + DTYPE) != NO_GRAD):
-            numbers = group_hypers(hypers, tl.load(row + GROUP))
-            _, new = scalars(numbers, tensor_states(row, renewed), step_number(row), coefficient)
-            tl.store(pointer(row, TENSOR_STATE, tl.float32, 0), new[0])
-            if renewed > 1:
-                tl.store(pointer(row, TENSOR_STATE + 1, tl.float32, 0), new[1])
-            if renewed > 2:
-                tl.store(pointer(row, TENSOR_STATE + 2, tl.float32, 0), new[2])
-
-
-@triton.jit
 def advance_steps(rows, count, kind):
     """Counts the step of every parameter of this kind that has a gradient, even an empty one."""
     for first in range(0, count, LANES):
@@ -197,15 +165,14 @@ def advance_steps(rows, count, kind):
 @triton.jit(do_not_specialize=NUMBERS)
 def step_kernel(
     table, count: tl.int32, chunks: tl.int32, hypers, kind: tl.int32, outcome, coefficients: tl.int64,
-    scalars: tl.constexpr, update: tl.constexpr, renewed: tl.constexpr, states: tl.constexpr, moments: tl.constexpr,
-    weights: tl.constexpr, form: tl.constexpr, noisy: tl.constexpr,
+    scalars: tl.constexpr, update: tl.constexpr, states: tl.constexpr, moments: tl.constexpr, weights: tl.constexpr,
+    form: tl.constexpr, noisy: tl.constexpr,
 ):  # fmt: skip
     """Steps the rows of one kind.
 
     Args:
         coefficients: the address of each row's own; 0: they share the outcome's.
         scalars, update: the rule's arithmetic.
-        renewed: the rule's number of tensor states.
         states: the rule's number of states; moments: how many of them come first and are no second moments.
         weights, form: the formats of parameters and states, as numbers of formats/kinds.py; noisy: whether either
             rounds stochastically.
@@ -214,21 +181,20 @@ def step_kernel(
         return  # skipped: nothing is written
     rows = table + ROWS
     coefficient = tl.load(outcome)
-    differ = (renewed > 0) | (coefficients != 0)  # rows of one group and step number, too
     # Scalars cost two powers in fp64, so chunks of one group and step number share them.
     row, last = row_of(rows, count, tl.program_id(0))
     group, number = tl.load(row + GROUP), step_number(row)
     own = own_coefficient(coefficients, last, coefficient)
-    prepared, _ = scalars(group_hypers(hypers, group), tensor_states(row, renewed), number, own)
+    prepared = scalars(group_hypers(hypers, group), number, own)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         row, index = row_of(rows, count, chunk)
         dtype = tl.load(row + DTYPE)
         if (dtype != NO_GRAD) & (tl.load(row + KIND) == kind):
             its_group, its_number = tl.load(row + GROUP), step_number(row)
-            if (its_group != group) | (its_number != number) | (differ & (index != last)):
+            if (its_group != group) | (its_number != number) | ((coefficients != 0) & (index != last)):
                 group, number, last = its_group, its_number, index
                 own = own_coefficient(coefficients, index, coefficient)
-                prepared, _ = scalars(group_hypers(hypers, group), tensor_states(row, renewed), number, own)
+                prepared = scalars(group_hypers(hypers, group), number, own)
             offset, n = extent(row, chunk)
             keys = index, index
             if noisy:
@@ -250,6 +216,4 @@ def step_kernel(
                     prepared, row, keys, brain, offset, n, update, states, moments, weights, form, noisy
                 )  # fmt: skip
     if is_last_program(table):
-        if renewed > 0:
-            renew_tensor_states(rows, count, kind, hypers, coefficient, scalars, renewed)
         advance_steps(rows, count, kind)
