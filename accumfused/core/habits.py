@@ -18,7 +18,7 @@ class Habits:
     """Warns of each habit once.
 
     Attributes:
-        given: how many micro-batches of its current window `windows` has given to the loop; 0: there is none.
+        given: how many micro-batches `windows` has given to all loops of this process so far.
     """
 
     given: ClassVar[int] = 0
@@ -31,7 +31,7 @@ class Habits:
         self._steps_after_drops = 0  # in a row
         self._warned_of_drops = self._warned_of_writes = self._warned_of_sums = self._saw_loop = False
         self._taken: weakref.ref[Tensor] | None = None  # a p.grad that the last step has taken, and its version
-        self._taken_version = 0
+        self._taken_version = self._given = 0  # and `given` at that step
 
     def see(self, plan: Plan) -> None:
         """Notes the versions of some parameters, others in each window: all writes so far are our own."""
@@ -81,14 +81,15 @@ class Habits:
         if self._warned_of_sums or grad is None or grad.is_inference():
             return
         known = None if self._taken is None else self._taken()
-        if self.given and known is grad and grad._version - self._taken_version == self.given:
+        window = self.given - self._given  # an iterator that stands still elsewhere gives none
+        if window and known is grad and grad._version - self._taken_version == window:
             warn(
                 "step() takes gradients to which this window has added, and which hold those of the windows before, "
                 "too: the loop calls neither accumulate() nor zero_grad(); call optimizer.accumulate(weight) after "
                 "each backward()"
             )
             self._warned_of_sums = True
-        self._taken, self._taken_version = weakref.ref(grad), grad._version
+        self._taken, self._taken_version, self._given = weakref.ref(grad), grad._version, self.given
 
     def watch_clips(self) -> None:
         """Before a window's first step without a limit: a clip_grad_norm_ in the caller's code finds no gradients."""

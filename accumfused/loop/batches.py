@@ -54,16 +54,13 @@ class Windows(Generic[Item]):
         update, left = self._start, 0
         window = None if self._resumed is None else self._resumed._engine.window
         begun = 0 if window is None or not window.is_open else window.weights.count  # of the first window
-        try:
-            for item, ends in items:
-                if left == 0:
-                    left = max(1, _checked(self._steps(update)) - begun)
-                    update, begun, Habits.given = update + 1, 0, 0
-                left = 0 if ends else left - 1
-                Habits.given += 1
-                yield item, left == 0
-        finally:
-            Habits.given = 0
+        for item, ends in items:
+            if left == 0:
+                left = max(1, _checked(self._steps(update)) - begun)
+                update, begun = update + 1, 0
+            left = 0 if ends else left - 1
+            Habits.given += 1
+            yield item, left == 0
 
 
 def windows(
