@@ -39,6 +39,21 @@ def test_what_is_not_measured_is_refused_with_the_remedy(name: str) -> None:
     assert getattr(optimizer, name)()
 
 
+def test_metrics_are_those_of_the_parameters_device_while_another_is_the_default(backend: str) -> None:
+    found = []
+    for default in ("cpu", "meta"):  # a large model is made without memory first
+        param, optimizer = made(backend, metrics=True, noise_scale=True, max_grad_norm=1.0)
+        with torch.device(default):
+            for value in (1.0, 2.0):
+                param.grad = torch.full((5,), value, device="cpu")
+                optimizer.accumulate(2.0)
+            optimizer.step()
+            found.append([optimizer.metrics().as_dict(), optimizer.noise_scale().as_dict(), param.tolist()])
+    assert found[0] == found[1]
+    assert found[0][0]["grad_norm"] == pytest.approx(1.5 * math.sqrt(5))
+    assert found[0][0]["param_norm"] == pytest.approx(math.sqrt(5))
+
+
 def test_metrics_and_noise_scale_print_as_tables() -> None:
     layer = torch.nn.Linear(3, 2)
     optimizer = af.SGD(layer.named_parameters(), lr=0.1, metrics=True, noise_scale=True, max_grad_norm=1e-3)
