@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -39,7 +38,6 @@ class Audit:
         gradient_accumulation_steps: int,
         *,
         weight_fn: Callable[[Any], float | Tensor] | None = None,
-        dtype: torch.dtype | None = None,
         ignore: Collection[str] = (),
     ) -> AuditReport:
         """Compares one batch with the same samples in micro-batches.
@@ -53,7 +51,6 @@ class Audit:
             gradient_accumulation_steps: how many micro-batches; the last is shorter if it does not divide the samples.
             weight_fn: takes a micro-batch, and returns its weight, the number of its tokens for instance. None: each
                 micro-batch has the same weight, as with loss / K.
-            dtype: computes on a CPU with model and batch in this dtype. None: as they are.
             ignore: names of causes that do not count. "batch_norm": its layers are in eval mode.
 
         Returns:
@@ -69,7 +66,7 @@ class Audit:
             raise TypeError(f"audit takes a torch.nn.Module, got {type(model).__name__}")
         check_training(model)
         steps = checked_whole(gradient_accumulation_steps, "gradient_accumulation_steps")
-        return audited(model, loss_fn, batch, steps, weight_fn, dtype, checked(ignore))
+        return audited(model, loss_fn, batch, steps, weight_fn, checked(ignore))
 
     @contextlib.contextmanager
     def watch(

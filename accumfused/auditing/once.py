@@ -22,15 +22,10 @@ from accumfused.auditing.hints import hints
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport
 from accumfused.auditing.rows import Rows, leaves
-from accumfused.auditing.samples import cast_batch, split
+from accumfused.auditing.samples import split
 from accumfused.auditing.window import EQUAL, MicroBatch, Part, Window, decide, dependences, judge
 
 LossFunction = Callable[[Any, Any], Tensor]
-Cast = Callable[[Module], object]
-CASTS: dict[torch.dtype, Cast] = {  # complex parameters stay complex, as they do not with Module.to
-    torch.float64: Module.double, torch.float32: Module.float, torch.float16: Module.half,
-    torch.bfloat16: Module.bfloat16,
-}  # fmt: skip
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
@@ -44,20 +39,13 @@ class Piece:
 
 
 class Subject:
-    """A copy of model and loss function, which runs batches from one state of the generators.
+    """A copy of model and loss function, which runs batches from one state of the generators."""
 
-    Args:
-        cast: moves or casts the copy.
-    """
-
-    def __init__(
-        self, model: Module, loss_fn: LossFunction, generators: Generators, cast: Cast = lambda _: None
-    ) -> None:
+    def __init__(self, model: Module, loss_fn: LossFunction, generators: Generators) -> None:
         try:
             self.model, self.loss_fn = copy.deepcopy((model, loss_fn))
         except Exception as error:
             raise RuntimeError(f"the model cannot be copied ({error}), and an audit must not change yours") from error
-        cast(self.model)
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         self._generators, self._states = generators, generators.states()
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
@@ -143,11 +131,9 @@ class Subject:
 
 def audited(
     model: Module, loss_fn: LossFunction, batch: Any, steps: int, weight_fn: Callable[[Any], Any] | None,
-    dtype: torch.dtype | None, ignore: set[str],
+    ignore: set[str],
 ) -> AuditReport:  # fmt: skip
     """See `Audit.__call__`."""
-    if dtype is not None and dtype not in CASTS:
-        raise ValueError(f"dtype must be one of {', '.join(map(str, CASTS))}, got {dtype}")
     parts = split(batch, steps)
     tensors = [*model.parameters(), *model.buffers(), *leaves(batch)]
     if any(tensor.is_meta for tensor in tensors):
@@ -155,10 +141,7 @@ def audited(
     generators = Generators(tensors)
     before = generators.states()
     try:
-        subject = Subject(model, loss_fn, generators, lambda copied: dtype is None or CASTS[dtype](copied.cpu()))
-        if dtype is not None:
-            batch, parts = cast_batch(batch, dtype), [cast_batch(part, dtype) for part in parts]
-        return _compare(subject, batch, parts, weight_fn, ignore)
+        return _compare(Subject(model, loss_fn, generators), batch, parts, weight_fn, ignore)
     finally:
         generators.restore(before)
 

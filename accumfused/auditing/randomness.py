@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,37 +21,30 @@ class Generators:
     """
 
     def __init__(self, used: Iterable[torch.Tensor]) -> None:
-        self._ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-            (torch.get_rng_state, torch.set_rng_state),
-            (random.getstate, random.setstate),
-        ]
-        numpy: Any = sys.modules.get("numpy")
-        if numpy is not None:
-            self._ways.append((numpy.random.get_state, numpy.random.set_state))
-        for device in sorted({str(tensor.device) for tensor in used if not tensor.is_cpu}):
-            self._ways.append(_on(torch.device(device)))
+        self._devices = sorted({str(tensor.device) for tensor in used if not tensor.is_cpu})
+        try:
+            self.tensors()
+        except Exception as error:
+            raise RuntimeError(
+                f"a random generator of {', '.join(self._devices)} cannot be read ({error}), so one batch and its "
+                "micro-batches would draw other numbers; audit a copy of the model on a CPU"
+            ) from error
 
     def states(self) -> list[Any]:
         """The states now."""
-        return [read() for read, _ in self._ways]
+        numpy: Any = sys.modules.get("numpy")
+        return [random.getstate(), None if numpy is None else numpy.random.get_state(), *self.tensors()]
 
     def restore(self, states: list[Any]) -> None:
         """Sets the states."""
-        for (_, write), state in zip(self._ways, states, strict=True):
-            write(state)
+        random.setstate(states[0])
+        if states[1] is not None:
+            sys.modules["numpy"].random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        for device, state in zip(self._devices, states[3:], strict=True):
+            torch.get_device_module(device).set_rng_state(state, device)
 
     def tensors(self) -> list[torch.Tensor]:
         """torch's own states now, which a forward pass changes if it draws."""
-        return [state for state in self.states() if isinstance(state, torch.Tensor)]
-
-
-def _on(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    try:
-        module: Any = torch.get_device_module(device)
-        module.get_rng_state(device)
-    except Exception as error:
-        raise RuntimeError(
-            f"the random generator of {device} cannot be read ({error}), so one batch and its micro-batches would draw "
-            "other numbers; audit a copy of the model on a CPU"
-        ) from error
-    return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)
+        on_devices = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
+        return [torch.get_rng_state(), *on_devices]

@@ -9,15 +9,13 @@ import argparse
 import contextlib
 import gc
 import importlib.util
-import json
+import multiprocessing
 import os
 import random
 import runpy
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,34 +53,19 @@ def main(arguments: list[str], peers: Mapping[type[Optimizer], type[Optimizer]])
     parser.add_argument(
         "--swap", action="store_true", help="compare ten updates with those of this package's optimizers"
     )
-    parser.add_argument(
-        "--micro-batches", type=int, metavar="K", help="gradient_accumulation_steps; else as it is seen"
-    )
-    parser.add_argument(
-        "--picture", default="accumfused-audit.png", help="where the picture goes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--ignore",
-        action="append",
-        choices=[*CAUSES],
-        default=[],
-        metavar="CAUSE",
-        help="what does not count: batch_norm",
-    )
-    parser.add_argument("--record", choices=["stock", "swapped"], help=argparse.SUPPRESS)
-    parser.add_argument("--to", help=argparse.SUPPRESS)
+    steps, picture = "gradient_accumulation_steps; else as it is seen", "where the picture goes (default: %(default)s)"
+    causes: dict[str, Any] = {"action": "append", "choices": [*CAUSES], "default": [], "metavar": "CAUSE"}
+    parser.add_argument("--micro-batches", type=int, metavar="K", help=steps)
+    parser.add_argument("--picture", default="accumfused-audit.png", help=picture)
+    parser.add_argument("--ignore", **causes, help="what does not count: batch_norm")
     parser.add_argument("script", help="the training script; all that follows is for the script")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if not Path(given.script).is_file():
         parser.error(f"there is no file {given.script}")
     command = [given.script, *given.rest]
-    if given.record is not None:
-        run = _record(command, peers if given.record == "swapped" else {})
-        Path(given.to).write_text(json.dumps(asdict(run)))
-        return 0
     if given.swap:
-        return _compare(*(_losses(command, kind) for kind in ("stock", "swapped")))
+        return _compare(_apart(command, {}), _apart(command, peers))
     report = _watched(command, given.micro_batches, {*given.ignore})
     print(f"\n{report}")
     if report.steps and importlib.util.find_spec("matplotlib") is not None:
@@ -163,32 +146,25 @@ def _models_of(optimizers: list[Optimizer]) -> list[Module]:
 
 # ---- the first losses ------------------------------------------------------------------------------------------------
 
-
-@dataclass
-class _Run:
-    """The losses of the first updates, and the classes of the optimizers that made them."""
-
-    losses: list[float] = field(default_factory=list)
-    classes: list[str] = field(default_factory=list)
+Run = tuple[list[float], list[str]]  # the losses of the first updates, and the optimizers that made them
+Peers = Mapping[type[Optimizer], type[Optimizer]]
 
 
-def _losses(command: list[str], kind: str) -> _Run:
+def _apart(command: list[str], peers: Peers) -> Run:
     """The run of a script in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "losses.json"
-        own = [sys.executable, "-m", "accumfused", "audit", "--record", kind, "--to", str(path), *command]
-        subprocess.run(own, check=True, env={**os.environ, "PYTHONHASHSEED": "0"})
-        return _Run(**json.loads(path.read_text()))
+    os.environ["PYTHONHASHSEED"] = "0"
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(_losses, command, peers).result()
 
 
-def _record(command: list[str], peers: Mapping[type[Optimizer], type[Optimizer]]) -> _Run:
+def _losses(command: list[str], peers: Peers) -> Run:
     for stock, fused in peers.items():
         setattr(torch.optim, stock.__name__, fused)
     torch.manual_seed(0)
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
-    backward, since, run = torch.autograd.backward, list[float](), _Run()
+    backward, since, losses, optimizers = torch.autograd.backward, list[float](), list[float](), dict[str, None]()
 
     def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         first = tensors if isinstance(tensors, Tensor) else tensors[0]
@@ -196,42 +172,36 @@ def _record(command: list[str], peers: Mapping[type[Optimizer], type[Optimizer]]
         return backward(tensors, *args, **kwargs)
 
     def stepped(optimizer: Optimizer, *_: Any) -> None:
-        name = f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
-        run.classes += [name] if name not in run.classes else []
+        optimizers[f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"] = None
         if since:
-            run.losses.append(sum(since))
+            losses.append(sum(since))
             since.clear()
-        if len(run.losses) == _UPDATES:
+        if len(losses) == _UPDATES:
             raise _Done
 
     torch.autograd.backward = noted
-    handle = register_optimizer_step_post_hook(stepped)
-    try:
-        _run(command)
-    finally:
-        handle.remove()
-        torch.autograd.backward = backward
-    return run
+    register_optimizer_step_post_hook(stepped)
+    _run(command)
+    return losses, [*optimizers]
 
 
-def _compare(one: _Run, other: _Run) -> int:
-    stock, swapped = one.losses, other.losses
-    print(f"\n{' and '.join(one.classes)} against {' and '.join(other.classes)}")
-    if one.classes == other.classes:
+def _compare(stock: Run, swapped: Run) -> int:
+    (losses, classes), (others, other_classes) = stock, swapped
+    print(f"\n{' and '.join(classes)} against {' and '.join(other_classes)}")
+    if classes == other_classes:
         print("The script makes no optimizer of torch.optim that accumfused has.")
         return 1
     print(f"\n{'update':>6}  {'torch':>12}  {'accumfused':>12}  difference")
-    worst = 0.0
-    for index, (loss, ours) in enumerate(zip(stock, swapped, strict=False), 1):
-        off = abs(loss - ours) / max(abs(loss), 1e-12)
-        worst = max(worst, off)
-        print(f"{index:>6}  {loss:>12.6g}  {ours:>12.6g}  {off:.1e}")
-    if not stock or len(stock) != len(swapped):
-        print(f"\nThe script made {len(stock)} updates with torch's optimizers, and {len(swapped)} with accumfused's.")
-        return int(len(stock) != len(swapped))
-    if stock[0] != swapped[0]:
+    off = [abs(loss - other) / max(abs(loss), 1e-12) for loss, other in zip(losses, others, strict=False)]
+    for index, (loss, other, difference) in enumerate(zip(losses, others, off, strict=False), 1):
+        print(f"{index:>6}  {loss:>12.6g}  {other:>12.6g}  {difference:.1e}")
+    is_close = len(losses) == len(others) and max(off, default=0.0) <= _CLOSE
+    if not losses or len(losses) != len(others):
+        print(f"\nThe script made {len(losses)} updates with torch's optimizers, and {len(others)} with accumfused's.")
+    elif off[0] > 0:
+        is_close = False
         print("\nThe losses differ before the first update: the script draws random numbers that no seed fixes.")
-        return 1
-    is_close = worst <= _CLOSE
-    print(f"\nThe losses of {len(stock)} updates {'agree' if is_close else 'DIFFER'}: by {worst:.1e} at most.")
+    else:
+        verb = "agree" if is_close else "DIFFER"
+        print(f"\nThe losses of {len(losses)} updates {verb}: by {max(off):.1e} at most.")
     return int(not is_close)
