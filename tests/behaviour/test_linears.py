@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,24 +42,14 @@ def sums(model: Any, optimizer: Any, window: int) -> None:
     optimizer.step()
 
 
-def weighted(model: Any, optimizer: Any, window: int, *weights: Any, last: bool = False) -> None:
-    weights = weights or (3, 5.5, 2)
+def weighted(
+    model: Any, optimizer: Any, window: int, weights: Any = (3, 5.5, 2), last: bool = False, on_device: bool = False
+) -> None:
+    weights = [*map(torch.tensor, weights)] if on_device else weights
     for number, weight in enumerate(weights):
         loss = loss_of(model, batch(model, 4 * window + number))
         optimizer.backward(loss * torch.nan if weight == 0 else loss, weight, last and number == len(weights) - 1)
     optimizer.step()
-
-
-def closed(model: Any, optimizer: Any, window: int) -> None:
-    weighted(model, optimizer, window, last=True)
-
-
-def empty(model: Any, optimizer: Any, window: int) -> None:
-    weighted(model, optimizer, window, 0, 2, 0, 1)
-
-
-def on_the_device(model: Any, optimizer: Any, window: int) -> None:
-    weighted(model, optimizer, window, *map(torch.tensor, (2.0, 0.0, 1.0)))
 
 
 def several_passes(model: Any, optimizer: Any, window: int) -> None:
@@ -99,14 +90,18 @@ def saved(model: Any, optimizer: Any, window: int) -> None:
     optimizer.step()
 
 
-LOOPS = [plain, sums, weighted, closed, empty, on_the_device, several_passes, dropped, overflow, scaled, saved]
+LOOPS: dict[str, Callable[..., None]] = {
+    **{loop.__name__: loop for loop in (plain, sums, weighted, several_passes, dropped, overflow, scaled, saved)},
+    "closed": functools.partial(weighted, last=True), "empty": functools.partial(weighted, weights=(0, 2, 0, 1)),
+    "on the device": functools.partial(weighted, weights=(2.0, 0.0, 1.0), on_device=True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("releases", [False, True], ids=["", "released"])
 @pytest.mark.filterwarnings("ignore:two accumulation windows:accumfused.AccumulationWarning")
 @pytest.mark.filterwarnings("ignore:accumulation windows were dropped:accumfused.AccumulationWarning")
-def test_a_loop_has_the_bits_of_the_same_loop_without_it(backend: str, loop: Any, releases: bool) -> None:
+def test_a_loop_has_the_bits_of_the_same_loop_without_it(backend: str, loop: str, releases: bool) -> None:
     results = []
     for fuses in (False, True):
         model = mlp()
@@ -117,11 +112,14 @@ def test_a_loop_has_the_bits_of_the_same_loop_without_it(backend: str, loop: Any
             handle = af.fuse_linears(model, optimizer)
             assert (handle.fused, handle.left) == (["0", "3", "5"], {})
         for window in range(3):
-            loop(model, optimizer, window)
+            LOOPS[loop](model, optimizer, window)
         found = everything(optimizer)
         found |= {"skipped": optimizer.skipped_steps, "norm": optimizer.grad_norm}
         results.append(found)
-    if loop in (several_passes, closed):  # one adds two passes up first, the other scales the last gradient by itself
+    if loop in (
+        "several_passes",
+        "closed",
+    ):  # one adds two passes up first, the other scales the last gradient by itself
         for name, value in results[0].items():
             assert_close(results[1][name], value, "model", name)
     else:

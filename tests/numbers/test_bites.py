@@ -26,7 +26,6 @@ BLIND = {
         "test_no_norm_is_taken_where_none_is_wanted",  # infinities
         "test_a_loss_in_16_bits_does_not_round_its_weight",  # to 8 bits, as such a loss is
         "test_a_gradient_that_is_a_part_of_larger_memory_is_copied",  # a copy has no factor
-        "test_without_weights_the_unit_is_a_micro_batch",  # an estimate, within 5%
         # An orthogonal matrix has no length: momentum alone shows a factor, and test_numbers_... compares it.
         "test_the_error_is_of_the_size_of_torchs",
         "test_layouts_stacks_and_missing_gradients_do_not_matter",

@@ -29,10 +29,9 @@ class Problem:
         return self.truth + torch.randn(SIZE, dtype=torch.float64) * deviation
 
 
-def in_fp64(windows: list[list[Tensor]], decay: float) -> tuple[float, float]:
+def in_fp64(windows: list[list[Tensor]], decay: float, weights: Tensor) -> tuple[float, float]:
     """Signal and noise: exponential means of McCandlish's estimates, written for weights."""
     signal = noise = share = 0.0
-    weights = torch.tensor(SAMPLES, dtype=torch.float64)
     for micro_batches in windows:
         stacked = torch.stack(micro_batches)
         small = float((weights * stacked.square().sum(1)).sum() / weights.sum())
@@ -44,49 +43,39 @@ def in_fp64(windows: list[list[Tensor]], decay: float) -> tuple[float, float]:
     return signal / share, noise / share
 
 
-@pytest.mark.parametrize("how", ["weights", "weights on the device", "in the loss", "closed", "scaled"])
+@pytest.mark.parametrize("how", ["weights", "weights on the device", "in the loss", "closed", "scaled", "no weights"])
 def test_the_noise_scale_of_a_known_problem(backend: str, how: str) -> None:
-    problem = Problem(trace=30.0)
+    """In samples; without weights the unit is a micro-batch, here of 3 samples each."""
+    problem, unit = Problem(trace=30.0), 3 if how == "no weights" else 1
+    sizes = (unit,) * 4 if how == "no weights" else SAMPLES
     params = [torch.zeros(n, requires_grad=True) for n in (SIZE - 100, 100)]
     optimizer = af.SGD(params, lr=0.0, backend=backend, noise_scale=True)
     windows = []
     for _ in range(100):
-        windows.append([problem.micro_batch(samples) for samples in SAMPLES])
-        for samples, drawn in zip(SAMPLES, windows[-1], strict=True):
-            weight: Any = torch.tensor(float(samples)) if how == "weights on the device" else samples
+        windows.append([problem.micro_batch(samples) for samples in sizes])
+        for number, (samples, drawn) in enumerate(zip(sizes, windows[-1], strict=True)):
+            others = {"no weights": None, "weights on the device": torch.tensor(float(samples))}
+            weight: Any = others.get(how, samples)
             grads = drawn.to(params[0]).split([SIZE - 100, 100])
             if how == "in the loss":
                 optimizer.backward(sum((p * g).sum() for p, g in zip(params, grads, strict=True)), weight)  # type: ignore[arg-type]
                 continue
             for param, grad in zip(params, grads, strict=True):
-                param.grad = grad * 8.0 if how == "scaled" else grad.clone()
-            optimizer.accumulate(weight, last=how == "closed" and samples == SAMPLES[-1])
+                param.grad = grad * {"scaled": 8.0, "no weights": 0.25}.get(how, 1.0)
+            optimizer.accumulate(weight, last=how == "closed" and number == 3)
         if how == "scaled":
             optimizer.grad_scale = torch.tensor(8.0)  # type: ignore[attr-defined]
         optimizer.step()
     found = optimizer.noise_scale()
-    signal, noise = in_fp64(windows, 0.99)
+    signal, noise = in_fp64(windows, 0.99, torch.tensor(sizes, dtype=torch.float64) / unit)
     assert_close(found.noise, torch.tensor(noise), "norm")
     assert float(found.signal) == pytest.approx(signal, rel=1e-4)  # a difference of sums thirty times as large
     assert float(found.noise_scale) == pytest.approx(noise / signal, rel=1e-4)
-    assert float(found.noise_scale) == pytest.approx(problem.trace, rel=0.05)
+    assert float(found.noise_scale) == pytest.approx(problem.trace / unit, rel=0.05)
     assert int(found.windows) == 100
-
-
-def test_without_weights_the_unit_is_a_micro_batch(backend: str) -> None:
-    problem = Problem(trace=30.0)
-    param = torch.zeros(SIZE, requires_grad=True)
-    optimizer = af.SGD([param], lr=0.0, backend=backend, noise_scale=0.995)
-    for _ in range(200):
-        for _ in range(4):
-            param.grad = problem.micro_batch(3).to(param) / 4
-            optimizer.accumulate()
-        optimizer.step()
-    found = optimizer.noise_scale()
-    assert float(found.signal) == pytest.approx(1.0, rel=0.05)
-    assert float(found.noise_scale) == pytest.approx(problem.trace / 3, rel=0.05)
-    growing = af.NoiseScale(optimizer, 5.0, every=1, share=1.4)
-    assert [growing(update) for update in (0, 1)] == [2, 3]  # a batch of 14, in micro-batches of 5
+    if how == "no weights":
+        growing = af.NoiseScale(optimizer, 5.0, every=1, share=1.4)
+        assert [growing(update) for update in (0, 1)] == [2, 3]  # a batch of 14, in micro-batches of 5
 
 
 def test_metrics_are_the_norms_of_what_the_step_did(backend: str) -> None:
