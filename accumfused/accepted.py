@@ -55,6 +55,8 @@ def check_formats(rule: type[Rule], params: list[Tensor], settings: Settings) ->
     for param in params:
         if isinstance(param, Tensor) and param.dtype in (torch.float16, torch.bfloat16):
             kinds.check_master_weights(param.dtype, settings.master_weights)
+        if isinstance(param, Tensor) and param.dtype == torch.float64 and param.requires_grad:
+            backends.check(settings.backend, dtype=torch.float64)
 
 
 def check_parameters(params: list[Tensor]) -> None:

@@ -61,8 +61,8 @@ class Settings:
             "raise" checks on the host and raises before it writes. "drop" leaves each micro-batch out whose norm is not
             finite, as if it had not been there, and skips a window with none left; `accumulate()` then reads the
             gradients once more. None: "skip" whenever the step takes a norm.
-        backend: "cpu", "cuda" (native kernels), "triton", "torch" (torch's own kernels and bits), or "auto": the
-            fastest backend that runs.
+        backend: "cpu", "cuda" (native kernels), "triton", "torch" (torch's own kernels and bits, for fp64 parameters,
+            too), or "auto": the fastest backend that runs.
         master_weights: the form in which a 16-bit parameter keeps its fp32 value, on which a step works. For bf16
             "split16": the 16 bits that the parameter lacks, exact; "split8": 8 of them, rounded stochastically; None:
             no fp32 value, and each step rounds the parameter stochastically. For fp16 "fp32": a whole copy. "auto":
@@ -70,7 +70,7 @@ class Settings:
         state_dtype: torch.float32, torch.bfloat16 (rounded stochastically), or "8bit": 8-bit floats with one scale for
             each quantisation block of 128 elements. An element whose state overflows spoils its block, unless a norm
             is taken or nonfinite is "skip", "drop" or "raise". amsgrad, Adamax and Schedule-Free refuse "8bit".
-        state_dtype_min_numel: parameters with fewer elements have fp32 states.
+        state_dtype_min_numel: parameters with fewer elements have fp32 states; fp64 ones always have fp64 states.
         rounding_seed: the seed of all stochastic rounding; each new state takes it over. None: torch's initial seed
             (no random number is consumed), or 0 with several processes, because these must round alike. The same
             seed gives the same bits on every backend.

@@ -25,10 +25,10 @@ from accumfused.settings import Settings
 
 def _select(settings: Settings, plan: Plan, known: Plan | None) -> tuple[Backend, Exchange]:
     backend = None
-    if known is not None and known.devices == plan.devices and set(plan.rules) <= {*known.rules}:
-        backend = known.backend
+    if known is not None and (known.devices, known.dtype) == (plan.devices, plan.dtype):
+        backend = known.backend if set(plan.rules) <= {*known.rules} else None
     return (
-        backend or backends.select(settings.backend, plan.devices, plan.rules),
+        backend or backends.select(settings.backend, plan.devices, plan.rules, plan.dtype),
         exchange.select(settings, plan, None if known is None else known.exchange),
     )
 
@@ -96,7 +96,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         """Adds a group, as torch does.
 
         Raises:
-            TypeError: a parameter that requires a gradient and is not fp32, fp16 or bf16.
+            TypeError: a parameter that requires a gradient and is not fp32, fp16, bf16 or fp64.
             RuntimeError: a complex parameter, or one that overlaps itself.
             ValueError: a parameter that is listed twice, or whose dtype `master_weights` does not serve; amsgrad with
                 8-bit states; a setting other than `max_grad_norm` for one group alone, or that for some groups only.

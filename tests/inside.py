@@ -33,10 +33,10 @@ def replace_cuda(patch: pytest.MonkeyPatch, make: Callable[[], Any] | None = Non
     """
     select = backends._select
 
-    def selected(name: str, device: torch.device, rules: Iterable[type[Rule]]) -> Any:
+    def selected(name: str, device: torch.device, rules: Iterable[type[Rule]], dtype: torch.dtype) -> Any:
         if name == "cuda" and any(map(compile.why_not_cuda, rules)):
             name = "auto"
-        return make() if name == "cuda" and make is not None else select(name, device, rules)
+        return make() if name == "cuda" and make is not None else select(name, device, rules, dtype)
 
     if make is not None:
         patch.setattr(backends, "_why_not_cuda", lambda device: None)

@@ -28,8 +28,19 @@ COSTS = {  # compared with the backend that "auto" prefers; docs/internals/arith
 }
 
 
-def why_not(name: str, device: torch.device | None = None, rules: Iterable[type[Rule]] = ()) -> str | None:
-    """The reason why the backend cannot run (for tensors on that device, or at all; for these rules), or None."""
+def why_not(
+    name: str,
+    device: torch.device | None = None,
+    rules: Iterable[type[Rule]] = (),
+    dtype: torch.dtype = torch.float32,
+) -> str | None:
+    """The reason why the backend cannot run (for tensors on that device, or at all; for these rules), or None.
+
+    Args:
+        dtype: of the plan's arithmetic.
+    """
+    if dtype == torch.float64 and name != "torch":
+        return "a parameter is torch.float64"
     reasons = {"cuda": _why_not_cuda, "triton": _why_not_triton, "cpu": _why_not_cpu}
     reason = reasons[name](device) if name in reasons else None
     if reason is not None or name not in _RULE_REASONS:
@@ -37,32 +48,42 @@ def why_not(name: str, device: torch.device | None = None, rules: Iterable[type[
     return next(filter(None, map(_RULE_REASONS[name], rules)), None)
 
 
-def check(name: str, device: torch.device | None = None, rules: Iterable[type[Rule]] = ()) -> None:
+def check(
+    name: str,
+    device: torch.device | None = None,
+    rules: Iterable[type[Rule]] = (),
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Refuses a backend asked for by name that cannot run; the text has the reason."""
-    reason = None if name == "auto" else why_not(name, device, rules)
+    reason = None if name == "auto" else why_not(name, device, rules, dtype)
     if reason is not None:
         raise RuntimeError(f"backend={name!r} cannot run: {reason}; use backend='auto' or 'torch'")
 
 
-def select(name: str, devices: Iterable[torch.device], rules: Iterable[type[Rule]] = ()) -> Backend:
+def select(
+    name: str,
+    devices: Iterable[torch.device],
+    rules: Iterable[type[Rule]] = (),
+    dtype: torch.dtype = torch.float32,
+) -> Backend:
     """The backend of that name, or for "auto" the fastest that can run these rules; several devices get one each.
 
     Raises:
         RuntimeError: a backend asked for by name cannot run.
     """
-    chosen = {device: _select(name, device, rules) for device in devices if device.type != "meta"}
+    chosen = {device: _select(name, device, rules, dtype) for device in devices if device.type != "meta"}
     if len(chosen) > 1:
         return SeveralDevices(chosen)
     return next(iter(chosen.values()), TorchBackend())
 
 
-def _select(name: str, device: torch.device, rules: Iterable[type[Rule]]) -> Backend:
-    check(name, device, rules)
+def _select(name: str, device: torch.device, rules: Iterable[type[Rule]], dtype: torch.dtype) -> Backend:
+    check(name, device, rules, dtype)
     if name != "auto":
         return _make(name)
     refused = []
     for candidate in ("cuda", "triton", "torch") if device.type == "cuda" else ("cpu", "torch"):
-        reason = why_not(candidate, device, rules)
+        reason = why_not(candidate, device, rules, dtype)
         if reason is None:
             break
         refused.append(reason)

@@ -61,21 +61,22 @@ class Batch:
                 yield self if len(rows) == len(self.rows) else replace(self, rows=rows, stored=None)
 
     def scaled(self, grads: Tensors, coefficient: float | Tensor | list[Any], scratch: Tensor) -> Tensors:
-        """Gradients times the coefficient, or each row's own, as new fp32 tensors."""
+        """Gradients times the coefficient, or each row's own, as new tensors of the format's dtype."""
+        dtype = self.form.dtype
         if isinstance(coefficient, list):
             own = [coefficient[row] for row in self.rows]
-            return [torch.mul(grad.float(), factor) for grad, factor in zip(grads, own, strict=True)]
+            return [torch.mul(grad.to(dtype), factor) for grad, factor in zip(grads, own, strict=True)]
         if self.end is None:
-            return list(torch._foreach_mul([grad.float() for grad in grads], coefficient))
+            return list(torch._foreach_mul([grad.to(dtype) for grad in grads], coefficient))
         (grad,) = grads
-        made = scratch[: len(grad)]
-        if grad.dtype == torch.float32:
+        made = scratch.view(dtype)[: len(grad)]
+        if grad.dtype == dtype:
             return [torch.mul(grad, coefficient, out=made)]
         return [made.copy_(grad).mul_(coefficient)]
 
     def measure(self, plan: Plan, values: Tensors, partials: Tensor) -> None:
         """Writes each chunk's sum of squares: torch's fp32 norm of 8M elements at once is off by 2e-4 (CPU)."""
-        values = [value.float() for value in values]
+        values = [value.to(partials.dtype) for value in values]
         if self.end is None:
             sums = [norm * norm for norm in torch._foreach_norm(values)]
         else:

@@ -140,12 +140,12 @@ def _add_numbers(sums: Tensors, grads: Tensors, factor: Any, before: Any, overwr
 
 def _add_on_device(sums: Tensors, grads: Tensors, factor: Any, before: Any, overwrites: bool) -> None:
     """Adds up without reading the numbers: `where` is needed because NaN times 0 is NaN."""
-    factor = torch.as_tensor(factor, device=sums[0].device).float()
+    factor = torch.as_tensor(factor, device=sums[0].device).to(sums[0].dtype)
     holds = torch.ones_like(factor, dtype=torch.bool) if before is None else before != 0
     for index, own in enumerate(sums):
         if not grads:
             own.copy_(torch.where(holds, own, 0.0))
             continue
-        grad = grads[index].float()
+        grad = grads[index].to(own.dtype)
         added = torch.where(factor != 0, grad * factor, 0.0)
         own.copy_(added if overwrites else torch.where(holds, own + added, grad))

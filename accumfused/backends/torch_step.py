@@ -1,7 +1,7 @@
 """The step of backends/torch_kernels.py: it decodes a batch to fp32, torch updates it, and the step encodes it again.
 
 In: a batch, and its scaled gradients in fp32. Out: written parameters, masters and states. torch updates fp32 tensors
-in place.
+in place. What is fp64 stays fp64 throughout.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Arena:
     def place(self, plan: Plan, index: int) -> Tensor:
         """The place of one row; it may hold anything."""
         have = self.places[index]
-        if have is None or not _fits(have, plan.rows[index].tensor):
+        if have is None or not _fits(have, plan.rows[index]):
             self.extend(plan, Grads([row.tensor if i == index else None for i, row in enumerate(plan.rows)]))
             have = self.places[index]
         assert have is not None
@@ -40,15 +40,15 @@ class Arena:
     def extend(self, plan: Plan, grads: Grads) -> None:
         """Makes places for these gradients, unless they have places that fit."""
         grads = Grads([row.tensor if _travels(row) else grad for row, grad in zip(plan.rows, grads, strict=True)])
-        missing: dict[tuple[torch.device, bool], list[int]] = {}
+        missing: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
         for index, grad in enumerate(grads):
-            have = self.places[index]
-            if grad is not None and (have is None or not _fits(have, grad)):
-                missing.setdefault((grad.device, plan.rows[index].is_bundled), []).append(index)
-        for (device, is_bundle), indices in missing.items():
+            have, row = self.places[index], plan.rows[index]
+            if grad is not None and (have is None or not _fits(have, row)):
+                missing.setdefault((grad.device, row.form.dtype, row.is_bundled), []).append(index)
+        for (device, dtype, is_bundle), indices in missing.items():
             sizes = [-(-plan.rows[index].tensor.numel() // _PADDING) * _PADDING for index in indices]
             make = torch.zeros if is_bundle else torch.empty  # the gaps travel too
-            memory = make(sum(sizes), dtype=torch.float32, device=device)
+            memory = make(sum(sizes), dtype=dtype, device=device)
             if is_bundle:
                 self._bundles.append(memory)
             offset = 0
@@ -71,7 +71,7 @@ class Arena:
             for row, place in both
             if row.is_bundled
         )
-        if not alike or len(self._bundles) > len({row.tensor.device for row in plan.rows}):
+        if not alike or len(self._bundles) > len({(row.tensor.device, row.form.dtype) for row in plan.rows}):
             self._bundles = []
             self.places = Grads([None if row.is_bundled else place for row, place in both])
             self.extend(plan, Grads([None] * len(both)))
@@ -91,9 +91,10 @@ class Arena:
         return flats
 
 
-def _fits(place: Tensor, tensor: Tensor) -> bool:
-    """Whether a tensor's elements can lie in this place, in its order."""
-    return (place.device, place.shape, place.stride()) == (tensor.device, tensor.shape, tensor.stride())
+def _fits(place: Tensor, row: Row) -> bool:
+    """Whether a row's sum can lie in this place, in its tensor's order."""
+    own, wanted = row.tensor, row.form.dtype
+    return (place.device, place.dtype, place.shape, place.stride()) == (own.device, wanted, own.shape, own.stride())
 
 
 def _travels(row: Row) -> bool:
@@ -101,12 +102,12 @@ def _travels(row: Row) -> bool:
     return row.is_bundled and row.param.requires_grad
 
 
-def adoptable(grad: Tensor) -> bool:
-    """Whether this is fp32 memory that nobody else can write: one tensor's whole storage, owned by torch (no array).
+def adoptable(grad: Tensor, row: Row) -> bool:
+    """Whether this has its sum's dtype, and memory that nobody else can write: a whole storage of torch's (no array).
 
     A slice may belong to a bucket, a detached tensor shares its storage, and a gradient with a graph is still needed.
     """
-    if grad.dtype is not torch.float32 or grad.requires_grad:
+    if grad.dtype is not row.form.dtype or grad.requires_grad:
         return False
     storage = grad.untyped_storage()
     if storage_uses(storage._cdata) != OWN_USES or not storage.resizable():

@@ -110,7 +110,7 @@ class Clipping:
             limit, history = torch.full_like(norm, torch.inf), self._history(asked, norm.device)
             if isinstance(asked.clip, ZScore):
                 limit = _limit(asked.clip, history[0], norm)
-                outcome.values[0].copy_(divisor_of(scaling)[1] * clipped(norm, limit))
+                outcome.values[0].copy_(divisor_of(scaling)[1] * clipped(norm, limit, scaling.dtype))
             elif asked.has_several:
                 own = self._coefficients(asked, plan, partials, scaling)
                 if scaling.skips_nonfinite:
@@ -136,17 +136,17 @@ class Clipping:
         return [] if self.history is None or outcome.history is None else [partial(self.history.copy_, outcome.history)]
 
     def _coefficients(self, asked: Asked, plan: Plan, partials: Tensor, scaling: Scaling) -> Tensor:
-        """Each row's coefficient, from the norm of its tensor or group: fp32 [rows]."""
+        """Each row's coefficient, from the norm of its tensor or group: [rows]."""
         segments = self._segments_of(plan, per_group=asked.limits is not None)
         divisor, inverse = divisor_of(scaling)
-        norm = norms(plan.exchange.segment_norms(plan, partials, segments), divisor, inverse)
+        norm = norms(plan.exchange.segment_norms(plan, partials, segments), divisor, inverse, scaling.dtype)
         if asked.limits is not None:
             limits = [torch.full_like(inverse, limit) for limit in asked.limits]  # numbers travel in launches
             limit = torch.stack(limits)
         else:
             assert isinstance(asked.clip, PerTensor)
             limit = torch.full_like(norm, asked.clip.max_norm)
-        own = (inverse * clipped(norm, limit)).float()
+        own = (inverse * clipped(norm, limit, scaling.dtype)).to(scaling.dtype)
         return own if segments.places is None else own[segments.places]
 
     def _segments_of(self, plan: Plan, *, per_group: bool) -> Segments:

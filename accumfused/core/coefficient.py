@@ -53,9 +53,11 @@ def share(parts: Sequence[Measured], scaling: Scaling) -> None:
 
     Args:
         parts: measured without a coefficient; each gets its outcome.
-        scaling: what they have in common, on the first one's device: every divisor but their windows', and the limit.
+        scaling: what they have in common, on the first one's device and in the widest dtype: every divisor but their
+            windows', and the limit.
     """
-    leading, device = parts[0].plan, scaling.device
+    # The backend of an fp64 plan reads the sums of others, too.
+    device, leading = scaling.device, max((part.plan for part in parts), key=lambda plan: plan.dtype.itemsize)
     divisors = [1.0 if part.divisor is None else part.divisor for part in parts]
     partials = [part.partials for part in parts if part.partials is not None]
     is_common = not any(isinstance(each, Tensor) or each != divisors[0] for each in divisors)
@@ -71,7 +73,7 @@ def share(parts: Sequence[Measured], scaling: Scaling) -> None:
             divisors = [moved(each, device) if isinstance(each, Tensor) else each for each in divisors]
             squares = [own / (each * each) for own, each in zip(sums, divisors, strict=True)]
             common = finish_norm(torch.stack(squares).sum(), scaling)
-            coefficients = [(common.coefficient.double() / each).float() for each in divisors]
+            coefficients = [(common.coefficient.double() / each).to(scaling.dtype) for each in divisors]
     for part, coefficient in zip(parts, coefficients, strict=True):
         values = torch.stack([coefficient, common.norm, common.values[2]])
-        part.outcome = replace(part.outcome, values=moved(values, part.plan.device), normed=True)
+        part.outcome = replace(part.outcome, values=moved(values, part.plan.device).to(part.plan.dtype), normed=True)

@@ -177,8 +177,8 @@ class Engine:
         if self.dropped is None or self.dropped.device != plan.device:
             graphs.refuse_new_tensors({plan.device})
             self.dropped = torch.zeros((), dtype=torch.int64, device=plan.device)
-        partials = torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)
-        left = plan.norm(grads, partials, Scaling(plan.device)).norm.isfinite()
+        partials = torch.zeros(plan.chunks, dtype=plan.dtype, device=plan.device)
+        left = plan.norm(grads, partials, Scaling(plan.device, dtype=plan.dtype)).norm.isfinite()
         calls.append(partial(self.dropped.add_, ~left))
         return left
 
@@ -191,7 +191,7 @@ class Engine:
         if unit is known.unit or (not isinstance(known.unit, Tensor) and unit == known.unit):
             return
         window = window.draft()
-        window.weights, factor = known.in_unit(unit)
+        window.weights, factor = known.in_unit(unit, plan.dtype)
         window.scale(factor, self._taking(window))
 
     # ---- the window's end ------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class Engine:
         takes_norm = must or divisors.is_shared or is_unchecked or self.window.phase is not Phase.IDLE
         takes_norm = takes_norm or settings.norm_group is not None or settings.max_grad_norm is not None
         takes_norm = takes_norm or settings.nonfinite in ("skip", "drop", "raise")
-        scaling = divisors.scaling(plan.device)
+        scaling = divisors.scaling(plan.device, plan.dtype)
         scaling.max_grad_norm = settings.max_grad_norm
         if not divisors.is_shared and self.counts_skips(divisors):
             assert self.plans.skips is not None

@@ -73,7 +73,7 @@ class _Begun:
     """A measured step that has its coefficient, and waits for its update."""
 
     scaling: Scaling
-    sums: Tensor  # of each chunk: fp32 [_SUMS, chunks]
+    sums: Tensor  # of each chunk: [_SUMS, chunks], in the plan's dtype
 
 
 @dataclass
@@ -92,12 +92,14 @@ class _Made:
         with ieee():
             grads, params, changes = torch.cat(self.sums, dim=1)
             divisor, inverse = divisor_of(self.scaling)
-            param_norm, change = (square_root(each.float()).double() for each in (params, changes))
+            param_norm, change = (square_root(each.to(self.scaling.dtype)).double() for each in (params, changes))
             ratio = torch.where(param_norm == 0, 0.0, change / param_norm)
             param_norm = torch.where(self.skipped, torch.nan, param_norm)
             change, ratio = (torch.where(self.skipped, 0.0, each) for each in (change, ratio))
-            of_each = torch.stack([norms(grads, divisor, inverse), param_norm, change, ratio], dim=1)
-            is_clipped = (self.coefficient < inverse.float()) & ~self.skipped
+            of_each = torch.stack(
+                [norms(grads, divisor, inverse, self.scaling.dtype), param_norm, change, ratio], dim=1
+            )
+            is_clipped = (self.coefficient < inverse.to(self.scaling.dtype)) & ~self.skipped
             clip = torch.where(is_clipped, self.coefficient.double() * divisor, 1.0)
             clipped, every = self.clips.double().unbind()
             share = torch.where(every > 0, clipped / every, 0.0)
@@ -139,7 +141,7 @@ class Meter(Observer):
         if partials is None or not self.takes_norm(plan):
             return
         if plan not in self._kept:
-            sums = torch.empty(_SUMS, plan.chunks, dtype=torch.float32, device=plan.device)
+            sums = torch.empty(_SUMS, plan.chunks, dtype=plan.dtype, device=plan.device)
             self._kept[plan] = _bounds(plan), sums, _names(plan, groups)
         sums = self._kept[plan][1].zero_()
         sums[0].copy_(partials)
@@ -161,7 +163,7 @@ class Meter(Observer):
         clip = outcome.coefficient if outcome.coefficients is None else outcome.coefficients.amin()
         inverse: Any = 1.0 / scaling.normalization
         if scaling.device_normalization is not None:
-            inverse = divisor_of(scaling)[1].float()
+            inverse = divisor_of(scaling)[1].to(scaling.dtype)
         made = ~outcome.skipped
         counts = torch.stack([(clip < inverse) & made, made])
         self._clips = counts.long() if self._clips is None else self._clips.to(counts.device) + counts

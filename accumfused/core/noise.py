@@ -197,7 +197,7 @@ def _squares(plan: Plan, window: Window) -> Squares | None:
     """The squares of the window so far; None: it was resumed, or its chunks have changed."""
     known = window.squares
     if known is None:
-        zeros = torch.zeros(plan.chunks, dtype=torch.float32, device=plan.device)
+        zeros = torch.zeros(plan.chunks, dtype=plan.dtype, device=plan.device)
         return Squares(zeros) if window.weights.count <= 1 else None
     return known if (known.sums.device, len(known.sums)) == (plan.device, plan.chunks) else None
 

@@ -24,6 +24,7 @@ from accumfused.core.norm import finish_norm
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling, overwritten
 from accumfused.core.reader import OWN_REFERENCES, OWN_USES, TensorReader, setting_grads, storage_uses
 from accumfused.core.rows import Grads, Row, check_gradient, check_parameter, is_freed
+from accumfused.formats.kinds import DTYPES, TORCH_DTYPES
 from accumfused.formats.numeric import ieee
 from accumfused.rules import Rule
 
@@ -40,7 +41,8 @@ class Backend(Protocol):
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         """Folds; if it measures folds, and this one does not copy, it writes the sums of squares into partials.
 
-        Those of rows without a gradient stay right: they are 0 where `before` makes the sum 0. fp32 [plan.chunks].
+        Those of rows without a gradient stay right: they are 0 where `before` makes the sum 0. In the plan's dtype,
+        [plan.chunks].
         """
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -115,7 +117,7 @@ class Exchange:
         return None
 
     def add_up(self, flats: Iterable[Tensor]) -> None:
-        """Replaces flat tensors, fp32 accumulators or fp64 numbers, by their sums over all processes."""
+        """Replaces flat tensors, accumulators or fp64 numbers, by their sums over all processes."""
 
     def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
         """The sum of weights that a checkpoint of an open window holds."""
@@ -148,6 +150,7 @@ class Plan:
     chunks: int
     device: torch.device  # where its kernels run
     devices: set[torch.device] = field(default_factory=set)  # of all parameters with memory
+    dtype: torch.dtype = torch.float32  # of factors, sums of squares and coefficients
     backend: Backend = field(init=False)  # has added its tables
     exchange: Exchange = field(init=False)
     is_valid: bool = True  # False: the optimizer's state was replaced
@@ -247,7 +250,7 @@ class Plan:
     def cleared_partials(self, complete: bool) -> Tensor:
         """Memory for the sums of squares; zero for rows without a gradient."""
         if self._partials is None:
-            self._partials = torch.zeros(self.chunks, dtype=torch.float32, device=self.device)
+            self._partials = torch.zeros(self.chunks, dtype=self.dtype, device=self.device)
         elif not complete:
             self._partials.zero_()
         return self._partials
@@ -273,7 +276,7 @@ class Plan:
 
         Raises:
             RuntimeError: a gradient is sparse or complex, or its device or shape is not the parameter's.
-            TypeError: a parameter or gradient is not fp32, fp16 or bf16.
+            TypeError: a parameter or gradient is of another dtype.
         """
         if self.table is not None and self._point_at(grads) < 0:
             return grads
@@ -319,7 +322,7 @@ class Plan:
         if index not in self._checked:
             check_parameter(self.rows[index].owned)
             self._checked.add(index)
-        check_gradient(tensor, grad)
+        check_gradient(tensor, grad, TORCH_DTYPES if self.dtype == torch.float64 else DTYPES)
         in_memory = type(grad) is Tensor and not grad.is_neg() and not grad._is_zerotensor()
         if in_memory and is_freed(grad):  # torch's kernels read at address 0
             memory.check_size(grad, "gradient")

@@ -99,7 +99,7 @@ class Plans:
         """The optimizer's state or settings were replaced: the next call makes a new plan. The old one is freed."""
         known = self.last
         if known is not None:
-            self.last = Plan([], known.rules, 0, known.device, known.devices, is_valid=False)
+            self.last = Plan([], known.rules, 0, known.device, known.devices, known.dtype, is_valid=False)
             self.last.backend, self.last.exchange = known.backend, known.exchange
 
     def with_states(self, plan: Plan, grads: Grads) -> Plan:
@@ -148,7 +148,8 @@ def build(
             if slot is not None:
                 memory.check_size(slot, "state")
     device = next((tensor.device for tensor in owned if has_memory(tensor)), torch.device("cpu"))
-    plan = Plan(rows, rules, chunks, device, devices)
+    is_double = any(row.form.dtype == torch.float64 and row.param.requires_grad for row in rows)
+    plan = Plan(rows, rules, chunks, device, devices, torch.float64 if is_double else torch.float32)
     if plan.is_spread:
         plan.reader.remember(param_groups, state)
     return plan

@@ -66,8 +66,8 @@ class Fold:
 
     Args:
         grads: None: the sum is left alone, but for `before`.
-        sums: fp32; None: left alone.
-        factor: rounded to fp32 once; a tensor is fp64, of shape [].
+        sums: in their rows' `Format.dtype`; None: left alone.
+        factor: rounded once to the plan's dtype; a tensor is fp64, of shape [].
         before: while this is 0 the sums hold nothing: they become their gradients, or 0 without one. fp64, shape [].
     """
 
@@ -106,6 +106,7 @@ class Scaling:
     skips_nonfinite: bool = False
     found_inf: Tensor | None = None  # fp32, shape []
     skips: Tensor | None = None  # int64, shape []: counts skipped steps
+    dtype: torch.dtype = torch.float32  # of the outcome
 
     def normalize(self, divisor: float | Tensor) -> None:
         """Divides the gradients by one more number; a tensor is not read."""
@@ -122,12 +123,12 @@ class Scaling:
 
 @dataclass
 class Outcome:
-    """One step's numbers on the device: `values` is fp32, [coefficient, norm, skipped]."""
+    """One step's numbers on the device: `values` is [coefficient, norm, skipped], in the plan's dtype."""
 
     values: Tensor
     normed: bool = True
     spends_grads: bool = False  # nobody reads the gradients after the step, so it may overwrite them
-    coefficients: Tensor | None = None  # fp32 [rows]: each row's own, in place of the one
+    coefficients: Tensor | None = None  # [rows]: each row's own, in place of the one
     is_above: Tensor | None = None  # bool, shape []: skipped because of a finite norm alone
     history: Tensor | None = None  # of clipping, with this step's norm: kept if the step is made
 
@@ -193,9 +194,9 @@ class Divisors:
     for_scaler: bool = False  # an overflow then raises no error
     is_shared: bool = False  # the norm will be one over several optimizers
 
-    def scaling(self, device: torch.device) -> Scaling:
-        """These divisors and the flag, on a device."""
-        scaling = Scaling(device)
+    def scaling(self, device: torch.device, dtype: torch.dtype) -> Scaling:
+        """These divisors and the flag, on a device, for an outcome of this dtype."""
+        scaling = Scaling(device, dtype=dtype)
         if self.found_inf is not None:
             found_inf = replicated(torch.as_tensor(self.found_inf, dtype=torch.float32))
             scaling.found_inf = on_device(found_inf, device, torch.float32)

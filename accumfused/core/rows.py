@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accumfused.formats import shards
-from accumfused.formats.kinds import DTYPES, Format, Storage, format_of, names, storage_of
+from accumfused.formats.kinds import DTYPES, TORCH_DTYPES, Format, Storage, format_of, names, storage_of
 from accumfused.formats.numeric import layout
 from accumfused.formats.shards import Shard
 from accumfused.rules import Rule
@@ -76,8 +76,8 @@ def check_parameter(param: Tensor) -> None:
     """Refuses a parameter that no backend can update."""
     if param.is_complex():
         raise RuntimeError("complex parameters are not supported; optimize torch.view_as_real(parameter) instead")
-    if param.dtype not in DTYPES:
-        dtypes = ", ".join(str(dtype) for dtype in DTYPES)
+    if param.dtype not in TORCH_DTYPES:
+        dtypes = ", ".join(str(dtype) for dtype in TORCH_DTYPES)
         raise TypeError(f"a parameter is {param.dtype}; supported are {dtypes}")
     if is_traceable_wrapper_subclass(param):
         raise TypeError(
@@ -97,15 +97,15 @@ def check_parameter(param: Tensor) -> None:
         )
 
 
-def check_gradient(param: Tensor, grad: Tensor) -> None:
-    """Refuses a gradient that no backend can read."""
+def check_gradient(param: Tensor, grad: Tensor, taken: Sequence[torch.dtype] = DTYPES) -> None:
+    """Refuses a gradient that no backend can read, or whose dtype is not `taken`."""
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"sparse gradients are not supported (a gradient has layout {grad.layout}); "
             "use Embedding(sparse=False), or keep these parameters in an optimizer of torch's own"
         )
-    if grad.dtype not in DTYPES:
-        dtypes = ", ".join(str(dtype) for dtype in DTYPES)
+    if grad.dtype not in taken:
+        dtypes = ", ".join(str(dtype) for dtype in taken)
         kind = RuntimeError if grad.is_complex() else TypeError
         raise kind(f"a gradient is {grad.dtype}; supported are {dtypes}")
     if grad.device != param.device:

@@ -90,10 +90,10 @@ class Weights:
             return known
         return total if 0 < factors * _LARGEST_FACTOR < 1 and known * _LARGEST_FACTOR < unit else unit
 
-    def in_unit(self, unit: Number) -> tuple[Weights, Number]:
+    def in_unit(self, unit: Number, dtype: torch.dtype) -> tuple[Weights, Number]:
         """The numbers in another unit, and the factor that brings the sums to it."""
         factor = self.unit / unit
-        return replace(self, unit=unit, factors=self.factors * _rounded(factor)), factor
+        return replace(self, unit=unit, factors=self.factors * _rounded(factor, dtype)), factor
 
     def entered(
         self, weight: Number | None, plan: Plan, *, in_loss: bool, left: Tensor | None
@@ -132,7 +132,7 @@ class Weights:
             unit, factor = own, 1.0
         else:
             factor = _nothing_of_zero(weight, own / unit)
-        new = _rounded(factor) * (weight if in_loss else 1.0)
+        new = _rounded(factor, plan.dtype) * (weight if in_loss else 1.0)
         factors = self.factors + new
         if before is not None:
             factors = _either(before == 0, new, factors)
@@ -187,8 +187,10 @@ def weight_if(left: Tensor, weight: Number | None) -> Tensor:
     return torch.where(left, given, torch.zeros_like(given))
 
 
-def _rounded(factor: Number) -> Number:
-    """The factor as kernels multiply by it: rounded to fp32 once."""
+def _rounded(factor: Number, dtype: torch.dtype) -> Number:
+    """The factor as kernels multiply by it: rounded to their dtype once."""
+    if dtype == torch.float64:
+        return factor
     return factor.float().double() if isinstance(factor, Tensor) else ctypes.c_float(factor).value
 
 

@@ -1,4 +1,4 @@
-"""The window: the micro-batches between two updates, as one sum in fp32 for each parameter.
+"""The window: the micro-batches between two updates, as one sum in fp32 (or fp64) for each parameter.
 
 In: fresh `p.grad`s with their factors (weights.py). Out: sums, which become `p.grad` when `last=True` closes the
 window, or go to the step with their divisor. An engine never changes the window that it has. It changes a draft, and
@@ -30,7 +30,6 @@ from accumfused.core.reader import setting_grads
 from accumfused.core.rows import Grads, Row
 from accumfused.core.weights import MicroBatch, Weights
 from accumfused.formats import shards
-from accumfused.formats.kinds import DTYPES
 
 
 class Phase(Enum):
@@ -48,7 +47,7 @@ OPEN_PHASES = (Phase.OPEN, Phase.SEALED)  # the window holds the sums, p.grad do
 class Squares:
     """What the noise scale takes of a window's micro-batches: see noise.py."""
 
-    sums: Tensor  # fp32 [plan.chunks]: of w |g|^2
+    sums: Tensor  # [plan.chunks], in the plan's dtype: of w |g|^2
     micro_batches: int = 0
     parts: Number = 0  # those whose weight is not 0
     added_up: Tensor | None = None  # the numbers of all processes, once these have added up their sums
@@ -63,12 +62,12 @@ class Window:
     arena: Arena = field(default_factory=lambda: Arena(0))  # memory of sums that are no adopted gradients
     habits: Habits = field(default_factory=Habits)
     grad_dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of exposed parameters with others in p.grad
-    # fp32 [chunks]: folds and the norm write them.
+    # [chunks], in the plan's dtype: folds and the norm write them.
     partials: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu"))
 
     phase: Phase = Phase.IDLE
     plan: Plan | None = None
-    sums: Grads = field(default_factory=Grads)  # fp32, one per parameter; None: no gradient yet
+    sums: Grads = field(default_factory=Grads)  # in `Format.dtype`, one per parameter; None: no gradient yet
     is_measured: list[bool] = field(default_factory=list)  # a sum's squares are in `partials`
     lacking: int = 0  # rows without a sum
     weights: Weights = field(default_factory=Weights)
@@ -140,8 +139,9 @@ class Window:
             window.params = plan.params
         window.phase, window.plan = Phase.OPEN, plan
         window.sums, window.is_measured, window.lacking = Grads([None] * rows), [False] * rows, rows
-        if window.partials.device != plan.device or len(window.partials) != plan.chunks:
-            window.partials = torch.empty(plan.chunks, dtype=torch.float32, device=plan.device)
+        partials = window.partials
+        if (partials.device, partials.dtype, len(partials)) != (plan.device, plan.dtype, plan.chunks):
+            window.partials = torch.empty(plan.chunks, dtype=plan.dtype, device=plan.device)
             if plan.device.type == "cpu":  # a micro-batch's gradients, and as much for what lies between them
                 keep_freed(2 * 4 * sum(row.tensor.numel() for row in plan.rows))
         window.habits.see(plan)
@@ -223,7 +223,7 @@ class Window:
         for index, (row, grad, own, is_held) in enumerate(rows):
             if grad is None:
                 continue
-            if grad is own or (adopts and not is_held and not row.is_bundled and adoptable(grad)):
+            if grad is own or (adopts and not is_held and not row.is_bundled and adoptable(grad, row)):
                 adopted[index] = grad
             else:
                 memory.check_size(grad, "gradient")
@@ -257,7 +257,7 @@ class Window:
         """Lets a backward add a row's gradient of the micro-batch to its sum directly; `add` needs none then.
 
         Returns:
-            The sum, fp32, and whether it holds anything (else it is to be overwritten). None: a factor is to be
+            The sum, and whether it holds anything (else it is to be overwritten). None: a factor is to be
             applied, so the gradient must come by `add`.
         """
         micro_batch, plan = self.in_progress, self.plan
@@ -385,7 +385,7 @@ class Window:
                 is_measured[index] = False  # the norm's order is that of memory
         self.arena.add_rows(len(plan.rows) - len(self.arena.places))
         before = [] if self.plan is None else self.plan.rows
-        partials = self.partials.to(plan.device)
+        partials = self.partials.to(plan.device, plan.dtype)
         if any(one.first_chunk != other.first_chunk for one, other in zip(before, plan.rows, strict=False)):  # resized
             partials, is_measured = partials.new_zeros(plan.chunks), [False] * len(plan.rows)
         if len(partials) < plan.chunks:
@@ -432,7 +432,8 @@ def refuse_foreign_scaler(window: Window, process_group: Any) -> None:
 def _refuse_moved(row: Row, own: Tensor | None) -> None:
     """Refuses a parameter that no longer fits its sum."""
     param = row.owned
-    if own is not None and ((param.device, param.shape) != (own.device, own.shape) or param.dtype not in DTYPES):
+    wanted = (param.device, param.shape, row.form.dtype)
+    if own is not None and (own.device, own.shape, own.dtype) != wanted:
         raise RuntimeError(
             f"a parameter became {param.dtype} of shape {list(param.shape)} on {param.device} while a window "
             f"is open; its accumulator has shape {list(own.shape)} and is on {own.device}. "

@@ -14,7 +14,6 @@ from accumfused.formats.kinds import (
     MASTER,
     REMAINDER,
     SEED,
-    STATE_DTYPES,
     Format,
     States,
     Weights,
@@ -24,7 +23,7 @@ from accumfused.formats.kinds import (
     scale_shape,
     storage_of,
 )
-from accumfused.formats.numeric import flush_subnormal, ieee, layout, memory_order
+from accumfused.formats.numeric import flush_subnormal, full, ieee, layout, memory_order
 from accumfused.rules import Rule
 from accumfused.warn import warn
 
@@ -36,7 +35,7 @@ def load_weights(form: Format, param: Tensor, master: Tensor | None) -> Tensor:
         assert master is not None
         return still_halved(master, param)
     if master is None:
-        return param.float()
+        return full(param)
     join = codecs.join if form.weights is Weights.BFLOAT16_SPLIT16 else codecs.join_short
     return join(param.view(torch.int16).to(torch.int32), master.to(torch.int32))
 
@@ -61,7 +60,7 @@ def _bfloat16(bits: Tensor) -> Tensor:
 
 
 def load_state(value: Tensor, scale: Tensor | None, second_moment: bool) -> Tensor:
-    return value.float() if scale is None else codecs.decode(value, scale, second_moment=second_moment)
+    return full(value) if scale is None else codecs.decode(value, scale, second_moment=second_moment)
 
 
 def store_state(form: Format, state: Tensor, noise: Tensor, second_moment: bool) -> tuple[Tensor, Tensor | None]:
@@ -93,8 +92,8 @@ def make_state(
     with contextlib.nullcontext() if fresh and form.master is None else ieee():  # zeros need no arithmetic
         values = {name: _full_state(rule, name, tensor, entries) for name in rule.states}
         for name in [name for name in rule.starts if values.get(name, tensor) is None]:
-            first = _number(rule.start(group, name), tensor.device)
-            values[name] = torch.empty_like(tensor, dtype=torch.float32, requires_grad=False).copy_(first)
+            first = _number(rule.start(group, name), tensor.device, form.dtype)
+            values[name] = torch.empty_like(tensor, dtype=form.dtype, requires_grad=False).copy_(first)
         if counts_steps(rule, form):
             # torch's SGD counts no steps. A buffer shows that the first step is over; without one it is still to come,
             # even where a format has counted steps for their noise.
@@ -109,7 +108,7 @@ def make_state(
             # (A master that comes from the parameter has it as its half; a comparison would wait for a GPU.)
             if has_master and not torch.equal(half.view(torch.int16), tensor.detach().view(torch.int16)):
                 tensor.detach().copy_(half)
-        if tensor.dtype == torch.float32 and REMAINDER in entries:
+        if tensor.dtype in (torch.float32, torch.float64) and REMAINDER in entries:
             tensor.detach().copy_(full_precision(tensor, entries))
         for name, value in values.items():
             _put_state(rule, form, name, tensor, value, entries)
@@ -119,15 +118,15 @@ def make_state(
         del entries[name]
 
 
-def _number(value: float | Tensor, device: torch.device) -> Tensor:
-    """The number as an fp32 tensor of shape [], in memory of its own: it may be a hyper-parameter."""
+def _number(value: float | Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The number as a tensor of shape [], in memory of its own: it may be a hyper-parameter."""
     if isinstance(value, Tensor):
-        return torch.empty((), dtype=torch.float32, device=device).copy_(value.detach().reshape(()))
-    return torch.full((), float(value), dtype=torch.float32, device=device)
+        return torch.empty((), dtype=dtype, device=device).copy_(value.detach().reshape(()))
+    return torch.full((), float(value), dtype=dtype, device=device)
 
 
 def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
-    """The fp32 value of a parameter, from the state's master or remainder if it has the parameter's shape.
+    """The fp32 value of a parameter (fp64 stays), from the state's master or remainder if it has the parameter's shape.
 
     A checkpoint may load a remainder for a parameter of another dtype: it counts if the values are bfloat16 numbers.
     """
@@ -135,8 +134,8 @@ def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
     with ieee():
         if isinstance(master, Tensor) and master.shape == tensor.shape:
             return still_halved(master, tensor)
-        values = tensor.float()
         if isinstance(remainder, Tensor) and remainder.shape == tensor.shape:
+            values = tensor.float()
             bits, low = values.view(torch.int32), remainder.to(tensor.device, torch.int32)
             low = low << 8 if remainder.dtype == torch.int8 else low
             if tensor.dtype == torch.bfloat16 or not bool((bits & 0xFFFF).any()):
@@ -147,7 +146,7 @@ def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
                     "dropped: it belongs to bfloat16 numbers, and the parameter has others. Load the model's own "
                     "checkpoint, or its full_precision_state_dict()"
                 )
-        return values
+        return full(tensor)
 
 
 def still_halved(master: Tensor, tensor: Tensor) -> Tensor:
@@ -177,8 +176,9 @@ def _nearest(tensor: Tensor) -> Tensor:
 
 
 def _laid_out(values: Tensor, tensor: Tensor) -> Tensor:
-    """An fp32 copy on the parameter's device and in its layout."""
-    return torch.empty_like(tensor, dtype=torch.float32, requires_grad=False).copy_(values)
+    """A copy in fp32, or for an fp64 parameter in fp64, on its device and in its layout."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return torch.empty_like(tensor, dtype=dtype, requires_grad=False).copy_(values)
 
 
 def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, Any]) -> Tensor | None:
@@ -210,7 +210,7 @@ def _put_state(
     rule: type[Rule], form: Format, name: str, tensor: Tensor, value: Tensor | None, entries: dict[str, Any]
 ) -> None:
     """Stores a state's fp32 values in the format, or zeros without values."""
-    stored = torch.zeros_like(tensor, dtype=STATE_DTYPES[form.states], requires_grad=False)
+    stored = torch.zeros_like(tensor, dtype=form.state_dtype, requires_grad=False)
     entries[name] = stored
     if form.states is States.INT8:
         entries[scale_name(name)] = stored.new_zeros(scale_shape(tensor))

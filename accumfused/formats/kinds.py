@@ -21,6 +21,7 @@ from accumfused.rules.rule import MAX_STATES, Rule
 from accumfused.settings import Settings
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of parameters and gradients, in the order of csrc/rows.h
+TORCH_DTYPES = (*DTYPES, torch.float64)  # torch's own kernels take fp64, too
 
 
 class Weights(IntEnum):
@@ -58,7 +59,7 @@ _WEIGHTS = {  # of 16-bit parameters, by dtype and master_weights
     (torch.float16, "auto"): Weights.FLOAT16_MASTER,
     (torch.float16, "fp32"): Weights.FLOAT16_MASTER,
 }
-_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _WEIGHT_NAMES = {
     Weights.FLOAT32: "fp32",
     Weights.BFLOAT16_STOCHASTIC: "bf16 stochastic",
@@ -75,11 +76,17 @@ class Format:
 
     weights: Weights = Weights.FLOAT32
     states: States = States.FLOAT32
+    dtype: torch.dtype = torch.float32  # of the arithmetic and the sum; fp64 is that of weights and states, too
 
     @property
     def needs_noise(self) -> bool:
         """Whether a step's results depend on noise, which all processes with the parameter must share."""
         return self.weights in _NOISY_WEIGHTS or self.states is not States.FLOAT32
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype in which the states are kept."""
+        return self.dtype if self.states is States.FLOAT32 else STATE_DTYPES[self.states]
 
     @property
     def master(self) -> tuple[str, torch.dtype] | None:
@@ -109,6 +116,8 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
     Raises:
         ValueError: the parameter's dtype does not allow these master_weights.
     """
+    if param.dtype == torch.float64:
+        return Format(dtype=torch.float64)
     if rule.is_foreign or param.dtype not in DTYPES:
         return Format()  # no kernel reads it
     weights = Weights.FLOAT32
@@ -154,7 +163,8 @@ def described(rule: type[Rule], form: Format, param: Tensor) -> str:
     if rule.is_foreign:
         return f"{dtype}, its own states"
     weights = _WEIGHT_NAMES[form.weights] if param.dtype in DTYPES else dtype
-    return f"{weights}, {_STATE_NAMES[form.states] if rule.states else 'no states'}"
+    states = "fp64 states" if form.dtype == torch.float64 else _STATE_NAMES[form.states]
+    return f"{weights}, {states if rule.states else 'no states'}"
 
 
 def names(rule: type[Rule], form: Format) -> list[str]:
@@ -211,7 +221,7 @@ def _fits(name: str, value: Any, rule: type[Rule], form: Format, param: Tensor) 
     if name in ("step", SEED):
         return value.dim() == 0 and value.dtype == (torch.int64 if name == SEED else torch.float32)
     if name in rule.states or (form.master is not None and name == form.master[0]):
-        dtype = STATE_DTYPES[form.states] if name in rule.states else form.master[1]  # type: ignore[index]
+        dtype = form.state_dtype if name in rule.states else form.master[1]  # type: ignore[index]
         return value.dtype == dtype and value.shape == param.shape and _same_strides(value, param)
     return value.dtype == torch.uint8 and value.shape == scale_shape(param) and value.is_contiguous()
 

@@ -37,6 +37,11 @@ def memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def full(tensor: Tensor) -> Tensor:
+    """The tensor in fp32, or as it is in fp64."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 def chunk_count(numel: int) -> int:
     return -(-numel // CHUNK)
 

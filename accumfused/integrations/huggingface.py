@@ -83,7 +83,7 @@ def fuse_trainer(
 
     Raises:
         ImportError: transformers is too old.
-        TypeError: `trainer` is no Trainer; a parameter is not fp32, fp16 or bf16; the optimizer cannot be fused.
+        TypeError: `trainer` is no Trainer; a parameter is not fp32, fp16, bf16 or fp64; the optimizer cannot be fused.
         ValueError: DeepSpeed, FSDP or other sharding; the optimizer steps inside backward, lacks trainable parameters,
             clips by another max_grad_norm or policy than the Trainer, or does not measure `metrics` or `noise_scale`;
             `linears` with several processes or devices.

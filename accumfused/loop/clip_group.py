@@ -185,7 +185,8 @@ class ClipGroup:
         found = [part for part in parts if part is not None]
         if found:
             propagates = all(engine.settings.nonfinite == "propagate" for engine in engines)
-            scaling = divisors.scaling(found[0].plan.device)
+            dtype = max((part.plan.dtype for part in found), key=lambda dtype: dtype.itemsize)
+            scaling = divisors.scaling(found[0].plan.device, dtype)
             scaling.max_grad_norm, scaling.skips_nonfinite = self._max_grad_norm, divisors.for_scaler or not propagates
             share(found, scaling)
         both = [(engine, part) for engine, part in zip(engines, parts, strict=True) if part is not None]

@@ -78,7 +78,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
 
     Raises:
         TypeError: `optimizer` is none, wraps another one, or is fused already; its step needs a closure (LBFGS) or
-            sparse gradients (SparseAdam); a parameter is not fp32, fp16 or bf16; an unknown setting.
+            sparse gradients (SparseAdam); a parameter is not fp32, fp16, bf16 or fp64; an unknown setting.
         ValueError: a wrong setting; masters, metrics, or formats of states or accumulators, for an optimizer that keeps
             its own step.
         RuntimeError: the backend cannot run; something other than a scheduler has replaced `optimizer.step`.
@@ -159,7 +159,7 @@ def _rescale(grads: Grads, outcome: Outcome) -> None:
         if grad is None:
             continue
         own = outcome.coefficient_of(row).to(grad.device)
-        if grad.dtype == torch.float32:
+        if grad.dtype in (torch.float32, torch.float64):
             grad.mul_(own)
         else:  # in fp32: torch may round a factor of 16-bit tensors to their dtype (and copying, lose a lazy sign)
             grad.copy_((grad.float() * own).to(grad.dtype))

@@ -15,7 +15,6 @@ from accumfused.formats.codecs import block_count
 from accumfused.formats.kinds import (
     MASTER,
     REMAINDER,
-    STATE_DTYPES,
     Format,
     States,
     counts_steps,
@@ -247,7 +246,7 @@ def _part(rule: type[Rule], name: str) -> str:
 
 def _to_be_made(rule: type[Rule], form: Format, param: Tensor) -> dict[str, int]:
     numbers = 4 * counts_steps(rule, form) + (8 if form.needs_noise else 0)
-    states = len(rule.states) * param.numel() * STATE_DTYPES[form.states].itemsize
+    states = len(rule.states) * param.numel() * form.state_dtype.itemsize
     return {
         "masters": param.numel() * form.master[1].itemsize if form.master else 0,
         "states": states + numbers,

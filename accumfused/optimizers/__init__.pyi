@@ -27,7 +27,7 @@ class AdEMAMix(FusedOptimizer):
     theirs loads. With betas[0] = 0 they keep no `exp_avg_fast`, and this class does.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr: the learning rate.
         betas: the decays of the fast mean, of the second moment, and of the slow mean.
         alpha: the weight of the slow mean.
@@ -64,7 +64,7 @@ class Adadelta(FusedOptimizer, torch.optim.Adadelta):
     It replaces `torch.optim.Adadelta`: same arguments, group keys, state names and checkpoints.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr, rho, eps, weight_decay: as in torch.
         foreach, capturable: unused; groups have them for torch's own optimizer.
         maximize: True ascends instead of descending.
@@ -99,7 +99,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
     It replaces `torch.optim.Adagrad`: same arguments, group keys, state names and checkpoints.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr, lr_decay, weight_decay, initial_accumulator_value, eps: as in torch.
         foreach, fused: unused; groups have them for torch's own optimizer.
         maximize: True ascends instead of descending.
@@ -135,7 +135,7 @@ class AdamWScheduleFree(ScheduleFree):
     goes back.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr: the learning rate; no schedule is needed.
         betas: beta above, > 0, and the decay of the second moment.
         eps: added to the root of the second moment.
@@ -170,7 +170,7 @@ class Adamax(FusedOptimizer, torch.optim.Adamax):
     It replaces `torch.optim.Adamax`: same arguments, group keys, state names and checkpoints.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr, betas, eps, weight_decay: as in torch.
         foreach, capturable: unused; groups have them for torch's own optimizer.
         maximize: True ascends instead of descending.
@@ -204,7 +204,7 @@ class Adan(LoadsTheAuthors):
     theirs loads. The state also counts steps, for each parameter.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr: the learning rate.
         betas: the decays of the gradient's mean, of its change's mean, and of the second moment.
         eps: added to the root of the second moment.
@@ -235,7 +235,7 @@ class Lion(FusedOptimizer):
     """Lion, with accumulation, unscaling and clipping in the same pass.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr: the size of every element's update; three to ten times smaller than AdamW's.
         betas: the update's interpolation factor and the momentum's decay.
         weight_decay: decoupled, multiplied by lr; three to ten times larger than AdamW's.
@@ -267,7 +267,7 @@ class RAdam(FusedOptimizer, torch.optim.RAdam):
     It replaces `torch.optim.RAdam`: same arguments, group keys, state names and checkpoints.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr, betas, eps, weight_decay, decoupled_weight_decay: as in torch.
         foreach, capturable: unused; groups have them for torch's own optimizer.
         maximize: True ascends instead of descending.
@@ -304,7 +304,7 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
     It replaces `torch.optim.RMSprop`: same arguments, group keys, state names and checkpoints.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr, alpha, eps, weight_decay, momentum, centered: as in torch.
         capturable, foreach: unused; groups have them for torch's own optimizer.
         maximize: True ascends instead of descending.
@@ -340,7 +340,7 @@ class SGDScheduleFree(ScheduleFree):
     back.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr: the learning rate; no schedule is needed.
         momentum: beta above, > 0 and < 1.
         weight_decay: times lr and y.
@@ -371,7 +371,7 @@ class Signum(FusedOptimizer):
     `Lion` with two equal betas is Signum with decoupled weight decay.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr: the size of every element's update.
         momentum: the decay of the gradient's mean; 0 is signSGD, which still keeps the state.
         weight_decay: L2, added to the gradient.

@@ -97,7 +97,7 @@ class Adam(FusedOptimizer, TorchAdam):
     It replaces `torch.optim.Adam`: same arguments, group keys, state names and checkpoints.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; weight_decay is L2.
         **settings: those of `accumfused.settings.Settings`.
         foreach, fused, capturable: unused; the groups keep them, because torch's own optimizer reads them.
@@ -154,7 +154,7 @@ class AdamW(Adam, TorchAdamW):
     It replaces `torch.optim.AdamW`: same arguments, group keys, state names and checkpoints.
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; parameters decay by 1 - lr * weight_decay.
         **settings: those of `accumfused.settings.Settings`.
         foreach, fused, capturable: unused; the groups keep them, because torch's own optimizer reads them.

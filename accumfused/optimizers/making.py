@@ -17,7 +17,7 @@ from accumfused.settings import PLACE, chosen, takes_settings
 
 _LIKE_TORCH = "It replaces `torch.optim.{}`: same arguments, group keys, state names and checkpoints."
 _ARGUMENTS = {  # what all optimizers say of theirs; a rule's docstring has the rest
-    "params": "parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.",
+    "params": "parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.",
     "maximize": "True ascends instead of descending.",
     "differentiable": "not supported.",
     **dict.fromkeys(("foreach", "fused", "capturable"), "unused; groups have them for torch's own optimizer."),

@@ -61,7 +61,7 @@ class SGD(FusedOptimizer, torch_sgd.SGD):
     also counts steps).
 
     Args:
-        params: parameters or parameter groups, fp32, bf16 or fp16; gradients may have another of these dtypes.
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
         **settings: those of `accumfused.settings.Settings`.
         foreach, fused: unused; the groups keep them, because torch's own optimizer reads them.

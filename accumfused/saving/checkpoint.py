@@ -1,8 +1,8 @@
 """Checkpoints: the states, checked before they are loaded, and an open window.
 
 The state of each parameter holds its window, because torch.distributed.checkpoint keeps nothing else.
-`state[p]["grad_accumulator"]`, fp32, is the sum so far. `state[p]["grad_accumulator_weights"]`, fp64 [4], holds the
-window's numbers, the same for each: its unit, the sum of its weights, that of its factors, and the number of its
+`state[p]["grad_accumulator"]`, fp32 or fp64, is the sum so far. `state[p]["grad_accumulator_weights"]`, fp64 [4], holds
+the window's numbers, the same for each: its unit, the sum of its weights, that of its factors, and the number of its
 micro-batches (negative: a plain sum). A window without sums has its numbers alone, in the state of the first parameter.
 """
 
@@ -22,10 +22,10 @@ from accumfused.core.window import Window
 from accumfused.formats.codecs import BLOCK
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import (
-    DTYPES,
     MASTER,
     REMAINDER,
     SEED,
+    TORCH_DTYPES,
     check_states,
     format_of,
     names,
@@ -99,7 +99,9 @@ def without_window(optimizer: Owner, state_dict: Mapping[str, Any]) -> tuple[dic
             shard, saved = shard_of(params[key]), entries.get(ACCUMULATOR)
             accumulator = None
             if saved is not None:
-                accumulator = torch.empty_like(owned(params[key], shard), dtype=torch.float32, requires_grad=False)
+                own = owned(params[key], shard)
+                dtype = torch.promote_types(own.dtype, torch.float32)
+                accumulator = torch.empty_like(own, dtype=dtype, requires_grad=False)
                 accumulator.copy_(saved if shard is None else shard.part(ACCUMULATOR, saved))
             found[id(params[key])], numbers = accumulator, entries[WEIGHTS].tolist()
     if not numbers:
@@ -121,7 +123,7 @@ def without_formats(
     kept, formatted = dict[Tensor, dict[str, Tensor]](), _formatted(optimizer)
     for key, param in params.items():
         rule, entries = optimizer._rule_of(groups[key]), state.get(key)
-        if rule.is_foreign or param.dtype not in DTYPES:
+        if rule.is_foreign or param.dtype not in TORCH_DTYPES:
             continue
         known = optimizer.state.get(param, {})
         masters = {name: known[name] for name in (REMAINDER, MASTER) if name in known}

@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from accumfused.core.protocol import Owner
 from accumfused.formats import codecs
 from accumfused.formats.convert import full_precision, store_full_precision
-from accumfused.formats.kinds import DTYPES, REMAINDER
+from accumfused.formats.kinds import REMAINDER, TORCH_DTYPES
 from accumfused.formats.numeric import ieee
 from accumfused.formats.shards import owned, shard_of
 
@@ -106,11 +106,13 @@ def _full_precision(optimizer: Owner, param: Tensor) -> Tensor:
 @ieee()
 def _has(param: Any, values: Tensor) -> bool:
     """Whether a parameter has these (rounded) values already: written again, a tie could be rounded the other way."""
-    if not isinstance(param, Parameter) or param.dtype not in DTYPES:
+    if not isinstance(param, Parameter) or param.dtype not in TORCH_DTYPES:
         return False
     shard = shard_of(param)
     tensor = owned(param, shard).detach()
-    values = (values if shard is None else shard.part("weights", values)).to(tensor.device, torch.float32)
+    values = (values if shard is None else shard.part("weights", values)).to(
+        tensor.device, torch.promote_types(tensor.dtype, torch.float32)
+    )
     halves = [values.to(tensor.dtype)]
     if tensor.dtype == torch.bfloat16:  # a split master rounds so
         halves.append(codecs.split(values)[0].to(torch.int16).view(torch.bfloat16))

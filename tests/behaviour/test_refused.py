@@ -225,8 +225,9 @@ def freed() -> Tensor:
 NOT_SPLIT = r"torch\.float16, which master_weights='split{}' does not serve.*use master_weights='fp32'"
 # fmt: off
 PARAMETERS: dict[str, tuple[Callable[[], Tensor], Errors, str]] = {
-    "float64": (lambda: torch.ones(4).double(), T, rf"a parameter is torch\.float64; supported are {FORMATS}"),
-    "float8": (lambda: torch.ones(4).to(torch.float8_e4m3fn), T, rf"float8_e4m3fn; supported are {FORMATS}"),
+    "float8": (
+        lambda: torch.ones(4).to(torch.float8_e4m3fn), T, rf"float8_e4m3fn; supported are {FORMATS}, torch\.float64"
+    ),
     "complex": (lambda: torch.ones(4) * 1j, R, r"optimize torch\.view_as_real"),
     "negated": (lambda: (torch.ones(4) * 1j).conj().imag, R, r"lazily negated, .* use param\.resolve_neg\(\)"),
     "expanded": (lambda: torch.ones(1, 3).expand(4, 3), R, r"overlaps itself .*clone\(\) it first"),
@@ -260,7 +261,8 @@ def test_a_parameter_that_cannot_be_updated_is_refused_at_once(kind: str) -> Non
 
 @pytest.mark.parametrize("make", [
     *(make for make, *_ in PARAMETERS.values()),
-    lambda: torch.ones(4, device="meta"), lambda: torch.ones(4, dtype=torch.int32),
+    *(lambda dtype=dtype: torch.ones(4, dtype=dtype) for dtype in (torch.int32, torch.float64)),
+    lambda: torch.ones(4, device="meta"),
 ])  # fmt: skip
 def test_a_frozen_parameter_may_be_anything(backend: str, make: Callable[[], Tensor]) -> None:
     frozen, param = Parameter(make(), requires_grad=False), Parameter(torch.full((4,), 8.0))
@@ -428,7 +430,10 @@ def test_a_parameter_moved_within_a_window_is_refused_and_may_come_back(
     optimizer.accumulate(2.0)
     before, param.data = param.data, move(param.data)
     param.grad = torch.ones_like(param) if verb in ("accumulate", "close") else None
-    with refused(optimizer, RuntimeError, r"Move the model back, or call zero_grad\(\) and begin the window again"):
+    remedy = r"Move the model back, or call zero_grad\(\) and begin the window again"
+    if move is Tensor.double and backend != "torch":
+        remedy = f"backend='{backend}' cannot run: a parameter is torch.float64; use backend='auto' or 'torch'"
+    with refused(optimizer, RuntimeError, remedy):
         {
             "accumulate": lambda: optimizer.accumulate(2.0), "close": lambda: optimizer.accumulate(2.0, last=True),
             "step": optimizer.step, "backward": lambda: optimizer.backward(param.sum(), 2),

@@ -231,7 +231,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "has trained": (
         lambda at: trained(make(at, max_steps=1)), RuntimeError, r"not fused; call fuse_trainer\(\) before train\(\)",
     ),
-    "fp64": (lambda at: make(at, language_model().double), TypeError, r"a parameter is torch\.float64; supported are"),
+    "8 bits": (
+        lambda at: make(at, lambda: language_model().to(torch.float8_e4m3fn)), TypeError, "float8_e4m3fn; supported are"
+    ),
     "LOMO": (lambda at: make(at, optim="lomo"), ValueError, "updates the parameters inside backward"),
     "layerwise": (lambda at: make(at, optim="galore_adamw_layerwise"), ValueError, "the parameters inside backward"),
     "LBFGS": (lambda at: make(at, optimizer_of=torch.optim.LBFGS), TypeError, "evaluates a closure within its step"),
