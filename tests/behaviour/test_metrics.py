@@ -219,8 +219,8 @@ def test_a_measured_step_copies_few_weights_at_a_time_and_measures_the_same(back
     assert found[1][2] <= found[0][2] - 4 * 120_000  # half of the weights, in fp32
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, None], ids=["copied", "resumed"])
-def test_a_window_that_began_in_another_optimizer_does_not_enter(backend: str, copied: Any) -> None:
+@pytest.mark.parametrize(("copied", "windows"), [(copy.deepcopy, 2), (None, 1)], ids=["copied", "resumed"])
+def test_a_copied_window_enters_and_one_from_a_checkpoint_does_not(backend: str, copied: Any, windows: int) -> None:
     param, optimizer = made(backend, noise_scale=True)
     window(param, optimizer)
     for value in (1.0, 3.0):
@@ -234,9 +234,10 @@ def test_a_window_that_began_in_another_optimizer_does_not_enter(backend: str, c
         twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for each in (optimizer, twin):
         each.step()
-    assert [int(each.noise_scale().windows) for each in (optimizer, twin)] == [2, 1]
+    assert [int(each.noise_scale().windows) for each in (optimizer, twin)] == [2, windows]
+    assert (optimizer.noise_scale().as_dict() == twin.noise_scale().as_dict()) is bool(copied)
     window(twin_param, twin)
-    assert int(twin.noise_scale().windows) == 2
+    assert int(twin.noise_scale().windows) == windows + 1
 
 
 def test_parameters_in_one_micro_batch_only_enter(backend: str) -> None:
