@@ -36,7 +36,10 @@ def replace_cuda(patch: pytest.MonkeyPatch, make: Callable[[], Any] | None = Non
     def selected(name: str, device: torch.device, rules: Iterable[type[Rule]], dtype: torch.dtype) -> Any:
         if name == "cuda" and any(map(compile.why_not_cuda, rules)):
             name = "auto"
-        return make() if name == "cuda" and make is not None else select(name, device, rules, dtype)
+        if name != "cuda" or make is None:
+            return select(name, device, rules, dtype)
+        backends.check(name, device, rules, dtype)
+        return make()
 
     if make is not None:
         patch.setattr(backends, "_why_not_cuda", lambda device: None)

@@ -431,7 +431,7 @@ def test_a_parameter_moved_within_a_window_is_refused_and_may_come_back(
     before, param.data = param.data, move(param.data)
     param.grad = torch.ones_like(param) if verb in ("accumulate", "close") else None
     remedy = r"Move the model back, or call zero_grad\(\) and begin the window again"
-    if move is Tensor.double and backend != "torch":
+    if move is Tensor.double:
         remedy = f"backend='{backend}' cannot run: a parameter is torch.float64; use backend='auto' or 'torch'"
     with refused(optimizer, RuntimeError, remedy):
         {
