@@ -50,14 +50,21 @@ def net(*between: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), *(between or [nn.Tanh()]), nn.Linear(16, 3))
 
 
-class Language(nn.Module):
+class Seeded(nn.Module):
+    """Its subclasses have the same weights each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+
+
+class Language(Seeded):
     """A small GPT-like model: its embedding and its head are one tensor, its mask a buffer."""
 
     mask: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.embedding, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.head = nn.Linear(8, 16, bias=False)
@@ -69,12 +76,11 @@ class Language(nn.Module):
         return self.head(self.norm(x + self.attention(x, x, x, attn_mask=self.mask, need_weights=False)[0]))
 
 
-class Experts(nn.Module):
+class Experts(Seeded):
     """A mixture of experts: the loss that balances them is a product of two means over the batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.router, self.experts = nn.Linear(6, 4), nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
         self.balance = torch.zeros(())
 
@@ -86,22 +92,20 @@ class Experts(nn.Module):
         return out * chances.gather(1, chosen[:, None])
 
 
-class Towers(nn.Module):
+class Towers(Seeded):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.a, self.b = nn.Linear(6, 5), nn.Linear(6, 5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.a(x), self.b(x.roll(1, 1))
 
 
-class Vae(nn.Module):
+class Vae(Seeded):
     """Returns the output, and each element's distance from a normal distribution."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.encoder, self.decoder = nn.Linear(6, 8), nn.Linear(4, 6)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,10 +114,9 @@ class Vae(nn.Module):
         return out, -0.5 * (1 + log_var - mean**2 - log_var.exp())
 
 
-class Policy(nn.Module):
+class Policy(Seeded):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.body, self.pi, self.v = nn.Linear(6, 12), nn.Linear(12, 3), nn.Linear(12, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,12 +201,6 @@ def end(optimizer: Any, i: int) -> None:
         update(optimizer)
 
 
-def scaled(scaler: Any, optimizer: Any) -> None:
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-
-
 def watched(
     body: Body, model: nn.Module | None = None, batches: Sequence[Any] | None = None, *, make: Any = torch.optim.SGD,
     steps: int = K,
@@ -217,14 +214,44 @@ def watched(
     return report
 
 
-def dividing(loss: Loss = mean, by: float = K) -> Body:
-    """The loop of every tutorial."""
+def body_of(backward: Callable[[Any, int, Tensor, Tensor], Any], change: Callable[[Any], Any] = lambda _: None) -> Body:
+    """A loop whose micro-batch calls `backward(model, i, x, y)` on a loss that this returns.
+
+    Args:
+        change: what happens to the model right before the step.
+    """
 
     def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        (loss(model, x, y) / by).backward()
+        backward(model, i, x, y).backward()
+        if ends(i):
+            change(model)
         end(optimizer, i)
 
     return body
+
+
+def dividing(loss: Loss = mean, by: float = K, change: Callable[[Any], Any] = lambda _: None) -> Body:
+    """The loop of every tutorial."""
+    return body_of(lambda model, _, x, y: loss(model, x, y) / by, change)
+
+
+def with_scaler(then: Callable[..., Any]) -> Any:
+    """The report of a loop with a GradScaler. Args: then: what follows a backward: scaler, model, optimizer, number."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+        scaler.scale(mean(model, x, y) / K).backward()
+        then(scaler, model, optimizer, i)
+        if ends(i):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    return watched(body)
+
+
+def clip(model: nn.Module, limit: float = 0.1) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), limit)
 
 
 def folded(
@@ -448,12 +475,11 @@ _short({
 # ---- right: models ---------------------------------------------------------------------------------------------------
 
 
-class _Recurrent(nn.Module):
+class _Recurrent(Seeded):
     """Its first dimension is time."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.cell, self.head = nn.LSTM(6, 7), nn.Linear(7, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -532,12 +558,7 @@ RIGHT |= {
 
 def _summed(loss: Loss, data: Sequence[Batch]) -> Any:
     """Sums that are divided by the tokens of the whole window, as newer trainers do."""
-
-    def body(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        (loss(model, x, y) / total(data, i)).backward()
-        end(optimizer, i)
-
-    return watched(body, Language(), data)
+    return watched(body_of(lambda m, i, x, y: loss(m, x, y) / total(data, i)), Language(), data)
 
 
 @right("case")
@@ -648,16 +669,12 @@ RIGHT |= {
 
 @right("case")
 def scaler_and_clip() -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def body(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        scaler.scale(mean(model, x, y) / K).backward()
+    def then(scaler: Any, model: Model, optimizer: Any, i: int) -> None:
         if ends(i):
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaled(scaler, optimizer)
+            clip(model)
 
-    return watched(body)
+    return with_scaler(then)
 
 
 @right("body")
@@ -677,16 +694,6 @@ def a_shorter_last_window_divided_by_its_own_length(model: Model, optimizer: Any
         update(optimizer)
 
 
-@right("body")
-def gradients_divided_in_place(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    mean(model, x, y).backward()
-    if ends(i):
-        for p in model.parameters():
-            p.grad /= K
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    end(optimizer, i)
-
-
 @right("case")
 def averaged_weights_after_the_step() -> Any:
     model = net()
@@ -698,13 +705,6 @@ def averaged_weights_after_the_step() -> Any:
             average.update_parameters(model)
 
     return watched(body, model)
-
-
-@right("body", model=Vae)
-def a_kl_weight_that_rises_after_each_window(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    out, kl = model(x)
-    ((F.mse_loss(out, x) + 0.1 * (1 + i // K) * kl.sum(1).mean()) / K).backward()
-    end(optimizer, i)
 
 
 @right("body")
@@ -730,15 +730,17 @@ def adversarial_inputs(model: Model, optimizer: Any, i: int, x: Tensor, y: Tenso
     update(optimizer)
 
 
-@right("body")
-def an_l2_term_of_its_own_once_a_window(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    (mean(model, x, y) / K).backward()
-    if ends(i):
-        l2(model).backward()
-    end(optimizer, i)
+def _rising(model: Model, i: int, x: Tensor, y: Tensor) -> Any:
+    out, kl = model(x)
+    return (F.mse_loss(out, x) + 0.1 * (1 + i // K) * kl.sum(1).mean()) / K
 
 
 RIGHT |= {
+    "gradients_divided_in_place": lambda: watched(
+        dividing(by=1, change=lambda m: ([p.grad.div_(K) for p in m.parameters()], clip(m)))
+    ),
+    "a_kl_weight_that_rises_after_each_window": lambda: watched(body_of(_rising), Vae()),
+    "an_l2_term_of_its_own_once_a_window": lambda: watched(dividing(change=lambda m: l2(m).backward())),
     "a_batch_that_k_divides_and_one_that_it_does_not": lambda: once(mean, size=18, weight_fn=lambda b: len(b[1])),
     "dropout_in_one_call": lambda: once(mean, net(nn.ReLU(), nn.Dropout(0.5))),
 }
@@ -752,27 +754,6 @@ def preference_pairs_in_one_call() -> Any:
 
 
 # ---- faults: sizes ---------------------------------------------------------------------------------------------------
-
-
-@fault("not_divided", "body")
-def not_divided_and_clipped(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    mean(model, x, y).backward()
-    if ends(i):
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    end(optimizer, i)
-
-
-@fault("unscale", "case")
-def clipped_before_it_is_unscaled() -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def body(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        scaler.scale(mean(model, x, y) / K).backward()
-        if ends(i):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaled(scaler, optimizer)
-
-    return watched(body)
 
 
 @fault("remainder_under_weighted", "body", batches=lambda: samples(K + 3))
@@ -797,6 +778,10 @@ def _faults(cases: dict[str, tuple[str, Callable[[], Any]]]) -> None:
 
 _faults({
     "not_divided": ("not_divided", lambda: watched(dividing(by=1))),
+    "not_divided_and_clipped": ("not_divided", lambda: watched(dividing(by=1, change=clip))),
+    "clipped_before_it_is_unscaled": (
+        "unscale", lambda: with_scaler(lambda scaler, model, optimizer, i: ends(i) and clip(model, 1.0)),
+    ),
     "reinforce_not_divided": (
         "not_divided", lambda: watched(dividing(lambda m, x, y: -(logp(m, x, y) * x[:, 5]).mean(), 1)),
     ),
@@ -823,25 +808,6 @@ def a_mean_of_means_with_a_mask(model: Model, x: Tensor, y: Tensor) -> Any:
     return losses / number
 
 
-@fault("uneven", "body")
-def each_micro_batch_divided_by_its_number(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    (mean(model, x, y) / (i % K + 1)).backward()
-    end(optimizer, i)
-
-
-@fault("uneven", "body")
-def an_l2_term_added_after_the_division(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    (mean(model, x, y) / K + l2(model, 1e-2)).backward()
-    end(optimizer, i)
-
-
-@fault("uneven", "body", model=Policy)
-def a_second_task_that_is_not_divided(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-    logits, value = model(x)
-    (F.cross_entropy(logits, y) / K + F.mse_loss(value, x[:, 0])).backward()
-    end(optimizer, i)
-
-
 @fault("uneven", "body", model=Policy)
 def a_second_backward_that_is_not_divided(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
     logits, value = model(x)
@@ -858,7 +824,19 @@ def a_mean_over_positives(model: Model, x: Tensor, y: Tensor) -> Any:
     return (F.mse_loss(model(x), x[:, :3], reduction="none").sum(1) * positive).sum() / positive.sum()
 
 
+def _second_task_whole(model: Model, i: int, x: Tensor, y: Tensor) -> Any:
+    logits, value = model(x)
+    return F.cross_entropy(logits, y) / K + F.mse_loss(value, x[:, 0])
+
+
 _faults({
+    "each_micro_batch_divided_by_its_number": (
+        "uneven", lambda: watched(body_of(lambda m, i, x, y: mean(m, x, y) / (i % K + 1))),
+    ),
+    "an_l2_term_added_after_the_division": (
+        "uneven", lambda: watched(body_of(lambda m, i, x, y: mean(m, x, y) / K + l2(m, 1e-2))),
+    ),
+    "a_second_task_that_is_not_divided": ("uneven", lambda: watched(body_of(_second_task_whole), Policy())),
     "a_mean_of_means_over_tokens": ("mean_of_means", lambda: watched(dividing(token_loss), Language(), tokens())),
     "a_mean_of_means_of_selected_tokens": (
         "mean_of_means",
@@ -918,22 +896,8 @@ def steps_at_every_micro_batch_and_zeroes_once_a_window(
 @fault("clip", "body")
 def clipped_after_each_micro_batch(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
     (mean(model, x, y) / K).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    clip(model, 0.05)
     end(optimizer, i)
-
-
-@fault("unscale", "case")
-def unscaled_within_the_window() -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def body(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        scaler.scale(mean(model, x, y) / K).backward()
-        if i % K == 1:
-            scaler.unscale_(optimizer)
-        if ends(i):
-            scaled(scaler, optimizer)
-
-    return watched(body)
 
 
 @fault("weights_changed", "body")
@@ -945,6 +909,9 @@ def averaged_weights_swapped_in_within_the_window(model: Model, optimizer: Any, 
 
 
 _faults({
+    "unscaled_within_the_window": (
+        "unscale", lambda: with_scaler(lambda scaler, _, optimizer, i: i % K == 1 and scaler.unscale_(optimizer)),
+    ),
     "a_remainder_zeroed_by_the_next_epoch": ("remainder_dropped", lambda: epochs(samples(K + 2), zeroes=True)),
     "sums_in_16_bits": ("sums_in_16_bits", lambda: watched(dividing(in_16_bits), net().bfloat16())),
 })  # fmt: skip
@@ -953,14 +920,7 @@ _faults({
 def _gradients(cases: dict[str, tuple[str, Callable[[Any], Any]]]) -> None:
     """Loops that do something to all gradients, or to the model, right before the step."""
     for name, (cause, change) in cases.items():
-
-        def body(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor, change: Any = change) -> None:
-            (mean(model, x, y) / K).backward()
-            if ends(i):
-                change(model)
-            end(optimizer, i)
-
-        _faults({name: (cause, functools.partial(watched, body))})
+        _faults({name: (cause, functools.partial(watched, dividing(change=change)))})
 
 
 _gradients({

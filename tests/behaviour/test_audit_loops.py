@@ -9,6 +9,7 @@ import torch
 from audited_loops import (
     K,
     Language,
+    body_of,
     count,
     dividing,
     end,
@@ -32,16 +33,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import accumfused as af
-
-
-def body_of(backward: Any) -> Any:
-    """A loop whose micro-batch calls `backward(model, i, x, y)` on a loss that it returns."""
-
-    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        backward(model, i, x, y).backward()
-        end(optimizer, i)
-
-    return body
 
 
 def with_gradient(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
