@@ -74,6 +74,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a number of another rule": (
         {"update": lambda h, step, p, g: (p + leaked[0],)}, TypeError, "a number of another function",
     ),
+    "random numbers": (
+        {"update": lambda h, step, p, g: (p - g * (h.lr * random.random()),)}, TypeError,
+        "gives other operations when it runs again",
+    ),
     "a name that stands twice": ({"states": ("lr",)}, ValueError, "lr stands twice"),
     "no identifier": ({"hypers": ("weight decay",)}, ValueError, "'weight decay' is no identifier"),
     "a name of a rule that is none": ({"name": "a-rule"}, ValueError, "'a-rule' is no identifier"),
@@ -275,27 +279,9 @@ def test_a_damaged_library_is_made_anew(
     assert not made.exists()
 
 
-def test_a_rule_that_draws_numbers_is_refused() -> None:
-    with pytest.raises(TypeError, match="gives other operations when it runs again"):
-
-        class Drawn(af.Rule):
-            name = "drawn"
-
-            @staticmethod
-            def update(h: Any, step: Any, p: Any, g: Any) -> tuple[Any, ...]:
-                return (p - g * (h.lr * random.random()),)
-
-
 def test_a_rule_needs_no_learning_rate(backend: str) -> None:
-    class Fixed(af.Rule):
-        name = "fixed"
-        hypers = {"scale": 0.5}  # noqa: RUF012
-
-        @staticmethod
-        def update(h: Any, step: Any, p: Any, g: Any) -> tuple[Any, ...]:
-            return (p - g * h.scale,)
-
+    rule = make(lambda h, step, p, g: (p - g * h.scale,), name="fixed", hypers={"scale": 0.5})
     param = torch.zeros(3, requires_grad=True)
     param.grad = torch.ones(3)
-    af.optimizer_of(Fixed)([param], backend=backend).step()
+    af.optimizer_of(rule)([param], backend=backend).step()
     assert param.tolist() == [-0.5] * 3
