@@ -17,18 +17,13 @@ import accumfused as af
 SHAPES = [(40, 30), (7,), (300, 5), (11,)]
 
 
-def trained(params: list[Any], taker: Any, bad: int, scaler: Any = None) -> dict[str, Any]:
+def trained(params: list[Any], taker: Any, bad: int) -> dict[str, Any]:
     """Three steps with whole gradients in every process; those of step `bad` have an inf, in the first parameter."""
     for step in range(3):
         set_grads(params, random_grads(params, step))
         if step == bad:
             params[0].grad[0, 0] = torch.inf
-        if scaler is None:
-            taker.step()
-        else:
-            scaler.scale(torch.ones(()))
-            scaler.step(taker)
-            scaler.update()
+        taker.step()
     return {str(index): param.detach().clone() for index, param in enumerate(params)}
 
 
@@ -87,3 +82,17 @@ def test_processes_without_gradients_join_and_all_skip(bad: int) -> None:
     wanted[bad] = torch.tensor(torch.inf) if bad >= 0 else wanted[bad]
     assert_close(found["norms"], torch.stack(wanted), "norm")
     assert int(found["skipped"]) == (bad >= 0)
+
+
+def flagged() -> bool:
+    """In a worker: whether a step is skipped for which one process's scaler has found an inf."""
+    params = random_params(SHAPES)
+    optimizer: Any = af.AdamW(params, nonfinite="propagate", norm_group=dist.group.WORLD)
+    set_grads(params, random_grads(params, 0))
+    optimizer.found_inf = torch.tensor(float(dist.get_rank() == 1))
+    optimizer.step()
+    return bool(optimizer.step_was_skipped)
+
+
+def test_what_one_scaler_has_found_all_skip() -> None:
+    assert processes.agreed(2, flagged)

@@ -31,7 +31,9 @@ TWO: list[tuple[Any, ...]] = [  # on one of 2 x 2; with one placement on its sec
     ((6, 5), Shard(0), Shard(1)), ((3, 5), Replicate(), Shard(0)), ((7,),), ((9, 2), Shard(0), Shard(0)),
     ((4, 3), Shard(1)), ((2, 2),),
 ]  # fmt: skip
-LAID = {"2": (2, ONE), "4": (4, ONE), "2 x 2": (4, TWO)}
+# All are cut twice. (Of the shapes above torch would remember the mesh of an earlier test, with groups of its own.)
+BOTH: list[tuple[Any, ...]] = [((5, 4), Shard(0), Shard(1)), ((8, 3), Shard(0), Shard(0)), ((4, 6), Shard(1), Shard(0))]
+LAID = {"2": (2, ONE), "4": (4, ONE), "2 x 2": (4, TWO), "2 x 2, both": (4, BOTH)}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5, weight_decay=0.1),
     "own step": lambda params: Own(params, lr=0.05),
@@ -61,7 +63,7 @@ def step_laid_out(name: str, kind: str, policy: str, on: str, how: str) -> tuple
     laid = LAID[name][1]
     params: list[Any] = [nn.Parameter(value) for value in values(laid)]
     if how == "spread":
-        mesh = mesh_over(2, 2) if name == "2 x 2" else mesh_over()
+        mesh = mesh_over(2, 2) if "x" in name else mesh_over()
         params = laid_out(laid, {1: mesh["b"] if mesh.ndim == 2 else mesh, 2: mesh})
     group = dist.group.WORLD if how == "summed" else None  # each process has the whole gradients: so is their mean
     made, norms = OPTIMIZERS[kind]([{"params": params[:2]}, {"params": params[2:]}]), list[float]()
