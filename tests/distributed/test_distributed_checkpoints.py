@@ -142,6 +142,20 @@ def test_training_goes_on_in_another_optimizer(route: Any, way: tuple[int, str],
     assert processes.agreed(way[0], take, route.__name__, way[1], form) == []
 
 
+def loaded_from_8_bits() -> list[list[str]]:
+    """In a worker: the names in each parameter's state, after a step in another format."""
+    (_, plain), (_, optimizer) = build("plain", "8bit"), build("fully_shard", "split16")
+    take_steps(range(2), plain)
+    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    take_steps(range(1), optimizer)
+    return [sorted(entries) for entries in optimizer.state.values()]
+
+
+def test_parts_keep_nothing_of_the_format_in_which_they_came() -> None:
+    names = processes.agreed(2, loaded_from_8_bits)
+    assert names == [["exp_avg", "exp_avg_sq", "master_remainder", "step"]] * 6
+
+
 # ---- open windows ----------------------------------------------------------------------------------------------------
 
 
