@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_close, assert_same, differences, params_of, snapshot
+from compare import assert_close, assert_same, differences, params_of, refused, snapshot
 from table import OPTIMIZERS, Own, OwnAdagrad
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
@@ -148,6 +148,21 @@ def test_a_step_of_its_own_sees_gradients_in_its_parameters_dtype(
         theirs.step()
         ours.zero_grad()
     assert_same(ours, theirs)
+
+
+def test_a_window_whose_own_step_has_failed_stays_closed(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients, cast to the parameter's dtype, are no new ones."""
+    param = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer: Any = af.fuse(OWN["NAdam"]([param], lr=0.01), backend=backend)
+    param.grad = torch.ones_like(param)
+    optimizer.accumulate(last=True)
+    with monkeypatch.context() as failing:
+        failing.setattr(OWN["NAdam"], "step", None)
+        with pytest.raises(TypeError, match="not callable"):
+            optimizer.step()
+    with refused(optimizer, RuntimeError, "after a window was closed"):
+        optimizer.accumulate()
+    optimizer.step()
 
 
 def test_a_scheduler_that_is_called_before_the_first_step_still_warns(backend: str) -> None:
