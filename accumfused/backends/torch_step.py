@@ -206,7 +206,7 @@ def _composed(rule: type[Rule]) -> Kernel:
         weights: Tensors, grads: Tensors, states: list[Tensors], steps: Tensors, h: dict[str, Any], _: Tensor | None
     ) -> None:
         counts = torch.stack(steps) if steps else torch.ones((), dtype=torch.float32, device=weights[0].device)
-        scalars = on_tensors.scalars(rule, h, whole_steps(counts))
+        scalars = on_tensors.scalars(rule, h, whole_steps(counts), weights[0].dtype)
         factor = -1.0 if h.get("maximize") else 1.0
         for j, (weight, grad, *own_states) in enumerate(zip(weights, grads, *states, strict=True)):
             own = {name: value[j] if value.dim() else value for name, value in scalars.items()}

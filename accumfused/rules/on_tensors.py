@@ -64,8 +64,18 @@ _OPERATIONS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-def evaluate(trace: Trace, inputs: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Computes the results in `dtype`; a number that nobody reads any more is freed."""
+_WITHOUT_ROUNDING = {**_OPERATIONS, "sqrt": torch.sqrt, "float32": lambda value: value}  # for fp64 parameters
+
+
+def evaluate(
+    trace: Trace, inputs: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, *, rounds: bool = True
+) -> dict[str, Tensor]:
+    """Computes the results in `dtype`; a number that nobody reads any more is freed.
+
+    Args:
+        rounds: False: for fp64 parameters, where nothing becomes fp32, and a root is torch's.
+    """
+    operations = _OPERATIONS if rounds else _WITHOUT_ROUNDING
     places, last = _order(trace)
     values: dict[int, Tensor] = {}
     for place in places:
@@ -76,7 +86,7 @@ def evaluate(trace: Trace, inputs: Mapping[str, Tensor], dtype: torch.dtype, dev
             # In two steps, because torch refuses fp64 numbers beyond fp32's range.
             values[place] = torch.full((), operation.constant, dtype=torch.float64, device=device).to(dtype)
         else:
-            values[place] = _OPERATIONS[operation.name](*(values[operand] for operand in operation.operands))
+            values[place] = operations[operation.name](*(values[operand] for operand in operation.operands))
             for operand in set(operation.operands):
                 if last[operand] == place:
                     del values[operand]
@@ -91,37 +101,42 @@ def _order(trace: Trace) -> tuple[list[int], dict[int, int]]:
     return places, last | dict.fromkeys(trace.results.values(), len(trace.operations))
 
 
-def scalars(rule: type[Rule], hypers: Mapping[str, float | Tensor], step: Tensor) -> dict[str, Tensor]:
-    """The numbers that `update` reads, fp32, each of shape [] or [tensors].
+def scalars(
+    rule: type[Rule], hypers: Mapping[str, float | Tensor], step: Tensor, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """The numbers that `update` reads, each of shape [] or [tensors].
 
     Args:
         rule: whose.
         hypers: by name; a tensor has one element.
         step: [tensors], the numbers of this step, int64.
+        dtype: of the parameters in full precision: fp32 or fp64.
     """
+    rounds = dtype == torch.float32
     inputs = {
         name: value.to(step.device, torch.float64).reshape(())
         if isinstance(value, Tensor)
         else torch.full((), value, dtype=torch.float64, device=step.device)
         for name, value in hypers.items()
     }
-    made = evaluate(rule.traced.scalars, inputs | {"step": step.double()}, torch.float64, step.device)
-    return {name: value.float() for name, value in made.items()}
+    made = evaluate(rule.traced.scalars, inputs | {"step": step.double()}, torch.float64, step.device, rounds=rounds)
+    return {name: value.to(dtype) for name, value in made.items()}
 
 
 def update(
     rule: type[Rule], numbers: Mapping[str, Tensor], param: Tensor, grad: Tensor, states: list[Tensor]
 ) -> list[Tensor]:
-    """The new parameter and states, out of place, fp32.
+    """The new parameter and states, out of place.
 
     Args:
         rule: whose.
         numbers: one tensor's scalars, each of shape [].
-        param, grad, states: of one shape, fp32; the gradient times its coefficient.
+        param, grad, states: of one shape, fp32 or fp64; the gradient times its coefficient.
     """
     inputs: dict[str, Any] = {f"s.{name}": value for name, value in numbers.items()}
     inputs |= {"p": param, "g": grad} | dict(zip(rule.states, states, strict=True))
-    made = evaluate(rule.traced.update, inputs, torch.float32, param.device).values()
+    rounds = param.dtype == torch.float32
+    made = evaluate(rule.traced.update, inputs, param.dtype, param.device, rounds=rounds).values()
     return [value.expand_as(param) for value in made]  # a number that no element enters has shape []
 
 

@@ -67,7 +67,7 @@ def test_what_no_step_of_ours_makes(backend: str) -> None:
     frozen = [Parameter(torch.zeros(10, dtype=dtype), requires_grad=False) for dtype in (torch.float32, torch.float64)]
     report = af.memory_report(af.AdamW(frozen, backend=backend))
     assert report.as_dict()["total"]["total"] == 120
-    assert list(report.formats) == ["fp32, fp32 states", "float64, fp32 states"]
+    assert list(report.formats) == ["fp32, fp32 states", "fp64, fp64 states"]
     optimizer = af.fuse(Own(Model(torch.bfloat16).parameters()), backend=backend)
     holes = af.AdamW([torch.zeros(99, 99).bfloat16()[:, ::2].requires_grad_()], backend=backend, state_dtype="8bit")
     for steps, each in ((0, optimizer), (1, optimizer), (1, holes)):
