@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -118,6 +118,12 @@ class ClipGroup:
             refuse_foreign_scaler(optimizer._engine.window, optimizer._engine.settings.process_group)
             refuse_unscaled(known, optimizer)
         return True
+
+    if not TYPE_CHECKING:  # which would take any name for known
+
+        def __getattr__(self, name: str) -> Any:
+            """Names the members where the rest of an optimizer is looked for."""
+            raise AttributeError(f"a ClipGroup has no {name}: torch optimizers are its members, group.optimizers")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all members."""

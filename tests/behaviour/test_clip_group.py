@@ -241,6 +241,19 @@ def limited(optimizer: af.SGD) -> af.SGD:
     return optimizer
 
 
+def test_schedulers_and_checkpoints_take_the_members_and_the_group_says_so(backend: str) -> None:
+    _, _, group = pair(backend)
+    with pytest.raises(AttributeError, match=r"has no state_dict: torch optimizers are its members, group\.optimizers"):
+        group.state_dict()
+    with pytest.raises(TypeError, match="ClipGroup is not an Optimizer"):
+        torch.optim.lr_scheduler.StepLR(group, 1)  # type: ignore[arg-type]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in group.optimizers]
+    group.step()
+    for scheduler in schedulers:
+        scheduler.step()
+    assert [each["lr"] for each in group.param_groups] == [0.5, 0.5]
+
+
 WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "one": (lambda a: ([a], 1.0), ValueError, "two or more different optimizers, got 1"),
     "twice the same": (lambda a: ([a, a], 1.0), ValueError, "two or more different optimizers"),
