@@ -235,19 +235,30 @@ def dividing(loss: Loss = mean, by: float = K, change: Callable[[Any], Any] = la
     return body_of(lambda model, _, x, y: loss(model, x, y) / by, change)
 
 
-def with_scaler(then: Callable[..., Any]) -> Any:
-    """The report of a loop with a GradScaler. Args: then: what follows a backward: scaler, model, optimizer, number."""
+def with_scaler(then: Callable[..., Any], loss: Loss = mean, **options: Any) -> Any:
+    """The report of a loop with a GradScaler.
+
+    Args:
+        then: what follows each backward: takes scaler, model, optimizer, and the micro-batch's number.
+        options: of `watched`.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        scaler.scale(mean(model, x, y) / K).backward()
+        scaler.scale(loss(model, x, y) / K).backward()
         then(scaler, model, optimizer, i)
         if ends(i):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
 
-    return watched(body)
+    return watched(body, **options)
+
+
+def unscale_and_clip(scaler: Any, model: nn.Module, optimizer: Any, i: int) -> None:
+    if ends(i):
+        scaler.unscale_(optimizer)
+        clip(model)
 
 
 def clip(model: nn.Module, limit: float = 0.1) -> None:
@@ -667,16 +678,6 @@ RIGHT |= {
 }
 
 
-@right("case")
-def scaler_and_clip() -> Any:
-    def then(scaler: Any, model: Model, optimizer: Any, i: int) -> None:
-        if ends(i):
-            scaler.unscale_(optimizer)
-            clip(model)
-
-    return with_scaler(then)
-
-
 @right("body")
 def clip_by_value_and_zero_grad_first(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
     if i % K == 0:
@@ -736,6 +737,7 @@ def _rising(model: Model, i: int, x: Tensor, y: Tensor) -> Any:
 
 
 RIGHT |= {
+    "scaler_and_clip": lambda: with_scaler(unscale_and_clip),
     "gradients_divided_in_place": lambda: watched(
         dividing(by=1, change=lambda m: ([p.grad.div_(K) for p in m.parameters()], clip(m)))
     ),

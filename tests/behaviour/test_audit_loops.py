@@ -10,6 +10,7 @@ from audited_loops import (
     K,
     Language,
     body_of,
+    clip,
     count,
     dividing,
     end,
@@ -24,8 +25,10 @@ from audited_loops import (
     token_loss,
     tokens,
     total,
+    unscale_and_clip,
     update,
     watched,
+    with_scaler,
     zero_grad_before_each_micro_batch,
 )  # fmt: skip
 from inside import run_engine
@@ -94,21 +97,12 @@ def test_other_losses_have_their_verdict(verdict: str, body: Any, batches: Any) 
 
 
 def test_a_scaler_with_autocast_and_parameters_in_16_bits_whose_sums_are_in_32_are_sound() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = F.cross_entropy(model(x).float(), y) / K
-        scaler.scale(loss).backward()
-        if ends(i):
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            return F.cross_entropy(model(x).float(), y)
 
-    for report in (watched(body, make=torch.optim.AdamW), folded(in_16_bits, model=net().bfloat16())):
-        assert report.matches, str(report)
+    assert with_scaler(unscale_and_clip, loss, make=torch.optim.AdamW).matches
+    assert folded(in_16_bits, model=net().bfloat16()).matches
 
 
 def test_two_optimizers_of_one_model_with_tied_weights_are_sound() -> None:
@@ -360,20 +354,14 @@ def test_what_is_unscaled_within_a_window_or_clipped_before_it_is_named(
     early: bool, clips: bool, fused: bool, names: list[str]
 ) -> None:
     """A fused step unscales by itself; gradients that are unscaled too early are not lost."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
-    def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        scaler.scale(mean(model, x, y) / K).backward()
+    def then(scaler: Any, model: Any, optimizer: Any, i: int) -> None:
         if early and i % K == 0:
             scaler.unscale_(optimizer)
-        if ends(i):
-            if clips:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+        if clips and ends(i):
+            clip(model)
 
-    assert watched(body, make=lambda params, lr: torch.optim.SGD(params, lr, fused=fused)).names == names
+    assert with_scaler(then, make=lambda params, lr: torch.optim.SGD(params, lr, fused=fused)).names == names
 
 
 def test_the_optimizer_within_a_wrapper_is_watched() -> None:
