@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -68,7 +68,6 @@ class Audit:
         steps = checked_whole(gradient_accumulation_steps, "gradient_accumulation_steps")
         return audited(model, loss_fn, batch, steps, weight_fn, checked(ignore))
 
-    @contextlib.contextmanager
     def watch(
         self,
         model: Module,
@@ -77,7 +76,7 @@ class Audit:
         gradient_accumulation_steps: int | None = None,
         process_group: Any = None,
         ignore: Collection[str] = (),
-    ) -> Iterator[AuditReport]:
+    ) -> AbstractContextManager[AuditReport]:
         """Watches the loop in the block, and fills the report when the block ends.
 
         Put a few whole windows into the block, an epoch's end among them. Nothing of the loop changes: hooks read
@@ -91,27 +90,18 @@ class Audit:
             process_group: compares with the large batch of all its processes. Each of them must watch the same steps.
             ignore: names of causes that do not count: steps that these alone explain are taken for the large batch's.
 
-        Yields:
-            The report.
+        Returns:
+            A context manager for `with`; it gives the report.
 
         Raises:
             ValueError: a model in eval mode; no optimizer; an unknown name in `ignore`.
             TypeError: not a module, or not an optimizer.
             RuntimeError: sharded parameters; a device whose generator cannot be read.
         """
-        steps = gradient_accumulation_steps
-        if steps is not None:
-            checked_whole(steps, "gradient_accumulation_steps")
-        watch = Watch(model, tracks_of(model, optimizer, process_group), checked(ignore), steps)
-        report = AuditReport()
-        watch.start()
-        is_whole = False
-        try:
-            yield report
-            is_whole = True
-        finally:
-            watch.stop()
-            watch.fill(report, is_whole=is_whole)
+        if gradient_accumulation_steps is not None:
+            checked_whole(gradient_accumulation_steps, "gradient_accumulation_steps")
+        tracks = tracks_of(model, optimizer, process_group)
+        return Watch(model, tracks, checked(ignore), gradient_accumulation_steps)
 
 
 audit = Audit()

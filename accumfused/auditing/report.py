@@ -125,9 +125,7 @@ class AuditReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
-        causes = [
-            {"name": each.name, "detail": each.detail, "text": each.text, "remedy": each.remedy} for each in self.causes
-        ]
+        causes = [{name: getattr(each, name) for name in ("name", "detail", "text", "remedy")} for each in self.causes]
         steps = [
             {**asdict(each), "difference": each.difference, "tensors": [asdict(tensor) for tensor in each.tensors[1:]]}
             for each in self.steps

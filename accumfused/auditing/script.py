@@ -101,7 +101,7 @@ def _optimizers(made: Callable[[Optimizer], None]) -> Iterator[None]:
 
 
 def _watched(command: list[str], steps: int | None, ignore: set[str]) -> AuditReport:
-    report, watches = AuditReport(), list[Watch]()
+    reports, watches = [AuditReport()], list[Watch]()
 
     def made(optimizer: Optimizer) -> None:
         known = [track.optimizer for watch in watches for track in watch.tracks]
@@ -114,8 +114,8 @@ def _watched(command: list[str], steps: int | None, ignore: set[str]) -> AuditRe
         model = models[0] if len(models) == 1 else ModuleList(models)
         names = {id(param): name for name, param in model.named_parameters()}
         watch = Watch(model, [Track(each, names, None) for each in optimizers], ignore, steps, ended)
-        watch.start()
         watches[:] = [watch]
+        reports[:] = [watch.__enter__()]
 
     def ended() -> None:
         counts = [len(track.windows) for track in watches[0].tracks]
@@ -127,9 +127,8 @@ def _watched(command: list[str], steps: int | None, ignore: set[str]) -> AuditRe
             _run(command)
     finally:
         for watch in watches:
-            watch.stop()
-            watch.fill(report, is_whole=False)
-    return report
+            watch.__exit__(_Done)
+    return reports[-1]
 
 
 def _models_of(optimizers: list[Optimizer]) -> list[Module]:

@@ -45,7 +45,7 @@ _FRAMEWORKS = {  # callers of others come first
 
 
 class Watch:
-    """Records micro-batches and windows between `start` and `stop`.
+    """Records micro-batches and windows of a loop in a `with` block, and fills a report when the block ends.
 
     Args:
         ignore: names of causes that do not count.
@@ -60,6 +60,7 @@ class Watch:
         params = {id(param): param for track in tracks for param in track.params}
         self.tracks, self._params, self._ended = tracks, params, ended
         self._ignore, self._steps, self._setting = ignore, steps, ""
+        self._report = AuditReport()
         for track in tracks:
             track.expected = steps
         self._norms = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
@@ -74,13 +75,18 @@ class Watch:
         self._incoming: dict[int, Tensor] = {}  # gradients on their way to p.grad
         self._hooks = contextlib.ExitStack()
 
-    def start(self) -> None:
+    def __enter__(self) -> AuditReport:
         """Registers the hooks."""
         with contextlib.ExitStack() as hooks:
             for handle in self._handles():
                 hooks.callback(handle.remove)
             hooks.enter_context(_Mode(self))
             self._hooks = hooks.pop_all()
+        return self._report
+
+    def __exit__(self, error: Any, *_: Any) -> None:
+        self.stop()
+        self._fill(is_whole=error is None)
 
     def stop(self) -> None:
         """Removes the hooks, and lets go of the loop's tensors."""
@@ -101,8 +107,9 @@ class Watch:
         for track in self.tracks:
             yield track.optimizer.register_step_pre_hook(functools.partial(track.step, self._calls, self._stepped))
 
-    def fill(self, report: AuditReport, *, is_whole: bool) -> None:
-        """Writes what was seen into a report. Args: is_whole: no exception has cut the last window short."""
+    def _fill(self, *, is_whole: bool) -> None:
+        """Writes what was seen into the report. Args: is_whole: no exception has cut the last window short."""
+        report = self._report
         windows = [window for track in self.tracks for window in track.windows]
         steps = self._steps or expected_of(windows)
         report.advice = (

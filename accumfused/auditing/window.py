@@ -91,12 +91,8 @@ class Window:
     def lost(self) -> int:
         """How many of a process neither this step nor another optimizer's has taken."""
         sizes = [abs(share * each.main.size) for share, each in self.pairs]
-        return (
-            sum(
-                size < LOST * max(sizes) and not each.is_used for size, (_, each) in zip(sizes, self.pairs, strict=True)
-            )
-            // self.world
-        )
+        pairs = zip(sizes, self.micro_batches, strict=True)
+        return sum(size < LOST * max(sizes) and not each.is_used for size, each in pairs) // self.world
 
     @property
     def pairs(self) -> list[tuple[float, MicroBatch]]:

@@ -52,7 +52,7 @@ class FirstSteps:
 
     def __init__(self) -> None:
         self._block: Any = None  # while steps are watched
-        self._report: AuditReport | None = None
+        self._report = AuditReport()
         self._left = 0
 
     def begin(self, model: Module, optimizer: Optimizer, micro_batches: int) -> None:
@@ -75,7 +75,7 @@ class FirstSteps:
     def end(self) -> None:
         """Logs the report, in one process: as a warning if an update is not the large batch's, else as information."""
         block, self._block = self._block, None
-        if block is None or self._report is None:
+        if block is None:
             return
         block.__exit__(*sys.exc_info())  # an exception that ends the training has cut a window short
         if _processes() == 1 or dist.get_rank() == 0:
