@@ -5,6 +5,7 @@ Written without looking at the package's rules: nothing here imports accumfused.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -122,17 +123,17 @@ def signum(p: Tensor, g: Tensor, state: State, *, lr, momentum=0.9, weight_decay
 
 def of_torch(kind: type[torch.optim.Optimizer]) -> Update:
     """What torch's own class of the rule does in float64, from its own first states."""
+    return functools.partial(_as_torch, kind)
 
-    def update(p: Tensor, g: Tensor, state: State, **options) -> Tensor:
-        twin = torch.nn.Parameter(p.clone())
-        optimizer = kind([twin], **options)
-        optimizer.state[twin].update({name: torch.as_tensor(value).clone() for name, value in state.items()})
-        twin.grad = g.clone()
-        optimizer.step()
-        state.update(optimizer.state[twin])
-        return twin.detach()
 
-    return update
+def _as_torch(kind: type[torch.optim.Optimizer], p: Tensor, g: Tensor, state: State, **options) -> Tensor:
+    twin = torch.nn.Parameter(p.clone())
+    optimizer = kind([twin], **options)
+    optimizer.state[twin].update({name: torch.as_tensor(value).clone() for name, value in state.items()})
+    twin.grad = g.clone()
+    optimizer.step()
+    state.update(optimizer.state[twin])
+    return twin.detach()
 
 
 def schedule_free_group(
@@ -234,7 +235,7 @@ class Loop(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if params:
                 options = {name: _number(group[name]) for name in self.defaults}
-                options = OF_GROUPS.get(self.update, _as_they_are)(group.setdefault("sums", {}), **options)
+                options = OF_GROUPS.get(self.update, _as_they_are)(group, **options)
             for p in params:
                 p.copy_(self.update(p.double(), p.grad.double(), self.state[p], **options))
         return loss

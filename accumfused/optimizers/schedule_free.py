@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -34,7 +33,7 @@ from accumfused.saving import full_precision
 
 
 class ScheduleFreeRule(Rule):
-    # What the group has counted before this step, and c; `_update` gives c, and for lr what the warmup makes of it.
+    # What the group has counted before this step, and c; h.lr is what the warmup makes of it: see `_counted`.
     derived = ("weight_sum", "last_beta", "share")
     needs_16_bits = "whose z is a copy of the weights"
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
@@ -166,7 +165,7 @@ def _update(
         ends += [partial(group[name].fill_, number) for name, number in kept.items()]
         known = zip(plan.rules[index].hyper_names, hypers[index], strict=True)
         hypers[index] = tuple(numbers.get(name, number) for name, number in known)
-    plan.backend.step(plan, grads, hypers, outcome, replace(commit, ends=ends))
+    plan.backend.step(plan, grads, hypers, outcome, Commit(ends, commit.begins))
 
 
 def _can_read(plan: Plan) -> bool:
@@ -181,17 +180,17 @@ def _at_hand(number: Number, device: torch.device) -> Number:
 def _counted(
     group: Mapping[str, Any], read: Callable[[Number], Any], at_least: Callable[[Any, Any], Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The group's `SUMS` after its next step, and what else that step reads."""
+    """The group's `SUMS` after its next step, and the numbers of its kernel, by the names of hyper-parameters."""
     names = *SUMS, "lr", "warmup_steps", "r", "weight_lr_power"
-    k, weight_sum, lr_max, _, lr, warmup_steps, r, power_of_lr = (read(group[name]) for name in names)
+    k, before, lr_max, last_beta, lr, warmup_steps, r, power_of_lr = (read(group[name]) for name in names)
     k = k + 1.0
     lr = k / at_least(k, warmup_steps) * lr
     lr_max = at_least(lr_max, lr)
     weight = (lr_max > 0) * k**r * lr_max**power_of_lr
-    weight_sum = weight_sum + weight
+    weight_sum = before + weight
     share = weight / at_least(weight_sum, sys.float_info.min)
     counted = {"k": k, "weight_sum": weight_sum, "lr_max": lr_max, "last_beta": read(_beta(group))}
-    return counted, {"lr": lr, "share": share}
+    return counted, {"lr": lr, "share": share, "weight_sum": before, "last_beta": last_beta}
 
 
 class ScheduleFree(FusedOptimizer):
@@ -263,7 +262,7 @@ class ScheduleFree(FusedOptimizer):
                 for name in ("scheduled_lr", "foreach"):
                     group.pop(name, None)
                 for entries in [self.state[param] for param in group["params"] if param in self.state]:
-                    entries.setdefault("step", torch.tensor(float(group["k"])))
+                    entries.setdefault("step", torch.tensor(float(group.get("k", 0.0))))
                 group["last_beta"] = _beta(group)
             _complete(group)
 
