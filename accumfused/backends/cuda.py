@@ -84,7 +84,7 @@ class CudaBackend:
         ))  # fmt: skip
 
     def _on_device(self, plan: Plan, used: Iterable[Tensor | None], *lists: Grads) -> tuple[Any, tuple[int, int]]:
-        """The table for this call; and the call's stream, with the id of the graph that captures it, or 0.
+        """The table for this call; and the call's stream, with whether a graph captures it.
 
         Another stream may have made the tensors that the call uses. `lists` are gradients or sums: thousands, perhaps.
         """
