@@ -135,7 +135,7 @@ void try_rules() {
     const double beta = 1 - power_of_two(-20, -2);
     const double lr = power_of_two(-50, 42), eps = random() % 2 ? power_of_two(-60, 45) : 0.0f;
     const double hyper[] = {lr, 0.9, beta, eps, random() % 2 ? 0x1.ff8p-1 / lr : 0, 1, 0};
-    const PackedRule<AdamFunctor> rule(hyper, nullptr, 1 + int(random() % 100), 1.0f);
+    const PackedRule<AdamFunctor> rule(hyper, 1 + int(random() % 100), 1.0f);
     float p[kEight], m[kEight], v[kEight];
     const int first = int(random() % 205) - 140, second = int(random() % 170) - 105, size = int(random() % 120) - 90;
     for (int k = 0; k < kEight; ++k) {
