@@ -240,7 +240,6 @@ def test_a_launch_that_fails_leaves_the_optimizer_usable(count: int, cuda: CudaB
 def test_several_devices_have_a_norm_of_their_own(
     cuda: CudaBackend, devices_apart: tuple[torch.device, torch.device]
 ) -> None:
-    """Also where the one that adds up all sums could step in one launch."""
     other, leading = devices_apart
     found = []
     for backend in (SeveralDevices({leading: cuda, other: CpuBackend()}), CpuBackend()):
