@@ -108,9 +108,10 @@ class FusedOptimizer(TorchOptimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, normalizer: float | Tensor | None = None) -> Any:
         """Updates the parameters from the window, or from `p.grad` if there is no window.
 
-        One pass divides gradients by `normalizer` and `self.grad_scale`, clips them to `max_grad_norm` and applies
-        them. The step writes nothing if the norm is non-finite (see `nonfinite`) or `self.found_inf` is not 0. It
-        consumes a window and releases its accumulators; other gradients stay in `p.grad`, unchanged.
+        One pass divides gradients by the window's weights, `normalizer` and `self.grad_scale`, clips them to
+        `max_grad_norm` and applies them. The step writes nothing if the norm is non-finite (see `nonfinite`) or
+        `self.found_inf` is not 0. It consumes a window and releases its accumulators; other gradients stay in `p.grad`,
+        unchanged.
 
         Args:
             closure: re-evaluates the model and returns the loss.
@@ -138,7 +139,7 @@ class FusedOptimizer(TorchOptimizer):
             with torch.enable_grad():
                 loss = closure()
         engine.outcome = None
-        divisors = divisors_of(self, normalizer, engine.scaler)
+        divisors = divisors_of(self, normalizer, engine.scaler_divisors)
         with torch.no_grad():
             measured = engine.measure(divisors)
             if measured is not None:

@@ -52,7 +52,7 @@ struct Row {
   AF_METHOD bool is_plain() const { return weights == Weights::kFloat32 && states == States::kFloat32; }
 };
 
-// The part that changes with every call.
+// The part that may change with every call.
 struct Operands {
   const void* grad = nullptr;  // null: no gradient in this call
   float* sum = nullptr;        // null: not folded in this call
@@ -76,8 +76,8 @@ struct Number {
 };
 
 // One launch of accumulate: sum <- sum + factor * grad, or sum <- factor * grad where it overwrites; in fp32. While
-// *before is 0 the sums hold nothing, and become their gradients, or 0 without one. A factor of 0 leaves a sum as it
-// is, or overwrites it with 0, whatever the gradient is. `partials[chunk]` becomes the sum of squares of the result,
+// *before is 0 the sums hold nothing, and become their gradients, or 0 without one. Else a factor of 0 leaves a sum as
+// it is, or overwrites it with 0, whatever the gradient is. `partials[chunk]` becomes the sum of squares of the result,
 // unless gradients are copied as they are.
 struct Fold {
   Number factor;

@@ -246,7 +246,7 @@ def _is_finite(micro_batch: MicroBatch) -> bool:
 
 def _scale_of(optimizer: Any) -> Any:
     """The factor by which the step itself divides."""
-    given = optimizer._engine.scaler if isinstance(optimizer, FusedOptimizer) else None
+    given = optimizer._engine.scaler_divisors if isinstance(optimizer, FusedOptimizer) else None
     return given.grad_scale if given is not None else getattr(optimizer, "grad_scale", None)
 
 

@@ -36,7 +36,7 @@ class Measured:
 
     @contextlib.contextmanager
     def uncounted_by_an_error(self) -> Iterator[None]:
-        """Takes the skip of a step that fails back."""
+        """Takes back the skip of a step that fails."""
         try:
             yield
         except BaseException:

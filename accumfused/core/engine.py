@@ -1,5 +1,6 @@
-"""The engine: from gradients in p.grad to the window, and from the window, or p.grad, to updated weights.
+"""The engine: from gradients in p.grad to the window, and from the window, or p.grad, to updated parameters.
 
+docs/internals/architecture.md follows one gradient from here to the kernels.
 A micro-batch is one `fold`. A step is `measure`, which reduces the gradients to one coefficient (`Backend.norm`), and
 `finish`, which applies it (`Backend.step`); nothing between them waits for the host. Each ends in a `Commit`: what is
 true after it becomes true in the same call as the launch.
@@ -77,7 +78,7 @@ class Engine:
         self.observers: list[Observer] = [each for each in (self.meter, self.noise) if each is not None]
         self.outcome: Outcome | None = None  # of the last step
         self.dropped: Tensor | None = None  # int64, shape []: micro-batches that nonfinite="drop" has left out
-        self.scaler: Divisors | None = None  # those of a GradScaler of ours, while it steps
+        self.scaler_divisors: Divisors | None = None  # those of a GradScaler of ours, while it steps
         self.release: Release | None = None  # while gradients are folded during backward
         self.group: Callable[[], Any] | None = None  # gives the ClipGroup it is in; None: it clips alone
         self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of DistributedDataParallel, from attach_ddp
@@ -183,7 +184,10 @@ class Engine:
         return left
 
     def _bring_to_unit(self, plan: Plan, weight: Number | None) -> None:
-        """Before a micro-batch, or the end: brings the sums to another unit, if they need one, in a pass of its own."""
+        """Before a micro-batch, or the end: brings the sums to another unit, if they need one, in a pass of its own.
+
+        The unit is what the factors of micro-batches are relative to: see weights.py.
+        """
         window, known = self.window, self.window.weights
         if window.phase is not Phase.OPEN or window.in_progress is not None or not known.is_weighted:
             return

@@ -205,7 +205,7 @@ class Plan:
         return all(reader.unchanged(param_groups, state) for reader in readers)
 
     def gradients(self) -> tuple[Grads, int]:
-        """Every p.grad, and their number."""
+        """Every p.grad, to which the table then points, and how many are not None."""
         read, present, refused = self.reader.read_grads(OWN_REFERENCES)
         grads = Grads(read)
         if self.table is not None:
@@ -270,7 +270,7 @@ class Plan:
         )
 
     def match(self, grads: Grads) -> Grads:
-        """Returns the gradients as kernels read them: dense, laid out as their parameters.
+        """Returns the gradients as kernels read them: dense, laid out as their parameters. The table points at them.
 
         A gradient of another layout is copied (slower).
 

@@ -92,7 +92,11 @@ class Window:
         return len(self.sums) - self.lacking
 
     def draft(self) -> Window:
-        """A copy to change; lists and numbers are replaced, never changed in place."""
+        """A copy to change; lists and numbers are replaced, never changed in place.
+
+        `contribute` alone writes into the window itself, while a backward pass runs. Drafts share what is kept between
+        windows, `partials` among it.
+        """
         return copy.copy(self)
 
     # ---- a micro-batch ---------------------------------------------------------------------------------------------
@@ -175,6 +179,7 @@ class Window:
             run(commit.ends)
         for fold in folds:
             self._note(plan, fold, everywhere=complete and fold.sums is self.sums)
+            # After any launch but the last, some tensors have the micro-batch and some have not: the window is BROKEN.
             own = commit if fold is folds[-1] else Commit(commit.begins, commit.begins)
             plan.backend.accumulate(plan, fold, self.partials, own)
 
@@ -341,7 +346,10 @@ class Window:
         return window, setting_grads(params, grads)
 
     def stale(self, plan: Plan, grads: Grads) -> Grads | None:
-        """The sums (as kernels read them) without sums of squares in `partials`; None: all have them."""
+        """The sums (as kernels read them) without sums of squares in `partials`, where rows without a sum get 0.
+
+        None: all have them.
+        """
         if self.lacking:
             bounds = [*(row.first_chunk for row in plan.rows), plan.chunks]
             rows = zip(self.sums, bounds, bounds[1:], strict=False)

@@ -158,7 +158,7 @@ class ClipGroup:
             with torch.enable_grad():
                 loss = closure()
         self._refuse_shared()
-        divisors = divisors_of(self, normalizer, self.optimizers[0]._engine.scaler, is_shared=True)
+        divisors = divisors_of(self, normalizer, self.optimizers[0]._engine.scaler_divisors, is_shared=True)
         with torch.no_grad():
             members = list(zip(self.optimizers, self._measure(divisors), strict=True))
             try:

@@ -74,12 +74,12 @@ class GradScaler(torch.amp.GradScaler):
         taker: Any = optimizer
         members = [member._engine for member in _members(optimizer)]
         for engine in members:
-            engine.scaler = divisors
+            engine.scaler_divisors = divisors
         try:
             result = taker.step(*args, **kwargs)
         finally:
             for engine in members:
-                engine.scaler = None
+                engine.scaler_divisors = None
         outcome = optimizer._engine.outcome if isinstance(optimizer, FusedOptimizer) else None
         overflowed = taker.step_was_skipped if outcome is None else outcome.overflowed  # a finite norm needs no scale
         skipped = on_device(overflowed, scale.device, torch.float32)  # a new one: update() adds to it

@@ -136,7 +136,7 @@ float fold_chunk(float* sum, const G* grad, float factor, int64_t n) {
     const int64_t length = smaller(kLanes, n - i);
     float* const out = sum + i;
     const G* const in = kAdd ? grad + i : nullptr;
-#pragma GCC ivdep  // element k of the one is at most element k of the other
+#pragma GCC ivdep  // if the one is the other, element k is element k
     for (int64_t l = 0; l < length; ++l) {
       float value = kKeep ? out[l] : 0.0f;
       if constexpr (kAdd) value = kKeep ? value + to_float(in[l]) * factor : to_float(in[l]) * factor;

@@ -4,10 +4,9 @@ namespace {
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Missing lanes are zeros, and none is -0: more or fewer of them change no bit of the sum.
-constexpr int64_t kLanesApart = kLanes + 64;  // arrays of lanes that are used together do not lie 4096 bytes apart
-constexpr int64_t kNarrow = 16;               // lanes are handled by so many: loops of known length need no scalar rest
+constexpr int64_t kNarrow = 16;  // lanes are handled by so many: loops of known length need no scalar rest
 
+// Missing lanes are zeros, and none is -0: more or fewer of them change no bit of the sum.
 int64_t tree_width(int64_t n) {
   int64_t width = kNarrow;
   while (width < n && width < kLanes) width *= 2;
