@@ -138,7 +138,7 @@ def sizes_on_the_way(bundled_bytes: int, piece_bytes: int) -> Iterator[None]:
 
 def copied_at_a_time(elements: int) -> contextlib.AbstractContextManager[Any]:
     """A block in which a measured step copies so many elements of weights at a time."""
-    return mock.patch.dict(metrics._COPIED, cpu=elements)
+    return mock.patch.dict(metrics._COPIED, cpu=elements, cuda=elements)
 
 
 def norm_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManager[Any]:

@@ -126,11 +126,13 @@ def _allocate(device: torch.device, kept: dict[int, Tensor], size: int) -> tuple
 
     What the capturing stream allocates lies in the graph's pool, and other graphs of that pool may write there.
     """
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
-    kept[memory.data_ptr()] = memory
-    return memory.data_ptr(), stream.cuda_stream
+    while True:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # of the 32 that torch has
+        with torch.cuda.stream(stream):
+            if not is_capturing(device):
+                memory = torch.empty(size, dtype=torch.uint8, device=device)
+                kept[memory.data_ptr()] = memory
+                return memory.data_ptr(), stream.cuda_stream
 
 
 def current_stream(device: torch.device) -> tuple[int, int]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import accumfused as af
-from accumfused.formats.kinds import MASTER
-from bench.gpu.card import card, copy_rate, elements
+from bench.ceilings import MIXES
+from bench.gpu.card import card, elements
 from bench.gpu.journal import Journal
 from bench.measure import Variant
 from bench.shapes import flat
@@ -74,10 +74,9 @@ class Probe:
 
     def __init__(self, bench: Bench, own: Journal) -> None:
         self.bench, self.own = bench, own
-        self.copy, self.elements = copy_rate(bench), elements(bench, LARGE, _BYTES)
+        self.elements = elements(bench, LARGE, _BYTES)
 
     def run(self) -> None:
-        self.own.write("copy", **{"TB/s": self.copy / 1e12})
         parts: list[tuple[str, Callable[[], None]]] = [(name, partial(self.step, name)) for name in CASES]
         folds = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
         parts[1:1] = [(name, partial(self.folds, name, dtype)) for name, dtype in folds.items()]
@@ -86,14 +85,14 @@ class Probe:
             with self.own.section("probe", what=what):
                 run()
             self.bench.release()
-        self.own.write("copy", **{"TB/s": copy_rate(self.bench) / 1e12})  # is it as fast as at first?
 
     def _time(self, kind: str, what: str, moved: float, run: Callable[[], Any]) -> None:
         """Args: moved: bytes."""
-        (timing,) = self.bench.interleave([Variant(what, run)])
-        rate = moved / timing.median
+        (timing,) = self.bench.interleave([Variant(what, run, passes=("scale",))])  # a copy in the same rounds
+        rate, per_copied = moved / timing.median, moved / MIXES["scale"].bytes
         facts = {"B/el": moved / self.elements, "us": timing.median * 1e6, "best us": timing.best * 1e6}
-        self.own.write(kind, what=what, **facts, **{"TB/s": rate / 1e12, "of copy": rate / self.copy})
+        share = (timing.share_of_ceiling(1) or 0.0) * per_copied
+        self.own.write(kind, what=what, **facts, **{"TB/s": rate / 1e12, "of copy": share})
 
     def _random(self, dtype: torch.dtype, more: int = 0, scale: float = 1e-3) -> list[Tensor]:
         return random_tensors(flat(self.elements + more), scale, dtype, self.bench.device)
@@ -122,15 +121,11 @@ class Probe:
 
 
 def step_bytes(optimizer: Any, grads: list[Tensor]) -> int:
-    """Returns the bytes that a step has to move: gradients in; parameters and states in and out.
-
-    A 16-bit parameter that has an fp32 master only goes out.
-    """
+    """Returns the bytes that a step has to move: gradients in; parameters, masters and states in and out."""
     total = sum(grad.nbytes for grad in grads)
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         state = optimizer.state[param]
-        total += param.nbytes * (1 if MASTER in state else 2)
-        total += 2 * sum(value.nbytes for value in state.values() if value.dim() > 0)
+        total += 2 * (param.nbytes + sum(value.nbytes for value in state.values() if value.dim() > 0))
     return total
 
 

@@ -18,9 +18,9 @@ from bench.gpu.journal import SO_FAR, Journal
 from bench.gpu.runner import DRY, ROOT
 from bench.gpu.test import command
 
-_FILES = [str(ROOT / "tests" / "conformance" / name) for name in ("test_gpu.py", "test_gpu_graphs.py", "test_bits.py")]
+_FILES = [str(ROOT / "tests" / "conformance" / name) for name in ("test_gpu_graphs.py", "test_gpu.py", "test_bits.py")]
 TESTS = {
-    "cuda": command("smoke", "cuda", 30, *_FILES, "-k", "many_chunks or captured_window or fused_linears or test_bits"),
+    "cuda": command("smoke", "cuda", 30, *_FILES, "-k", "more_chunks or captured_window or fused_linears or test_bits"),
     # Triton compiles for seconds: a few formats and rules.
     "triton": command("smoke", "triton", 60, *_FILES, "-k", "edges or captured_window"),
 }

@@ -23,12 +23,13 @@ def main() -> None:
     empty = (lambda: None) if bench.quick else lambda: torch.cuda._sleep(1)
     (floor,) = bench.interleave([Variant("floor", graph.captured(empty, bench.device)[0])], 5 * bench.rounds)
     own.write("rates", copy_TBs=copy_rate(bench) / 1e12, floor_us=1e6 * floor.median)
+    large = elements(bench, LARGE, _BYTES)
     models = {
         "1000 tensors of 64": small(20 if bench.quick else 1000),
-        "10,000 tensors of 64": small(30 if bench.quick else 10_000),
         "one tensor of 2M": flat(elements(bench, 2_000_000, _BYTES)),
         "GPT-2 124M": gpt2(64, 1, 128, 16) if bench.quick else gpt2(),
-        "one tensor of 1.2e9": flat(elements(bench, LARGE, _BYTES)),
+        f"one tensor of {large:.2g}": flat(large),
+        "10,000 tensors of 64": small(30 if bench.quick else 10_000),
     }
     for name, of in models.items():
         with own.section("versus", model=name):

@@ -56,7 +56,7 @@ def model(bench: Bench, name: str, of: Shapes) -> list[Table]:
             add(label + how, optimizer.step, ("read", "step"))
     for label, optimizer in bench.ours(work).items():
         whole = window(work, optimizer, [work.grads, second])
-        add(f"{label}, window of 2, captured", whole, ("accumulate", "step"), [work.grads, second])
+        add(f"{label}, window of 2, captured", whole, ("scale", "accumulate", "step"), [work.grads, second])
 
     factor, unit = (1, "ms") if work.count > 5e7 else (3, "us")
     against = {heading: other for heading, other in _AGAINST.items() if other in checked.errors}

@@ -158,16 +158,28 @@ void write_all(const std::vector<Word>& words, size_t begin, size_t end, uintptr
   }
 }
 
-// Outside of the graph that is being captured: on another stream, for which the host waits.
-void write_now(const std::vector<Word>& words, uintptr_t to, uintptr_t stream) {
-  const auto on = reinterpret_cast<cudaStream_t>(stream);
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // or the capture would forbid it
-  check(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode");
+// What a capture forbids its thread: to allocate, to wait.
+class Unrestricted {
+ public:
+  Unrestricted() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "capture mode"); }
+  ~Unrestricted() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  Unrestricted(const Unrestricted&) = delete;
+  Unrestricted& operator=(const Unrestricted&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Where the words are: outside of the graph that is being captured, written on another stream, for which the host
+// waits.
+uintptr_t written_now(const std::vector<Word>& words, const Allocate& allocate) {
+  const Unrestricted here;
   const size_t bytes = words.size() * sizeof(Word);
-  cudaError_t status = cudaMemcpyAsync(pointer<void>(to), words.data(), bytes, cudaMemcpyHostToDevice, on);
-  if (status == cudaSuccess) status = cudaStreamSynchronize(on);
-  cudaThreadExchangeStreamCaptureMode(&mode);
-  check(status, "table of a graph");
+  const auto [memory, stream] = allocate(bytes);
+  const auto apart = reinterpret_cast<cudaStream_t>(stream);
+  check(cudaMemcpyAsync(pointer<void>(memory), words.data(), bytes, cudaMemcpyHostToDevice, apart), "table of a graph");
+  check(cudaStreamSynchronize(apart), "table of a graph");
+  return memory;
 }
 
 size_t rounded(size_t bytes) { return (bytes + sizeof(uint4) - 1) / sizeof(uint4) * sizeof(uint4); }
@@ -204,11 +216,7 @@ void DeviceTable::with_words(Part& part, const Words& words, Stream stream, cons
   size_t begin = 0, end = words.size();
   if (stream.second) {
     uintptr_t& at = captured_[words];
-    if (at == 0) {
-      const auto [memory, apart] = allocate_(end * sizeof(Word));
-      write_now(words, memory, apart);
-      at = memory;
-    }
+    if (at == 0) at = written_now(words, allocate_);
     return with_packet(words, end, end, [&](auto& packet) { launch(packet, pointer<Word>(at)); });
   }
   Words& sent = part.sent;

@@ -45,7 +45,7 @@ def test_metrics_are_those_of_the_parameters_device_while_another_is_the_default
         param, optimizer = made(backend, metrics=True, noise_scale=True, max_grad_norm=1.0)
         with torch.device(default):
             for value in (1.0, 2.0):
-                param.grad = torch.full((5,), value, device="cpu")
+                param.grad = torch.full((5,), value, device=param.device)
                 optimizer.accumulate(2.0)
             optimizer.step()
             found.append([optimizer.metrics().as_dict(), optimizer.noise_scale().as_dict(), param.tolist()])

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -91,16 +92,21 @@ class Emulation(DeviceMemory):
         self._graphs, self._captures, self._pool = 0, False, list[torch.UntypedStorage]()
         patch.setattr(module, "current_stream", lambda device: (0, self.stream))
         for owner in (accumfused.core.graphs, module):
-            patch.setattr(owner, "is_capturing", lambda device: self._captures)
+            patch.setattr(owner, "is_capturing", lambda device: self._captures and self.stream == SIDE)
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream))
-        patch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=APART))
+        # torch has a few that it gives again and again: the captured one, too.
+        streams = itertools.cycle([SimpleNamespace(cuda_stream=SIDE), SimpleNamespace(cuda_stream=APART)])
+        patch.setattr(torch.cuda, "Stream", lambda device: next(streams))
         patch.setattr(torch.cuda, "stream", lambda stream: self.on(stream.cuda_stream))
         patch.setattr(Tensor, "record_stream", lambda tensor, to: self.record_stream(tensor, to.cuda_stream))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._captures and self.stream == SIDE and func is torch.ops.aten.empty.memory_format:
-            self._pool.append(result.untyped_storage())  # what torch itself computes there, no replay computes again
+        if self._captures and func is torch.ops.aten.empty.memory_format:
+            if self.stream == SIDE:
+                self._pool.append(result.untyped_storage())  # what torch computes there, no replay computes again
+            elif not self.machine.is_relaxed():  # torch asks for permission on the captured stream alone
+                raise RuntimeError("operation not permitted when stream is capturing")
         return result
 
     @classmethod

@@ -92,6 +92,9 @@ PYBIND11_MODULE(AF_EMULATED, m) {
       py::arg("id"), py::arg("stream") = 0,
       "As if a graph captured the stream, but its launches are made too, unless launches wait; id 0: none.");
   m.def(
+      "is_relaxed", [] { return Machine::get().is_relaxed; },
+      "Whether the thread may do what spoils a capture in others: torch allocates memory on a stream that none captures.");
+  m.def(
       "replay",
       [] {
         for (const emulation::Launch& each : Machine::get().captured) each.run();
