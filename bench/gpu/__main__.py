@@ -15,7 +15,7 @@ from bench.gpu import journal
 from bench.gpu.runner import DRY, JOURNAL, Stage, run_all, write_report
 
 MINUTES = 9.5
-SECONDS = {"build": 70, "smoke": 90, "versus": 60, "probe": 110, "test": 150, "sanitize": 90}
+SECONDS = {"build": 60, "smoke": 100, "versus": 75, "probe": 40, "test": 200, "sanitize": 95}
 
 
 def main() -> None:
