@@ -246,7 +246,8 @@ class Muon(FusedOptimizer, TorchMuon):
     >>> optimizer = Muon(groups, max_grad_norm=1.0)
 
     Args:
-        params: matrices, or parameter groups; fp32, bf16 or fp16, and gradients may have another of these dtypes.
+        params: matrices, or parameter groups; fp32, bf16 or fp16, and gradients may have another of these dtypes; or
+            fp64 (`backend="torch"`), whose orthogonal factors are bf16 like all others.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.
         **settings: those of `accumfused.settings.Settings`.
 

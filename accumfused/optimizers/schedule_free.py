@@ -35,6 +35,7 @@ from accumfused.saving import full_precision
 class ScheduleFreeRule(Rule):
     # What the group has counted before this step, and c; h.lr is what the warmup makes of it: see `_counted`.
     derived = ("weight_sum", "last_beta", "share")
+    counts = ("k", "weight_sum", "lr_max")
     needs_16_bits = "whose z is a copy of the weights"
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
         **dict.fromkeys(("momentum", "beta1"), (math.ulp(0.0), 1.0)),  # 0 has no x

@@ -65,6 +65,7 @@ class Rule(metaclass=_RuleType):
     # such as "betas": (0.9, 0.99), update() reads the elements: h.beta1 and h.beta2.
     hypers: ClassVar[tuple[str, ...] | Mapping[str, Any]] = ("lr",)
     derived: ClassVar[tuple[str, ...]] = ()  # further numbers of `h`, which `hyper` makes of a group
+    counts: ClassVar[tuple[str, ...]] = ()  # numbers that a group counts: its checkpoint needs them
     # The least value of a hyper-parameter, and one above the largest, by the names that update() reads.
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
         "lr": (0.0, math.inf), "beta": (0.0, 1.0), "eps": (0.0, math.inf), "weight_decay": (0.0, math.inf),

@@ -250,9 +250,9 @@ def _check_number(what: str, value: Any) -> None:
 
 
 def _check_hypers(rule: type[Rule], group: Mapping[str, Any]) -> None:
-    for name in rule.hyper_names:
+    for name in (*rule.counts, *rule.hyper_names):
         try:
-            value = rule.hyper(group, name)
+            value = group[name] if name in rule.counts else rule.hyper(group, name)
         except (LookupError, TypeError, ValueError):
             raise ValueError(f"a group of the checkpoint has no number for {name!r}; it is damaged") from None
         _check_number(f"the checkpoint's {name!r} of a group", () if value is None else value)

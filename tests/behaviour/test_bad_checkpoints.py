@@ -145,6 +145,10 @@ BAD: dict[str, tuple[Make, Edit | None, Make, str]] = {
         averaging, lambda s: s["param_groups"][0].update(weight_sum=torch.ones(2)), averaging,
         "'weight_sum' of a group has shape",
     ),
+    "two counts": (
+        averaging, lambda s: s["param_groups"][0].update(k=torch.ones(2)), averaging, "'k' of a group has shape",
+    ),
+    "no count": (averaging, lambda s: s["param_groups"][0].pop("lr_max"), averaging, "no number for 'lr_max'"),
     "no maximum": (adamw, lambda s: s["param_groups"][0].update(amsgrad=True), adamw, "has no 'max_exp_avg_sq'"),
     "a maximum into 8 bits": (of("AdamW", amsgrad=True), None, of("AdamW", state_dtype="8bit"), "go with amsgrad=True"),
     # of groups
