@@ -194,8 +194,9 @@ DeviceTable::DeviceTable(int device, uintptr_t memory, const Rows& table, uintpt
     : device_(device), memory_(memory), rows_(table.rows, table.rows + table.count), allocate_(allocate) {
   const Device current(device);
   std::tie(units_, unit_) = cut(rows_);
-  Words words((rows_.size() * sizeof(Row) + sizeof(uint4)) / sizeof(Word));  // and the ticket, 0 between launches
-  memcpy(words.data(), rows_.data(), rows_.size() * sizeof(Row));
+  Words words(rows_.size() * sizeof(Row) / sizeof(Word));
+  memcpy(words.data(), rows_.data(), words.size() * sizeof(Word));
+  words.resize(words.size() + sizeof(uint4) / sizeof(Word));  // and the ticket, 0 between launches
   grads_ = {memory + words.size() * sizeof(Word), Words(rows_.size(), kUnknown)};
   folds_ = {grads_.at + rows_.size() * sizeof(Word), Words(2 * rows_.size(), kUnknown)};
   write_all(words, 0, words.size(), memory, stream);
