@@ -67,8 +67,16 @@ struct Streams {
 
 const uint16_t* halves(const Streams& s) { return reinterpret_cast<const uint16_t*>(s.d); }
 
-// Each mix: what happens to elements i..i + kBlock, and what a prefetching loop asks for.
-struct Read {
+// Each mix: what happens to elements i..i + kBlock, and what it reads: the first kStates of a, b and c, and of d
+// elements of so many bytes.
+template <int kStatesRead, int kBytesOfD>
+struct Reads {
+  static constexpr int kStates = kStatesRead;
+  static constexpr int64_t kBytes = kBytesOfD;
+  float result() const { return 0; }
+};
+
+struct Read : Reads<0, 4> {
   float lanes[kBlock] = {};
   void block(const Streams& s, int64_t i) {
     for (int64_t k = 0; k < kBlock; ++k) lanes[k] += s.d[i + k] * s.d[i + k];
@@ -78,75 +86,45 @@ struct Read {
     for (const float lane : lanes) sum += lane;
     return sum;
   }
-  template <Prefetch P>
-  static void ahead(const Streams& s, int64_t i) {
-    fetch<P>(s.d + i);
-  }
 };
 
-struct Nothing {
-  float result() const { return 0; }
-};
-
-struct Scale : Nothing {
+struct Scale : Reads<1, 0> {
   void block(const Streams& s, int64_t i) {
     for (int64_t k = 0; k < kBlock; ++k) s.a[i + k] = -s.a[i + k];
   }
-  template <Prefetch P>
-  static void ahead(const Streams& s, int64_t i) {
-    fetch<P>(s.a + i);
-  }
 };
 
-struct Accumulate : Nothing {
+struct Accumulate : Reads<1, 4> {
   void block(const Streams& s, int64_t i) {
     for (int64_t k = 0; k < kBlock; ++k) s.a[i + k] = s.a[i + k] * 0.5f + s.d[i + k];
   }
-  template <Prefetch P>
-  static void ahead(const Streams& s, int64_t i) {
-    Scale::ahead<P>(s, i);
-    Read::ahead<P>(s, i);
-  }
 };
 
-struct AccumulateBf16 : Nothing {
+struct AccumulateBf16 : Reads<1, 2> {
   void block(const Streams& s, int64_t i) {
     const uint16_t* half = halves(s);
     for (int64_t k = 0; k < kBlock; ++k) s.a[i + k] = s.a[i + k] * 0.5f + widen(half[i + k]);
   }
-  template <Prefetch P>
-  static void ahead(const Streams& s, int64_t i) {
-    Scale::ahead<P>(s, i);
-    fetch<P>(halves(s) + i);
-  }
 };
 
-struct OverwriteBf16 : Nothing {
+struct OverwriteBf16 : Reads<0, 2> {
   void block(const Streams& s, int64_t i) {
     const uint16_t* half = halves(s);
     alignas(64) float block[kBlock];
     for (int64_t k = 0; k < kBlock; ++k) block[k] = widen(half[i + k]);
     stream(s.a + i, block, sizeof block);
   }
-  template <Prefetch P>
-  static void ahead(const Streams& s, int64_t i) {
-    fetch<P>(halves(s) + i);
-  }
 };
 
-struct Narrow : Nothing {
+struct Narrow : Reads<0, 4> {
   void block(const Streams& s, int64_t i) {
     alignas(64) uint16_t block[kBlock];
     for (int64_t k = 0; k < kBlock; ++k) block[k] = narrow(s.d[i + k]);
     stream(reinterpret_cast<uint16_t*>(s.a) + i, block, sizeof block);
   }
-  template <Prefetch P>
-  static void ahead(const Streams& s, int64_t i) {
-    Read::ahead<P>(s, i);
-  }
 };
 
-struct Step : Nothing {
+struct Step : Reads<3, 4> {
   void block(const Streams& s, int64_t i) {
     for (int64_t k = 0; k < kBlock; ++k) {
       const float d = s.d[i + k];
@@ -155,14 +133,9 @@ struct Step : Nothing {
       s.c[i + k] = s.c[i + k] * 0.5f + d;
     }
   }
-  template <Prefetch P>
-  static void ahead(const Streams& s, int64_t i) {
-    const float* const all[] = {s.a, s.b, s.c, s.d};
-    for (const float* one : all) fetch<P>(one + i);
-  }
 };
 
-struct StepRewritingGrad : Step {
+struct StepRewritingGrad : Reads<3, 4> {
   void block(const Streams& s, int64_t i) {
     float* grad = const_cast<float*>(s.d);
     for (int64_t k = 0; k < kBlock; ++k) {
@@ -175,10 +148,20 @@ struct StepRewritingGrad : Step {
   }
 };
 
+// Past the end a prefetch does nothing.
+template <Prefetch kPrefetch, class Mix>
+void ahead(const Streams& s, int64_t i) {
+  if constexpr (Mix::kStates > 0) fetch<kPrefetch>(s.a + i);
+  if constexpr (Mix::kStates > 1) fetch<kPrefetch>(s.b + i);
+  if constexpr (Mix::kStates > 2) fetch<kPrefetch>(s.c + i);
+  if constexpr (Mix::kBytes == 2) fetch<kPrefetch>(halves(s) + i);
+  if constexpr (Mix::kBytes == 4) fetch<kPrefetch>(s.d + i);
+}
+
 template <Prefetch kPrefetch, class Mix>
 void range(Mix& mix, const Streams& streams, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i += kBlock) {
-    Mix::template ahead<kPrefetch>(streams, i);  // past the end a prefetch does nothing
+    ahead<kPrefetch, Mix>(streams, i);
     mix.block(streams, i);
   }
 }
