@@ -85,6 +85,22 @@ def step(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, count
     return param.double().mul_(1 - LR * WEIGHT_DECAY).addcdiv_(exp_avg, denominator, value=-LR / correction1), exp_avg
 
 
+class Moments:
+    """Adam's moments in fp64, from zero on; a call takes the gradients of a step, and returns its update over lr."""
+
+    def __init__(self, betas: tuple[float, float] = BETAS, eps: float = EPS) -> None:
+        self.moments: list[Tensor | float] = [0.0, 0.0]
+        self._betas, self._eps, self._count = betas, eps, 0
+
+    def __call__(self, grads: Tensor) -> Tensor:
+        grads = grads.double()
+        self._count += 1
+        values = zip(self._betas, self.moments, (grads, grads.square()), strict=True)
+        first, second = self.moments = [beta * moment + (1 - beta) * value for beta, moment, value in values]
+        correction1, correction2 = (1 - beta**self._count for beta in self._betas)
+        return (first / correction1) / ((second / correction2).sqrt() + self._eps)
+
+
 def deviation(before: Sequence[Tensor], found: Sequence[Tensor], sets: Sequence[Sequence[Tensor]]) -> float:
     """How far parameters are from where clipped AdamW steps lead, beginning with moments of zero.
 
@@ -100,13 +116,9 @@ def deviation(before: Sequence[Tensor], found: Sequence[Tensor], sets: Sequence[
     factors = [coefficient([grads], 1.0) for grads in sets]
     squares = torch.zeros(2, dtype=torch.float64, device=found[0].device)
     for start, end, *grads in pieces(before, found, *sets):
-        param, first, second = start.double(), *(torch.zeros_like(start, dtype=torch.float64) for _ in range(2))
-        for count, (grad, factor) in enumerate(zip(grads, factors, strict=True), 1):
-            scaled = grad.double() * factor
-            second = BETAS[1] * second + (1 - BETAS[1]) * scaled.square()
-            first = BETAS[0] * first + (1 - BETAS[0]) * scaled
-            denominator = (second / (1 - BETAS[1] ** count)).sqrt() + EPS
-            param = param * (1 - LR * WEIGHT_DECAY) - LR / (1 - BETAS[0] ** count) * first / denominator
+        param, moments = start.double(), Moments()
+        for grad, factor in zip(grads, factors, strict=True):
+            param = param * (1 - LR * WEIGHT_DECAY) - LR * moments(grad.double() * factor)
         squares += torch.stack([(end.double() - param).square().sum(), (param - start.double()).square().sum()])
     wrong, whole = squares.sqrt().tolist()
     return float(wrong / whole)

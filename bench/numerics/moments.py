@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 import accumfused as af
-from bench.numerics.weights import other
+from bench.exact import BETAS, EPS, Moments
+from bench.numerics.weights import other, study
+from bench.tables import Row
 
-BETAS, EPS = (0.9, 0.999), 1e-8
 KINDS = ("normal", "log-normal 1", "log-normal 2", "log-normal 3", "Student t(3)", "sparse rows")
+STEPS = 300
 _ROW = 64  # elements that are zero together where gradients are sparse
 _LR = 1e-3
 
@@ -76,22 +78,7 @@ def stepping(name: str, count: int, elements: int) -> Step:
     return step
 
 
-class Moments:
-    """Steps of Adam with moments in fp64."""
-
-    def __init__(self) -> None:
-        self.moments, self._number = [torch.zeros((), dtype=torch.double) for _ in BETAS], 0
-
-    def __call__(self, grads: Tensor) -> Tensor:
-        grads = grads.double()
-        self._number += 1
-        pairs = zip(BETAS, self.moments, (grads, grads.square()), strict=True)
-        self.moments = [beta * moment + (1 - beta) * value for beta, moment, value in pairs]
-        mean, square = (m / (1 - beta**self._number) for beta, m in zip(BETAS, self.moments, strict=True))
-        return mean / (square.sqrt() + EPS)
-
-
-def updates(name: str, elements: int = 1 << 14, count: int = 300) -> list[dict[str, float]]:
+def updates(name: str, elements: int = 1 << 14, count: int = STEPS) -> list[dict[str, float]]:
     """Returns a row for each kind of gradient: how an optimizer's updates differ from those of moments in fp64.
 
     `largest` is the largest |update| over the exact one's largest; `error` the root mean square of the updates' errors
@@ -113,23 +100,13 @@ def updates(name: str, elements: int = 1 << 14, count: int = 300) -> list[dict[s
 
 
 def main() -> None:
-    from rich.console import Console
+    count = 20 if sys.argv[1:] == ["--quick"] else STEPS
 
-    from bench.peers import first_line, quiet
-    from bench.tables import Table, show
+    def row(name: str) -> Row:
+        texts = [f"{row['largest']:.3g}x {100 * row['error']:.3g}%" for row in updates(name, count=count)]
+        return dict(zip(KINDS, texts, strict=True))
 
-    quick = sys.argv[1:] == ["--quick"]
-    table = Table("Updates from stored moments: largest |update| over the exact one's; error of updates")
-    for name in OPTIMIZERS:
-        try:
-            with quiet():
-                rows = updates(name, count=20) if quick else updates(name)
-        except Exception as error:  # of somebody else's package, and of any kind
-            table.notes.append(f"left out: {name}: {first_line(error)}")
-            continue
-        texts = [f"{row['largest']:.3g}x {100 * row['error']:.3g}%" for row in rows]
-        table.rows.append({"name": name, **dict(zip(KINDS, texts, strict=True))})
-    show(table, Console(width=200))
+    study("Updates from stored moments: largest |update| over the exact one's; error of updates", OPTIMIZERS, row)
 
 
 if __name__ == "__main__":

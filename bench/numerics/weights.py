@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 import accumfused as af
-from bench.exact import master
+from bench.exact import Moments, master
+from bench.peers import first_line, quiet
+from bench.tables import Row, Table, show
 
 BF16, FP32 = torch.bfloat16, torch.float32
 STEPS, LR = 2000, 1e-7
-SIZES = {
-    0.02: 1,
-    1.0: 8,
-}  # of weights, half to one and a half of it; random steps of large ones are rarer: more elements
+# Of weights, half to one and a half of it -> how many times the elements: random steps of large ones are rarer.
+SIZES = {0.02: 1, 1.0: 8}
 DECAY = {"lr": 1e-3, "weight_decay": 0.1}
 # Updates vary from step to step, so that no rounding error repeats itself 2000 times, fp32's own included; no first
 # moment and a short second one, so that even states in bf16, as some packages keep them, do not disturb the figures.
@@ -119,12 +119,9 @@ def gradients(count: int) -> Iterator[Tensor]:
 
 def exact_updates(count: int) -> Tensor:
     """Returns the sum of AdamW's updates per unit of lr, fp64, shape [_PERIOD]."""
-    beta1, beta2 = OPTIONS["betas"]
-    first, second, total = (torch.zeros(_PERIOD, dtype=torch.double) for _ in range(3))
-    for number, grad in enumerate(gradients(count), 1):
-        first = beta1 * first + (1 - beta1) * grad.double()
-        second = beta2 * second + (1 - beta2) * grad.double().square()
-        total -= first / (1 - beta1**number) / ((second / (1 - beta2**number)).sqrt() + OPTIONS["eps"])
+    step, total = Moments(OPTIONS["betas"], OPTIONS["eps"]), torch.zeros(_PERIOD, dtype=torch.double)
+    for grad in gradients(count):
+        total -= step(grad)
     return total
 
 
@@ -178,30 +175,36 @@ def _parameter(contender: Contender, values: Tensor) -> torch.nn.Parameter:
     return param
 
 
-def main() -> None:
+def study(title: str, names: Iterable[str], row: Callable[[str], Row]) -> None:
+    """Prints a table with the row of each name, or with the reason why it has none."""
     from rich.console import Console
 
-    from bench.peers import first_line, quiet
-    from bench.tables import Table, show
-
-    quick = sys.argv[1:] == ["--quick"]
-    count = 20 if quick else STEPS
-    table = Table(f"Bias of the displacement after {count} steps of lr {LR:g}, and an element's error, in %")
-    for name, contender in CONTENDERS.items():
-        more = {size: 1 if contender.elements == _FEWEST else times for size, times in SIZES.items()}
-        cells = [(size, LR, _PERIOD if quick else times * contender.elements) for size, times in more.items()]
+    table = Table(title)
+    for name in names:
         try:
             with quiet():
-                rows, (left, exact) = follow(contender, cells, count), decay(contender, count)
+                table.rows.append({"name": name, **row(name)})
         except Exception as error:  # of somebody else's package, and of any kind
             table.notes.append(f"left out: {name}: {first_line(error)}")
-            continue
-        found: dict[str, Any] = {"name": name, "bytes": contender.bytes_per_parameter}
-        for size, row in zip(SIZES, rows, strict=True):
-            bias, luck, error = (100 * row[key] for key in ("bias", "bias_error", "error"))
-            found |= {f"near {size:g}: bias": f"{bias:+.4f} ± {luck:.4f}", f"near {size:g}: error": f"{error:.3g}"}
-        table.rows.append(found | {"left by weight decay alone": f"{left:.5f}", "in fp64": f"{exact:.5f}"})
     show(table, Console(width=200))
+
+
+def main() -> None:
+    quick = sys.argv[1:] == ["--quick"]
+    count = 20 if quick else STEPS
+
+    def row(name: str) -> Row:
+        contender = CONTENDERS[name]
+        more = {size: 1 if contender.elements == _FEWEST else times for size, times in SIZES.items()}
+        cells = [(size, LR, _PERIOD if quick else times * contender.elements) for size, times in more.items()]
+        rows, (left, exact) = follow(contender, cells, count), decay(contender, count)
+        found: Row = {"bytes": contender.bytes_per_parameter}
+        for size, cell in zip(SIZES, rows, strict=True):
+            bias, luck, error = (100 * cell[key] for key in ("bias", "bias_error", "error"))
+            found |= {f"near {size:g}: bias": f"{bias:+.4f} ± {luck:.4f}", f"near {size:g}: error": f"{error:.3g}"}
+        return found | {"left by weight decay alone": f"{left:.5f}", "in fp64": f"{exact:.5f}"}
+
+    study(f"Bias of the displacement after {count} steps of lr {LR:g}, and an element's error, in %", CONTENDERS, row)
 
 
 if __name__ == "__main__":
