@@ -27,8 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from accumfused.backends import NAMES, why_not
 from bench import compare, report
-from bench.ceilings import Ceilings
-from bench.loops import PIECE, CpuLoops
+from bench.ceilings import PIECE, Ceilings, CpuLoops
 from bench.machine import gpu, machine, nvidia_smi
 from bench.shapes import Shapes
 from bench.suites import CPU_SUITES, GPU_SUITES, Bench, all_suites, bench_of_gpu
@@ -156,7 +155,7 @@ def run(
             _save(path, bench, results)
     if results.interrupted:
         console.print(f"interrupted: {len(results.suites)} of {len(suites)} suites are complete")
-    if bench.ceilings.reason or bench.ceilings.best_rates():
+    if bench.ceilings.reason or bench.ceilings.rates:
         show(ceiling_table(bench.ceilings), console)
     if path is not None:
         console.print(f"written to {path}", markup=False, highlight=False, soft_wrap=True)
@@ -173,7 +172,7 @@ def _show(tables: Sequence[Any], name: str, bench: Bench, results: Results, cons
 
 def _save(path: Path | None, bench: Bench, results: Results) -> None:
     if path is not None:
-        tables = {"ceilings": [ceiling_table(bench.ceilings)]} if bench.ceilings.best_rates() else {}
+        tables = {"ceilings": [ceiling_table(bench.ceilings)]} if bench.ceilings.rates else {}
         write(path, Results(results.machine, {**results.suites, **tables}, results.interrupted))
 
 

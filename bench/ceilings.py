@@ -7,12 +7,23 @@ a copy of as many bytes.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+import ctypes
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+
+import torch
 
 from bench.clock import Clock, HostClock
+
+_SOURCE = str(Path(__file__).with_name("ceiling.cpp"))
+PIECE = 32768  # elements: kPiece in ceiling.cpp
 
 
 @dataclass(frozen=True)
@@ -40,25 +51,74 @@ MIXES = {
 }
 
 
-def moved_bytes(passes: Sequence[str]) -> int:
-    return sum(MIXES[name].bytes for name in passes)
+class CpuLoops:
+    """ceiling.cpp.
 
+    Args:
+        elements: of each of the four streams, a multiple of PIECE.
 
-def seconds_at(rates: Mapping[str, float], passes: Sequence[str] | None) -> float | None:
-    """What these passes take per parameter at these rates; None where one is not known."""
-    if not passes or not all(mix in rates for mix in passes):
-        return None
-    return sum(MIXES[mix].bytes / rates[mix] for mix in passes)
+    Raises:
+        RuntimeError: no compiler, or one that fails.
+    """
 
-
-class Loops(Protocol):
-    """Streaming loops over one size of streams; several for each mix."""
-
-    elements: int
-    count: int
+    def __init__(self, elements: int) -> None:
+        self._library = compile_for_cpu()
+        self.elements = elements
+        self.count = self._library.loops()
+        # Like parameters, the streams are torch's memory: huge pages, say, would be another machine.
+        pattern = torch.randn(PIECE)
+        self._streams = [pattern.repeat(elements // PIECE) for _ in range(4)]
 
     def run(self, mix: str, loop: int) -> None:
-        """One pass of a mix by one of its loops."""
+        """Makes one pass of a mix by one of its loops."""
+        addresses = [ctypes.c_void_p(stream.data_ptr()) for stream in self._streams]
+        run = getattr(self._library, mix)
+        run.restype = ctypes.c_float
+        result = run(loop, ctypes.c_int64(self.elements), torch.get_num_threads(), *addresses)
+        assert math.isfinite(result), "the streams hold finite numbers"
+
+
+class CopyLoops:
+    """torch's copy of as many bytes as a mix reads and writes: on a GPU the mixes' rates are hardly apart.
+
+    Args:
+        elements: of a stream, as in CpuLoops.
+    """
+
+    count = 1
+
+    def __init__(self, device: torch.device, elements: int) -> None:
+        self.elements = elements
+        most = max(mix.bytes for mix in MIXES.values()) * elements // 8
+        self._source = torch.randn(PIECE, device=device).repeat(-(-most // PIECE))
+        self._goal = torch.empty_like(self._source)
+
+    def run(self, mix: str, loop: int) -> None:
+        copied = MIXES[mix].bytes * self.elements // 8  # floats, read and written
+        self._goal[:copied].copy_(self._source[:copied])
+
+
+def compile_for_cpu() -> ctypes.CDLL:
+    """Compiles ceiling.cpp into a temporary folder and loads it.
+
+    Compiled with OpenMP but not linked to a runtime, like the package's own kernels: a second pool of threads would
+    compete with torch's.
+    """
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    compiler = next((name for name in names if shutil.which(shlex.split(name)[0])), None)
+    if compiler is None:
+        raise RuntimeError(f"no C++ compiler was found (tried {', '.join(names)}); install g++ or set CXX")
+    flags = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-c"]
+    with tempfile.TemporaryDirectory() as folder:
+        made, library = f"{folder}/ceiling.o", f"{folder}/ceiling.so"
+        for step in ([*flags, _SOURCE, "-o", made], ["-shared", made, "-o", library]):
+            done = subprocess.run([*shlex.split(compiler), *step], capture_output=True, text=True)
+            if done.returncode != 0:
+                raise RuntimeError(f"{compiler} failed:\n{done.stderr.strip()}")
+        try:
+            return ctypes.CDLL(library)
+        except OSError as error:
+            raise RuntimeError(f"the compiled loops do not load: {error}") from error
 
 
 class Ceilings:
@@ -66,14 +126,16 @@ class Ceilings:
 
     Args:
         make: makes the loops, or raises RuntimeError.
+
+    `rates`: mix -> bytes a second, of every measurement.
     """
 
-    def __init__(self, make: Callable[[], Loops], clock: Clock | None = None) -> None:
+    def __init__(self, make: Callable[[], CpuLoops | CopyLoops], clock: Clock | None = None) -> None:
         self.reason: str | None = None
+        self.rates: dict[str, list[float]] = {}
         self._clock = clock or HostClock()
-        self._seconds: dict[str, list[float]] = {}
         self._loop: dict[str, int] = {}
-        self._loops: Loops | None = None
+        self._loops: CpuLoops | CopyLoops | None = None
         try:
             self._loops = make()
         except RuntimeError as error:
@@ -85,33 +147,18 @@ class Ceilings:
         Returns:
             Mix -> bytes a second, this time; empty where there are no loops.
         """
-        rates: dict[str, float] = {}
         if self._loops is None:
-            return rates
+            return {}
         for mix in mixes:
             if mix not in self._loop:
                 self._loop[mix] = self._fastest_loop(self._loops, mix)
-                self._seconds[mix] = []
-            seconds = self._time(self._loops, mix, self._loop[mix])
-            self._seconds[mix].append(seconds)
-            rates[mix] = MIXES[mix].bytes * self._loops.elements / seconds
-        return rates
+            rate = MIXES[mix].bytes * self._loops.elements / self._time(self._loops, mix, self._loop[mix])
+            self.rates.setdefault(mix, []).append(rate)
+        return {mix: self.rates[mix][-1] for mix in mixes}
 
-    def best_rates(self) -> dict[str, float]:
-        """Mix -> the best so far, in bytes a second."""
-        return self._rates({mix: min(seconds) for mix, seconds in self._seconds.items()})
-
-    def median_rates(self) -> dict[str, float]:
-        return self._rates({mix: statistics.median(seconds) for mix, seconds in self._seconds.items()})
-
-    def _rates(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        assert self._loops is not None or not seconds
-        elements = self._loops.elements if self._loops is not None else 0
-        return {mix: MIXES[mix].bytes * elements / taken for mix, taken in seconds.items()}
-
-    def _fastest_loop(self, loops: Loops, mix: str) -> int:
+    def _fastest_loop(self, loops: CpuLoops | CopyLoops, mix: str) -> int:
         rounds = [[self._time(loops, mix, loop) for loop in range(loops.count)] for _ in range(4)]
         return min(range(loops.count), key=lambda loop: min(seconds[loop] for seconds in rounds))
 
-    def _time(self, loops: Loops, mix: str, loop: int) -> float:
+    def _time(self, loops: CpuLoops | CopyLoops, mix: str, loop: int) -> float:
         return self._clock.seconds(lambda: loops.run(mix, loop))

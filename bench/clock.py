@@ -1,30 +1,19 @@
-"""Stopwatches: for work that is done when a call returns, for work that a GPU does later, and for the host alone."""
+"""Stopwatches: for work that is done when a call returns, and for work that a GPU does later.
+
+`warm_ups` are the uncounted rounds before the first counted one. `host_seconds` says how long a call takes to return,
+`seconds` how long its work takes, given what `host_seconds` has said of it before.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 _HIGHEST_HERTZ = 2e9  # of a multiprocessor: a pause of so many cycles a second is at least as long as asked for
 _LONGEST_PAUSE = 0.5  # seconds
-
-
-class Clock(Protocol):
-    """Times one call.
-
-    `warm_ups`: uncounted rounds before the first counted one.
-    """
-
-    warm_ups: int
-
-    def seconds(self, run: Callable[[], Any], host_seconds: float = 0.0) -> float:
-        """How long the work of this call takes; `host_seconds`: what `host_seconds` has said of it before."""
-
-    def host_seconds(self, run: Callable[[], Any]) -> float:
-        """How long the call takes to return."""
 
 
 class HostClock:
@@ -33,12 +22,12 @@ class HostClock:
     warm_ups = 1
 
     def seconds(self, run: Callable[[], Any], host_seconds: float = 0.0) -> float:
+        return self.host_seconds(run)
+
+    def host_seconds(self, run: Callable[[], Any]) -> float:
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
-
-    def host_seconds(self, run: Callable[[], Any]) -> float:
-        return self.seconds(run)
 
 
 class CudaClock:
@@ -46,6 +35,7 @@ class CudaClock:
 
     The GPU is kept busy until the host has sent everything, as it is by a backward pass in training: the time is the
     GPU's own. (What itself waits for the GPU, or sends more than the queue of about 1000 launches holds, leaves gaps.)
+    The host's time is that of the calls, of an idle GPU.
     """
 
     warm_ups = 2  # the first one compiles; the second tells how long the host needs
@@ -74,8 +64,4 @@ class CudaClock:
         return seconds
 
 
-class EnqueueClock(CudaClock):
-    """For a GPU: how long the host needs for the calls, of an idle GPU."""
-
-    def seconds(self, run: Callable[[], Any], host_seconds: float = 0.0) -> float:
-        return self.host_seconds(run)
+Clock = HostClock | CudaClock

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.ceilings import Ceilings, moved_bytes, seconds_at
+from bench.ceilings import MIXES, Ceilings
 from bench.clock import Clock, HostClock
 
 
@@ -32,7 +32,7 @@ class Variant:
 
     @property
     def bytes_per_parameter(self) -> float | None:
-        return None if self.passes is None else moved_bytes(self.passes)
+        return None if self.passes is None else sum(MIXES[mix].bytes for mix in self.passes)
 
 
 @dataclass
@@ -69,14 +69,17 @@ _ENOUGH = 3  # rounds are enough
 
 
 def interleave(
-    variants: Sequence[Variant], rounds: int, ceilings: Ceilings | None = None, clock: Clock | None = None
-) -> list[Timing]:
+    variants: Sequence[Variant], rounds: int, ceilings: Ceilings | None = None, clock: Clock | None = None,
+    *, of_host: bool = False,
+) -> list[Timing]:  # fmt: skip
     """Runs every variant once per round, after the clock's warm-up rounds, which are not counted.
-
-    Slow tables get fewer rounds than `rounds`, though three at least.
 
     Each round begins with another variant, so that none always follows the same one. The ceilings of the variants'
     mixes are measured in the same rounds.
+
+    Args:
+        rounds: slow tables get fewer, though three at least.
+        of_host: times how long the host is busy with each, in place of the work.
     """
     timings = [Timing(variant) for variant in variants]
     mixes = sorted({mix for variant in variants for mix in variant.passes or ()})
@@ -95,14 +98,15 @@ def interleave(
                     timing.variant.setup()
                 if number < 0:
                     timing.host_seconds = clock.host_seconds(timing.variant.run)
+                elif of_host:
+                    timing.seconds.append(clock.host_seconds(timing.variant.run))
                 else:
                     timing.seconds.append(clock.seconds(timing.variant.run, timing.host_seconds))
             if ceilings is not None and number >= 0:
                 rates = ceilings.measure(mixes)
                 for timing in timings:
-                    at_ceiling = seconds_at(rates, timing.variant.passes)
-                    if at_ceiling is not None:
-                        timing.at_ceiling.append(at_ceiling)
+                    if rates and timing.variant.passes:
+                        timing.at_ceiling.append(sum(MIXES[mix].bytes / rates[mix] for mix in timing.variant.passes))
     finally:
         if was_enabled:
             gc.enable()

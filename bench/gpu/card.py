@@ -12,9 +12,8 @@ import torch
 from accumfused import compiled
 from accumfused.backends import why_not
 from accumfused.backends.cuda import CudaBackend
-from bench.ceilings import Ceilings
+from bench.ceilings import Ceilings, CopyLoops
 from bench.gpu.runner import DRY, ROOT
-from bench.loops import CopyLoops
 from bench.suites import Bench, bench_of_gpu
 from bench.workload import CPU
 

@@ -12,9 +12,8 @@ import torch
 
 import accumfused as af
 from bench import shapes
-from bench.ceilings import Ceilings
-from bench.clock import Clock, CudaClock, EnqueueClock, HostClock
-from bench.loops import CopyLoops
+from bench.ceilings import Ceilings, CopyLoops
+from bench.clock import Clock, CudaClock, HostClock
 from bench.measure import Timing, Variant, interleave
 from bench.shapes import Shapes
 from bench.workload import CPU, Workload
@@ -36,7 +35,6 @@ class Bench:
         quick: tiny sizes, to see that everything runs; the figures mean nothing.
         rounds: of the interleaved variants on the large shapes, after the warm-up rounds.
         on_gpu: whether the GPU's variants are measured.
-        clock: times the work; `host_clock`: how long the host is busy with it.
         backends: of ours, by name.
         model: name and shapes that take the place of the suites' models.
     """
@@ -47,7 +45,6 @@ class Bench:
     on_gpu: bool = False
     device: torch.device = CPU
     clock: Clock = field(default_factory=HostClock)
-    host_clock: Clock = field(default_factory=HostClock)
     backends: Sequence[str] = ("auto",)
     model: tuple[str, Shapes] | None = None
 
@@ -80,13 +77,12 @@ class Bench:
 
     def host_times(self, variants: Sequence[Variant], rounds: int) -> list[Timing]:
         """How long the host is busy with each; no bytes: they are moved later."""
-        return interleave([replace(variant, passes=None) for variant in variants], rounds, clock=self.host_clock)
+        unmoved = [replace(variant, passes=None) for variant in variants]
+        return interleave(unmoved, rounds, clock=self.clock, of_host=True)
 
 
 def bench_of_gpu(device: torch.device, backends: Sequence[str], rounds: int, *, quick: bool = False) -> Bench:
     """Makes the benchmark of a GPU, whose ceilings are those of a copy."""
-    clock, host_clock = CudaClock(device), EnqueueClock(device)
-    ceilings = Ceilings(lambda: CopyLoops(device, 1 << (20 if quick else 27)), clock)
-    return Bench(
-        ceilings, quick, rounds, on_gpu=True, device=device, clock=clock, host_clock=host_clock, backends=backends
-    )
+    clock = CudaClock(device)
+    ceilings = Ceilings(lambda: CopyLoops(device, 1 << (20 if quick else 27)), clock)  # of GPT-2's size, 4 GiB in all
+    return Bench(ceilings, quick, rounds, on_gpu=True, device=device, clock=clock, backends=backends)

@@ -12,8 +12,7 @@ pytest.importorskip("rich")
 
 from accumfused.loop import linears
 from bench import exact, shapes
-from bench.ceilings import Ceilings
-from bench.loops import PIECE, CpuLoops
+from bench.ceilings import PIECE, Ceilings, CpuLoops
 from bench.measure import Variant, interleave
 from bench.suites import CPU_SUITES, Bench, all_suites, backward, lean, train, update
 from bench.tables import compared
