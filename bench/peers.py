@@ -14,6 +14,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,12 +31,8 @@ AGAINST = {"trick": TRICK, "clip+fused": FUSED}  # every table compares with the
 Recipe = Callable[[], None]
 
 
-def _clipped(work: Workload, **settings: bool) -> Recipe:
-    return stock.clip_and_step(work.params, work.stock(**settings))
-
-
-def _trick(work: Workload) -> Recipe:
-    return stock.grad_scale_trick(work.params, work.stock(fused=True))
+def _recipe(make: Callable[..., Recipe], **settings: bool) -> Callable[..., Recipe]:
+    return lambda work, **more: make(work.params, work.stock(**settings, **more))
 
 
 def _compiled(work: Workload) -> Recipe:
@@ -49,18 +46,18 @@ def _compiled(work: Workload) -> Recipe:
 
 
 # Name -> a clipped step over a workload, and the passes that it consists of (see `bench.measure.Variant`).
-KNOWN: dict[str, tuple[Callable[[Workload], Recipe], tuple[str, ...] | None]] = {
-    FUSED: (lambda work: _clipped(work, fused=True), stock.CLIP_FUSED),
-    TRICK: (_trick, stock.TRICK),
-    FOREACH: (lambda work: _clipped(work, foreach=True), None),
-    FOR_LOOP: (_clipped, None),
+KNOWN: dict[str, tuple[Callable[..., Recipe], tuple[str, ...] | None]] = {
+    FUSED: (_recipe(stock.clip_and_step, fused=True), stock.CLIP_FUSED),
+    TRICK: (_recipe(stock.grad_scale_trick, fused=True), stock.TRICK),
+    FOREACH: (_recipe(stock.clip_and_step, foreach=True), None),
+    FOR_LOOP: (_recipe(stock.clip_and_step), None),
     COMPILED: (_compiled, stock.CLIP_FUSED),  # for seconds, for every shape
 }
 
 
 @dataclass
 class Checked:
-    """Variants over a workload that come out at the same step as fp64, and what has to be said of the others.
+    """Variants over a workload that come out at the same step as fp64, and rows for the others.
 
     Args:
         errors: name -> the largest error of a parameter after one step.
@@ -71,7 +68,6 @@ class Checked:
     variants: list[Variant] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     gaps: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def add(
         self, variant: Variant, whole: Callable[[], object] | None = None,
@@ -88,40 +84,45 @@ class Checked:
         self.errors[variant.name] = self.work.error(whole or variant.run, sets, scale)
         self.variants.append(variant)
 
+    def attempt(
+        self, name: str, make: Callable[[], Callable[[], object]], passes: tuple[str, ...] | None,
+        sets: Sequence[Sequence[Tensor]] | None = None,
+    ) -> None:  # fmt: skip
+        """Adds a step from p.grad, or a gap where it cannot be made, does not run, or is wrong."""
+        try:
+            self.add(Variant(name, make(), self.work.set_grads, passes), sets=sets)
+        except Exception as error:  # of any kind: the others have their times
+            self.gaps.append(gap(name, error))
+
     def explain(self, table: Table) -> Table:
         """Adds to a table what was checked, and what is missing."""
         worst = max(self.errors, key=lambda name: self.errors[name])
         error = f"{self.errors[worst]:.1e} ({worst}); all were checked"
         table.rows += self.gaps
-        table.notes += [f"largest error of a parameter after one step, against fp64: {error}", *self.notes]
+        table.notes.append(f"largest error of a parameter after one step, against fp64: {error}")
         return table
 
 
 def peers(work: Workload, names: Sequence[str] = ()) -> Checked:
-    """Checks recipes over the workload's tensors, and says why others do not run.
-
-    Args:
-        names: beside those of AGAINST, without which a table is nothing: what these raise is raised.
-    """
+    """Checks those of AGAINST, without which a table is nothing, and other recipes over the workload's tensors."""
     found = Checked(work)
     for name in (FUSED, TRICK, *names):
         make, passes = KNOWN[name]
-        try:
-            with quiet():
-                work.set_grads()
-                found.add(Variant(name, make(work), work.set_grads, passes))
-        except Exception as error:  # of any kind: the others have their times
-            if name in AGAINST.values():
-                raise
-            if isinstance(error, WrongError):
-                found.gaps.append(wrong(name, error))
-            else:
-                found.notes.append(f"left out: {name}: {first_line(error)}")
+        work.set_grads()
+        if name in AGAINST.values():
+            found.add(Variant(name, make(work), work.set_grads, passes))
+            continue
+        with quiet():
+            found.attempt(name, partial(make, work), passes)
     return found
 
 
-def wrong(name: str, error: WrongError) -> Row:
-    return {"name": name, "error": error.error, "cannot": f"cannot: wrong, so not timed: {error}"}
+def gap(name: str, error: Exception) -> Row:
+    """Makes a row without a time, which says why."""
+    if isinstance(error, WrongError):
+        return {"name": name, "error": error.error, "cannot": f"wrong, so not timed: {error}"}
+    lines = str(error).splitlines()
+    return {"name": name, "cannot": f"{type(error).__name__}: {lines[0] if lines else 'no message'}"}
 
 
 @contextlib.contextmanager
@@ -135,8 +136,3 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

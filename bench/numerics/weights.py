@@ -19,7 +19,7 @@ from torch import Tensor
 
 import accumfused as af
 from bench.exact import Moments, master
-from bench.peers import first_line, quiet
+from bench.peers import gap, quiet
 from bench.tables import Row, Table, show
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -185,7 +185,7 @@ def study(title: str, names: Iterable[str], row: Callable[[str], Row]) -> None:
             with quiet():
                 table.rows.append({"name": name, **row(name)})
         except Exception as error:  # of somebody else's package, and of any kind
-            table.notes.append(f"left out: {name}: {first_line(error)}")
+            table.rows.append(gap(name, error))
     show(table, Console(width=200))
 
 

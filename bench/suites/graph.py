@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench import shapes, stock
-from bench.measure import Variant
-from bench.peers import FOREACH, FUSED, TRICK, Checked, first_line
+from bench import shapes
+from bench.peers import FOREACH, FUSED, KNOWN, TRICK, Checked
 from bench.shapes import Shapes, small
 from bench.suites import Bench
 from bench.suites.window import window
@@ -35,22 +34,20 @@ def model(bench: Bench, name: str, of: Shapes) -> list[Table]:
     checked = Checked(work)
     launches: dict[str, int] = {}
 
-    def add(name: str, run: Callable[[], Any], passes: tuple[str, ...] | None, sets: Sequence[Any] = ()) -> None:
-        try:
-            if name.endswith(", captured"):
-                with work.put_back(sets or None):
-                    run, launches[name] = captured(run, bench.device)
-            checked.add(Variant(name, run, work.set_grads, passes), sets=sets or None)
-        except Exception as error:  # one that does not run, or is wrong, leaves the others their times
-            checked.gaps.append({"name": name, "cannot": f"cannot: {first_line(error)}"})
+    def add(name: str, run: Callable[[], Any], passes: tuple[str, ...] | None, sets: Any = None) -> None:
+        def made() -> Callable[[], Any]:
+            if not name.endswith(", captured"):
+                return run
+            with work.put_back(sets):
+                replay, launches[name] = captured(run, bench.device)
+            return replay
+
+        checked.attempt(name, made, passes, sets)
 
     for how in ("", ", captured"):
-        capturable = bool(how) and bench.device.type == "cuda"
-        fused = work.stock(fused=True, capturable=capturable)
-        add(FUSED + how, stock.clip_and_step(work.params, fused), stock.CLIP_FUSED)
-        add(TRICK + how, stock.grad_scale_trick(work.params, fused), stock.TRICK)
-        foreach = work.stock(foreach=True, capturable=capturable)
-        add(FOREACH + how, stock.clip_and_step(work.params, foreach), None)
+        for recipe in (FUSED, TRICK, FOREACH):
+            make, passes = KNOWN[recipe]
+            add(recipe + how, make(work, capturable=bool(how) and bench.device.type == "cuda"), passes)
         for label, optimizer in bench.ours(work).items():  # others: a capture's tables are its own
             work.set_grads()
             add(label + how, optimizer.step, ("read", "step"))

@@ -19,7 +19,7 @@ import accumfused as af
 from bench import shapes, stock
 from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY, WrongError, deviation, master
 from bench.measure import Variant
-from bench.peers import first_line, quiet, wrong
+from bench.peers import gap, quiet
 from bench.suites import Bench
 from bench.tables import Row, Table, quartiles
 from bench.workload import random_tensors
@@ -99,7 +99,7 @@ def _model(bench: Bench, name: str, of: shapes.Shapes, backend: str) -> Table:
     try:
         _measure(table, bench, of, backend)
     except torch.OutOfMemoryError as error:
-        table.rows = [{"name": "all variants", "cannot": first_line(error)}]
+        table.rows = [gap("all variants", error)]
     return table
 
 
@@ -114,15 +114,10 @@ def _measure(table: Table, bench: Bench, of: shapes.Shapes, backend: str) -> Non
         try:
             with quiet() if lean.package else contextlib.nullcontext():
                 step, kept, off = _made(lean, of, bench.device)
-        except torch.OutOfMemoryError as error:
-            gaps.append({"name": lean.name, "cannot": first_line(error)})
-        except Exception as error:  # of somebody else's package, and of any kind
-            if lean.package is None:
+        except Exception as error:  # of any kind, where it is somebody else's package
+            if lean.package is None and not isinstance(error, torch.OutOfMemoryError):
                 raise
-            if isinstance(error, WrongError):
-                gaps.append(wrong(lean.name, error))
-            else:
-                table.notes.append(f"left out: {lean.name}: {first_line(error)}")
+            gaps.append(gap(lean.name, error))
         else:
             variants.append(Variant(lean.name, step))
             figures[lean.name] = {"kept B/param": kept, "2 steps off by": off}

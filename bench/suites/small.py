@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from bench import stock
 from bench.measure import Variant
-from bench.peers import AGAINST, FOR_LOOP, FOREACH, peers
+from bench.peers import AGAINST, FOR_LOOP, FOREACH, KNOWN, peers
 from bench.shapes import small
 from bench.suites import Bench
 from bench.tables import Table, timed
@@ -41,7 +40,7 @@ def _size(bench: Bench, tensors: int) -> list[Table]:
         # before it has left.
         variants = [Variant(each.name, each.run, _once(each)) for each in variants]
         (ours,) = optimizers.values()
-        foreach = stock.clip_and_step(work.params, work.stock(foreach=True))  # fills the caches with its own
+        foreach = KNOWN[FOREACH][0](work)  # fills the caches with its own
         variants.append(Variant("accumfused, caches cold", ours.step, setup=foreach))
         rounds = (2 if tensors < _MANY else 1) * bench.rounds
         tables = [timed(title, bench.interleave(variants, rounds, ceilings=False), work.count, AGAINST, "us")]

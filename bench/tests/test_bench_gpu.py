@@ -83,7 +83,7 @@ def test_what_is_wrong_is_not_timed(tiny: Bench, own: Journal, monkeypatch: pyte
     versus.measure(tiny, own, "some", [(300,)])
     wrong = [line for line in of(own, "on the GPU") if line.get("ok") is False]
     assert {line["by"].partition(",")[0] for line in wrong} == {"accumfused cuda"}
-    assert all("WrongError: the step did nothing" in line["cannot"] and "us" not in line for line in wrong)
+    assert all(line["cannot"] == "wrong, so not timed: the step did nothing" and "us" not in line for line in wrong)
 
 
 def test_the_probe_measures_all_formats_by_their_bytes_and_goes_on_after_an_error(
