@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 LR, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, 0.1, 1.0
+ADAMW: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 BETAS, EPS = (0.9, 0.999), 1e-8  # torch's defaults, and ours
 
 # Elements at a time, in doubles: what a CPU's cache holds, and what a GPU is busy with for longer than with a launch.

@@ -7,6 +7,7 @@ of its own. None counts before it has come out at the same step as fp64.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import os
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,6 +117,11 @@ def peers(work: Workload, names: Sequence[str] = ()) -> Checked:
         with quiet():
             found.attempt(name, partial(make, work), passes)
     return found
+
+
+def other(module: str, name: str, **settings: Any) -> Callable[..., Any]:
+    """Makes another package's optimizer; calling it imports the package."""
+    return lambda params, **more: getattr(importlib.import_module(module), name)(params, **more, **settings)
 
 
 def gap(name: str, error: Exception) -> Row:

@@ -15,15 +15,11 @@ UNSCALE_CLIP_FUSED = ("scale", "read", "scale", "step")
 LOSS_SCALE = 0.25  # so small that gradients which are unscaled (and clipped) again and again stay ordinary numbers
 
 
-def clip(params: list[torch.nn.Parameter]) -> None:
-    torch.nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM)
-
-
 def clip_and_step(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """`clip_grad_norm_`, then the optimizer's step."""
 
     def run() -> None:
-        clip(params)
+        torch.nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM)
         optimizer.step()
 
     return run

@@ -85,7 +85,8 @@ def timed(
         if share is not None:
             row["% of ceiling"] = 100 * share
         for heading, other in (against or {}).items():
-            row[f"x {heading}"] = timing.times_as_fast_as(by_name[other])
+            if other in by_name:
+                row[f"x {heading}"] = timing.times_as_fast_as(by_name[other])
         table.rows.append(row)
     return table
 

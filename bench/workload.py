@@ -15,7 +15,7 @@ from torch import Tensor
 
 import accumfused as af
 from bench import exact
-from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY
+from bench.exact import ADAMW, MAX_GRAD_NORM
 from bench.shapes import Shapes
 
 CPU = torch.device("cpu")
@@ -70,9 +70,7 @@ class Workload:
 
     def stock(self, *, fused: bool = False, foreach: bool = False, capturable: bool = False) -> torch.optim.AdamW:
         """torch's AdamW over the parameters, with the shared states."""
-        optimizer = torch.optim.AdamW(
-            self.params, lr=LR, weight_decay=WEIGHT_DECAY, fused=fused, foreach=foreach, capturable=capturable
-        )
+        optimizer = torch.optim.AdamW(self.params, fused=fused, foreach=foreach, capturable=capturable, **ADAMW)
         states = self.states
         if not fused and not capturable and self.device.type != "cpu":  # torch keeps these counts on the host
             states = [{**state, "step": self.own_step()} for state in states]
@@ -81,9 +79,7 @@ class Workload:
 
     def ours(self, backend: str = "auto") -> af.AdamW:
         """accumfused's AdamW over the parameters, with the shared states."""
-        optimizer = af.AdamW(
-            self.params, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, backend=backend
-        )
+        optimizer = af.AdamW(self.params, max_grad_norm=MAX_GRAD_NORM, backend=backend, **ADAMW)
         optimizer.state.update(zip(self.params, self.states, strict=True))
         return optimizer
 

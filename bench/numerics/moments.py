@@ -14,7 +14,8 @@ from torch import Tensor
 
 import accumfused as af
 from bench.exact import BETAS, EPS, Moments
-from bench.numerics.weights import other, study
+from bench.numerics.weights import study
+from bench.peers import other
 from bench.tables import Row
 
 KINDS = ("normal", "log-normal 1", "log-normal 2", "log-normal 3", "Student t(3)", "sparse rows")

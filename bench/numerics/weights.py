@@ -19,7 +19,7 @@ from torch import Tensor
 
 import accumfused as af
 from bench.exact import Moments, master
-from bench.peers import gap, quiet
+from bench.peers import gap, other, quiet
 from bench.tables import Row, Table, show
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -59,15 +59,6 @@ def ours(dtype: torch.dtype, bytes_per_parameter: float, elements: int = _FEWEST
         return af.AdamW(groups, rounding_seed=0, **options, **settings)
 
     return Contender(dtype, make, bytes_per_parameter, master, elements)
-
-
-def other(module: str, name: str, **settings: Any) -> Callable[..., torch.optim.Optimizer]:
-    """Makes another package's optimizer; calling it imports the package."""
-
-    def make(groups: Any, **options: Any) -> torch.optim.Optimizer:
-        return getattr(importlib.import_module(module), name)(groups, **options, **settings)
-
-    return make
 
 
 def _heavyball(groups: Any, **options: Any) -> torch.optim.Optimizer:

@@ -70,10 +70,8 @@ class Bench:
     def label(self, backend: str) -> str:
         return "accumfused" if backend == "auto" else f"accumfused {backend}"
 
-    def interleave(
-        self, variants: Sequence[Variant], rounds: int | None = None, *, ceilings: bool = True
-    ) -> list[Timing]:
-        return interleave(variants, rounds or self.rounds, self.ceilings if ceilings else None, self.clock)
+    def interleave(self, variants: Sequence[Variant], rounds: int | None = None) -> list[Timing]:
+        return interleave(variants, rounds or self.rounds, self.ceilings, self.clock)
 
     def host_times(self, variants: Sequence[Variant], rounds: int) -> list[Timing]:
         """How long the host is busy with each; no bytes: they are moved later."""

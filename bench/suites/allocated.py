@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import accumfused as af
-from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY
+from bench.exact import ADAMW, MAX_GRAD_NORM
 from bench.suites import Bench
 from bench.tables import Table, quartiles
 
@@ -70,7 +70,7 @@ def _turn(process: subprocess.Popen[str]) -> list[float]:
 
 
 def _stock(model: nn.Module) -> Contender:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
     def step() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
@@ -81,7 +81,7 @@ def _stock(model: nn.Module) -> Contender:
 
 
 def _ours(model: nn.Module, *, released: bool) -> Contender:
-    optimizer: Any = af.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM)
+    optimizer: Any = af.AdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **ADAMW)
     if released:
         optimizer._release = af.release_gradients(optimizer)  # lives as long
 

@@ -71,7 +71,7 @@ def _table(bench: Bench, name: str, model: nn.Module, width: int, tokens: int) -
     peaks = [_peak(bench.device, window) for window in windows]
     error = max(_error(each, model, inputs) for each in contenders[1:])
     variants = [Variant(each.name, window) for each, window in zip(contenders, windows, strict=True)]
-    nothing, stock, *ours = bench.interleave(variants, ceilings=False)
+    nothing, stock, *ours = bench.interleave(variants)
     for timing, peak in zip((stock, *ours), peaks[1:], strict=True):
         table.rows.append({
             "name": timing.variant.name, "ms": quartiles(timing.seconds, 1e3),

@@ -7,9 +7,9 @@ parameters. Kept bytes are counted from the tensors that the optimizer keeps.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +17,15 @@ from torch import Tensor
 
 import accumfused as af
 from bench import shapes, stock
-from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY, WrongError, deviation, master
+from bench.exact import ADAMW, MAX_GRAD_NORM, WrongError, deviation, master
 from bench.measure import Variant
-from bench.peers import gap, quiet
+from bench.peers import gap, other, quiet
 from bench.suites import Bench
-from bench.tables import Row, Table, quartiles
+from bench.tables import Row, Table, timed
 from bench.workload import random_tensors
 
 FOLLOWS = ("backend", "model")
 FP32, BF16 = torch.float32, torch.bfloat16
-_SETTINGS: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 _STOCK = "clip + AdamW(fused), fp32"
 _EXACT = 1e-3
 _EIGHT_BITS = 0.02  # a hundredth of a moment, here and there
@@ -58,17 +57,15 @@ def ours(label: str, backend: str) -> list[Lean]:
         "bf16 stochastic, 8-bit states": (BF16, {"state_dtype": "8bit", "master_weights": None}, _SIXTEEN_BITS),
     }
 
-    def make(settings: dict[str, Any]) -> Callable[[list[torch.nn.Parameter]], Any]:
-        known = {**_SETTINGS, "max_grad_norm": MAX_GRAD_NORM, "backend": backend}
-        return lambda params: af.AdamW(params, **known, **settings)
-
-    return [Lean(f"{label}, {name}", dtype, make(kept), off) for name, (dtype, kept, off) in formats.items()]
+    known = {**ADAMW, "max_grad_norm": MAX_GRAD_NORM, "backend": backend}
+    return [
+        Lean(f"{label}, {name}", dtype, partial(af.AdamW, **known, **kept), off)
+        for name, (dtype, kept, off) in formats.items()
+    ]
 
 
 def torchs() -> list[Lean]:
-    def fused(params: list[torch.nn.Parameter]) -> torch.optim.AdamW:
-        return torch.optim.AdamW(params, fused=True, **_SETTINGS)
-
+    fused = partial(torch.optim.AdamW, fused=True, **ADAMW)
     return [
         Lean(_STOCK, FP32, fused, _EXACT),
         Lean("clip + AdamW(fused), bf16 throughout", BF16, fused, _SIXTEEN_BITS),
@@ -77,14 +74,8 @@ def torchs() -> list[Lean]:
 
 def packages() -> list[Lean]:
     """Returns other packages' optimizers, which compile for seconds, for every shape."""
-
-    def lean(package: str) -> Lean:
-        def make(params: list[torch.nn.Parameter]) -> Any:
-            return importlib.import_module(f"{package}.optim").AdamW8bit(params, **_SETTINGS)
-
-        return Lean(f"clip + {package} AdamW8bit, fp32", FP32, make, _EIGHT_BITS, package)
-
-    return [lean("torchao"), lean("bitsandbytes")]
+    eights = {package: other(f"{package}.optim", "AdamW8bit", **ADAMW) for package in ("torchao", "bitsandbytes")}
+    return [Lean(f"clip + {name} AdamW8bit, fp32", FP32, make, _EIGHT_BITS, name) for name, make in eights.items()]
 
 
 def run(bench: Bench) -> list[Table]:
@@ -95,15 +86,14 @@ def run(bench: Bench) -> list[Table]:
 def _model(bench: Bench, name: str, of: shapes.Shapes, backend: str) -> Table:
     """Makes a table for each of our backends: the variants of all of them together do not fit in a GPU."""
     end = f", {bench.label(backend)}" if len(bench.backends) > 1 else ""
-    table = Table(f"lean, {name}: clipped AdamW step from p.grad{end}")
+    title = f"lean, {name}: clipped AdamW step from p.grad{end}"
     try:
-        _measure(table, bench, of, backend)
+        return _measured(title, bench, of, backend)
     except torch.OutOfMemoryError as error:
-        table.rows = [gap("all variants", error)]
-    return table
+        return Table(title, [gap("all variants", error)])
 
 
-def _measure(table: Table, bench: Bench, of: shapes.Shapes, backend: str) -> None:
+def _measured(title: str, bench: Bench, of: shapes.Shapes, backend: str) -> Table:
     mine = ours(bench.label(backend), backend)
     # Other packages' are in the first table alone; torch's are in each, for each compares with them.
     others = [] if bench.quick or backend != bench.backends[0] else packages()
@@ -122,15 +112,11 @@ def _measure(table: Table, bench: Bench, of: shapes.Shapes, backend: str) -> Non
             variants.append(Variant(lean.name, step))
             figures[lean.name] = {"kept B/param": kept, "2 steps off by": off}
     bench.release()
-    timings = bench.interleave(variants, ceilings=False) if variants else []
-    by_name = {timing.variant.name: timing for timing in timings}
-    for name, timing in by_name.items():
-        row: Row = {"name": name, "ms": quartiles(timing.seconds, 1e3), **figures[name]}
-        for heading, other in (("our fp32", mine[0].name), ("clip+fused", _STOCK)):
-            row[f"x {heading}"] = timing.times_as_fast_as(by_name[other]) if other in by_name else None
-        table.rows.append(row)
-    table.rows += gaps
+    timings = bench.interleave(variants) if variants else []
+    table = timed(title, timings, shapes.count(of), {"our fp32": mine[0].name, "clip+fused": _STOCK})
+    table.rows = [{**row, **figures[row["name"]]} for row in table.rows] + gaps
     table.notes.append("kept: parameters and optimizer states; 2 steps off by: of what they change, against fp64")
+    return table
 
 
 def _made(lean: Lean, of: shapes.Shapes, device: torch.device) -> tuple[Callable[[], Any], float, float]:

@@ -28,14 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accumfused as af
 from bench import shapes
-from bench.exact import MAX_GRAD_NORM
+from bench.exact import ADAMW, MAX_GRAD_NORM
 from bench.suites import Bench
 from bench.tables import Table, quartiles
 
 FOLLOWS = ()
 _PROCESSES = 2
 _MICRO_BATCHES = 4
-_ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 _ALONE = "backward passes alone"
 # glibc gives freed gradients back to the system or not, by what lies above them, and the kernel clears each page before
 # it comes again: up to 25 ms a backward pass here, more where the gradients of a micro-batch exist all at once.
@@ -90,9 +89,9 @@ def ddp_stock(model: Given, *, zero: bool) -> Made:
         # Not above: importing it warns of what torch itself uses, and in the processes alone nobody minds.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **_ADAMW)
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **ADAMW)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **_ADAMW)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     ddp.register_comm_hook(None, _counting_hook)
 
     def window() -> None:
@@ -106,7 +105,7 @@ def ddp_stock(model: Given, *, zero: bool) -> Made:
 
 def ddp_ours(model: Given, *, released: bool = False, **settings: Any) -> Made:
     ddp = DistributedDataParallel(model)
-    settings |= {"process_group": dist.group.WORLD, **_ADAMW}
+    settings |= {"process_group": dist.group.WORLD, **ADAMW}
     optimizer = af.AdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **settings)
     af.attach_ddp(ddp, optimizer)
     optimizer._release = af.release_gradients(optimizer, 16 * 2**20) if released else None  # lives as long
@@ -123,8 +122,8 @@ def ddp_ours(model: Given, *, released: bool = False, **settings: Any) -> Made:
 def fsdp(model: Given, *, ours: bool) -> Made:
     fully_shard(model)
     optimizer: Any = (
-        af.AdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **_ADAMW) if ours
-        else torch.optim.AdamW(model.parameters(), fused=True, **_ADAMW)
+        af.AdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **ADAMW) if ours
+        else torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     )  # fmt: skip
 
     def window() -> None:

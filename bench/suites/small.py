@@ -43,7 +43,7 @@ def _size(bench: Bench, tensors: int) -> list[Table]:
         foreach = KNOWN[FOREACH][0](work)  # fills the caches with its own
         variants.append(Variant("accumfused, caches cold", ours.step, setup=foreach))
         rounds = (2 if tensors < _MANY else 1) * bench.rounds
-        tables = [timed(title, bench.interleave(variants, rounds, ceilings=False), work.count, AGAINST, "us")]
+        tables = [timed(title, bench.interleave(variants, rounds), work.count, AGAINST, "us")]
     checked.explain(tables[0])
     return tables
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 
 import accumfused as af
 from bench import stock
-from bench.exact import LR, MAX_GRAD_NORM, WEIGHT_DECAY, WrongError
+from bench.exact import ADAMW, LR, MAX_GRAD_NORM, WrongError
 from bench.suites import Bench
 from bench.tables import Table, quartiles
 
@@ -28,7 +29,7 @@ FOLLOWS = ("backend",)
 _MICRO_BATCHES, _SAMPLES, _LONGEST, _UPDATES = 4, 4, 128, 16
 _LARGEST_DIFFERENCE = 5e-3  # of an update's loss, between the recipes: rounding, grown over the updates
 _PARTS = ("forward", "backward", "tail")
-_ADAMW: dict[str, Any] = {"lr": 10 * LR, "weight_decay": WEIGHT_DECAY}  # so that it learns in few updates
+_ADAMW = {**ADAMW, "lr": 10 * LR}  # so that it learns in few updates
 
 
 class Run:
@@ -41,27 +42,24 @@ class Run:
         self._optimizer = make(self._model.parameters())
         if fuses:
             af.fuse_linears(self._model, self._optimizer)
+        self._ours = isinstance(self._optimizer, af.AdamW)
+        clips = stock.clip_and_step([*self._model.parameters()], self._optimizer)
+        self._step = self._optimizer.step if self._ours else clips
         self.losses: list[float] = []
         self.updates: list[Counter[str]] = []
 
     def update(self, window: list[Any]) -> None:
         """Makes one update from a window of micro-batches."""
         self.updates.append(Counter())
-        losses, ours = [], isinstance(self._optimizer, af.AdamW)
+        losses = []
         for batch in window:
             loss = self._timed("forward", lambda batch=batch: self._model.loss(batch) / len(window))
             self._timed("backward", loss.backward)
-            if ours:
+            if self._ours:
                 self._timed("tail", self._optimizer.accumulate)
             losses.append(loss.detach())
-        self._timed("tail", lambda: self._step(clips=not ours))
+        self._timed("tail", lambda: (self._step(), self._optimizer.zero_grad()))
         self.losses.append(float(torch.stack(losses).sum()))
-
-    def _step(self, *, clips: bool) -> None:
-        if clips:
-            stock.clip(list(self._model.parameters()))
-        self._optimizer.step()
-        self._optimizer.zero_grad()
 
     def _timed(self, part: str, call: Callable[[], Any]) -> Any:
         """Adds up seconds; on a GPU a part ends when its work is done."""
@@ -93,13 +91,10 @@ def run(bench: Bench) -> list[Table]:
     updates, width, depth = (3, 32, 1) if bench.quick else (_UPDATES, 256, 4)
     torch.manual_seed(0)
     model = text_model.GPT(_LONGEST, width=width, depth=depth).to(bench.device)
-    fused = lambda params: torch.optim.AdamW(params, fused=True, **_ADAMW)  # noqa: E731
+    fused = partial(torch.optim.AdamW, fused=True, **_ADAMW)
     runs = [Run("autograd + clip + AdamW(fused)", model, bench.device, fused)]
     for backend in bench.backends:
-
-        def make(params: Any, backend: str = backend) -> af.AdamW:
-            return af.AdamW(params, max_grad_norm=MAX_GRAD_NORM, backend=backend, **_ADAMW)
-
+        make = partial(af.AdamW, max_grad_norm=MAX_GRAD_NORM, backend=backend, **_ADAMW)
         runs.append(Run(bench.label(backend), model, bench.device, make))
         runs.append(Run(f"{bench.label(backend)}, fuse_linears", model, bench.device, make, fuses=True))
     order = torch.Generator().manual_seed(0)

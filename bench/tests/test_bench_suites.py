@@ -113,7 +113,7 @@ def test_what_runs_out_of_memory_leaves_the_others(bench: Bench, monkeypatch: py
         first, second = lean.run(bench)
     rows = {row["name"]: row for row in first.rows}
     assert rows.pop("accumfused, fp32")["cannot"] == "OutOfMemoryError: Tried to allocate 2.00 GiB."
-    assert all(compared(row) and row["x our fp32"] is None for row in rows.values())
+    assert all(compared(row) and "x our fp32" not in row for row in rows.values())
 
     def times_the_second_alone(self: Bench, variants: Any, real: Any = Bench.interleave, **settings: Any) -> Any:
         if variants[-1].name.startswith("accumfused,"):
