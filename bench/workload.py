@@ -56,7 +56,6 @@ class Workload:
             {"step": torch.tensor(STEPS, device=device), "exp_avg": first, "exp_avg_sq": second.square_().add_(1e-6)}
             for first, second in zip(self.random(1e-3), self.random(1e-3), strict=True)
         ]
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self._own_steps: list[Tensor] = []  # of optimizers that cannot share the states' own
 
     def random(self, scale: float = 1e-3, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -99,22 +98,13 @@ class Workload:
         states = [tensor for state in self.states for tensor in state.values()]
         kept = [*self.params, *states, *self._own_steps, *(grad for one_set in sets for grad in one_set)]
         with torch.no_grad():
-            saved = {id(tensor): self._copy(tensor) for tensor in kept}
+            saved = {id(tensor): tensor.clone() for tensor in kept}
             try:
                 yield saved
             finally:  # also after somebody else's optimizer that fails half-way
                 for device in {tensor.device for tensor in kept}:
                     there = [tensor for tensor in kept if tensor.device == device]
                     torch._foreach_copy_(there, [saved[id(tensor)] for tensor in there])
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        """On a CPU in memory that stays for the next check: fresh pages take longer than the copy."""
-        if tensor.device.type != "cpu":
-            return tensor.clone()
-        known = self._copies.get(id(tensor))
-        if known is None or known[0] is not tensor:
-            known = self._copies[id(tensor)] = tensor, torch.empty_like(tensor)
-        return known[1].copy_(tensor)
 
     def error(
         self,

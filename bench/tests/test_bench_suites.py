@@ -14,11 +14,9 @@ from accumfused.loop import linears
 from bench import exact, shapes
 from bench.ceilings import PIECE, Ceilings, CpuLoops
 from bench.measure import Variant, interleave
-from bench.suites import CPU_SUITES, Bench, all_suites, backward, lean, train, update
+from bench.suites import CPU_SUITES, Bench, all_suites, backward, lean, train
 from bench.tables import compared
 from bench.workload import Workload
-
-SMALL = ("small", [(300,), (20, 20)])
 
 
 @pytest.fixture(scope="module")
@@ -67,23 +65,6 @@ def test_a_wrong_coefficient_is_found_before_its_time_counts(scale: float) -> No
         work.error(optimizer.step, scale=scale)
     with pytest.raises(exact.WrongError, match="did nothing"):
         work.error(lambda: None)
-
-
-def test_a_checked_step_leaves_everything_as_it_was() -> None:
-    work = Workload([(300,)])
-    optimizer = work.stock(fused=True)
-    work.set_grads()
-    tensors = [*work.params, *work.grads, *work.states[0].values()]
-    before = [tensor.detach().clone() for tensor in tensors]
-    work.error(optimizer.step)
-    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
-
-
-def test_an_update_that_is_wrong_has_no_table(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "LR", 1.01 * exact.LR)  # the truth, no longer what the variants were made with
-    bench.model = SMALL
-    with pytest.raises(exact.WrongError, match="a parameter is"):
-        update.run(bench)
 
 
 def test_a_format_that_is_further_off_than_its_bits_has_no_time(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
