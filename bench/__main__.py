@@ -33,6 +33,7 @@ from bench.shapes import Shapes
 from bench.suites import CPU_SUITES, GPU_SUITES, Bench, all_suites, bench_of_gpu
 from bench.tables import Results, ceiling_table, show, write
 from bench.verdicts import losses
+from bench.workload import CPU
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
 OPTIONS = ("backend", "model")  # that suites follow, or not: FOLLOWS in each
@@ -44,27 +45,20 @@ def main() -> None:
         sys.exit(commands[sys.argv[1]](sys.argv[2:]))
     parser = arguments()
     asked = parser.parse_args()
-    try:
-        suites = chosen_suites(asked)
-        if asked.device == "cuda" and not torch.cuda.is_available():
-            raise argparse.ArgumentTypeError(f"--device cuda: torch {torch.__version__} finds no GPU that it can use")
-        check_backend(asked)
-    except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
     torch.set_num_threads(asked.threads or torch.get_num_threads())
     torch.manual_seed(0)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    bench = gpu_bench(asked.quick, console) if asked.device == "cuda" else cpu_bench(asked.quick)
-    bench.backends = bench.backends if asked.backend is None else (asked.backend,)
-    bench.model = asked.model
+    try:
+        suites, bench = chosen_suites(asked), chosen_bench(asked, console)
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
     about = {**machine(), "quick": asked.quick, **(gpu(bench.device) if bench.on_gpu else {})}
     given = {"backend": asked.backend, "model": asked.model and asked.model[0]}
     about["options"] = [f"--{name} {value}" for name, value in given.items() if value is not None]
     results = Results(about, {})
     doubts = (f"this run {words}" for words in compare.doubts(results))
     console.print(results.where(), *doubts, sep="\n", highlight=False)
-    status = run(suites, bench, results, asked.json, console)
-    if status is not None:
+    if status := run(suites, bench, results, asked.json, console):
         sys.exit(status)
 
 
@@ -93,13 +87,6 @@ def model(written: str) -> tuple[str, Shapes]:
     return written, shapes
 
 
-def check_backend(asked: argparse.Namespace) -> None:
-    device = torch.device("cuda", torch.cuda.current_device()) if asked.device == "cuda" else torch.device("cpu")
-    reason = why_not(asked.backend, device) if asked.backend not in (None, "auto") else None
-    if reason is not None:
-        raise argparse.ArgumentTypeError(f"--backend {asked.backend} cannot run: {' '.join(reason.split())}")
-
-
 def chosen_suites(asked: argparse.Namespace) -> dict[str, ModuleType]:
     """Returns the suites that were named, or all that follow the options."""
     suites = all_suites(on_gpu=asked.device == "cuda")
@@ -115,19 +102,27 @@ def chosen_suites(asked: argparse.Namespace) -> dict[str, ModuleType]:
     return {name: suites[name] for name in asked.suites or fitting}
 
 
-def cpu_bench(quick: bool) -> Bench:
-    return Bench(Ceilings(lambda: CpuLoops((4 if quick else 2048) * PIECE)), quick, rounds=2 if quick else 5)
-
-
-def gpu_bench(quick: bool, console: Console) -> Bench:
-    """Returns the benchmark of the current GPU, of our backends that run there."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    reasons = {name: why_not(name, device) for name in ("cuda", "triton")}
+def chosen_bench(asked: argparse.Namespace, console: Console) -> Bench:
+    """Returns the benchmark of the CPU, or of the current GPU with our backends that run there."""
+    on_gpu = asked.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"--device cuda: torch {torch.__version__} finds no GPU that it can use")
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else CPU
+    names = [asked.backend] if asked.backend else ["cuda", "triton"] if on_gpu else ["auto"]
+    reasons = {name: None if name == "auto" else why_not(name, device) for name in names}
     for name, reason in reasons.items():
+        if reason is not None and asked.backend:
+            raise argparse.ArgumentTypeError(f"--backend {name} cannot run: {' '.join(reason.split())}")
         if reason is not None:
             console.print(f"backend {name} is left out: {reason}", markup=False, highlight=False)
     backends = [name for name, reason in reasons.items() if reason is None]
-    return bench_of_gpu(device, backends, 2 if quick else 15, quick=quick)
+    if on_gpu:
+        bench = bench_of_gpu(device, backends, 2 if asked.quick else 15, quick=asked.quick)
+    else:
+        ceilings = Ceilings(lambda: CpuLoops((4 if asked.quick else 2048) * PIECE))  # 1 GiB, far beyond any cache
+        bench = Bench(ceilings, asked.quick, 2 if asked.quick else 5, backends=backends)
+    bench.model = asked.model
+    return bench
 
 
 def run(
