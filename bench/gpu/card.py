@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import statistics
 import sys
 
 import torch
@@ -45,8 +44,3 @@ def elements(bench: Bench, wanted: int, bytes_each: int) -> int:
         return min(wanted, 40_000)
     bench.release()
     return min(wanted, int(0.8 * torch.cuda.mem_get_info(bench.device)[0] / bytes_each))
-
-
-def copy_rate(bench: Bench) -> float:
-    """Returns the bytes a second of a large copy, read and written."""
-    return statistics.median(bench.ceilings.measure(["scale"])["scale"] for _ in range(bench.rounds))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,47 +24,28 @@ _BYTES = 32  # an element, at most: AMSGrad's, and its gradients
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
-@dataclass(frozen=True)
-class Case:
-    """An optimizer, the dtypes of its parameters and gradients, and its settings."""
-
-    optimizer: Callable[..., af.FusedOptimizer] = af.AdamW
-    params: torch.dtype = FP32
-    grads: torch.dtype = FP32
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def make(self, params: list[Tensor], grads: list[Tensor], backend: str) -> Any:
-        """Makes the optimizer and its first step, which makes its states."""
-        for param, grad in zip(params, grads, strict=True):
-            if grad.dtype != param.dtype:
-                param.grad_dtype = grad.dtype
-            param.grad = grad
-        optimizer = self.optimizer(params, lr=0.01, max_grad_norm=1.0, backend=backend, **self.settings)
-        optimizer.step()
-        optimizer.zero_grad()
-        return optimizer
-
-
 def of_bf16(masters: str | None, states: Any, optimizer: Callable[..., Any] = af.AdamW) -> Case:
-    return Case(optimizer, BF16, BF16, {"master_weights": masters, "state_dtype": states})
+    return BF16, BF16, partial(optimizer, master_weights=masters, state_dtype=states)
 
 
-# As docs/internals/gpu.md calls them. What matters most comes first: the time may be up.
+# As docs/internals/gpu.md calls them: dtypes of parameters and gradients, and what makes the optimizer. What matters
+# most comes first: the time may be up.
+Case = tuple[torch.dtype, torch.dtype, Callable[..., af.FusedOptimizer]]
 FP32_ADAMW = "AdamW"
-CASES = {
-    FP32_ADAMW: Case(),
+CASES: dict[str, Case] = {
+    FP32_ADAMW: (FP32, FP32, af.AdamW),
     "split8, 8-bit states": of_bf16("split8", "8bit"),
     "stochastic bf16, bf16 states": of_bf16(None, BF16),
-    "AdamW, bf16 gradients": Case(grads=BF16),
+    "AdamW, bf16 gradients": (FP32, BF16, af.AdamW),
     "split16, 8-bit states": of_bf16("split16", "8bit"),
     "split16, fp32 states": of_bf16("split16", FP32),
     "split16, bf16 states": of_bf16("split16", BF16),
     "stochastic bf16, 8-bit states": of_bf16(None, "8bit"),
-    "Lion": Case(af.Lion),
-    "AMSGrad": Case(settings={"amsgrad": True}),
-    "SGD with momentum": Case(af.SGD, settings={"momentum": 0.9}),
+    "Lion": (FP32, FP32, af.Lion),
+    "AMSGrad": (FP32, FP32, partial(af.AdamW, amsgrad=True)),
+    "SGD with momentum": (FP32, FP32, partial(af.SGD, momentum=0.9)),
     "Lion, stochastic bf16, bf16 states": of_bf16(None, BF16, af.Lion),
-    "fp16 with fp32 masters": Case(params=FP16, grads=FP16, settings={"master_weights": "fp32"}),
+    "fp16 with fp32 masters": (FP16, FP16, partial(af.AdamW, master_weights="fp32")),
 }
 
 
@@ -98,13 +78,22 @@ class Probe:
         return random_tensors(flat(self.elements + more), scale, dtype, self.bench.device)
 
     def _optimizer(self, case: Case, grads: list[Tensor]) -> Any:
-        params = [tensor.requires_grad_() for tensor in self._random(case.params, scale=0.02)]
-        return case.make(params, grads, self.bench.backends[0])
+        """Makes the optimizer, and its first step, which makes its states."""
+        dtype, grad_dtype, make = case
+        (param,) = self._random(dtype, scale=0.02)
+        param.requires_grad_()
+        if grad_dtype != dtype:
+            param.grad_dtype = grad_dtype
+        (param.grad,) = grads
+        optimizer = make([param], lr=0.01, max_grad_norm=1.0, backend=self.bench.backends[0])
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
 
     def folds(self, name: str, dtype: torch.dtype) -> None:
         """Times the norm, and the two ways into a sum, of gradients of this dtype."""
         grads, sums = self._random(dtype), self._random(FP32)
-        kernels = Kernels(self._optimizer(Case(af.SGD, grads=dtype), grads))
+        kernels = Kernels(self._optimizer((FP32, dtype, af.SGD), grads))
         self._time("norm", f"norm, {name}", grads[0].nbytes, partial(kernels.norm, grads))
         for first, title in ((True, "first accumulate"), (False, "accumulate")):
             moved = grads[0].nbytes + (1 if first else 2) * sums[0].nbytes
@@ -112,7 +101,7 @@ class Probe:
 
     def step(self, name: str, off: int = 0) -> None:
         """Times a step; `off`: elements by which its gradients lie off their boundary."""
-        grads = [self._random(CASES[name].grads, off)[0][off:]]
+        grads = [self._random(CASES[name][1], off)[0][off:]]
         optimizer = self._optimizer(CASES[name], grads)
         kernels = Kernels(optimizer)
         run = partial(kernels.step, grads, kernels.norm(grads))
@@ -122,11 +111,9 @@ class Probe:
 
 def step_bytes(optimizer: Any, grads: list[Tensor]) -> int:
     """Returns the bytes that a step has to move: gradients in; parameters, masters and states in and out."""
-    total = sum(grad.nbytes for grad in grads)
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        state = optimizer.state[param]
-        total += 2 * (param.nbytes + sum(value.nbytes for value in state.values() if value.dim() > 0))
-    return total
+    ((param, state),) = optimizer.state.items()
+    kept = param.nbytes + sum(value.nbytes for value in state.values() if value.dim() > 0)
+    return sum(grad.nbytes for grad in grads) + 2 * kept  # type: ignore[no-any-return]
 
 
 def main() -> None:
