@@ -6,7 +6,6 @@ The exit code is 0 where nothing did, 1 where something did, 2 where a file cann
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,11 +56,9 @@ def compare(first: Results, second: Results, noise: float) -> dict[str, list[str
             continue
         old, new = median(before[place]), median(after[place])
         # A fall to a half is as large as a rise to twice: the larger over the smaller judges both.
-        factor = 1.0 if old == new else max(old, new) / (min(old, new) or math.nan)
+        factor = max(old, new) / min(old, new)
         allowed = max(noise, _spread(before[place]), _spread(after[place]))
-        line = (
-            f"{label}: {text(old)} -> {text(new)} ({f'{new / old - 1:+.0%}' if old else 'from 0'}; noise {allowed:.0%})"
-        )
+        line = f"{label}: {text(old)} -> {text(new)} ({new / old - 1:+.0%}; noise {allowed:.0%})"
         if place[0] == "ceilings":
             found["rates of the machine itself"] += [line] if factor > 1 + noise else []
         else:

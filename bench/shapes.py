@@ -47,9 +47,9 @@ def llama(
     return [*shapes, (width,)]
 
 
-def small(tensors: int = 1000, elements: int = 64) -> Shapes:
+def small(tensors: int) -> Shapes:
     """Many small tensors: what counts is the cost of a call and of a tensor."""
-    return [(elements,)] * tensors
+    return [(64,)] * tensors
 
 
 def flat(elements: int) -> Shapes:

@@ -146,23 +146,16 @@ def compared(row: Row) -> dict[str, float]:
 def write(path: Path, results: Results) -> None:
     """Writes a results file: a line a row, four digits a figure."""
     suites = {
-        suite: [{"title": table.title, "rows": _rounded(table.rows), "notes": table.notes} for table in tables]
+        suite: [{"title": table.title, "rows": table.rows, "notes": table.notes} for table in tables]
         for suite, tables in results.suites.items()
     }
-    whole = {"format": FORMAT, "machine": results.machine, "interrupted": results.interrupted, "suites": suites}
+    rounded = json.loads(json.dumps(suites), parse_float=lambda figure: float(f"{float(figure):.4g}"))
+    whole = {"format": FORMAT, "machine": results.machine, "interrupted": results.interrupted, "suites": rounded}
     lines = json.dumps(whole).replace('{"title"', '\n{"title"').replace('{"name"', '\n{"name"')
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")  # an interruption leaves the older file whole
     part.write_text(lines + "\n", encoding="utf-8")
     part.replace(path)
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, list):
-        return [_rounded(each) for each in value]
-    return {key: _rounded(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def load(path: Path) -> Results:
