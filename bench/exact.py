@@ -30,11 +30,6 @@ class WrongError(AssertionError):
         self.error = error
 
 
-def moment_tolerance(largest_grad: float, device: str) -> float:
-    """What a first moment may be off, where the largest gradient is so large after clipping."""
-    return MOMENT_TOLERANCE + (1 - BETAS[0]) * largest_grad * COEFFICIENT_TOLERANCE[device]
-
-
 def pieces(*lists: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Goes through lists of tensors of the same sizes, side by side: flat pieces, of small tensors many in one."""
     together: list[tuple[Tensor, ...]] = []

@@ -30,9 +30,10 @@ class Variant:
     setup: Callable[[], Any] | None = None
     passes: tuple[str, ...] | None = None
 
-    @property
-    def bytes_per_parameter(self) -> float | None:
-        return None if self.passes is None else sum(MIXES[mix].bytes for mix in self.passes)
+    def whole(self) -> None:
+        if self.setup is not None:
+            self.setup()
+        self.run()
 
 
 @dataclass

@@ -17,18 +17,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bench import stock
 from bench.exact import WrongError
 from bench.measure import Variant
 from bench.tables import Row, Table
-from bench.workload import Workload
+from bench.workload import Sets, Workload
 
 FUSED, TRICK = "clip + AdamW(fused)", "grad_scale trick"
 FOREACH, FOR_LOOP, COMPILED = "clip + AdamW(foreach)", "clip + AdamW(for-loop)", "clip + compiled AdamW(foreach)"
 AGAINST = {"trick": TRICK, "clip+fused": FUSED}  # every table compares with these: heading -> name
-Recipe = Callable[[], None]
+Recipe = Callable[[], object]
 
 
 def _recipe(make: Callable[..., Recipe], **settings: bool) -> Callable[..., Recipe]:
@@ -67,25 +66,14 @@ class Checked:
     errors: dict[str, float] = field(default_factory=dict)
     gaps: list[Row] = field(default_factory=list)
 
-    def add(
-        self, variant: Variant, whole: Callable[[], object] | None = None,
-        sets: Sequence[Sequence[Tensor]] | None = None, scale: float = 1.0,
-    ) -> None:  # fmt: skip
-        """Adds a variant that is right.
-
-        Args:
-            whole: the step, where the variant's `run` is not all of it; `sets`, `scale`: see `Workload.error`.
-
-        Raises:
-            WrongError: it is not right.
-        """
-        self.errors[variant.name] = self.work.error(whole or variant.run, sets, scale)
+    def add(self, variant: Variant, sets: Sets | None = None, scale: float = 1.0) -> None:
+        """Adds a variant that is right; see `Workload.error`."""
+        self.errors[variant.name] = self.work.error(variant.whole, sets, scale)
         self.variants.append(variant)
 
     def attempt(
-        self, name: str, make: Callable[[], Callable[[], object]], passes: tuple[str, ...] | None,
-        sets: Sequence[Sequence[Tensor]] | None = None,
-    ) -> None:  # fmt: skip
+        self, name: str, make: Callable[[], Recipe], passes: tuple[str, ...] | None, sets: Sets | None = None
+    ) -> None:
         """Adds a step from p.grad, or a gap where it cannot be made, does not run, or is wrong."""
         try:
             self.add(Variant(name, make(), self.work.set_grads, passes), sets=sets)

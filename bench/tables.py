@@ -79,8 +79,8 @@ def timed(
     table = Table(title)
     for timing in timings:
         row: Row = {"name": timing.variant.name, unit: quartiles(timing.seconds, {"ms": 1e3, "us": 1e6}[unit])}
-        if timing.variant.bytes_per_parameter is not None:
-            row["moved B/param"] = timing.variant.bytes_per_parameter
+        if timing.variant.passes is not None:
+            row["moved B/param"] = sum(MIXES[mix].bytes for mix in timing.variant.passes)
         share = timing.share_of_ceiling(parameters)
         if share is not None:
             row["% of ceiling"] = 100 * share

@@ -17,7 +17,7 @@ from bench.measure import Variant
 from bench.shapes import flat
 from bench.suites import Bench
 from bench.suites.kernels import Kernels
-from bench.workload import random_tensors
+from bench.workload import random_tensors, state_bytes
 
 LARGE = 1_200_000_000
 _BYTES = 32  # an element, at most: AMSGrad's, and its gradients
@@ -106,14 +106,9 @@ class Probe:
         kernels = Kernels(optimizer)
         run = partial(kernels.step, grads, kernels.norm(grads))
         what = f"{name}{', gradients off their boundary' if off else ''}"
-        self._time("step", what, step_bytes(optimizer, grads), run)
-
-
-def step_bytes(optimizer: Any, grads: list[Tensor]) -> int:
-    """Returns the bytes that a step has to move: gradients in; parameters, masters and states in and out."""
-    ((param, state),) = optimizer.state.items()
-    kept = param.nbytes + sum(value.nbytes for value in state.values() if value.dim() > 0)
-    return sum(grad.nbytes for grad in grads) + 2 * kept  # type: ignore[no-any-return]
+        (param,) = optimizer.state
+        # Gradients go in; parameters, masters and states in and out.
+        self._time("step", what, grads[0].nbytes + 2 * (param.nbytes + state_bytes(optimizer)), run)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import accumfused as af
+from bench import stock
 from bench.exact import ADAMW, MAX_GRAD_NORM
 from bench.suites import Bench
 from bench.tables import Table, quartiles
@@ -71,13 +72,8 @@ def _turn(process: subprocess.Popen[str]) -> list[float]:
 
 def _stock(model: nn.Module) -> Contender:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-
-    def step() -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return lambda loss: (loss / _MICRO_BATCHES).backward(), step
+    clip_and_step = stock.clip_and_step([*model.parameters()], optimizer)
+    return lambda loss: (loss / _MICRO_BATCHES).backward(), lambda: (clip_and_step(), optimizer.zero_grad())
 
 
 def _ours(model: nn.Module, *, released: bool) -> Contender:

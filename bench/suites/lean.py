@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import accumfused as af
 from bench import shapes, stock
@@ -22,7 +21,7 @@ from bench.measure import Variant
 from bench.peers import gap, other, quiet
 from bench.suites import Bench
 from bench.tables import Row, Table, timed
-from bench.workload import random_tensors
+from bench.workload import random_tensors, state_bytes
 
 FOLLOWS = ("backend", "model")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -138,13 +137,5 @@ def _made(lean: Lean, of: shapes.Shapes, device: torch.device) -> tuple[Callable
     off = deviation(before, [master(optimizer, param) for param in params], saved)
     if not off <= lean.tolerance:
         raise WrongError(f"two steps are {off:.1%} off, more than {lean.tolerance:.1%}", off)
-    states = [value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor)]
-    kept = {id(value): value for value in [*params, *states] if value.numel() > 1}  # not numbers
-    return step, sum(map(tensor_bytes, kept.values())) / shapes.count(of), off
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """Counts the parts of subclasses, too."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return sum(tensor_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.nbytes
+    kept = sum(param.nbytes for param in params) + state_bytes(optimizer)
+    return step, kept / shapes.count(of), off

@@ -27,10 +27,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import accumfused as af
-from bench import shapes
+from bench import shapes, stock
 from bench.exact import ADAMW, MAX_GRAD_NORM
 from bench.suites import Bench
 from bench.tables import Table, quartiles
+from bench.workload import state_bytes
 
 FOLLOWS = ()
 _PROCESSES = 2
@@ -77,30 +78,35 @@ class Given(nn.Module):
 Made = tuple[Callable[[], None], Any]  # a window, and its optimizer
 
 
-def _stock_tail(model: Given, optimizer: Any) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-    optimizer.step()
-    optimizer.zero_grad()
+def _made(optimizer: Any, micro_batch: Callable[[int, bool], object], *tail: Callable[[], object]) -> Made:
+    """Args: micro_batch: gets its number, and whether it is the window's last."""
+
+    def window() -> None:
+        for number in range(_MICRO_BATCHES):
+            micro_batch(number, number + 1 == _MICRO_BATCHES)
+        for call in tail:
+            call()
+
+    return window, optimizer
 
 
 def ddp_stock(model: Given, *, zero: bool) -> Made:
     ddp = DistributedDataParallel(model)
+    params = [*model.parameters()]
     if zero:
         # Not above: importing it warns of what torch itself uses, and in the processes alone nobody minds.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **ADAMW)
+        optimizer: Any = ZeroRedundancyOptimizer(params, torch.optim.AdamW, fused=True, **ADAMW)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+        optimizer = torch.optim.AdamW(params, fused=True, **ADAMW)
     ddp.register_comm_hook(None, _counting_hook)
 
-    def window() -> None:
-        for number in range(_MICRO_BATCHES):
-            with ddp.no_sync() if number + 1 < _MICRO_BATCHES else nullcontext():
-                (ddp(number) / _MICRO_BATCHES).backward()
-        _stock_tail(model, optimizer)
+    def micro_batch(number: int, last: bool) -> None:
+        with nullcontext() if last else ddp.no_sync():
+            (ddp(number) / _MICRO_BATCHES).backward()
 
-    return window, optimizer
+    return _made(optimizer, micro_batch, stock.clip_and_step(params, optimizer), optimizer.zero_grad)
 
 
 def ddp_ours(model: Given, *, released: bool = False, **settings: Any) -> Made:
@@ -110,42 +116,34 @@ def ddp_ours(model: Given, *, released: bool = False, **settings: Any) -> Made:
     af.attach_ddp(ddp, optimizer)
     optimizer._release = af.release_gradients(optimizer, 16 * 2**20) if released else None  # lives as long
 
-    def window() -> None:
-        for number in range(_MICRO_BATCHES):
-            with ddp.no_sync():  # DDP's copies to its buckets and back are of no use here
-                optimizer.backward(ddp(number), 1.0)
-        optimizer.step()
+    def micro_batch(number: int, last: bool) -> None:
+        with ddp.no_sync():  # DDP's copies to its buckets and back are of no use here
+            optimizer.backward(ddp(number), 1.0)
 
-    return window, optimizer
+    return _made(optimizer, micro_batch, optimizer.step)
 
 
 def fsdp(model: Given, *, ours: bool) -> Made:
     fully_shard(model)
-    optimizer: Any = (
-        af.AdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **ADAMW) if ours
-        else torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    )  # fmt: skip
+    params = [*model.parameters()]
 
-    def window() -> None:
-        for number in range(_MICRO_BATCHES):
-            model.set_requires_gradient_sync(number + 1 == _MICRO_BATCHES)
-            (model(number) / _MICRO_BATCHES).backward()
-        if ours:
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            _stock_tail(model, optimizer)
+    def micro_batch(number: int, last: bool) -> None:
+        model.set_requires_gradient_sync(last)
+        (model(number) / _MICRO_BATCHES).backward()
 
-    return window, optimizer
+    if ours:
+        optimizer: Any = af.AdamW(params, max_grad_norm=MAX_GRAD_NORM, **ADAMW)
+        return _made(optimizer, micro_batch, optimizer.step, optimizer.zero_grad)
+    optimizer = torch.optim.AdamW(params, fused=True, **ADAMW)
+    return _made(optimizer, micro_batch, stock.clip_and_step(params, optimizer), optimizer.zero_grad)
 
 
 def alone(model: Given) -> Made:
-    def window() -> None:
-        for number in range(_MICRO_BATCHES):
-            model(number).backward()
-            model.zero_grad()  # adding them up is the tail's
+    def micro_batch(number: int, last: bool) -> None:
+        model(number).backward()
+        model.zero_grad()  # adding them up is the tail's
 
-    return window, None
+    return _made(None, micro_batch)
 
 
 VARIANTS: dict[str, Callable[[Given], Made]] = {
@@ -194,9 +192,7 @@ def _memory(optimizer: Any) -> int:
     if isinstance(optimizer, af.FusedOptimizer):
         parts = af.memory_report(optimizer).total.parts
         return sum(size for part, size in parts.items() if part not in ("parameters", "gradients"))
-    own = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one
-    values = [value for entries in own.state.values() for value in entries.values() if isinstance(value, Tensor)]
-    return sum(value.to_local().nbytes if hasattr(value, "to_local") else value.nbytes for value in values)
+    return state_bytes(getattr(optimizer, "optim", optimizer))  # ZeroRedundancyOptimizer has one
 
 
 def work(rank: int, store: str, quick: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from bench.measure import Variant
@@ -38,7 +37,9 @@ def _size(bench: Bench, tensors: int) -> list[Table]:
     else:
         # Each follows an untimed call of its own; otherwise the time would be that of the caches that the variant
         # before it has left.
-        variants = [Variant(each.name, each.run, _once(each)) for each in variants]
+        variants = [
+            Variant(each.name, each.run, lambda each=each: (each.whole(), work.set_grads())) for each in variants
+        ]
         (ours,) = optimizers.values()
         foreach = KNOWN[FOREACH][0](work)  # fills the caches with its own
         variants.append(Variant("accumfused, caches cold", ours.step, setup=foreach))
@@ -46,14 +47,3 @@ def _size(bench: Bench, tensors: int) -> list[Table]:
         tables = [timed(title, bench.interleave(variants, rounds), work.count, AGAINST, "us")]
     checked.explain(tables[0])
     return tables
-
-
-def _once(variant: Variant) -> Callable[[], None]:
-    """Warms the caches by an untimed call, with what has to be ready before it and before the timed one."""
-
-    def setup() -> None:
-        for call in (variant.setup, variant.run, variant.setup):
-            if call is not None:
-                call()
-
-    return setup

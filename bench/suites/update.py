@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -30,26 +31,19 @@ def run(bench: Bench) -> list[Table]:
 
 def _model(bench: Bench, name: str, of: Shapes, others: list[str]) -> Table:
     work = bench.workload(of)
-    second = work.random()
+    sets = [work.grads, work.random()]
     checked = peers(work, others)
     # What a GradScaler's loop does; gradients are LOSS_SCALE times too large.
     unscales = stock.unscale_clip_and_step(work.params, work.stock(fused=True))
     unscale = Variant("unscale + clip + fused", unscales, work.set_grads, stock.UNSCALE_CLIP_FUSED)
     checked.add(unscale, scale=1 / stock.LOSS_SCALE)
     for label, optimizer in bench.ours(work).items():
-        fold = _fold(work, optimizer, second)
-
-        def after_accumulate(fold: Callable[[], None] = fold, optimizer: af.AdamW = optimizer) -> None:
-            fold()
-            optimizer.step()
-
         checked.add(Variant(f"{label}, from p.grad", optimizer.step, work.set_grads, ("read", "step")))
         if bench.on_gpu:
             scaled = Variant(f"{label}, grad_scale", _scaled(work, optimizer), work.set_grads, ("read", "step"))
             checked.add(scaled, scale=1 / stock.LOSS_SCALE)
-        folded = Variant(f"{label}, after accumulate()", optimizer.step, fold, ("step",))
-        checked.add(folded, after_accumulate, [work.grads, second])
-        work.set_grads()
+        folds = partial(fold, work, optimizer, sets)
+        checked.add(Variant(f"{label}, after accumulate()", optimizer.step, folds, ("step",)), sets)
     small = work.count < 5e7
     timings = bench.interleave(checked.variants, 3 * bench.rounds if bench.on_gpu and small else bench.rounds)
     title, against = f"update, {name}: norm, clip and AdamW step, fp32", AGAINST | {"unscale": unscale.name}
@@ -61,13 +55,10 @@ def _model(bench: Bench, name: str, of: Shapes, others: list[str]) -> Table:
     return table
 
 
-def _fold(work: Workload, optimizer: af.AdamW, second: list[torch.Tensor]) -> Callable[[], None]:
-    def fold() -> None:
-        for grads in (work.grads, second):
-            work.set_grads(grads)
-            optimizer.accumulate()
-
-    return fold
+def fold(work: Workload, optimizer: af.AdamW, sets: list[list[torch.Tensor]]) -> None:
+    for grads in sets:
+        work.set_grads(grads)
+        optimizer.accumulate()
 
 
 def _scaled(work: Workload, optimizer: af.AdamW) -> Callable[[], None]:

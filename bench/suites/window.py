@@ -111,15 +111,9 @@ def _table(
     bench: Bench, work: Workload, sets: list[list[Tensor]], variants: list[Variant], title: str, against: dict[str, str]
 ) -> Table:
     """Compares each variant with fp64, and times them."""
-
-    def whole(variant: Variant) -> None:
-        if variant.setup is not None:
-            variant.setup()
-        variant.run()
-
     checked = Checked(work)
     for variant in variants:
-        checked.add(variant, partial(whole, variant), sets)
+        checked.add(variant, sets)
     return checked.explain(timed(title, bench.interleave(variants), work.count, against))
 
 
