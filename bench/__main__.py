@@ -11,7 +11,7 @@ import importlib
 import math
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,6 @@ except ImportError:
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from accumfused.backends import NAMES, why_not
 from bench import compare, report
@@ -133,21 +132,28 @@ def run(
     Returns what sys.exit takes: None, 130 after Ctrl-C, or which suites failed.
     """
     failed: list[str] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(suites))
-        try:
-            for name, suite in suites.items():
-                progress.update(task, description=name, advance=name != next(iter(suites)))
-                try:
-                    _show(suite.run(bench), name, bench, results, console)
-                except Exception:  # the others' figures are not lost
-                    failed.append(name)
-                    console.print(f"{name} failed:\n{traceback.format_exc()}", markup=False, highlight=False)
-                _save(path, bench, results)
-        except KeyboardInterrupt:
-            results.interrupted = True
-            _save(path, bench, results)
+
+    def save() -> None:
+        ceilings = {"ceilings": [ceiling_table(bench.ceilings)]} if bench.ceilings.rates else {}
+        if path is not None:
+            write(path, Results(results.machine, {**results.suites, **ceilings}, results.interrupted))
+
+    try:
+        for number, (name, suite) in enumerate(suites.items(), 1):
+            try:
+                with console.status(f"{name}, {number} of {len(suites)}"):
+                    results.suites[name] = suite.run(bench)
+            except Exception:  # the others' figures are not lost
+                failed.append(name)
+                console.print(f"{name} failed:\n{traceback.format_exc()}", markup=False, highlight=False)
+            for table in results.suites.get(name, ()):
+                show(table, console, [f"{each.name}: {each.words()} ({each.heading})" for each in losses(table)])
+            if bench.on_gpu:
+                results.machine[f"nvidia_smi_after_{name}"] = nvidia_smi()
+            save()
+    except KeyboardInterrupt:
+        results.interrupted = True
+        save()
     if results.interrupted:
         console.print(f"interrupted: {len(results.suites)} of {len(suites)} suites are complete")
     if bench.ceilings.reason or bench.ceilings.rates:
@@ -155,20 +161,6 @@ def run(
     if path is not None:
         console.print(f"written to {path}", markup=False, highlight=False, soft_wrap=True)
     return INTERRUPTED if results.interrupted else f"failed: {', '.join(failed)}" if failed else None
-
-
-def _show(tables: Sequence[Any], name: str, bench: Bench, results: Results, console: Console) -> None:
-    results.suites[name] = [*tables]
-    for table in tables:
-        show(table, console, [f"{each.name}: {each.words()} ({each.heading})" for each in losses(table)])
-    if bench.on_gpu:
-        results.machine[f"nvidia_smi_after_{name}"] = nvidia_smi()
-
-
-def _save(path: Path | None, bench: Bench, results: Results) -> None:
-    if path is not None:
-        tables = {"ceilings": [ceiling_table(bench.ceilings)]} if bench.ceilings.rates else {}
-        write(path, Results(results.machine, {**results.suites, **tables}, results.interrupted))
 
 
 if __name__ == "__main__":
