@@ -24,20 +24,17 @@ from typing import Any
 import emulation
 import inside
 import pytest
+import reference  # noqa: F401  # makes "reference" the name of a backend
 import torch
 from hypothesis import HealthCheck, settings
-from reference import ReferenceBackend
 
 from accumfused import backends, compiled
-from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 
-BROKEN = ("kernels", "coefficient")
 GPU = torch.cuda.is_available()
 ALL = ["reference", "cpu", "emulated", *(["cuda", "triton"] if GPU else [])]
 OLDER_THAN_TESTS: list[torch.Size] = []  # tensors that there are once all tests are collected
 ONE = ["reference" if compiled.unavailable else "cpu", *(["cuda"] if GPU else [])]
-
 
 os.environ["ACCUMFUSED_CACHE"] = str(Path(__file__).parents[1] / "build" / "rules")  # what users' rules compile to
 
@@ -61,7 +58,6 @@ with interpreting(), contextlib.suppress(ImportError):  # before anything else d
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--broken", action="store_true", help="all kernels do wrong, in each way, which numbers must show")
     parser.addoption("--emulated", action="store_true", help="what runs on one backend runs on the emulation of a GPU")
     parser.addoption("--full", action="store_true", help="all combinations, on all backends, and what is marked full")
 
@@ -75,8 +71,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--full"):
         return
     left = [item for item in items if not item.get_closest_marker("full")]
-    if config.getoption("--broken"):  # the last case of each test, which is seldom the simplest
-        left = [*{(item.nodeid.split("[")[0], item.callspec.params["_broken"]): item for item in left}.values()]  # type: ignore
     config.hook.pytest_deselected(items=[*{*items} - {*left}])
     items[:] = sorted(left, key=lambda item: item.path.name not in LONG)  # so that the processes end together
 
@@ -84,8 +78,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Behaviour is tested with one backend for each device: conformance/ shows that all of them have the same bits."""
     full = metafunc.config.getoption("--full")
-    if metafunc.config.getoption("--broken"):
-        metafunc.parametrize("_broken", BROKEN, indirect=True)
     for mark in metafunc.definition.iter_markers("pairwise"):
         rows = (combinations if full else pairwise)(mark.kwargs)
         metafunc.parametrize([*mark.kwargs], rows, ids=["-".join(map(_name, row)) for row in rows])
@@ -132,41 +124,6 @@ def deterministic() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.set_flush_denormal(False)
-
-
-@pytest.fixture(autouse=True)
-def _broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --broken: the kernels of steps and windows write nothing, or multiply gradients by 1.001 too much."""
-    how = getattr(request, "param", None)
-    for backend in (CpuBackend, ReferenceBackend) if how else ():
-        if how == "coefficient":
-            monkeypatch.setattr(backend, "step", _steps_too_far(backend.step))
-            monkeypatch.setattr(backend, "accumulate", _adds_too_much(backend.accumulate))
-        else:
-            monkeypatch.setattr(backend, "step", _commits)
-            monkeypatch.setattr(backend, "accumulate", _commits)
-
-
-def _adds_too_much(accumulate: Callable[..., None]) -> Callable[..., None]:
-    def wrong(self: Any, plan: Any, fold: Any, *others: Any) -> None:
-        fold.factor = fold.factor * 1.001
-        accumulate(self, plan, fold, *others)
-
-    return wrong
-
-
-def _steps_too_far(step: Callable[..., None]) -> Callable[..., None]:
-    def wrong(self: Any, plan: Any, grads: Any, hypers: Any, outcome: Any, *commit: Any) -> None:
-        outcome.values[0] *= 1.001
-        if outcome.coefficients is not None:
-            outcome.coefficients *= 1.001
-        step(self, plan, grads, hypers, outcome, *commit)
-
-    return wrong
-
-
-def _commits(self: Any, plan: Any, *given: Any) -> None:
-    given[-1].end()
 
 
 @pytest.fixture
