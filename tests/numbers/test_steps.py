@@ -1,4 +1,4 @@
-"""What a window adds up to, what a step takes, and what it says: numbers that a reader can check by hand."""
+"""What a window adds up to, and what a step takes: numbers that a reader can check by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import inside
 import pytest
 import torch
 from compare import assert_close
-from loop import Loop
 from torch import Tensor, nn
 
 import accumfused as af
@@ -140,28 +139,3 @@ def test_a_closure_may_fold_whole_windows(backend: str) -> None:
     assert float(optimizer.step(closure)) == 4 * 8.0 * 6.0
     assert param.tolist() == [8 - LR * 5.0] * 4
     assert param.grad is None
-
-
-# ---- windows that are dropped ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("closed", [False, True])
-def test_two_open_windows_dropped_in_a_row_warn_once(backend: str, closed: bool) -> None:
-    """A GradScaler that skips drops closed ones, and is right."""
-    it, drop = Loop(backend), f"backward {'close' if closed else 'accumulate'} zero_grad "
-    it.run(drop)
-    if not closed:
-        with pytest.warns(UserWarning, match=r"after optimizer\.step\(\), not between the micro-batches"):
-            it.run(drop)
-    it.run(drop * 2 + "backward step")  # warnings are errors
-    assert it.values() == [7.5, 7.0]
-
-
-def test_windows_that_are_dropped_before_each_of_the_last_steps_warn_once(backend: str) -> None:
-    it, update = Loop(backend), "backward accumulate " * 2 + "step "
-    misplaced = "zero_grad backward accumulate " * 2 + "step "  # half of each window of two is lost
-    it.run(misplaced * 2 + update + misplaced * 2)  # two in a row may be lawful
-    with pytest.warns(UserWarning, match="dropped before each of the last steps; zero_grad"):
-        it.run(misplaced)
-    it.run(misplaced)
-    assert it.values() == [8.0 - LR * (6 * 1 + 1 * 2), 8.0 - LR * 2 * (6 * 1 + 1 * 2)]
