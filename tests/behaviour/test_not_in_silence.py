@@ -194,18 +194,6 @@ def test_a_micro_batch_that_runs_out_of_memory_and_is_given_up_does_not_count(
     assert moved(late) == 0.0
 
 
-def test_a_window_of_a_parameter_with_holes_and_8_bit_states_survives_a_checkpoint(backend: str) -> None:
-    params = [Parameter(torch.full((2 * SIZE,), 8.0)[::2]) for _ in range(2)]
-    settings = {"state_dtype": "8bit", "rounding_seed": 1, "backend": backend}
-    first, second = (af.AdamW([param], lr=LR, **settings) for param in params)  # type: ignore[arg-type]
-    fold(first, 1.0, 3.0)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    first.step()
-    second.step()
-    assert torch.equal(*params)
-    assert moved(params[0]) != 0
-
-
 def test_the_modules_zero_grad_drops_what_another_loss_has_left_and_no_window() -> None:
     def trained(generator_steps: bool) -> torch.Tensor:
         torch.manual_seed(0)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import inside
 import pytest
 import torch
 from compare import assert_close
@@ -65,35 +63,6 @@ def test_a_gradient_that_is_a_part_of_larger_memory_is_copied(backend: str) -> N
     optimizer.accumulate(last=True)
     assert param.grad.data_ptr() != address
     assert param.grad.tolist() == [1.0] * 4
-
-
-# ---- between closing a window and the step ---------------------------------------------------------------------------
-
-
-def clip(param: Any) -> None:
-    assert float(nn.utils.clip_grad_norm_([param], 4.0)) == 16.0
-
-
-def write_without_a_new_version(param: Any) -> None:
-    version = inside.version(param.grad)
-    torch._amp_foreach_non_finite_check_and_unscale_([param.grad], torch.zeros(1), torch.tensor(0.25))
-    assert inside.version(param.grad) == version
-
-
-def replace(param: Any) -> None:
-    param.grad = param.grad / 4
-
-
-@pytest.mark.parametrize("change", [clip, write_without_a_new_version, replace])
-def test_what_becomes_of_a_closed_window_is_what_the_step_takes(change: Callable[[Any], None], backend: str) -> None:
-    param, optimizer = one_parameter(backend, max_grad_norm=2.0)
-    for last in (False, True):
-        param.grad = torch.full((4,), 4.0)
-        optimizer.accumulate(last=last)
-    change(param)  # divides it by 4
-    optimizer.step()
-    torch.testing.assert_close(optimizer.grad_norm, torch.tensor(4.0), rtol=1e-6, atol=0)  # torch's clip has an eps
-    torch.testing.assert_close(param.detach(), torch.full((4,), 8 - LR * 1.0), rtol=1e-6, atol=0)
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
