@@ -335,16 +335,20 @@ def test_autocast_rounds_and_raises_no_alarm() -> None:
     assert af.audit(net(), loss, samples(1, 16)[0], K).matches
 
 
-def test_short_windows_at_the_ends_of_epochs_are_remainders() -> None:
-    for division, names in ((lambda left: left, []), (lambda left: K, ["remainder_under_weighted"])):
-        model, batches = net(), samples(K + 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
-            for window in [batches[:K], batches[K:]] * 3:
-                for x, y in window:
-                    (mean(model, x, y) / division(len(window))).backward()
-                update(optimizer)
-        assert report.names == names
+@pytest.mark.parametrize(("lengths", "divisor", "steps", "names"), [
+    ((K, 3) * 3, None, K, []), ((K, 3) * 3, K, K, ["remainder_under_weighted"]),  # at the ends of epochs
+    ((4, 2, 4, 6), None, None, []), ((4, 2, 4, 6), 4, None, ["remainder_under_weighted", "remainder_leaked"]),
+])  # fmt: skip
+def test_windows_may_have_several_lengths(lengths: Any, divisor: Any, steps: Any, names: list[str]) -> None:
+    """Short ones are remainders of the number that was given; without it any length is right."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=steps) as report:
+        for length in lengths:
+            for x, y in samples(length):
+                (mean(model, x, y) / (divisor or length)).backward()
+            update(optimizer)
+    assert report.names == names
 
 
 @pytest.mark.parametrize(("early", "clips", "fused", "names"), [
@@ -417,18 +421,3 @@ def test_sparse_and_complex_gradients_are_compared() -> None:
 
     assert watched(dividing(lambda model, x, y: mean(model, torch.randint(16, (6, 4)), y)), words).matches
     assert watched(wave, waves).names == ["not_divided"]
-
-
-def test_windows_may_have_any_length_if_no_number_is_given() -> None:
-    model, lengths = net(), (4, 2, 4, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for division, names in (
-        (lambda length: length, []),
-        (lambda _: 4, ["remainder_under_weighted", "remainder_leaked"]),
-    ):
-        with af.audit.watch(model, optimizer) as report:
-            for length in lengths:
-                for x, y in samples(length):
-                    (mean(model, x, y) / division(length)).backward()
-                update(optimizer)
-        assert report.names == names
