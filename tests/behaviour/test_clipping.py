@@ -136,18 +136,6 @@ def test_a_tiny_divisor_beside_several_norms_is_refused_because_zeros_would_skip
     assert not globally.step_was_skipped
 
 
-@pytest.mark.parametrize("limit", [10.0, af.RunningMean(2.0, 0.9, 2)])
-def test_a_norm_above_the_limit_skips_and_counts_and_later_ones_do_not(limit: Any, backend: str) -> None:
-    optimizer = optimizer_of(backend=backend, skip_above=limit, max_grad_norm=1.0)
-    train(optimizer, 0, 1, 2)
-    for seed, factor, is_skipped in ((3, 30.0, True), (4, 1.0, False)):
-        set_grads(optimizer, seed, factor)
-        with writes_nothing_but_skips(optimizer) if is_skipped else contextlib.nullcontext():
-            optimizer.step()
-        assert bool(optimizer.step_was_skipped) is is_skipped
-    assert int(optimizer.skipped_steps) == 1
-
-
 def test_a_loss_scale_backs_off_for_overflows_and_not_for_norms_above_the_limit() -> None:
     optimizer, scaler = optimizer_of(skip_above=10.0), af.GradScaler("cpu", init_scale=4.0)
     for factor, scale in ((4.0, 4.0), (1e3, 4.0), (math.inf, 2.0)):
