@@ -141,30 +141,18 @@ def copied_at_a_time(elements: int) -> contextlib.AbstractContextManager[Any]:
     return mock.patch.dict(metrics._COPIED, cpu=elements, cuda=elements)
 
 
-def norm_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManager[Any]:
-    """A block in which the backend has no memory to take a norm."""
+def fails(optimizer: af.FusedOptimizer, verb: str, after: int = 0) -> contextlib.AbstractContextManager[Any]:
+    """A block in which the backend has no memory to accumulate, to take a norm or to step, after so many launches."""
     backend = optimizer._engine.plans.current().backend
-    return mock.patch.object(backend, "norm", side_effect=RuntimeError("out of memory"))
+    launches = iter([getattr(backend, verb)] * after)
 
-
-def accumulate_fails(optimizer: af.FusedOptimizer, after: int) -> contextlib.AbstractContextManager[Any]:
-    """A block in which the backend has no memory to fold, after so many launches."""
-    backend = optimizer._engine.plans.current().backend
-    runs = iter([backend.accumulate] * after)
-
-    def run(*given: Any) -> None:
-        launch = next(runs, None)
+    def run(*given: Any) -> Any:
+        launch = next(launches, None)
         if launch is None:
-            raise MemoryError
-        launch(*given)
+            raise RuntimeError("out of memory")
+        return launch(*given)
 
-    return mock.patch.object(backend, "accumulate", side_effect=run)
-
-
-def step_fails(optimizer: af.FusedOptimizer) -> contextlib.AbstractContextManager[Any]:
-    """A block in which the backend has no memory to make a step."""
-    backend = optimizer._engine.plans.current().backend
-    return mock.patch.object(backend, "step", side_effect=RuntimeError("out of memory"))
+    return mock.patch.object(backend, verb, side_effect=run)
 
 
 def version(tensor: Tensor | None) -> int:

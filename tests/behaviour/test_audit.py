@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import accumfused as af
-
-Body = Callable[[Any, Any], None]
 
 
 @pytest.mark.parametrize("name", [*RIGHT, *FAULTS])

@@ -152,9 +152,9 @@ def test_a_step_that_fails_between_two_members_is_not_made_again(backend: str, v
     set_grads(params, [torch.full((4,), value)] * 2)
     for optimizer in optimizers if has_windows else ():
         optimizer.accumulate()
-    with inside.step_fails(optimizers[0]), pytest.raises(RuntimeError, match="out of memory"):
+    with inside.fails(optimizers[0], "step"), pytest.raises(RuntimeError, match="out of memory"):
         group.step()  # no member has stepped: it can be made again
-    with inside.step_fails(optimizers[1]), pytest.raises(RuntimeError, match="out of memory"):
+    with inside.fails(optimizers[1], "step"), pytest.raises(RuntimeError, match="out of memory"):
         group.step()
     assert [int(each.skipped_steps) for each in optimizers] == [value == math.inf, 0]
     with refused(optimizers[1], RuntimeError, r"ended between two .* call optimizer\.zero_grad\(\)"):

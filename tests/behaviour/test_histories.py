@@ -130,7 +130,7 @@ def test_a_step_that_fails_behind_its_norm_is_none_and_can_be_made_again(setting
             for micro in (0, 1):
                 accumulate(optimizer, 10 * seed + micro, 2.0, math.inf if bad and seed == 4 else 1.0)
             for _ in range(2 if fails else 0):
-                with inside.step_fails(optimizer), refused(optimizer, RuntimeError, "out of memory"):
+                with inside.fails(optimizer, "step"), refused(optimizer, RuntimeError, "out of memory"):
                     optimizer.step()
             optimizer.step()
         assert int(optimizer.skipped_steps) == bad

@@ -253,7 +253,7 @@ def a_step_that_is_tried_again(p: nn.Parameter, q: nn.Parameter) -> None:
     give(1.0, p, q)
     optimizer.accumulate()
     if dist.get_rank() == 0:  # the other steps once, and will not add up again
-        with inside.norm_fails(optimizer), pytest.raises(RuntimeError, match="out of memory"):
+        with inside.fails(optimizer, "norm"), pytest.raises(RuntimeError, match="out of memory"):
             optimizer.step()
         give(1.0, p)
         with pytest.raises(RuntimeError, match="complete and waits for its step"):
@@ -340,8 +340,8 @@ def repeat(last: bool) -> None:
             for index in range(2):
                 loss_of(model, 3, 100 * step + 10 * dist.get_rank() + index).backward()
                 optimizer.accumulate(2.0, last=last and index == 1)
-            for failing in (inside.step_fails, inside.norm_fails, inside.step_fails) if fails else ():
-                with failing(optimizer), pytest.raises(RuntimeError, match="out of memory"):
+            for verb in ("step", "norm", "step") if fails else ():
+                with inside.fails(optimizer, verb), pytest.raises(RuntimeError, match="out of memory"):
                     optimizer.step()
             optimizer.step()
         found.append(snapshot(optimizer))
