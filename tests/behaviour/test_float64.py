@@ -10,13 +10,14 @@ import inside
 import pytest
 import torch
 from compare import assert_close, everything
+from table import OF_TORCH, Case
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
 
 import accumfused as af
-from accumfused.backends import torch_kernels
+from accumfused.backends import torch_kernels, torch_step
 
 SIZES = (3, 17, 1, 10)  # samples in a window's micro-batches
 STRICT: dict[str, Any] = {"rtol": 1e-15, "atol": 1e-15}  # some roundings of fp64, of numbers around 1
@@ -76,44 +77,27 @@ def one(*values: float, dtype: torch.dtype = torch.float64) -> Parameter:
     return param
 
 
-KERNELS: list[tuple[Any, Any, dict[str, Any]]] = [
-    (af.AdamW, torch.optim.AdamW, {"lr": 0.01}),
-    (af.AdamW, torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
-    (af.Adam, torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1, "maximize": True}),
-    (af.SGD, torch.optim.SGD, {"lr": 0.1}),
-    (af.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
-    (af.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-]
+KERNELS = [case for case in OF_TORCH if case.rule in torch_step.FUSED]
+RULES = [case for case in OF_TORCH if case.rule not in torch_step.FUSED]
 
 
-@pytest.mark.parametrize(("ours", "theirs", "options"), KERNELS)
-def test_a_step_has_the_bits_of_torchs_fused_kernel(ours: Any, theirs: Any, options: Any, reads: bool) -> None:
-    rounding = 0.0 if reads or "dampening" not in options else 1e-15  # there the rule runs
+@pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.name)
+def test_a_step_has_the_bits_of_torchs_fused_kernel(case: Case, reads: bool) -> None:
+    rounding = 0.0 if reads or "dampening" not in case.options else 1e-15  # there the rule runs
     net, other = network(), network()
-    optimizer = ours(net.parameters(), **options)
+    optimizer, stock = case.make(net.parameters()), case.of.torch_class(other.parameters(), fused=True, **case.options)  # type: ignore
     steps(net, optimizer)
-    steps(other, theirs(other.parameters(), fused=True, **options))
+    steps(other, stock)
     assert_equal(net, other, atol=rounding)
     assert inside.backend(optimizer).name == "torch"
     entries = [entry for own in optimizer.state.values() for entry in own.items()]
     assert all(value.dtype == torch.float64 for name, value in entries if name != "step")
 
 
-RULES: list[tuple[Any, Any, dict[str, Any]]] = [
-    (af.RMSprop, torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
-    (af.Adagrad, torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
-    (af.RAdam, torch.optim.RAdam, {}),
-    (af.Adamax, torch.optim.Adamax, {}),
-    (af.Adadelta, torch.optim.Adadelta, {}),
-]
-
-
-@pytest.mark.parametrize(("ours", "theirs", "options"), RULES)
-def test_rules_without_a_kernel_of_torchs_compute_in_fp64_too(
-    ours: Any, theirs: Any, options: Any, reads: bool
-) -> None:
+@pytest.mark.parametrize("case", RULES, ids=lambda case: case.name)
+def test_rules_without_a_kernel_of_torchs_compute_in_fp64_too(case: Case, reads: bool) -> None:
     param, other = one(1.0, 1.0), one(1.0, 1.0)
-    optimizer, stock = ours([param], lr=0.01, **options), theirs([other], lr=0.01, **options)
+    optimizer, stock = case.make([param]), case.of.peer([other], **case.options)
     for grad in ((1 / 3, -1e-3), (0.5, 1e-3), (1.0, 7.0)):
         param.grad, other.grad = one(*grad).grad, one(*grad).grad
         optimizer.step()
