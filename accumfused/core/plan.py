@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from accumfused import compiled
-from accumfused.core import graphs, memory
+from accumfused.core import graphs
 from accumfused.core.norm import finish_norm
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling, overwritten
 from accumfused.core.reader import OWN_REFERENCES, OWN_USES, TensorReader, setting_grads, storage_uses
-from accumfused.core.rows import Grads, Row, check_gradient, check_parameter, is_freed
+from accumfused.core.rows import Grads, Row, check_gradient, check_parameter, check_size, is_freed
 from accumfused.formats.kinds import DTYPES, TORCH_DTYPES
 from accumfused.formats.numeric import ieee
 from accumfused.rules import Rule
@@ -325,7 +325,7 @@ class Plan:
         check_gradient(tensor, grad, TORCH_DTYPES if self.dtype == torch.float64 else DTYPES)
         in_memory = type(grad) is Tensor and not grad.is_neg() and not grad._is_zerotensor()
         if in_memory and is_freed(grad):  # torch's kernels read at address 0
-            memory.check_size(grad, "gradient")
+            check_size(grad, "gradient")
         if in_memory and grad.stride() == tensor.stride():
             return grad
         return torch.empty_like(tensor, dtype=grad.dtype, requires_grad=False).copy_(grad.detach())

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.core import graphs, memory
+from accumfused.core import graphs
 from accumfused.core.plan import Backend, Exchange, Plan
 from accumfused.core.protocol import Owner
-from accumfused.core.rows import Grads, Row, has_memory, is_freed, row_of
+from accumfused.core.rows import Grads, Row, check_memory, check_size, has_memory, is_freed, row_of
 from accumfused.core.skips import Skips
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import check_states, names
@@ -142,11 +142,11 @@ def build(
             chunks += chunk_count(rows[-1].tensor.numel())
     owned = [row.owned for row in rows]
     devices = {row.param.device for row in rows if has_memory(row.param)}
-    memory.check([tensor for tensor in owned if has_memory(tensor) and not is_freed(tensor) and tensor.numel()])
+    check_memory([tensor for tensor in owned if has_memory(tensor) and not is_freed(tensor) and tensor.numel()])
     for row in rows:
         for slot in () if row.storage is None else row.storage.slots():
             if slot is not None:
-                memory.check_size(slot, "state")
+                check_size(slot, "state")
     device = next((tensor.device for tensor in owned if has_memory(tensor)), torch.device("cpu"))
     is_double = any(row.form.dtype == torch.float64 and row.param.requires_grad for row in rows)
     plan = Plan(rows, rules, chunks, device, devices, torch.float64 if is_double else torch.float32)

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.core import graphs, memory
+from accumfused.core import graphs
 from accumfused.core.arena import Arena, adoptable
 from accumfused.core.habits import Habits
 from accumfused.core.heap import keep_freed
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Commit, Fold, Number, run
 from accumfused.core.reader import setting_grads
-from accumfused.core.rows import Grads, Row
+from accumfused.core.rows import Grads, Row, check_size
 from accumfused.core.weights import MicroBatch, Weights
 from accumfused.formats import shards
 
@@ -231,7 +231,7 @@ class Window:
             if grad is own or (adopts and not is_held and not row.is_bundled and adoptable(grad, row)):
                 adopted[index] = grad
             else:
-                memory.check_size(grad, "gradient")
+                check_size(grad, "gradient")
                 copied[index] = grad
         places = Grads([None] * len(grads))
         if any(grad is not None for grad in copied):
