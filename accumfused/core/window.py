@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from accumfused.core import graphs
-from accumfused.core.arena import Arena, adoptable
+from accumfused.core.arena import Arena, adoptable, keep_freed
 from accumfused.core.habits import Habits
-from accumfused.core.heap import keep_freed
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Commit, Fold, Number, run
 from accumfused.core.reader import setting_grads
