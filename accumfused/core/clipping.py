@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accumfused.clipping import Clip, PerTensor, RunningMean, ZScore, group_limits
 from accumfused.core import graphs
-from accumfused.core.norm import clipped, divisor_of, norms
+from accumfused.core.norm import clipped, divisor_of, norms, take_norm
 from accumfused.core.plan import Plan, Segments
 from accumfused.core.protocol import Call, Divisors, Outcome, Owner, Scaling, moved
 from accumfused.core.rows import Grads
@@ -99,11 +99,11 @@ class Clipping:
         return asked
 
     def norm(self, asked: Asked, plan: Plan, stale: Grads | None, partials: Tensor, scaling: Scaling) -> Outcome:
-        """`Plan.norm` with these policies; `stale`: gradients to measure."""
+        """`take_norm` with these policies; `stale`: gradients to measure."""
         plain = replace(scaling, skips=None)
         if asked.clip is not None or asked.limits is not None:
             plain.max_grad_norm = None
-        outcome = plan.norm(stale, partials, plain)
+        outcome = take_norm(plan, stale, partials, plain)
         on_gpu = scaling.device.type != "cpu"  # which has no other float mode
         with contextlib.nullcontext() if on_gpu else ieee():
             norm, skipped = outcome.norm.double(), outcome.skipped

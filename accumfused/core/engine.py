@@ -21,9 +21,9 @@ from torch import Tensor
 from accumfused.arguments import checked_positive
 from accumfused.core import graphs
 from accumfused.core.clipping import Clipping
-from accumfused.core.coefficient import Measured
 from accumfused.core.metrics import Meter
 from accumfused.core.noise import Noise
+from accumfused.core.norm import Measured, take_norm
 from accumfused.core.observer import Observer
 from accumfused.core.plan import Plan, Step
 from accumfused.core.plans import Plans, Surroundings
@@ -179,7 +179,7 @@ class Engine:
             graphs.refuse_new_tensors({plan.device})
             self.dropped = torch.zeros((), dtype=torch.int64, device=plan.device)
         partials = torch.zeros(plan.chunks, dtype=plan.dtype, device=plan.device)
-        left = plan.norm(grads, partials, Scaling(plan.device, dtype=plan.dtype)).norm.isfinite()
+        left = take_norm(plan, grads, partials, Scaling(plan.device, dtype=plan.dtype)).norm.isfinite()
         calls.append(partial(self.dropped.add_, ~left))
         return left
 
@@ -332,7 +332,7 @@ class Engine:
         if divisors.is_shared:  # the coefficient comes with those of others
             outcome = plan.backend.norm(plan, stale, partials, Scaling(plan.device))
         elif asked is None or partials is None:
-            outcome = plan.norm(stale, partials, scaling)
+            outcome = take_norm(plan, stale, partials, scaling)
         else:
             outcome = self.clipping.norm(asked, plan, stale, partials, scaling)
         outcome.spends_grads = is_open

@@ -17,8 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from accumfused.core.coefficient import Measured
-from accumfused.core.norm import divisor_of, norms
+from accumfused.core.norm import Measured, divisor_of, norms
 from accumfused.core.observer import Observer
 from accumfused.core.plan import Plan, Step
 from accumfused.core.protocol import Commit, Hypers, Outcome, Scaling

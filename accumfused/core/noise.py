@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from accumfused.core import graphs
-from accumfused.core.coefficient import Measured
+from accumfused.core.norm import Measured
 from accumfused.core.observer import Observer
 from accumfused.core.plan import Exchange, Plan
 from accumfused.core.protocol import Call, Number, Outcome, Scaling, moved, on_device

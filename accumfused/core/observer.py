@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accumfused.core.coefficient import Measured
+from accumfused.core.norm import Measured
 from accumfused.core.plan import Exchange, Plan, Step
 from accumfused.core.protocol import Call, Number, Outcome
 from accumfused.core.rows import Grads

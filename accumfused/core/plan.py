@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import repeat
 from typing import Any, Protocol
@@ -20,12 +20,10 @@ from torch import Tensor
 
 from accumfused import compiled
 from accumfused.core import graphs
-from accumfused.core.norm import finish_norm
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling, overwritten
 from accumfused.core.reader import OWN_REFERENCES, OWN_USES, TensorReader, setting_grads, storage_uses
 from accumfused.core.rows import Grads, Row, check_gradient, check_parameter, check_size, is_freed
 from accumfused.formats.kinds import DTYPES, TORCH_DTYPES
-from accumfused.formats.numeric import ieee
 from accumfused.rules import Rule
 
 
@@ -231,21 +229,6 @@ class Plan:
             return partial(self.table.release_grads)
         params = [param for param in self.params if rows is None or id(param) in rows]
         return setting_grads(params, repeat(None))
-
-    # ---- the norm --------------------------------------------------------------------------------------------------
-
-    def norm(self, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-        """`Backend.norm`, over all processes that share the norm."""
-        if partials is None or not self.exchange.shares_norm(self):
-            return self.backend.norm(self, grads, partials, scaling)
-        self.backend.norm(self, grads, partials, Scaling(self.device))
-        scaling = replace(scaling, found_inf=self.exchange.found_inf(scaling.found_inf))
-        with ieee():
-            return finish_norm(self.sum_of_squares(partials), scaling)
-
-    def sum_of_squares(self, partials: Tensor) -> Tensor:
-        """The sum of all chunks' sums of squares, over all processes that share the norm: fp64, shape []."""
-        return self.exchange.sums_of_squares(self, [partials])[0]
 
     def cleared_partials(self, complete: bool) -> Tensor:
         """Memory for the sums of squares; zero for rows without a gradient."""

@@ -14,8 +14,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from accumfused.arguments import checked_positive
 from accumfused.clipping import check_limit
-from accumfused.core.coefficient import Measured, share
 from accumfused.core.engine import divisors_of
+from accumfused.core.norm import Measured, share
 from accumfused.core.protocol import Divisors
 from accumfused.core.window import Phase, refuse_foreign_scaler
 from accumfused.optimizer import FusedOptimizer, check_fused

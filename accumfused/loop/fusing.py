@@ -10,8 +10,8 @@ import torch
 from typing_extensions import Unpack
 
 from accumfused.accepted import check_formats, check_parameters, check_settings
-from accumfused.core.coefficient import Measured
 from accumfused.core.engine import Engine
+from accumfused.core.norm import Measured
 from accumfused.core.protocol import Outcome, OwnStep, run
 from accumfused.core.rows import Grads
 from accumfused.core.window import Phase, Window

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.optim.adamw import AdamW as TorchAdamW
 from typing_extensions import Unpack
 
-from accumfused.core.coefficient import Measured
 from accumfused.core.engine import Engine
+from accumfused.core.norm import Measured
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Commit, Hypers, Outcome, OwnStep
 from accumfused.core.rows import Grads, Row

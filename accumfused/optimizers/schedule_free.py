@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accumfused.core.coefficient import Measured
 from accumfused.core.engine import Engine
+from accumfused.core.norm import Measured
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Commit, Hypers, Number, Outcome, OwnStep, on_device
 from accumfused.core.rows import Grads
