@@ -88,7 +88,7 @@ class FusedOptimizer(TorchOptimizer):
                 folded during backward or are means over processes; otherwise as `accumulate`.
         """
         weight, engine = checked_weight(weight), self._engine
-        plan, _, present = engine.begin(weight, in_loss=True, last=last)
+        plan, _, present = engine.check(weight, in_loss=True, last=last)
         if present or engine.window.in_progress is not None:
             raise RuntimeError(
                 "there is a gradient that was not accumulated; call accumulate() first, or, if another loss left it "

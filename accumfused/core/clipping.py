@@ -28,7 +28,7 @@ from accumfused.settings import Settings, refuse_settings_of_groups
 
 
 @dataclass
-class Asked:
+class Policies:
     """The policies of one step, checked."""
 
     clip: Clip | None
@@ -78,9 +78,9 @@ class Clipping:
     def resume(self, history: Tensor | None) -> None:
         """Goes on from a checkpoint's history, if a policy keeps one."""
         settings = self.settings
-        self.history = history if any(Asked(settings.clip, None, settings.skip_above).of_history) else None
+        self.history = history if any(Policies(settings.clip, None, settings.skip_above).of_history) else None
 
-    def asked(self, param_groups: Sequence[Mapping[str, Any]]) -> Asked | None:
+    def policies(self, param_groups: Sequence[Mapping[str, Any]]) -> Policies | None:
         """The policies of a step, or None: one coefficient from one norm.
 
         Raises:
@@ -88,40 +88,42 @@ class Clipping:
         """
         clip, skip_above = self.settings.clip, self.settings.skip_above
         limits = group_limits(clip, self.settings.max_grad_norm, param_groups)
-        return None if clip is None and limits is None and skip_above is None else Asked(clip, limits, skip_above)
+        return None if clip is None and limits is None and skip_above is None else Policies(clip, limits, skip_above)
 
-    def of_step(self, owner: Owner, divisors: Divisors) -> Asked | None:
-        """The same, checked with a step's divisors; a ClipGroup has checked that there are none."""
+    def policies_of_step(self, owner: Owner, divisors: Divisors) -> Policies | None:
+        """As `policies`, and refuses divisors too small for several norms. None within a ClipGroup: it has one."""
         refuse_settings_of_groups(owner.rules, owner.param_groups, owner.defaults)
-        asked = None if divisors.is_shared else self.asked(owner.param_groups)
-        if asked is not None:
-            asked.check(divisors)
-        return asked
+        policies = None if divisors.is_shared else self.policies(owner.param_groups)
+        if policies is not None:
+            policies.check(divisors)
+        return policies
 
-    def norm(self, asked: Asked, plan: Plan, stale: Grads | None, partials: Tensor, scaling: Scaling) -> Outcome:
-        """`take_norm` with these policies; `stale`: gradients to measure."""
+    def norm(
+        self, policies: Policies, plan: Plan, unmeasured: Grads | None, partials: Tensor, scaling: Scaling
+    ) -> Outcome:
+        """`take_norm` with these policies; `unmeasured`: gradients whose squares `partials` lacks."""
         plain = replace(scaling, skips=None)
-        if asked.clip is not None or asked.limits is not None:
+        if policies.clip is not None or policies.limits is not None:
             plain.max_grad_norm = None
-        outcome = take_norm(plan, stale, partials, plain)
+        outcome = take_norm(plan, unmeasured, partials, plain)
         on_gpu = scaling.device.type != "cpu"  # which has no other float mode
         with contextlib.nullcontext() if on_gpu else ieee():
             norm, skipped = outcome.norm.double(), outcome.skipped
-            limit, history = torch.full_like(norm, torch.inf), self._history(asked, norm.device)
-            if isinstance(asked.clip, ZScore):
-                limit = _limit(asked.clip, history[0], norm)
+            limit, history = torch.full_like(norm, torch.inf), self._history(policies, norm.device)
+            if isinstance(policies.clip, ZScore):
+                limit = _limit(policies.clip, history[0], norm)
                 outcome.values[0].copy_(divisor_of(scaling)[1] * clipped(norm, limit, scaling.dtype))
-            elif asked.has_several:
-                own = self._coefficients(asked, plan, partials, scaling)
+            elif policies.has_several:
+                own = self._coefficients(policies, plan, partials, scaling)
                 if scaling.skips_nonfinite:
                     skipped = skipped | ~own.isfinite().all()
                 outcome.coefficients = own
-            if asked.skip_above is not None:
-                outcome.is_above = _is_above(asked.skip_above, history, norm) & ~skipped
+            if policies.skip_above is not None:
+                outcome.is_above = _is_above(policies.skip_above, history, norm) & ~skipped
                 skipped = skipped | outcome.is_above
             outcome.values[2].copy_(skipped)
             rows = list(history)
-            both = zip(history, asked.of_history, (torch.minimum(norm, limit), norm), strict=False)
+            both = zip(history, policies.of_history, (torch.minimum(norm, limit), norm), strict=False)
             for index, (row, policy, seen) in enumerate(both):
                 if policy is not None:  # a norm of 0 tells nothing about the next
                     counts = ~skipped & seen.isfinite() & (seen > 0)
@@ -131,21 +133,21 @@ class Clipping:
                 scaling.skips.add_(skipped)
         return outcome
 
-    def remembering(self, outcome: Outcome) -> list[Call[Any]]:
-        """The calls that go on from a step, made or skipped; the history's tensor stays, for CUDA graphs."""
+    def with_step(self, outcome: Outcome) -> list[Call[Any]]:
+        """What is to be true once the step is made, or skipped; the history's tensor stays, for CUDA graphs."""
         return [] if self.history is None or outcome.history is None else [partial(self.history.copy_, outcome.history)]
 
-    def _coefficients(self, asked: Asked, plan: Plan, partials: Tensor, scaling: Scaling) -> Tensor:
+    def _coefficients(self, policies: Policies, plan: Plan, partials: Tensor, scaling: Scaling) -> Tensor:
         """Each row's coefficient, from the norm of its tensor or group: [rows]."""
-        segments = self._segments_of(plan, per_group=asked.limits is not None)
+        segments = self._segments_of(plan, per_group=policies.limits is not None)
         divisor, inverse = divisor_of(scaling)
         norm = norms(plan.exchange.segment_norms(plan, partials, segments), divisor, inverse, scaling.dtype)
-        if asked.limits is not None:
-            limits = [torch.full_like(inverse, limit) for limit in asked.limits]  # numbers travel in launches
+        if policies.limits is not None:
+            limits = [torch.full_like(inverse, limit) for limit in policies.limits]  # numbers travel in launches
             limit = torch.stack(limits)
         else:
-            assert isinstance(asked.clip, PerTensor)
-            limit = torch.full_like(norm, asked.clip.max_norm)
+            assert isinstance(policies.clip, PerTensor)
+            limit = torch.full_like(norm, policies.clip.max_norm)
         own = (inverse * clipped(norm, limit, scaling.dtype)).to(scaling.dtype)
         return own if segments.places is None else own[segments.places]
 
@@ -156,9 +158,9 @@ class Clipping:
             known = self._segments[plan] = per_group, Segments.of(plan, per_group=per_group)
         return known[1]
 
-    def _history(self, asked: Asked, device: torch.device) -> Sequence[Tensor]:
+    def _history(self, policies: Policies, device: torch.device) -> Sequence[Tensor]:
         """The rows of the history; empty if no policy keeps one."""
-        if not any(asked.of_history):
+        if not any(policies.of_history):
             return ()
         if self.history is None:
             graphs.refuse_new_tensors({device})

@@ -27,17 +27,8 @@ from accumfused.core.norm import Measured, take_norm
 from accumfused.core.observer import Observer
 from accumfused.core.plan import Plan, Step
 from accumfused.core.plans import Plans, Surroundings
-from accumfused.core.protocol import (
-    Call,
-    Commit,
-    Divisors,
-    Number,
-    Outcome,
-    Owner,
-    Release,
-    Scaling,
-)
-from accumfused.core.reader import incrementing_versions, setting_grads
+from accumfused.core.protocol import Call, Commit, Divisors, Number, Outcome, Owner, Release, Scaling
+from accumfused.core.reader import setting_grads
 from accumfused.core.rows import Grads
 from accumfused.core.weights import weight_if
 from accumfused.core.window import Phase, Window
@@ -90,8 +81,8 @@ class Engine:
 
     # ---- a micro-batch ---------------------------------------------------------------------------------------------
 
-    def begin(
-        self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None
+    def check(
+        self, weight: Number | None, *, in_loss: bool, last: bool, param_ids: Container[int] | None = None
     ) -> tuple[Plan, Grads, int]:
         """Refuses a wrong micro-batch before anything is written.
 
@@ -99,18 +90,18 @@ class Engine:
             weight: None: a plain sum.
             in_loss: the weight multiplied the loss, so it is in the gradients already.
             last: the micro-batch closes the window.
-            rows: ids of the parameters whose gradients are folded; None: all, and the micro-batch ends.
+            param_ids: the parameters whose gradients are folded; None: all, and the micro-batch ends.
 
         Returns:
             The plan, the fresh gradients, and their number.
         """
         self.plans.owner._refuse_gradients()
         plan = self.plans.current(with_states=False)
-        grads, present = plan.gradients()
+        grads, present = plan.read_grads()
         if not self.window.is_open:
             plan.exchange.check(plan, weight, in_loss=in_loss)
-        if rows is not None:
-            grads = Grads([g if id(param) in rows else None for param, g in zip(plan.params, grads, strict=True)])
+        if param_ids is not None:
+            grads = Grads([g if id(param) in param_ids else None for param, g in zip(plan.params, grads, strict=True)])
             present = sum(grad is not None for grad in grads)
         elif self.release is not None:
             self.release.end(weight, in_loss=in_loss)
@@ -127,12 +118,14 @@ class Engine:
             plan.exchange.check(plan, weight, in_loss=True)
         self.window = self.window.check(plan, grads, weight)
         self._bring_to_unit(plan, 1.0)
-        self.window = self.window.begun(plan, weight, in_loss=True)
+        self.window = self.window.entered(plan, weight, in_loss=True)
 
-    def fold(self, weight: Number | None, *, in_loss: bool, last: bool, rows: Container[int] | None = None) -> None:
-        """Adds fresh gradients to the window, and releases them; see `begin`."""
-        plan, grads, present = self.begin(weight, in_loss=in_loss, last=last, rows=rows)
-        ends = rows is None
+    def fold(
+        self, weight: Number | None, *, in_loss: bool, last: bool, param_ids: Container[int] | None = None
+    ) -> None:
+        """Adds fresh gradients to the window, and releases them; see `check`."""
+        plan, grads, present = self.check(weight, in_loss=in_loss, last=last, param_ids=param_ids)
+        ends = param_ids is None
         empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
         if not present and not empty and self.window.in_progress is None:
             if not (in_loss and plan.is_spread):
@@ -149,11 +142,12 @@ class Engine:
             self.window.habits.watch_writes(plan)
         matched = plan.match(grads)
         self._bring_to_unit(plan, 1.0 if in_loss else weight)
-        window = self.window.draft()
-        calls = [plan.releasing_grads(rows)]
+        calls = [plan.releasing_grads(param_ids)]
         left = self._left(plan, matched, calls) if self.settings.nonfinite == "drop" and present else None
-        if window.in_progress is None:
-            window = window.begun(plan, weight, in_loss=in_loss, left=left)
+        if self.window.in_progress is None:
+            window = self.window.entered(plan, weight, in_loss=in_loss, left=left)
+        else:
+            window = self.window.draft()
         if left is not None:
             weight, in_loss = weight_if(left, weight), in_loss and weight is not None
         for observer in self.observers:
@@ -163,7 +157,7 @@ class Engine:
         if closes:
             window.agree(matched, seed=self.plans.seed, last=True)
         commit = self._taking(window, *calls)
-        window.add(matched, commit, complete=present == len(grads), ends=ends)
+        window.add(matched, commit, has_all_grads=present == len(grads), ends=ends)
         if closes:
             self._close(plan)
         if not self.plans.owner.state and self.window.is_open:
@@ -191,8 +185,8 @@ class Engine:
         window, known = self.window, self.window.weights
         if window.phase is not Phase.OPEN or window.in_progress is not None or not known.is_weighted:
             return
-        unit = known.unit_for(weight, plan.exchange)
-        if unit is known.unit or (not isinstance(known.unit, Tensor) and unit == known.unit):
+        unit = known.other_unit(weight, plan.exchange)
+        if unit is None:
             return
         window = window.draft()
         window.weights, factor = known.in_unit(unit, plan.dtype)
@@ -230,23 +224,20 @@ class Engine:
             raise
         self.window = window.sealed()
 
-    def complete(self, plan: Plan) -> tuple[Plan, Grads, int, Number | None]:
-        """Completes the window for a step. Where processes add up windows, p.grad is one of a single micro-batch.
+    def _end_accumulation(self, plan: Plan) -> Plan:
+        """Before a step: processes agree on the window, and add up its sums. Where they do, p.grad is a window, too.
 
         Returns:
-            The plan, its sums (or p.grad, if the window is closed) and their number, and the divisor of these sums.
+            The current plan.
         """
         if self.window.phase is Phase.IDLE:
-            if plan.gradients()[1]:
+            if plan.read_grads()[1]:
                 self.fold(None, in_loss=False, last=False)
             else:
                 self.window = self.window.opened(plan)  # other processes may have gradients
             plan = self.plans.current()
         if not self.window.is_open:
-            grads, present = plan.gradients()
-            if not present:
-                self.drop()  # model.zero_grad() has released its sums
-            return plan, grads, present, None
+            return plan
         self.refuse_live(plan.reader.present())
         window = self.window = self.window.following(plan)
         window.habits.watch_writes(plan)
@@ -260,14 +251,12 @@ class Engine:
             self.window = window
         if window.agreed is None:
             window.weights.check_total()
-        if not window.rows_with_sums:
-            return plan, Grads(), 0, None
-        self._add_up(plan)
-        if others_close is not None:  # they divide before their step: so does this process, for the same bits
-            divisor = torch.where(others_close, self.window.divisor(), 1.0)
-            self._divide(plan, self.window.draft(), divisor)
-        window = self.window
-        return plan, window.sums, window.rows_with_sums, window.divisor()
+        if window.present:
+            self._add_up(plan)
+            if others_close is not None:  # they divide before their step: so does this process, for the same bits
+                divisor = torch.where(others_close, self.window.divisor(), 1.0)
+                self._divide(plan, self.window.draft(), divisor)
+        return plan
 
     def drop(self) -> None:
         """Ends the window without a step."""
@@ -298,17 +287,24 @@ class Engine:
     def measure(self, divisors: Divisors) -> Measured | None:
         """Computes the coefficient for the gradients that a step takes now; None if there is no gradient."""
         self.window.refuse_broken()
-        settings, groups, asked = self.settings, self.plans.owner.param_groups, None
+        settings, groups, policies = self.settings, self.plans.owner.param_groups, None
         if settings.clip is not None or settings.skip_above is not None or not all(map(NAMES.isdisjoint, groups)):
-            asked = self.clipping.of_step(self.plans.owner, divisors)
+            policies = self.clipping.policies_of_step(self.plans.owner, divisors)
         if self.release is not None:
             self.release.end_before_step()
-        plan, normalization = self.plans.current(), None
+        plan, divisor = self.plans.current(), None
         if plan.exchange.adds_up or self.window.phase is not Phase.IDLE:
-            plan, grads, present, normalization = self.complete(plan)
+            plan = self._end_accumulation(plan)
+        window = self.window
+        if window.is_open:
+            grads, present = window.sums, window.present
+            divisor = window.divisor() if present else None
         else:
-            grads, present = plan.gradients()
-            self.window.habits.watch_sums(grads)
+            grads, present = plan.read_grads()
+            if window.phase is Phase.IDLE:
+                window.habits.watch_sums(grads)
+            elif not present:
+                self.drop()  # model.zero_grad() has released its sums
         if not present:
             if settings.norm_group is None:
                 return None
@@ -317,35 +313,37 @@ class Engine:
         if plan.lacks_state(matched):
             plan = self.plans.with_states(plan, matched)
             window.habits.see(plan)  # make_state wrote a loaded master into its parameter
-        complete, is_open = present == len(grads), window.is_open
-        scaling, takes_norm = self._scaling(plan, divisors, normalization, must=asked is not None)
-        takes_limit = asked is not None or settings.max_grad_norm is not None
+        has_all_grads, is_open = present == len(grads), window.is_open
+        scaling, takes_norm = self._scaling(plan, divisors, divisor, must=policies is not None)
+        takes_limit = policies is not None or settings.max_grad_norm is not None
         takes_norm |= any(each.takes_norm(plan) for each in self.observers)
         if is_open and not takes_limit and not divisors.is_shared:
             window.habits.watch_clips()
-        stale: Grads | None = matched
+        unmeasured: Grads | None = matched
         partials: Tensor | None = None
         if is_open:
-            stale, partials = window.stale(plan, matched), window.partials
+            unmeasured, partials = window.unmeasured(plan, matched), window.partials
         elif takes_norm:
-            partials = plan.cleared_partials(complete)
+            partials = plan.cleared_partials(has_all_grads)
         if divisors.is_shared:  # the coefficient comes with those of others
-            outcome = plan.backend.norm(plan, stale, partials, Scaling(plan.device))
-        elif asked is None or partials is None:
-            outcome = take_norm(plan, stale, partials, scaling)
+            outcome = plan.backend.norm(plan, unmeasured, partials, Scaling(plan.device))
+        elif policies is None or partials is None:
+            outcome = take_norm(plan, unmeasured, partials, scaling)
         else:
-            outcome = self.clipping.norm(asked, plan, stale, partials, scaling)
+            outcome = self.clipping.norm(policies, plan, unmeasured, partials, scaling)
         outcome.spends_grads = is_open
-        measured = Measured(plan, grads, matched, complete, outcome, scaling, normalization, partials)
+        measured = Measured(plan, grads, matched, has_all_grads, outcome, scaling, divisor, partials)
         with measured.uncounted_by_an_error():
             for observer in self.observers:
                 observer.before(measured, window, groups)
         return measured
 
-    def _scaling(
-        self, plan: Plan, divisors: Divisors, normalization: Number | None, *, must: bool
-    ) -> tuple[Scaling, bool]:
-        """The inputs of the coefficient, and whether the step takes a norm, as with `must` it does."""
+    def _scaling(self, plan: Plan, divisors: Divisors, divisor: Number | None, *, must: bool) -> tuple[Scaling, bool]:
+        """The inputs of the coefficient, and whether the step takes a norm, as with `must` it does.
+
+        Args:
+            divisor: the window's; None: 1.
+        """
         settings = self.settings
         is_unchecked = divisors.for_scaler and divisors.found_inf is None
         # The contract of windows: bad weights skip the step.
@@ -357,8 +355,8 @@ class Engine:
         if not divisors.is_shared and self.counts_skips(divisors):
             assert self.plans.skips is not None
             scaling.skips = self.plans.skips.count
-        if normalization is not None:
-            scaling.normalize(normalization)
+        if divisor is not None:
+            scaling.normalize(divisor)
         checked = takes_norm or scaling.device_normalization is not None
         scaling.skips_nonfinite = checked and (settings.nonfinite != "propagate" or is_unchecked)
         return scaling, takes_norm
@@ -413,10 +411,12 @@ class Engine:
         for row in copies:
             row.tensor.copy_(row.owned)
         written = plan.params
-        if not measured.complete:
+        if not measured.has_all_grads:
             written = [param for param, grad in zip(plan.params, grads, strict=True) if grad is not None]
+        calls: list[Call[Any]] = [partial(row.owned.copy_, row.tensor) for row in copies]
         # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
-        calls = [*(partial(row.owned.copy_, row.tensor) for row in copies), incrementing_versions(written)]
+        # (`torch.autograd.graph.increment_version` does it in Python.)
+        calls.append(partial(torch._C._increment_version, written))  # noqa: SLF001
         for observer in self.observers:
             step = observer.around(step)
         commit = self.stepped(measured, *calls)
@@ -426,23 +426,18 @@ class Engine:
         """What a step, made or skipped, commits: the window's end, and what histories and observers keep of it."""
         outcome = measured.outcome
         calls += (partial(setattr, measured, "is_made", True), partial(setattr, self, "outcome", outcome))
-        calls += tuple(self.clipping.remembering(outcome))
+        calls += tuple(self.clipping.with_step(outcome))
         for observer in self.observers:
             calls += tuple(observer.with_step(outcome))
-        return self._taking(*self._ended(), *calls)
+        return self._ending(*calls)
 
     def end_window(self) -> None:
         """Releases the window's gradients: a step has taken them, or there are none."""
-        window, *calls = self._ended()
-        self._taking(window, *calls).end()
+        self._ending().end()
         self.window.restore_grad_dtypes()
 
-    def _ended(self) -> tuple[Any, ...]:
-        """The window after a step, and the calls that release its gradients."""
-        window = self.window
-        if window.phase is Phase.IDLE:
-            return (window.draft(),)
-        calls = list[Call[Any]]()
-        if window.phase is Phase.CLOSED:
-            calls.append(setting_grads(self.plans.params, repeat(None)))
-        return window.ended(), *calls
+    def _ending(self, *calls: Call[Any]) -> Commit:
+        """The commit that ends the window, releases its gradients, and makes these calls."""
+        if self.window.phase is Phase.CLOSED:
+            calls = (setting_grads(self.plans.params, repeat(None)), *calls)
+        return self._taking(self.window.ended(), *calls)

@@ -120,10 +120,10 @@ class Noise(Observer):
 
     def closed(self, plan: Plan, window: Window) -> None:
         """Measures accumulators whose norm is unknown."""
-        stale = window.stale(plan, window.sums) if _has_noise(plan, window) else None
-        if stale is not None:
-            plan.backend.norm(plan, plan.match(stale), window.partials, Scaling(plan.device))
-            window.is_measured = [True] * len(stale)
+        unmeasured = window.unmeasured(plan, window.sums) if _has_noise(plan, window) else None
+        if unmeasured is not None:
+            plan.backend.norm(plan, plan.match(unmeasured), window.partials, Scaling(plan.device))
+            window.is_measured = [True] * len(unmeasured)
 
     def before(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes a sample from a window that is complete, and whose sums are measured."""

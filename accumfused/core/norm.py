@@ -85,7 +85,7 @@ class Measured:
     plan: Plan
     grads: Grads  # as the step finds them: p.grad, or an open window's sums
     matched: Grads  # as the kernels read them
-    complete: bool  # every parameter has a gradient
+    has_all_grads: bool
     outcome: Outcome
     scaling: Scaling
     divisor: Number | None  # the window's, which is in `scaling`, too; None: 1

@@ -156,8 +156,8 @@ class Plan:
     table: Any = None  # the rows' addresses (_C.Table), for native kernels
     functors: list[int] = field(default_factory=list)  # of each group's rule, as native kernels know it
     parts: list[Plan] = field(default_factory=list)  # with several devices: the plan of each
-    _pointed_at: weakref.ref[Grads] | None = None  # the gradients of the table's rows
-    _sums: weakref.ref[Grads] | None = None  # and their sums
+    _table_grads: weakref.ref[Grads] | None = None  # the lists to which the table's rows point
+    _table_sums: weakref.ref[Grads] | None = None
     _checked: set[int] = field(default_factory=set)  # parameters, if no table checks them
     _partials: Tensor | None = None  # sums of squares of gradients from p.grad
 
@@ -202,12 +202,12 @@ class Plan:
         readers = [part.reader for part in self.parts if not self.is_spread] or [self.reader]
         return all(reader.unchanged(param_groups, state) for reader in readers)
 
-    def gradients(self) -> tuple[Grads, int]:
+    def read_grads(self) -> tuple[Grads, int]:
         """Every p.grad, to which the table then points, and how many are not None."""
         read, present, refused = self.reader.read_grads(OWN_REFERENCES)
         grads = Grads(read)
         if self.table is not None:
-            self._pointed_at = weakref.ref(grads) if refused < 0 else None
+            self._table_grads = weakref.ref(grads) if refused < 0 else None
         return grads, present
 
     def adopts_all(self, grads: Grads) -> bool:
@@ -215,26 +215,28 @@ class Plan:
 
         If so, the table points at them as sums.
         """
-        if not self._points_at(grads) or self.reader is not self.table or self.bundles:
+        if self.reader is not self.table or self._table_grads is None or self._table_grads() is not grads:
             return False
-        if graphs.has_static_memory(self.device) or not self.table.adoptable(grads, storage_uses, OWN_USES):
+        if self.bundles or graphs.has_static_memory(self.device):
+            return False
+        if not self.table.adoptable(grads, storage_uses, OWN_USES):
             return False
         self.table.keep_grads()
-        self._sums = weakref.ref(grads)
+        self._table_sums = weakref.ref(grads)
         return True
 
-    def releasing_grads(self, rows: Container[int] | None) -> partial[Any]:
+    def releasing_grads(self, param_ids: Container[int] | None) -> partial[Any]:
         """The call of a C function that sets p.grad = None: of all parameters, or of those with these ids."""
-        if rows is None and self.reader is self.table:
+        if param_ids is None and self.reader is self.table:
             return partial(self.table.release_grads)
-        params = [param for param in self.params if rows is None or id(param) in rows]
+        params = [param for param in self.params if param_ids is None or id(param) in param_ids]
         return setting_grads(params, repeat(None))
 
-    def cleared_partials(self, complete: bool) -> Tensor:
+    def cleared_partials(self, has_all_grads: bool) -> Tensor:
         """Memory for the sums of squares; zero for rows without a gradient."""
         if self._partials is None:
             self._partials = torch.zeros(self.chunks, dtype=self.dtype, device=self.device)
-        elif not complete:
+        elif not has_all_grads:
             self._partials.zero_()
         return self._partials
 
@@ -261,20 +263,20 @@ class Plan:
             RuntimeError: a gradient is sparse or complex, or its device or shape is not the parameter's.
             TypeError: a parameter or gradient is of another dtype.
         """
-        if self.table is not None and self._point_at(grads) < 0:
+        if self.table is not None and self._set_grads(grads) < 0:
             return grads
         return Grads([None if g is None else self._match(i, g) for i, g in enumerate(grads)])
 
     def point_at(self, grads: Grads, sums: Grads | None = None, *, overwrites: bool = False) -> None:
         """Points the table's rows at these (matched) gradients, and at sums, as long as the lists live."""
-        refused = self._point_at(grads)
+        refused = self._set_grads(grads)
         if refused >= 0:
             raise RuntimeError(f"the gradient of parameter {refused} cannot be read natively; use backend='torch'")
         if sums is None:
             return
-        if self._sums is None or self._sums() is not sums:
+        if self._table_sums is None or self._table_sums() is not sums:
             refused = self.table.set_sums(sums)
-            self._sums = weakref.ref(sums) if refused < 0 else None
+            self._table_sums = weakref.ref(sums) if refused < 0 else None
             if refused >= 0:
                 raise RuntimeError(f"the accumulator of parameter {refused} no longer fits it; call zero_grad()")
         both = -1 if overwrites else self.table.overwritten()
@@ -283,21 +285,18 @@ class Plan:
 
     def forget_sums(self) -> None:
         """Before a list of sums that the table may point at changes."""
-        self._sums = None
+        self._table_sums = None
 
-    def _points_at(self, grads: Grads) -> bool:
-        return self._pointed_at is not None and self._pointed_at() is grads
-
-    def _point_at(self, grads: Grads) -> int:
-        """Returns the first row whose gradient kernels cannot read, or -1."""
-        if self._points_at(grads):
+    def _set_grads(self, grads: Grads) -> int:
+        """Points the table's rows at gradients. Returns the first row whose gradient kernels cannot read, or -1."""
+        if self._table_grads is not None and self._table_grads() is grads:
             return -1
-        if self._sums is not None and self._sums() is grads:  # a step takes what the last fold has written
+        if self._table_sums is not None and self._table_sums() is grads:  # a step takes what the last fold has written
             self.table.take_sums()
             refused = -1
         else:
             refused = int(self.table.set_grads(grads))
-        self._pointed_at = weakref.ref(grads) if refused < 0 else None
+        self._table_grads = weakref.ref(grads) if refused < 0 else None
         return refused
 
     def _match(self, index: int, grad: Tensor) -> Tensor:

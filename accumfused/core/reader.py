@@ -98,11 +98,6 @@ def setting_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> p
     return partial(deque, map(setattr, params, repeat("grad"), grads), 0)
 
 
-def incrementing_versions(tensors: Iterable[Tensor]) -> partial[Any]:
-    """The call of a C function that does what `torch.autograd.graph.increment_version` does in Python."""
-    return partial(torch._C._increment_version, tensors)  # noqa: SLF001
-
-
 def _objects(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> tuple[list[Any], list[Any]]:
     """Parameters with the entries of their state, and their arrangement: groups' sizes, and names."""
     params = [param for group in param_groups for param in group["params"]]

@@ -72,25 +72,23 @@ class Weights:
                 "the weights of this window are all zero, so it has no mean; call zero_grad() in place of the step"
             )
 
-    def unit_for(self, weight: Number | None, exchange: Exchange) -> Number:
-        """The unit before a micro-batch, or before the end: another one, if the sums are to be brought to it first.
+    def other_unit(self, weight: Number | None, exchange: Exchange) -> float | None:
+        """Another unit, to which the sums are to be brought before a micro-batch, or before the end; None: none.
 
         It is 1 where processes share the window, which may have begun without them. On the host it is a weight that is
         far larger than the unit; or the total, where the larger weight's micro-batch has failed for good.
         """
         unit, total, factors = self.unit, self.total, self.factors
-        if not self.is_weighted:
-            return unit
         if not exchange.is_alone:
-            return 1.0
+            return 1.0 if isinstance(unit, Tensor) or unit != 1.0 else None
         if isinstance(unit, Tensor) or isinstance(total, Tensor) or isinstance(factors, Tensor):
-            return unit
+            return None
         known = 0.0 if weight is None or isinstance(weight, Tensor) else weight
         if known > _LARGEST_FACTOR * unit > 0:
             return known
-        return total if 0 < factors * _LARGEST_FACTOR < 1 and known * _LARGEST_FACTOR < unit else unit
+        return total if 0 < factors * _LARGEST_FACTOR < 1 and known * _LARGEST_FACTOR < unit else None
 
-    def in_unit(self, unit: Number, dtype: torch.dtype) -> tuple[Weights, Number]:
+    def in_unit(self, unit: float, dtype: torch.dtype) -> tuple[Weights, Number]:
         """The numbers in another unit, and the factor that brings the sums to it."""
         factor = self.unit / unit
         return replace(self, unit=unit, factors=self.factors * _rounded(factor, dtype)), factor

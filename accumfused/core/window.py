@@ -24,7 +24,7 @@ from accumfused.core import graphs
 from accumfused.core.arena import Arena, adoptable, keep_freed
 from accumfused.core.habits import Habits
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Commit, Fold, Number, run
+from accumfused.core.protocol import Commit, Fold, Number
 from accumfused.core.reader import setting_grads
 from accumfused.core.rows import Grads, Row, check_size
 from accumfused.core.weights import MicroBatch, Weights
@@ -86,7 +86,7 @@ class Window:
         return self.is_open and not (self.in_progress is not None and self.weights.count <= 1)
 
     @property
-    def rows_with_sums(self) -> int:
+    def present(self) -> int:
         """The number of sums."""
         return len(self.sums) - self.lacking
 
@@ -150,17 +150,17 @@ class Window:
         window.habits.see(plan)
         return window
 
-    def begun(self, plan: Plan, weight: Number | None, *, in_loss: bool, left: Tensor | None = None) -> Window:
-        """The window with one more micro-batch in progress, which is counted and has its factor."""
+    def entered(self, plan: Plan, weight: Number | None, *, in_loss: bool, left: Tensor | None = None) -> Window:
+        """The window that one more micro-batch has entered: it is in progress, counted, and has its factor."""
         window = self.opened(plan) if self.phase is Phase.IDLE else self.draft()
         window.weights, window.in_progress = self.weights.entered(weight, plan, in_loss=in_loss, left=left)
         return window
 
-    def add(self, grads: Grads, commit: Commit, *, complete: bool, ends: bool) -> None:
+    def add(self, grads: Grads, commit: Commit, *, has_all_grads: bool, ends: bool) -> None:
         """Adds matched gradients of the micro-batch in progress to this draft's sums, and commits.
 
         Args:
-            complete: every parameter has a gradient.
+            has_all_grads: every parameter has a gradient.
             ends: no more of its gradients will come.
         """
         plan, micro_batch = self.plan, self.in_progress
@@ -168,16 +168,16 @@ class Window:
         assert micro_batch is not None
         folds = list[Fold]()
         if micro_batch.factor is not None:
-            is_whole = complete and not self.lacking and micro_batch.before is None  # nearly always
+            is_whole = has_all_grads and not self.lacking and micro_batch.before is None  # nearly always
             folds = [Fold(grads, self.sums, micro_batch.factor)]
             if not is_whole:
                 folds = self._folds(plan, grads, micro_batch, micro_batch.factor, ends)
         if ends:
             self.in_progress = None
         if not folds:
-            run(commit.ends)
+            commit.end()
         for fold in folds:
-            self._note(plan, fold, everywhere=complete and fold.sums is self.sums)
+            self._note(plan, fold, everywhere=has_all_grads and fold.sums is self.sums)
             # After any launch but the last, some tensors have the micro-batch and some have not: the window is BROKEN.
             own = commit if fold is folds[-1] else Commit(commit.begins, commit.begins)
             plan.backend.accumulate(plan, fold, self.partials, own)
@@ -288,12 +288,12 @@ class Window:
         """Multiplies the sums of a draft in place, in a pass of its own: 8 bytes a parameter."""
         plan = self.plan
         assert plan is not None
-        if self.rows_with_sums:
+        if self.present:
             fold = Fold(self.sums, self.sums, factor, overwrites=True)
             self._note(plan, fold, everywhere=not self.lacking)
             plan.backend.accumulate(plan, fold, self.partials, commit)
         else:
-            run(commit.ends)
+            commit.end()
 
     def agree(self, grads: Grads, *, seed: int, last: bool) -> Tensor | None:
         """Before a draft closes: processes exchange its weight, and flags of parameters with a sum or a gradient.
@@ -344,7 +344,7 @@ class Window:
         torch.autograd.graph.increment_version(grads)  # kernels have written them
         return window, setting_grads(params, grads)
 
-    def stale(self, plan: Plan, grads: Grads) -> Grads | None:
+    def unmeasured(self, plan: Plan, grads: Grads) -> Grads | None:
         """The sums (as kernels read them) without sums of squares in `partials`, where rows without a sum get 0.
 
         None: all have them.

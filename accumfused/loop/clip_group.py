@@ -212,7 +212,7 @@ def refuse_unscaled(states: Mapping[int, Mapping[str, Any]], member: FusedOptimi
 def _refuse_policies(optimizer: Any) -> None:
     if optimizer._engine.settings.norm_group is not None:
         raise ValueError("one of the optimizers has a norm_group, which a ClipGroup does not know; leave it out")
-    if optimizer._engine.clipping.asked(optimizer.param_groups) is not None:
+    if optimizer._engine.clipping.policies(optimizer.param_groups) is not None:
         raise ValueError(
             "one of the optimizers has a clip, a skip_above or a parameter group's max_grad_norm, and a ClipGroup "
             "clips by one norm; leave them out"

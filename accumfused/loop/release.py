@@ -149,7 +149,7 @@ class GradientRelease(Contributions):
     def _fold(self, bucket: _Bucket) -> None:
         weight, last = self.expected
         self.join_streams()
-        self.optimizer._engine.fold(weight, in_loss=True, last=last, rows=bucket.params)
+        self.optimizer._engine.fold(weight, in_loss=True, last=last, param_ids=bucket.params)
         bucket.params.clear()
         bucket.bytes = 0
 
