@@ -42,8 +42,9 @@ class Arena:
         """The place of one row; it may hold anything."""
         have = self.places[index]
         if have is None or not _fits(have, plan.rows[index]):
-            self.extend(plan, Grads([row.tensor if i == index else None for i, row in enumerate(plan.rows)]))
-            have = self.places[index]
+            only = Grads([None] * len(plan.rows))
+            only[index] = plan.rows[index].tensor
+            have = self.places_for(plan, only)[index]
         assert have is not None
         return have
 
@@ -52,14 +53,12 @@ class Arena:
         addresses = {place.data_ptr() for place in self.places if place is not None}
         return Grads([g.clone() if g is not None and g.data_ptr() in addresses else g for g in grads])
 
-    def extend(self, plan: Plan, grads: Grads) -> None:
-        """Makes places for these gradients, unless they have places that fit."""
-        grads = Grads([row.tensor if _travels(row) else grad for row, grad in zip(plan.rows, grads, strict=True)])
+    def places_for(self, plan: Plan, grads: Grads) -> Grads:
+        """Places for these gradients; new ones, unless they have places that fit."""
         missing: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
-        for index, grad in enumerate(grads):
-            have, row = self.places[index], plan.rows[index]
-            if grad is not None and (have is None or not _fits(have, row)):
-                missing.setdefault((grad.device, row.form.dtype, row.is_bundled), []).append(index)
+        for index, (row, grad, have) in enumerate(zip(plan.rows, grads, self.places, strict=True)):
+            if (grad is not None or _travels(row)) and (have is None or not _fits(have, row)):
+                missing.setdefault((row.tensor.device, row.form.dtype, row.is_bundled), []).append(index)
         for (device, dtype, is_bundle), indices in missing.items():
             sizes = [-(-plan.rows[index].tensor.numel() // _PADDING) * _PADDING for index in indices]
             make = torch.zeros if is_bundle else torch.empty  # the gaps travel too
@@ -73,6 +72,7 @@ class Arena:
                 offset += size
         used = {place.untyped_storage().data_ptr() for place in self.places if place is not None}
         self._bundles = [bundle for bundle in self._bundles if bundle.data_ptr() in used]
+        return Grads([None if grad is None else place for grad, place in zip(grads, self.places, strict=True)])
 
     def bundle(self, plan: Plan, accumulators: Grads) -> Grads:
         """Moves small accumulators to places; exactly the parameters that require a gradient have one.
@@ -89,7 +89,7 @@ class Arena:
         if not alike or len(self._bundles) > len({(row.tensor.device, row.form.dtype) for row in plan.rows}):
             self._bundles = []
             self.places = Grads([None if row.is_bundled else place for row, place in both])
-            self.extend(plan, Grads([None] * len(both)))
+            self.places_for(plan, Grads([None] * len(both)))
         placed = Grads()
         for row, accumulator, place in zip(plan.rows, accumulators, self.places, strict=True):
             if accumulator is not None and _travels(row) and place is not None and accumulator is not place:

@@ -221,14 +221,6 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def stacked(numbers: Sequence[Number], device: torch.device) -> Tensor:
-    """One fp64 tensor of numbers, which a GPU takes in launches: nothing waits."""
-    if device.type == "cpu" and not any(isinstance(number, Tensor) for number in numbers):
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
-    each = [n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.float64, device=device) for n in numbers]
-    return torch.stack(each)
-
-
 def at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
     """A number, or an fp32 or fp64 tensor here that a kernel reads, so that a graph's replay follows its changes."""
     if not isinstance(value, Tensor) or (value.device != device and value.device.type == "cpu"):

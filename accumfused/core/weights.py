@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accumfused.core.plan import Exchange, Plan
-from accumfused.core.protocol import Number, on_device, stacked
+from accumfused.core.protocol import Number, on_device
 
 _LARGEST_FACTOR = 2.0**40  # beyond it the sums get another unit: squares of theirs must stay in fp32's range
 
@@ -34,7 +34,7 @@ class MicroBatch:
 
     factor: Number | None
     before: Tensor | None = None
-    rows: frozenset[int] = field(default_factory=frozenset)  # that got a gradient in it; only with `before`
+    indices: frozenset[int] = field(default_factory=frozenset)  # rows that got a gradient in it; only with `before`
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,11 @@ class Weights:
         """
         factors = self.factors if total is self.total else total
         unit = -self.unit if isinstance(self.total, Tensor) else self.unit
-        numbers = (unit, total, factors, self.count if self.is_weighted else -self.count)
-        return stacked([on_device(n, device, torch.float64) if isinstance(n, Tensor) else n for n in numbers], device)
+        count = self.count if self.is_weighted else -self.count
+        saved = torch.empty(4, dtype=torch.float64, device=device)
+        for place, number in zip(saved.unbind(), (unit, total, factors, count), strict=True):
+            place.fill_(number)  # not assigned: to assign a number would wait for a GPU
+        return saved
 
     @classmethod
     def resumed(cls, numbers: Sequence[float]) -> Weights:

@@ -135,13 +135,13 @@ class Window:
 
     def opened(self, plan: Plan) -> Window:
         """A window without micro-batches."""
-        window, rows = self.ended(), len(plan.rows)
+        window, count = self.ended(), len(plan.rows)
         if self.params is not plan.params:
-            if len(self.params) != rows or not all(map(operator.is_, self.params, plan.params)):
-                window.arena, window.grad_dtypes = Arena(rows), {}
+            if len(self.params) != count or not all(map(operator.is_, self.params, plan.params)):
+                window.arena, window.grad_dtypes = Arena(count), {}
             window.params = plan.params
         window.phase, window.plan = Phase.OPEN, plan
-        window.sums, window.is_measured, window.lacking = Grads([None] * rows), [False] * rows, rows
+        window.sums, window.is_measured, window.lacking = Grads([None] * count), [False] * count, count
         partials = window.partials
         if (partials.device, partials.dtype, len(partials)) != (plan.device, plan.dtype, plan.chunks):
             window.partials = torch.empty(plan.chunks, dtype=plan.dtype, device=plan.device)
@@ -166,12 +166,11 @@ class Window:
         plan, micro_batch = self.plan, self.in_progress
         assert plan is not None
         assert micro_batch is not None
-        folds = list[Fold]()
-        if micro_batch.factor is not None:
-            is_whole = has_all_grads and not self.lacking and micro_batch.before is None  # nearly always
-            folds = [Fold(grads, self.sums, micro_batch.factor)]
-            if not is_whole:
-                folds = self._folds(plan, grads, micro_batch, micro_batch.factor, ends)
+        factor, folds = micro_batch.factor, list[Fold]()
+        if factor is not None and has_all_grads and not self.lacking and micro_batch.before is None:  # nearly always
+            folds = [Fold(grads, self.sums, factor)]
+        elif factor is not None:
+            folds = self._folds(plan, grads, micro_batch, factor, ends)
         if ends:
             self.in_progress = None
         if not folds:
@@ -179,39 +178,37 @@ class Window:
         for fold in folds:
             self._note(plan, fold, everywhere=has_all_grads and fold.sums is self.sums)
             # After any launch but the last, some tensors have the micro-batch and some have not: the window is BROKEN.
-            own = commit if fold is folds[-1] else Commit(commit.begins, commit.begins)
-            plan.backend.accumulate(plan, fold, self.partials, own)
+            follows = commit if fold is folds[-1] else Commit(commit.begins, commit.begins)
+            plan.backend.accumulate(plan, fold, self.partials, follows)
 
     def _folds(self, plan: Plan, grads: Grads, micro_batch: MicroBatch, factor: Number, ends: bool) -> list[Fold]:
         """The launches that add gradients; those that only copy first gradients to new memory are made here."""
-        before, rows = micro_batch.before, len(grads)
+        before, again = micro_batch.before, micro_batch.indices
         is_one = not isinstance(factor, Tensor) and factor == 1.0
-        if is_one and self.lacking == rows and plan.adopts_all(grads):  # nearly always, for a window's first
-            self.sums, self.lacking, self.is_measured = grads, 0, [False] * rows
+        if is_one and not self.present and plan.adopts_all(grads):  # nearly always, for a window's first
+            self.sums, self.lacking, self.is_measured = grads, 0, [False] * len(grads)
             return []
         first = Grads([g if s is None else None for g, s in zip(grads, self.sums, strict=True)])
-        later = Grads([None if s is None else g for g, s in zip(grads, self.sums, strict=True)])
-        targets = Grads([None if g is None else s for g, s in zip(later, self.sums, strict=True)])
+        targets = Grads([None if g is None else s for g, s in zip(grads, self.sums, strict=True)])
         folds = list[Fold]()
         if before is not None:
-            again = micro_batch.rows
             if ends:  # of what overwrites nothing, nothing is left
-                both = enumerate(zip(grads, self.sums, strict=True))
-                targets = Grads([s if g is not None or index not in again else None for index, (g, s) in both])
+                both = enumerate(zip(targets, self.sums, strict=True))
+                targets = Grads([t if index in again else s for index, (t, s) in both])
             if again:  # a second part of a gradient
-                those = Grads([own if index in again else None for index, own in enumerate(targets)])
-                folds.append(Fold(later, those, factor))
-                targets = Grads([None if index in again else own for index, own in enumerate(targets)])
+                added = Grads([t if index in again else None for index, t in enumerate(targets)])
+                folds.append(Fold(grads, added, factor))
+                targets = Grads([None if index in again else t for index, t in enumerate(targets)])
             new = frozenset(index for index, grad in enumerate(grads) if grad is not None)
-            self.in_progress = replace(micro_batch, rows=again | new)
+            self.in_progress = replace(micro_batch, indices=again | new)
         adds = any(each is not None for each in targets)
         if any(grad is not None for grad in first):  # into memory that nobody misses, if what follows fails
-            folds = [*self._first(plan, first, factor, may_scale=not adds), *folds]
+            folds = [*self._adopt_or_copy(plan, first, factor, may_scale=not adds), *folds]
         if adds:
-            folds.append(Fold(later, targets, factor, before))
+            folds.append(Fold(grads, targets, factor, before))
         return folds
 
-    def _first(self, plan: Plan, grads: Grads, factor: Number, *, may_scale: bool) -> list[Fold]:
+    def _adopt_or_copy(self, plan: Plan, grads: Grads, factor: Number, *, may_scale: bool) -> list[Fold]:
         """Adopts first gradients of some parameters as their sums if nobody else holds them, else copies them.
 
         Args:
@@ -224,27 +221,24 @@ class Window:
         adopts = (is_one or may_scale) and not graphs.has_static_memory(plan.device)
         copied, adopted = Grads([None] * len(grads)), Grads([None] * len(grads))
         rows = zip(plan.rows, grads, self.arena.places, plan.reader.held(), strict=True)
-        for index, (row, grad, own, is_held) in enumerate(rows):
+        for index, (row, grad, place, is_held) in enumerate(rows):
             if grad is None:
                 continue
-            if grad is own or (adopts and not is_held and not row.is_bundled and adoptable(grad, row)):
+            if grad is place or (adopts and not is_held and not row.is_bundled and adoptable(grad, row)):
                 adopted[index] = grad
             else:
                 check_size(grad, "gradient")
                 copied[index] = grad
-        places = Grads([None] * len(grads))
-        if any(grad is not None for grad in copied):
-            copied = self.arena.apart(copied)
-            self.arena.extend(plan, copied)
-            places = Grads([None if c is None else a for c, a in zip(copied, self.arena.places, strict=True)])
-        new = [p if a is None else a for a, p in zip(adopted, places, strict=True)]
-        self.sums = Grads([s if n is None else n for s, n in zip(self.sums, new, strict=True)])
-        self.lacking = sum(s is None for s in self.sums)
+        new = adopted
         self.is_measured = [m and g is None for m, g in zip(self.is_measured, grads, strict=True)]
         if any(grad is not None for grad in copied):
-            fold = Fold(copied, places, factor, overwrites=True)
+            copied = self.arena.apart(copied)
+            fold = Fold(copied, self.arena.places_for(plan, copied), factor, overwrites=True)
+            new = Grads([p if a is None else a for a, p in zip(adopted, fold.sums, strict=True)])
             self._note(plan, fold)
             plan.backend.accumulate(plan, fold, self.partials)
+        self.sums = Grads([s if n is None else n for s, n in zip(self.sums, new, strict=True)])
+        self.lacking = sum(s is None for s in self.sums)
         scales = not is_one and any(grad is not None for grad in adopted)
         return [Fold(adopted, adopted, factor, overwrites=True)] if scales else []
 
@@ -270,13 +264,14 @@ class Window:
         factor = micro_batch.factor
         if isinstance(factor, Tensor) or factor != 1.0 or micro_batch.before is not None:
             return None
-        given, holds = self.sums[index], self.sums[index] is not None
-        if given is None:
+        accumulator = self.sums[index]
+        holds = accumulator is not None
+        if accumulator is None:
             plan.forget_sums()
-            given = self.sums[index] = self.arena.place(plan, index)
+            accumulator = self.sums[index] = self.arena.place(plan, index)
             self.lacking -= 1
         self.is_measured[index] = False
-        return given, holds
+        return accumulator, holds
 
     # ---- its end ---------------------------------------------------------------------------------------------------
 
@@ -312,13 +307,12 @@ class Window:
         if agreed is None:
             return None
         self.agreed, missing, others_close = agreed
-        sums = Grads(self.arena.bundle(plan, self.sums))
+        sums = self.arena.bundle(plan, self.sums)
         if True in missing:
             zeros = Grads([row.tensor if m else None for row, m in zip(plan.rows, missing, strict=True)])
-            self.arena.extend(plan, zeros)
-        for index, (is_missing, place) in enumerate(zip(missing, self.arena.places, strict=True)):
-            if is_missing and place is not None:
-                sums[index] = place.zero_()
+            for index, place in enumerate(self.arena.places_for(plan, zeros)):
+                if place is not None:
+                    sums[index] = place.zero_()
         self.sums, self.lacking = sums, sum(s is None for s in sums)
         return others_close
 
@@ -331,13 +325,13 @@ class Window:
         assert self.plan is not None
         window = replace(self, phase=Phase.CLOSED, sums=Grads(self.sums))
         params, grads = list[Tensor](), list[Tensor]()
-        for index, (row, own) in enumerate(zip(self.plan.rows, self.sums, strict=True)):
-            if own is None:
+        for index, (row, accumulator) in enumerate(zip(self.plan.rows, self.sums, strict=True)):
+            if accumulator is None:
                 continue
             param = row.param
-            if param.grad_dtype not in (own.dtype, None):
+            if param.grad_dtype not in (accumulator.dtype, None):
                 self.grad_dtypes[index], param.grad_dtype = param.grad_dtype, None
-            grad = own if row.shard is None else row.shard.whole(own)
+            grad = accumulator if row.shard is None else row.shard.whole(accumulator)
             window.sums[index] = shards.local(grad)  # `is_exposed` looks for this object
             params.append(param)
             grads.append(grad)
@@ -381,14 +375,14 @@ class Window:
             raise RuntimeError(
                 "parameters were removed or reordered while a window is open; call step() or zero_grad() first"
             )
-        for row, own in zip(plan.rows, self.sums, strict=False):
-            _refuse_moved(row, own)
+        for row, accumulator in zip(plan.rows, self.sums, strict=False):
+            _refuse_moved(row, accumulator)
         new = [None] * (len(plan.rows) - known)
         sums, is_measured = Grads([*self.sums, *new]), [*self.is_measured, *(False for _ in new)]
-        for index, (row, own) in enumerate(zip(plan.rows, self.sums, strict=False)):
-            if own is not None and own.stride() != row.tensor.stride():
-                laid_out = torch.empty_like(row.tensor, dtype=own.dtype, requires_grad=False)
-                sums[index] = laid_out.copy_(own)
+        for index, (row, accumulator) in enumerate(zip(plan.rows, self.sums, strict=False)):
+            if accumulator is not None and accumulator.stride() != row.tensor.stride():
+                laid_out = torch.empty_like(row.tensor, dtype=accumulator.dtype, requires_grad=False)
+                sums[index] = laid_out.copy_(accumulator)
                 is_measured[index] = False  # the norm's order is that of memory
         self.arena.add_rows(len(plan.rows) - len(self.arena.places))
         before = [] if self.plan is None else self.plan.rows
@@ -436,13 +430,12 @@ def refuse_foreign_scaler(window: Window, process_group: Any) -> None:
         )
 
 
-def _refuse_moved(row: Row, own: Tensor | None) -> None:
+def _refuse_moved(row: Row, accumulator: Tensor | None) -> None:
     """Refuses a parameter that no longer fits its sum."""
-    param = row.owned
-    wanted = (param.device, param.shape, row.form.dtype)
-    if own is not None and (own.device, own.shape, own.dtype) != wanted:
+    param, known = row.owned, accumulator
+    if known is not None and (known.device, known.shape, known.dtype) != (param.device, param.shape, row.form.dtype):
         raise RuntimeError(
             f"a parameter became {param.dtype} of shape {list(param.shape)} on {param.device} while a window "
-            f"is open; its accumulator has shape {list(own.shape)} and is on {own.device}. "
+            f"is open; its accumulator has shape {list(known.shape)} and is on {known.device}. "
             "Move the model back, or call zero_grad() and begin the window again"
         )
