@@ -197,8 +197,8 @@ class FusedOptimizer(TorchOptimizer):
     @property
     def skipped_steps(self) -> Tensor:
         """How many steps wrote nothing: int64, shape [], on the device."""
-        skips = self._engine.plans.skips
-        return torch.zeros((), dtype=torch.int64, device="cpu") if skips is None else skips.count.clone()
+        plan = self._engine.plans.last
+        return torch.zeros((), dtype=torch.int64, device="cpu") if plan is None else plan.skips.count.clone()
 
     @property
     def dropped_micro_batches(self) -> Tensor:

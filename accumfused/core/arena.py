@@ -108,8 +108,13 @@ class Arena:
 
 def _fits(place: Tensor, row: Row) -> bool:
     """Whether a row's sum can lie in this place, in its tensor's order."""
-    own, wanted = row.tensor, row.form.dtype
-    return (place.device, place.dtype, place.shape, place.stride()) == (own.device, wanted, own.shape, own.stride())
+    tensor, wanted = row.tensor, row.form.dtype
+    return (place.device, place.dtype, place.shape, place.stride()) == (
+        tensor.device,
+        wanted,
+        tensor.shape,
+        tensor.stride(),
+    )
 
 
 def _travels(row: Row) -> bool:

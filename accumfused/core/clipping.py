@@ -114,10 +114,10 @@ class Clipping:
                 limit = _limit(policies.clip, history[0], norm)
                 outcome.values[0].copy_(divisor_of(scaling)[1] * clipped(norm, limit, scaling.dtype))
             elif policies.has_several:
-                own = self._coefficients(policies, plan, partials, scaling)
+                coefficients = self._coefficients(policies, plan, partials, scaling)
                 if scaling.skips_nonfinite:
-                    skipped = skipped | ~own.isfinite().all()
-                outcome.coefficients = own
+                    skipped = skipped | ~coefficients.isfinite().all()
+                outcome.coefficients = coefficients
             if policies.skip_above is not None:
                 outcome.is_above = _is_above(policies.skip_above, history, norm) & ~skipped
                 skipped = skipped | outcome.is_above
@@ -148,8 +148,8 @@ class Clipping:
         else:
             assert isinstance(policies.clip, PerTensor)
             limit = torch.full_like(norm, policies.clip.max_norm)
-        own = (inverse * clipped(norm, limit, scaling.dtype)).to(scaling.dtype)
-        return own if segments.places is None else own[segments.places]
+        coefficients = (inverse * clipped(norm, limit, scaling.dtype)).to(scaling.dtype)
+        return coefficients if segments.of_rows is None else coefficients[segments.of_rows]
 
     def _segments_of(self, plan: Plan, *, per_group: bool) -> Segments:
         known = self._segments.get(plan)

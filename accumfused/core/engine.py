@@ -164,7 +164,7 @@ class Engine:
             # torch.distributed.checkpoint makes a missing optimizer state by a step of its own, with zeros in p.grad.
             # An open window refuses that step, and the learning rate of 0 that it sets would stay.
             both = zip(plan.params, self.window.sums, strict=True)
-            marked = next((param for param, own in both if own is not None), plan.params[0])
+            marked = next((param for param, accumulator in both if accumulator is not None), plan.params[0])
             self.plans.owner.state[marked] = {}
 
     def _left(self, plan: Plan, grads: Grads, calls: list[Call[Any]]) -> Tensor:
@@ -217,7 +217,7 @@ class Engine:
         if not plan.exchange.adds_up or window.phase is Phase.SEALED:
             return
         try:
-            numbers = [each for own in self.observers for each in own.numbers(plan, window)]
+            numbers = [each for observer in self.observers for each in observer.numbers(plan, window)]
             plan.exchange.add_up([*numbers, *window.arena.memory_of(plan, window.sums)])
         except BaseException:
             self.drop()  # some are added up, some are not
@@ -353,8 +353,7 @@ class Engine:
         scaling = divisors.scaling(plan.device, plan.dtype)
         scaling.max_grad_norm = settings.max_grad_norm
         if not divisors.is_shared and self.counts_skips(divisors):
-            assert self.plans.skips is not None
-            scaling.skips = self.plans.skips.count
+            scaling.skips = plan.skips.count
         if divisor is not None:
             scaling.normalize(divisor)
         checked = takes_norm or scaling.device_normalization is not None
@@ -398,11 +397,9 @@ class Engine:
         self.window.restore_grad_dtypes()
         if has_window:
             self.window.habits.stepped()
-        skips = self.plans.skips
-        assert skips is not None
         for observer in self.observers:  # what comes after the step may fail, and must not repeat it
-            observer.after(measured, skips.count)
-        skips.stepped(or_above=self.settings.skip_above is not None)
+            observer.after(measured)
+        measured.plan.skips.stepped(or_above=self.settings.skip_above is not None)
 
     def update(self, measured: Measured, step: Step) -> None:
         """Makes the step by `step`, which is `Backend.step` or does as much, and what it needs before and after."""

@@ -77,7 +77,7 @@ class Habits:
         Each backward that adds to it is one write, and so is a reset in place: their number tells, where `windows`
         has counted the micro-batches.
         """
-        grad = next((own for own in grads if own is not None), None)
+        grad = next((each for each in grads if each is not None), None)
         if self._warned_of_sums or grad is None or grad.is_inference():
             return
         known = None if self._taken is None else self._taken()

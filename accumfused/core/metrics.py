@@ -150,7 +150,7 @@ class Meter(Observer):
         """A measured step also takes the norms of the weights, and of their changes."""
         return step if self._begun is None else partial(_measured, step, self._begun.sums)
 
-    def after(self, measured: Measured, skips: Tensor) -> None:
+    def after(self, measured: Measured) -> None:
         """Adds up the sums if the step was measured; the rest can wait until it is read."""
         plan, outcome = measured.plan, measured.outcome
         self.steps += 1
@@ -166,7 +166,7 @@ class Meter(Observer):
         made = ~outcome.skipped
         counts = torch.stack([(clip < inverse) & made, made])
         self._clips = counts.long() if self._clips is None else self._clips.to(counts.device) + counts
-        self._last = _Made(squares, scaling, outcome.skipped, clip, self._clips, skips.clone(), names)
+        self._last = _Made(squares, scaling, outcome.skipped, clip, self._clips, plan.skips.count.clone(), names)
 
     def read(self) -> Metrics | None:
         """The metrics of the last measured step; None: there was none yet."""
@@ -220,7 +220,9 @@ def _bounds(plan: Plan) -> tuple[Tensor, ...]:
     groups = [[*tensors, plan.chunks][bisect_left(of_groups, group)] for group in range(len(plan.rules))]
     parts = [k * plan.chunks for k in range(_SUMS)]
     bounds = [[part + first for part in parts for first in firsts] for firsts in ([0], groups, tensors)]
-    return tuple(torch.tensor([*own, _SUMS * plan.chunks], dtype=torch.int64, device=plan.device) for own in bounds)
+    return tuple(
+        torch.tensor([*firsts, _SUMS * plan.chunks], dtype=torch.int64, device=plan.device) for firsts in bounds
+    )
 
 
 def _names(plan: Plan, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

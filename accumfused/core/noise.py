@@ -94,8 +94,8 @@ class Noise(Observer):
         if known is None or (not isinstance(weight, Tensor) and weight == 0):
             window.squares = None if known is None else replace(known, micro_batches=count)
             return
-        own = torch.zeros_like(known.sums)
-        plan.backend.norm(plan, grads, own, Scaling(plan.device))
+        squares = torch.zeros_like(known.sums)
+        plan.backend.norm(plan, grads, squares, Scaling(plan.device))
         share: Number = 1.0 if weight is None else weight
         if isinstance(share, Tensor):
             share = on_device(share, plan.device, torch.float64)
@@ -105,16 +105,16 @@ class Noise(Observer):
         if in_loss and weight is not None:  # the gradient's square has the weight in it twice
             share = 1.0 / share
         if isinstance(share, Tensor):  # of weight 0, the gradients are those of nothing: NaN
-            own = torch.where(share.isfinite() & (share != 0), share * own, 0.0)
+            squares = torch.where(share.isfinite() & (share != 0), share * squares, 0.0)
         else:
-            own *= share
-        window.squares = Squares(known.sums + own, count, parts)
+            squares *= share
+        window.squares = Squares(known.sums + squares, count, parts)
 
     def numbers(self, plan: Plan, window: Window) -> Sequence[Tensor]:
         numbers, known = torch.full((3,), torch.nan, dtype=torch.float64, device=plan.device), _squares(plan, window)
         if known is not None and known.micro_batches == window.weights.count:
-            own = Exchange().sums_of_squares(plan, [known.sums])[0]
-            numbers = _numbers(own, known, window)
+            squares = Exchange().sums_of_squares(plan, [known.sums])[0]
+            numbers = _numbers(squares, known, window)
         window.squares = replace(known or Squares(numbers), added_up=numbers)
         return [numbers]
 
@@ -140,9 +140,9 @@ class Noise(Observer):
         if known.added_up is not None:
             numbers, whole = known.added_up, exchange.sums_of_squares(plan, [window.partials])[0]
         else:
-            own, whole = exchange.sums_of_squares(plan, [known.sums, window.partials]).unbind()
-            numbers = _numbers(own, known, window)
-        own, parts, total = numbers.unbind()
+            squares, whole = exchange.sums_of_squares(plan, [known.sums, window.partials]).unbind()
+            numbers = _numbers(squares, known, window)
+        squares, parts, total = numbers.unbind()
         divisor: Number = scaling.normalization
         if scaling.device_normalization is not None:
             divisor = divisor * scaling.device_normalization
@@ -150,8 +150,8 @@ class Noise(Observer):
         # The micro-batches' own gradients are not in the unit of the sums, nor divided where these are.
         mean = window.agreed if window.agreed is not None else total if window.weights.is_weighted else 1.0
         divisor = divisor * mean / (window.divisor() if window.is_open else 1.0)
-        own = own * total / (divisor * divisor)
-        self._sample = (parts * whole - own) / rest, (own - whole) * total / rest
+        squares = squares * total / (divisor * divisor)
+        self._sample = (parts * whole - squares) / rest, (squares - whole) * total / rest
         if self.means is None or self.means.device != whole.device:
             graphs.refuse_new_tensors({whole.device})  # `with_step` makes them
 
@@ -212,10 +212,10 @@ def _has_noise(plan: Plan, window: Window) -> bool:
     return isinstance(known.parts, Tensor) or known.parts > 1
 
 
-def _numbers(own: Tensor, known: Squares, window: Window) -> Tensor:
+def _numbers(squares: Tensor, known: Squares, window: Window) -> Tensor:
     """A window's weighted sum of squares, number of micro-batches, and weight: fp64 [3], which processes add up."""
-    numbers = own.new_zeros(3)
+    numbers = squares.new_zeros(3)
     total = window.weights.total if window.weights.is_weighted else known.parts
-    for place, number in zip(numbers.unbind(), (own, known.parts, total), strict=True):
+    for place, number in zip(numbers.unbind(), (squares, known.parts, total), strict=True):
         place.add_(number)  # not assigned: to assign a number would wait for a GPU
     return numbers

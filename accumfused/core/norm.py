@@ -92,9 +92,9 @@ class Measured:
     partials: Tensor | None  # the chunks' sums of squares; None: it took no norm
     is_made: bool = False
 
-    def count(self, skips: Tensor) -> None:
+    def count(self) -> None:
         """Counts the step's skip, where `Backend.norm` has not."""
-        self.scaling.skips = skips.add_(self.outcome.skipped)
+        self.scaling.skips = self.plan.skips.count.add_(self.outcome.skipped)
 
     @contextlib.contextmanager
     def uncounted_by_an_error(self) -> Iterator[None]:
@@ -131,11 +131,10 @@ def share(parts: Sequence[Measured], scaling: Scaling) -> None:
             common = finish_norm(leading.backend.segment_norms(leading, every, bounds)[0], scaling)
             coefficients = [common.coefficient] * len(parts)
         else:
-            plans = [part.plan for part in parts]
-            both = zip(plans, partials, strict=True)
-            sums = [moved(plan.exchange.sums_of_squares(plan, [own])[0], device) for plan, own in both]
+            both = zip([part.plan for part in parts], partials, strict=True)
+            sums = [moved(plan.exchange.sums_of_squares(plan, [chunks])[0], device) for plan, chunks in both]
             divisors = [moved(each, device) if isinstance(each, Tensor) else each for each in divisors]
-            squares = [own / (each * each) for own, each in zip(sums, divisors, strict=True)]
+            squares = [total / (divisor * divisor) for total, divisor in zip(sums, divisors, strict=True)]
             common = finish_norm(torch.stack(squares).sum(), scaling)
             coefficients = [(common.coefficient.double() / each).to(scaling.dtype) for each in divisors]
     for part, coefficient in zip(parts, coefficients, strict=True):

@@ -50,5 +50,5 @@ class Observer:
         """What is to be true once the step is made, or skipped."""
         return ()
 
-    def after(self, measured: Measured, skips: Tensor) -> None:
-        """After a step, made or skipped. `skips`: how many were skipped so far, on the device."""
+    def after(self, measured: Measured) -> None:
+        """After a step, made or skipped."""

@@ -23,6 +23,7 @@ from accumfused.core import graphs
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling, overwritten
 from accumfused.core.reader import OWN_REFERENCES, OWN_USES, TensorReader, setting_grads, storage_uses
 from accumfused.core.rows import Grads, Row, check_gradient, check_parameter, check_size, is_freed
+from accumfused.core.skips import Skips
 from accumfused.formats.kinds import DTYPES, TORCH_DTYPES
 from accumfused.rules import Rule
 
@@ -72,9 +73,9 @@ class Segments:
     """The runs of rows that have a norm: parameter groups, or single rows."""
 
     bounds: Tensor  # int64 [segments + 1]: their first chunks, and the number of all
-    rows: Tensor  # int64 [rows + 1]: the rows' first chunks, and the number of all
-    first: Tensor | None  # int64 [segments + 1]: their first rows, and the number of all; None: rows are segments
-    places: Tensor | None  # int64 [rows]: each row's segment; None: its own
+    row_bounds: Tensor  # int64 [rows + 1]: the rows' first chunks, and the number of all
+    first_rows: Tensor | None  # int64 [segments + 1]: their first rows, and the number of all; None: rows are segments
+    of_rows: Tensor | None  # int64 [rows]: each row's segment; None: its own
 
     @classmethod
     def of(cls, plan: Plan, *, per_group: bool) -> Segments:
@@ -86,9 +87,9 @@ class Segments:
         chunks = [*(row.first_chunk for row in plan.rows), plan.chunks]
         if not per_group:
             return cls(kept(chunks), kept(chunks), None, None)
-        places = [row.group for row in plan.rows]
-        first = [bisect_left(places, group) for group in range(len(plan.rules) + 1)]
-        return cls(kept([chunks[row] for row in first]), kept(chunks), kept(first), kept(places))
+        groups = [row.group for row in plan.rows]
+        first = [bisect_left(groups, group) for group in range(len(plan.rules) + 1)]
+        return cls(kept([chunks[row] for row in first]), kept(chunks), kept(first), kept(groups))
 
 
 class Exchange:
@@ -151,6 +152,7 @@ class Plan:
     dtype: torch.dtype = torch.float32  # of factors, sums of squares and coefficients
     backend: Backend = field(init=False)  # has added its tables
     exchange: Exchange = field(init=False)
+    skips: Skips = field(init=False)  # of the optimizer's steps; the next plan on this device has it, too
     is_valid: bool = True  # False: the optimizer's state was replaced
     reader: Any = field(init=False)  # a TensorReader, or the table
     table: Any = None  # the rows' addresses (_C.Table), for native kernels

@@ -48,7 +48,6 @@ class Plans:
     def __init__(self, owner: Owner, settings: Settings, surroundings: Surroundings) -> None:
         self._owner = weakref.ref(owner)
         self.settings = settings
-        self.skips: Skips | None = None
         self.last: Plan | None = None
         self.backend: Backend | None = None  # a benchmark sets it; it overrides the selection
         self._surroundings = surroundings
@@ -90,8 +89,7 @@ class Plans:
             row.is_bundled = 4 * row.param.numel() < plan.exchange.bundled_bytes
         plan.backend = self.backend or backend
         plan.backend.prepare(plan, groups, state)
-        if self.skips is None or self.skips.count.device != plan.device:
-            self.skips = Skips(plan.device)
+        plan.skips = Skips(plan.device) if known is None or known.skips.count.device != plan.device else known.skips
         self.last = plan
         return plan
 
@@ -100,7 +98,7 @@ class Plans:
         known = self.last
         if known is not None:
             self.last = Plan([], known.rules, 0, known.device, known.devices, known.dtype, is_valid=False)
-            self.last.backend, self.last.exchange = known.backend, known.exchange
+            self.last.backend, self.last.exchange, self.last.skips = known.backend, known.exchange, known.skips
 
     def with_states(self, plan: Plan, grads: Grads) -> Plan:
         """Makes the state of every parameter with a gradient, in its format, and a plan with these states."""
@@ -111,10 +109,10 @@ class Plans:
             if row.is_copy:
                 row.tensor.copy_(row.owned)
             entries, shard = self.owner.state[row.param], row.shard
-            own = entries if shard is None else shard.parts(entries)
-            make_state(row.rule, row.form, row.tensor, own, self.seed, self.owner.param_groups[row.group])
+            local = entries if shard is None else shard.parts(entries)
+            make_state(row.rule, row.form, row.tensor, local, self.seed, self.owner.param_groups[row.group])
             if shard is not None:
-                shard.put(own, entries, names(row.rule, row.form))
+                shard.put(local, entries, names(row.rule, row.form))
             if row.is_copy:
                 row.owned.copy_(row.tensor)
         return self.current()

@@ -88,10 +88,10 @@ class Fold:
 
     def refuse_overwritten(self) -> None:
         """Refuses gradients in the memory of their sums, for backends without a table (a table checks that)."""
-        for row, (grad, own) in enumerate(zip(self.grads, self.sums, strict=True)):
-            if grad is None or own is None or self.overwrites or not grad.numel():
+        for row, (grad, accumulator) in enumerate(zip(self.grads, self.sums, strict=True)):
+            if grad is None or accumulator is None or self.overwrites or not grad.numel():
                 continue
-            if grad.data_ptr() == own.data_ptr():
+            if grad.data_ptr() == accumulator.data_ptr():
                 raise overwritten(row)
 
 

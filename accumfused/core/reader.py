@@ -75,7 +75,7 @@ class TensorReader:
         held = [p.grad is not None and sys.getrefcount(p.grad) > own_references for p in params]
         whole = [param.grad for param in params]
         counts = Counter(map(id, whole))
-        self._held = [own or counts[id(grad)] > 1 for own, grad in zip(held, whole, strict=True)]
+        self._held = [is_held or counts[id(grad)] > 1 for is_held, grad in zip(held, whole, strict=True)]
         both = zip(self._rows, whole, strict=True)
         grads = Grads([g if row.shard is None else _part(row.param, g) for row, g in both])
         return grads, sum(grad is not None for grad in grads), 0
@@ -103,7 +103,7 @@ def _objects(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, A
     params = [param for group in param_groups for param in group["params"]]
     entries = [state.get(param) or {} for param in params]
     arranged = [[len(group["params"]) for group in param_groups], *map(list, entries)]
-    return params + [value for own in entries for value in own.values()], arranged
+    return params + [value for values in entries for value in values.values()], arranged
 
 
 def _place(value: Any) -> tuple[Any, ...] | None:

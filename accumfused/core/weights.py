@@ -116,20 +116,20 @@ class Weights:
             return known, MicroBatch(None)
         if left is not None:
             weight = weight_if(left, weight)
-        own: Number = 1.0 if in_loss else weight  # what the gradients lack
+        multiplier: Number = 1.0 if in_loss else weight  # that the gradients lack
         before, unit = None, self.unit
         if exchange.has_means:
             factor: Number = 1.0 if left is None else left.double()
         elif exchange.adds_up:
-            factor = _nothing_of_zero(weight, own)
+            factor = _nothing_of_zero(weight, multiplier)
         elif isinstance(self.total, Tensor):
             before = self.total
-            unit = _either(torch.eq(before, 0), own, unit)
-            factor = _nothing_of_zero(weight, own / unit)
+            unit = _either(torch.eq(before, 0), multiplier, unit)
+            factor = _nothing_of_zero(weight, multiplier / unit)
         elif self.total == 0:  # whatever the device holds: if it is 0, the next micro-batch overwrites
-            unit, factor = own, 1.0
+            unit, factor = multiplier, 1.0
         else:
-            factor = _nothing_of_zero(weight, own / unit)
+            factor = _nothing_of_zero(weight, multiplier / unit)
         new = _rounded(factor, plan.dtype) * (weight if in_loss else 1.0)
         factors = self.factors + new
         if before is not None:

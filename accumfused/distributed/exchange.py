@@ -132,12 +132,12 @@ class Means(Processes):
         """The same, over the shards of all processes."""
         if not plan.is_spread:
             return super().segment_norms(plan, partials, segments)
-        squares = plan.backend.segment_norms(plan, partials, segments.rows)
+        squares = plan.backend.segment_norms(plan, partials, segments.row_bounds)
         _all_reduce([() if row.shard is None else row.shard.groups for row in plan.rows], squares)
-        if segments.first is None:
+        if segments.first_rows is None:
             return squares
         with ieee():
-            return sum_segments(squares, segments.first)
+            return sum_segments(squares, segments.first_rows)
 
 
 def _refuse_unreduced(plan: Plan) -> None:

@@ -163,9 +163,8 @@ class ClipGroup:
             members = list(zip(self.optimizers, self._measure(divisors), strict=True))
             try:
                 for optimizer, measured in members:
-                    skips = optimizer._engine.plans.skips
-                    if measured is not None and skips is not None and optimizer._engine.counts_skips(divisors):
-                        measured.count(skips.count)
+                    if measured is not None and optimizer._engine.counts_skips(divisors):
+                        measured.count()
                     _step(optimizer, measured)
             except BaseException:
                 waiting = [optimizer for optimizer, part in members if part is not None and not part.is_made]
