@@ -74,7 +74,7 @@ class Engine:
         self.group: Callable[[], Any] | None = None  # gives the ClipGroup it is in; None: it clips alone
         self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of DistributedDataParallel, from attach_ddp
 
-    def _taking(self, window: Window, *calls: Call[Any]) -> Commit:
+    def _commit(self, window: Window, *calls: Call[Any]) -> Commit:
         """The commit that puts a draft in the window's place, and makes these calls."""
         breaks = partial(setattr, self.window, "phase", Phase.BROKEN)
         return Commit([partial(setattr, self, "window", window), *calls], [breaks])
@@ -156,7 +156,7 @@ class Engine:
             self.release.forget()
         if closes:
             window.agree(matched, seed=self.plans.seed, last=True)
-        commit = self._taking(window, *calls)
+        commit = self._commit(window, *calls)
         window.add(matched, commit, has_all_grads=present == len(grads), ends=ends)
         if closes:
             self._close(plan)
@@ -190,7 +190,7 @@ class Engine:
             return
         window = window.draft()
         window.weights, factor = known.in_unit(unit, plan.dtype)
-        window.scale(factor, self._taking(window))
+        window.scale(factor, self._commit(window))
 
     # ---- the window's end ------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Engine:
 
     def _divide(self, plan: Plan, window: Window, divisor: Number, *calls: Call[Any]) -> None:
         """Makes means of a draft's sums, and takes the draft."""
-        commit = self._taking(window, *calls)
+        commit = self._commit(window, *calls)
         if isinstance(divisor, Tensor) or divisor != 1.0:
             window.divided = divisor
             window.scale(1.0 / divisor, commit)
@@ -416,25 +416,25 @@ class Engine:
         calls.append(partial(torch._C._increment_version, written))  # noqa: SLF001
         for observer in self.observers:
             step = observer.around(step)
-        commit = self.stepped(measured, *calls)
+        commit = self.commit_of_step(measured, *calls)
         step(plan, grads, plan.hypers(self.plans.owner.param_groups), measured.outcome, commit)
 
-    def stepped(self, measured: Measured, *calls: Call[Any]) -> Commit:
-        """What a step, made or skipped, commits: the window's end, and what histories and observers keep of it."""
+    def commit_of_step(self, measured: Measured, *calls: Call[Any]) -> Commit:
+        """The commit of a step, made or skipped: the window ends, and histories and observers keep something of it."""
         outcome = measured.outcome
         calls += (partial(setattr, measured, "is_made", True), partial(setattr, self, "outcome", outcome))
         calls += tuple(self.clipping.with_step(outcome))
         for observer in self.observers:
             calls += tuple(observer.with_step(outcome))
-        return self._ending(*calls)
+        return self._commit_of_end(*calls)
 
     def end_window(self) -> None:
         """Releases the window's gradients: a step has taken them, or there are none."""
-        self._ending().end()
+        self._commit_of_end().end()
         self.window.restore_grad_dtypes()
 
-    def _ending(self, *calls: Call[Any]) -> Commit:
+    def _commit_of_end(self, *calls: Call[Any]) -> Commit:
         """The commit that ends the window, releases its gradients, and makes these calls."""
         if self.window.phase is Phase.CLOSED:
             calls = (setting_grads(self.plans.params, repeat(None)), *calls)
-        return self._taking(self.window.ended(), *calls)
+        return self._commit(self.window.ended(), *calls)

@@ -68,14 +68,6 @@ class Metrics:
 
 
 @dataclass
-class _Begun:
-    """A measured step that has its coefficient, and waits for its update."""
-
-    scaling: Scaling
-    sums: Tensor  # of each chunk: [_SUMS, chunks], in the plan's dtype
-
-
-@dataclass
 class _Made:
     """A measured step that is over."""
 
@@ -119,7 +111,8 @@ class Meter(Observer):
     def __init__(self, every: int) -> None:
         self._every = every
         self.steps = 0
-        self._begun: _Begun | None = None
+        # Of each chunk of a step that waits for its update: [_SUMS, chunks], in the plan's dtype. None: not measured.
+        self._sums: Tensor | None = None
         self._clips: Tensor | None = None
         self._last: _Made | None = None
         self._kept: WeakKeyDictionary[Plan, _Kept] = WeakKeyDictionary()
@@ -144,19 +137,19 @@ class Meter(Observer):
             self._kept[plan] = _bounds(plan), sums, _names(plan, groups)
         sums = self._kept[plan][1].zero_()
         sums[0].copy_(partials)
-        self._begun = _Begun(measured.scaling, sums)
+        self._sums = sums
 
     def around(self, step: Step) -> Step:
         """A measured step also takes the norms of the weights, and of their changes."""
-        return step if self._begun is None else partial(_measured, step, self._begun.sums)
+        return step if self._sums is None else partial(_measured, step, self._sums)
 
     def after(self, measured: Measured) -> None:
         """Adds up the sums if the step was measured; the rest can wait until it is read."""
         plan, outcome = measured.plan, measured.outcome
         self.steps += 1
-        if self._begun is None:
+        if self._sums is None:
             return
-        scaling, sums, self._begun = self._begun.scaling, self._begun.sums, None
+        scaling, sums, self._sums = measured.scaling, self._sums, None
         bounds, _, names = self._kept[plan]
         squares = [plan.backend.segment_norms(plan, sums.view(-1), bound).view(_SUMS, -1) for bound in bounds]
         clip = outcome.coefficient if outcome.coefficients is None else outcome.coefficients.amin()

@@ -132,7 +132,7 @@ def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
     outcome, window = measured.outcome, engine.window
     coefficient, _, skipped = outcome.values.tolist()
     if skipped:
-        engine.stepped(measured).end()
+        engine.commit_of_step(measured).end()
         return
     if coefficient != 1.0 or outcome.coefficients is not None:
         _rescale(measured.grads, outcome)
@@ -150,7 +150,7 @@ def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
         step(optimizer)
     finally:
         vars(optimizer).update(hidden)
-    engine.stepped(measured).end()
+    engine.commit_of_step(measured).end()
 
 
 def _rescale(grads: Grads, outcome: Outcome) -> None:
