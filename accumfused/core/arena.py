@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from accumfused.core.plan import Plan
-from accumfused.core.reader import OWN_USES, storage_uses
 from accumfused.core.rows import Grads, Row
 from accumfused.formats.numeric import memory_order
 
@@ -120,19 +119,6 @@ def _fits(place: Tensor, row: Row) -> bool:
 def _travels(row: Row) -> bool:
     """Whether its accumulator travels with others: small ones do if their parameters require a gradient."""
     return row.is_bundled and row.param.requires_grad
-
-
-def adoptable(grad: Tensor, row: Row) -> bool:
-    """Whether this has its sum's dtype, and memory that nobody else can write: a whole storage of torch's (no array).
-
-    A slice may belong to a bucket, a detached tensor shares its storage, and a gradient with a graph is still needed.
-    """
-    if grad.dtype is not row.form.dtype or grad.requires_grad:
-        return False
-    storage = grad.untyped_storage()
-    if storage_uses(storage._cdata) != OWN_USES or not storage.resizable():
-        return False
-    return bool(storage.nbytes() == grad.numel() * grad.itemsize)
 
 
 def keep_freed(size: int) -> None:

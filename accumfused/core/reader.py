@@ -1,4 +1,4 @@
-"""A reader tells whether a plan's tensors are still the same, and reads p.grad.
+"""A reader tells whether a plan's tensors are still the same, reads p.grad, and knows who else could write a gradient.
 
 The native module's table is one, at 0.1 us a parameter (csrc/table.h). Here is the one for plans without a table, and
 for parameters that are sharded over processes.
@@ -91,6 +91,19 @@ class TensorReader:
     def versions(self, first: int, every: int) -> int:
         """The sum of some parameters' version counters, which grow with each write that autograd sees."""
         return sum(row.param._version for row in self._rows[first::every])
+
+
+def adoptable(grad: Tensor, row: Row) -> bool:
+    """Whether this has its sum's dtype, and memory that nobody else can write: a whole storage of torch's (no array).
+
+    A slice may belong to a bucket, a detached tensor shares its storage, and a gradient with a graph is still needed.
+    """
+    if grad.dtype is not row.form.dtype or grad.requires_grad:
+        return False
+    storage = grad.untyped_storage()
+    if storage_uses(storage._cdata) != OWN_USES or not storage.resizable():
+        return False
+    return bool(storage.nbytes() == grad.numel() * grad.itemsize)
 
 
 def setting_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> partial[Any]:

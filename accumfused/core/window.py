@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from accumfused.core import graphs
-from accumfused.core.arena import Arena, adoptable, keep_freed
+from accumfused.core.arena import Arena, keep_freed
 from accumfused.core.habits import Habits
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Commit, Fold, Number
-from accumfused.core.reader import setting_grads
+from accumfused.core.reader import adoptable, setting_grads
 from accumfused.core.rows import Grads, Row, check_size
 from accumfused.core.weights import MicroBatch, Weights
 from accumfused.formats import shards
