@@ -17,9 +17,9 @@ from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
 from accumfused.arguments import checked_positive, checked_weight
-from accumfused.core.engine import divisors_of
 from accumfused.core.metrics import Metrics
 from accumfused.core.noise import NoiseEstimate
+from accumfused.core.protocol import Divisors
 from accumfused.core.window import refuse_foreign_scaler
 from accumfused.settings import setting_like
 from accumfused.torch_optimizer import TorchOptimizer
@@ -139,7 +139,7 @@ class FusedOptimizer(TorchOptimizer):
             with torch.enable_grad():
                 loss = closure()
         engine.outcome = None
-        divisors = divisors_of(self, normalizer, engine.scaler_divisors)
+        divisors = Divisors.of(self, normalizer, engine.scaler_divisors)
         with torch.no_grad():
             measured = engine.measure(divisors)
             if measured is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container
-from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.arguments import checked_positive
 from accumfused.core import graphs
 from accumfused.core.clipping import Clipping
 from accumfused.core.metrics import Meter
@@ -33,20 +31,6 @@ from accumfused.core.rows import Grads
 from accumfused.core.weights import weight_if
 from accumfused.core.window import Phase, Window
 from accumfused.settings import NAMES, Settings
-
-
-def divisors_of(owner: Any, normalizer: Number | None, scaler: Divisors | None, *, is_shared: bool = False) -> Divisors:
-    """Collects a step's divisors. Without `scaler` it reads the `grad_scale` and `found_inf` of torch's scalers.
-
-    Raises:
-        ValueError, TypeError: a scale that is not a number > 0.
-    """
-    if scaler is None:
-        scale, found_inf = getattr(owner, "grad_scale", None), getattr(owner, "found_inf", None)
-        scaler = Divisors(None, scale, found_inf, for_scaler=found_inf is not None)
-    if scaler.grad_scale is not None:
-        scaler = replace(scaler, grad_scale=checked_positive(scaler.grad_scale, "grad_scale"))
-    return replace(scaler, normalizer=normalizer, is_shared=is_shared)
 
 
 class Engine:

@@ -6,13 +6,14 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from accumfused.arguments import checked_positive
 from accumfused.core.rows import Grads
 from accumfused.formats.shards import replicated
 from accumfused.rules import Rule
@@ -193,6 +194,20 @@ class Divisors:
     found_inf: Number | None = None  # not 0 if a gradient is not finite; None: nobody has checked
     for_scaler: bool = False  # an overflow then raises no error
     is_shared: bool = False  # the norm will be one over several optimizers
+
+    @classmethod
+    def of(cls, owner: Any, normalizer: Number | None, scaler: Divisors | None, *, is_shared: bool = False) -> Divisors:
+        """Collects a step's divisors. Without `scaler` it reads the `grad_scale` and `found_inf` of torch's scalers.
+
+        Raises:
+            ValueError, TypeError: a scale that is not a number > 0.
+        """
+        if scaler is None:
+            scale, found_inf = getattr(owner, "grad_scale", None), getattr(owner, "found_inf", None)
+            scaler = cls(None, scale, found_inf, for_scaler=found_inf is not None)
+        if scaler.grad_scale is not None:
+            scaler = replace(scaler, grad_scale=checked_positive(scaler.grad_scale, "grad_scale"))
+        return replace(scaler, normalizer=normalizer, is_shared=is_shared)
 
     def scaling(self, device: torch.device, dtype: torch.dtype) -> Scaling:
         """These divisors and the flag, on a device, for an outcome of this dtype."""

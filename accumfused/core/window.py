@@ -301,9 +301,9 @@ class Window:
         plan = self.plan
         assert plan is not None
         left_out = self.in_progress is not None and self.in_progress.factor is None
-        present = [s is not None or (g is not None and not left_out) for s, g in zip(self.sums, grads, strict=True)]
+        here = [s is not None or (g is not None and not left_out) for s, g in zip(self.sums, grads, strict=True)]
         known = self.weights
-        agreed = plan.exchange.agree(plan, known.total, known.is_weighted, present, seed=seed, last=last)
+        agreed = plan.exchange.agree(plan, known.total, known.is_weighted, here, seed=seed, last=last)
         if agreed is None:
             return None
         self.agreed, missing, others_close = agreed

@@ -14,7 +14,6 @@ from torch.optim import optimizer as torch_optimizer
 
 from accumfused.arguments import checked_positive
 from accumfused.clipping import check_limit
-from accumfused.core.engine import divisors_of
 from accumfused.core.norm import Measured, share
 from accumfused.core.protocol import Divisors
 from accumfused.core.window import Phase, refuse_foreign_scaler
@@ -158,7 +157,7 @@ class ClipGroup:
             with torch.enable_grad():
                 loss = closure()
         self._refuse_shared()
-        divisors = divisors_of(self, normalizer, self.optimizers[0]._engine.scaler_divisors, is_shared=True)
+        divisors = Divisors.of(self, normalizer, self.optimizers[0]._engine.scaler_divisors, is_shared=True)
         with torch.no_grad():
             members = list(zip(self.optimizers, self._measure(divisors), strict=True))
             try:
