@@ -169,12 +169,11 @@ class Engine:
         window, known = self.window, self.window.weights
         if window.phase is not Phase.OPEN or window.in_progress is not None or not known.is_weighted:
             return
-        unit = known.other_unit(weight, plan.exchange)
-        if unit is None:
-            return
-        window = window.draft()
-        window.weights, factor = known.in_unit(unit, plan.dtype)
-        window.scale(factor, self._commit(window))
+        converted = known.in_other_unit(weight, plan)
+        if converted is not None:
+            window = window.draft()
+            window.weights, factor = converted
+            window.scale(factor, self._commit(window))
 
     # ---- the window's end ------------------------------------------------------------------------------------------
 
@@ -182,11 +181,11 @@ class Engine:
         """Makes p.grad of the sums, divided."""
         self._add_up(plan)
         window, expose = self.window.exposed()
-        self._divide(plan, window, self.window.divisor(), expose)
+        self._divide(window, self.window.divisor(), expose)
         for observer in self.observers:
             observer.closed(plan, self.window)
 
-    def _divide(self, plan: Plan, window: Window, divisor: Number, *calls: Call[Any]) -> None:
+    def _divide(self, window: Window, divisor: Number, *calls: Call[Any]) -> None:
         """Makes means of a draft's sums, and takes the draft."""
         commit = self._commit(window, *calls)
         if isinstance(divisor, Tensor) or divisor != 1.0:
@@ -223,23 +222,22 @@ class Engine:
         if not self.window.is_open:
             return plan
         self.refuse_live(plan.reader.present())
-        window = self.window = self.window.following(plan)
-        window.habits.watch_writes(plan)
+        self.window = self.window.following(plan)
+        self.window.habits.watch_writes(plan)
         others_close = None
-        if window.phase is not Phase.SEALED:  # a refused step may have sealed it
+        if self.window.phase is not Phase.SEALED:  # a refused step may have sealed it
             self._bring_to_unit(plan, None)
-            window = self.window.draft()
             if not plan.exchange.is_alone:
-                nothing = Grads([None] * len(plan.params))
+                window, nothing = self.window.draft(), Grads([None] * len(plan.params))
                 others_close = window.agree(nothing, seed=self.plans.seed, last=False)
-            self.window = window
-        if window.agreed is None:
-            window.weights.check_total()
-        if window.present:
+                self.window = window
+        if self.window.agreed is None:
+            self.window.weights.check_total()
+        if self.window.present:
             self._add_up(plan)
             if others_close is not None:  # they divide before their step: so does this process, for the same bits
                 divisor = torch.where(others_close, self.window.divisor(), 1.0)
-                self._divide(plan, self.window.draft(), divisor)
+                self._divide(self.window.draft(), divisor)
         return plan
 
     def drop(self) -> None:

@@ -84,10 +84,6 @@ class TensorReader:
         """Flags the last read gradients that somebody else also holds, and may write again."""
         return self._held
 
-    def release_grads(self) -> None:
-        """Sets p.grad = None for every parameter."""
-        setting_grads([row.param for row in self._rows], repeat(None))()
-
     def versions(self, first: int, every: int) -> int:
         """The sum of some parameters' version counters, which grow with each write that autograd sees."""
         return sum(row.param._version for row in self._rows[first::every])

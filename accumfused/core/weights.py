@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from accumfused.core.plan import Exchange, Plan
+from accumfused.core.plan import Plan
 from accumfused.core.protocol import Number, on_device
 
 _LARGEST_FACTOR = 2.0**40  # beyond it the sums get another unit: squares of theirs must stay in fp32's range
@@ -72,26 +72,28 @@ class Weights:
                 "the weights of this window are all zero, so it has no mean; call zero_grad() in place of the step"
             )
 
-    def other_unit(self, weight: Number | None, exchange: Exchange) -> float | None:
-        """Another unit, to which the sums are to be brought before a micro-batch, or before the end; None: none.
+    def in_other_unit(self, weight: Number | None, plan: Plan) -> tuple[Weights, Number] | None:
+        """The numbers in another unit, if the next micro-batch or the end needs one, and the factor for the sums.
 
-        It is 1 where processes share the window, which may have begun without them. On the host it is a weight that is
-        far larger than the unit; or the total, where the larger weight's micro-batch has failed for good.
+        The unit becomes 1 where processes share the window, which may have begun without them. On the host it becomes a
+        weight that is far larger; or the total, where the larger weight's micro-batch has failed for good.
         """
         unit, total, factors = self.unit, self.total, self.factors
-        if not exchange.is_alone:
-            return 1.0 if isinstance(unit, Tensor) or unit != 1.0 else None
-        if isinstance(unit, Tensor) or isinstance(total, Tensor) or isinstance(factors, Tensor):
-            return None
         known = 0.0 if weight is None or isinstance(weight, Tensor) else weight
-        if known > _LARGEST_FACTOR * unit > 0:
-            return known
-        return total if 0 < factors * _LARGEST_FACTOR < 1 and known * _LARGEST_FACTOR < unit else None
-
-    def in_unit(self, unit: float, dtype: torch.dtype) -> tuple[Weights, Number]:
-        """The numbers in another unit, and the factor that brings the sums to it."""
-        factor = self.unit / unit
-        return replace(self, unit=unit, factors=self.factors * _rounded(factor, dtype)), factor
+        if not plan.exchange.is_alone:
+            if not isinstance(unit, Tensor) and unit == 1.0:
+                return None
+            new = 1.0
+        elif isinstance(unit, Tensor) or isinstance(total, Tensor) or isinstance(factors, Tensor):
+            return None
+        elif known > _LARGEST_FACTOR * unit > 0:
+            new = known
+        elif 0 < factors * _LARGEST_FACTOR < 1 and known * _LARGEST_FACTOR < unit:
+            new = total
+        else:
+            return None
+        factor = unit / new
+        return replace(self, unit=new, factors=factors * _rounded(factor, plan.dtype)), factor
 
     def entered(
         self, weight: Number | None, plan: Plan, *, in_loss: bool, left: Tensor | None
