@@ -30,12 +30,13 @@ _kept = 2 * _LARGEST_BLOCK  # bytes: where glibc's own rule for this threshold e
 class Arena:
     """One place per row, allocated on demand."""
 
-    def __init__(self, rows: int) -> None:
-        self.places = Grads([None] * rows)
+    def __init__(self, count: int) -> None:
+        self.places = Grads([None] * count)
         self._bundles: list[Tensor] = []  # flat; the rows in each travel together
 
-    def add_rows(self, rows: int) -> None:
-        self.places.extend([None] * rows)
+    def add_rows(self, plan: Plan) -> None:
+        """Takes up the new rows of a plan."""
+        self.places.extend([None] * (len(plan.rows) - len(self.places)))
 
     def place(self, plan: Plan, index: int) -> Tensor:
         """The place of one row; it may hold anything."""

@@ -122,20 +122,21 @@ class Clipping:
                 outcome.is_above = _is_above(policies.skip_above, history, norm) & ~skipped
                 skipped = skipped | outcome.is_above
             outcome.values[2].copy_(skipped)
-            rows = list(history)
+            new = list(history)
             both = zip(history, policies.of_history, (torch.minimum(norm, limit), norm), strict=False)
-            for index, (row, policy, seen) in enumerate(both):
+            for index, (known, policy, seen) in enumerate(both):
                 if policy is not None:  # a norm of 0 tells nothing about the next
                     counts = ~skipped & seen.isfinite() & (seen > 0)
-                    rows[index] = torch.where(counts, _with(row, seen, policy.decay, policy.warmup), row)
-            outcome.history = torch.stack(rows) if rows else None
+                    new[index] = torch.where(counts, _with(known, seen, policy.decay, policy.warmup), known)
+            outcome.history = torch.stack(new) if new else None
             if scaling.skips is not None:
                 scaling.skips.add_(skipped)
         return outcome
 
-    def with_step(self, outcome: Outcome) -> list[Call[Any]]:
-        """What is to be true once the step is made, or skipped; the history's tensor stays, for CUDA graphs."""
-        return [] if self.history is None or outcome.history is None else [partial(self.history.copy_, outcome.history)]
+    def keeping(self, history: Tensor) -> Call[Any]:
+        """The call that keeps the history of an outcome; the tensor stays, for CUDA graphs."""
+        assert self.history is not None
+        return partial(self.history.copy_, history)
 
     def _coefficients(self, policies: Policies, plan: Plan, partials: Tensor, scaling: Scaling) -> Tensor:
         """Each row's coefficient, from the norm of its tensor or group: [rows]."""
@@ -159,7 +160,7 @@ class Clipping:
         return known[1]
 
     def _history(self, policies: Policies, device: torch.device) -> Sequence[Tensor]:
-        """The rows of the history; empty if no policy keeps one."""
+        """The history, a tensor for each of `of_history`; empty if no policy keeps one."""
         if not any(policies.of_history):
             return ()
         if self.history is None:

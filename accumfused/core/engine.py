@@ -405,7 +405,8 @@ class Engine:
         """The commit of a step, made or skipped: the window ends, and histories and observers keep something of it."""
         outcome = measured.outcome
         calls += (partial(setattr, measured, "is_made", True), partial(setattr, self, "outcome", outcome))
-        calls += tuple(self.clipping.with_step(outcome))
+        if outcome.history is not None:
+            calls += (self.clipping.keeping(outcome.history),)
         for observer in self.observers:
             calls += tuple(observer.with_step(outcome))
         return self._commit_of_end(*calls)

@@ -384,7 +384,7 @@ class Window:
                 laid_out = torch.empty_like(row.tensor, dtype=accumulator.dtype, requires_grad=False)
                 sums[index] = laid_out.copy_(accumulator)
                 is_measured[index] = False  # the norm's order is that of memory
-        self.arena.add_rows(len(plan.rows) - len(self.arena.places))
+        self.arena.add_rows(plan)
         before = [] if self.plan is None else self.plan.rows
         partials = self.partials.to(plan.device, plan.dtype)
         if any(one.first_chunk != other.first_chunk for one, other in zip(before, plan.rows, strict=False)):  # resized
