@@ -98,10 +98,10 @@ class Clipping:
             policies.check(divisors)
         return policies
 
-    def norm(
+    def take_norm(
         self, policies: Policies, plan: Plan, unmeasured: Grads | None, partials: Tensor, scaling: Scaling
     ) -> Outcome:
-        """`take_norm` with these policies; `unmeasured`: gradients whose squares `partials` lacks."""
+        """`norm.take_norm` with these policies; `unmeasured`: gradients whose squares `partials` lacks."""
         plain = replace(scaling, skips=None)
         if policies.clip is not None or policies.limits is not None:
             plain.max_grad_norm = None

@@ -312,7 +312,7 @@ class Engine:
         elif policies is None or partials is None:
             outcome = take_norm(plan, unmeasured, partials, scaling)
         else:
-            outcome = self.clipping.norm(policies, plan, unmeasured, partials, scaling)
+            outcome = self.clipping.take_norm(policies, plan, unmeasured, partials, scaling)
         outcome.spends_grads = is_open
         measured = Measured(plan, grads, matched, has_all_grads, outcome, scaling, divisor, partials)
         with measured.uncounted_by_an_error():
