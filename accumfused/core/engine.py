@@ -233,7 +233,7 @@ class Engine:
                 self.window = window
         if self.window.agreed is None:
             self.window.weights.check_total()
-        if self.window.present:
+        if self.window.present and not plan.exchange.is_alone:
             self._add_up(plan)
             if others_close is not None:  # they divide before their step: so does this process, for the same bits
                 divisor = torch.where(others_close, self.window.divisor(), 1.0)
@@ -292,7 +292,7 @@ class Engine:
                 return None
             grads = Grads([None] * len(plan.rows))  # others wait for this process's part of the norm
         window, matched = self.window, plan.match(grads)
-        if plan.lacks_state(matched):
+        if not plan.has_all_states and plan.lacks_state(matched):
             plan = self.plans.with_states(plan, matched)
             window.habits.see(plan)  # make_state wrote a loaded master into its parameter
         has_all_grads, is_open = present == len(grads), window.is_open

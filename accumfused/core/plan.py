@@ -252,9 +252,8 @@ class Plan:
         ]
 
     def lacks_state(self, grads: Grads) -> bool:
-        return not self.has_all_states and any(
-            grad is not None and row.storage is None for grad, row in zip(grads, self.rows, strict=True)
-        )
+        """Whether a parameter with a gradient has no state yet."""
+        return any(g is not None and row.storage is None for g, row in zip(grads, self.rows, strict=True))
 
     def match(self, grads: Grads) -> Grads:
         """Returns the gradients as kernels read them: dense, laid out as their parameters. The table points at them.
