@@ -68,7 +68,7 @@ class Metrics:
 
 
 @dataclass
-class _Made:
+class _Measurement:
     """A measured step that is over."""
 
     sums: list[Tensor]  # fp64 [_SUMS, segments]: of all, of groups, of tensors
@@ -114,7 +114,7 @@ class Meter(Observer):
         # Of each chunk of a step that waits for its update: [_SUMS, chunks], in the plan's dtype. None: not measured.
         self._sums: Tensor | None = None
         self._clips: Tensor | None = None
-        self._last: _Made | None = None
+        self._last: _Measurement | None = None
         self._kept: WeakKeyDictionary[Plan, _Kept] = WeakKeyDictionary()
 
     def takes_norm(self, plan: Plan) -> bool:
@@ -141,7 +141,7 @@ class Meter(Observer):
 
     def around(self, step: Step) -> Step:
         """A measured step also takes the norms of the weights, and of their changes."""
-        return step if self._sums is None else partial(_measured, step, self._sums)
+        return step if self._sums is None else partial(_step_in_runs, step, self._sums)
 
     def after(self, measured: Measured) -> None:
         """Adds up the sums if the step was measured; the rest can wait until it is read."""
@@ -159,17 +159,16 @@ class Meter(Observer):
         made = ~outcome.skipped
         counts = torch.stack([(clip < inverse) & made, made])
         self._clips = counts.long() if self._clips is None else self._clips.to(counts.device) + counts
-        self._last = _Made(squares, scaling, outcome.skipped, clip, self._clips, plan.skips.count.clone(), names)
+        self._last = _Measurement(squares, scaling, outcome.skipped, clip, self._clips, plan.skips.count.clone(), names)
 
     def read(self) -> Metrics | None:
         """The metrics of the last measured step; None: there was none yet."""
         return None if self._last is None else self._last.metrics()
 
 
-def _measured(
-    step: Step, sums: Tensor, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome,
-    commit: Commit,
-) -> None:  # fmt: skip
+def _step_in_runs(
+    step: Step, sums: Tensor, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit
+) -> None:
     """Makes the step of some rows at a time, and takes the squares of their weights and changes."""
     nothing, (_, of_weights, of_changes) = Scaling(plan.device), sums.unbind()
     for number, run in enumerate(_runs(plan, grads)):
