@@ -38,7 +38,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WindowWeights:
     """The numbers of the micro-batches so far. A tensor among them is fp64, of shape [], and nobody reads it."""
 
     is_weighted: bool | None = None  # None: no micro-batch yet
@@ -72,7 +72,7 @@ class Weights:
                 "the weights of this window are all zero, so it has no mean; call zero_grad() in place of the step"
             )
 
-    def in_other_unit(self, weight: Number | None, plan: Plan) -> tuple[Weights, Number] | None:
+    def in_other_unit(self, weight: Number | None, plan: Plan) -> tuple[WindowWeights, Number] | None:
         """The numbers in another unit, if the next micro-batch or the end needs one, and the factor for the sums.
 
         The unit becomes 1 where processes share the window, which may have begun without them. On the host it becomes a
@@ -97,7 +97,7 @@ class Weights:
 
     def entered(
         self, weight: Number | None, plan: Plan, *, in_loss: bool, left: Tensor | None
-    ) -> tuple[Weights, MicroBatch]:
+    ) -> tuple[WindowWeights, MicroBatch]:
         """The numbers with one more micro-batch, and its factor.
 
         A tensor is not read: a bad weight makes the divisor NaN. All tensors are new, because a launch may still read
@@ -147,7 +147,7 @@ class Weights:
             return self.factors
         return _either(~(self.total > 0), math.nan, self.factors)
 
-    def on(self, device: torch.device) -> Weights:
+    def on(self, device: torch.device) -> WindowWeights:
         """The same, its tensors on a device: those of a resumed window lie on the host."""
         unit, total, factors = (
             on_device(number, device, torch.float64) if isinstance(number, Tensor) else number
@@ -172,7 +172,7 @@ class Weights:
         return saved
 
     @classmethod
-    def resumed(cls, numbers: Sequence[float]) -> Weights:
+    def resumed(cls, numbers: Sequence[float]) -> WindowWeights:
         """The numbers that a checkpoint has."""
         unit, given, factors, count = numbers
         total: Number = given

@@ -27,7 +27,7 @@ from accumfused.core.plan import Plan
 from accumfused.core.protocol import Commit, Fold, Number
 from accumfused.core.reader import adoptable, setting_grads
 from accumfused.core.rows import Grads, Row, check_size
-from accumfused.core.weights import MicroBatch, Weights
+from accumfused.core.weights import MicroBatch, WindowWeights
 from accumfused.formats import shards
 
 
@@ -69,7 +69,7 @@ class Window:
     sums: Grads = field(default_factory=Grads)  # in `Format.dtype`, one per parameter; None: no gradient yet
     is_measured: list[bool] = field(default_factory=list)  # a sum's squares are in `partials`
     lacking: int = 0  # rows without a sum
-    weights: Weights = field(default_factory=Weights)
+    weights: WindowWeights = field(default_factory=WindowWeights)
     in_progress: MicroBatch | None = None
     agreed: Number | None = None  # the divisor on which processes have agreed
     divided: Number = 1.0  # by what the sums have been divided
@@ -405,7 +405,7 @@ class Window:
         """An open window of a checkpoint's sums and numbers."""
         return cls(
             params, Arena(len(params)), phase=Phase.OPEN, sums=Grads(sums),
-            is_measured=[False] * len(sums), lacking=sum(s is None for s in sums), weights=Weights.resumed(numbers),
+            is_measured=[False] * len(sums), lacking=sum(s is None for s in sums), weights=WindowWeights.resumed(numbers),
         )  # fmt: skip
 
     def copied(self) -> Window:
