@@ -259,3 +259,20 @@ def window_mean(micro_batches: Sequence[Sequence[Tensor]], weights: Sequence[flo
         sum((f * g.double() for f, g in zip(factors, grads, strict=True)), torch.zeros((), dtype=torch.float64))
         for grads in zip(*micro_batches, strict=True)
     ]
+
+
+def noise_scale(windows: Sequence[tuple[Tensor, Tensor]], decay: float) -> tuple[float, float]:
+    """Signal and noise: exponential means of McCandlish et al. 2018, appendix A.1, written for weights.
+
+    Args:
+        windows: of each the gradients of its micro-batches, [n, elements], and their weights, [n].
+    """
+    signal = noise = share = 0.0
+    for grads, weights in windows:
+        number, total = len(weights), float(weights.sum())
+        small = float((weights * grads.square().sum(1)).sum()) / total
+        large = float(((weights[:, None] * grads).sum(0) / total).square().sum())
+        signal = decay * signal + (1 - decay) * (number * large - small) / (number - 1)
+        noise = decay * noise + (1 - decay) * (small - large) * total / (number - 1)
+        share = decay * share + 1 - decay
+    return signal / share, noise / share

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import inside
+import oracle
 import processes
 import pytest
 import torch
@@ -184,24 +185,18 @@ def alone(weighted: bool, sizes: str, uses_all: bool, ranks: int) -> tuple[Tenso
 
 
 def noise_of(loop: Loop, windows: list[list[Part]]) -> tuple[float, float]:
-    """Signal and noise in float64: exponential means of the estimates of each window."""
-    signal, noise, share = 0.0, 0.0, 0.0
+    """Signal and noise in float64."""
+    found = []
     for parts in windows:
         ranks = 2
         if loop.over in ("reduced", *SPREAD):  # a micro-batch is the mean of those of all processes
             ranks, numbers = 1, {index for index, *_ in parts}
             parts = [(i, 1.0, torch.stack([g for j, _, g in parts if i == j]).mean(0)) for i in numbers]
         # Without weights a window is a sum of micro-batches, and the mean of processes: all of them are of weight 1.
-        number = len(parts)
-        factor = 1.0 if CLOSES[loop.closes][0] else number / ranks
+        factor = 1.0 if CLOSES[loop.closes][0] else len(parts) / ranks
         weights = torch.tensor([weight for _, weight, _ in parts], dtype=torch.float64)
-        grads = torch.stack([grad for *_, grad in parts]) * factor
-        mean, total = (weights[:, None] * grads).sum(0) / weights.sum(), float(weights.sum())
-        small, large = float((weights * grads.square().sum(1)).sum()) / total, float(mean.square().sum())
-        signal = DECAY * signal + (1 - DECAY) * (number * large - small) / (number - 1)
-        noise = DECAY * noise + (1 - DECAY) * (small - large) * total / (number - 1)
-        share = DECAY * share + 1 - DECAY
-    return signal / share, noise / share
+        found.append((torch.stack([grad for *_, grad in parts]) * factor, weights))
+    return oracle.noise_scale(found, DECAY)
 
 
 def wrapped(loop: Loop, model: Net) -> Any:

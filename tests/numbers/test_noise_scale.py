@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from compare import assert_close
@@ -29,20 +30,6 @@ class Problem:
         return self.truth + torch.randn(SIZE, dtype=torch.float64) * deviation
 
 
-def in_fp64(windows: list[list[Tensor]], decay: float, weights: Tensor) -> tuple[float, float]:
-    """Signal and noise: exponential means of McCandlish's estimates, written for weights."""
-    signal = noise = share = 0.0
-    for micro_batches in windows:
-        stacked = torch.stack(micro_batches)
-        small = float((weights * stacked.square().sum(1)).sum() / weights.sum())
-        large = float((weights[:, None] * stacked).sum(0).div(weights.sum()).square().sum())
-        b, big = float(weights.sum()) / len(weights), float(weights.sum())
-        signal = decay * signal + (1 - decay) * (big * large - b * small) / (big - b)
-        noise = decay * noise + (1 - decay) * (small - large) / (1 / b - 1 / big)
-        share = decay * share + 1 - decay
-    return signal / share, noise / share
-
-
 @pytest.mark.parametrize("how", ["weights", "weights on the device", "in the loss", "closed", "scaled", "no weights"])
 def test_the_noise_scale_of_a_known_problem(backend: str, how: str) -> None:
     """In samples; without weights the unit is a micro-batch, here of 3 samples each."""
@@ -50,10 +37,10 @@ def test_the_noise_scale_of_a_known_problem(backend: str, how: str) -> None:
     sizes = (unit,) * 4 if how == "no weights" else SAMPLES
     params = [torch.zeros(n, requires_grad=True) for n in (SIZE - 100, 100)]
     optimizer = af.SGD(params, lr=0.0, backend=backend, noise_scale=True)
-    windows = []
+    windows, share = [], torch.tensor(sizes, dtype=torch.float64) / unit
     for _ in range(100):
-        windows.append([problem.micro_batch(samples) for samples in sizes])
-        for number, (samples, drawn) in enumerate(zip(sizes, windows[-1], strict=True)):
+        windows.append((torch.stack([problem.micro_batch(samples) for samples in sizes]), share))
+        for number, (samples, drawn) in enumerate(zip(sizes, windows[-1][0], strict=True)):
             others = {"no weights": None, "weights on the device": torch.tensor(float(samples))}
             weight: Any = others.get(how, samples)
             grads = drawn.to(params[0]).split([SIZE - 100, 100])
@@ -67,7 +54,7 @@ def test_the_noise_scale_of_a_known_problem(backend: str, how: str) -> None:
             optimizer.grad_scale = torch.tensor(8.0)  # type: ignore[attr-defined]
         optimizer.step()
     found = optimizer.noise_scale()
-    signal, noise = in_fp64(windows, 0.99, torch.tensor(sizes, dtype=torch.float64) / unit)
+    signal, noise = oracle.noise_scale(windows, 0.99)
     assert_close(found.noise, torch.tensor(noise), "norm")
     assert float(found.signal) == pytest.approx(signal, rel=1e-4)  # a difference of sums thirty times as large
     assert float(found.noise_scale) == pytest.approx(noise / signal, rel=1e-4)

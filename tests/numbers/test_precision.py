@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from table import EACH_OPTIMIZER, Case
 from torch import Tensor
 
 import accumfused as af
@@ -63,25 +64,18 @@ def test_weight_decay_alone_shrinks_weights_as_it_should(name: str) -> None:
 
 # ---- masters -------------------------------------------------------------------------------------------------------
 
-RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "SGD": (af.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 1e-2}),
-    "Adam": (af.Adam, {"lr": 1e-3, "weight_decay": 1e-2}),
-    "AdamW": (af.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
-    "Lion": (af.Lion, {"lr": 1e-4, "weight_decay": 0.1}),
-}
 MASTERS = [(BF16, "split16"), (FP16, "fp32")]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", EACH_OPTIMIZER, ids=lambda case: case.name)
 @pytest.mark.parametrize(("dtype", "masters"), MASTERS, ids=str)
-def test_masters_are_the_weights_of_fp32_training_bit_for_bit(rule: str, dtype: torch.dtype, masters: str) -> None:
+def test_masters_are_the_weights_of_fp32_training_bit_for_bit(case: Case, dtype: torch.dtype, masters: Any) -> None:
     """After each of 100 steps; the parameter itself is the number nearest to its master."""
-    make, options = RULES[rule]
     generator = torch.Generator().manual_seed(3)
     start = (0.02 * torch.randn(1 << 11, generator=generator)).to(dtype)
     exact, param = torch.nn.Parameter(start.float()), torch.nn.Parameter(start.clone())
     exact.grad_dtype = dtype
-    optimizers = make([exact], **options), make([param], master_weights=masters, rounding_seed=0, **options)
+    optimizers = case.make([exact]), case.make([param], master_weights=masters, rounding_seed=0)
     for _ in range(100):
         grad = (1e-3 * torch.randn(len(start), generator=generator)).to(dtype)
         exact.grad, param.grad = grad, grad.clone()
