@@ -153,6 +153,7 @@ class Problem:
     special: tuple[tuple[int, float], ...] = ()  # at these places of gradients
     special_params: tuple[tuple[int, float], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()  # in place of the case's
+    is_measured: bool = False  # metrics and the noise scale are taken
 
     def __str__(self) -> str:
         return f"{self.case}-{self.weights}-{self.states}"
@@ -255,7 +256,8 @@ class Run:
         self.optimizer: Any = replace(case, options=own).make(
             groups, self.watched, max_grad_norm=problem.tail.max_grad_norm, rounding_seed=17,
             state_dtype=STATES[kept(problem.states, case, *groups)], state_dtype_min_numel=fewest, **options,
-            clip=problem.tail.clip, skip_above=problem.tail.skip_above,
+            clip=problem.tail.clip, skip_above=problem.tail.skip_above, metrics=problem.is_measured,
+            noise_scale=problem.is_measured,
             **({} if problem.tail.nonfinite is None else {"nonfinite": problem.tail.nonfinite}),
         )  # fmt: skip
         self.lr = own["lr"]
@@ -330,6 +332,10 @@ class Run:
         if outcome is not None:  # behind the policies
             each = [] if outcome.coefficients is None else [outcome.coefficients]
             self.watched.outcomes += [values.clone() for values in (outcome.values, *each)]
+        if self.problem.is_measured:
+            noise = self.optimizer.noise_scale()
+            self.found[f"metrics {number}"] = self.optimizer.metrics().values
+            self.found[f"noise {number}"] = torch.stack([noise.signal, noise.noise, noise.windows])
         for name in ("grad_scale", "found_inf"):
             if hasattr(self.optimizer, name):
                 delattr(self.optimizer, name)

@@ -1,8 +1,12 @@
-"""Policies of clipping have the same bits everywhere: norms of tensors and groups, coefficients of rows, histories."""
+"""Policies of clipping, metrics and the noise scale have the same bits everywhere.
+
+Norms of tensors and groups, coefficients of rows, histories; and what kernels sum beside their work.
+"""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 from compare import assert_same_bits
 from layouts import EDGES, PIECE, edges
 from places import INSTRUCTION_SETS, INTERPRETED, ON_CPU, ON_GPU, Place
-from problems import GRADS, INF, Loop, Problem, Tail, assert_conforms, bare_plan
+from problems import GRADS, INF, Loop, Problem, Tail, assert_conforms, bare_plan, expected
 
 import accumfused as af
 from accumfused.formats.numeric import CHUNK, LANES, sum_partials, sum_segments
@@ -31,6 +35,19 @@ PROBLEMS = {
     "skip above a mean": Problem("sgd", loop=LONG, tail=Tail(0.5, skip_above=af.RunningMean(1.001, 0.8, 1))),
     "skip above": Problem("sgd", loop=LONG, tail=Tail(None, grad_scale="0.5", clip=PER_TENSOR, skip_above=330.0)),
 }  # fmt: skip
+# Of the second update a gradient is not finite; in the third a parameter has none.
+OVERFLOWS = Tail(bad=(INF,))
+MEASURED = {
+    "sums": Problem("adamw", loop=Loop(((None,) * 3, (None,) * 3, (None,))), tail=OVERFLOWS, groups=2),
+    "means": Problem(
+        "sgd_momentum", GRADS[0], "split16", "bf16", Loop(((3.0, 0.7), (2.0, 1.0), (2.0,))), OVERFLOWS, groups=2
+    ),
+    "means, closed and packed": Problem(
+        "adamw", GRADS[0], "split8", "8bit", Loop(((3.0, 0.7, 5.0), (2.0, 1.0), (2.0,)), closed=True), Tail(1e6)
+    ),
+    "on the device": Problem("lion", weights="bf16_stochastic", loop=Loop((("3", "0", "0.7"), ("5", "2"), ("2",)))),
+}
+PROBLEMS |= {f"measured {name}": replace(problem, is_measured=True) for name, problem in MEASURED.items()}
 NOT_FOR_CUDA = {
     "sums of groups": Problem("adamw_schedule_free", groups=2, tail=Tail(None, clip=PER_TENSOR)),
 }
@@ -46,6 +63,13 @@ def test_every_place_gives_the_reference_bits(name: str, place: Place) -> None:
 @pytest.mark.parametrize("name", NOT_FOR_CUDA)
 def test_rules_without_a_cuda_kernel_do_too(name: str, place: Place) -> None:
     assert_conforms(smaller(NOT_FOR_CUDA[name], place), place.backend, place.device)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_is_measured_is_neither_nothing_nor_lost(name: str) -> None:
+    found, _ = expected(PROBLEMS[f"measured {name}"])
+    assert bool(found["metrics 0"].isfinite().all())
+    assert bool((found["noise 0"] != 0).all())
 
 
 def smaller(problem: Problem, place: Place) -> Problem:
