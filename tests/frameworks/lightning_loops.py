@@ -69,6 +69,19 @@ class Weighted(Windowed):
         return loss_of(self.net, batch)
 
 
+class Logging(Stock):
+    """Logs in its training step, as most modules do."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+class LoggingAndWeighted(Logging, Weighted):
+    """Both."""
+
+
 def precision(name: str, init_scale: float = 2.0**10) -> dict[str, Any]:
     """Arguments of a Trainer; on a CPU "16-mixed" alone would become "bf16-mixed" without a scaler."""
     if name != "16-mixed":

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from inside import attached
-from lightning_loops import Stock, Weighted, fit
+from lightning_loops import Logging, LoggingAndWeighted, Stock, Weighted, fit
 from regression import Batch, K
 from torch import Tensor
 from torch.nn import functional as F
@@ -170,19 +170,6 @@ def test_a_loop_of_accelerate_has_its_verdict_and_its_remedy(verdict: str, argum
 
 
 # ---- the first steps of a training -----------------------------------------------------------------------------------
-
-
-class Logging(Stock):
-    """Logs in its training step, as most modules do."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
-        return loss
-
-
-class LoggingAndWeighted(Weighted, Logging):
-    """Both."""
 
 
 class BrokenTrainer(transformers.Trainer):  # type: ignore[misc]

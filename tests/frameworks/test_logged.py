@@ -14,7 +14,7 @@ import pytest
 import torch
 from compare import assert_all_same_bits, everything
 from device import NoReads
-from lightning_loops import Stock, Weighted, fit, lightning
+from lightning_loops import LoggingAndWeighted, Stock, fit, lightning
 from lightning_loops import fuse_trainer as fuse_lightning
 from regression import MAX_NORM, Batch, K, fused, stock
 from torch import nn
@@ -143,16 +143,9 @@ class Seen(lightning.pytorch.loggers.Logger):
         self.rows.append((step or 0, dict(metrics)))
 
 
-class Logging(Weighted):
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
-        return loss
-
-
 @pytest.mark.parametrize("k", [1, K])
 def test_lightning_logs_beside_its_own_numbers_and_trains_the_same(k: int) -> None:
-    module, plain, seen = Logging(stock), Logging(fused), Seen()
+    module, plain, seen = LoggingAndWeighted(stock), LoggingAndWeighted(fused), Seen()
     options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": k, "log_every_n_steps": 2}
     silent = pytest.warns(af.AccumulationWarning, match="measures nothing") if k == 1 else contextlib.nullcontext()
     with silent:
@@ -177,11 +170,11 @@ def test_a_resumed_lightning_trainer_logs_the_same(tmp_path: Path) -> None:
     whole, resumed = Seen(), Seen()
     options: dict[str, Any] = {"accumulate_grad_batches": K, "log_every_n_steps": 2}
     measured: dict[str, Any] = {"metrics": "groups", "noise_scale": True}
-    first = fit(Logging(stock), max_epochs=1, **options, **measured)
+    first = fit(LoggingAndWeighted(stock), max_epochs=1, **options, **measured)
     assert first.global_step % 2 == 1
     first.save_checkpoint(tmp_path / "epoch.ckpt")
     for seen, path in ((whole, None), (resumed, tmp_path / "epoch.ckpt")):
-        fit(Logging(stock), max_epochs=3, ckpt_path=path, logger=seen, **options, **measured)
+        fit(LoggingAndWeighted(stock), max_epochs=3, ckpt_path=path, logger=seen, **options, **measured)
     found, expected = ([(step, of_steps(row)) for step, row in seen.rows if "clip" in row] for seen in (resumed, whole))
     assert found
     assert found == expected[-len(found) :]
