@@ -58,6 +58,21 @@ class Seeded(nn.Module):
         torch.manual_seed(0)
 
 
+class WithLoss(Seeded):
+    """Returns its loss, as models of transformers do."""
+
+    def __init__(self, *between: nn.Module) -> None:
+        super().__init__()
+        self.net = net(*between)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = self.net(x)
+        return {"loss": self.loss(out, labels), "logits": out}
+
+    def loss(self, out: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(out.float(), labels)
+
+
 class Language(Seeded):
     """A small GPT-like model: its embedding and its head are one tensor, its mask a buffer."""
 

@@ -17,6 +17,7 @@ from audited_loops import (
     SIZES,
     K,
     Language,
+    WithLoss,
     end,
     ends,
     net,
@@ -77,19 +78,14 @@ def test_an_audit_leaves_everything_as_it_was_bit_for_bit() -> None:
 
 
 def test_a_watched_run_is_the_same_run_bit_for_bit() -> None:
-    class Whole(nn.Module):
+    class Drawing(WithLoss):
         """Returns a loss, which is looked at again, and draws with a function, which no copy can switch off."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net(nn.BatchNorm1d(16), nn.Dropout(0.2))
-
-        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-            out = self.inner(F.dropout(x, 0.2))
-            return {"loss": F.cross_entropy(out, y), "logits": out}
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return super().forward(F.dropout(x, 0.2), labels)
 
     def run(is_watched: bool) -> list[Any]:
-        model = Whole()
+        model = Drawing(nn.BatchNorm1d(16), nn.Dropout(0.2))
         optimizer = af.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.1)
         watch: Any = af.audit.watch(model, optimizer) if is_watched else torch.enable_grad()
         torch.manual_seed(5)
@@ -202,41 +198,33 @@ def test_causes_that_are_ignored_do_not_count() -> None:
 def test_a_window_is_computed_at_once_where_the_model_returns_its_loss() -> None:
     """What the graph cannot tell is measured then: BatchNorm, and a compiled function that hides its terms."""
 
-    class Whole(nn.Module):
-        def __init__(self, *between: nn.Module) -> None:
-            super().__init__()
-            self.inner = net(*between)
-
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(self.inner(x), labels)
-
     def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        (model(x, labels=y) / K).backward()
+        (model(x, labels=y)["loss"] / K).backward()
         end(optimizer, i)
 
     def changed(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
         if ends(i):
-            (model(x, labels=y) / K).backward()
-            model.inner[0].weight.grad *= 0.5
+            (model(x, labels=y)["loss"] / K).backward()
+            model.net[0].weight.grad *= 0.5
             update(optimizer)
         else:
             body(model, optimizer, i, x, y)
 
     def never_zeroed(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
-        (model(x, labels=y) / K).backward()
+        (model(x, labels=y)["loss"] / K).backward()
         if ends(i):
             optimizer.step()
 
     for loop, name in ((changed, "unexplained"), (never_zeroed, "zero_grad")):
-        report = watched(loop, Whole(nn.Dropout(0.5)))
+        report = watched(loop, WithLoss(nn.Dropout(0.5)))
         assert (report.verdict, report.names) == ("different", [name]), str(report)
-    bound = Whole()
+    bound = WithLoss()
     bound.forward = torch.compile(bound.forward, backend="aot_eager")  # type: ignore[method-assign]  # a copy calls it
-    hidden: Any = torch.compile(Whole(), backend="aot_eager")
+    hidden: Any = torch.compile(WithLoss(), backend="aot_eager")
     for model, verdict, names in (
-        (Whole(), "equal", []), (hidden, "equal", []), (bound, "unknown", []),
-        (Whole(nn.BatchNorm1d(16)), "different", ["batch_norm"]),
-        (Whole(nn.Dropout(0.5)), "equal", []),
+        (WithLoss(), "equal", []), (hidden, "equal", []), (bound, "unknown", []),
+        (WithLoss(nn.BatchNorm1d(16)), "different", ["batch_norm"]),
+        (WithLoss(nn.Dropout(0.5)), "equal", []),
     ):  # fmt: skip
         report = watched(body, model)
         assert (report.verdict, report.names) == (verdict, names), str(report)

@@ -9,6 +9,7 @@ import torch
 from audited_loops import (
     K,
     Language,
+    WithLoss,
     body_of,
     clip,
     count,
@@ -289,16 +290,12 @@ def test_models_may_use_functions_of_torch_func() -> None:
 
 
 def test_a_loss_within_the_model_is_run_again_in_halves() -> None:
-    class Whole(nn.Linear):
-        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-            out = super().forward(x)
-            loss = F.cross_entropy(out, y) if self.plain else (out.mean(0).square().sum())
-            return {"loss": loss, "logits": out}
+    class OfTheBatch(WithLoss):
+        def loss(self, out: Tensor, labels: Tensor) -> Tensor:
+            return out.mean(0).square().sum()
 
-    for plain, names in ((True, []), (False, ["negatives"])):
-        model = Whole(6, 3)
-        model.plain = plain  # type: ignore[assignment]
-        assert watched(dividing(lambda model, x, y: model(x, y=y)["loss"]), model).names == names
+    for model, names in ((WithLoss(), []), (OfTheBatch(), ["negatives"])):
+        assert watched(dividing(lambda model, x, y: model(x, labels=y)["loss"]), model).names == names
 
 
 def test_a_model_whose_first_dimension_is_time_is_not_cut_there() -> None:
@@ -315,18 +312,13 @@ def test_a_model_whose_first_dimension_is_time_is_not_cut_there() -> None:
 
 
 def test_autocast_rounds_and_raises_no_alarm() -> None:
-    class Whole(nn.Linear):
-        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-            out = super().forward(x)
-            return {"loss": F.cross_entropy(out.float(), y), "logits": out}
-
     def body(model: Any, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(x, y)["loss"]
         (loss / K).backward()
         end(optimizer, i)
 
-    assert watched(body, Whole(6, 3)).matches
+    assert watched(body, WithLoss()).matches
 
     def loss(model: Any, batch: Any) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
