@@ -71,23 +71,15 @@ def coefficient(sets: Sequence[Sequence[Tensor]], scale: float) -> float:
     return scale * min(1.0, MAX_GRAD_NORM / (norm + 1e-6))
 
 
-def step(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The parameter and its first moment after step number `count`."""
-    beta1, beta2 = BETAS
-    correction1, correction2 = 1 - beta1**count, 1 - beta2**count
-    # In place, of doubles that are new: a check of every variant must not take longer than the benchmark.
-    exp_avg = exp_avg.double().mul_(beta1).add_(grad, alpha=1 - beta1)
-    exp_avg_sq = exp_avg_sq.double().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denominator = exp_avg_sq.div_(correction2).sqrt_().add_(EPS)
-    return param.double().mul_(1 - LR * WEIGHT_DECAY).addcdiv_(exp_avg, denominator, value=-LR / correction1), exp_avg
-
-
 class Moments:
-    """Adam's moments in fp64, from zero on; a call takes the gradients of a step, and returns its update over lr."""
+    """Adam's moments in fp64, after `count` steps. A call takes a step's gradients, and returns its update over lr."""
 
-    def __init__(self, betas: tuple[float, float] = BETAS, eps: float = EPS) -> None:
-        self.moments: list[Tensor | float] = [0.0, 0.0]
-        self._betas, self._eps, self._count = betas, eps, 0
+    def __init__(
+        self, first: Tensor | float = 0.0, second: Tensor | float = 0.0, count: int = 0,
+        betas: tuple[float, float] = BETAS, eps: float = EPS,
+    ) -> None:  # fmt: skip
+        self.moments = [first, second]
+        self._betas, self._eps, self._count = betas, eps, count
 
     def __call__(self, grads: Tensor) -> Tensor:
         grads = grads.double()
@@ -96,6 +88,11 @@ class Moments:
         first, second = self.moments = [beta * moment + (1 - beta) * value for beta, moment, value in values]
         correction1, correction2 = (1 - beta**self._count for beta in self._betas)
         return (first / correction1) / ((second / correction2).sqrt() + self._eps)
+
+
+def stepped(param: Tensor, update: Tensor) -> Tensor:
+    """Returns the parameter after an update over lr, and weight decay."""
+    return param * (1 - LR * WEIGHT_DECAY) - LR * update
 
 
 def deviation(before: Sequence[Tensor], found: Sequence[Tensor], sets: Sequence[Sequence[Tensor]]) -> float:
@@ -115,7 +112,7 @@ def deviation(before: Sequence[Tensor], found: Sequence[Tensor], sets: Sequence[
     for start, end, *grads in pieces(before, found, *sets):
         param, moments = start.double(), Moments()
         for grad, factor in zip(grads, factors, strict=True):
-            param = param * (1 - LR * WEIGHT_DECAY) - LR * moments(grad.double() * factor)
+            param = stepped(param, moments(grad.double() * factor))
         squares += torch.stack([(end.double() - param).square().sum(), (param - start.double()).square().sum()])
     wrong, whole = squares.sqrt().tolist()
     return float(wrong / whole)

@@ -135,8 +135,9 @@ class Workload:
             pieces = exact.pieces(self.params, firsts, *before, *grads)
             for found, found_first, param, first, second, *several in pieces:
                 grad = exact.total(several).mul_(factor)
-                right, right_first = exact.step(param, first, second, grad, int(STEPS) + 1)
-                compared = (right.sub_(found), right_first.sub_(found_first), found - param, grad)
+                moments = exact.Moments(first.double(), second.double(), int(STEPS))
+                wrong = exact.stepped(param.double(), moments(grad)) - found
+                compared = (wrong, moments.moments[0] - found_first, found - param, grad)
                 errors.append(torch.stack([*map(exact.largest, compared)]))
         error, moment_error, moved, largest_grad = torch.stack(errors).amax(0).tolist()
         allowed = exact.MOMENT_TOLERANCE

@@ -110,7 +110,7 @@ def gradients(count: int) -> Iterator[Tensor]:
 
 def exact_updates(count: int) -> Tensor:
     """Returns the sum of AdamW's updates per unit of lr, fp64, shape [_PERIOD]."""
-    step, total = Moments(OPTIONS["betas"], OPTIONS["eps"]), torch.zeros(_PERIOD, dtype=torch.double)
+    step, total = Moments(betas=OPTIONS["betas"], eps=OPTIONS["eps"]), torch.zeros(_PERIOD, dtype=torch.double)
     for grad in gradients(count):
         total -= step(grad)
     return total
