@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,17 +46,11 @@ def gradients(elements: int, count: int) -> Iterator[Tensor]:
         yield torch.stack([*spread, normal() / (chi_squared / 3).sqrt(), normal() * alive.repeat_interleave(_ROW)])
 
 
-def ours(state_dtype: Any) -> Callable[..., torch.optim.Optimizer]:
-    def make(groups: Any, **options: Any) -> torch.optim.Optimizer:
-        return af.AdamW(groups, rounding_seed=0, state_dtype=state_dtype, state_dtype_min_numel=0, **options)
-
-    return make
-
-
-OPTIMIZERS = {
-    "fp32 states": ours(torch.float32),
-    "bf16 states": ours(torch.bfloat16),
-    "8-bit states": ours("8bit"),
+ours = partial(af.AdamW, rounding_seed=0, state_dtype_min_numel=0)
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "fp32 states": partial(ours, state_dtype=torch.float32),
+    "bf16 states": partial(ours, state_dtype=torch.bfloat16),
+    "8-bit states": partial(ours, state_dtype="8bit"),
     "torch.optim.AdamW, bf16": torch.optim.AdamW,
     "torchao 8-bit states": other("torchao.optim", "AdamW8bit"),
     "bitsandbytes 8-bit states": other("bitsandbytes.optim", "AdamW8bit"),

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,16 +50,14 @@ class Contender:
     dtype: torch.dtype
     make: Callable[..., torch.optim.Optimizer]
     bytes_per_parameter: float = 2.0
-    weight: Callable[[torch.optim.Optimizer, Tensor], Tensor] = lambda optimizer, param: param.detach().double()
+    weight: Callable[[torch.optim.Optimizer, Tensor], Tensor] = master
     elements: int = _FEWEST
     grad_dtype: torch.dtype = BF16
 
 
 def ours(dtype: torch.dtype, bytes_per_parameter: float, elements: int = _FEWEST, **settings: Any) -> Contender:
-    def make(groups: Any, **options: Any) -> torch.optim.Optimizer:
-        return af.AdamW(groups, rounding_seed=0, **options, **settings)
-
-    return Contender(dtype, make, bytes_per_parameter, master, elements)
+    make = partial(af.AdamW, rounding_seed=0, **settings)
+    return Contender(dtype, make, bytes_per_parameter, elements=elements)
 
 
 def _heavyball(groups: Any, **options: Any) -> torch.optim.Optimizer:
