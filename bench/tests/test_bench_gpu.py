@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import emulation
 import inside
@@ -102,28 +102,13 @@ def test_the_probe_measures_all_formats_by_their_bytes_and_goes_on_after_an_erro
 # ---- clocks ---------------------------------------------------------------------------------------------------------
 
 
-class FakeEvent:
-    """A GPU whose work takes three milliseconds."""
-
-    order: ClassVar[list[str]] = []
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.order.append("event")
-
-    def synchronize(self) -> None:
-        self.order.append("wait")
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        return 3.0
-
-
 def test_the_gpu_is_busy_until_the_host_has_sent_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeEvent.order = order = []
+    """A GPU whose work takes three milliseconds."""
+    order: list[str] = []
+    event = SimpleNamespace(record=lambda: order.append("event"), synchronize=lambda: order.append("wait"))
+    event.elapsed_time = lambda other: 3.0
     for name, fake in {
-        "Event": FakeEvent,
+        "Event": lambda enable_timing: event if enable_timing else None,
         "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=1024),
         "synchronize": lambda: order.append("wait"),
         "_sleep": lambda cycles: order.append("sleep" if cycles > 0 else "nothing"),
