@@ -51,17 +51,7 @@ def pieces(*lists: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def total(grads: Sequence[Tensor]) -> Tensor:
     """The sum of the micro-batches' gradients."""
-    first, *others = grads
-    result = first.double()
-    for grad in others:
-        result += grad
-    return result
-
-
-def largest(values: Tensor) -> Tensor:
-    """The largest absolute value, fp64; NaN if there is one."""
-    low, high = values.aminmax()
-    return torch.maximum(-low, high).double()
+    return sum(grads[1:], grads[0].double())
 
 
 def coefficient(sets: Sequence[Sequence[Tensor]], scale: float) -> float:

@@ -44,11 +44,11 @@ def _compiled(work: Workload) -> Recipe:
 
 # Name -> a clipped step over a workload, and the passes that it consists of (see `bench.measure.Variant`).
 KNOWN: dict[str, tuple[Callable[..., Recipe], tuple[str, ...] | None]] = {
-    FUSED: (_recipe(stock.clip_and_step, fused=True), stock.CLIP_FUSED),
-    TRICK: (_recipe(stock.grad_scale_trick, fused=True), stock.TRICK),
+    FUSED: (_recipe(stock.clip_and_step, fused=True), stock.CLIP_FUSED_PASSES),
+    TRICK: (_recipe(stock.grad_scale_trick, fused=True), stock.TRICK_PASSES),
     FOREACH: (_recipe(stock.clip_and_step, foreach=True), None),
     FOR_LOOP: (_recipe(stock.clip_and_step), None),
-    COMPILED: (_compiled, stock.CLIP_FUSED),  # for seconds, for every shape
+    COMPILED: (_compiled, stock.CLIP_FUSED_PASSES),  # for seconds, for every shape
 }
 
 

@@ -47,16 +47,6 @@ def llama(
     return [*shapes, (width,)]
 
 
-def small(tensors: int) -> Shapes:
-    """Many small tensors: what counts is the cost of a call and of a tensor."""
-    return [(64,)] * tensors
-
-
-def flat(elements: int) -> Shapes:
-    """One tensor."""
-    return [(elements,)]
-
-
 def count(shapes: Shapes) -> int:
     """How many parameters these are."""
     return sum(math.prod(shape) for shape in shapes)
@@ -70,7 +60,7 @@ _MODELS: dict[str, tuple[Callable[[], Shapes], Callable[[], Shapes]]] = {  # who
     GPT2_BLOCKS: (lambda: gpt2(layers=4, vocabulary=0)[2:], lambda: gpt2(64, 2, 512, 64)),
     GPT2: (gpt2, lambda: gpt2(64, 2, 512, 64)),
     LLAMA_1B: (llama, lambda: llama(64, 128, 2, 16, 512)),
-    ONE_TENSOR: (lambda: flat(25_557_032), lambda: flat(100_000)),
+    ONE_TENSOR: (lambda: [(25_557_032,)], lambda: [(100_000,)]),
     RESNET50: (resnet50, lambda: resnet50(8, 10)),
 }
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from bench.exact import MAX_GRAD_NORM
 
-CLIP_FUSED = ("read", "scale", "step")
-TRICK = ("read", "step_rewriting_grad")
-UNSCALE_CLIP_FUSED = ("scale", "read", "scale", "step")
+CLIP_FUSED_PASSES = ("read", "scale", "step")
+TRICK_PASSES = ("read", "step_rewriting_grad")
+UNSCALE_PASSES = ("scale", "read", "scale", "step")
 LOSS_SCALE = 0.25  # so small that gradients which are unscaled (and clipped) again and again stay ordinary numbers
 
 

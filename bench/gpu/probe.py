@@ -14,7 +14,6 @@ from bench.ceilings import MIXES
 from bench.gpu.card import card, elements
 from bench.gpu.journal import Journal
 from bench.measure import Variant
-from bench.shapes import flat
 from bench.suites import Bench
 from bench.suites.kernels import Kernels
 from bench.workload import random_tensors, state_bytes
@@ -75,7 +74,7 @@ class Probe:
         self.own.write(kind, what=what, **facts, **{"TB/s": rate / 1e12, "of copy": share})
 
     def _random(self, dtype: torch.dtype, more: int = 0, scale: float = 1e-3) -> list[Tensor]:
-        return random_tensors(flat(self.elements + more), scale, dtype, self.bench.device)
+        return random_tensors([(self.elements + more,)], scale, dtype, self.bench.device)
 
     def _optimizer(self, case: Case, grads: list[Tensor]) -> Any:
         """Makes the optimizer, and its first step, which makes its states."""

@@ -11,7 +11,7 @@ import torch
 from bench.gpu.card import card, elements
 from bench.gpu.journal import Journal
 from bench.measure import Variant
-from bench.shapes import GPT2, Shapes, flat, model, small
+from bench.shapes import GPT2, Shapes, model
 from bench.suites import Bench, graph
 from bench.tables import Row, median
 
@@ -28,11 +28,11 @@ def main() -> None:
     own.write("rates", copy_TBs=statistics.median(copies) / 1e12, floor_us=1e6 * floor.median)
     large = elements(bench, LARGE, _BYTES)
     models = {
-        "1000 tensors of 64": small(20 if bench.quick else 1000),
-        "one tensor of 2M": flat(elements(bench, 2_000_000, _BYTES)),
+        "1000 tensors of 64": [(64,)] * (20 if bench.quick else 1000),
+        "one tensor of 2M": [(elements(bench, 2_000_000, _BYTES),)],
         GPT2: model(GPT2, bench.quick),
-        f"one tensor of {large:.2g}": flat(large),
-        "10,000 tensors of 64": small(30 if bench.quick else 10_000),
+        f"one tensor of {large:.2g}": [(large,)],
+        "10,000 tensors of 64": [(64,)] * (30 if bench.quick else 10_000),
     }
     for name, of in models.items():
         with own.section("versus", model=name):

@@ -36,6 +36,7 @@ from bench.workload import state_bytes
 FOLLOWS = ()
 _PROCESSES = 2
 _MICRO_BATCHES = 4
+_LAST = _MICRO_BATCHES - 1
 _ALONE = "backward passes alone"
 # glibc gives freed gradients back to the system or not, by what lies above them, and the kernel clears each page before
 # it comes again: up to 25 ms a backward pass here, more where the gradients of a micro-batch exist all at once.
@@ -78,12 +79,10 @@ class Given(nn.Module):
 Made = tuple[Callable[[], None], Any]  # a window, and its optimizer
 
 
-def _made(optimizer: Any, micro_batch: Callable[[int, bool], object], *tail: Callable[[], object]) -> Made:
-    """Args: micro_batch: gets its number, and whether it is the window's last."""
-
+def _made(optimizer: Any, micro_batch: Callable[[int], object], *tail: Callable[[], object]) -> Made:
     def window() -> None:
         for number in range(_MICRO_BATCHES):
-            micro_batch(number, number + 1 == _MICRO_BATCHES)
+            micro_batch(number)
         for call in tail:
             call()
 
@@ -102,8 +101,8 @@ def ddp_stock(model: Given, *, zero: bool) -> Made:
         optimizer = torch.optim.AdamW(params, fused=True, **ADAMW)
     ddp.register_comm_hook(None, _counting_hook)
 
-    def micro_batch(number: int, last: bool) -> None:
-        with nullcontext() if last else ddp.no_sync():
+    def micro_batch(number: int) -> None:
+        with ddp.no_sync() if number < _LAST else nullcontext():
             (ddp(number) / _MICRO_BATCHES).backward()
 
     return _made(optimizer, micro_batch, stock.clip_and_step(params, optimizer), optimizer.zero_grad)
@@ -116,7 +115,7 @@ def ddp_ours(model: Given, *, released: bool = False, **settings: Any) -> Made:
     af.attach_ddp(ddp, optimizer)
     optimizer._release = af.release_gradients(optimizer, 16 * 2**20) if released else None  # lives as long
 
-    def micro_batch(number: int, last: bool) -> None:
+    def micro_batch(number: int) -> None:
         with ddp.no_sync():  # DDP's copies to its buckets and back are of no use here
             optimizer.backward(ddp(number), 1.0)
 
@@ -127,8 +126,8 @@ def fsdp(model: Given, *, ours: bool) -> Made:
     fully_shard(model)
     params = [*model.parameters()]
 
-    def micro_batch(number: int, last: bool) -> None:
-        model.set_requires_gradient_sync(last)
+    def micro_batch(number: int) -> None:
+        model.set_requires_gradient_sync(number == _LAST)
         (model(number) / _MICRO_BATCHES).backward()
 
     if ours:
@@ -139,7 +138,7 @@ def fsdp(model: Given, *, ours: bool) -> Made:
 
 
 def alone(model: Given) -> Made:
-    def micro_batch(number: int, last: bool) -> None:
+    def micro_batch(number: int) -> None:
         model(number).backward()
         model.zero_grad()  # adding them up is the tail's
 

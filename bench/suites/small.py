@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from bench.measure import Variant
 from bench.peers import AGAINST, FOR_LOOP, FOREACH, KNOWN, peers
-from bench.shapes import small
 from bench.suites import Bench
 from bench.tables import Table, timed
 
@@ -19,7 +18,7 @@ def run(bench: Bench) -> list[Table]:
 
 
 def _size(bench: Bench, tensors: int) -> list[Table]:
-    work = bench.workload(small(tensors))
+    work = bench.workload([(64,)] * tensors)
     # Loops over many tensors take a CPU long, and show nothing that those over fewer do not.
     too_many = tensors >= _MANY and not bench.on_gpu
     checked, optimizers = peers(work, () if too_many else (FOREACH, FOR_LOOP)), bench.ours(work)

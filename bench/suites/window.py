@@ -45,8 +45,8 @@ def _fp32(bench: Bench, model: str, of: Shapes) -> Table:
     clips, trick = stock.clip_and_step(work.params, fused), stock.grad_scale_trick(work.params, fused)
     added = ("accumulate",) * (_MICRO_BATCHES - 1)
     variants = [
-        Variant("autograd + clip + fused", partial(stock_window, clips), passes=(*added, *stock.CLIP_FUSED)),
-        Variant("autograd + trick", partial(stock_window, trick), passes=(*added, *stock.TRICK)),
+        Variant("autograd + clip + fused", partial(stock_window, clips), passes=(*added, *stock.CLIP_FUSED_PASSES)),
+        Variant("autograd + trick", partial(stock_window, trick), passes=(*added, *stock.TRICK_PASSES)),
     ]
     for closes in (False, True):
         for label, optimizer in bench.ours(work).items():
@@ -87,7 +87,7 @@ def _bf16(bench: Bench, model: str, of: Shapes) -> Table:
         release(work.params)
 
     takes_fp32, takes_bf16 = (partial(set_grad_dtype, work.params, dtype) for dtype in (torch.float32, torch.bfloat16))
-    widened = ("overwrite_bf16",) + ("overwrite_bf16", "accumulate") * (_MICRO_BATCHES - 1) + stock.TRICK
+    widened = ("overwrite_bf16",) + ("overwrite_bf16", "accumulate") * (_MICRO_BATCHES - 1) + stock.TRICK_PASSES
     added = ("overwrite_bf16",) + ("accumulate_bf16",) * (_MICRO_BATCHES - 1) + ("step",)
     masters, manual = "grad_dtype=float32 + trick on fp32 masters", "_foreach_add_ into kept fp32 buffers + trick"
     variants = [
