@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accumfused.__main__ import processor, report
+from accumfused.__main__ import installed, processor, report
 
 _QUERY = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "pstate")
 
@@ -31,10 +31,6 @@ def machine() -> dict[str, Any]:
 def gpu(device: torch.device) -> dict[str, Any]:
     """The GPU, and what is set on it: nothing is changed."""
     properties = torch.cuda.get_device_properties(device)
-    try:
-        triton = __import__("triton").__version__
-    except ImportError:
-        triton = None
     return {
         "gpu": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",
@@ -42,7 +38,7 @@ def gpu(device: torch.device) -> dict[str, Any]:
         "memory_bytes": properties.total_memory,
         "l2_bytes": properties.L2_cache_size,
         "cuda": torch.version.cuda,
-        "triton": triton,
+        "triton": installed("triton"),
         "nvidia_smi": nvidia_smi(),
     }
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from accumfused.__main__ import installed
 from accumfused.rules import to_cpp
 from bench.gpu.journal import Journal
 from bench.gpu.runner import ROOT
@@ -34,8 +35,7 @@ _LAST = 4000  # characters of what the compiler says
 
 def main() -> None:
     own = Journal("build")
-    versions = {each.metadata["Name"]: each.version for each in metadata.distributions()}
-    own.write("packages", python=sys.version.split()[0], **{name: versions.get(name) for name in _PACKAGES})
+    own.write("packages", python=sys.version.split()[0], **{name: installed(name) for name in _PACKAGES})
     own.write("programs", **{name: shutil.which(name) for name in _PROGRAMS})
     facts = gpu(torch.device("cuda", 0))
     own.write("GPU", **facts)

@@ -65,8 +65,7 @@ def _turn(process: subprocess.Popen[str]) -> list[float]:
     """One window of this contender: CPU seconds, page faults, peak memory in bytes."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+    print(file=process.stdin, flush=True)
     return json.loads(process.stdout.readline())  # type: ignore[no-any-return]
 
 
