@@ -62,7 +62,7 @@ struct Streams {
   float* a;
   float* b;
   float* c;
-  const float* d;  // read only; 16-bit where the mix says so
+  float* d;  // 16-bit where the mix says so
 };
 
 const uint16_t* halves(const Streams& s) { return reinterpret_cast<const uint16_t*>(s.d); }
@@ -124,6 +124,7 @@ struct Narrow : Reads<0, 4> {
   }
 };
 
+template <bool kRewritesD>
 struct Step : Reads<3, 4> {
   void block(const Streams& s, int64_t i) {
     for (int64_t k = 0; k < kBlock; ++k) {
@@ -131,19 +132,7 @@ struct Step : Reads<3, 4> {
       s.a[i + k] = s.a[i + k] * 0.5f + d;
       s.b[i + k] = s.b[i + k] * 0.5f + d;
       s.c[i + k] = s.c[i + k] * 0.5f + d;
-    }
-  }
-};
-
-struct StepRewritingGrad : Reads<3, 4> {
-  void block(const Streams& s, int64_t i) {
-    float* grad = const_cast<float*>(s.d);
-    for (int64_t k = 0; k < kBlock; ++k) {
-      const float d = grad[i + k];
-      s.a[i + k] = s.a[i + k] * 0.5f + d;
-      s.b[i + k] = s.b[i + k] * 0.5f + d;
-      s.c[i + k] = s.c[i + k] * 0.5f + d;
-      grad[i + k] = -d;
+      if constexpr (kRewritesD) s.d[i + k] = -d;
     }
   }
 };
@@ -214,6 +203,6 @@ MIX(accumulate, Accumulate)
 MIX(accumulate_bf16, AccumulateBf16)
 MIX(overwrite_bf16, OverwriteBf16)
 MIX(narrow_bf16, Narrow)
-MIX(step, Step)
-MIX(step_rewriting_grad, StepRewritingGrad)
+MIX(step, Step<false>)
+MIX(step_rewriting_grad, Step<true>)
 }
