@@ -405,7 +405,8 @@ class Window:
         """An open window of a checkpoint's sums and numbers."""
         return cls(
             params, Arena(len(params)), phase=Phase.OPEN, sums=Grads(sums),
-            is_measured=[False] * len(sums), lacking=sum(s is None for s in sums), weights=WindowWeights.resumed(numbers),
+            is_measured=[False] * len(sums), lacking=sum(s is None for s in sums),
+            weights=WindowWeights.resumed(numbers),
         )  # fmt: skip
 
     def copied(self) -> Window:
