@@ -65,7 +65,9 @@ def row_of(
 
 
 def has_memory(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta"
+    """Whether kernels may have its address. A wrapper, of a quantized weight say, has none; a DTensor's part has."""
+    is_wrapper = is_traceable_wrapper_subclass(tensor) and not shards.is_dtensor(tensor)
+    return tensor.layout == torch.strided and tensor.device.type != "meta" and not is_wrapper
 
 
 def is_freed(tensor: Tensor) -> bool:

@@ -263,6 +263,7 @@ def test_a_parameter_that_cannot_be_updated_is_refused_at_once(kind: str) -> Non
     *(make for make, *_ in PARAMETERS.values()),
     *(lambda dtype=dtype: torch.ones(4, dtype=dtype) for dtype in (torch.int32, torch.float64)),
     lambda: torch.ones(4, device="meta"),
+    lambda: TwoTensor(torch.ones(4), torch.ones(4)),
 ])  # fmt: skip
 def test_a_frozen_parameter_may_be_anything(backend: str, make: Callable[[], Tensor]) -> None:
     frozen, param = Parameter(make(), requires_grad=False), Parameter(torch.full((4,), 8.0))
