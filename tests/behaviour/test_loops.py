@@ -225,3 +225,14 @@ def test_released_gradients_leave_the_same_bits(
         run(loop, kind, CASES[1], style, style != "sum", backend, each, grad_dtype) for each in (None, bucket)
     )
     assert_all_same_bits(released, plain)
+
+
+def test_a_dropped_window_gives_parameters_the_dtype_of_their_gradients_back(backend: str) -> None:
+    param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = af.SGD([param], lr=0.5, backend=backend)
+    param.sum().backward()
+    optimizer.accumulate(2.0, last=True)
+    assert param.grad is not None
+    assert param.grad.dtype == torch.float32
+    optimizer.zero_grad()
+    assert param.grad_dtype == torch.bfloat16
