@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,13 @@ def clip_and_step(params: list[torch.nn.Parameter], optimizer: torch.optim.Optim
     return run
 
 
+def step_scaled(optimizer: Any, scale: Tensor) -> None:
+    """What a GradScaler does: the scale is on the device, and step() divides gradients by it."""
+    optimizer.grad_scale = scale
+    optimizer.step()
+    del optimizer.grad_scale
+
+
 def grad_scale_trick(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Deferred clipping: the fused step divides by `optimizer.grad_scale`, so clipping needs no pass of its own.
 
@@ -34,9 +42,7 @@ def grad_scale_trick(params: list[torch.nn.Parameter], optimizer: torch.optim.Op
 
     def run() -> None:
         norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
-        optimizer.grad_scale = ((norm + 1e-6) / MAX_GRAD_NORM).clamp(min=1.0)  # type: ignore[attr-defined]
-        optimizer.step()
-        del optimizer.grad_scale  # type: ignore[attr-defined]
+        step_scaled(optimizer, ((norm + 1e-6) / MAX_GRAD_NORM).clamp(min=1.0))
 
     return run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -40,8 +39,9 @@ def _model(bench: Bench, name: str, of: Shapes, others: list[str]) -> Table:
     for label, optimizer in bench.ours(work).items():
         checked.add(Variant(f"{label}, from p.grad", optimizer.step, work.set_grads, ("read", "step")))
         if bench.on_gpu:
-            scaled = Variant(f"{label}, grad_scale", _scaled(work, optimizer), work.set_grads, ("read", "step"))
-            checked.add(scaled, scale=1 / stock.LOSS_SCALE)
+            scaled = partial(stock.step_scaled, optimizer, torch.tensor(stock.LOSS_SCALE, device=work.device))
+            variant = Variant(f"{label}, grad_scale", scaled, work.set_grads, ("read", "step"))
+            checked.add(variant, scale=1 / stock.LOSS_SCALE)
         folds = partial(fold, work, optimizer, sets)
         checked.add(Variant(f"{label}, after accumulate()", optimizer.step, folds, ("step",)), sets)
     small = work.count < 5e7
@@ -59,15 +59,3 @@ def fold(work: Workload, optimizer: af.AdamW, sets: list[list[torch.Tensor]]) ->
     for grads in sets:
         work.set_grads(grads)
         optimizer.accumulate()
-
-
-def _scaled(work: Workload, optimizer: af.AdamW) -> Callable[[], None]:
-    """As with a GradScaler: the loss scale is on the device, and step() divides by it."""
-    loss_scale = torch.tensor(stock.LOSS_SCALE, device=work.device)
-
-    def run() -> None:
-        optimizer.grad_scale = loss_scale  # type: ignore[attr-defined]
-        optimizer.step()
-        del optimizer.grad_scale  # type: ignore[attr-defined]
-
-    return run
