@@ -23,6 +23,7 @@ except ImportError:
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from accumfused.backends import NAMES, why_not
 from bench import compare, report
@@ -138,19 +139,23 @@ def run(
         if path is not None:
             write(path, Results(results.machine, {**results.suites, **ceilings}, results.interrupted))
 
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        for number, (name, suite) in enumerate(suites.items(), 1):
-            try:
-                with console.status(f"{name}, {number} of {len(suites)}"):
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(suites))
+            for name, suite in suites.items():
+                progress.update(task, description=name)
+                try:
                     results.suites[name] = suite.run(bench)
-            except Exception:  # the others' figures are not lost
-                failed.append(name)
-                console.print(f"{name} failed:\n{traceback.format_exc()}", markup=False, highlight=False)
-            for table in results.suites.get(name, ()):
-                show(table, console, [f"{each.name}: {each.words()} ({each.heading})" for each in losses(table)])
-            if bench.on_gpu:
-                results.machine[f"nvidia_smi_after_{name}"] = nvidia_smi()
-            save()
+                except Exception:  # the others' figures are not lost
+                    failed.append(name)
+                    console.print(f"{name} failed:\n{traceback.format_exc()}", markup=False, highlight=False)
+                for table in results.suites.get(name, ()):
+                    show(table, console, [f"{each.name}: {each.words()} ({each.heading})" for each in losses(table)])
+                if bench.on_gpu:
+                    results.machine[f"nvidia_smi_after_{name}"] = nvidia_smi()
+                progress.advance(task)
+                save()
     except KeyboardInterrupt:
         results.interrupted = True
         save()
