@@ -315,9 +315,12 @@ class Engine:
             outcome = self.clipping.take_norm(policies, plan, unmeasured, partials, scaling)
         outcome.spends_grads = is_open
         measured = Measured(plan, grads, matched, has_all_grads, outcome, scaling, divisor, partials)
-        with measured.uncounted_by_an_error():
+        try:
             for observer in self.observers:
                 observer.before(measured, window, groups)
+        except BaseException:
+            measured.uncount()
+            raise
         return measured
 
     def _scaling(self, plan: Plan, divisors: Divisors, divisor: Number | None, *, must: bool) -> tuple[Scaling, bool]:
@@ -370,12 +373,15 @@ class Engine:
             self.end_window()
             return
         has_window = self.window.phase is not Phase.IDLE
-        with measured.uncounted_by_an_error():
+        try:
             own_step = self.plans.owner._own_step
             if own_step is not None:
                 own_step(self.plans.owner, self, measured)
             else:
                 self.update(measured, measured.plan.backend.step)
+        except BaseException:
+            measured.uncount()
+            raise
         self.window.restore_grad_dtypes()
         if has_window:
             self.window.habits.stepped()

@@ -6,8 +6,7 @@ is here in PyTorch; whoever calls `finish_norm` or what it is made of keeps subn
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -96,15 +95,10 @@ class Measured:
         """Counts the step's skip, where `Backend.norm` has not."""
         self.scaling.skips = self.plan.skips.count.add_(self.outcome.skipped)
 
-    @contextlib.contextmanager
-    def uncounted_by_an_error(self) -> Iterator[None]:
+    def uncount(self) -> None:
         """Takes back the skip of a step that fails."""
-        try:
-            yield
-        except BaseException:
-            if self.scaling.skips is not None and not self.is_made:
-                self.scaling.skips.sub_(self.outcome.skipped.long())
-            raise
+        if self.scaling.skips is not None and not self.is_made:
+            self.scaling.skips.sub_(self.outcome.skipped.long())
 
 
 def share(parts: Sequence[Measured], scaling: Scaling) -> None:

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -202,12 +202,14 @@ class Divisors:
         Raises:
             ValueError, TypeError: a scale that is not a number > 0.
         """
-        if scaler is None:
+        if scaler is not None:
+            scale, found_inf, for_scaler = scaler.grad_scale, scaler.found_inf, scaler.for_scaler
+        else:
             scale, found_inf = getattr(owner, "grad_scale", None), getattr(owner, "found_inf", None)
-            scaler = cls(None, scale, found_inf, for_scaler=found_inf is not None)
-        if scaler.grad_scale is not None:
-            scaler = replace(scaler, grad_scale=checked_positive(scaler.grad_scale, "grad_scale"))
-        return replace(scaler, normalizer=normalizer, is_shared=is_shared)
+            for_scaler = found_inf is not None
+        if scale is not None:
+            scale = checked_positive(scale, "grad_scale")
+        return cls(normalizer, scale, found_inf, for_scaler, is_shared)
 
     def scaling(self, device: torch.device, dtype: torch.dtype) -> Scaling:
         """These divisors and the flag, on a device, for an outcome of this dtype."""
