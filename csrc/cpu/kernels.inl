@@ -76,21 +76,17 @@ float sum_of_squares(const G* __restrict grad, int64_t n) {
     lanes[l] = g * g;
   }
   int64_t i = kLanes;
-  // Several rows at a time, so that the lanes come from the L1 cache less often, and the rows after next fetched ahead:
-  // the hardware prefetcher alone leaves a third of the memory's rate unused here.
-  constexpr int64_t kRows = 8, kLine = 64 / sizeof(G), kAhead = kRows * kLanes;
-  for (; i + kRows * kLanes <= n; i += kRows * kLanes) {
+  // Row by row, as they lie in memory, with the lines 8 kB ahead: the hardware prefetcher alone leaves a third of its
+  // rate unused, and several rows at a time (fewer accesses to the lanes) half.
+  constexpr int64_t kLine = 64 / sizeof(G), kAhead = 8192 / sizeof(G);
+  for (; i + kLanes <= n; i += kLanes) {
     for (int64_t l = 0; l < kLanes; l += kLine) {
       const G* __restrict line = grad + i + l;
       float* __restrict lane = lanes + l;
-      for (int64_t r = 0; r < kRows; ++r) __builtin_prefetch(line + r * kLanes + kAhead, 0, 2);
+      __builtin_prefetch(line + kAhead, 0, 2);
       for (int64_t k = 0; k < kLine; ++k) {
-        float sum = lane[k];
-        for (int64_t r = 0; r < kRows; ++r) {
-          const float g = to_float(line[r * kLanes + k]);
-          sum += g * g;
-        }
-        lane[k] = sum;
+        const float g = to_float(line[k]);
+        lane[k] += g * g;
       }
     }
   }
