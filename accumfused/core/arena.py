@@ -108,13 +108,8 @@ class Arena:
 
 def _fits(place: Tensor, row: Row) -> bool:
     """Whether a row's sum can lie in this place, in its tensor's order."""
-    tensor, wanted = row.tensor, row.form.dtype
-    return (place.device, place.dtype, place.shape, place.stride()) == (
-        tensor.device,
-        wanted,
-        tensor.shape,
-        tensor.stride(),
-    )
+    tensor, made = row.tensor, (place.device, place.dtype, place.shape, place.stride())
+    return made == (tensor.device, row.form.dtype, tensor.shape, tensor.stride())
 
 
 def _travels(row: Row) -> bool:
