@@ -1,7 +1,7 @@
 // The machine that runs kernels on the CPU: every thread of a block is a fiber, which runs until it waits for others.
-// Blocks of a grid are there at once, all of a cooperative launch and of others perhaps not, and take turns: at
-// barriers, fences and atomics, and between any two threads. Threads between two barriers, and blocks, run in an order
-// that is shuffled anew each time: what relies on a barrier that is not there goes wrong.
+// Some blocks of a grid are there at once, and take turns: at barriers, fences and atomics, and between any two threads.
+// Threads between two barriers, and blocks, run in an order that is shuffled anew each time: what relies on a barrier
+// that is not there goes wrong.
 #pragma once
 #include <link.h>
 #include <setjmp.h>
@@ -124,7 +124,8 @@ struct Setup {
 };
 
 struct Machine : Setup {
-  std::vector<std::unique_ptr<Block>> blocks;  // as many as a launch has had; the last launch's come first
+  static constexpr size_t kAtOnce = 32;
+  std::vector<std::unique_ptr<Block>> blocks;  // as many as have been there at once; the running launch's come first
   bool is_faulty = false;                      // what is missing is missing in this kernel
   Block* running = nullptr;
   jmp_buf scheduler;
@@ -238,7 +239,7 @@ struct Machine : Setup {
       made.threads[i].state = is_faulty && lacks(&Missing::thread, int(i)) ? State::kMissing : State::kReady;
     }
     made.barriers_of.assign(count, 0), made.shuffles_of.assign(count, 0);
-    made.shared = blocks[shuffle() % grid.x]->shared;  // as another block has left it
+    made.shared = blocks[shuffle() % blocks.size()]->shared;  // as another block has left it
     if (made.shared.size() != shared_bytes || shuffle() % 2) made.shared.assign(shared_bytes, char(0xa5));
     made.order.resize(count);
     std::iota(made.order.begin(), made.order.end(), 0u);
@@ -298,22 +299,22 @@ struct Machine : Setup {
   void run_grid(unsigned count, unsigned threads) {
     grid.x = count;
     shared = SharedMemory::find();
-    while (blocks.size() < count) blocks.push_back(std::make_unique<Block>());
     std::vector<unsigned> left(count);
     std::iota(left.begin(), left.end(), 0u);
-    std::vector<bool> has_begun(count, false);
+    std::shuffle(left.begin(), left.end(), shuffle);
     for (Watched& each : watched) each.global.assign(each.at, each.at + each.global.size());
     const std::vector<char> before(shared.begin, shared.begin + shared.bytes);  // others have such variables, too
     // From blocks one after another to turns of a few threads, in one launch or another.
     const unsigned longest = shuffle() % 4 == 0 ? unsigned(-1) : threads << shuffle() % 5;
-    // Some blocks may wait until others are done.
-    const size_t room = shuffle() % 2 ? count : 1 + shuffle() % count;
-    std::shuffle(left.begin(), left.end(), shuffle);
-    while (!left.empty()) {
-      const size_t which = shuffle() % std::min(room, left.size());
-      Block& next = *blocks[left[which]];
-      if (!has_begun[next.index = left[which]]) begin(next, threads, shared.bytes);
-      has_begun[next.index] = true;
+    const size_t room = 1 + shuffle() % kAtOnce;
+    for (size_t there = 0; there > 0 || !left.empty();) {
+      for (; there < room && !left.empty(); ++there, left.pop_back()) {
+        if (there == blocks.size()) blocks.push_back(std::make_unique<Block>());
+        blocks[there]->index = left.back();
+        begin(*blocks[there], threads, shared.bytes);
+      }
+      const size_t which = shuffle() % there;
+      Block& next = *blocks[which];
       running = &next, block.x = next.index;
       memcpy(shared.begin, next.shared.data(), shared.bytes);
       for (size_t w = 0; w < watched.size(); ++w) {
@@ -326,14 +327,12 @@ struct Machine : Setup {
         if (shuffle() % 2) --next.next;  // it goes on before others of its block
         if (shuffle() % 2) break;
       }
-      if (!goes_on) {
-        fence(next);
-        left.erase(left.begin() + long(which));
-      }
+      if (!goes_on) fence(next);
       memcpy(next.shared.data(), shared.begin, shared.bytes);
       for (size_t w = 0; w < watched.size(); ++w) {
         memcpy(next.views[w].now.data(), watched[w].at, next.views[w].now.size());
       }
+      if (!goes_on) std::swap(blocks[which], blocks[--there]);
     }
     for (Watched& each : watched) memcpy(each.at, each.global.data(), each.global.size());
     memcpy(shared.begin, before.data(), shared.bytes);
