@@ -34,6 +34,12 @@ def interpreted() -> Iterator[Place]:
     triton = pytest.importorskip("triton")
     if triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4")
-    with interpreting(), np.errstate(all="ignore"):  # numpy computes, and warns of overflow
+    interpreter = triton.runtime.interpreter
+    with interpreting(), np.errstate(all="ignore"), pytest.MonkeyPatch.context() as patch:  # numpy warns of overflow
+        # A launch patches the names of these modules that its kernel's knows, and each call of a device function does
+        # it anew, which takes half of the time. With all of them known, the launch's suffices.
+        patch.setattr(interpreter, "core", triton.language.core, raising=False)
+        function = interpreter.InterpretedFunction
+        patch.setattr(function, "__call__", lambda self, *args, **options: self.rewrite()(*args, **options))
         assert type(triton.language.sum).__name__.startswith("Interpreted"), "something imported Triton before us"
         yield Place(backends.select("triton", [CPU]), is_slow=True)

@@ -95,6 +95,8 @@ def _rows(full: bool) -> Iterator[tuple[str, str, Problem]]:
             yield place, str(problem), replace(problem, edges=EDGES[SIZES.get(place, "usual")])
         if place not in ("reference", "two devices", *INTERPRETED):
             packed = [*problems(PACKED), *(problems(PACKED_FIRST) if place in OF_CUDA else [])]
+            if place == "checked" and not full:  # no address depends on values and options
+                packed = problems(PACKED_FIRST | {"case": [*PACKED_FIRST["case"], "adam"]})
             yield from ((place, f"packed-{problem}", problem) for problem in packed)
 
 
