@@ -127,7 +127,7 @@ def test_a_capture_that_would_build_a_plan_or_states_is_refused(change: Any, ver
         getattr(optimizer, verb)()
 
 
-COUNTS = (1, 148, 300, 1000, 3000, 10_000)  # of tensors
+COUNTS = (1, 300, 10_000)  # of tensors
 KNOWN = (2, 0), [(1, 0), (1, 0), (2, 0)]  # launches and copies of a norm with its step; of two folds, and of these
 FRESH = {"emulated": KNOWN, "interpreted": ((2, 1), [(1, 1), (1, 0), (2, 0)])}  # where gradients have new addresses
 MANY = (5, 0), [(4, 0), (1, 0), (2, 0)]  # 10,000 new addresses, of which a launch of the CUDA backend carries thousands
