@@ -41,7 +41,7 @@ os.environ["ACCUMFUSED_CACHE"] = str(Path(__file__).parents[1] / "build" / "rule
 # No test depends on how fast the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-LONG = ("test_bits.py", "test_huggingface.py", "test_triton_code.py")  # files that take a minute or more
+LONG = ("test_bits.py", "test_huggingface.py", "test_triton_code.py")  # the files that take longest
 
 
 @contextlib.contextmanager
@@ -72,7 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     left = [item for item in items if not item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=[*{*items} - {*left}])
-    items[:] = sorted(left, key=lambda item: item.path.name not in LONG)  # so that the processes end together
+    # So that the processes end together: behaviour/ has many short files.
+    items[:] = sorted(left, key=lambda item: (item.path.name not in LONG, item.path.parent.name == "behaviour"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
