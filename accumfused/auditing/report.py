@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -11,7 +12,6 @@ from typing import Any
 from accumfused.auditing.fit import TensorDifference
 from accumfused.auditing.hints import CAUSES, final, hints
 from accumfused.auditing.window import DIFFERENT, EQUAL, SCALED, UNKNOWN, WORST, Window
-from accumfused.drawing import figure
 
 _SHOWN = 8  # steps and tensors in the table
 _LABELS = 16  # of bars in a picture
@@ -177,7 +177,13 @@ class AuditReport:
         Raises:
             ImportError: matplotlib does not load.
         """
-        drawing = figure("picture", 7, 3.9)
+        try:
+            module: Any = importlib.import_module("matplotlib.figure")
+        except ImportError as error:
+            raise ImportError(
+                f"picture() draws with matplotlib, which does not load: {error}; pip install matplotlib"
+            ) from error
+        drawing = module.Figure(figsize=(7, 3.9), layout="constrained")
         axes, start, steps = drawing.subplots(), 0, self.steps[:_SHOWN]
         bars = sum(len(step.shares) for step in steps)
         digits = 2 if 2 * bars <= _LABELS else 1

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accumfused.drawing import figure
 from accumfused.formats.codecs import block_count
 from accumfused.formats.kinds import (
     MASTER,
@@ -30,7 +28,6 @@ from accumfused.rules import Rule
 from accumfused.settings import SettingArguments
 
 PARTS = ("parameters", "masters", "states", "scales", "accumulators", "gradients")
-_COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
 
 
 @dataclass
@@ -95,37 +92,6 @@ class MemoryReport:
         if self.total.not_made:
             lines += ["", f"{_size(self.total.not_made)} of masters and states will be made by the first step."]
         return "\n".join(lines)
-
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draws bytes per parameter element: a bar for each format and for the total, stacked by PARTS.
-
-        Args:
-            path: path of the picture; its suffix chooses the file type (.png, .svg, .pdf).
-
-        Raises:
-            ImportError: matplotlib does not load.
-        """
-        bars = {name: memory for name, memory in self.formats.items() if memory.elements}
-        if len(bars) > 1:
-            bars["total"] = self.total
-        picture = figure("plot", 8, 1.6 + 0.6 * len(bars))
-        axes = picture.subplots()
-        left = [0.0] * len(bars)
-        for part, color in zip(PARTS, _COLORS, strict=True):
-            lengths = [memory.parts[part] / memory.elements for memory in bars.values()]
-            if any(lengths):
-                axes.barh(list(bars), lengths, left=left, label=part, color=color)
-            left = [start + length for start, length in zip(left, lengths, strict=True)]
-        for row, memory in enumerate(bars.values()):
-            axes.annotate(f" {memory.per_element:.2f} ({_size(memory.total)})", (left[row], row), va="center")
-        axes.set_xlabel("bytes per parameter element")
-        axes.set_xlim(0, 1.35 * max(left, default=1.0))
-        axes.invert_yaxis()
-        if bars:
-            axes.legend(
-                loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(PARTS), fontsize="small", frameon=False
-            )
-        picture.savefig(path, dpi=150)
 
 
 def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
