@@ -307,7 +307,7 @@ def test_each_process_refuses_and_writes_nothing(name: str) -> None:
 
 def lose(how: str) -> list[Any]:
     """In a worker: two windows, in the second of which rank 1 is lost; rank 0 says what each step has changed."""
-    optimizer = stepped(process_group=dist.new_group(timeout=datetime.timedelta(seconds=4)))
+    optimizer = stepped(process_group=dist.new_group(timeout=datetime.timedelta(seconds=2)))
     told = []
     for index in range(2):
         optimizer.accumulate(3)
