@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -99,8 +101,10 @@ def test_a_script_without_steps_or_without_a_file_is_told(path: str, capsys: pyt
     ("torch.seed()\n", 1, "The losses differ before the first update: the script draws random numbers that no seed"),
 ])  # fmt: skip
 def test_ten_losses_are_compared_with_those_of_torchs_optimizers(
-    path: str, capsys: pytest.CaptureFixture[str], seeds: str, code: int, tail: str
+    path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, seeds: str, code: int, tail: str
 ) -> None:
+    forked = processes.context()  # such processes have imported torch already
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked)
     Path(path).write_text(SCRIPT.replace("for i in", f"{seeds}for i in"))
     assert script.main(["--swap", path, "4"], PEERS) == code
     out = capsys.readouterr().out
