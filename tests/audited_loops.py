@@ -617,13 +617,14 @@ def two_tasks_in_two_backward_passes(model: Model, optimizer: Any, i: int, x: Te
     end(optimizer, i)
 
 
-def _gan(two: bool) -> Any:
+def _gan(two: bool, is_one_watched: bool = False) -> Any:
     torch.manual_seed(0)
     both = nn.ModuleDict({"made": nn.Linear(4, 6), "judge": nn.Linear(6, 1)})
     bce = F.binary_cross_entropy_with_logits
     parts = [both["judge"].parameters(), both["made"].parameters()] if two else [both.parameters()]
     optimizers = [SGD(part, lr=0.05) for part in parts]
-    with af.audit.watch(both, optimizers, gradient_accumulation_steps=K) as report:
+    seen = optimizers[:1] if is_one_watched else optimizers
+    with af.audit.watch(both, seen, gradient_accumulation_steps=K) as report:
         for _ in range(2):
             for _ in range(K):
                 real, fake = torch.randn(5, 6), both["made"](torch.randn(5, 4))
@@ -773,6 +774,7 @@ def _share(i: int) -> float:
 _loops(
     "equal",
     gan_with_two_optimizers=lambda: _gan(two=True),
+    gan_whose_second_optimizer_is_not_watched=lambda: _gan(two=True, is_one_watched=True),
     gan_with_one_optimizer=lambda: _gan(two=False),
     sharpness_aware=lambda: _sharpness_aware(1),
     sharpness_aware_over_windows=lambda: _sharpness_aware(K),
