@@ -72,26 +72,26 @@ def mixture() -> Any:
 
 
 class Preferences(transformers.Trainer):  # type: ignore[misc]
-    """As DPO does: one forward pass over chosen and rejected, and metrics beside it."""
+    """As DPO does: one forward pass over chosen and rejected."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.metrics: list[float] = []
         self.model_accepts_loss_kwargs = False  # its loss is a mean over pairs
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         ids = torch.cat([inputs["input_ids"], inputs["input_ids"].flip(1)])
         logits = model(input_ids=ids).logits[:, :-1].log_softmax(2)
         chosen, rejected = logits.gather(2, ids[:, 1:, None])[..., 0].sum(1).chunk(2)
-        self.metrics.append(float((chosen > rejected).float().mean()))
         return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
 class DividesAgain(transformers.Trainer):  # type: ignore[misc]
+    """And keeps a list of its losses, which the audit's own calls leave alone."""
+
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs) / self.args.gradient_accumulation_steps
+        loss = super().compute_loss(*args, **kwargs) / self.args.gradient_accumulation_steps
+        vars(self).setdefault("metrics", []).append(float(loss.detach()))
+        return loss
 
 
 class Padded(transformers.Trainer):  # type: ignore[misc]
@@ -121,6 +121,7 @@ def test_a_trainers_verdict_is_that_of_its_loss_over_the_whole_window(
     assert getattr(trainer, "metrics", None) == getattr(plain, "metrics", None)
     (record,) = (each for each in caplog.records if each.name == "accumfused")
     assert record.message.startswith(HEADLINES[verdict]), record.message
+    assert "could not be computed at once" not in record.message
 
 
 def accelerated(weight: float = 1.0, sizes: tuple[int, ...] = (4, 4, 4, 4)) -> Any:
@@ -204,7 +205,7 @@ def test_the_first_steps_are_watched_and_reported_also_where_an_exception_ends_t
     assert record.message.startswith(HEADLINES["different" if causes else "equal"])
     assert (record.levelno == logging.WARNING) == bool(causes)
     assert [cause for cause in CAUSES if f"\n{cause} (" in record.message] == (causes or [])
-    assert "not computed at once" not in record.message
+    assert "could not be computed at once" not in record.message
     if causes:  # the remedy is in the framework's words
         assert ("num_items_in_batch" if train is trainer_trains else "FusedAccumulation mixin") in record.message
     assert ("\n4 " in record.message) == (causes is not None)
