@@ -742,7 +742,7 @@ def _closure(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None
         backward()
 
 
-@loop("equal", make=lambda: torch.optim.LBFGS, steps=lambda: 1)
+@loop("equal", make=lambda: functools.partial(torch.optim.LBFGS, max_iter=2), steps=lambda: 1)
 def closures_of_lbfgs(model: Model, optimizer: Any, i: int, x: Tensor, y: Tensor) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
