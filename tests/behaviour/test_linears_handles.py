@@ -311,7 +311,7 @@ def test_a_compiled_model_leaves_its_graph_for_each_layer(backend: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler's
 def test_compiled_autograd_brings_the_gradients(backend: str) -> None:
     torch.compiler.reset()
-    model, stock = mlp(), mlp()
+    model, stock = Net("unused"), Net("unused")
     optimizer = fused(model, backend)
     with inside.compiled_autograd():
         backward(model)

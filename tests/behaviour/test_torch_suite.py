@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -110,29 +111,27 @@ def test_checkpoints_of_older_versions_are_read(backend: str, info: Any) -> None
     """Step counts were numbers, or of another dtype, as the states may be; or a flag was on."""
     flags = arguments_of(info, *FLAGS)
     later = {*info.not_og_supported_flags, *flags, "decoupled_weight_decay"}
-    for options in inputs_of(info):
-        for form in (float, int, Tensor.int, Tensor.double, *flags):
-            ours, peer = pair_of(info, options, backend)
-            train(ours, peer, steps=2)
-            older = copy.deepcopy(peer.state_dict())
-            (group,) = older["param_groups"]
-            if form in flags:
-                group[form] = True
-            else:
-                for name in later:
-                    if name in flags or not options.get(name):
-                        group.pop(name, None)
-                for state in older["state"].values():
-                    state |= {"step": form(torch.as_tensor(state["step"]))} if "step" in state else {}
-                    number = float if form in (float, int) else Tensor.double
-                    state |= {name: number(state[name]) for name in ("mu_product", "eta", "mu") if name in state}
-                    state |= {"exp_avg": state["exp_avg"].double()} if "exp_avg" in state else {}
-            ours.load_state_dict(older)
-            loaded = ours.param_groups[0]
-            assert {name for name in flags if loaded[name]} == flags & {form}
-            assert all(loaded[name] == ours.defaults[name] for name in later & loaded.keys() - flags)
-            train(ours, peer, steps=1, seed=1)
-            assert_like(peer, ours, (form, options))
+    forms, inputs = [float, int, Tensor.int, Tensor.double, *flags], inputs_of(info)
+    for form, options in itertools.islice(zip(cycle(forms), cycle(inputs), strict=True), max(len(forms), len(inputs))):
+        ours, peer = pair_of(info, options, backend)
+        train(ours, peer, steps=2)
+        older = copy.deepcopy(peer.state_dict())
+        (group,) = older["param_groups"]
+        if form in flags:
+            group[form] = True
+        else:
+            for name in later:
+                if name in flags or not options.get(name):
+                    group.pop(name, None)
+            for state in older["state"].values():
+                state |= {"step": form(torch.as_tensor(state["step"]))} if "step" in state else {}
+                state |= {"exp_avg": state["exp_avg"].double()} if "exp_avg" in state else {}
+        ours.load_state_dict(older)
+        loaded = ours.param_groups[0]
+        assert {name for name in flags if loaded[name]} == flags & {form}
+        assert all(loaded[name] == ours.defaults[name] for name in later & loaded.keys() - flags)
+        train(ours, peer, steps=1, seed=1)
+        assert_like(peer, ours, (form, options))
 
 
 @every_optimizer
