@@ -18,9 +18,17 @@ from torch.nn.utils import clip_grad_norm_
 
 import accumfused as af
 from accumfused.backends import torch_kernels, torch_step
+from accumfused.formats.numeric import CHUNK
 
 SIZES = (3, 17, 1, 10)  # samples in a window's micro-batches
+WIDTH = 300
 STRICT: dict[str, Any] = {"rtol": 1e-15, "atol": 1e-15}  # some roundings of fp64, of numbers around 1
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_kernels, "_CACHED", 4 * CHUNK)  # a fourth of it for fp64
+    monkeypatch.setattr(torch_kernels, "_LARGE", 4 * CHUNK)
 
 
 @pytest.fixture(params=[True, False], ids=["reads", "does not read"])
@@ -32,9 +40,9 @@ def reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 def network(dtype: torch.dtype = torch.float64) -> torch.nn.Sequential:
-    """Its first weight is so large that torch's kernels update it piece by piece."""
+    """Its first weight is so large that torch's kernels update it in two pieces."""
     generator = torch.Generator().manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(1200, 250), torch.nn.Tanh(), torch.nn.Linear(250, 7)).to(dtype)
+    net = torch.nn.Sequential(torch.nn.Linear(WIDTH, 120), torch.nn.Tanh(), torch.nn.Linear(120, 7)).to(dtype)
     for param in net.parameters():
         values = torch.randn(param.shape, generator=generator, dtype=torch.float64, device="cpu")
         param.data.copy_(values / 32)
@@ -44,7 +52,7 @@ def network(dtype: torch.dtype = torch.float64) -> torch.nn.Sequential:
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
-        x, y = (torch.randn(sum(SIZES), n, generator=generator, dtype=torch.float64, device="cpu") for n in (1200, 7))
+        x, y = (torch.randn(sum(SIZES), n, generator=generator, dtype=torch.float64, device="cpu") for n in (WIDTH, 7))
         yield x, y
 
 
@@ -180,19 +188,6 @@ def test_the_windows_of_a_parameter_that_becomes_fp64_are_fp64() -> None:
     expected = torch.tensor([1.0, 3 / 7], dtype=torch.float64)
     torch.testing.assert_close(optimizer.grad_norm, expected.norm(), **STRICT)
     torch.testing.assert_close(param.detach(), 1 - 0.1 * expected, **STRICT)
-
-
-def test_a_parameter_does_not_become_fp64_within_a_window() -> None:
-    param = one(1.0, dtype=torch.float32)
-    optimizer = af.SGD([param], lr=0.1)
-    optimizer.accumulate()
-    param.data = param.data.double()
-    with pytest.raises(
-        RuntimeError, match=r"a parameter became torch\.float64 .*Move the model back, or call zero_grad"
-    ):
-        optimizer.step()
-    param.data = param.data.float()
-    optimizer.step()
 
 
 def test_fp64_gradients_become_the_sum_and_fp32_ones_are_added_in_fp64() -> None:
@@ -348,14 +343,6 @@ def test_native_kernels_refuse_fp64_by_name(name: Any, monkeypatch: pytest.Monke
     assert single.item() == 1.0
 
 
-def test_a_frozen_fp64_parameter_leaves_the_others_to_native_kernels(native: None) -> None:
-    frozen, single = one(1.0).requires_grad_(False), one(1.0, dtype=torch.float32)
-    frozen.grad = None
-    optimizer = af.SGD([single, frozen])
-    optimizer.step()
-    assert inside.backend(optimizer).name == "cpu"
-
-
 def test_an_optimizer_of_another_package_keeps_its_own_step() -> None:
     net, other = network(), network()
     windows(net, af.fuse(torch.optim.NAdam(net.parameters()), max_grad_norm=0.5))
@@ -380,7 +367,7 @@ def test_what_goes_with_windows_goes_with_fp64() -> None:
     assert_equal(net, other, **STRICT)
     assert int(optimizer.dropped_micro_batches) == 4
     metrics = optimizer.metrics().as_dict()
-    assert metrics["grad_norm"] == float(optimizer.grad_norm)
+    assert metrics["grad_norm"] == pytest.approx(float(optimizer.grad_norm), rel=1e-15)
     assert metrics["clip"] == pytest.approx(0.5 / (metrics["grad_norm"] + 1e-6), rel=1e-15)
     assert optimizer.noise_scale().windows == 4
 

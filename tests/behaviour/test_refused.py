@@ -416,18 +416,15 @@ def test_a_gradient_on_another_device_is_refused() -> None:
 @pytest.mark.parametrize("move", [Tensor.double, lambda data: torch.ones(2, 2)], ids=["float64", "another shape"])
 @pytest.mark.parametrize("verb", ["accumulate", "close", "step", "backward"])
 def test_a_parameter_moved_within_a_window_is_refused_and_may_come_back(
-    backend: str, move: Callable[[Tensor], Tensor], verb: str
+    move: Callable[[Tensor], Tensor], verb: str
 ) -> None:
     param: Any = Parameter(torch.randn(4, 3))
-    optimizer = stepped([param], backend)
+    optimizer = stepped([param], "auto")
     param.grad = torch.ones_like(param)
     optimizer.accumulate(2.0)
     before, param.data = param.data, move(param.data)
     param.grad = torch.ones_like(param) if verb in ("accumulate", "close") else None
-    remedy = r"Move the model back, or call zero_grad\(\) and begin the window again"
-    if move is Tensor.double:
-        remedy = f"backend='{backend}' cannot run: a parameter is torch.float64; use backend='auto' or 'torch'"
-    with refused(optimizer, RuntimeError, remedy):
+    with refused(optimizer, RuntimeError, r"a parameter became .*Move the model back, or call zero_grad\(\) and begin"):
         {
             "accumulate": lambda: optimizer.accumulate(2.0), "close": lambda: optimizer.accumulate(2.0, last=True),
             "step": optimizer.step, "backward": lambda: optimizer.backward(param.sum(), 2),
