@@ -57,11 +57,10 @@ UNSEEN = ("nothing", "an option", "the norm")
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("watched", ["by the table", "by the plan"])
-def test_a_change_between_two_steps_is_followed(backend: str, change: str, watched: str) -> None:
-    """The reference watches nothing, and reads everything at each step."""
+def test_a_change_between_two_steps_is_followed(backend: str, change: str) -> None:
+    """The reference watches nothing, and reads everything at each step; then the table does, and the plan."""
     optimizers = []
-    for each in ("reference", backend if watched == "by the table" else TorchBackend()):
+    for each in ("reference", backend, TorchBackend()):
         optimizer = ADAMW_CASE.make(random_params([(4, 4), (7,), (3,)]), each, max_grad_norm=1.0)
         optimizer.add_param_group({"params": random_params([(6,)], seed=1), "lr": 0.5})
         train(optimizer, 2)
@@ -78,10 +77,11 @@ def test_a_change_between_two_steps_is_followed(backend: str, change: str, watch
                     optimizer.state[first].clear()
                 train(optimizer, 2, seed=5)
         optimizers.append(optimizer)
-    found, expected = map(everything, reversed(optimizers))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert_close(found[name], value, "torch.optim", name)
+    expected, *others = map(everything, optimizers)
+    for found in others:
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_close(found[name], value, "torch.optim", name)
     assert params_of(optimizers[0])[0].isfinite().all()
 
 

@@ -50,6 +50,8 @@ SETTINGS: list[tuple[dict[str, Any], Errors, str]] = [
     ({"norm_group": 1, "nonfinite": "drop"}, V, "decides in each process alone, and norm_group= has one norm"),
     ({"norm_group": 1, "noise_scale": True}, V, "noise_scale= measures the parameters of one process"),
     ({"differentiable": True}, (V, T), "differentiable=True is not supported|unexpected .* 'differentiable'"),
+    *[({"metrics": bad}, V, f"metrics must be True, False, or every how many .*, got {bad}") for bad in (-1, 0.5)],
+    *[({"noise_scale": bad}, V, f"or a decay > 0 and < 1, got {bad!r}") for bad in (1.5, "yes")],
     ({"reduce_dtype": torch.float16}, V, r"reduce_dtype must be torch\.float32, .* got torch\.float16"),
     ({"reduce_dtype": torch.float32}, V, "reduce_dtype is for gradients that .*; give one"),
     *[
@@ -233,6 +235,7 @@ PARAMETERS: dict[str, tuple[Callable[[], Tensor], Errors, str]] = {
     "expanded": (lambda: torch.ones(1, 3).expand(4, 3), R, r"overlaps itself .*clone\(\) it first"),
     "overlapping": (lambda: torch.ones(6).as_strided((3, 3), (1, 1)), R, r"strides \[1, 1\] overlaps itself"),
     "freed": (freed, R, "no memory to update .*; materialize it first"),
+    "wrapper": (lambda: TwoTensor(*[torch.ones(4)] * 2), T, "is a TwoTensor, whose memory is that of other tensors"),
     "split16": (lambda: torch.ones(4).half(), V, NOT_SPLIT.format(16)),
     "split8": (lambda: torch.ones(4).half(), V, NOT_SPLIT.format(8)),
 }
@@ -263,7 +266,6 @@ def test_a_parameter_that_cannot_be_updated_is_refused_at_once(kind: str) -> Non
     *(make for make, *_ in PARAMETERS.values()),
     *(lambda dtype=dtype: torch.ones(4, dtype=dtype) for dtype in (torch.int32, torch.float64)),
     lambda: torch.ones(4, device="meta"),
-    lambda: TwoTensor(torch.ones(4), torch.ones(4)),
 ])  # fmt: skip
 def test_a_frozen_parameter_may_be_anything(backend: str, make: Callable[[], Tensor]) -> None:
     frozen, param = Parameter(make(), requires_grad=False), Parameter(torch.full((4,), 8.0))
@@ -399,12 +401,6 @@ def test_a_model_in_place_of_its_parameters_is_refused(name: str) -> None:
     for model in (torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))):
         with pytest.raises(TypeError, match=rf"got a model; write {cls.__name__}\(model\.parameters\(\)\)"):
             cls(model)
-
-
-def test_a_tensor_whose_memory_is_others_is_refused() -> None:
-    param = Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
-    with pytest.raises(TypeError, match="a parameter is a TwoTensor, whose memory is that of other tensors"):
-        af.AdamW([param])
 
 
 def test_a_gradient_on_another_device_is_refused() -> None:
