@@ -6,11 +6,10 @@ import copy
 from math import inf, nan
 from typing import Any
 
-import models
 import pytest
 import torch
 from compare import differences, refused, snapshot, stepped
-from table import STATES, WEIGHTS, Own
+from table import Own
 from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
@@ -224,14 +223,6 @@ def test_a_bad_number_on_the_device_skips_the_step_and_is_counted(
         assert bool(optimizer.step_was_skipped) is skipped
         assert int(optimizer.skipped_steps) == is_skipped
         optimizer.grad_scale, param.grad = None, torch.randn(4)
-
-
-@pytest.mark.pairwise(weights=[*WEIGHTS], states=[*STATES])
-def test_a_skipped_step_writes_no_format(backend: str, weights: str, states: str) -> None:
-    _, optimizer = models.trained(weights, states, backend)
-    before = written(optimizer)
-    models.skip_a_step(optimizer)
-    assert differences(before, written(optimizer)) == []
 
 
 def test_what_overflows_propagates_as_in_torch(backend: str) -> None:
