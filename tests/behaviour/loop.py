@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, ModuleList, Parameter
+from torch.nn import Linear, ModuleList, Parameter, ParameterList
 
 import accumfused as af
 from accumfused.loop import linears
@@ -95,9 +95,14 @@ VERBS: dict[str, Verb] = {
     "own_empty": lambda it: it.optimizer.backward(it.loss(torch.nan), 0),
     "step": lambda it: it.optimizer.step(),
     "zero_grad": lambda it: it.optimizer.zero_grad(),
+    "model_zero": lambda it: ParameterList(it.params).zero_grad(),
     "zero_fill": lambda it: it.optimizer.zero_grad(set_to_none=False),
     "state_dict": lambda it: it.optimizer.state_dict(),
     "load": lambda it: it.optimizer.load_state_dict(it.saved),
+    "read_full": lambda it: it.optimizer.full_precision_state_dict(ParameterList(it.params)),
+    "load_full": lambda it: it.optimizer.load_full_precision_state_dict(
+        ParameterList(it.params), {str(row): torch.ones(1, 4) for row in range(2)}
+    ),
     "take_out": lambda it: it.optimizer.param_groups[0]["params"].pop(),
     "exchange": lambda it: it.exchange(),
     "release": lambda it: setattr(it, "release", af.release_gradients(it.optimizer)),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_same_bits, bits, params_of, refused, writes_nothing
-from models import MASTERS, Model, build, grads_of, through_a_file, train, trained, whole
+from compare import assert_same_bits, bits, params_of, refused
+from models import MASTERS, Model, build, through_a_file, train, trained, whole
 from table import STATES, WEIGHTS, Own
 from torch import Tensor, nn
 from torch.nn import Parameter, ParameterList
@@ -185,14 +185,3 @@ def test_an_entry_that_is_no_tensor_is_loaded_and_those_after_it_are_checked(bac
     assert model[0].note == "old"
     with refused(optimizer, ValueError, r"'1\.bias' has shape \[1\]"):
         optimizer.load_full_precision_state_dict(model, {**saved, "1.bias": torch.ones(1)})
-
-
-def test_within_a_window_it_is_read_and_not_loaded(backend: str) -> None:
-    _, optimizer = trained("split16", "8bit", backend)
-    expected = whole(optimizer)
-    grads_of(optimizer, 7)
-    optimizer.accumulate(2.0)
-    with writes_nothing(optimizer):
-        assert all(map(torch.equal, whole(optimizer), expected))
-    with refused(optimizer, RuntimeError, r"a window is open.*before load_full_precision_state_dict\(\)"):
-        load(optimizer, expected)

@@ -189,21 +189,3 @@ def test_a_micro_batch_that_runs_out_of_memory_and_is_given_up_does_not_count(
     optimizer.step()
     assert moved(param) == LR * (3.0 if first else (1 * 1 + 3 * 3) / 4)
     assert moved(late) == 0.0
-
-
-def test_the_modules_zero_grad_drops_what_another_loss_has_left_and_no_window() -> None:
-    def trained(generator_steps: bool) -> torch.Tensor:
-        torch.manual_seed(0)
-        discriminator = torch.nn.Linear(4, 1)
-        optimizer = af.SGD(discriminator.parameters(), lr=0.1)
-        for x in torch.randn(3, 5, 4):
-            optimizer.backward(discriminator(x).square().mean(), weight=5)
-            if generator_steps:
-                discriminator(3 * x).mean().backward()
-                with pytest.raises(RuntimeError, match=r"discriminator\.zero_grad\(\)"):
-                    optimizer.backward(discriminator(x).mean(), weight=5)
-                discriminator.zero_grad()
-        optimizer.step()
-        return discriminator.weight.detach()
-
-    assert torch.equal(trained(generator_steps=True), trained(generator_steps=False))

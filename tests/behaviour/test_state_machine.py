@@ -40,9 +40,12 @@ TRANSITIONS = {
     "step":          ("idle",       "live",    "idle",       NOT_ACCUMULATED, "idle"),
     "zero_grad":     ("idle",       "idle",    "idle",       "idle",          "idle"),
     "zero_fill":     ("idle",       "live",    "idle",       "live",          "live"),
+    "model_zero":    ("idle",       "idle",    "open",       "open",          "closed"),  # as the next call notices
     "own_backward":  ("open",       LEFT_OVER, "open",       LEFT_OVER,       STILL_ACCUMULATOR),
     "state_dict":    ("idle",       "live",    "open",       "open+live",     "closed"),
     "load":          ("idle",       "live",    OPEN,         OPEN,            "idle"),
+    "read_full":     ("idle",       "live",    "open",       "open+live",     "closed"),
+    "load_full":     ("idle",       "live",    OPEN,         OPEN,            "closed"),
 }
 # fmt: on
 
