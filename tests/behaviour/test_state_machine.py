@@ -114,6 +114,7 @@ CALLS: list[Row] = [
     ("", call("backward", 0.0, last=True), *ALL_ZERO),
     ("own_empty", VERBS["step"], *ALL_ZERO),
     (WINDOW, VERBS["weighted"], *NO_GRADIENT),
+    (WINDOW, lambda it: af.fuse_linears(it.layers, it.optimizer), *OPEN),
     (f"{WINDOW} backward", VERBS["accumulate"], *SOME),
     ("own_backward backward", VERBS["weighted"], *SOME),
     ("own_backward", VERBS["own_weighted"], *SOME),
