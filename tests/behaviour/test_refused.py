@@ -88,6 +88,7 @@ def test_a_setting_that_would_do_nothing_is_refused_as_an_attribute(make: Callab
         setattr(optimizer, name, None)  # torch, frameworks and users do
 
 
+MAXIMUM = "amsgrad=True, whose maximum .*; use state_dtype=torch.float32 or torch.bfloat16, or amsgrad=False"
 # fmt: off
 OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "two betas": (af.Adan, {"betas": (0.9, 0.9)}, "betas must be 3 numbers, got 2"),
@@ -104,6 +105,9 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "inner": (af.AdamWScheduleFree, {"inner_momentum": 1.0}, "inner_momentum value: 1.0"),
     "r": (af.AdamWScheduleFree, {"r": -1.0}, "Invalid r value: -1.0"),
     "8bit": (af.SGDScheduleFree, {"state_dtype": "8bit"}, "z is a copy of the weights"),
+    "adamax": (af.Adamax, {"state_dtype": "8bit"}, r"go with adamax, whose maximum .*; use .* or torch\.bfloat16$"),
+    "amsgrad of Adam": (af.Adam, {"amsgrad": True, "state_dtype": "8bit"}, MAXIMUM),
+    "amsgrad of AdamW": (af.AdamW, {"amsgrad": True, "state_dtype": "8bit"}, MAXIMUM),
 }
 # fmt: on
 
@@ -185,31 +189,25 @@ def test_an_optimizer_with_its_own_step_keeps_its_own_formats(settings: dict[str
     af.fuse(stock, master_weights=None)
 
 
-def test_a_maximum_is_not_kept_in_8_bits(backend: str) -> None:
-    text = "amsgrad=True, whose maximum .*; use state_dtype=torch.float32 or torch.bfloat16, or amsgrad=False"
-    group = {"params": [Parameter(torch.ones(4))], "amsgrad": True}
-    with pytest.raises(ValueError, match=r"go with adamax, whose maximum .*; use .* or torch\.bfloat16$"):
-        af.Adamax(group["params"], state_dtype="8bit")
+def test_a_maximum_that_a_group_asks_for_is_not_kept_in_8_bits(backend: str) -> None:
+    group, param = {"params": [Parameter(torch.ones(4))], "amsgrad": True}, Parameter(torch.ones(4))
     for ours in (af.Adam, af.AdamW):
-        with pytest.raises(ValueError, match=text):
-            ours(group["params"], amsgrad=True, state_dtype="8bit")
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=MAXIMUM):
             ours([group], state_dtype="8bit")
-    param = Parameter(torch.ones(4))
     optimizer = stepped([param], backend, state_dtype="8bit", state_dtype_min_numel=2)
-    with refused(optimizer, ValueError, text):
+    with refused(optimizer, ValueError, MAXIMUM):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
     for verb, loss in (("backward", [param.sum()]), ("step", []), ("accumulate", [])):
         param.grad = None if loss else torch.ones(4)
         optimizer.param_groups[0]["amsgrad"] = True  # after all
-        with refused(optimizer, ValueError, text):
+        with refused(optimizer, ValueError, MAXIMUM):
             getattr(optimizer, verb)(*loss)
         optimizer.param_groups[0]["amsgrad"] = False
         getattr(optimizer, verb)(*loss)
         optimizer.step()
     stock = torch.optim.AdamW([group])
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=MAXIMUM):
         af.fuse(stock, state_dtype="8bit")
     assert type(stock) is torch.optim.AdamW
     af.fuse(stock, state_dtype=torch.bfloat16)
