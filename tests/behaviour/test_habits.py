@@ -140,18 +140,6 @@ def test_a_clip_of_an_open_window_is_told_once_where_it_is_needed(
 # ---- windows that are dropped ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_two_open_windows_dropped_in_a_row_warn_once(backend: str, closed: bool) -> None:
-    """A GradScaler that skips drops closed ones, and is right."""
-    it, drop = Loop(backend), f"backward {'close' if closed else 'accumulate'} zero_grad "
-    it.run(drop)
-    if not closed:
-        with pytest.warns(UserWarning, match=r"after optimizer\.step\(\), not between the micro-batches"):
-            it.run(drop)
-    it.run(drop * 2 + "backward step")  # warnings are errors
-    assert it.values() == [7.5, 7.0]
-
-
 def test_windows_that_are_dropped_before_each_of_the_last_steps_warn_once(backend: str) -> None:
     it, update = Loop(backend), "backward accumulate " * 2 + "step "
     misplaced = "zero_grad backward accumulate " * 2 + "step "  # half of each window of two is lost
