@@ -250,30 +250,30 @@ def places(node: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [found for key, value in entries for found in [(*way, key), *places(value, (*way, key))]]
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_a_damaged_checkpoint_is_loaded_or_changes_nothing(seed: int) -> None:
+@pytest.mark.parametrize("make", DAMAGED)
+def test_a_damaged_checkpoint_is_loaded_or_changes_nothing(make: Make) -> None:
     """One entry, wherever it is, is gone or something else; what fails raises where it is loaded."""
-    chance = random.Random(seed)
-    make = chance.choice(DAMAGED)
-    saved = copy.deepcopy(make().state_dict())
-    *way, last = chance.choice(places(saved))
-    node: Any = saved
-    for key in way:
-        node = node[key]
-    if chance.random() < 0.3:
-        del node[last]
-    else:
-        junk = chance.choice(JUNK)
-        node[last] = junk() if callable(junk) else junk
-    optimizer = make()
-    optimizer.zero_grad()
-    before, said = snapshot(optimizer), repr(optimizer)
-    try:
-        optimizer.load_state_dict(saved)
-    except (ValueError, TypeError, RuntimeError, LookupError):
-        assert differences(before, snapshot(optimizer)) == []
-        assert repr(optimizer) == said
-        return
-    if not inside.open_window(optimizer):
-        train(optimizer, 1)
-    optimizer.zero_grad()
+    for seed in range(30):
+        chance = random.Random(seed)
+        saved = copy.deepcopy(make().state_dict())
+        *way, last = chance.choice(places(saved))
+        node: Any = saved
+        for key in way:
+            node = node[key]
+        if chance.random() < 0.3:
+            del node[last]
+        else:
+            junk = chance.choice(JUNK)
+            node[last] = junk() if callable(junk) else junk
+        optimizer = make()
+        optimizer.zero_grad()
+        before, said = snapshot(optimizer), repr(optimizer)
+        try:
+            optimizer.load_state_dict(saved)
+        except (ValueError, TypeError, RuntimeError, LookupError):
+            assert differences(before, snapshot(optimizer)) == [], f"{way} {last}"
+            assert repr(optimizer) == said
+            continue
+        if not inside.open_window(optimizer):
+            train(optimizer, 1)
+        optimizer.zero_grad()
