@@ -1,4 +1,4 @@
-"""Limits of parameter groups: each group is clipped by a norm of its own, as by an optimizer of its own."""
+"""Limits of parameter groups, beside the settings and in checkpoints. Numbers: numbers/test_clip_policies.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_same_bits, params_of, refused, writes_nothing
+from compare import params_of, refused, writes_nothing
 from models import ROUTES, Pair
 from table import Own, random_grads, random_params, set_grads
 from torch import nn
@@ -28,26 +28,6 @@ def optimizer_of(*limits: Any, kind: Any = af.AdamW, lr: float = 0.1, **settings
 def train(optimizer: Any, seed: int) -> None:
     set_grads(params_of(optimizer), random_grads(params_of(optimizer), seed))
     optimizer.step()
-
-
-@pytest.mark.parametrize("windows", [False, True])
-def test_a_group_is_clipped_as_by_an_optimizer_of_its_own(windows: bool, backend: str) -> None:
-    """Bit for bit: with limits of their own, and with the optimizer's for the others."""
-    one = optimizer_of(0.3, backend=backend, max_grad_norm=0.2)
-    several: list[Any] = [
-        af.AdamW([param], lr=0.1, backend=backend, max_grad_norm=limit)
-        for param, limit in zip(random_params(SHAPES), (0.3, 0.2), strict=True)
-    ]
-    apart = [param for optimizer in several for param in params_of(optimizer)]
-    for seed in range(3):
-        for params in (params_of(one), apart):
-            set_grads(params, random_grads(params, seed))
-        for optimizer in (one, *several):
-            if windows:
-                optimizer.accumulate(3.0)
-            optimizer.step(normalizer=1.5)
-    for param, other in zip(params_of(one), apart, strict=True):
-        assert_same_bits(param.detach(), other.detach())
 
 
 def moved_by_ones(optimizer: Any) -> list[float]:
