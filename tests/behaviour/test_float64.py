@@ -115,15 +115,6 @@ def test_rules_without_a_kernel_of_torchs_compute_in_fp64_too(case: Case, reads:
         assert not torch.equal(value, value.float().double())
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_windows_of_unequal_micro_batches_are_whole_batches(clip: float | None, reads: bool) -> None:
-    net, other = network(), network()
-    optimizer = af.SGD(net.parameters(), lr=0.1, momentum=0.9, max_grad_norm=clip)
-    windows(net, optimizer)
-    steps(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), clip)
-    assert_equal(net, other, **STRICT)
-
-
 WEIGHTS: list[Any] = [[3.0, 17.0, 0.0, 1 / 3], [1 / 3, 1e14, 7.0, 1e-9]]  # the second one's unit changes
 
 
@@ -350,11 +341,11 @@ def test_an_optimizer_of_another_package_keeps_its_own_step() -> None:
     assert_equal(net, other, rtol=1e-12, atol=1e-12)
 
 
-def test_what_goes_with_windows_goes_with_fp64() -> None:
-    """Dropped micro-batches, metrics, the noise scale; a ClipGroup with an fp32 member, and one of both dtypes."""
+def test_windows_of_unequal_micro_batches_are_whole_batches(reads: bool) -> None:
+    """With all that goes with windows: dropped micro-batches, metrics, noise, a ClipGroup with an fp32 member."""
     net, other, single = network(), network(), one(0.0, dtype=torch.float32)
-    options: dict[str, Any] = {"lr": 0.1, "nonfinite": "drop"}
-    optimizer = af.SGD(net.parameters(), metrics=True, noise_scale=True, **options)
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    optimizer = af.SGD(net.parameters(), nonfinite="drop", metrics=True, noise_scale=True, **options)
     group = af.ClipGroup([af.SGD([single], lr=0.1), optimizer], max_grad_norm=0.5)
     for x, y in batches():
         for part, target in zip(x.split(SIZES), y.split(SIZES), strict=True):
@@ -363,7 +354,7 @@ def test_what_goes_with_windows_goes_with_fp64() -> None:
         optimizer.accumulate(5.0)
         single.grad = torch.zeros(1)
         group.step()
-    steps(other, torch.optim.SGD(other.parameters(), lr=0.1), 0.5)
+    steps(other, torch.optim.SGD(other.parameters(), **options), 0.5)
     assert_equal(net, other, **STRICT)
     assert int(optimizer.dropped_micro_batches) == 4
     metrics = optimizer.metrics().as_dict()

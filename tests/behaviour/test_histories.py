@@ -117,7 +117,7 @@ def test_a_norm_of_zero_is_not_remembered() -> None:
     assert not optimizer.step_was_skipped
 
 
-@pytest.mark.parametrize("settings", [*SETTINGS.values(), NOISE], ids=str)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_step_that_fails_behind_its_norm_is_none_and_can_be_made_again(settings: dict[str, Any], bad: bool) -> None:
     """Nothing has advanced: the step that is made in the end has the bits of one that never failed."""
