@@ -32,9 +32,7 @@ def test_what_is_no_number_of_bytes_is_refused(bucket: Any, error: type[Exceptio
 
 @every_bucket
 def test_what_was_folded_may_be_dropped_by_zero_grad_but_not_whole_windows_in_a_row(backend: str, bucket: int) -> None:
-    it = Loop(backend, bucket=bucket).run("backward zero_grad backward zero_grad backward close")
-    for param in it.params:
-        param.grad = None  # model.zero_grad() ends a closed window too
+    it = Loop(backend, bucket=bucket).run("backward zero_grad backward zero_grad backward close model_zero")
     it.run("backward accumulate zero_grad backward accumulate step")  # one, and a step
     it.run("backward accumulate zero_grad backward accumulate")
     with pytest.warns(UserWarning, match="two accumulation windows in a row"):
