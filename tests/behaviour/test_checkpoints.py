@@ -143,7 +143,7 @@ def test_torch_goes_on_after_a_skipped_first_step(backend: str, case: Case) -> N
 
 @pytest.mark.pairwise(
     case=one_of_each(lambda case: (case.of.ours, case.rule), OF_TORCH), stepped=[2, 0],
-    implementation=[{}, {"foreach": True}, {"fused": True}],
+    implementation=[{"foreach": True}, {"fused": True}],
 )  # fmt: skip
 def test_training_goes_on_in_torchs_optimizer_and_comes_back_with_a_window(
     backend: str, case: Case, stepped: int, implementation: dict[str, bool]

@@ -22,7 +22,7 @@ for release in (False, True):
     optimizer = af.SGD(params, lr=0.1)
     if release:
         af.release_gradients(optimizer)
-    for window in range(4):
+    for window in range(3):
         if window == 2:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(2):

@@ -167,7 +167,7 @@ def run(
             scaler.unscale_(stepper)
         if loop.clip == "torch":
             clip_by_torch(params, MAX_NORM)
-        before = [everything(optimizer) for optimizer in optimizers]
+        before = [everything(optimizer) for optimizer in optimizers if bad]
         normalizer = 4.0 if update % 2 and loop.clip != "torch" else 1.0
         for stepper in steppers:
             (scaler.step if scaler else type(stepper).step)(stepper, normalizer=normalizer)
