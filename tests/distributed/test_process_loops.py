@@ -303,9 +303,12 @@ def train(loop: Loop) -> tuple[Tensor, list[float], Any]:
     return torch.cat([whole(param).flatten() for param in model.parameters()]), norms, found
 
 
-@pytest.mark.parametrize(
-    "loop", covering(PLAIN) + covering(PARTS) + NOISE, ids=lambda loop: "-".join(map(str, astuple(loop)))
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Not where a worker imports this module: the search takes a third of a second."""
+    loops = covering(PLAIN) + covering(PARTS) + NOISE
+    metafunc.parametrize("loop", loops, ids=lambda loop: "-".join(map(str, astuple(loop))))
+
+
 def test_processes_give_what_one_process_with_all_batches_does(loop: Loop) -> None:
     params, norms, noise = processes.agreed(loop.processes, train, loop)
     ranks = SPREAD.get(loop.over) or loop.processes

@@ -140,23 +140,11 @@ def test_the_report_ends_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
     assert advice({**known["backends"], "cuda": None}) == "nothing: the fastest kernels for this machine are in use"
 
 
-@pytest.mark.usefixtures("native")
-def test_a_clone_without_a_native_module_takes_the_one_that_is_installed(tmp_path: Path) -> None:
-    if not (PACKAGE.parent / "csrc").exists():
-        pytest.skip("needs the source")
-    shutil.copytree(PACKAGE, tmp_path / "accumfused", ignore=shutil.ignore_patterns("_C.*", "_native_error.txt"))
-    shutil.copytree(PACKAGE.parent / "csrc", tmp_path / "csrc")
-    program = "from accumfused import compiled; print(compiled.__file__, compiled.module.__file__, sep='\\n')"
-    command = [sys.executable, "-c", program]
-    environment = {"PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.splitlines() == [str(tmp_path / "accumfused/compiled.py"), inside.native().__file__]
-
-
-OLDER = """
+CLONE = """
 import importlib, torch
 import accumfused as af
 
+print(af.compiled.__file__, af.compiled.module.__file__, sep="\\n")
 for added in ("// a remark", "constexpr int kMore = 1;"):
     with open("csrc/rows.h", "a") as file:
         file.write(f"{added}\\n")
@@ -169,14 +157,18 @@ for added in ("// a remark", "constexpr int kMore = 1;"):
 
 
 @pytest.mark.usefixtures("native")
-def test_a_native_module_older_than_the_source_beside_it_is_left_aside(tmp_path: Path) -> None:
-    for name in ("accumfused", "csrc"):
-        if not (PACKAGE.parent / name).exists():
-            pytest.skip("needs the source")
-        shutil.copytree(PACKAGE.parent / name, tmp_path / name)
-    done = subprocess.run([sys.executable, "-c", OLDER], cwd=tmp_path, capture_output=True, text=True, check=True)
+def test_a_clone_takes_the_native_module_that_is_installed_unless_it_is_older_than_the_source(tmp_path: Path) -> None:
+    if not (PACKAGE.parent / "csrc").exists():
+        pytest.skip("needs the source")
+    shutil.copytree(PACKAGE, tmp_path / "accumfused", ignore=shutil.ignore_patterns("_C.*", "_native_error.txt"))
+    shutil.copytree(PACKAGE.parent / "csrc", tmp_path / "csrc")
+    command, environment = [sys.executable, "-c", CLONE], {"PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=environment)
     reason = "the native module is older than the C++ source here; build it again: pip install -e ."
-    assert done.stdout.splitlines() == ["[0.5, 0.5, 0.5] None", f"[0.5, 0.5, 0.5] {reason}"]
+    assert done.stdout.splitlines() == [
+        str(tmp_path / "accumfused/compiled.py"), inside.native().__file__,
+        "[0.5, 0.5, 0.5] None", f"[0.5, 0.5, 0.5] {reason}",
+    ]  # fmt: skip
     assert done.stderr.count(reason) == 1
 
 
