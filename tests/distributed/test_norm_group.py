@@ -27,11 +27,6 @@ def trained(params: list[Any], taker: Any, bad: int) -> dict[str, Any]:
     return {str(index): param.detach().clone() for index, param in enumerate(params)}
 
 
-def alone(bad: int, max_grad_norm: float) -> dict[str, Any]:
-    params = random_params(SHAPES)
-    return trained(params, af.AdamW(params, lr=0.1, max_grad_norm=max_grad_norm), bad)
-
-
 def zero(bad: int, max_grad_norm: float) -> dict[str, Any]:
     """torch's ZeRO, whose ranks update a part of the parameters each."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
@@ -63,7 +58,8 @@ def staged(bad: int, max_grad_norm: float) -> dict[str, Any]:
 @pytest.mark.parametrize("bad", [-1, 1])
 @pytest.mark.parametrize("max_grad_norm", [0.5, 1e9])
 def test_zero_has_the_norm_and_the_skips_of_one_process(bad: int, max_grad_norm: float) -> None:
-    expected = alone(bad, max_grad_norm)
+    params = random_params(SHAPES)
+    expected = trained(params, af.AdamW(params, lr=0.1, max_grad_norm=max_grad_norm), bad)
     found = processes.agreed(2, zero, bad, max_grad_norm)
     if max_grad_norm > 1:
         assert_all_same_bits(found, expected)

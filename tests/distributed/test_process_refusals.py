@@ -85,11 +85,6 @@ def fsdp(**settings: Any) -> Refused:
     return call(optimizer, "step")
 
 
-def fsdp_reduces() -> Refused:
-    """The same with a process group, which would reduce too."""
-    return fsdp(process_group=dist.group.WORLD)
-
-
 def attach(make: Callable[..., Any], *what: Any, **given: Any) -> Refused:
     """Args: make: the optimizer of the wrapped parameters; what: is given in place of the DDP and that."""
     wrapped = DistributedDataParallel(layers())
@@ -214,7 +209,9 @@ REFUSED: dict[str, tuple[Callable[[], Refused], type[Exception], str]] = {
         ValueError, "the same rounding_seed",
     ),
     "FSDP1": (fsdp, RuntimeError, "which is not supported: .*; use fully_shard"),
-    "FSDP1 and a process group": (fsdp_reduces, RuntimeError, "which is not supported: .*; use fully_shard"),
+    "FSDP1 and a process group": (  # which would reduce too
+        lambda: fsdp(process_group=dist.group.WORLD), RuntimeError, "which is not supported: .*; use fully_shard",
+    ),
     "attach twice": (attach_twice, RuntimeError, "can only be called once"),
     "attach, no DDP": (lambda: attach(stepped, layers(), 0), TypeError, "takes a DistributedDataParallel first"),
     "attach, no optimizer": (lambda: attach(stepped, DistributedDataParallel(layers())), TypeError, "got none"),

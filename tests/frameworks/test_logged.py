@@ -18,7 +18,7 @@ from lightning_loops import LoggingAndWeighted, Stock, fit, lightning
 from lightning_loops import fuse_trainer as fuse_lightning
 from regression import MAX_NORM, Batch, K, fused, stock
 from torch import nn
-from trainers import EPS, STEPS, Trainer, fuse_trainer, history, make, trained
+from trainers import STEPS, Trainer, fuse_trainer, history, make, trained
 
 import accumfused as af
 from accumfused.integrations.logged import readings
@@ -75,8 +75,8 @@ def test_what_is_not_measured_is_left_out_and_costs_no_read() -> None:
 # ---- transformers ----------------------------------------------------------------------------------------------------
 
 
-def measuring(params: Any) -> torch.optim.Optimizer:
-    return af.AdamW(params, lr=1e-2, eps=EPS, metrics=True, noise_scale=True)
+def ours_with(**settings: Any) -> Any:
+    return lambda params: af.AdamW(params, lr=1e-2, **settings)
 
 
 def test_a_trainer_measures_the_steps_that_it_logs_and_trains_the_same(tmp_path: Path) -> None:
@@ -95,6 +95,7 @@ def test_a_trainer_measures_the_steps_that_it_logs_and_trains_the_same(tmp_path:
 
 
 def test_an_optimizer_that_measures_has_its_groups_logged(tmp_path: Path) -> None:
+    measuring = ours_with(metrics=True, noise_scale=True)
     ours = trained(fuse_trainer(make(tmp_path, optimizer_of=measuring, logging_strategy="epoch")))
     for entry in history(ours):
         assert math.isfinite(entry["param_norm/group0"])
@@ -230,10 +231,6 @@ def test_optimizers_are_fused_before_a_checkpoint_comes_to_them(tmp_path: Path) 
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
-
-
-def ours_with(**settings: Any) -> Any:
-    return lambda params: af.AdamW(params, lr=1e-2, **settings)
 
 
 @pytest.mark.parametrize(
