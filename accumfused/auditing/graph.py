@@ -280,6 +280,17 @@ def factors_until(loss: Tensor, outputs: Sequence[Tensor]) -> tuple[int, list[fl
     return None if node is None else (edges[node, number], factors)
 
 
+def leaves_below(loss: Tensor) -> list[Tensor]:
+    """The tensors whose gradients a backward pass would add to their `grad`."""
+    seen, stack = set[Any](), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [child for child, _ in node.next_functions]
+    return [node.variable for node in seen if hasattr(node, "variable")]
+
+
 # ---- from the terms to the samples -----------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from accumfused.auditing.fit import added, on_host
-from accumfused.auditing.graph import probe, read
+from accumfused.auditing.graph import leaves_below, probe, read
 from accumfused.auditing.hints import hints
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport
@@ -47,6 +47,7 @@ class Subject:
         except Exception as error:
             raise RuntimeError(f"the model cannot be copied ({error}), and an audit must not change yours") from error
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        self._theirs = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._generators, self._states = generators, generators.states()
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         self.names, self.params = list(named), list(named.values())
@@ -80,7 +81,7 @@ class Subject:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            with torch.no_grad():
+            with self._leaving_theirs(), torch.no_grad():
                 outputs, pieces = leaves(call(self.model, whole)), [leaves(call(self.model, part)) for part in parts]
         finally:
             for module, mode in modes:
@@ -100,7 +101,19 @@ class Subject:
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
-        return [self._piece(batch, probes) for batch in batches]
+        with self._leaving_theirs():
+            return [self._piece(batch, probes) for batch in batches]
+
+    @contextlib.contextmanager
+    def _leaving_theirs(self) -> Iterator[None]:
+        """Puts the buffers of the model itself back: a copy whose `forward` was compiled calls the model."""
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in self._theirs:
+                    if not torch.equal(buffer, before):
+                        buffer.copy_(before)
 
     def _piece(self, batch: Any, probes: bool) -> Piece:
         before = self._generators.tensors()
@@ -120,8 +133,10 @@ class Subject:
             term.edges, term.top = [], None
         for param in self.params:
             param.grad = None
+        own = {id(param) for param in self.params}
+        reaches_others = any(id(leaf) not in own for leaf in leaves_below(loss))  # none of these gets a gradient
         with torch._C.DisableTorchFunction():  # a watch does not see it
-            torch.autograd.backward(loss)
+            torch.autograd.backward(loss, inputs=self.params if reaches_others else None)  # a checkpoint may refuse it
         samples = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
         has_batch_norm = any(isinstance(each, _BatchNorm) and each.training for each in self.model.modules())
         micro_batch = MicroBatch(reading, samples, is_random=is_random, has_batch_norm=has_batch_norm)

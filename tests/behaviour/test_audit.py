@@ -117,11 +117,27 @@ def test_an_exception_in_the_block_passes_and_leaves_no_hook() -> None:
     assert report.matches  # of the step that was made
 
 
-def test_a_copy_that_calls_the_watched_model_itself_tells_nothing() -> None:
-    model = WithLoss()
-    model.forward = torch.compile(model.forward, backend="aot_eager")  # type: ignore[method-assign]
-    report = watched(dividing(returned), model)
-    assert (report.verdict, report.names) == ("unknown", []), str(report)
+@pytest.mark.parametrize("between", [nn.Tanh, lambda: nn.BatchNorm1d(16)])
+def test_a_copy_that_calls_the_watched_model_itself_tells_nothing_and_changes_nothing(between: Any) -> None:
+    def run(is_watched: bool) -> list[Any]:
+        model = WithLoss(between())
+        model.forward = torch.compile(model.forward, backend="aot_eager")  # type: ignore[method-assign]
+        if is_watched:
+            report = watched(dividing(returned), model)
+            assert (report.verdict, report.names) == ("unknown", []), str(report)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            for i, (x, y) in enumerate(samples()):
+                dividing(returned)(model, optimizer, i, x, y)
+        return states(model)
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+def test_a_loss_functions_own_parameters_get_no_gradient() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    assert once(lambda m, x, y: F.cross_entropy(m(x) * weight, y)).matches
+    assert weight.grad is None
 
 
 def test_random_numbers_outside_of_dropout_layers_are_no_verdict() -> None:
