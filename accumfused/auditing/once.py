@@ -47,6 +47,7 @@ class Subject:
         except Exception as error:
             raise RuntimeError(f"the model cannot be copied ({error}), and an audit must not change yours") from error
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        self._models = {id(param) for param in model.parameters()}
         self._theirs = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._generators, self._states = generators, generators.states()
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
@@ -134,9 +135,20 @@ class Subject:
         for param in self.params:
             param.grad = None
         own = {id(param) for param in self.params}
-        reaches_others = any(id(leaf) not in own for leaf in leaves_below(loss))  # none of these gets a gradient
-        with torch._C.DisableTorchFunction():  # a watch does not see it
-            torch.autograd.backward(loss, inputs=self.params if reaches_others else None)  # a checkpoint may refuse it
+        others = [leaf for leaf in leaves_below(loss) if id(leaf) not in own]
+        if any(id(leaf) in self._models for leaf in others):
+            raise ValueError(
+                "a copy of the model calls the model itself, as torch.compile(model.forward) does; audit it before that"
+            )
+        before_others = [leaf.grad for leaf in others]  # parameters of the loss function, say
+        for leaf in others:
+            leaf.grad = None
+        try:
+            with torch._C.DisableTorchFunction():  # a watch does not see it
+                torch.autograd.backward(loss)
+        finally:
+            for leaf, grad in zip(others, before_others, strict=True):
+                leaf.grad = grad
         samples = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
         has_batch_norm = any(isinstance(each, _BatchNorm) and each.training for each in self.model.modules())
         micro_batch = MicroBatch(reading, samples, is_random=is_random, has_batch_norm=has_batch_norm)
