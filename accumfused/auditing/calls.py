@@ -57,8 +57,8 @@ class Audit:
             The report; `print` it.
 
         Raises:
-            ValueError: a model in eval mode, a batch that cannot be split, a loss function that keeps state, weights
-                that are negative, an unknown name in `ignore`.
+            ValueError: a model in eval mode, or one whose copy calls it, a batch that cannot be split, a loss function
+                that keeps state, weights that are negative, an unknown name in `ignore`.
             TypeError: not a module; no loss came back.
             RuntimeError: the model cannot be copied, or a device's generator cannot be read.
         """

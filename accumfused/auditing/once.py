@@ -47,8 +47,8 @@ class Subject:
         except Exception as error:
             raise RuntimeError(f"the model cannot be copied ({error}), and an audit must not change yours") from error
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
-        self._models = {id(param) for param in model.parameters()}
-        self._theirs = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._their_params = {id(param) for param in model.parameters()}
+        self._their_buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._generators, self._states = generators, generators.states()
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         self.names, self.params = list(named), list(named.values())
@@ -82,7 +82,7 @@ class Subject:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            with self._leaving_theirs(), torch.no_grad():
+            with self._leaving_their_buffers(), torch.no_grad():
                 outputs, pieces = leaves(call(self.model, whole)), [leaves(call(self.model, part)) for part in parts]
         finally:
             for module, mode in modes:
@@ -102,17 +102,17 @@ class Subject:
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
-        with self._leaving_theirs():
+        with self._leaving_their_buffers():
             return [self._piece(batch, probes) for batch in batches]
 
     @contextlib.contextmanager
-    def _leaving_theirs(self) -> Iterator[None]:
+    def _leaving_their_buffers(self) -> Iterator[None]:
         """Puts the buffers of the model itself back: a copy whose `forward` was compiled calls the model."""
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, before in self._theirs:
+                for buffer, before in self._their_buffers:
                     if not torch.equal(buffer, before):
                         buffer.copy_(before)
 
@@ -136,7 +136,7 @@ class Subject:
             param.grad = None
         own = {id(param) for param in self.params}
         others = [leaf for leaf in leaves_below(loss) if id(leaf) not in own]
-        if any(id(leaf) in self._models for leaf in others):
+        if any(id(leaf) in self._their_params for leaf in others):
             raise ValueError(
                 "a copy of the model calls the model itself, as torch.compile(model.forward) does; audit it before that"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,7 @@ def test_what_cannot_be_watched_is_refused() -> None:
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_speaks_to_people_to_programs_and_to_the_eye(tmp_path: Path) -> None:
+def test_a_report_speaks_to_people_to_programs_and_to_the_eye(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = LOOPS["not_divided"][1]()
     text = str(report)
     head = "The update has the direction of the large batch, its length times 4.\n\nnot_divided (step 1: 4 times"
@@ -284,6 +285,10 @@ def test_a_report_speaks_to_people_to_programs_and_to_the_eye(tmp_path: Path) ->
     assert plain["steps"][0]["factor"] == pytest.approx(4.0)
     assert plain["steps"][0]["shares"] == pytest.approx([4.0] * K)
     assert [each["name"] for each in plain["steps"][0]["tensors"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(ImportError, match=r"matplotlib, which does not load: .*pip install matplotlib"):
+            report.picture(tmp_path / "shares.svg")
     report.picture(tmp_path / "shares.svg")
     assert "<svg" in (tmp_path / "shares.svg").read_text()
 
