@@ -26,9 +26,9 @@ from accumfused import clip, schedule
 from accumfused.auditing.calls import audit
 from accumfused.auditing.report import AuditReport
 from accumfused.batch_norm import BatchNormWarning, check_model
-from accumfused.clipping import PerTensor as PerTensor  # these and those of `schedule`: their older names
-from accumfused.clipping import RunningMean as RunningMean
-from accumfused.clipping import ZScore as ZScore
+from accumfused.clip import PerTensor as PerTensor  # these and those of `schedule`: their older names
+from accumfused.clip import RunningMean as RunningMean
+from accumfused.clip import ZScore as ZScore
 from accumfused.core.metrics import Metrics
 from accumfused.core.noise import NoiseEstimate
 from accumfused.loop.batch_size import gradient_accumulation_steps as gradient_accumulation_steps

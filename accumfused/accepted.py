@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accumfused import backends
-from accumfused.clipping import group_limits
+from accumfused.clip import group_limits
 from accumfused.core.rows import check_parameter
 from accumfused.distributed import groups
 from accumfused.formats import kinds, shards

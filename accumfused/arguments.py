@@ -28,6 +28,8 @@ def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False)
         number = float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be a number or a tensor of one element, got {type(value).__name__}") from error
+    except OverflowError:
+        raise ValueError(f"{name} is a whole number beyond the range of float64; give it in a larger unit") from None
     if not math.isfinite(number) or number < 0 or (number == 0 and not or_zero):
         raise ValueError(f"{name} must be finite and {'>= 0' if or_zero else '> 0'}, got {value}")
     return number

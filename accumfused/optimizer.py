@@ -95,11 +95,16 @@ class FusedOptimizer(TorchOptimizer):
                 "(a GAN's generator), the module's zero_grad(): discriminator.zero_grad() drops it and no window"
             )
         in_loss = weight is None or _holds(loss.dtype, weight)
-        if not in_loss and (engine.release is not None or plan.exchange.has_means):
+        if not in_loss and (engine.during_backward is not None or plan.exchange.has_means):
             raise RuntimeError(
                 f"the loss is {loss.dtype}, which would round its weight; compute it in fp32 (from logits.float(), say)"
             )
-        with contextlib.nullcontext() if engine.release is None else engine.release.expecting(weight, last):
+        engine.window.weights.check(weight, plan, in_loss=in_loss)
+        with (
+            contextlib.nullcontext()
+            if engine.during_backward is None
+            else engine.during_backward.expecting(weight, last)
+        ):
             (loss * weight if in_loss and weight is not None else loss).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             engine.fold(weight, in_loss=in_loss, last=last)
@@ -156,10 +161,10 @@ class FusedOptimizer(TorchOptimizer):
         engine = self._engine
         if engine.window.holds_micro_batches:
             engine.window.habits.watch_drops()
-        super().zero_grad(set_to_none or engine.release is not None)  # folded gradients cannot become zeros
+        super().zero_grad(set_to_none or engine.during_backward is not None)  # folded gradients cannot become zeros
         engine.drop()
-        if engine.release is not None:
-            engine.release.forget()
+        if engine.during_backward is not None:
+            engine.during_backward.forget()
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -197,8 +202,7 @@ class FusedOptimizer(TorchOptimizer):
     @property
     def skipped_steps(self) -> Tensor:
         """How many steps wrote nothing: int64, shape [], on the device."""
-        plan = self._engine.plans.last
-        return torch.zeros((), dtype=torch.int64, device="cpu") if plan is None else plan.skips.count.clone()
+        return self._engine.plans.skips.count.clone()
 
     @property
     def dropped_micro_batches(self) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from typing_extensions import TypedDict, Unpack  # a dependency of torch's
 
-from accumfused.clipping import LIMIT, Clip, RunningMean, check_limit, check_policies
+from accumfused.clip import LIMIT, Clip, RunningMean, check_limit, check_policies
 from accumfused.rules import Rule
 
 Nonfinite = Literal["skip", "drop", "propagate", "raise"]

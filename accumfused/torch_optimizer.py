@@ -12,9 +12,9 @@ from typing_extensions import Self
 
 from accumfused import accepted, backends
 from accumfused.core.engine import Engine
-from accumfused.core.plan import Backend, Exchange, Plan
+from accumfused.core.plan import Plan
 from accumfused.core.plans import Surroundings, rule_of
-from accumfused.core.protocol import OwnStep
+from accumfused.core.protocol import Backend, Exchange, OwnStep
 from accumfused.core.window import Phase, Window
 from accumfused.distributed import exchange, groups
 from accumfused.formats import kinds
@@ -112,8 +112,8 @@ class TorchOptimizer(torch.optim.Optimizer):
             engine = getattr(self, "_engine", None)  # None: torch's constructor calls this too
             if engine is not None:
                 accepted.check_formats(self._rule_of(self.defaults | param_group), params, engine.settings)
-                if engine.release is not None:
-                    engine.release.follow(params)
+                if engine.during_backward is not None:
+                    engine.during_backward.follow(params)
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -216,7 +216,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         engine = self._engine
         settings = replace(engine.settings, process_group=None, norm_group=None, reduce_dtype=None)
         carried = {**super().__getstate__(), "settings": settings, "is_grouped": engine.group is not None}
-        carried["histories"] = {name: own.clone() for name, own in history.of(engine).items()}
+        carried["histories"] = {name: value.clone() for name, value in history.of(engine).items()}
+        carried["skipped"] = engine.plans.skips.count.clone()
         engine.window.refuse_broken()
         if engine.window.is_open:
             checkpoint.refuse_part(engine)
@@ -225,8 +226,8 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_copy = not hasattr(self, "_engine")  # a wrapper may have it outside its __dict__
-        names = ("settings", "window", "is_grouped", "histories")
-        settings, window, is_grouped, histories = (state.pop(name, None) for name in names)
+        names = ("settings", "window", "is_grouped", "histories", "skipped")
+        settings, window, is_grouped, histories, skipped = (state.pop(name, None) for name in names)
         states = state["state"]  # torch's Adagrad looks for a step count in all, and a window's mark has none
         marks = {key: states.pop(key) for key in [*states] if isinstance(states[key], dict) and not states[key]}
         super().__setstate__(state)
@@ -234,6 +235,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         if is_copy:
             # As torch's constructor does: on a machine with a GPU a copy of its Adafactor cannot step without.
             self._warned_capturable_if_run_uncaptured = True
-            self._engine = Engine(self, settings or Settings(), _SURROUNDINGS, window)  # torch's own state has none
+            settings = settings or Settings()  # torch's own state has none
+            self._engine = Engine(self, settings, _SURROUNDINGS, window, skipped)
             history.resume(self._engine, histories or {})
             self._engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up

@@ -33,12 +33,12 @@ void fetch(const int64_t* sizes) {
   __builtin_prefetch(around + 64);
 }
 
-// Calls visit(object) for every parameter of the groups, in order, until it answers false.
+// Calls visit(object) for every parameter of the groups, in order, until it answers false; with null where one begins.
 template <class Visit>
 bool walk_groups(const py::list& param_groups, const Visit& visit) {
   static PyObject* const key = PyUnicode_InternFromString("params");
   for (const py::handle group : param_groups) {
-    if (!visit(nullptr)) return false;  // where a group begins
+    if (!visit(nullptr)) return false;
     PyObject* params = PyDict_Check(group.ptr()) ? PyDict_GetItem(group.ptr(), key) : nullptr;
     if (params == nullptr || !PyList_Check(params)) return false;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
@@ -48,21 +48,39 @@ bool walk_groups(const py::list& param_groups, const Visit& visit) {
   return true;
 }
 
-// The same for every key, dict and entry of the optimizer's state: one walk without hashing a tensor.
+// Calls visit(index, param) for every parameter of the groups, and returns their number.
+template <class Visit>
+size_t each_param(const py::list& param_groups, const Visit& visit) {
+  size_t index = 0;
+  walk_groups(param_groups, [&](PyObject* param) {
+    if (param != nullptr) visit(index++, param);
+    return true;
+  });
+  return index;
+}
+
+// Calls visit(object, name) for every key, dict and entry of the optimizer's state, in order, until it answers false:
+// one walk without hashing a tensor. Entries alone have a name.
 template <class Visit>
 bool walk_state(const py::dict& state, const Visit& visit) {
   Py_ssize_t at = 0;
   PyObject *param, *entries;
   while (PyDict_Next(state.ptr(), &at, &param, &entries)) {
-    if (!visit(param) || !visit(entries)) return false;
+    if (!visit(param, nullptr) || !visit(entries, nullptr)) return false;
     if (!PyDict_Check(entries)) continue;
     Py_ssize_t inner = 0;
     PyObject *name, *value;
     for (Py_ssize_t left = PyDict_GET_SIZE(entries); left > 0; --left) {
-      if (!PyDict_Next(entries, &inner, &name, &value) || !visit(value)) return false;
+      if (!PyDict_Next(entries, &inner, &name, &value) || !visit(value, name)) return false;
     }
   }
   return true;
+}
+
+bool same_name(PyObject* one, PyObject* other) {
+  if (one == other) return true;
+  if (one == nullptr || other == nullptr || !PyUnicode_Check(one) || !PyUnicode_Check(other)) return false;
+  return PyUnicode_Compare(one, other) == 0;
 }
 
 // An attribute of one of torch's classes, read through its descriptor: 42 ns for p.grad against 55 through getattr.
@@ -135,8 +153,6 @@ Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py:
   held_.assign(count, true);  // until they are read
   for (size_t i = 0; i < count; ++i) {
     const py::object given = rows[i], tensor = given.attr("tensor"), storage = given.attr("storage");
-    owners_.push_back(given.attr("owned").ptr());
-    owner_layouts_.push_back(layout_of(owners_[i]));
     layouts_.push_back(layout_of(tensor.ptr()));
     Row& row = rows_[i];
     row.numel = tensor.attr("numel")().cast<int64_t>();
@@ -146,10 +162,7 @@ Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py:
     chunks_ += chunk_count(row.numel);
     numel_ += row.numel;
     if (!layouts_[i].readable) continue;  // frozen, say: a gradient for it is refused
-    row.param = own(tensor.ptr());
-    watched_.back().is_param = true;
-    if (owners_[i] != tensor.ptr()) own(owners_[i]);
-    watched_.back().is_param = true;
+    row.param = address_of(tensor.ptr());
     row.weights = Weights(given.attr("form").attr("weights").cast<int32_t>());
     row.states = States(given.attr("form").attr("states").cast<int32_t>());
     plain_ &= row.is_plain();
@@ -158,7 +171,7 @@ Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py:
     size_t next = 0;
     const auto take = [&] {
       PyObject* entry = PyList_GET_ITEM(entries.ptr(), next++);
-      return entry == Py_None ? nullptr : own(entry);
+      return entry == Py_None ? nullptr : address_of(entry);
     };
     row.step = static_cast<float*>(take());
     row.seed = static_cast<const int64_t*>(take());
@@ -210,51 +223,68 @@ size_t Table::keep_shape(const dlpack::Tensor& tensor) {
   return at;
 }
 
-void* Table::own(PyObject* object) {
-  dlpack::ManagedTensor* handle = nullptr;
-  if (api_->managed_tensor_from_py_object_no_sync(object, &handle) != 0) throw py::error_already_set();
-  handles_.emplace_back(handle);
+void* Table::address_of(PyObject* object) const {
   dlpack::Tensor tensor;
   if (!read(object, tensor)) throw std::runtime_error("a tensor without memory");
-  watched_.push_back({object, tensor, keep_shape(tensor)});
   return address(tensor);
 }
 
+Table::Watched Table::watch(PyObject* object, PyObject* name) {
+  Watched watched;
+  watched.object = object;
+  if (object == nullptr) return watched;
+  watched.type = Py_TYPE(object);
+  if (name != nullptr) watched.name = py::reinterpret_borrow<py::object>(name);
+  watched.is_tensor = read(object, watched.seen);
+  if (watched.is_tensor) watched.shape = keep_shape(watched.seen);
+  return watched;
+}
+
 void Table::remember(const py::list& param_groups, const py::dict& state) {
-  group_params_.clear();
-  state_walk_.clear();
-  const auto keep = [](std::vector<PyObject*>& into) {
-    return [&into](PyObject* object) { return into.push_back(object), true; };
-  };
-  walk_groups(param_groups, keep(group_params_));
-  walk_state(state, keep(state_walk_));
+  params_.clear();
+  state_.clear();
+  walk_groups(param_groups, [&](PyObject* param) { return params_.push_back(watch(param)), true; });
+  walk_state(state, [&](PyObject* object, PyObject* name) {
+    state_.push_back(name == nullptr ? Watched{object} : watch(object, name));  // a key is in the groups, too
+    return true;
+  });
+}
+
+bool Table::same_memory(const Watched& watched, PyObject* object) const {
+  dlpack::Tensor tensor;
+  if (Py_TYPE(object) != watched.type || !read(object, tensor)) return false;
+  // Address, device, number of dimensions and dtype, which stand in front; then sizes and strides.
+  if (memcmp(&tensor, &watched.seen, offsetof(dlpack::Tensor, shape)) != 0) return false;
+  if (tensor.byte_offset != watched.seen.byte_offset) return false;
+  const int64_t* const sizes = shapes_.data() + watched.shape;
+  for (int32_t d = 0; d < tensor.ndim; ++d) {
+    if (tensor.shape[d] != sizes[d] || tensor.strides[d] != sizes[tensor.ndim + d]) return false;
+  }
+  return true;
 }
 
 bool Table::unchanged(const py::list& param_groups, const std::optional<py::dict>& state) const {
-  const auto same = [](const std::vector<PyObject*>& known, size_t& next) {
-    return [&known, &next](PyObject* object) { return next < known.size() && known[next++] == object; };
+  // The next of the remembered objects, if it is this one.
+  const auto next = [](const std::vector<Watched>& all, size_t& at, PyObject* object) -> const Watched* {
+    if (at >= all.size() || all[at].object != object) return nullptr;
+    if (at + kAhead < all.size()) fetch(all[at + kAhead].seen.shape);
+    return &all[at++];
   };
   size_t params = 0, entries = 0;
-  if (!walk_groups(param_groups, same(group_params_, params)) || params != group_params_.size()) return false;
-  if (state && (!walk_state(*state, same(state_walk_, entries)) || entries != state_walk_.size())) return false;
-  dlpack::Tensor tensor;
-  for (size_t i = 0; i < owners_.size(); ++i) {  // one that could not be read may have become readable
-    if (!owner_layouts_[i].readable && read(owners_[i], tensor) && is_addressable(tensor)) return false;
-  }
-  for (size_t i = 0; i < watched_.size(); ++i) {
-    if (i + kAhead < watched_.size()) fetch(watched_[i + kAhead].seen.shape);
-    const Watched& watched = watched_[i];
-    if (!state && !watched.is_param) continue;
-    if (!read(watched.object, tensor)) return false;
-    // Address, device, number of dimensions and dtype, which stand in front; then sizes and strides.
-    if (memcmp(&tensor, &watched.seen, offsetof(dlpack::Tensor, shape)) != 0) return false;
-    if (tensor.byte_offset != watched.seen.byte_offset) return false;
-    const int64_t* const sizes = shapes_.data() + watched.shape;
-    for (int32_t d = 0; d < tensor.ndim; ++d) {
-      if (tensor.shape[d] != sizes[d] || tensor.strides[d] != sizes[tensor.ndim + d]) return false;
-    }
-  }
-  return true;
+  const bool same_params = walk_groups(param_groups, [&](PyObject* param) {
+    const Watched* const known = next(params_, params, param);
+    if (known == nullptr || param == nullptr) return known != nullptr;
+    dlpack::Tensor tensor;
+    return known->is_tensor ? same_memory(*known, param) : !read(param, tensor);  // it may have become readable
+  });
+  if (!same_params || params != params_.size()) return false;
+  if (!state) return true;
+  const bool same_state = walk_state(*state, [&](PyObject* object, PyObject* name) {
+    const Watched* const known = next(state_, entries, object);
+    if (known == nullptr || !same_name(known->name.ptr(), name)) return false;
+    return !known->is_tensor || same_memory(*known, object);
+  });
+  return same_state && entries == state_.size();
 }
 
 bool Table::set_grad(size_t index, PyObject* grad) {
@@ -280,18 +310,20 @@ int64_t Table::set_grads(const py::list& grads) {
   return refused;
 }
 
-py::tuple Table::read_grads(Py_ssize_t own_references) {
+py::tuple Table::read_grads(const py::list& param_groups, Py_ssize_t own_references) {
   py::list grads(rows_.size());
   int64_t present = 0, refused = -1;
   bool any_held = false;
-  for (size_t i = 0; i < rows_.size(); ++i) {
-    PyObject* grad = Torch::get().grad(owners_[i]).release().ptr();
+  if (each_param(param_groups, [](size_t, PyObject*) {}) != rows_.size())
+    throw std::runtime_error("param_groups have changed since the plan was made");
+  each_param(param_groups, [&](size_t i, PyObject* param) {
+    PyObject* grad = Torch::get().grad(param).release().ptr();
     held_[i] = grad != Py_None && Py_REFCNT(grad) > own_references;
     any_held |= held_[i];
     PyList_SET_ITEM(grads.ptr(), i, grad);
     present += grad != Py_None;
     if (!set_grad(i, grad) && refused < 0) refused = int64_t(i);
-  }
+  });
   if (any_held) hold_shared(grads);
   return py::make_tuple(grads, present, refused);
 }
@@ -311,10 +343,8 @@ py::list Table::held() const {
   return held;
 }
 
-void Table::release_grads() {
-  for (PyObject* owner : owners_) {
-    Torch::get().grad.set_none(owner);
-  }
+void Table::release_grads(const py::list& param_groups) {
+  each_param(param_groups, [](size_t, PyObject* param) { Torch::get().grad.set_none(param); });
 }
 
 bool Table::adoptable(const py::list& grads, const py::object& uses, int64_t own_uses) const {
@@ -331,15 +361,17 @@ bool Table::adoptable(const py::list& grads, const py::object& uses, int64_t own
   return true;
 }
 
-int64_t Table::present() const {
+int64_t Table::present(const py::list& param_groups) {
   int64_t present = 0;
-  for (PyObject* owner : owners_) present += !Torch::get().grad(owner).is_none();
+  each_param(param_groups, [&](size_t, PyObject* param) { present += !Torch::get().grad(param).is_none(); });
   return present;
 }
 
-int64_t Table::versions(size_t first, size_t every) const {
+int64_t Table::versions(const py::list& param_groups, size_t first, size_t every) {
   int64_t sum = 0;
-  for (size_t i = first; i < owners_.size(); i += every) sum += Torch::get().version(owners_[i]).cast<int64_t>();
+  each_param(param_groups, [&](size_t i, PyObject* param) {
+    if (i >= first && (i - first) % every == 0) sum += Torch::get().version(param).cast<int64_t>();
+  });
   return sum;
 }
 
@@ -389,17 +421,17 @@ void bind_table(py::module_& m) {
            py::arg("device"), py::arg("rows"))
       .def("remember", &Table::remember, py::arg("param_groups"), py::arg("state"))
       .def("unchanged", &Table::unchanged, py::arg("param_groups"), py::arg("state").none(true))
-      .def("read_grads", &Table::read_grads, py::arg("own_references"))
+      .def("read_grads", &Table::read_grads, py::arg("param_groups"), py::arg("own_references"))
       .def("held", &Table::held)
-      .def("release_grads", &Table::release_grads)
+      .def_static("release_grads", &Table::release_grads, py::arg("param_groups"))
       .def("set_grads", &Table::set_grads, py::arg("grads"))
       .def("set_sums", &Table::set_sums, py::arg("sums"))
       .def("take_sums", &Table::take_sums)
       .def("keep_grads", &Table::keep_grads)
       .def("overwritten", &Table::overwritten)
       .def("adoptable", &Table::adoptable, py::arg("grads"), py::arg("uses"), py::arg("own_uses"))
-      .def("present", &Table::present)
-      .def("versions", &Table::versions, py::arg("first"), py::arg("every"))
+      .def_static("present", &Table::present, py::arg("param_groups"))
+      .def_static("versions", &Table::versions, py::arg("param_groups"), py::arg("first"), py::arg("every"))
       .def_property_readonly("chunks", &Table::chunks);
 }
 

@@ -189,7 +189,7 @@ def wrapper(kind: Any, inner: torch.Tensor) -> Any:
 
 def partials(optimizer: af.FusedOptimizer) -> Any:
     """The sums of squares of gradients from p.grad, in the last step."""
-    return optimizer._engine.plans.last and optimizer._engine.plans.last._partials
+    return optimizer._engine.window.partials
 
 
 def allocations(profiler: Any) -> list[int]:

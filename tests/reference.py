@@ -35,7 +35,7 @@ class ReferenceBackend:
     name = "reference"
     measures_folds = True
 
-    def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
+    def prepare(self, plan: Plan) -> None:
         """Prepares nothing: the reference reads all tensors at each step."""
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:

@@ -15,7 +15,7 @@ from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 from accumfused.backends.several import SeveralDevices
 from accumfused.backends.torch_kernels import TorchBackend
-from accumfused.core.plan import Backend
+from accumfused.core.protocol import Backend
 from accumfused.rules import Rule, compile
 from accumfused.settings import BackendName
 from accumfused.warn import say_once

@@ -39,7 +39,6 @@ class Batch:
     rows: list[int]
     begin: int = 0  # the piece's first element, in memory order; a multiple of CHUNK
     end: int | None = None  # None: the tensors are whole
-    stored: Stored | None = None  # made with the first step
 
     def of(self, tensors: Sequence[Tensor | None]) -> Tensors:
         """The batch's pieces, from the tensors of all rows of the plan."""
@@ -58,7 +57,7 @@ class Batch:
         for kind in dict.fromkeys(own):
             if kind:
                 rows = [row for row, other in zip(self.rows, own, strict=True) if other == kind]
-                yield self if len(rows) == len(self.rows) else replace(self, rows=rows, stored=None)
+                yield self if len(rows) == len(self.rows) else replace(self, rows=rows)
 
     def scaled(self, grads: Tensors, coefficient: float | Tensor | list[Any], scratch: Tensor) -> Tensors:
         """Gradients times the coefficient, or each row's own, as new tensors of the format's dtype."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,24 +27,24 @@ class CpuBackend:
         if self.instruction_set not in available:
             raise RuntimeError(f"instruction set {instruction_set!r} cannot run here; {', '.join(available)} can")
 
-    def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
-        plan.add_table(self._c.Table, param_groups, state)
+    def prepare(self, plan: Plan) -> None:
+        plan.add_table(self._c.Table)
         plan.functors = [compile.code(rule, self.instruction_set) for rule in plan.rules]
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
-        plan.point_at(fold.grads, fold.sums, overwrites=fold.overwrites)
+        table = plan.table.pointed_at(fold.grads, fold.sums, overwrites=fold.overwrites)
         commit.with_launch(partial(
-            self._c.accumulate, self.instruction_set, plan.table, torch.get_num_threads(),
+            self._c.accumulate, self.instruction_set, table, torch.get_num_threads(),
             number(fold.factor), address(fold.before), fold.overwrites, partials.data_ptr(),
         ))  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
         if partials is not None and grads is not None:
-            plan.point_at(grads)
-            self._c.norm(self.instruction_set, plan.table, torch.get_num_threads(), partials.data_ptr())
+            table = plan.table.pointed_at(grads)
+            self._c.norm(self.instruction_set, table, torch.get_num_threads(), partials.data_ptr())
         self._c.finish_norm(
-            plan.table, address(partials), scaling.normalization, address(scaling.device_normalization),
+            plan.table.table, address(partials), scaling.normalization, address(scaling.device_normalization),
             address(scaling.found_inf), outcome.normed, scaling.max_grad_norm, scaling.skips_nonfinite,
             outcome.values.data_ptr(), address(scaling.skips),
         )  # fmt: skip
@@ -57,9 +56,9 @@ class CpuBackend:
         return squares
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
-        plan.point_at(grads)
+        table = plan.table.pointed_at(grads)
         commit.with_launch(partial(
-            self._c.step, self.instruction_set, plan.table, torch.get_num_threads(),
+            self._c.step, self.instruction_set, table, torch.get_num_threads(),
             hypers, plan.functors, outcome.values.data_ptr(), address(outcome.coefficients),
         ))  # fmt: skip
 

@@ -36,31 +36,32 @@ class CudaBackend:
         self._tables: WeakKeyDictionary[Plan, _OnDevice] = WeakKeyDictionary()
         self._captured: dict[int, Tensor] = {}  # by address: memory that graphs read; they may outlive a plan
 
-    def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
-        plan.add_table(self._table, param_groups, state)
+    def prepare(self, plan: Plan) -> None:
+        plan.add_table(self._table)
         plan.functors = list(map(compile.index, plan.rules))
         index, stream = current_stream(plan.device)
-        memory = torch.empty(self._c.DeviceTable.bytes(plan.table), dtype=torch.uint8, device=plan.device)
+        host_table = plan.table.table
+        memory = torch.empty(self._c.DeviceTable.bytes(host_table), dtype=torch.uint8, device=plan.device)
         allocate = partial(_allocate, plan.device, self._captured)
-        table = self._c.DeviceTable(index, memory.data_ptr(), plan.table, stream, allocate)
+        table = self._c.DeviceTable(index, memory.data_ptr(), host_table, stream, allocate)
         self._tables[plan] = _OnDevice(table, memory, stream)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
-        plan.point_at(fold.grads, fold.sums, overwrites=fold.overwrites)
+        rows = plan.table.pointed_at(fold.grads, fold.sums, overwrites=fold.overwrites)
         table, stream = self._on_device(plan, [*fold.tensors(), partials], fold.grads, fold.sums)
         commit.with_launch(partial(
-            table.accumulate, plan.table, stream, number(fold.factor), address(fold.before), fold.overwrites,
+            table.accumulate, rows, stream, number(fold.factor), address(fold.before), fold.overwrites,
             partials.data_ptr(),
         ))  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
-        reads = partials is not None and grads is not None
-        if reads:
-            plan.point_at(grads)  # type: ignore[arg-type]
+        reads, rows = partials is not None and grads is not None, plan.table.table
+        if partials is not None and grads is not None:
+            plan.table.pointed_at(grads)
         table, stream = self._on_device(plan, [partials], *([] if grads is None else [grads]))
         table.norm(
-            plan.table, stream, reads, address(partials), scaling.normalization, address(scaling.device_normalization),
+            rows, stream, reads, address(partials), scaling.normalization, address(scaling.device_normalization),
             address(scaling.found_inf), outcome.normed, scaling.max_grad_norm, scaling.skips_nonfinite,
             outcome.values.data_ptr(), address(scaling.skips),
         )  # fmt: skip
@@ -73,13 +74,13 @@ class CudaBackend:
         return squares
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
-        plan.point_at(grads)
+        rows = plan.table.pointed_at(grads)
         table, stream = self._on_device(plan, [outcome.coefficients], grads)
         kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
         stride = max(map(len, kept), default=0)
         flat = [hyper for values in kept for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
         commit.with_launch(partial(
-            table.step, plan.table, stream, flat, plan.functors, outcome.values.data_ptr(),
+            table.step, rows, stream, flat, plan.functors, outcome.values.data_ptr(),
             address(outcome.coefficients),
         ))  # fmt: skip
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.core.plan import Backend, Plan
-from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling, moved
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import ALONE, Backend, Commit, Fold, Hypers, Outcome, Scaling, moved
 from accumfused.core.rows import Grads
 
 
@@ -25,35 +25,35 @@ class SeveralDevices:
         self.measures_folds = all(backend.measures_folds for backend in backends.values())
         self.name = " + ".join(f"{backend.name} ({device})" for device, backend in backends.items())
 
-    def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
+    def prepare(self, plan: Plan) -> None:
         """Makes one plan per device, with the same rows; the leading device's comes first."""
         for device, backend in sorted(self.backends.items(), key=lambda item: item[0] != plan.device):
             part = replace(plan, device=device, parts=[])
-            backend.prepare(part, param_groups, state)
+            backend.prepare(part)
             plan.parts.append(part)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         commit.begin()
         for part in plan.parts:
             rows = _rows(part)
-            if not any(own and s is not None for own, s in zip(rows, fold.sums, strict=True)):
+            if not any(here and s is not None for here, s in zip(rows, fold.sums, strict=True)):
                 continue
-            own_fold = replace(
+            fold_here = replace(
                 fold, grads=_only(rows, fold.grads), sums=_only(rows, fold.sums),
                 factor=_number_at(fold.factor, part.device),
                 before=_number_at(fold.before, part.device),
             )  # fmt: skip
             sums = moved(partials, part.device)
-            self.backends[part.device].accumulate(part, own_fold, sums)
+            self.backends[part.device].accumulate(part, fold_here, sums)
             _bring(sums, partials)
         commit.end()
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         for part in plan.parts:
-            own = _only(_rows(part), grads or Grads([None] * len(plan.params)))
-            if partials is not None and any(grad is not None for grad in own):
+            here = _only(_rows(part), grads or Grads([None] * len(plan.rows)))
+            if partials is not None and any(grad is not None for grad in here):
                 sums = moved(partials, part.device)
-                self.backends[part.device].norm(part, own, sums, Scaling(part.device))
+                self.backends[part.device].norm(part, here, sums, Scaling(part.device))
                 _bring(sums, partials)
         leading = plan.parts[0]
         return self.backends[leading.device].norm(leading, None, partials, scaling)
@@ -65,11 +65,11 @@ class SeveralDevices:
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         commit.begin()
         for part in plan.parts:
-            own = _only(_rows(part), grads)
-            if any(grad is not None for grad in own):
-                each = None if outcome.coefficients is None else moved(outcome.coefficients, part.device)
-                of_part = Outcome(moved(outcome.values, part.device), coefficients=each)
-                self.backends[part.device].step(part, own, hypers, of_part)
+            here = _only(_rows(part), grads)
+            if any(grad is not None for grad in here):
+                coefficients = None if outcome.coefficients is None else moved(outcome.coefficients, part.device)
+                of_part = Outcome(moved(outcome.values, part.device), coefficients=coefficients)
+                self.backends[part.device].step(part, here, hypers, of_part)
         commit.end()
 
 
@@ -82,7 +82,7 @@ def _rows(part: Plan) -> list[bool]:
 
 
 def _only(rows: list[bool], values: Grads) -> Grads:
-    return Grads([value if own else None for own, value in zip(rows, values, strict=True)])
+    return Grads([value if here else None for here, value in zip(rows, values, strict=True)])
 
 
 def _bring(sums: Tensor, partials: Tensor) -> None:

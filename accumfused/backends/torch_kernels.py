@@ -37,8 +37,8 @@ class TorchBackend:
     def __init__(self) -> None:
         self._batches_of: WeakKeyDictionary[Plan, dict[int, list[Batch]]] = WeakKeyDictionary()  # by their size
 
-    def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
-        plan.reader.remember(param_groups, state)
+    def prepare(self, plan: Plan) -> None:
+        plan.reader.remember()
         self._batches_of[plan] = {}
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
@@ -90,8 +90,6 @@ class TorchBackend:
             given = batch.of(grads)
             if absorbed is None:
                 given = batch.scaled(given, coefficients or coefficient, scratch)
-            if batch.stored is None:
-                batch.stored = torch_step.stored(plan, batch)
             torch_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped)
         commit.end()
 

@@ -17,7 +17,7 @@ from accumfused.core.plan import Plan
 from accumfused.core.rows import Grads
 from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
-from accumfused.formats.kinds import Format, States, Storage, Weights
+from accumfused.formats.kinds import Format, States, Storage, Weights, counts_steps
 from accumfused.formats.numeric import SMALLEST_NORMAL, whole_steps
 from accumfused.rules import Rule, on_tensors
 
@@ -28,7 +28,7 @@ _HAVE_FUSED = ("cpu", "cuda")  # kinds of devices; on others torch may lack fuse
 _BY_CODEC = (Weights.BFLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT16, Weights.BFLOAT16_SPLIT8)
 
 
-def stored(plan: Plan, batch: Batch) -> Stored:
+def _stored(plan: Plan, batch: Batch) -> Stored:
     """The stored tensors of a batch whose parameters all have their state."""
     kept = [storage for row in batch.rows if (storage := plan.rows[row].storage) is not None]
     count = len(plan.rules[batch.group].states)
@@ -49,8 +49,8 @@ def stored(plan: Plan, batch: Batch) -> Stored:
 
 def advance(plan: Plan, grads: Grads, skipped: Tensor | None) -> None:
     """Advances step counts, of empty tensors too; `skipped` is None if the host knows that the step happens."""
-    pairs = [(row.storage, grad) for row, grad in zip(plan.rows, grads, strict=True)]
-    steps = [s.step for s, grad in pairs if grad is not None and s is not None and s.step is not None]
+    rows = [row for row, grad in zip(plan.rows, grads, strict=True) if grad is not None]
+    steps = [row.entries["step"] for row in rows if counts_steps(row.rule, row.form)]
     if steps and skipped is None:
         torch._foreach_add_(steps, 1)
     elif steps and skipped is not None:
@@ -89,9 +89,8 @@ def absorbed(
 
 def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skipped: Tensor | None) -> None:
     """Updates one batch; `skipped` is None, or a flag on a GPU that the host must not read."""
-    rule = plan.rules[batch.group]
-    kept, form = batch.stored, batch.form
-    assert kept is not None
+    rule, form = plan.rules[batch.group], batch.form
+    kept = _stored(plan, batch)
     kernel = _fused(rule) if plan.device.type in _HAVE_FUSED else None
     if skipped is not None and kernel is _sgd and float(hyper["dampening"]) != 0:
         kernel = None  # the host does not know whether this is a tensor's first step

@@ -30,9 +30,22 @@ _kept = 2 * _LARGEST_BLOCK  # bytes: where glibc's own rule for this threshold e
 class Arena:
     """One place per row, allocated on demand."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int = 0, plan: Plan | None = None) -> None:
         self.places = Grads([None] * count)
+        self._plan = plan  # which the places fit
         self._bundles: list[Tensor] = []  # flat; the rows in each travel together
+
+    def fitted(self, plan: Plan) -> Arena:
+        """This arena if its places fit the plan's rows, or an empty one."""
+        if plan is self._plan:
+            return self
+        count = len(plan.rows)
+        both = zip(self.places, plan.rows, strict=False)
+        fits = len(self.places) == count and all(place is None or _fits(place, row) for place, row in both)
+        if not fits:
+            return Arena(count, plan)
+        self._plan = plan
+        return self
 
     def add_rows(self, plan: Plan) -> None:
         """Takes up the new rows of a plan."""

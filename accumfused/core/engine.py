@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from accumfused.core import graphs
-from accumfused.core.clipping import Clipping
+from accumfused.core.coefficients import Clipping, Policies
 from accumfused.core.metrics import Meter
 from accumfused.core.noise import Noise
 from accumfused.core.norm import Measured, take_norm
 from accumfused.core.observer import Observer
-from accumfused.core.plan import Plan, Step
+from accumfused.core.plan import Plan
 from accumfused.core.plans import Plans, Surroundings
-from accumfused.core.protocol import Call, Commit, Divisors, Number, Outcome, Owner, Release, Scaling
+from accumfused.core.protocol import Call, Commit, Divisors, DuringBackward, Number, Outcome, Owner, Scaling, Step
 from accumfused.core.reader import setting_grads
 from accumfused.core.rows import Grads
 from accumfused.core.weights import weight_if
@@ -39,13 +39,19 @@ class Engine:
     Args:
         owner: the optimizer.
         window: an open window, if the owner is a copy of an optimizer.
+        skipped: how many steps that optimizer has skipped: int64, shape [].
     """
 
     def __init__(
-        self, owner: Owner, settings: Settings, surroundings: Surroundings, window: Window | None = None
+        self,
+        owner: Owner,
+        settings: Settings,
+        surroundings: Surroundings,
+        window: Window | None = None,
+        skipped: Tensor | None = None,
     ) -> None:
         self.settings = settings
-        self.plans = Plans(owner, settings, surroundings)
+        self.plans = Plans(owner, settings, surroundings, skipped)
         self.window = window or Window()
         self.clipping = Clipping(settings)
         self.meter = Meter(int(settings.metrics)) if settings.metrics else None
@@ -54,7 +60,7 @@ class Engine:
         self.outcome: Outcome | None = None  # of the last step
         self.dropped: Tensor | None = None  # int64, shape []: micro-batches that nonfinite="drop" has left out
         self.scaler_divisors: Divisors | None = None  # those of a GradScaler of ours, while it steps
-        self.release: Release | None = None  # while gradients are folded during backward
+        self.during_backward: DuringBackward | None = None  # what folds gradients, or sums, there
         self.group: Callable[[], Any] | None = None  # gives the ClipGroup it is in; None: it clips alone
         self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of DistributedDataParallel, from attach_ddp
 
@@ -81,15 +87,15 @@ class Engine:
         """
         self.plans.owner._refuse_gradients()
         plan = self.plans.current(with_states=False)
-        grads, present = plan.read_grads()
+        grads, present = plan.reader.read_grads()
         if not self.window.is_open:
             plan.exchange.check(plan, weight, in_loss=in_loss)
         if param_ids is not None:
             grads = Grads([g if id(param) in param_ids else None for param, g in zip(plan.params, grads, strict=True)])
             present = sum(grad is not None for grad in grads)
-        elif self.release is not None:
-            self.release.end(weight, in_loss=in_loss)
-        self.window = self.window.check(plan, grads, weight)
+        elif self.during_backward is not None:
+            self.during_backward.end(weight, in_loss=in_loss)
+        self.window = self.window.check(plan, grads, weight, in_loss=in_loss)
         for observer in self.observers:
             observer.check(plan.exchange, weight)
         if last and plan.exchange.is_alone:  # else other processes may have weights
@@ -100,8 +106,9 @@ class Engine:
         """Begins a micro-batch during its backward, with its weight in the loss."""
         if not self.window.is_open:
             plan.exchange.check(plan, weight, in_loss=True)
-        self.window = self.window.check(plan, grads, weight)
-        self._bring_to_unit(plan, 1.0)
+        self.window = self.window.check(plan, grads, weight, in_loss=True)
+        if not plan.exchange.is_alone:
+            self._bring_to_unit_one(plan)
         self.window = self.window.entered(plan, weight, in_loss=True)
 
     def fold(
@@ -124,20 +131,21 @@ class Engine:
         closes = last and ends
         if closes and self.window.is_open:
             self.window.habits.watch_writes(plan)
-        matched = plan.match(grads)
-        self._bring_to_unit(plan, 1.0 if in_loss else weight)
-        calls = [plan.releasing_grads(param_ids)]
-        left = self._left(plan, matched, calls) if self.settings.nonfinite == "drop" and present else None
+        matched = plan.reader.match(grads)
+        if not plan.exchange.is_alone:
+            self._bring_to_unit_one(plan)
+        calls: list[Call[Any]] = [plan.reader.releasing(param_ids)]
+        is_finite = self._is_finite(plan, matched, calls) if self.settings.nonfinite == "drop" and present else None
         if self.window.in_progress is None:
-            window = self.window.entered(plan, weight, in_loss=in_loss, left=left)
+            window = self.window.entered(plan, weight, in_loss=in_loss, is_finite=is_finite)
         else:
             window = self.window.draft()
-        if left is not None:
-            weight, in_loss = weight_if(left, weight), in_loss and weight is not None
+        if is_finite is not None:
+            weight, in_loss = weight_if(is_finite, weight), in_loss and weight is not None
         for observer in self.observers:
             observer.before_fold(plan, matched, window, weight, in_loss)
-        if ends and self.release is not None:
-            self.release.forget()
+        if ends and self.during_backward is not None:
+            self.during_backward.forget()
         if closes:
             window.agree(matched, seed=self.plans.seed, last=True)
         commit = self._commit(window, *calls)
@@ -147,29 +155,26 @@ class Engine:
         if not self.plans.owner.state and self.window.is_open:
             # torch.distributed.checkpoint makes a missing optimizer state by a step of its own, with zeros in p.grad.
             # An open window refuses that step, and the learning rate of 0 that it sets would stay.
-            both = zip(plan.params, self.window.sums, strict=True)
-            marked = next((param for param, accumulator in both if accumulator is not None), plan.params[0])
+            both = zip(self.window.params, self.window.sums, strict=True)
+            marked = next((param for param, accumulator in both if accumulator is not None), self.window.params[0])
             self.plans.owner.state[marked] = {}
 
-    def _left(self, plan: Plan, grads: Grads, calls: list[Call[Any]]) -> Tensor:
-        """Whether a micro-batch's norm is finite: bool, shape []. Adds the call that counts it as dropped."""
+    def _is_finite(self, plan: Plan, grads: Grads, calls: list[Call[Any]]) -> Tensor:
+        """Whether a micro-batch's norm is finite: bool, shape []. Adds the call that counts it as dropped, if not."""
         if self.dropped is None or self.dropped.device != plan.device:
             graphs.refuse_new_tensors({plan.device})
             self.dropped = torch.zeros((), dtype=torch.int64, device=plan.device)
         partials = torch.zeros(plan.chunks, dtype=plan.dtype, device=plan.device)
-        left = take_norm(plan, grads, partials, Scaling(plan.device, dtype=plan.dtype)).norm.isfinite()
-        calls.append(partial(self.dropped.add_, ~left))
-        return left
+        is_finite = take_norm(plan, grads, partials, Scaling(plan.device, dtype=plan.dtype)).norm.isfinite()
+        calls.append(partial(self.dropped.add_, ~is_finite))
+        return is_finite
 
-    def _bring_to_unit(self, plan: Plan, weight: Number | None) -> None:
-        """Before a micro-batch, or the end: brings the sums to another unit, if they need one, in a pass of its own.
-
-        The unit is what the factors of micro-batches are relative to: see weights.py.
-        """
-        window, known = self.window, self.window.weights
-        if window.phase is not Phase.OPEN or window.in_progress is not None or not known.is_weighted:
+    def _bring_to_unit_one(self, plan: Plan) -> None:
+        """Where processes add up their windows: brings the sums of one that began without them to their unit."""
+        window = self.window
+        if window.phase is not Phase.OPEN or window.in_progress is not None:
             return
-        converted = known.in_other_unit(weight, plan)
+        converted = window.weights.in_unit_one(plan)
         if converted is not None:
             window = window.draft()
             window.weights, factor = converted
@@ -214,7 +219,7 @@ class Engine:
             The current plan.
         """
         if self.window.phase is Phase.IDLE:
-            if plan.read_grads()[1]:
+            if plan.reader.read_grads()[1]:
                 self.fold(None, in_loss=False, last=False)
             else:
                 self.window = self.window.opened(plan)  # other processes may have gradients
@@ -225,12 +230,11 @@ class Engine:
         self.window = self.window.following(plan)
         self.window.habits.watch_writes(plan)
         others_close = None
-        if self.window.phase is not Phase.SEALED:  # a refused step may have sealed it
-            self._bring_to_unit(plan, None)
-            if not plan.exchange.is_alone:
-                window, nothing = self.window.draft(), Grads([None] * len(plan.params))
-                others_close = window.agree(nothing, seed=self.plans.seed, last=False)
-                self.window = window
+        if self.window.phase is not Phase.SEALED and not plan.exchange.is_alone:  # a refused step may have sealed it
+            self._bring_to_unit_one(plan)
+            window, nothing = self.window.draft(), Grads([None] * len(plan.rows))
+            others_close = window.agree(nothing, seed=self.plans.seed, last=False)
+            self.window = window
         if self.window.agreed is None:
             self.window.weights.check_total()
         if self.window.present and not plan.exchange.is_alone:
@@ -272,62 +276,68 @@ class Engine:
         settings, groups, policies = self.settings, self.plans.owner.param_groups, None
         if settings.clip is not None or settings.skip_above is not None or not all(map(NAMES.isdisjoint, groups)):
             policies = self.clipping.policies_of_step(self.plans.owner, divisors)
-        if self.release is not None:
-            self.release.end_before_step()
-        plan, divisor = self.plans.current(), None
-        if plan.exchange.adds_up or self.window.phase is not Phase.IDLE:
-            plan = self._end_accumulation(plan)
-        window = self.window
-        if window.is_open:
-            grads, present = window.sums, window.present
-            divisor = window.divisor() if present else None
-        else:
-            grads, present = plan.read_grads()
-            if window.phase is Phase.IDLE:
-                window.habits.watch_sums(grads)
-            elif not present:
-                self.drop()  # model.zero_grad() has released its sums
-        if not present:
-            if settings.norm_group is None:
-                return None
-            grads = Grads([None] * len(plan.rows))  # others wait for this process's part of the norm
-        window, matched = self.window, plan.match(grads)
+        plan, taken = self._taken()
+        if not taken.present and settings.norm_group is None:  # else others wait for this process's part of the norm
+            return None
+        matched = plan.reader.match(taken.sums)
         if not plan.has_all_states and plan.lacks_state(matched):
             plan = self.plans.with_states(plan, matched)
-            window.habits.see(plan)  # make_state wrote a loaded master into its parameter
-        has_all_grads, is_open = present == len(grads), window.is_open
+            taken.habits.see(plan)  # make_state wrote a loaded master into its parameter
+        measured = self._coefficient(plan, taken, matched, divisors, policies)
+        try:
+            for observer in self.observers:
+                observer.before_step(measured, self.window, groups)
+        except BaseException:
+            measured.uncount()
+            raise
+        return measured
+
+    def _taken(self) -> tuple[Plan, Window]:
+        """The window that a step takes, with its plan: the open one, closed by this, or one that borrows p.grad."""
+        if self.during_backward is not None:
+            self.during_backward.end_before_step()
+        plan = self.plans.current()
+        if plan.exchange.adds_up or self.window.phase is not Phase.IDLE:
+            plan = self._end_accumulation(plan)
+        if self.window.is_open:
+            return plan, self.window
+        if self.window.phase is Phase.IDLE:
+            self.window = self.window.fitted(plan)
+        borrowing = self.window.borrowing(plan)
+        if self.window.phase is Phase.IDLE:
+            self.window.habits.watch_sums(borrowing.sums)
+        elif not borrowing.present:
+            self.drop()  # model.zero_grad() has released its sums
+        return plan, borrowing
+
+    def _coefficient(
+        self, plan: Plan, taken: Window, matched: Grads, divisors: Divisors, policies: Policies | None
+    ) -> Measured:
+        """The gradients of a step, matched to what kernels read, with their coefficient."""
+        divisor: Number = taken.divisor() if taken.present else 1.0
         scaling, takes_norm = self._scaling(plan, divisors, divisor, must=policies is not None)
-        takes_limit = policies is not None or settings.max_grad_norm is not None
-        takes_norm |= any(each.takes_norm(plan) for each in self.observers)
-        if is_open and not takes_limit and not divisors.is_shared:
-            window.habits.watch_clips()
+        takes_limit = policies is not None or self.settings.max_grad_norm is not None
+        takes_norm |= any(observer.takes_norm(plan) for observer in self.observers)
+        if taken.is_open and not takes_limit and not divisors.is_shared:
+            taken.habits.watch_clips()
         unmeasured: Grads | None = matched
         partials: Tensor | None = None
-        if is_open:
-            unmeasured, partials = window.unmeasured(plan, matched), window.partials
-        elif takes_norm:
-            partials = plan.cleared_partials(has_all_grads)
+        if takes_norm:
+            unmeasured, partials = taken.unmeasured(plan, matched), taken.partials
         if divisors.is_shared:  # the coefficient comes with those of others
             outcome = plan.backend.norm(plan, unmeasured, partials, Scaling(plan.device))
         elif policies is None or partials is None:
             outcome = take_norm(plan, unmeasured, partials, scaling)
         else:
             outcome = self.clipping.take_norm(policies, plan, unmeasured, partials, scaling)
-        outcome.spends_grads = is_open
-        measured = Measured(plan, grads, matched, has_all_grads, outcome, scaling, divisor, partials)
-        try:
-            for observer in self.observers:
-                observer.before(measured, window, groups)
-        except BaseException:
-            measured.uncount()
-            raise
-        return measured
+        outcome.spends_grads = taken.is_open
+        return Measured(plan, taken, matched, outcome, scaling, divisor, partials)
 
-    def _scaling(self, plan: Plan, divisors: Divisors, divisor: Number | None, *, must: bool) -> tuple[Scaling, bool]:
+    def _scaling(self, plan: Plan, divisors: Divisors, divisor: Number, *, must: bool) -> tuple[Scaling, bool]:
         """The inputs of the coefficient, and whether the step takes a norm, as with `must` it does.
 
         Args:
-            divisor: the window's; None: 1.
+            divisor: the window's.
         """
         settings = self.settings
         is_unchecked = divisors.for_scaler and divisors.found_inf is None
@@ -339,8 +349,7 @@ class Engine:
         scaling.max_grad_norm = settings.max_grad_norm
         if not divisors.is_shared and self.counts_skips(divisors):
             scaling.skips = plan.skips.count
-        if divisor is not None:
-            scaling.normalize(divisor)
+        scaling.normalize(divisor)
         checked = takes_norm or scaling.device_normalization is not None
         scaling.skips_nonfinite = checked and (settings.nonfinite != "propagate" or is_unchecked)
         return scaling, takes_norm
@@ -386,19 +395,19 @@ class Engine:
         if has_window:
             self.window.habits.stepped()
         for observer in self.observers:  # what comes after the step may fail, and must not repeat it
-            observer.after(measured)
+            observer.after_step(measured)
         measured.plan.skips.stepped(or_above=self.settings.skip_above is not None)
 
     def update(self, measured: Measured, step: Step) -> None:
         """Makes the step by `step`, which is `Backend.step` or does as much, and what it needs before and after."""
         plan, grads = measured.plan, measured.matched
-        copies = [plan.rows[index] for index in plan.copies if grads[index] is not None]
-        for row in copies:
+        copied = [plan.rows[index] for index in plan.copies if grads[index] is not None]
+        for row in copied:
             row.tensor.copy_(row.owned)
         written = plan.params
-        if not measured.has_all_grads:
-            written = [param for param, grad in zip(plan.params, grads, strict=True) if grad is not None]
-        calls: list[Call[Any]] = [partial(row.owned.copy_, row.tensor) for row in copies]
+        if measured.taken.lacking:
+            written = [param for param, grad in zip(written, grads, strict=True) if grad is not None]
+        calls: list[Call[Any]] = [partial(row.owned.copy_, row.tensor) for row in copied]
         # Kernels write past autograd: without this, a write between forward and backward would go unnoticed.
         # (`torch.autograd.graph.increment_version` does it in Python.)
         calls.append(partial(torch._C._increment_version, written))  # noqa: SLF001

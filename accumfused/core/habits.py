@@ -35,7 +35,7 @@ class Habits:
 
     def see(self, plan: Plan) -> None:
         """Notes the versions of some parameters, others in each window: all writes so far are our own."""
-        self._every = max(1, -(-len(plan.params) // _WATCHED))
+        self._every = max(1, -(-len(plan.rows) // _WATCHED))
         self._first = (self._first + 1) % self._every
         self._versions = plan.reader.versions(self._first, self._every)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from accumfused.core.norm import Measured, divisor_of, norms
 from accumfused.core.observer import Observer
-from accumfused.core.plan import Plan, Step
-from accumfused.core.protocol import Commit, Hypers, Outcome, Scaling
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import Commit, Hypers, Outcome, Scaling, Step
 from accumfused.core.rows import Grads, Row
 from accumfused.core.window import Window
 from accumfused.formats.convert import load_weights
@@ -127,7 +127,7 @@ class Meter(Observer):
             raise RuntimeError("parameters are DTensors, and metrics do not add up over shards; leave metrics= out")
         return (self.steps + 1) % self._every == 0
 
-    def before(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
+    def before_step(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
         """Begins to measure, if it is this step's turn."""
         plan, partials = measured.plan, measured.partials
         if partials is None or not self.takes_norm(plan):
@@ -143,7 +143,7 @@ class Meter(Observer):
         """A measured step also takes the norms of the weights, and of their changes."""
         return step if self._sums is None else partial(_step_in_runs, step, self._sums)
 
-    def after(self, measured: Measured) -> None:
+    def after_step(self, measured: Measured) -> None:
         """Adds up the sums if the step was measured; the rest can wait until it is read."""
         plan, outcome = measured.plan, measured.outcome
         self.steps += 1
@@ -201,8 +201,8 @@ def _runs(plan: Plan, grads: Grads) -> Iterator[range]:
 @ieee()
 def _weights(row: Row) -> Tensor:
     """A parameter as the step sees it: fp32, from its master if it has one."""
-    master = None if row.storage is None else row.storage.master
-    return load_weights(row.form, row.tensor.detach(), master)
+    storage = row.storage
+    return load_weights(row.form, row.tensor.detach(), None if storage is None else storage.master)
 
 
 def _bounds(plan: Plan) -> tuple[Tensor, ...]:

@@ -24,8 +24,8 @@ from torch import Tensor
 from accumfused.core import graphs
 from accumfused.core.norm import Measured
 from accumfused.core.observer import Observer
-from accumfused.core.plan import Exchange, Plan
-from accumfused.core.protocol import Call, Number, Outcome, Scaling, moved, on_device
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import Call, Exchange, Number, Outcome, Scaling, moved, on_device
 from accumfused.core.rows import Grads
 from accumfused.core.window import Phase, Squares, Window
 from accumfused.warn import warn
@@ -122,10 +122,10 @@ class Noise(Observer):
         """Measures accumulators whose norm is unknown."""
         unmeasured = window.unmeasured(plan, window.sums) if _has_noise(plan, window) else None
         if unmeasured is not None:
-            plan.backend.norm(plan, plan.match(unmeasured), window.partials, Scaling(plan.device))
+            plan.backend.norm(plan, plan.reader.match(unmeasured), window.partials, Scaling(plan.device))
             window.is_measured = [True] * len(unmeasured)
 
-    def before(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
+    def before_step(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes a sample from a window that is complete, and whose sums are measured."""
         plan, exchange = measured.plan, measured.plan.exchange
         scaling, self._sample = measured.scaling, None  # it has the divisors of an open window's weights, too

@@ -15,6 +15,7 @@ from torch import Tensor
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Number, Outcome, Scaling, moved
 from accumfused.core.rows import Grads
+from accumfused.core.window import Window
 from accumfused.formats.numeric import LEAST_DIVISOR, LEAST_SUM, ieee
 from accumfused.rules.on_tensors import square_root
 
@@ -82,12 +83,11 @@ class Measured:
     """The gradients of one step with their coefficient, ready to be applied."""
 
     plan: Plan
-    grads: Grads  # as the step finds them: p.grad, or an open window's sums
-    matched: Grads  # as the kernels read them
-    has_all_grads: bool
+    taken: Window  # an open one, or one that borrows p.grad; its sums are the gradients
+    matched: Grads  # these as the kernels read them
     outcome: Outcome
     scaling: Scaling
-    divisor: Number | None  # the window's, which is in `scaling`, too; None: 1
+    divisor: Number  # the window's, which is in `scaling`, too
     partials: Tensor | None  # the chunks' sums of squares; None: it took no norm
     is_made: bool = False
 
@@ -114,7 +114,7 @@ def share(parts: Sequence[Measured], scaling: Scaling) -> None:
     """
     # The backend of an fp64 plan reads the sums of others, too.
     device, leading = scaling.device, max((part.plan for part in parts), key=lambda plan: plan.dtype.itemsize)
-    divisors = [1.0 if part.divisor is None else part.divisor for part in parts]
+    divisors = [part.divisor for part in parts]
     partials = [part.partials for part in parts if part.partials is not None]
     is_common = not any(isinstance(each, Tensor) or each != divisors[0] for each in divisors)
     with ieee():

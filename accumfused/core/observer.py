@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from accumfused.core.norm import Measured
-from accumfused.core.plan import Exchange, Plan, Step
-from accumfused.core.protocol import Call, Number, Outcome
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import Call, Exchange, Number, Outcome, Step
 from accumfused.core.rows import Grads
 from accumfused.core.window import Window
 
@@ -39,7 +39,7 @@ class Observer:
         """Whether the step to come has to take a norm."""
         return False
 
-    def before(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
+    def before_step(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
         """Before a step that has its coefficient."""
 
     def around(self, step: Step) -> Step:
@@ -50,5 +50,5 @@ class Observer:
         """What is to be true once the step is made, or skipped."""
         return ()
 
-    def after(self, measured: Measured) -> None:
+    def after_step(self, measured: Measured) -> None:
         """After a step, made or skipped."""

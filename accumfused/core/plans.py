@@ -6,7 +6,7 @@ In: param_groups and state. A tensor that moves, a new group, another state: eac
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,18 @@ import torch
 from torch import Tensor
 
 from accumfused.core import graphs
-from accumfused.core.plan import Backend, Exchange, Plan
-from accumfused.core.protocol import Owner
-from accumfused.core.rows import Grads, Row, check_memory, check_size, has_memory, is_freed, row_of
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import Backend, Exchange, Owner
+from accumfused.core.rows import (
+    Grads,
+    InGroup,
+    Row,
+    check_memory,
+    check_size,
+    has_memory,
+    is_freed,
+    row_of,
+)
 from accumfused.core.skips import Skips
 from accumfused.formats.convert import make_state
 from accumfused.formats.kinds import check_states, names
@@ -43,11 +52,13 @@ class Plans:
 
     Args:
         owner: the optimizer; a weak reference, because the optimizer holds this object.
+        skipped: how many steps were skipped so far: int64, shape [].
     """
 
-    def __init__(self, owner: Owner, settings: Settings, surroundings: Surroundings) -> None:
+    def __init__(self, owner: Owner, settings: Settings, surroundings: Surroundings, skipped: Tensor | None) -> None:
         self._owner = weakref.ref(owner)
         self.settings = settings
+        self.skips = Skips(torch.zeros((), dtype=torch.int64, device="cpu") if skipped is None else skipped)
         self.last: Plan | None = None
         self.backend: Backend | None = None  # a benchmark sets it; it overrides the selection
         self._surroundings = surroundings
@@ -77,28 +88,27 @@ class Plans:
         Args:
             with_states: False: for a fold, which reads no states; they may be others.
         """
-        owner, known = self.owner, self.last
-        groups, state, asked = owner.param_groups, owner.state, owner.state if with_states else None
-        rules = [rule_of(owner.rules, group) for group in groups]
-        if known is not None and known.is_valid and known.rules == rules and known.unchanged(groups, asked):
-            return known
+        owner, last = self.owner, self.last
+        rules = [rule_of(owner.rules, group) for group in owner.param_groups]
+        if last is not None and last.is_valid and last.rules == rules and last.unchanged(with_states=with_states):
+            return last
         graphs.refuse_new_tensors({param.device for param in self.params if has_memory(param)})
-        plan = build(groups, state, rules, self.settings)
-        backend, plan.exchange = self._surroundings.select(self.settings, plan, known)
+        plan = build(self._owner, rules, self.settings)
+        backend, plan.exchange = self._surroundings.select(self.settings, plan, last)
         for row in plan.rows:
             row.is_bundled = 4 * row.param.numel() < plan.exchange.bundled_bytes
         plan.backend = self.backend or backend
-        plan.backend.prepare(plan, groups, state)
-        plan.skips = Skips(plan.device) if known is None or known.skips.count.device != plan.device else known.skips
+        plan.backend.prepare(plan)
+        if self.skips.count.device != plan.device:
+            self.skips = Skips(self.skips.count.to(plan.device))
+        plan.skips = self.skips
         self.last = plan
         return plan
 
     def forget(self) -> None:
-        """The optimizer's state or settings were replaced: the next call makes a new plan. The old one is freed."""
-        known = self.last
-        if known is not None:
-            self.last = Plan([], known.rules, 0, known.device, known.devices, known.dtype, is_valid=False)
-            self.last.backend, self.last.exchange, self.last.skips = known.backend, known.exchange, known.skips
+        """The optimizer's state or settings were replaced: the next call makes a new plan."""
+        if self.last is not None:
+            self.last.is_valid = False
 
     def with_states(self, plan: Plan, grads: Grads) -> Plan:
         """Makes the state of every parameter with a gradient, in its format, and a plan with these states."""
@@ -106,24 +116,19 @@ class Plans:
         for row, grad in zip(plan.rows, grads, strict=True):
             if grad is None:
                 continue
-            if row.is_copy:
-                row.tensor.copy_(row.owned)
+            if row.copy is not None:
+                row.copy.copy_(row.owned)
             entries, shard = self.owner.state[row.param], row.shard
             local = entries if shard is None else shard.parts(entries)
             make_state(row.rule, row.form, row.tensor, local, self.seed, self.owner.param_groups[row.group])
             if shard is not None:
                 shard.put(local, entries, names(row.rule, row.form))
-            if row.is_copy:
-                row.owned.copy_(row.tensor)
+            if row.copy is not None:
+                row.owned.copy_(row.copy)
         return self.current()
 
 
-def build(
-    param_groups: Sequence[Mapping[str, Any]],
-    state: Mapping[Tensor, Any],
-    rules: list[type[Rule]],
-    settings: Settings,
-) -> Plan:
+def build(optimizer: Callable[[], Any], rules: list[type[Rule]], settings: Settings) -> Plan:
     """Builds the plan; the backend then adds its own tables.
 
     Raises:
@@ -134,23 +139,22 @@ def build(
     for rule in rules:
         check_states(rule, settings)
     rows, chunks = list[Row](), 0
-    for index, group in enumerate(param_groups):
-        for param in group["params"]:
-            rows.append(row_of(param, index, rules[index], state.get(param), settings, chunks))
+    for group, (rule, of_group) in enumerate(zip(rules, optimizer().param_groups, strict=True)):
+        for index in range(len(of_group["params"])):
+            rows.append(row_of(InGroup(optimizer, group, index), group, rule, settings, chunks))
             chunks += chunk_count(rows[-1].tensor.numel())
-    owned = [row.owned for row in rows]
+    params = [row.owned for row in rows]
     devices = {row.param.device for row in rows if has_memory(row.param)}
-    check_memory([tensor for tensor in owned if has_memory(tensor) and not is_freed(tensor) and tensor.numel()])
+    check_memory([param for param in params if has_memory(param) and not is_freed(param) and param.numel()])
     for row in rows:
-        for slot in () if row.storage is None else row.storage.slots():
+        storage = row.storage
+        for slot in () if storage is None else storage.slots():
             if slot is not None:
                 check_size(slot, "state")
-    device = next((tensor.device for tensor in owned if has_memory(tensor)), torch.device("cpu"))
+    device = next((param.device for param in params if has_memory(param)), torch.device("cpu"))
     is_double = any(row.form.dtype == torch.float64 and row.param.requires_grad for row in rows)
-    plan = Plan(rows, rules, chunks, device, devices, torch.float64 if is_double else torch.float32)
-    if plan.is_spread:
-        plan.reader.remember(param_groups, state)
-    return plan
+    dtype = torch.float64 if is_double else torch.float32
+    return Plan(rows, rules, chunks, device, optimizer, devices, dtype)
 
 
 def rule_of(rules: Iterable[type[Rule]], group: Mapping[str, Any]) -> type[Rule]:

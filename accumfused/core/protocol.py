@@ -1,22 +1,26 @@
-"""What the engine and its backends say to each other: folds, the inputs of a coefficient, outcomes, commits."""
+"""What the engine says to its partners, and they to it: backends, exchanges, optimizers."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from accumfused.arguments import checked_positive
-from accumfused.core.rows import Grads
+from accumfused.core.rows import Grads, overwritten
 from accumfused.formats.shards import replicated
 from accumfused.rules import Rule
+
+if TYPE_CHECKING:
+    from accumfused.core.plan import Plan
 
 Hypers = list[tuple[float | Tensor, ...]]  # per group, in the order of its rule's `hypers`; a tensor has one element
 Number = float | Tensor  # a tensor has one element, which nobody reads
@@ -153,6 +157,121 @@ class Outcome:
         return self.skipped if self.is_above is None else self.skipped & ~self.is_above
 
 
+class Backend(Protocol):
+    """The three verbs."""
+
+    name: str
+    measures_folds: bool  # else `norm` is given the accumulators
+
+    def prepare(self, plan: Plan) -> None:
+        """Adds this backend's tables to a new plan."""
+
+    def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
+        """Folds; if it measures folds, and this one does not copy, it writes the sums of squares into partials.
+
+        Those of rows without a gradient stay right: they are 0 where `before` makes the sum 0. In the plan's dtype,
+        [plan.chunks].
+        """
+
+    def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
+        """Reduces the sums of squares to one coefficient on the device.
+
+        norm = sqrt(sum(partials)) / normalization
+        coefficient = min(1, max_grad_norm / (norm + 1e-6)) / normalization
+
+        Args:
+            grads: gradients whose sums of squares partials lack, if any; None leaves a row's partials alone.
+            partials: None: it takes no norm, and only the normalization enters.
+        """
+
+    def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
+        """The sums of squares of runs of chunks, each added up as `norm` adds up all of them: fp64 [segments].
+
+        Args:
+            partials: as `norm` leaves them.
+            bounds: int64 [segments + 1], on the plan's device; segment i begins at chunk bounds[i] and ends before
+                bounds[i + 1].
+        """
+
+    def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
+        """Updates parameters, states and step counts; writes nothing if the outcome is a skip."""
+
+
+@dataclass
+class Segments:
+    """The runs of rows that have a norm: parameter groups, or single rows."""
+
+    bounds: Tensor  # int64 [segments + 1]: their first chunks, and the number of all
+    row_bounds: Tensor  # int64 [rows + 1]: the rows' first chunks, and the number of all
+    first_rows: Tensor | None  # int64 [segments + 1]: their first rows, and the number of all; None: rows are segments
+    of_rows: Tensor | None  # int64 [rows]: each row's segment; None: its own
+
+    @classmethod
+    def of(cls, plan: Plan, *, per_group: bool) -> Segments:
+        """The segments of a plan; their tensors lie on its device."""
+
+        def kept(numbers: list[int]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device=plan.device)
+
+        chunks = [*(row.first_chunk for row in plan.rows), plan.chunks]
+        if not per_group:
+            return cls(kept(chunks), kept(chunks), None, None)
+        groups = [row.group for row in plan.rows]
+        first = [bisect_left(groups, group) for group in range(len(plan.rules) + 1)]
+        return cls(kept([chunks[row] for row in first]), kept(chunks), kept(first), kept(groups))
+
+
+class Exchange:
+    """How this process's gradients, weights and norms meet those of others; here it has all gradients itself.
+
+    distributed/exchange.py has those with others.
+    """
+
+    adds_up = False  # it adds up all processes' accumulators: p.grad is this process's own
+    has_means = False  # gradients are means over processes before they are folded
+    is_alone = True  # neither
+    bundled_bytes = 0  # accumulators below this travel together
+
+    def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
+        """Before a window begins: refuses gradients that it would misread (as means, say)."""
+
+    def agree(
+        self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
+    ) -> tuple[Tensor, list[bool], Tensor | None] | None:
+        """The window's divisor, flags of parameters with gradients elsewhere only, and whether others close it.
+
+        The last is None where this process has micro-batches, and says so itself. None: no change.
+        """
+        return None
+
+    def add_up(self, flats: Iterable[Tensor]) -> None:
+        """Replaces flat tensors, accumulators or fp64 numbers, by their sums over all processes."""
+
+    def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
+        """The sum of weights that a checkpoint of an open window holds."""
+        return total
+
+    def shares_norm(self, plan: Plan) -> bool:
+        """Whether a norm is one over several processes: then all of them take it in each step."""
+        return False
+
+    def found_inf(self, found_inf: Tensor | None) -> Tensor | None:
+        """A scaler's flag, of all processes that share the norm."""
+        return found_inf
+
+    def segment_norms(self, plan: Plan, partials: Tensor, segments: Segments) -> Tensor:
+        """`Backend.segment_norms`, over all shards of the parameters."""
+        return plan.backend.segment_norms(plan, partials, segments.bounds)
+
+    def sums_of_squares(self, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
+        """The sum of each of these lists of chunks' sums, over all shards of the parameters: fp64 [lists]."""
+        bounds = torch.arange(len(partials) + 1, device=plan.device) * plan.chunks
+        return plan.backend.segment_norms(plan, torch.cat(list(partials)), bounds)
+
+
+Step = Callable[["Plan", Grads, Hypers, Outcome, Commit], None]  # as `Backend.step`
+
+
 class Owner(Protocol):
     """The optimizer that an engine works for, as torch.optim shows it."""
 
@@ -174,7 +293,7 @@ class OwnStep(Protocol):
     def __call__(self, optimizer: Any, engine: Any, measured: Any, /) -> None: ...
 
 
-class Release(Protocol):
+class DuringBackward(Protocol):
     """Takes gradients, or sums, during backward: see loop/contributions.py."""
 
     def follow(self, params: Any = None) -> Any: ...
@@ -244,11 +363,3 @@ def at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
         return float(value)
     value = moved(value, device)
     return value if value.dtype in (torch.float32, torch.float64) else value.double()
-
-
-def overwritten(row: int) -> RuntimeError:
-    """The error of a gradient in memory that the window has adopted: its accumulator holds no sum any more."""
-    return RuntimeError(
-        f"the gradient of parameter {row} lies where the window's sum does, so one has overwritten the other; call "
-        "zero_grad(), and give every micro-batch a gradient in memory of its own (p.grad = buffer.clone())"
-    )

@@ -1,15 +1,16 @@
-"""A reader tells whether a plan's tensors are still the same, reads p.grad, and knows who else could write a gradient.
+"""Readers: what a plan's tensors are at this moment, p.grad among them, and who else could write a gradient.
 
-The native module's table is one, at 0.1 us a parameter (csrc/table.h). Here is the one for plans without a table, and
-for parameters that are sharded over processes.
+A reader looks (has anything changed since the plan was made?), reads p.grad, matches gradients to what kernels read,
+and points the kernels at them. `TableReader` has the native module's table, at 0.1 us a parameter; `TensorReader` asks
+tensor by tensor. Both begin at `param_groups` and `state` in each call, and own no tensor.
 """
 
 from __future__ import annotations
 
-import operator
 import sys
+import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -17,11 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.core.rows import Grads, Row
+from accumfused import compiled
+from accumfused.core import graphs
+from accumfused.core.rows import (
+    Grads,
+    Row,
+    check_gradient,
+    check_parameter,
+    check_size,
+    is_freed,
+    overwritten,
+)
 from accumfused.formats import shards
-
-Groups = Sequence[Mapping[str, Any]]
-State = Mapping[Tensor, Any]
+from accumfused.formats.kinds import DTYPES, TORCH_DTYPES
 
 
 def _own_references() -> int:
@@ -41,52 +50,227 @@ OWN_USES = _own_uses()  # of one with a single tensor
 
 
 class TensorReader:
-    """Has the table's methods, tensor by tensor. Without a call of `remember` the plan never counts as unchanged."""
+    """Reads tensor by tensor: without a native module, and for parameters that are sharded over processes.
 
-    def __init__(self, rows: list[Row]) -> None:
+    Args:
+        optimizer: a weak reference to that of the rows; None: they are no parameters, and only `match` works.
+        dtype: of the plan's arithmetic.
+    """
+
+    def __init__(self, optimizer: Callable[[], Any] | None, rows: list[Row], dtype: torch.dtype) -> None:
+        self._optimizer: Any = optimizer
         self._rows = rows
+        self._dtypes = TORCH_DTYPES if dtype == torch.float64 else DTYPES  # of gradients
         self._held = [True] * len(rows)  # until the first read
-        self._seen: tuple[list[Any], list[Any], list[Any]] | None = None  # objects, their arrangement, their places
+        self._checked: set[int] = set()  # rows whose parameter was checked
+        self._known: tuple[list[int], list[Any], list[Any]] | None = None
 
-    def remember(self, groups: Groups, state: State) -> None:
-        """Notes the tensors that `unchanged` compares."""
-        objects, arranged = _objects(groups, state)
-        self._seen = objects, arranged, [_place(shards.local(value)) for value in objects]
+    # ---- looks -----------------------------------------------------------------------------------------------------
 
-    def unchanged(self, groups: Groups, state: State | None) -> bool:
-        """Whether groups, states and their memory are still those of the plan; without a state, only the groups."""
-        if self._seen is None:
+    def remember(self) -> None:
+        """Notes what `unchanged` compares; without this call all counts as changed."""
+        if self._optimizer is not None:
+            objects, arrangement = self._objects(with_states=True)
+            self._known = list(map(id, objects)), arrangement, [_place(shards.local(value)) for value in objects]
+
+    def unchanged(self, *, with_states: bool) -> bool:
+        """Whether groups, states and their memory are still those of the plan; or only the groups.
+
+        An object may come back at the address of one that was freed: so its place in memory is compared, too.
+        """
+        if self._known is None:
             return False
-        known, known_arranged, places = self._seen
-        objects, arranged = _objects(groups, state or {})
-        if state is None:
-            known, known_arranged, arranged = known[: len(self._rows)], known_arranged[:1], arranged[:1]
-        if len(objects) != len(known) or arranged != known_arranged or not all(map(operator.is_, objects, known)):
+        ids, known_arrangement, places = self._known
+        objects, arrangement = self._objects(with_states=with_states)
+        if not with_states:
+            ids, known_arrangement = ids[: len(objects)], known_arrangement[:1]
+        if arrangement != known_arrangement or list(map(id, objects)) != ids:
             return False
         return all(map(_lies, map(shards.local, objects), places))
 
+    def _objects(self, *, with_states: bool) -> tuple[list[Any], list[Any]]:
+        """Parameters with the entries of their states, and their arrangement: groups' sizes, and names."""
+        groups: list[dict[str, Any]] = self._optimizer().param_groups
+        params = [param for group in groups for param in group["params"]]
+        sizes = [len(group["params"]) for group in groups]
+        if not with_states:
+            return params, [sizes]
+        state = self._optimizer().state
+        states = [state.get(param) or {} for param in params]
+        return params + [value for entries in states for value in entries.values()], [sizes, *map(list, states)]
+
+    # ---- p.grad ----------------------------------------------------------------------------------------------------
+
     def present(self) -> int:
         """How many parameters have a p.grad."""
-        return sum(row.param.grad is not None for row in self._rows)
+        return sum(param.grad is not None for group in self._optimizer().param_groups for param in group["params"])
 
-    def read_grads(self, own_references: int) -> tuple[Grads, int, int]:
-        """Every p.grad, their number, and 0: no row of a table points at them."""
+    def read_grads(self) -> tuple[Grads, int]:
+        """Every p.grad, and how many are not None."""
         params = [row.param for row in self._rows]
-        held = [p.grad is not None and sys.getrefcount(p.grad) > own_references for p in params]
+        held = [p.grad is not None and sys.getrefcount(p.grad) > OWN_REFERENCES for p in params]
         whole = [param.grad for param in params]
         counts = Counter(map(id, whole))
         self._held = [is_held or counts[id(grad)] > 1 for is_held, grad in zip(held, whole, strict=True)]
-        both = zip(self._rows, whole, strict=True)
-        grads = Grads([g if row.shard is None else _part(row.param, g) for row, g in both])
-        return grads, sum(grad is not None for grad in grads), 0
+        both = zip(self._rows, params, whole, strict=True)
+        grads = Grads([grad if row.shard is None else _part(param, grad) for row, param, grad in both])
+        return grads, sum(grad is not None for grad in grads)
 
     def held(self) -> list[bool]:
         """Flags the last read gradients that somebody else also holds, and may write again."""
         return self._held
 
+    def adopts_all(self, grads: Grads) -> bool:
+        """Whether a window may keep these gradients, just read, as its sums: nobody else can write any of them.
+
+        Tensor by tensor, `adoptable` answers; this is the answer for all, where it costs little.
+        """
+        return False
+
+    def releasing(self, param_ids: Container[int] | None) -> partial[Any]:
+        """The call of a C function that sets p.grad = None: of all parameters, or of those with these ids."""
+        params = [param for group in self._optimizer().param_groups for param in group["params"]]
+        return setting_grads([p for p in params if param_ids is None or id(p) in param_ids], repeat(None))
+
     def versions(self, first: int, every: int) -> int:
         """The sum of some parameters' version counters, which grow with each write that autograd sees."""
         return sum(row.param._version for row in self._rows[first::every])
+
+    # ---- for kernels -----------------------------------------------------------------------------------------------
+
+    def match(self, grads: Grads) -> Grads:
+        """Returns the gradients as kernels read them: dense, laid out as their parameters.
+
+        A gradient of another layout is copied (slower).
+
+        Raises:
+            RuntimeError: a gradient is sparse or complex, or its device or shape is not the parameter's.
+            TypeError: a parameter or gradient is of another dtype.
+        """
+        return Grads([None if grad is None else self._match(index, grad) for index, grad in enumerate(grads)])
+
+    def _match(self, index: int, grad: Tensor) -> Tensor:
+        row = self._rows[index]
+        tensor = row.tensor
+        if index not in self._checked:
+            check_parameter(row.owned)
+            self._checked.add(index)
+        check_gradient(tensor, grad, self._dtypes)
+        in_memory = type(grad) is Tensor and not grad.is_neg() and not grad._is_zerotensor()
+        if in_memory and is_freed(grad):  # torch's kernels read at address 0
+            check_size(grad, "gradient")
+        if in_memory and grad.stride() == tensor.stride():
+            return grad
+        return torch.empty_like(tensor, dtype=grad.dtype, requires_grad=False).copy_(grad.detach())
+
+    def forget_sums(self) -> None:
+        """Before a list of sums changes, at which kernels may be pointed."""
+
+
+class TableReader(TensorReader):
+    """Reads by the native module's table of addresses, which its kernels read, too.
+
+    Args:
+        table: the class of a native module.
+        device: of the kernels.
+    """
+
+    def __init__(
+        self, optimizer: Callable[[], Any] | None, rows: list[Row], dtype: torch.dtype, table: Any, device: torch.device
+    ) -> None:
+        super().__init__(optimizer, rows, dtype)
+        self.table = table(compiled.exchange_api, torch.empty(0, device=device).__dlpack_device__(), rows)
+        self._may_adopt = not any(row.is_bundled for row in rows)
+        self._device = device
+        self._looks = optimizer is not None and all(row.shard is None for row in rows)  # else tensor by tensor
+        self._grads: weakref.ref[Grads] | None = None  # the lists to which the table's rows point
+        self._sums: weakref.ref[Grads] | None = None
+        self.remember()
+
+    def remember(self) -> None:
+        if self._looks:
+            self.table.remember(self._optimizer().param_groups, self._optimizer().state)
+        else:
+            super().remember()
+
+    def unchanged(self, *, with_states: bool) -> bool:
+        if not self._looks:
+            return super().unchanged(with_states=with_states)
+        optimizer = self._optimizer()
+        return bool(self.table.unchanged(optimizer.param_groups, optimizer.state if with_states else None))
+
+    def present(self) -> int:
+        return int(self.table.present(self._optimizer().param_groups)) if self._looks else super().present()
+
+    def read_grads(self) -> tuple[Grads, int]:
+        if not self._looks:
+            return super().read_grads()
+        read, present, refused = self.table.read_grads(self._optimizer().param_groups, OWN_REFERENCES)
+        grads = Grads(read)
+        self._grads = weakref.ref(grads) if refused < 0 else None
+        return grads, present
+
+    def held(self) -> list[bool]:
+        return list(self.table.held()) if self._looks else super().held()
+
+    def adopts_all(self, grads: Grads) -> bool:
+        """If so, the table points at them as sums."""
+        if not self._looks or not self._may_adopt or self._grads is None or self._grads() is not grads:
+            return False
+        if graphs.has_static_memory(self._device) or not self.table.adoptable(grads, storage_uses, OWN_USES):
+            return False
+        self.table.keep_grads()
+        self._sums = weakref.ref(grads)
+        return True
+
+    def releasing(self, param_ids: Container[int] | None) -> partial[Any]:
+        if param_ids is None and self._looks:
+            return partial(self.table.release_grads, self._optimizer().param_groups)
+        return super().releasing(param_ids)
+
+    def versions(self, first: int, every: int) -> int:
+        if not self._looks:
+            return super().versions(first, every)
+        return int(self.table.versions(self._optimizer().param_groups, first, every))
+
+    def match(self, grads: Grads) -> Grads:
+        return grads if self._point(grads) < 0 else super().match(grads)
+
+    def pointed_at(self, grads: Grads, sums: Grads | None = None, *, overwrites: bool = False) -> Any:
+        """The table, whose rows point at these (matched) gradients, and at sums, as long as the lists live.
+
+        Args:
+            overwrites: gradients may be the sums themselves.
+        """
+        refused = self._point(grads)
+        if refused >= 0:
+            raise RuntimeError(f"the gradient of parameter {refused} cannot be read natively; use backend='torch'")
+        if sums is None:
+            return self.table
+        if self._sums is None or self._sums() is not sums:
+            refused = self.table.set_sums(sums)
+            self._sums = weakref.ref(sums) if refused < 0 else None
+            if refused >= 0:
+                raise RuntimeError(f"the accumulator of parameter {refused} no longer fits it; call zero_grad()")
+        both = -1 if overwrites else self.table.overwritten()
+        if both >= 0:
+            raise overwritten(both)
+        return self.table
+
+    def forget_sums(self) -> None:
+        self._sums = None
+
+    def _point(self, grads: Grads) -> int:
+        """Points the table's rows at gradients. Returns the first row whose gradient kernels cannot read, or -1."""
+        if self._grads is not None and self._grads() is grads:
+            return -1
+        if self._sums is not None and self._sums() is grads:  # a step takes what the last fold has written
+            self.table.take_sums()
+            refused = -1
+        else:
+            refused = int(self.table.set_grads(grads))
+        self._grads = weakref.ref(grads) if refused < 0 else None
+        return refused
 
 
 def adoptable(grad: Tensor, row: Row) -> bool:
@@ -107,14 +291,6 @@ def setting_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> p
     return partial(deque, map(setattr, params, repeat("grad"), grads), 0)
 
 
-def _objects(param_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> tuple[list[Any], list[Any]]:
-    """Parameters with the entries of their state, and their arrangement: groups' sizes, and names."""
-    params = [param for group in param_groups for param in group["params"]]
-    entries = [state.get(param) or {} for param in params]
-    arranged = [[len(group["params"]) for group in param_groups], *map(list, entries)]
-    return params + [value for values in entries for value in values.values()], arranged
-
-
 def _place(value: Any) -> tuple[Any, ...] | None:
     """A tensor's place in memory, for `_lies`."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -122,10 +298,10 @@ def _place(value: Any) -> tuple[Any, ...] | None:
     return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
-def _lies(value: Tensor, place: tuple[Any, ...] | None) -> bool:
+def _lies(value: Any, place: tuple[Any, ...] | None) -> bool:
     """Compares field by field: thousands of new tuples per step would burden the garbage collector."""
-    if place is None:
-        return True
+    if place is None or not isinstance(value, Tensor):
+        return place is None
     address, dtype, shape, stride = place
     return value.data_ptr() == address and value.dtype is dtype and value.shape == shape and value.stride() == stride
 

@@ -1,18 +1,22 @@
-"""Rows: each holds one parameter, validated, in the form that the backends work on."""
+"""Rows: each describes one parameter, validated, in the form that the backends work on.
+
+A row owns nothing of the user's. It reads the parameter and its state from where the optimizer has them at that moment,
+so what a loop frees is freed.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accumfused.formats import shards
-from accumfused.formats.kinds import DTYPES, TORCH_DTYPES, Format, Storage, format_of, names, storage_of
+from accumfused.formats.kinds import DTYPES, TORCH_DTYPES, Format, Storage, format_of, is_stored, names, storage_of
 from accumfused.formats.numeric import layout
 from accumfused.formats.shards import Shard
 from accumfused.rules import Rule
@@ -25,43 +29,93 @@ class Grads(list[Tensor | None]):
     __slots__ = ("__weakref__",)
 
 
+class Source(Protocol):
+    """The place of a row's tensors."""
+
+    @property
+    def param(self) -> Tensor:
+        """The parameter."""
+
+    @property
+    def entries(self) -> Mapping[str, Any]:
+        """Its state; empty if it has none."""
+
+
+@dataclass(frozen=True)
+class InGroup:
+    """A place in an optimizer's param_groups and state. (torch refuses to swap a tensor with weak references.)"""
+
+    optimizer: Callable[[], Any]  # a weak reference; whoever looks at a plan has the optimizer
+    group: int
+    index: int
+
+    @property
+    def param(self) -> Tensor:
+        param: Tensor = self.optimizer().param_groups[self.group]["params"][self.index]
+        return param
+
+    @property
+    def entries(self) -> Mapping[str, Any]:
+        return self.optimizer().state.get(self.param) or {}
+
+
 @dataclass(eq=False)
 class Row:
     """One parameter, in the form that the backends work on."""
 
-    param: Tensor  # as the user has it
-    owned: Tensor  # this process's shard; the parameter itself, if it is not sharded
-    tensor: Tensor  # the kernels write it: `owned`, or a dense copy if that memory is not dense
+    source: Source
     group: int
     rule: type[Rule]
     form: Format
-    storage: Storage | None  # None: nobody has made it yet
     first_chunk: int
-    shard: Shard | None  # how `owned` lies in the parameter; None: it is the parameter
+    shard: Shard | None  # how this process's part lies in the parameter; None: it is the parameter
     # The shard's first element in the whole tensor, in memory order: elements keep the rounding noise that they have in
     # the whole. With 8-bit states it is a multiple of a quantisation block.
     origin: int
+    copy: Tensor | None  # a dense copy, which the kernels write, if the memory is not dense
+    has_state: bool  # the state is complete, and in the row's format
     is_bundled: bool = False  # its accumulator is small, and travels together with others
 
     @property
-    def is_copy(self) -> bool:
-        """Whether the kernels write a dense copy."""
-        return self.tensor is not self.owned
+    def param(self) -> Tensor:
+        """The parameter, as the user has it."""
+        return self.source.param
+
+    @property
+    def owned(self) -> Tensor:
+        """This process's shard; the parameter itself, if it is not sharded."""
+        return shards.owned(self.source.param, self.shard)
+
+    @property
+    def tensor(self) -> Tensor:
+        """What the kernels write."""
+        return self.owned if self.copy is None else self.copy
+
+    @property
+    def entries(self) -> Mapping[str, Any]:
+        """The state, as this process's shards."""
+        entries = self.source.entries
+        return entries if self.shard is None else self.shard.parts(entries)
+
+    @property
+    def storage(self) -> Storage | None:
+        """The state in the kernels' order; None: no step has made it yet."""
+        return storage_of(self.rule, self.form, self.entries) if self.has_state else None
 
 
-def row_of(
-    param: Tensor, group: int, rule: type[Rule], entries: Mapping[str, Any] | None, settings: Settings, chunk: int
-) -> Row:
-    """Makes a row. `entries` is the optimizer's state of the parameter, `chunk` the row's first chunk."""
+def row_of(source: Source, group: int, rule: type[Rule], settings: Settings, chunk: int) -> Row:
+    """Makes a row, whose first chunk is `chunk`."""
+    param = source.param
     shard = shards.shard_of(param)
-    tensor = owned = shards.owned(param, shard)
-    if layout(owned) == "strided":
-        tensor = torch.empty_like(owned, requires_grad=False)
-    form = format_of(rule, param, settings)
-    if shard is not None and entries is not None:
-        entries = shard.parts(entries) if shard.has_placed(entries, names(rule, form)) else None
-    storage, origin = storage_of(rule, form, tensor, entries), 0 if shard is None else shard.origin
-    return Row(param, owned, tensor, group, rule, form, storage, chunk, shard, origin)
+    tensor, copy = shards.owned(param, shard), None
+    if layout(tensor) == "strided":
+        tensor = copy = torch.empty_like(tensor, requires_grad=False)
+    form, entries = format_of(rule, param, settings), source.entries
+    has_state = shard is None or not entries or shard.has_placed(entries, names(rule, form))
+    if has_state:
+        has_state = is_stored(rule, form, tensor, entries if shard is None else shard.parts(entries))
+    origin = 0 if shard is None else shard.origin
+    return Row(source, group, rule, form, chunk, shard, origin, copy, has_state)
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -115,6 +169,14 @@ def check_gradient(param: Tensor, grad: Tensor, taken: Sequence[torch.dtype] = D
         raise RuntimeError(f"a gradient is on {grad.device}, its parameter on {param.device}; move one of them")
     if grad.shape != param.shape:
         raise RuntimeError(f"a gradient has shape {list(grad.shape)}, its parameter {list(param.shape)}")
+
+
+def overwritten(row: int) -> RuntimeError:
+    """The error of a gradient in memory that the window has adopted: its accumulator holds no sum any more."""
+    return RuntimeError(
+        f"the gradient of parameter {row} lies where the window's sum does, so one has overwritten the other; call "
+        "zero_grad(), and give every micro-batch a gradient in memory of its own (p.grad = buffer.clone())"
+    )
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ class Skips:
     WATCH_EVERY = 32  # steps between two looks
     COPIED = 24  # of these, the steps after which the copy is begun
 
-    def __init__(self, device: torch.device) -> None:
-        self.count = torch.zeros((), dtype=torch.int64, device=device)
+    def __init__(self, count: Tensor) -> None:
+        self.count = count  # int64, shape []: skipped steps so far
         self.steps = 0
         self._copy: Tensor | None = None  # of `count`, on the host
         self._arrived: torch.cuda.Event | None = None  # recorded behind the copy
@@ -49,9 +49,9 @@ class Skips:
         """
         if self._copy is None or (self._arrived is not None and not self._arrived.query()):  # type: ignore[no-untyped-call]
             return  # the device has not made the copy yet
-        before, self._known = self._known, int(self._copy)
-        steps, share = (self.COPIED, 2) if before is None else (self.WATCH_EVERY, 3)
-        skipped = self._known - (before or 0)
+        last, self._known = self._known, int(self._copy)
+        steps, share = (self.COPIED, 2) if last is None else (self.WATCH_EVERY, 3)
+        skipped = self._known - (last or 0)
         if skipped * share <= steps:
             return
         above, remedy = " or norms above skip_above", "; if optimizer.grad_norm is finite, raise skip_above"

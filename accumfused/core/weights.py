@@ -19,7 +19,7 @@ from torch import Tensor
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Number, on_device
 
-_LARGEST_FACTOR = 2.0**40  # beyond it the sums get another unit: squares of theirs must stay in fp32's range
+LARGEST_RATIO = 2.0**40  # of a host weight to the first: squares of sums stay in fp32's range
 
 
 @dataclass
@@ -47,8 +47,8 @@ class WindowWeights:
     total: Number = 0.0
     factors: Number = 0.0  # the sum of the factors, as rounded: the divisor of sums of this process alone
 
-    def check(self, weight: Number | None) -> None:
-        """Refuses a weight beside micro-batches without one, and the reverse.
+    def check(self, weight: Number | None, plan: Plan, *, in_loss: bool) -> None:
+        """Refuses a weight beside micro-batches without one, the reverse, and one that is far larger than the first.
 
         Raises:
             ValueError: that.
@@ -57,6 +57,16 @@ class WindowWeights:
             raise ValueError(
                 "weights for some micro-batches of a window only; this one began "
                 f"{'with' if self.is_weighted else 'without'} weights: give one to every micro-batch, or to none"
+            )
+        # (A unit that the device knows is that of weights that the device knows.)
+        if weight is None or isinstance(self.total, Tensor) or self.total == 0 or not plan.exchange.is_alone:
+            return
+        multiplier = 1.0 if in_loss else weight
+        if not isinstance(multiplier, Tensor) and multiplier > LARGEST_RATIO * self.unit:
+            raise ValueError(
+                f"the weight {multiplier} is more than 2^40 times {self.unit}, that of the window's first micro-batch "
+                "(in a loss it counts as 1), and squares of the sum could leave fp32's range; give all weights in one "
+                "unit, as numbers of tokens are"
             )
 
     def check_total(self, weight: Number | None = 0.0) -> None:
@@ -72,31 +82,17 @@ class WindowWeights:
                 "the weights of this window are all zero, so it has no mean; call zero_grad() in place of the step"
             )
 
-    def in_other_unit(self, weight: Number | None, plan: Plan) -> tuple[WindowWeights, Number] | None:
-        """The numbers in another unit, if the next micro-batch or the end needs one, and the factor for the sums.
+    def in_unit_one(self, plan: Plan) -> tuple[WindowWeights, Number] | None:
+        """The numbers of a window that began without other processes, and the factor for its sums; None: all is so.
 
-        The unit becomes 1 where processes share the window, which may have begun without them. On the host it becomes a
-        weight that is far larger; or the total, where the larger weight's micro-batch has failed for good.
+        Processes that add up their windows have the unit 1.
         """
-        unit, total, factors = self.unit, self.total, self.factors
-        known = 0.0 if weight is None or isinstance(weight, Tensor) else weight
-        if not plan.exchange.is_alone:
-            if not isinstance(unit, Tensor) and unit == 1.0:
-                return None
-            new = 1.0
-        elif isinstance(unit, Tensor) or isinstance(total, Tensor) or isinstance(factors, Tensor):
+        if not self.is_weighted or (not isinstance(self.unit, Tensor) and self.unit == 1.0):
             return None
-        elif known > _LARGEST_FACTOR * unit > 0:
-            new = known
-        elif 0 < factors * _LARGEST_FACTOR < 1 and known * _LARGEST_FACTOR < unit:
-            new = total
-        else:
-            return None
-        factor = unit / new
-        return replace(self, unit=new, factors=factors * _rounded(factor, plan.dtype)), factor
+        return replace(self, unit=1.0, factors=self.factors * _rounded(self.unit, plan.dtype)), self.unit
 
     def entered(
-        self, weight: Number | None, plan: Plan, *, in_loss: bool, left: Tensor | None
+        self, weight: Number | None, plan: Plan, *, in_loss: bool, is_finite: Tensor | None
     ) -> tuple[WindowWeights, MicroBatch]:
         """The numbers with one more micro-batch, and its factor.
 
@@ -104,11 +100,11 @@ class WindowWeights:
         the old ones, and copies of the window share them.
 
         Args:
-            left: whether the micro-batch is not dropped: bool, shape []; None: it is not.
+            is_finite: whether the micro-batch stays: bool, shape []; None: it does.
         """
         exchange, known = plan.exchange, replace(self, is_weighted=weight is not None, count=self.count + 1)
         if weight is None:
-            if left is None:
+            if is_finite is None:
                 return known, MicroBatch(1.0)
             weight, in_loss = 1.0, False
         if isinstance(weight, Tensor):
@@ -116,12 +112,12 @@ class WindowWeights:
             weight = torch.where((weight >= 0) & weight.isfinite(), weight, torch.nan)
         elif weight == 0 and not exchange.has_means:  # else other processes' weights may differ
             return known, MicroBatch(None)
-        if left is not None:
-            weight = weight_if(left, weight)
+        if is_finite is not None:
+            weight = weight_if(is_finite, weight)
         multiplier: Number = 1.0 if in_loss else weight  # that the gradients lack
         before, unit = None, self.unit
         if exchange.has_means:
-            factor: Number = 1.0 if left is None else left.double()
+            factor: Number = 1.0 if is_finite is None else is_finite.double()
         elif exchange.adds_up:
             factor = _nothing_of_zero(weight, multiplier)
         elif isinstance(self.total, Tensor):
@@ -181,13 +177,13 @@ class WindowWeights:
         return cls(count > 0, abs(int(count)), abs(unit), total, factors)
 
 
-def weight_if(left: Tensor, weight: Number | None) -> Tensor:
+def weight_if(is_finite: Tensor, weight: Number | None) -> Tensor:
     """The weight of a micro-batch (None: 1), or 0 if it is dropped: fp64, shape []."""
-    given = 1.0 if weight is None else weight
-    if not isinstance(given, Tensor):
-        given = torch.full_like(left, given, dtype=torch.float64)
-    given = on_device(given, left.device, torch.float64)
-    return torch.where(left, given, torch.zeros_like(given))
+    number = 1.0 if weight is None else weight
+    if not isinstance(number, Tensor):
+        number = torch.full_like(is_finite, number, dtype=torch.float64)
+    number = on_device(number, is_finite.device, torch.float64)
+    return torch.where(is_finite, number, torch.zeros_like(number))
 
 
 def _rounded(factor: Number, dtype: torch.dtype) -> Number:

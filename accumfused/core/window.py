@@ -10,7 +10,6 @@ the states, and the calls that each refuses.
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -57,15 +56,15 @@ class Window:
     """The state of one optimizer's gradients, from the first micro-batch to the step."""
 
     # Kept between windows.
-    params: list[Tensor] = field(default_factory=list)
-    arena: Arena = field(default_factory=lambda: Arena(0))  # memory of sums that are no adopted gradients
+    arena: Arena = field(default_factory=Arena)  # memory of sums that are no adopted gradients
     habits: Habits = field(default_factory=Habits)
-    grad_dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of exposed parameters with others in p.grad
+    grad_dtypes: dict[Tensor, torch.dtype] = field(default_factory=dict)  # of exposed parameters with others in p.grad
     # [chunks], in the plan's dtype: folds and the norm write them.
     partials: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu"))
 
     phase: Phase = Phase.IDLE
     plan: Plan | None = None
+    params: list[Tensor] = field(default_factory=list)  # of an open window
     sums: Grads = field(default_factory=Grads)  # in `Format.dtype`, one per parameter; None: no gradient yet
     is_measured: list[bool] = field(default_factory=list)  # a sum's squares are in `partials`
     lacking: int = 0  # rows without a sum
@@ -108,7 +107,7 @@ class Window:
                 "tensors have it and some have not; call optimizer.zero_grad(), which drops the window, and go on"
             )
 
-    def check(self, plan: Plan, grads: Grads, weight: Number | None) -> Window:
+    def check(self, plan: Plan, grads: Grads, weight: Number | None, *, in_loss: bool) -> Window:
         """Refuses a wrong micro-batch before anything is written; returns the window that goes on."""
         self.refuse_broken()
         window = self
@@ -125,7 +124,7 @@ class Window:
             )
         if self.phase is Phase.OPEN:
             window = self.following(plan)
-        window.weights.check(weight)
+        window.weights.check(weight, plan, in_loss=in_loss)
         return window
 
     def is_exposed(self, grads: Grads) -> bool:
@@ -133,27 +132,38 @@ class Window:
         exposed = {id(each) for each in self.sums if each is not None}
         return any(id(grad) in exposed for grad in grads if grad is not None)
 
+    def fitted(self, plan: Plan) -> Window:
+        """This window, or an empty one of which the memory that it keeps fits the plan."""
+        arena, partials = self.arena.fitted(plan), self.partials
+        if (partials.device, partials.dtype, len(partials)) != (plan.device, plan.dtype, plan.chunks):
+            partials = torch.empty(plan.chunks, dtype=plan.dtype, device=plan.device)
+        if arena is self.arena and partials is self.partials:
+            return self
+        return Window(arena, self.habits, self.grad_dtypes, partials)
+
     def opened(self, plan: Plan) -> Window:
         """A window without micro-batches."""
-        window, count = self.ended(), len(plan.rows)
-        if self.params is not plan.params:
-            if len(self.params) != count or not all(map(operator.is_, self.params, plan.params)):
-                window.arena, window.grad_dtypes = Arena(count), {}
-            window.params = plan.params
-        window.phase, window.plan = Phase.OPEN, plan
+        window, count = self.fitted(plan).ended(), len(plan.rows)
+        window.phase, window.plan, window.params = Phase.OPEN, plan, plan.params
         window.sums, window.is_measured, window.lacking = Grads([None] * count), [False] * count, count
-        partials = window.partials
-        if (partials.device, partials.dtype, len(partials)) != (plan.device, plan.dtype, plan.chunks):
-            window.partials = torch.empty(plan.chunks, dtype=plan.dtype, device=plan.device)
-            if plan.device.type == "cpu":  # a micro-batch's gradients, and as much for what lies between them
-                keep_freed(2 * 4 * sum(row.tensor.numel() for row in plan.rows))
+        if plan.device.type == "cpu":  # a micro-batch's gradients, and as much for what lies between them
+            keep_freed(2 * 4 * plan.numel)
         window.habits.see(plan)
         return window
 
-    def entered(self, plan: Plan, weight: Number | None, *, in_loss: bool, left: Tensor | None = None) -> Window:
+    def borrowing(self, plan: Plan) -> Window:
+        """A window for one step, which takes p.grad as it is: an ordinary loop's, or a closed window's."""
+        window = self.ended()
+        if self.phase is Phase.CLOSED:  # its own squares are those of sums that nobody has changed yet
+            window.partials = torch.empty(plan.chunks, dtype=plan.dtype, device=plan.device)
+        window.plan, (window.sums, present) = plan, plan.reader.read_grads()
+        window.is_measured, window.lacking = [False] * len(window.sums), len(window.sums) - present
+        return window
+
+    def entered(self, plan: Plan, weight: Number | None, *, in_loss: bool, is_finite: Tensor | None = None) -> Window:
         """The window that one more micro-batch has entered: it is in progress, counted, and has its factor."""
         window = self.opened(plan) if self.phase is Phase.IDLE else self.draft()
-        window.weights, window.in_progress = self.weights.entered(weight, plan, in_loss=in_loss, left=left)
+        window.weights, window.in_progress = self.weights.entered(weight, plan, in_loss=in_loss, is_finite=is_finite)
         return window
 
     def add(self, grads: Grads, commit: Commit, *, has_all_grads: bool, ends: bool) -> None:
@@ -185,7 +195,7 @@ class Window:
         """The launches that add gradients; those that only copy first gradients to new memory are made here."""
         before, again = micro_batch.before, micro_batch.indices
         is_one = not isinstance(factor, Tensor) and factor == 1.0
-        if is_one and not self.present and plan.adopts_all(grads):  # nearly always, for a window's first
+        if is_one and not self.present and plan.reader.adopts_all(grads):  # nearly always, for a window's first
             self.sums, self.lacking, self.is_measured = grads, 0, [False] * len(grads)
             return []
         first = Grads([g if s is None else None for g, s in zip(grads, self.sums, strict=True)])
@@ -267,7 +277,7 @@ class Window:
         accumulator = self.sums[index]
         holds = accumulator is not None
         if accumulator is None:
-            plan.forget_sums()
+            plan.reader.forget_sums()
             accumulator = self.sums[index] = self.arena.place(plan, index)
             self.lacking -= 1
         self.is_measured[index] = False
@@ -300,8 +310,8 @@ class Window:
         """
         plan = self.plan
         assert plan is not None
-        left_out = self.in_progress is not None and self.in_progress.factor is None
-        here = [s is not None or (g is not None and not left_out) for s, g in zip(self.sums, grads, strict=True)]
+        is_empty = self.in_progress is not None and self.in_progress.factor is None
+        here = [s is not None or (g is not None and not is_empty) for s, g in zip(self.sums, grads, strict=True)]
         known = self.weights
         agreed = plan.exchange.agree(plan, known.total, known.is_weighted, here, seed=seed, last=last)
         if agreed is None:
@@ -318,7 +328,7 @@ class Window:
 
     def sealed(self) -> Window:
         """The window with the sums of all processes; their sums of squares are unknown."""
-        return replace(self, phase=Phase.SEALED, is_measured=[False] * len(self.params))
+        return replace(self, phase=Phase.SEALED, is_measured=[False] * len(self.sums))
 
     def exposed(self) -> tuple[Window, partial[Any]]:
         """The closed window, and the call that makes its sums p.grad, even if autograd's gradient has another dtype."""
@@ -330,7 +340,7 @@ class Window:
                 continue
             param = row.param
             if param.grad_dtype not in (accumulator.dtype, None):
-                self.grad_dtypes[index], param.grad_dtype = param.grad_dtype, None
+                self.grad_dtypes[param], param.grad_dtype = param.grad_dtype, None
             grad = accumulator if row.shard is None else row.shard.whole(accumulator)
             window.sums[index] = shards.local(grad)  # `is_exposed` looks for this object
             params.append(param)
@@ -343,7 +353,9 @@ class Window:
 
         None: all have them.
         """
-        if self.lacking:
+        if self.lacking and True not in self.is_measured:
+            self.partials.zero_()
+        elif self.lacking:
             bounds = [*(row.first_chunk for row in plan.rows), plan.chunks]
             rows = zip(self.sums, bounds, bounds[1:], strict=False)
             torch._foreach_zero_([self.partials[begin:end] for s, begin, end in rows if s is None])
@@ -355,14 +367,14 @@ class Window:
 
     def ended(self) -> Window:
         """No window; what is kept between two stays."""
-        return Window(self.params, self.arena, self.habits, self.grad_dtypes, self.partials)
+        return Window(self.arena, self.habits, self.grad_dtypes, self.partials)
 
     def restore_grad_dtypes(self) -> None:
         """After the end: parameters whose p.grad was of another dtype get theirs back, once it is released."""
-        for index, dtype in list(self.grad_dtypes.items()):
-            if self.params[index].grad is None:
-                self.params[index].grad_dtype = dtype
-                del self.grad_dtypes[index]
+        for param, dtype in list(self.grad_dtypes.items()):
+            if param.grad is None:
+                param.grad_dtype = dtype
+                del self.grad_dtypes[param]
 
     # ---- plans, copies ---------------------------------------------------------------------------------------------
 
@@ -370,24 +382,24 @@ class Window:
         """The window with a newer plan: added parameters become new rows, others must be unchanged."""
         if plan is self.plan:
             return self
-        known = len(self.params)
-        if len(plan.params) < known or any(a is not b for a, b in zip(self.params, plan.params, strict=False)):
+        params, known = plan.params, len(self.params)
+        if len(params) < known or any(a is not b for a, b in zip(self.params, params, strict=False)):
             raise RuntimeError(
                 "parameters were removed or reordered while a window is open; call step() or zero_grad() first"
             )
         for row, accumulator in zip(plan.rows, self.sums, strict=False):
             _refuse_moved(row, accumulator)
-        new = [None] * (len(plan.rows) - known)
-        sums, is_measured = Grads([*self.sums, *new]), [*self.is_measured, *(False for _ in new)]
+        added = len(plan.rows) - known
+        sums, is_measured = Grads([*self.sums, *[None] * added]), [*self.is_measured, *[False] * added]
         for index, (row, accumulator) in enumerate(zip(plan.rows, self.sums, strict=False)):
             if accumulator is not None and accumulator.stride() != row.tensor.stride():
                 laid_out = torch.empty_like(row.tensor, dtype=accumulator.dtype, requires_grad=False)
                 sums[index] = laid_out.copy_(accumulator)
                 is_measured[index] = False  # the norm's order is that of memory
         self.arena.add_rows(plan)
-        before = [] if self.plan is None else self.plan.rows
+        old_rows = [] if self.plan is None else self.plan.rows
         partials = self.partials.to(plan.device, plan.dtype)
-        if any(one.first_chunk != other.first_chunk for one, other in zip(before, plan.rows, strict=False)):  # resized
+        if any(old.first_chunk != new.first_chunk for old, new in zip(old_rows, plan.rows, strict=False)):  # resized
             partials, is_measured = partials.new_zeros(plan.chunks), [False] * len(plan.rows)
         if len(partials) < plan.chunks:
             partials = torch.cat([partials, partials.new_zeros(plan.chunks - len(partials))])
@@ -396,15 +408,15 @@ class Window:
         else:
             self.habits.see_new(plan, known)
         return replace(
-            self, plan=plan, params=list(plan.params), sums=sums, is_measured=is_measured,
-            lacking=self.lacking + len(new), weights=self.weights.on(plan.device), partials=partials,
+            self, plan=plan, params=params, sums=sums, is_measured=is_measured,
+            lacking=self.lacking + added, weights=self.weights.on(plan.device), partials=partials,
         )  # fmt: skip
 
     @classmethod
     def resumed(cls, params: list[Tensor], sums: Grads, numbers: Sequence[float]) -> Window:
         """An open window of a checkpoint's sums and numbers."""
         return cls(
-            params, Arena(len(params)), phase=Phase.OPEN, sums=Grads(sums),
+            Arena(len(params)), phase=Phase.OPEN, params=params, sums=Grads(sums),
             is_measured=[False] * len(sums), lacking=sum(s is None for s in sums),
             weights=WindowWeights.resumed(numbers),
         )  # fmt: skip

@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accumfused.core.plan import Exchange, Plan, Segments
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import Exchange, Segments
 from accumfused.core.rows import Row
 from accumfused.distributed.groups import has_processes, refuse_sharded
+from accumfused.formats.kinds import SEED
 from accumfused.formats.numeric import chunk_count, ieee, sum_partials, sum_segments
 from accumfused.settings import Settings
 
@@ -168,7 +170,7 @@ class Summed(Processes):
         self.size: int = dist.get_world_size(group)
         self._wire_dtype = wire_dtype
         self._measures = measures
-        self._agreed: list[tuple[Tensor, bool]] = []  # parameters, and whether each requires a gradient
+        self._agreed: list[tuple[Any, ...]] = []  # parameters, by what tells one from another
 
     def serves(self, group: Any, wire_dtype: torch.dtype | None) -> bool:
         """Whether this is the exchange for these settings."""
@@ -230,13 +232,11 @@ class Summed(Processes):
 
     def _compare_parameters(self, plan: Plan, seed: int) -> None:
         """Refuses parameters, and seeds, that differ from those of other processes; asks once for each list of them."""
-        params, known = plan.params, self._agreed
-        if len(params) == len(known) and all(
-            p is own and p.requires_grad is wants for p, (own, wants) in zip(params, known, strict=True)
-        ):
+        params = plan.params
+        agreed = [(id(p), p.shape, p.dtype, p.requires_grad) for p in params]  # an address may come back, with others
+        if agreed == self._agreed:
             return
-        made = [None if row.storage is None else row.storage.seed for row in plan.rows]
-        seeds = [seed if value is None else int(value) for value in made]
+        seeds = [int(row.entries.get(SEED, seed)) for row in plan.rows]
         own = [
             (
                 tuple(p.shape), tuple(p.stride()), str(p.dtype), p.requires_grad, row.form.needs_noise and seed,
@@ -259,7 +259,7 @@ class Summed(Processes):
                         "strides, dtype, requires_grad, seed of its noise if there is any, noise_scale); give every "
                         "optimizer the same parameters in the same order, and the same rounding_seed and noise_scale"
                     )
-        self._agreed = [(param, param.requires_grad) for param in params]
+        self._agreed = agreed
 
     def add_up(self, flats: Iterable[Tensor]) -> None:
         """Replaces these flat tensors by their sums over all processes, piece by piece in memory order.

@@ -18,10 +18,10 @@ from accumfused.formats.kinds import (
     States,
     Weights,
     counts_steps,
+    is_stored,
     names,
     scale_name,
     scale_shape,
-    storage_of,
 )
 from accumfused.formats.numeric import flush_subnormal, full, ieee, layout, memory_order
 from accumfused.rules import Rule
@@ -85,7 +85,7 @@ def make_state(
     It converts a state of another format, dtype or layout (a checkpoint's, say) to nearest, and removes the entries
     that this format does not have. A state in the rule's `starts` begins at the group's number, others at 0.
     """
-    if storage_of(rule, form, tensor, entries) is not None:
+    if is_stored(rule, form, tensor, entries):
         return
     fresh = all(entries.get(name) is None for name in rule.states)
     has_master = MASTER in entries or REMAINDER in entries

@@ -199,13 +199,17 @@ def counts_steps(rule: type[Rule], form: Format) -> bool:
     return rule.counts_steps or form.needs_noise
 
 
-def storage_of(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[str, Any] | None) -> Storage | None:
-    """The storage of a (dense) parameter's state, or None unless the state is complete and in this format."""
+def is_stored(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[str, Any] | None) -> bool:
+    """Whether a (dense) parameter's state is complete, and in this format."""
     entries, wanted = entries or {}, names(rule, form)
     if not all(_fits(name, entries.get(name), rule, form, param) for name in wanted):
-        return None
-    if not rule.is_foreign and any(name in entries and name not in wanted for name in (SEED, REMAINDER, MASTER)):
-        return None  # entries of another format must not outlive a step
+        return False
+    # Entries of another format must not outlive a step.
+    return rule.is_foreign or not any(name in entries and name not in wanted for name in (SEED, REMAINDER, MASTER))
+
+
+def storage_of(rule: type[Rule], form: Format, entries: Mapping[str, Any]) -> Storage:
+    """The storage of a state that `is_stored`."""
     return Storage(
         entries["step"] if counts_steps(rule, form) else None,
         entries[SEED] if form.needs_noise else None,

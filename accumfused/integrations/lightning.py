@@ -253,7 +253,7 @@ class FusedAccumulation:
         last = self._ends_window and self._reads_gradients()
         if weight is not None:
             loss = loss * self.trainer.accumulate_grad_batches  # the sum of weights divides instead
-        if weight is not None and optimizer._engine.release is not None:
+        if weight is not None and optimizer._engine.during_backward is not None:
             optimizer.backward(loss, weight, last=last)  # gradients are taken before accumulate(weight)
             return
         super().backward(loss, *args, **kwargs)  # type: ignore[misc]

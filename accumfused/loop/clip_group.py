@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import optimizer as torch_optimizer
 
 from accumfused.arguments import checked_positive
-from accumfused.clipping import check_limit
+from accumfused.clip import check_limit
 from accumfused.core.norm import Measured, share
 from accumfused.core.protocol import Divisors
 from accumfused.core.window import Phase, refuse_foreign_scaler
@@ -179,8 +179,8 @@ class ClipGroup:
         for engine in engines:  # before any of them converts its states
             engine.plans.owner._refuse_gradients()
             _refuse_policies(engine.plans.owner)
-            if engine.release is not None:
-                engine.release.end_before_step()
+            if engine.during_backward is not None:
+                engine.during_backward.end_before_step()
             engine.refuse_live(engine.plans.current().reader.present())
         parts: list[Measured | None] = []
         for engine in engines:

@@ -61,8 +61,8 @@ class Contributions:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self.optimizer._engine.release is self:
-            self.optimizer._engine.release = None
+        if self.optimizer._engine.during_backward is self:
+            self.optimizer._engine.during_backward = None
 
     # ---- the optimizer calls these ----------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Contributions:
         """Begins a micro-batch, unless p.grad is a closed window's accumulator, which accumulate() will refuse."""
         engine = self.optimizer._engine
         plan = engine.plans.current(with_states=False)
-        grads, _ = plan.read_grads()
+        grads, _ = plan.reader.read_grads()
         self._members = {id(member): row for row, member in enumerate(plan.params)}
         if id(param) not in self._members or (engine.window.phase is Phase.CLOSED and engine.window.is_exposed(grads)):
             return

@@ -135,7 +135,7 @@ def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
         engine.commit_of_step(measured).end()
         return
     if coefficient != 1.0 or outcome.coefficients is not None:
-        _rescale(measured.grads, outcome)
+        _rescale(measured.taken.sums, outcome)
     if window.is_open:
         window, expose = window.exposed()
         run([expose, functools.partial(setattr, engine, "window", window)])

@@ -98,10 +98,10 @@ class FusedLinears:
                 chosen.append(module)
             else:
                 self.left[name] = reason
-        release: Any = optimizer._engine.release or Contributions(optimizer)
+        release: Any = optimizer._engine.during_backward or Contributions(optimizer)
         release.claim(module.weight for module in chosen)
-        if optimizer._engine.release is None:
-            optimizer._engine.release = release
+        if optimizer._engine.during_backward is None:
+            optimizer._engine.during_backward = release
             self._own_release = weakref.ref(release)
 
         # `copy` and `pickle` take a bound method by its module and its name: a copy is bound to the copied module,
@@ -190,7 +190,7 @@ class FusedLinears:
         if torch.is_grad_enabled() or torch.compiler.is_compiling():  # create_graph=True; compiled autograd
             return grad.t() @ x
         optimizer = self._optimizer()
-        release = None if optimizer is None or not self._layers else optimizer._engine.release
+        release = None if optimizer is None or not self._layers else optimizer._engine.during_backward
         if release is not None:
             taken = _is_taken(ctx.next_functions[1][0])
             if taken is False:

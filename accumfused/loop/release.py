@@ -54,7 +54,7 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
         raise TypeError(f"bucket_bytes must be a whole number, got {type(bucket_bytes).__name__}")
     if operator.index(bucket_bytes) < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
-    if optimizer._engine.release is not None:
+    if optimizer._engine.during_backward is not None:
         raise RuntimeError(
             "the optimizer's gradients are released already; call remove() on that handle first (to have both, call "
             "release_gradients() before fuse_linears())"
@@ -63,7 +63,7 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
     optimizer._engine.refuse_open("release_gradients()")
     release = GradientRelease(optimizer, operator.index(bucket_bytes))
     release.follow()
-    optimizer._engine.release = release
+    optimizer._engine.during_backward = release
     return release
 
 
@@ -81,7 +81,7 @@ class GradientRelease(Contributions):
         Raises:
             RuntimeError: a window is open.
         """
-        if self.optimizer._engine.release is self:
+        if self.optimizer._engine.during_backward is self:
             self.optimizer._engine.refuse_open("remove()")
             self.unhook()
 
@@ -92,7 +92,7 @@ class GradientRelease(Contributions):
         """Calls `remove()`. An exception ends the release even in an open window, and drops a half-folded window."""
         if kind is None:
             self.remove()
-        elif self.optimizer._engine.release is self:
+        elif self.optimizer._engine.during_backward is self:
             if self.optimizer._engine.window.in_progress is not None:
                 self.optimizer.zero_grad()
             self.unhook()

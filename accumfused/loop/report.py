@@ -18,8 +18,8 @@ from accumfused.formats.kinds import (
     counts_steps,
     described,
     format_of,
+    is_stored,
     scale_name,
-    storage_of,
 )
 from accumfused.formats.numeric import layout
 from accumfused.formats.shards import Shard, local, owned, shard_of
@@ -109,8 +109,8 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
     check_fused(optimizer, "memory_report")
     window, formats = optimizer._engine.window, dict[str, Memory]()
     accumulators: dict[int, list[Tensor | None]] = {}
-    kept = window.arena.places
-    for param, *held in zip(window.params, window.sums or kept, kept, strict=True):
+    places, params = window.arena.places, window.params or optimizer._engine.plans.params
+    for param, *held in zip(params, window.sums or places, places, strict=False):
         accumulators[id(param)] = held
     for group in optimizer.param_groups:
         rule = optimizer._rule_of(group)
@@ -195,7 +195,7 @@ def _memory_of(
     if shard is not None:
         entries = shard.parts(entries)
     kept = torch.empty_like(own) if layout(own) == "strided" else own  # as plan.build has it
-    if rule.is_foreign or storage_of(rule, form, kept, entries) is not None or not param.requires_grad:
+    if rule.is_foreign or is_stored(rule, form, kept, entries) or not param.requires_grad:
         for name, value in entries.items():
             parts[_part(rule, name)] += value.nbytes if isinstance(value, Tensor) else 0
     else:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from accumfused.clipping import LIMIT
+from accumfused.clip import LIMIT
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule, power, sqrt, where

@@ -95,6 +95,31 @@ class _Stack:
         return [value.mT if self.is_transposed else value for value in values]
 
 
+@dataclass(frozen=True)
+class _Half:
+    """The source of a row in the plan of one rule.
+
+    Args:
+        row: the parameter's, in the optimizer's plan.
+        matrix: written in the parameter's place; None: the parameter is.
+        step: a count of its own; None: the parameter's.
+    """
+
+    row: Row
+    matrix: Tensor | None = None
+    step: Tensor | None = None
+
+    @property
+    def param(self) -> Tensor:
+        """The parameter, or the matrix in its place."""
+        return self.row.param if self.matrix is None else self.matrix
+
+    @property
+    def entries(self) -> Mapping[str, Any]:
+        """The parameter's state."""
+        return self.row.entries if self.step is None else {**self.row.entries, "step": self.step}
+
+
 class _Matrices:
     """The stacks of a plan; and a plan for each of both rules, in which each stack is a group.
 
@@ -107,24 +132,20 @@ class _Matrices:
         first, last, chunk = list[Row](), list[Row](), 0
         for group, stack in enumerate(self.stacks):
             for index, slot in zip(stack.rows, stack.laid_out(stack.memory), strict=True):
-                row, kept = plan.rows[index], plan.rows[index].storage
-                assert kept is not None
-                row, chunk = replace(row, group=group, first_chunk=chunk), chunk + chunk_count(row.tensor.numel())
+                row = plan.rows[index]
                 states, weights = Format(states=row.form.states), Format(weights=row.form.weights)
-                before, after = (
-                    kept if form.needs_noise else replace(kept, step=None, seed=None) for form in (states, weights)
-                )
-                if before.step is not None and after.step is not None:  # each rule counts the step
-                    after = replace(after, step=after.step.clone())
-                before, after = replace(before, master=None), replace(after, values=[], scales=[])
-                first.append(replace(row, param=slot, owned=slot, tensor=slot, form=states, storage=before))
-                last.append(replace(row, rule=OrthogonalRule, form=weights, storage=after))
+                # Each rule counts the step, if its format's noise needs the count.
+                step = row.entries["step"].clone() if states.needs_noise and weights.needs_noise else None
+                moved = replace(row, group=group, first_chunk=chunk)
+                first.append(replace(moved, source=_Half(row, matrix=slot), form=states, copy=None))
+                last.append(replace(moved, source=_Half(row, step=step), rule=OrthogonalRule, form=weights))
+                chunk += chunk_count(row.tensor.numel())
         rows = [index for stack in self.stacks for index in stack.rows]
         self.places = torch.tensor(rows, dtype=torch.int64, device=plan.device)  # in the optimizer's plan
         self.first = Plan(first, [MuonRule] * len(self.stacks), chunk, plan.device)
         self.last = Plan(last, [OrthogonalRule] * len(self.stacks), chunk, plan.device)
         for own in (self.first, self.last):
-            plan.backend.prepare(own, [], {})
+            plan.backend.prepare(own)
 
     def only(self, stack: _Stack, own: Sequence[Tensor | None]) -> Grads:
         """Gradients of one stack, for either plan."""
@@ -174,7 +195,7 @@ def _stacks(plan: Plan) -> list[_Stack]:
     """Stacks of at most `STACK` elements; those on one device take turns in one memory, so the largest come first."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for index, row in enumerate(plan.rows):
-        if row.rule is MuonRule and row.storage is not None:
+        if row.rule is MuonRule and row.has_state:
             _check_matrix(row.param)
             if row.tensor.numel():
                 kind = row.group, row.tensor.shape, row.tensor.is_contiguous(), row.tensor.device

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.clipping import LIMIT
+from accumfused.clip import LIMIT
 from accumfused.core.engine import Engine
 
 _SHAPES = {"clip_history": (2, 3), "noise_scale": (4,)}

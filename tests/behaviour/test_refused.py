@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 
 import accumfused as af
-from accumfused.clipping import LIMIT
+from accumfused.clip import LIMIT
 from accumfused.core.rows import check_gradient
 from accumfused.settings import Settings
 

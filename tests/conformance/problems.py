@@ -13,6 +13,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import inside
@@ -24,7 +25,7 @@ from reference import ReferenceBackend
 from table import CASES, EACH_RULE, STATES, WEIGHTS, Case, case_named, kept, random_grads, random_params
 from torch import Tensor
 
-from accumfused.clipping import Clip, RunningMean
+from accumfused.clip import Clip, RunningMean
 from accumfused.core import plans
 from accumfused.core.plan import Plan
 from accumfused.formats import codecs
@@ -42,10 +43,10 @@ def on_device(number: Number) -> Any:
 
 def bare_plan(backend: Any, params: Sequence[Tensor]) -> Plan:
     """For calls of the backend's verbs: of these parameters, without an optimizer."""
-    groups: Any = [{"params": [*params]}]
-    built = plans.build(groups, {}, [RULES[0]], Settings())
-    backend.prepare(built, groups, {})
-    return built
+    holder = SimpleNamespace(param_groups=[{"params": [*params]}], state={})
+    plan = plans.build(lambda: holder, [RULES[0]], Settings())
+    backend.prepare(plan)
+    return plan
 
 
 # ---- what happens ---------------------------------------------------------------------------------------------------
@@ -219,10 +220,10 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def prepare(self, plan: Any, param_groups: Any, state: Any) -> None:
+    def prepare(self, plan: Any) -> None:
         for row, origin in zip(plan.rows, self._origins, strict=False):
             row.origin = origin
-        self._inner.prepare(plan, param_groups, state)
+        self._inner.prepare(plan)
 
     def norm(self, *args: Any) -> Any:
         outcome = self._inner.norm(*args)

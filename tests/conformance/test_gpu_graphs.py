@@ -314,7 +314,7 @@ def test_a_side_stream_records_each_tensor_once(gpu: Emulation, monkeypatch: pyt
         for _ in range(3):
             gpu.backend.accumulate(plan, Fold(grads, sums, 1.0), partials)
             sums[0] = own
-            plan.forget_sums()
+            plan.reader.forget_sums()
         assert [recorded.count(tensor.data_ptr()) for tensor in (grads[0], own)] == [1, 1]
         gpu.backend.accumulate(plan, Fold(Grads(grads), sums, 1.0), partials)
         assert [recorded.count(tensor.data_ptr()) for tensor in (grads[0], own)] == [2, 1]

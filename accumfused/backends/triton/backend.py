@@ -61,10 +61,12 @@ class TritonBackend:
         self._kept: WeakKeyDictionary[Plan, _Kept] = WeakKeyDictionary()
         self._programs: dict[tuple[Any, ...], int] = {}  # that a device holds at once, of a kernel with its constants
 
-    def prepare(self, plan: Plan, param_groups: Any, state: Any) -> None:
+    def prepare(self, plan: Plan) -> None:
         """Adds the native module's table if it loads: the table tells whether a plan still holds, kernels ignore it."""
         if compiled.unavailable is None:
-            plan.add_table(compiled.module.Table, param_groups, state)
+            plan.add_table(compiled.module.Table)
+        else:
+            plan.reader.remember()
         self._kept[plan] = _kept(plan)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
@@ -219,9 +221,10 @@ def _kept(plan: Plan) -> _Kept:
     rows = [[0] * memory.WORDS.value]
     operands = [0] * (memory.WORDS.value - memory.GRAD.value)
     for row in plan.rows:
-        slots = _NO_SLOTS if row.storage is None else row.storage.slots()
-        param, kind = row.tensor.data_ptr() if has_memory(row.tensor) else 0, kinds.index((row.rule, row.form))
-        words = row.tensor.numel(), row.first_chunk, row.group, kind, row.origin
+        storage, tensor = row.storage, row.tensor
+        slots = _NO_SLOTS if storage is None else storage.slots()
+        param, kind = tensor.data_ptr() if has_memory(tensor) else 0, kinds.index((row.rule, row.form))
+        words = tensor.numel(), row.first_chunk, row.group, kind, row.origin
         rows.append([param, *_addresses(slots), *words, *operands])
     return _Kept(kinds, torch.tensor(rows, dtype=torch.int64, device="cpu"), _stream(plan.device)[0])
 

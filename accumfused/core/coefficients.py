@@ -1,4 +1,4 @@
-"""Policies on the device: from the sums of squares of tensors or groups to one coefficient for each row, or for all.
+"""Clip policies on the device: from sums of squares of tensors or groups to a coefficient for each row, or for all.
 
 A few elementwise fp64 operations of torch, each of them IEEE's, so that all backends have the same bits. Nothing waits
 for the device.
@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from accumfused.clipping import Clip, PerTensor, RunningMean, ZScore, group_limits
+from accumfused.clip import Clip, PerTensor, RunningMean, ZScore, group_limits
 from accumfused.core import graphs
 from accumfused.core.norm import clipped, divisor_of, norms, take_norm
-from accumfused.core.plan import Plan, Segments
-from accumfused.core.protocol import Call, Divisors, Outcome, Owner, Scaling, moved
+from accumfused.core.plan import Plan
+from accumfused.core.protocol import Call, Divisors, Outcome, Owner, Scaling, Segments, moved
 from accumfused.core.rows import Grads
 from accumfused.formats.numeric import LEAST_DIVISOR, ieee
 from accumfused.rules.on_tensors import square_root
