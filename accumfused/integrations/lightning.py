@@ -108,8 +108,7 @@ class _FusedSteps:
         """Counts steps as Lightning does, also after a resume, so that the logged ones are measured."""
         _switch(trainer, "train")
         for optimizer in trainer.optimizers if pl_module.automatic_optimization else ():
-            if optimizer._engine.meter is not None:
-                optimizer._engine.meter.steps = trainer.fit_loop.epoch_loop._batches_that_stepped
+            optimizer.set_metrics_step(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Logs, and counts the steps of the audit."""
@@ -253,7 +252,7 @@ class FusedAccumulation:
         last = self._ends_window and self._reads_gradients()
         if weight is not None:
             loss = loss * self.trainer.accumulate_grad_batches  # the sum of weights divides instead
-        if weight is not None and optimizer._engine.release is not None:
+        if weight is not None and optimizer.accumulates_in_backward:
             optimizer.backward(loss, weight, last=last)  # gradients are taken before accumulate(weight)
             return
         super().backward(loss, *args, **kwargs)  # type: ignore[misc]

@@ -22,7 +22,7 @@ def check_logged(logged: Logged | None) -> None:
 def check_measured(optimizer: FusedOptimizer, *, metrics: bool, noise_scale: bool) -> None:
     """Raises a ValueError if the optimizer, made by the user, does not measure this."""
     for name, is_asked in (("metrics", metrics), ("noise_scale", noise_scale)):
-        if is_asked and not getattr(optimizer._engine.settings, name):
+        if is_asked and not optimizer.settings[name]:
             raise ValueError(
                 f"{name} is asked for, but the optimizer of accumfused does not measure it; make it with {name}=True"
             )
@@ -37,15 +37,14 @@ def readings(optimizer: FusedOptimizer, model: Module, logged: Logged | None) ->
         model: names the parameters of an optimizer that has no names for them.
         logged: "tensors": those of each tensor, too.
     """
-    engine, names, parts = optimizer._engine, list[str](), list[torch.Tensor]()
-    found = None if engine.meter is None else engine.meter.read()
-    if found is not None:
-        names += _names(found.names, optimizer, model, logged == "tensors")
-        parts.append(found.values)
-    if engine.noise is not None:
-        with contextlib.suppress(RuntimeError):  # no window of two micro-batches was stepped yet
-            parts.append(optimizer.noise_scale().noise_scale.view(1))
-            names.append("noise_scale")
+    names, parts = list[str](), list[torch.Tensor]()
+    with contextlib.suppress(RuntimeError):  # not measured, or no step was yet
+        metrics = optimizer.metrics()
+        names += _names(metrics.names, optimizer, model, logged == "tensors")
+        parts.append(metrics.values)
+    with contextlib.suppress(RuntimeError):  # not measured, or no window of two micro-batches was stepped yet
+        parts.append(optimizer.noise_scale().noise_scale.view(1))
+        names.append("noise_scale")
     if not parts:
         return {}
     values = torch.cat([part.to(parts[0].device) for part in parts]).tolist()
