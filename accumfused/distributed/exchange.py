@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accumfused.core.plan import Exchange, Plan, Segments
+from accumfused.core.plan import Agreement, Exchange, Plan, Segments
 from accumfused.core.rows import Row
 from accumfused.distributed.groups import has_processes, refuse_sharded
 from accumfused.formats.numeric import chunk_count, ieee, sum_partials, sum_segments
@@ -103,11 +103,11 @@ class Means(Processes):
 
     def agree(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
-    ) -> tuple[Tensor, list[bool], Tensor | None] | None:
-        """The mean of all processes' weights."""
+    ) -> Agreement | None:
+        """Agrees on the mean of all processes' weights."""
         if not self.has_means:
             return None
-        return mean_of_totals(plan, total, is_weighted), [False] * len(present), None
+        return Agreement(mean_of_totals(plan, total, is_weighted), [False] * len(present))
 
     def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
         """The mean over processes, the divisor for sums of such gradients."""
@@ -182,7 +182,7 @@ class Summed(Processes):
 
     def agree(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
-    ) -> tuple[Tensor, list[bool], Tensor | None] | None:
+    ) -> Agreement | None:
         """Agrees on the window's divisor, once its sums are added up, and on the parameters with a gradient.
 
         Args:
@@ -192,9 +192,8 @@ class Summed(Processes):
             last: this process closes its window: it divides the sums before its step.
 
         Returns:
-            The sum of all weights, or without weights the number of processes (a mean over them, as DDP takes): fp64,
-            shape []. It is NaN if some processes have weights, or close with last=True, and some do not. Then flags of
-            parameters with gradients elsewhere only, and for a process without micro-batches whether others close.
+            The agreement. Its divisor is the sum of all weights, or without weights the number of processes (a mean
+            over them, as DDP takes); NaN if some processes have weights, or close with last=True, and some do not.
 
         Raises:
             ValueError: on every process, if the parameters of some differ.
@@ -224,9 +223,9 @@ class Summed(Processes):
             divisor = torch.where((closed == 0) | (closed == weighted + unweighted), divisor, torch.nan)
         asked = [p.requires_grad and not here for p, here in zip(plan.params, present, strict=True)]
         if True not in asked:
-            return divisor, asked, others_close
+            return Agreement(divisor, asked, others_close)
         elsewhere = (message[4:] > 0).tolist()
-        return divisor, [there and ask for there, ask in zip(elsewhere, asked, strict=True)], others_close
+        return Agreement(divisor, [there and ask for there, ask in zip(elsewhere, asked, strict=True)], others_close)
 
     def _compare_parameters(self, plan: Plan, seed: int) -> None:
         """Refuses parameters, and seeds, that differ from those of other processes; asks once for each list of them."""
