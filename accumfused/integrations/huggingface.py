@@ -145,7 +145,7 @@ class _FusedTail(TrainerCallback):
         self.optimizer: Any = None  # a FusedOptimizer, once the trainer has one
         self._norm: Tensor | None = None  # Trainer holds it as the norm of the step to come
         self._checked_model = False
-        self._attached: tuple[Any, Any] | None = None  # a DDP, and the optimizer that adds up its gradients
+        self._attached_pair: tuple[Any, Any] | None = None  # a DDP, and the optimizer that adds up its gradients
         self._has_gradients = False  # since the last step
 
     def adopt(self) -> None:
@@ -171,7 +171,7 @@ class _FusedTail(TrainerCallback):
         return self._trainer.accelerator.num_processes > 1 and bool(self.optimizer.settings["noise_scale"])
 
     def readings(self) -> dict[str, float]:
-        """For Trainer's log."""
+        """Reads what Trainer's log gets of the optimizer."""
         return {} if self.optimizer is None else readings(self.optimizer, self._trainer.model, self._logged)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -183,10 +183,10 @@ class _FusedTail(TrainerCallback):
             )
         # A resumed run repeats the whole window, so nothing is lost if Trainer saves inside one.
         prepared.state_dict = functools.partial(FusedOptimizer.state_dict, self.optimizer, window=False)
-        both = self._trainer.model_wrapped, self.optimizer
-        if self._adds_up() and both != self._attached:
-            attach_ddp(*both)
-            self._attached = both
+        pair = self._trainer.model_wrapped, self.optimizer
+        if self._adds_up() and pair != self._attached_pair:
+            attach_ddp(*pair)
+            self._attached_pair = pair
         self._has_gradients = False
         if accelerator.clip_grad_norm_ != self.clip_grad_norm_:
             accelerator.clip_grad_norm_ = self.clip_grad_norm_
@@ -240,20 +240,20 @@ class _AuditedSteps(TrainerCallback):
     def __init__(self, trainer: Trainer, tail: _FusedTail) -> None:
         self._trainer, self._tail = trainer, tail
         self._steps = FirstSteps()
-        self._own: Any = None  # a compute_loss of the object itself
+        self._compute_loss: Any = None  # one of the object itself
 
     def train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Trainer's own, and the end of the audit, also after an exception."""
+        """Runs Trainer's own, and ends the audit, also after an exception."""
         try:
             return train(*args, **kwargs)
         finally:
             self._end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Trainer begins again with smaller batches if memory runs out."""
+        """Begins the audit; again where Trainer begins again, with smaller batches after memory ran out."""
         self._end()
         self._trainer.model.train()  # as Trainer has it from the first micro-batch on
-        self._own = vars(self._trainer).get("compute_loss")
+        self._compute_loss = vars(self._trainer).get("compute_loss")
         self._steps.begin(losses_of_trainer(self._trainer), self._tail.optimizer, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -263,12 +263,12 @@ class _AuditedSteps(TrainerCallback):
     def _end(self) -> None:
         self._steps.end()
         vars(self._trainer).pop("compute_loss", None)
-        if self._own is not None:
-            self._trainer.compute_loss = self._own
+        if self._compute_loss is not None:
+            self._trainer.compute_loss = self._compute_loss
 
 
 def _logging_steps(args: Any) -> bool | int:
-    """How many steps lie between two that are logged; True: it is not known, or not constant."""
+    """Counts the steps from one that is logged to the next; True: their number is not known, or not constant."""
     return int(args.logging_steps) if args.logging_strategy == "steps" and args.logging_steps >= 1 else True
 
 
@@ -311,8 +311,8 @@ def _check_optimizer(trainer: Trainer, optimizer: Any) -> None:
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         return  # fuse() names the error
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    missing = [name for name, p in trainer.model.named_parameters() if p.requires_grad and id(p) not in held]
+    param_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    missing = [name for name, p in trainer.model.named_parameters() if p.requires_grad and id(p) not in param_ids]
     if missing:
         raise ValueError(
             f"{len(missing)} trainable parameters are not in the optimizer, {missing[0]!r} for one, but Trainer's "

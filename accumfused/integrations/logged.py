@@ -29,7 +29,7 @@ def check_measured(optimizer: FusedOptimizer, *, metrics: bool, noise_scale: boo
 
 
 def readings(optimizer: FusedOptimizer, model: Module, logged: Logged | None) -> dict[str, float]:
-    """The metrics of the last measured step, and the noise scale, as far as the optimizer measures them.
+    """Reads the metrics of the last measured step, and the noise scale, as far as the optimizer measures them.
 
     One copy from the device; none where nothing is measured.
 
@@ -52,19 +52,20 @@ def readings(optimizer: FusedOptimizer, model: Module, logged: Logged | None) ->
 
 
 def _names(names: tuple[str, ...], optimizer: FusedOptimizer, model: Module, with_tensors: bool) -> list[str]:
-    """`grad_norm/layer.weight` for `layer.weight/grad_norm`; "" for those to leave out."""
+    """Makes `grad_norm/layer.weight` of `layer.weight/grad_norm`; "" of those to leave out."""
     groups = {f"group{index}" for index in range(len(optimizer.param_groups))}
-    of_each = {name.rpartition("/")[2] for name in names if "/" in name}
-    known: dict[str, str] = {}
+    columns = {name.rpartition("/")[2] for name in names if "/" in name}
+    param_names: dict[str, str] = {}
     if any("param_names" not in group for group in optimizer.param_groups):
         of_model = {id(param): name for name, param in model.named_parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        known = {f"param{index}": of_model.get(id(param), f"param{index}") for index, param in enumerate(params)}
-    made = []
+        param_names = {f"param{index}": of_model.get(id(param), f"param{index}") for index, param in enumerate(params)}
+    log_names = []
     for name in names:
         owner, _, column = name.rpartition("/")
         if not owner:
-            made.append(f"{column}/all" if column in of_each else column)
+            log_names.append(f"{column}/all" if column in columns else column)
         else:
-            made.append(f"{column}/{known.get(owner, owner)}" if owner in groups or with_tensors else "")
-    return made
+            owner_name = param_names.get(owner, owner)
+            log_names.append(f"{column}/{owner_name}" if owner in groups or with_tensors else "")
+    return log_names
