@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
-from accumfused.arguments import checked_positive, checked_weight
+from accumfused.arguments import checked_positive, checked_weight, checked_whole
 from accumfused.core.metrics import Metrics
 from accumfused.core.noise import NoiseEstimate
 from accumfused.core.protocol import Divisors
@@ -167,6 +168,19 @@ class FusedOptimizer(TorchOptimizer):
             engine.during_backward.forget()
 
     @property
+    def settings(self) -> Mapping[str, Any]:
+        """All settings by name, as they are now; read-only."""
+        return MappingProxyType(vars(self._engine.settings))
+
+    @property
+    def accumulates_in_backward(self) -> bool:
+        """Whether gradients are accumulated during backward: after `release_gradients` or `fuse_linears`.
+
+        A weight then has to be in the loss: see `backward`.
+        """
+        return self._engine.during_backward is not None
+
+    @property
     def max_grad_norm(self) -> float | None:
         """The limit of the global norm, or of parameter groups without their own; None: no clipping.
 
@@ -228,6 +242,20 @@ class FusedOptimizer(TorchOptimizer):
         if found is None:
             raise RuntimeError("no step was measured yet; call metrics() after step() (with metrics=n after the n-th)")
         return found
+
+    def set_metrics_step(self, step: int) -> None:
+        """Sets how many steps the training has made: `metrics=n` measures every n-th of them, also after a resume.
+
+        Args:
+            step: the number of steps so far; -1 makes the next one step 0, which is measured. Without metrics it has no
+                effect.
+
+        Raises:
+            ValueError: not a whole number >= -1.
+        """
+        step = checked_whole(step, "step", -1)
+        if self._engine.meter is not None:
+            self._engine.meter.steps = step
 
     def noise_scale(self) -> NoiseEstimate:
         """Estimates the gradient noise scale from the windows so far: how large a batch still helps.

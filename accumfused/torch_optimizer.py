@@ -162,14 +162,22 @@ class TorchOptimizer(torch.optim.Optimizer):
         if window is not None:
             engine.window = window
 
-    def state_dict(self) -> dict[str, Any]:
-        """torch's state_dict; `state` holds an open window, under keys that torch's optimizers ignore.
+    def state_dict(self, *, window: bool = True) -> dict[str, Any]:
+        """Returns torch's state_dict; `state` holds an open window, under keys that torch's optimizers ignore.
 
         While a window of DTensors is open, every process must call this: the processes agree on its weights.
+
+        Args:
+            window: False leaves an open window out, for a run that will repeat its micro-batches; the optimizer keeps
+                the window.
+
+        Raises:
+            RuntimeError: an `accumulate()` or `step()` was interrupted. Unless window=False: a micro-batch is in
+                progress, or processes of a `process_group` have a part of the window each.
         """
         first = []
         self._engine.window.refuse_broken()
-        if self._engine.window.is_open:
+        if window and self._engine.window.is_open:
             checkpoint.refuse_part(self._engine)
             first.append(self.register_state_dict_post_hook(checkpoint.with_window, prepend=True))
         if history.of(self._engine):

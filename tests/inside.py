@@ -88,11 +88,6 @@ def plan_of(optimizer: af.FusedOptimizer) -> Any:
     return optimizer._engine.plans.current()
 
 
-def settings(optimizer: af.FusedOptimizer) -> Any:
-    """Those that it was made with, which a framework may have changed."""
-    return optimizer._engine.settings
-
-
 def outcome(optimizer: af.FusedOptimizer) -> Any:
     """Norm and coefficients of the last step, on its device; None before it."""
     return optimizer._engine.outcome

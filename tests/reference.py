@@ -6,7 +6,7 @@ Tests ask for it by name, too: this module makes "reference" one of the names.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor

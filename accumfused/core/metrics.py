@@ -105,7 +105,7 @@ class Meter(Observer):
         every: n.
 
     Attributes:
-        steps: how many there were; a framework that resumes writes its own number here.
+        steps: how many the training has made; see `FusedOptimizer.set_metrics_step`.
     """
 
     def __init__(self, every: int) -> None:

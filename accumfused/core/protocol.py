@@ -221,6 +221,22 @@ class Segments:
         return cls(kept([chunks[row] for row in first]), kept(chunks), kept(first), kept(groups))
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """The agreement of several processes on a window that ends.
+
+    Attributes:
+        divisor: of the window's sums, once they are added up: fp64, shape [].
+        missing: flags parameters that have gradients in other processes only.
+        others_close: whether the others close the window with `last`: bool, shape []. None: this process has
+            micro-batches, so it knows.
+    """
+
+    divisor: Tensor
+    missing: list[bool]
+    others_close: Tensor | None = None
+
+
 class Exchange:
     """How this process's gradients, weights and norms meet those of others; here it has all gradients itself.
 
@@ -237,11 +253,8 @@ class Exchange:
 
     def agree(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
-    ) -> tuple[Tensor, list[bool], Tensor | None] | None:
-        """The window's divisor, flags of parameters with gradients elsewhere only, and whether others close it.
-
-        The last is None where this process has micro-batches, and says so itself. None: no change.
-        """
+    ) -> Agreement | None:
+        """Agrees with other processes on a window that ends; None: there is nothing to agree on."""
         return None
 
     def add_up(self, flats: Iterable[Tensor]) -> None:

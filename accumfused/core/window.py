@@ -313,10 +313,10 @@ class Window:
         is_empty = self.in_progress is not None and self.in_progress.factor is None
         here = [s is not None or (g is not None and not is_empty) for s, g in zip(self.sums, grads, strict=True)]
         known = self.weights
-        agreed = plan.exchange.agree(plan, known.total, known.is_weighted, here, seed=seed, last=last)
-        if agreed is None:
+        agreement = plan.exchange.agree(plan, known.total, known.is_weighted, here, seed=seed, last=last)
+        if agreement is None:
             return None
-        self.agreed, missing, others_close = agreed
+        self.agreed, missing = agreement.divisor, agreement.missing
         sums = self.arena.bundle(plan, self.sums)
         if True in missing:
             zeros = Grads([row.tensor if m else None for row, m in zip(plan.rows, missing, strict=True)])
@@ -324,7 +324,7 @@ class Window:
                 if place is not None:
                     sums[index] = place.zero_()
         self.sums, self.lacking = sums, sum(s is None for s in sums)
-        return others_close
+        return agreement.others_close
 
     def sealed(self) -> Window:
         """The window with the sums of all processes; their sums of squares are unknown."""

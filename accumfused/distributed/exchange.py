@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Exchange, Segments
+from accumfused.core.protocol import Agreement, Exchange, Segments
 from accumfused.core.rows import Row
 from accumfused.distributed.groups import has_processes, refuse_sharded
 from accumfused.formats.kinds import SEED
@@ -33,22 +33,22 @@ _UNDER_WAY = 4  # collectives at a time
 Kinds = list[tuple[tuple[Any, ...], Tensor | None]]  # process groups that shard parameters; a mask of their chunks
 
 
-def select(settings: Settings, plan: Plan, known: Exchange | None) -> Exchange:
-    """Chooses the exchange for a plan's gradients; `known` is that of the plan before."""
+def select(settings: Settings, plan: Plan, previous: Exchange | None) -> Exchange:
+    """Chooses the exchange for a plan's gradients; `previous` is that of the plan before."""
     refuse_sharded(plan.params)
     if settings.norm_group is not None and plan.is_spread:
         raise RuntimeError(
             "parameters are DTensors, whose norm is one over all processes already; leave norm_group out"
         )
-    group, made = settings.process_group, Alone()  # type: Any, Processes
+    group, exchange = settings.process_group, Alone()  # type: Any, Processes
     if group is not None:
-        if isinstance(known, Summed) and known.serves(group, settings.reduce_dtype):
-            return known  # it remembers the parameters on which all processes agreed
-        made = Summed(group, settings.reduce_dtype, bool(settings.noise_scale))
+        if isinstance(previous, Summed) and previous.serves(group, settings.reduce_dtype):
+            return previous  # it remembers the parameters on which all processes agreed
+        exchange = Summed(group, settings.reduce_dtype, bool(settings.noise_scale))
     elif plan.is_spread or settings.grads_are_reduced:
-        made = Means(settings)
-    made.norm_group = settings.norm_group
-    return made
+        exchange = Means(settings)
+    exchange.norm_group = settings.norm_group
+    return exchange
 
 
 class Processes(Exchange):
@@ -61,7 +61,7 @@ class Processes(Exchange):
         return plan.is_spread or self.norm_group is not None
 
     def found_inf(self, found_inf: Tensor | None) -> Tensor | None:
-        """A scaler's flag, of all processes that share the norm."""
+        """Combines a scaler's flag over all processes that share the norm."""
         if self.norm_group is None or found_inf is None:
             return found_inf
         flag = found_inf.clone()
@@ -105,18 +105,18 @@ class Means(Processes):
 
     def agree(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
-    ) -> tuple[Tensor, list[bool], Tensor | None] | None:
-        """The mean of all processes' weights."""
+    ) -> Agreement | None:
+        """Agrees on the mean of all processes' weights."""
         if not self.has_means:
             return None
-        return mean_of_totals(plan, total, is_weighted), [False] * len(present), None
+        return Agreement(mean_of_totals(plan, total, is_weighted), [False] * len(present))
 
     def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
-        """The mean over processes, the divisor for sums of such gradients."""
+        """Takes the mean over processes, the divisor for sums of such gradients."""
         return mean_of_totals(plan, total, is_weighted) if self.has_means and is_weighted else total
 
     def sums_of_squares(self, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
-        """The same; one all-reduce of a few numbers for each dimension of a mesh.
+        """Adds up sums of squares over all shards, by one all-reduce of a few numbers for each dimension of a mesh.
 
         One NaN or inf anywhere makes a sum non-finite.
         """
@@ -125,13 +125,13 @@ class Means(Processes):
         if plan not in self._kinds:
             self._kinds[plan] = _kinds(plan)
         kinds = self._kinds[plan]
-        own = [[sum_partials(each if m is None else torch.where(m, each, 0.0)) for each in partials] for _, m in kinds]
-        sums = torch.stack([torch.stack(each) for each in own])
+        parts = [[sum_partials(p if m is None else torch.where(m, p, 0.0)) for p in partials] for _, m in kinds]
+        sums = torch.stack([torch.stack(part) for part in parts])
         _all_reduce([groups for groups, _ in kinds], sums)
         return sums.sum(0)
 
     def segment_norms(self, plan: Plan, partials: Tensor, segments: Segments) -> Tensor:
-        """The same, over the shards of all processes."""
+        """Adds up the segments' sums of squares over the shards of all processes."""
         if not plan.is_spread:
             return super().segment_norms(plan, partials, segments)
         squares = plan.backend.segment_norms(plan, partials, segments.row_bounds)
@@ -143,7 +143,7 @@ class Means(Processes):
 
 
 def _refuse_unreduced(plan: Plan) -> None:
-    """Refuses plain parameters whose gradients nobody would reduce. Frozen ones pass."""
+    """Refuses plain parameters whose gradients nothing would reduce. Frozen ones pass."""
     if any(row.shard is None and row.param.requires_grad for row in plan.rows):
         raise RuntimeError(
             "there is more than one process, and accumulate() takes gradients out of the reach of "
@@ -170,7 +170,7 @@ class Summed(Processes):
         self.size: int = dist.get_world_size(group)
         self._wire_dtype = wire_dtype
         self._measures = measures
-        self._agreed: list[tuple[Any, ...]] = []  # parameters, by what tells one from another
+        self._agreed_params: list[tuple[Any, ...]] = []  # by what tells one from another
 
     def serves(self, group: Any, wire_dtype: torch.dtype | None) -> bool:
         """Whether this is the exchange for these settings."""
@@ -184,7 +184,7 @@ class Summed(Processes):
 
     def agree(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
-    ) -> tuple[Tensor, list[bool], Tensor | None] | None:
+    ) -> Agreement | None:
         """Agrees on the window's divisor, once its sums are added up, and on the parameters with a gradient.
 
         Args:
@@ -194,9 +194,8 @@ class Summed(Processes):
             last: this process closes its window: it divides the sums before its step.
 
         Returns:
-            The sum of all weights, or without weights the number of processes (a mean over them, as DDP takes): fp64,
-            shape []. It is NaN if some processes have weights, or close with last=True, and some do not. Then flags of
-            parameters with gradients elsewhere only, and for a process without micro-batches whether others close.
+            The agreement. Its divisor is the sum of all weights, or without weights the number of processes (a mean
+            over them, as DDP takes); NaN if some processes have weights, or close with last=True, and some do not.
 
         Raises:
             ValueError: on every process, if the parameters of some differ.
@@ -215,29 +214,29 @@ class Summed(Processes):
         unweighted.fill_(is_weighted is False)
         closed.fill_(last)
         message[4:].fill_(1.0)
-        missing = [flag for flag, here in zip(message[4:].unbind(), present, strict=True) if not here]
-        if missing:
-            torch._foreach_zero_(missing)  # to copy flags from the host would wait for a GPU
+        zeros = [flag for flag, here in zip(message[4:].unbind(), present, strict=True) if not here]
+        if zeros:
+            torch._foreach_zero_(zeros)  # to copy flags from the host would wait for a GPU
         dist.all_reduce(message, group=self.group)
         number = torch.full_like(weights, float(self.size))
         divisor = torch.where(unweighted == 0, weights, torch.where(weighted == 0, number, torch.nan))
         others_close = closed > 0 if is_weighted is None else None
         if is_weighted is not None:
             divisor = torch.where((closed == 0) | (closed == weighted + unweighted), divisor, torch.nan)
-        asked = [p.requires_grad and not here for p, here in zip(plan.params, present, strict=True)]
-        if True not in asked:
-            return divisor, asked, others_close
-        elsewhere = (message[4:] > 0).tolist()
-        return divisor, [there and ask for there, ask in zip(elsewhere, asked, strict=True)], others_close
+        missing = [p.requires_grad and not here for p, here in zip(plan.params, present, strict=True)]
+        if True in missing:
+            elsewhere = (message[4:] > 0).tolist()
+            missing = [lacks and there for lacks, there in zip(missing, elsewhere, strict=True)]
+        return Agreement(divisor, missing, others_close)
 
     def _compare_parameters(self, plan: Plan, seed: int) -> None:
         """Refuses parameters, and seeds, that differ from those of other processes; asks once for each list of them."""
         params = plan.params
         agreed = [(id(p), p.shape, p.dtype, p.requires_grad) for p in params]  # an address may come back, with others
-        if agreed == self._agreed:
+        if agreed == self._agreed_params:
             return
         seeds = [int(row.entries.get(SEED, seed)) for row in plan.rows]
-        own = [
+        description = [
             (
                 tuple(p.shape), tuple(p.stride()), str(p.dtype), p.requires_grad, row.form.needs_noise and seed,
                 self._measures,
@@ -245,7 +244,7 @@ class Summed(Processes):
             for p, row, seed in zip(params, plan.rows, seeds, strict=True)
         ]  # fmt: skip
         every: list[list[Any]] = [[]] * self.size
-        dist.all_gather_object(every, own, group=self.group)
+        dist.all_gather_object(every, description, group=self.group)
         for rank, other in enumerate(every):
             if len(other) != len(every[0]):
                 raise ValueError(
@@ -259,17 +258,17 @@ class Summed(Processes):
                         "strides, dtype, requires_grad, seed of its noise if there is any, noise_scale); give every "
                         "optimizer the same parameters in the same order, and the same rounding_seed and noise_scale"
                     )
-        self._agreed = agreed
+        self._agreed_params = agreed
 
     def add_up(self, flats: Iterable[Tensor]) -> None:
         """Replaces these flat tensors by their sums over all processes, piece by piece in memory order.
 
         Only fp32 ones travel in another dtype.
         """
-        begun = deque[tuple[Any, Tensor, Tensor]]()
+        transfers = deque[tuple[Any, Tensor, Tensor]]()
 
         def finish_first() -> None:
-            work, piece, wire = begun.popleft()
+            work, piece, wire = transfers.popleft()
             work.wait()
             if wire is not piece:
                 piece.copy_(wire)
@@ -277,13 +276,13 @@ class Summed(Processes):
         for flat in flats:
             length = _PIECE_BYTES // flat.element_size()
             for start in range(0, len(flat), length):
-                if len(begun) == _UNDER_WAY:
+                if len(transfers) == _UNDER_WAY:
                     finish_first()
                 piece = flat[start : start + length]
                 casts = self._wire_dtype is not None and piece.dtype == torch.float32
                 wire = piece.to(self._wire_dtype) if casts else piece
-                begun.append((dist.all_reduce(wire, group=self.group, async_op=True), piece, wire))
-        while begun:
+                transfers.append((dist.all_reduce(wire, group=self.group, async_op=True), piece, wire))
+        while transfers:
             finish_first()
 
 
@@ -301,24 +300,26 @@ def _all_reduce(groups_of: list[tuple[Any, ...]], squares: Tensor) -> None:
 
 
 def _kinds(plan: Plan) -> Kinds:
-    own: dict[tuple[Any, ...], list[Row]] = {}
+    rows_of: dict[tuple[Any, ...], list[Row]] = {}
     for row in plan.rows:
         if row.tensor.numel() or row.shard is not None:
-            own.setdefault(() if row.shard is None else row.shard.groups, []).append(row)
-    masks: list[Tensor | None] = [None] * len(own)
-    for index, rows in enumerate(own.values() if len(own) > 1 else ()):
+            rows_of.setdefault(() if row.shard is None else row.shard.groups, []).append(row)
+    masks: list[Tensor | None] = [None] * len(rows_of)
+    for index, rows in enumerate(rows_of.values() if len(rows_of) > 1 else ()):
         mask = torch.zeros(plan.chunks, dtype=torch.bool, device="cpu")
         for row in rows:
             mask[row.first_chunk : row.first_chunk + chunk_count(row.tensor.numel())] = True
         masks[index] = mask.to(plan.device)
-    return list(zip(own, masks, strict=True))
+    return list(zip(rows_of, masks, strict=True))
 
 
 def mean_of_totals(plan: Plan, total: float | Tensor, is_weighted: bool | None) -> Tensor:
-    """The mean of windows' weights over the processes of the parameters' (largest) mesh, or over all: fp64, shape [].
+    """Takes the mean of windows' weights over the processes of the parameters' (largest) mesh, or over all.
 
-    It divides sums of gradients that are means over processes. It is 1 without weights, and NaN if some processes have
-    weights and some have not.
+    It divides sums of gradients that are means over processes.
+
+    Returns:
+        fp64, shape []: 1 without weights, and NaN if some processes have weights and some have not.
     """
     meshes = [row.shard.mesh for row in plan.rows if row.shard is not None]
     mesh = max(meshes, key=lambda mesh: mesh.size()) if meshes else None

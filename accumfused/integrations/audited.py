@@ -31,19 +31,19 @@ class LossOf(Module):
     def __init__(self, inner: Any, loss_of: Callable[..., Any]) -> None:
         super().__init__()
         self.inner, self.loss_of = inner, loss_of
-        self.given: tuple[Any, ...] = ()  # what else the loop's own call takes
+        self.arguments: tuple[Any, ...] = ()  # what else the loop's own call takes
         self.is_copy = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = LossOf(copy.deepcopy(self.inner, memo), self.loss_of)
-        made.given, made.is_copy = self.given, True
-        return made
+        module = LossOf(copy.deepcopy(self.inner, memo), self.loss_of)
+        module.arguments, module.is_copy = self.arguments, True
+        return module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.loss_of(self, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
-        """As the model itself names them."""
+        """Yields parameters under the names that the model itself gives them."""
         yield from self.inner.named_parameters(*args, **kwargs)
 
 
@@ -84,12 +84,12 @@ class FirstSteps:
 
 
 def losses_of_trainer(trainer: Any) -> LossOf:
-    """A Hugging Face Trainer's `compute_loss` as a module. A copy of it leaves the Trainer's own books alone."""
+    """Wraps a Hugging Face Trainer's `compute_loss` as a module. A copy of it leaves the Trainer's own books alone."""
     compute = trainer.compute_loss
 
     def loss_of(module: LossOf, inputs: Any, count: Any) -> Tensor:
         if not module.is_copy:
-            return compute(*module.given, inputs, num_items_in_batch=count)  # type: ignore[no-any-return]
+            return compute(*module.arguments, inputs, num_items_in_batch=count)  # type: ignore[no-any-return]
         apart = copy.copy(trainer)
         for name, value in vars(trainer).items():
             if isinstance(value, dict | list) and name != "_memory_tracker":
@@ -105,7 +105,7 @@ def losses_of_trainer(trainer: Any) -> LossOf:
             return compute(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **others
             )
-        module.given = (model,)
+        module.arguments = (model,)
         return module(dict(inputs), num_items_in_batch)
 
     trainer.compute_loss = compute_loss
@@ -113,18 +113,18 @@ def losses_of_trainer(trainer: Any) -> LossOf:
 
 
 def steps_of_lightning(inner: Any) -> LossOf:
-    """A LightningModule's `training_step` as a module: Lightning does not call `forward`. A copy logs nothing."""
+    """Wraps a LightningModule's `training_step` as a module: Lightning calls no `forward`. A copy logs nothing."""
 
     def loss_of(module: LossOf, batch: Any) -> Any:
-        rest, named = module.given
+        args, kwargs = module.arguments
         if module.is_copy:
-            module.inner.log = module.inner.log_dict = lambda *args, **kwargs: None
-        return type(module.inner).training_step(module.inner, batch, *rest, **named)
+            module.inner.log = module.inner.log_dict = lambda *_, **__: None
+        return type(module.inner).training_step(module.inner, batch, *args, **kwargs)
 
     module = LossOf(inner, loss_of)
 
-    def training_step(batch: Any, *rest: Any, **named: Any) -> Any:
-        module.given = rest, named
+    def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        module.arguments = args, kwargs
         return module(batch)
 
     inner.training_step = training_step

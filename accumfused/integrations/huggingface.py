@@ -145,6 +145,8 @@ class _FusedTail(TrainerCallback):
         self.optimizer: Any = None  # a FusedOptimizer, once the trainer has one
         self._norm: Tensor | None = None  # Trainer holds it as the norm of the step to come
         self._checked_model = False
+        self._attached_pair: tuple[Any, Any] | None = None  # a DDP, and the optimizer that adds up its gradients
+        self._has_gradients = False  # since the last step
 
     def adopt(self) -> None:
         """Fuses the trainer's optimizer, if it is a new one."""
@@ -166,10 +168,10 @@ class _FusedTail(TrainerCallback):
 
     def _adds_up(self) -> bool:
         """Whether the optimizer adds up the gradients of several processes, and DDP does not."""
-        return self._trainer.accelerator.num_processes > 1 and self.optimizer._engine.noise is not None
+        return self._trainer.accelerator.num_processes > 1 and bool(self.optimizer.settings["noise_scale"])
 
     def readings(self) -> dict[str, float]:
-        """For Trainer's log."""
+        """Reads what Trainer's log gets of the optimizer."""
         return {} if self.optimizer is None else readings(self.optimizer, self._trainer.model, self._logged)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -179,33 +181,27 @@ class _FusedTail(TrainerCallback):
             raise RuntimeError(
                 "the trainer's optimizer was replaced without create_optimizer(); override that method to make your own"
             )
-        prepared.state_dict = self.state_dict
-        ddp = self._trainer.model_wrapped
-        if self._adds_up() and ddp not in self.optimizer._engine.attached:
-            attach_ddp(ddp, self.optimizer)
+        # A resumed run repeats the whole window, so nothing is lost if Trainer saves inside one.
+        prepared.state_dict = functools.partial(FusedOptimizer.state_dict, self.optimizer, window=False)
+        pair = self._trainer.model_wrapped, self.optimizer
+        if self._adds_up() and pair != self._attached_pair:
+            attach_ddp(*pair)
+            self._attached_pair = pair
+        self._has_gradients = False
         if accelerator.clip_grad_norm_ != self.clip_grad_norm_:
             accelerator.clip_grad_norm_ = self.clip_grad_norm_
             accelerator.backward = functools.partial(self.backward, accelerator.backward)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Counts steps as Trainer does, also after a resume, so that the logged ones are measured."""
-        if self.optimizer._engine.meter is not None:
-            is_logged = args.logging_first_step and state.global_step == 0  # every n-th step is measured, 0 with them
-            self.optimizer._engine.meter.steps = -1 if is_logged else state.global_step
-
-    def state_dict(self) -> dict[str, Any]:
-        """The last step's: a resumed run repeats the whole window, so nothing is lost if Trainer saves inside one."""
-        engine, window = self.optimizer._engine, self.optimizer._engine.window
-        engine.window = type(window)()
-        try:
-            return FusedOptimizer.state_dict(self.optimizer)
-        finally:
-            engine.window = window
+        is_logged = args.logging_first_step and state.global_step == 0
+        self.optimizer.set_metrics_step(-1 if is_logged else state.global_step)
 
     def backward(self, backward: Any, loss: Tensor, **kwargs: Any) -> None:
         """Runs the accelerator's backward, then folds."""
         backward(loss, **kwargs)
         accelerator = self._trainer.accelerator
+        self._has_gradients = True
         if accelerator.num_processes > 1 and not self._adds_up():
             return  # DDP averages p.grad
         # A stock scaler looks for infinities in p.grad before it calls step(): it needs a closed window.
@@ -223,21 +219,19 @@ class _FusedTail(TrainerCallback):
         """
         if norm_type != 2:
             raise ValueError(f"accumfused clips the 2-norm, got norm_type={norm_type}")
-        if max_norm != self.optimizer.max_grad_norm and self.optimizer._engine.settings.clip is None:
+        if max_norm != self.optimizer.max_grad_norm and self.optimizer.settings["clip"] is None:
             self.optimizer.max_grad_norm = float(max_norm)
         self._norm = torch.full((), math.inf, dtype=torch.float32, device=self._trainer.accelerator.device)
         return self._norm
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Fills in the norm, without a wait for the device."""
+        has_gradients, self._has_gradients = self._has_gradients, False
         # After an overflow a scaler does not call step(), and inf is right.
         if self._norm is None or self._trainer.accelerator.optimizer_step_was_skipped:
             return
-        outcome = self.optimizer._engine.outcome
-        if outcome is None:
-            self._norm.zero_()  # no parameter had a gradient
-        else:
-            self._norm.copy_(outcome.norm)
+        norm = self.optimizer.grad_norm  # NaN where there was no gradient, of which torch's norm is 0
+        self._norm.copy_(norm if has_gradients else norm.nan_to_num(posinf=math.inf))
 
 
 class _AuditedSteps(TrainerCallback):
@@ -246,20 +240,20 @@ class _AuditedSteps(TrainerCallback):
     def __init__(self, trainer: Trainer, tail: _FusedTail) -> None:
         self._trainer, self._tail = trainer, tail
         self._steps = FirstSteps()
-        self._own: Any = None  # a compute_loss of the object itself
+        self._compute_loss: Any = None  # one of the object itself
 
     def train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Trainer's own, and the end of the audit, also after an exception."""
+        """Runs Trainer's own, and ends the audit, also after an exception."""
         try:
             return train(*args, **kwargs)
         finally:
             self._end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Trainer begins again with smaller batches if memory runs out."""
+        """Begins the audit; again where Trainer begins again, with smaller batches after memory ran out."""
         self._end()
         self._trainer.model.train()  # as Trainer has it from the first micro-batch on
-        self._own = vars(self._trainer).get("compute_loss")
+        self._compute_loss = vars(self._trainer).get("compute_loss")
         self._steps.begin(losses_of_trainer(self._trainer), self._tail.optimizer, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -269,12 +263,12 @@ class _AuditedSteps(TrainerCallback):
     def _end(self) -> None:
         self._steps.end()
         vars(self._trainer).pop("compute_loss", None)
-        if self._own is not None:
-            self._trainer.compute_loss = self._own
+        if self._compute_loss is not None:
+            self._trainer.compute_loss = self._compute_loss
 
 
 def _logging_steps(args: Any) -> bool | int:
-    """How many steps lie between two that are logged; True: it is not known, or not constant."""
+    """Counts the steps from one that is logged to the next; True: their number is not known, or not constant."""
     return int(args.logging_steps) if args.logging_strategy == "steps" and args.logging_steps >= 1 else True
 
 
@@ -310,15 +304,15 @@ def _check_optimizer(trainer: Trainer, optimizer: Any) -> None:
             f"the optimizer's max_grad_norm is {optimizer.max_grad_norm}, Trainer's is {trainer.args.max_grad_norm}, "
             "which would replace it: leave the optimizer's out, or make them equal"
         )
-    if fused and optimizer._engine.settings.clip is not None and trainer.args.max_grad_norm > 0:
+    if fused and optimizer.settings["clip"] is not None and trainer.args.max_grad_norm > 0:
         raise ValueError(
-            f"the optimizer has clip={optimizer._engine.settings.clip}, and Trainer max_grad_norm="
+            f"the optimizer has clip={optimizer.settings['clip']}, and Trainer max_grad_norm="
             f"{trainer.args.max_grad_norm}; give Trainer max_grad_norm=0"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         return  # fuse() names the error
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    missing = [name for name, p in trainer.model.named_parameters() if p.requires_grad and id(p) not in held]
+    param_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    missing = [name for name, p in trainer.model.named_parameters() if p.requires_grad and id(p) not in param_ids]
     if missing:
         raise ValueError(
             f"{len(missing)} trainable parameters are not in the optimizer, {missing[0]!r} for one, but Trainer's "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -57,11 +57,11 @@ def fuse_trainer(
     package = next((_package(base) for base in type(trainer).__mro__ if base.__name__ == "Trainer"), "")
     if package not in PACKAGES:
         raise TypeError(f"fuse_trainer() takes a Trainer of Lightning, got {type(trainer).__name__}")
-    given: Any = trainer
-    if any(isinstance(callback, _FusedSteps) for callback in given.callbacks):
+    callbacks = cast(Any, trainer).callbacks
+    if any(isinstance(callback, _FusedSteps) for callback in callbacks):
         raise RuntimeError("fuse_trainer() was called on this trainer before; once is enough")
     check_logged(metrics)
-    given.callbacks.insert(0, _callback(package, audit, metrics, noise_scale))
+    callbacks.insert(0, _callback(package, audit, metrics, noise_scale))
     return trainer
 
 
@@ -69,15 +69,15 @@ class _FusedSteps:
     """A callback, once a package's `Callback` is its other base: fuses, audits and logs."""
 
     def __init__(self, package: str, audit: bool, metrics: Logged | None, noise_scale: bool) -> None:
-        self._given = package, audit, metrics, noise_scale
+        self._arguments = package, audit, metrics, noise_scale
         self._audited = _AuditedSteps() if audit else None
         self._logged = metrics
         self._noise_scale = noise_scale
         self._steps = 0
 
     def __reduce__(self) -> Any:
-        """For launchers that pickle the trainer, because the class has no name in this module."""
-        return _callback, self._given
+        """Serves launchers that pickle the trainer, because the class has no name in this module."""
+        return _callback, self._arguments
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Fuses: the optimizers are made, and not restored from a checkpoint yet."""
@@ -108,8 +108,7 @@ class _FusedSteps:
         """Counts steps as Lightning does, also after a resume, so that the logged ones are measured."""
         _switch(trainer, "train")
         for optimizer in trainer.optimizers if pl_module.automatic_optimization else ():
-            if optimizer._engine.meter is not None:
-                optimizer._engine.meter.steps = trainer.fit_loop.epoch_loop._batches_that_stepped
+            optimizer.set_metrics_step(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Logs, and counts the steps of the audit."""
@@ -117,19 +116,19 @@ class _FusedSteps:
         if stepped and self._audited is not None:
             self._audited.step()
         # As Lightning decides it for its own logs and callbacks; nothing public tells.
-        logged = trainer.fit_loop.epoch_loop._batches_that_stepped
-        is_due = trainer.log_every_n_steps and ((logged + 1) % trainer.log_every_n_steps == 0 or trainer.should_stop)
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        is_due = trainer.log_every_n_steps and ((step + 1) % trainer.log_every_n_steps == 0 or trainer.should_stop)
         if not is_due or (pl_module.automatic_optimization and not stepped):
             return
         if not trainer.loggers or not trainer.is_global_zero:
             return
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for index, optimizer in enumerate(trainer.optimizers):
             prefix = f"optimizer{index}/" if len(trainer.optimizers) > 1 else ""
-            own = readings(optimizer, pl_module, self._logged)
-            found |= {f"{prefix}{name}": value for name, value in own.items()}
-        for logger in trainer.loggers if found else ():
-            logger.log_metrics(found, step=logged)
+            of_one = readings(optimizer, pl_module, self._logged)
+            numbers |= {f"{prefix}{name}": value for name, value in of_one.items()}
+        for logger in trainer.loggers if numbers else ():
+            logger.log_metrics(numbers, step=step)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Puts the weights to evaluate into a Schedule-Free optimizer's parameters; the next batch trains again."""
@@ -160,8 +159,8 @@ def _class_of(package: str) -> Any:
     return type("FusedSteps", (_FusedSteps, sys.modules[package].Callback), {})
 
 
-def _callback(package: str, *given: Any) -> Any:
-    return _class_of(package)(package, *given)
+def _callback(package: str, *arguments: Any) -> Any:
+    return _class_of(package)(package, *arguments)
 
 
 class _AuditedSteps(FirstSteps):
@@ -169,21 +168,21 @@ class _AuditedSteps(FirstSteps):
 
     def __init__(self) -> None:
         super().__init__()
-        self._attached: Any = None  # the module whose training_step goes through a hook
-        self._own: Any = None  # what stood there: a compiled one
+        self._module: Any = None  # its training_step goes through a hook
+        self._training_step: Any = None  # what stood there: a compiled one
 
     def attach(self, pl_module: Any, optimizer: FusedOptimizer, micro_batches: int) -> None:
         """Begins to watch."""
-        own = vars(pl_module).get("training_step")
+        training_step = vars(pl_module).get("training_step")
         self.begin(steps_of_lightning(pl_module), optimizer, micro_batches)
-        self._attached, self._own = pl_module, own
+        self._module, self._training_step = pl_module, training_step
 
     def end(self) -> None:
         super().end()
-        attached, self._attached = self._attached, None
-        if attached is not None:
-            del attached.training_step
-            vars(attached).update({} if self._own is None else {"training_step": self._own})
+        module, self._module = self._module, None
+        if module is not None:
+            del module.training_step
+            vars(module).update({} if self._training_step is None else {"training_step": self._training_step})
 
 
 class FusedAccumulation:
@@ -253,7 +252,7 @@ class FusedAccumulation:
         last = self._ends_window and self._reads_gradients()
         if weight is not None:
             loss = loss * self.trainer.accumulate_grad_batches  # the sum of weights divides instead
-        if weight is not None and optimizer._engine.during_backward is not None:
+        if weight is not None and optimizer.accumulates_in_backward:
             optimizer.backward(loss, weight, last=last)  # gradients are taken before accumulate(weight)
             return
         super().backward(loss, *args, **kwargs)  # type: ignore[misc]
@@ -305,7 +304,7 @@ class FusedAccumulation:
 
 @functools.cache
 def _defaults(name: str) -> tuple[Any, ...]:
-    """The functions of this name that read no gradients: the mixin's and Lightning's own; None: there is none."""
+    """Lists the functions of this name that read no gradients: the mixin's, Lightning's, and None for a missing one."""
     bases = [vars(sys.modules[package]) for package in PACKAGES if package in sys.modules]
     owners = [FusedAccumulation, *(base[kind] for base in bases for kind in ("LightningModule", "Callback"))]
     return (None, *(getattr(owner, name, None) for owner in owners))

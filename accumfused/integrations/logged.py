@@ -22,14 +22,14 @@ def check_logged(logged: Logged | None) -> None:
 def check_measured(optimizer: FusedOptimizer, *, metrics: bool, noise_scale: bool) -> None:
     """Raises a ValueError if the optimizer, made by the user, does not measure this."""
     for name, is_asked in (("metrics", metrics), ("noise_scale", noise_scale)):
-        if is_asked and not getattr(optimizer._engine.settings, name):
+        if is_asked and not optimizer.settings[name]:
             raise ValueError(
                 f"{name} is asked for, but the optimizer of accumfused does not measure it; make it with {name}=True"
             )
 
 
 def readings(optimizer: FusedOptimizer, model: Module, logged: Logged | None) -> dict[str, float]:
-    """The metrics of the last measured step, and the noise scale, as far as the optimizer measures them.
+    """Reads the metrics of the last measured step, and the noise scale, as far as the optimizer measures them.
 
     One copy from the device; none where nothing is measured.
 
@@ -37,15 +37,14 @@ def readings(optimizer: FusedOptimizer, model: Module, logged: Logged | None) ->
         model: names the parameters of an optimizer that has no names for them.
         logged: "tensors": those of each tensor, too.
     """
-    engine, names, parts = optimizer._engine, list[str](), list[torch.Tensor]()
-    found = None if engine.meter is None else engine.meter.read()
-    if found is not None:
-        names += _names(found.names, optimizer, model, logged == "tensors")
-        parts.append(found.values)
-    if engine.noise is not None:
-        with contextlib.suppress(RuntimeError):  # no window of two micro-batches was stepped yet
-            parts.append(optimizer.noise_scale().noise_scale.view(1))
-            names.append("noise_scale")
+    names, parts = list[str](), list[torch.Tensor]()
+    with contextlib.suppress(RuntimeError):  # not measured, or no step was yet
+        metrics = optimizer.metrics()
+        names += _names(metrics.names, optimizer, model, logged == "tensors")
+        parts.append(metrics.values)
+    with contextlib.suppress(RuntimeError):  # not measured, or no window of two micro-batches was stepped yet
+        parts.append(optimizer.noise_scale().noise_scale.view(1))
+        names.append("noise_scale")
     if not parts:
         return {}
     values = torch.cat([part.to(parts[0].device) for part in parts]).tolist()
@@ -53,19 +52,20 @@ def readings(optimizer: FusedOptimizer, model: Module, logged: Logged | None) ->
 
 
 def _names(names: tuple[str, ...], optimizer: FusedOptimizer, model: Module, with_tensors: bool) -> list[str]:
-    """`grad_norm/layer.weight` for `layer.weight/grad_norm`; "" for those to leave out."""
+    """Makes `grad_norm/layer.weight` of `layer.weight/grad_norm`; "" of those to leave out."""
     groups = {f"group{index}" for index in range(len(optimizer.param_groups))}
-    of_each = {name.rpartition("/")[2] for name in names if "/" in name}
-    known: dict[str, str] = {}
+    columns = {name.rpartition("/")[2] for name in names if "/" in name}
+    param_names: dict[str, str] = {}
     if any("param_names" not in group for group in optimizer.param_groups):
         of_model = {id(param): name for name, param in model.named_parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        known = {f"param{index}": of_model.get(id(param), f"param{index}") for index, param in enumerate(params)}
-    made = []
+        param_names = {f"param{index}": of_model.get(id(param), f"param{index}") for index, param in enumerate(params)}
+    log_names = []
     for name in names:
         owner, _, column = name.rpartition("/")
         if not owner:
-            made.append(f"{column}/all" if column in of_each else column)
+            log_names.append(f"{column}/all" if column in columns else column)
         else:
-            made.append(f"{column}/{known.get(owner, owner)}" if owner in groups or with_tensors else "")
-    return made
+            owner_name = param_names.get(owner, owner)
+            log_names.append(f"{column}/{owner_name}" if owner in groups or with_tensors else "")
+    return log_names

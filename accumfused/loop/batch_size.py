@@ -7,10 +7,10 @@ from typing import Literal, SupportsFloat, get_args
 
 from accumfused.arguments import checked_whole
 
-Rule = Literal["linear", "sqrt"]
+LrRule = Literal["linear", "sqrt"]
 
 
-def scale_lr(base_lr: float, base_batch: int, effective_batch: int, rule: Rule = "linear") -> float:
+def scale_lr(base_lr: float, base_batch: int, effective_batch: int, rule: LrRule = "linear") -> float:
     """Scales a learning rate that works with one batch size to another batch size.
 
     With k = effective_batch / base_batch, "linear" is base_lr * k: one update replaces k, as long as the weights move
@@ -40,7 +40,7 @@ def scale_lr(base_lr: float, base_batch: int, effective_batch: int, rule: Rule =
     if isinstance(base_lr, bool) or not isinstance(base_lr, SupportsFloat) or not 0 < float(base_lr) < math.inf:
         raise ValueError(f"base_lr must be a finite number > 0, got {base_lr!r}: give the one that works at base_batch")
     factor = checked_whole(effective_batch, "effective_batch") / checked_whole(base_batch, "base_batch")
-    if rule not in get_args(Rule):
+    if rule not in get_args(LrRule):
         raise ValueError(f'rule must be "linear" (SGD) or "sqrt" (Adam and other adaptive methods), got {rule!r}')
     return float(base_lr) * (factor if rule == "linear" else math.sqrt(factor))
 
@@ -81,13 +81,13 @@ def gradient_accumulation_steps(effective_batch: int, per_device: int, world_siz
         >>> gradient_accumulation_steps(256, per_device=8, world_size=4)
         8
     """
-    wanted = checked_whole(effective_batch, "effective_batch")
+    batch = checked_whole(effective_batch, "effective_batch")
     at_once = checked_whole(per_device, "per_device") * checked_whole(world_size, "world_size")
-    steps, over = divmod(wanted, at_once)
-    if over:
+    steps, remainder = divmod(batch, at_once)
+    if remainder:
         nearest = " or ".join(str(count * at_once) for count in (steps, steps + 1) if count)
         raise ValueError(
             f"effective_batch must be a multiple of per_device * world_size = {per_device} * {world_size} = {at_once}, "
-            f"got {wanted}: take {nearest}, or another per_device"
+            f"got {batch}: take {nearest}, or another per_device"
         )
     return steps

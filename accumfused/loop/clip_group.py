@@ -111,11 +111,11 @@ class ClipGroup:
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a stock GradScaler leaves unscaling and skipping to the step, which does both for all members."""
-        asking = sys._getframe(1).f_locals.get("self")  # the scaler: it tells nothing of what it has unscaled
-        known = getattr(asking, "_per_optimizer_states", {})
+        scaler = sys._getframe(1).f_locals.get("self")  # it tells nothing of what it has unscaled
+        states = getattr(scaler, "_per_optimizer_states", {})
         for optimizer in self.optimizers:
             refuse_foreign_scaler(optimizer._engine.window, optimizer._engine.settings.process_group)
-            refuse_unscaled(known, optimizer)
+            refuse_unscaled(states, optimizer)
         return True
 
     if not TYPE_CHECKING:  # which would take any name for known
@@ -186,17 +186,16 @@ class ClipGroup:
         for engine in engines:
             engine.outcome = None
             parts.append(engine.measure(divisors))
-        found = [part for part in parts if part is not None]
-        if found:
+        pairs = [(engine, part) for engine, part in zip(engines, parts, strict=True) if part is not None]
+        if pairs:
             propagates = all(engine.settings.nonfinite == "propagate" for engine in engines)
-            dtype = max((part.plan.dtype for part in found), key=lambda dtype: dtype.itemsize)
-            scaling = divisors.scaling(found[0].plan.device, dtype)
+            dtype = max((part.plan.dtype for _, part in pairs), key=lambda dtype: dtype.itemsize)
+            scaling = divisors.scaling(pairs[0][1].plan.device, dtype)
             scaling.max_grad_norm, scaling.skips_nonfinite = self._max_grad_norm, divisors.for_scaler or not propagates
-            share(found, scaling)
-        both = [(engine, part) for engine, part in zip(engines, parts, strict=True) if part is not None]
-        for engine, part in both:
+            share([part for _, part in pairs], scaling)
+        for engine, part in pairs:
             engine.outcome = part.outcome
-        for engine, part in both:  # before any member steps or counts a skip
+        for engine, part in pairs:  # before any member steps or counts a skip
             engine.refuse_nonfinite(part, divisors)
         return parts
 

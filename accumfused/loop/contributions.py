@@ -142,7 +142,7 @@ class Contributions:
     # ---- autograd calls these ---------------------------------------------------------------------------------------
 
     def take(self, param: Tensor) -> None:
-        """A parameter's gradient is complete: it stays in `p.grad`."""
+        """Leaves a complete gradient in `p.grad`."""
 
     def contribute(self, param: Tensor) -> tuple[Tensor, bool] | None:
         """Gives the accumulator to a backward that adds this parameter's gradient itself: see `Window.contribute`.
@@ -159,14 +159,14 @@ class Contributions:
             row = self.row(param)
             if row is None:
                 return None
-            given = self.optimizer._engine.window.contribute(row)
+            target = self.optimizer._engine.window.contribute(row)
             if param.is_cuda:
                 self.join_streams()
                 self.streams.add(torch.cuda.current_stream(param.device))
-            return given
+            return target
 
     def row(self, param: Tensor) -> int | None:
-        """The parameter's row in the micro-batch, which begins if it has not; None: the parameter is not in it."""
+        """Finds the parameter's row in the micro-batch, which begins if it has not; None: it is not in it."""
         engine = self.optimizer._engine
         if engine.window.in_progress is None:
             self._enter(param)

@@ -51,11 +51,11 @@ def attach_ddp(
         raise TypeError("attach_ddp takes the module's optimizer, or several, after the module, and got none")
     for optimizer in optimizers:
         _check(ddp, optimizer, reduce_dtype)
-    own = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
-    left = [name for name, param in ddp.module.named_parameters() if param.requires_grad and id(param) not in own]
-    if left:
+    param_ids = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    missing = [name for name, p in ddp.module.named_parameters() if p.requires_grad and id(p) not in param_ids]
+    if missing:
         raise ValueError(
-            f"no optimizer has the parameter {left[0]!r} ({len(left)} are missing), so its gradients would not "
+            f"no optimizer has the parameter {missing[0]!r} ({len(missing)} are missing), so its gradients would not "
             "be reduced; give attach_ddp all optimizers of the module"
         )
     check_model(ddp)  # a warning may be an error

@@ -89,15 +89,15 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
         raise TypeError(f"the optimizer is fused already ({type(optimizer).__name__})")
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         raise TypeError(f"{type(optimizer).__name__} wraps another optimizer; fuse that one, before it is wrapped")
-    own = chosen("fuse", **settings)
+    all_settings = chosen("fuse", **settings)
     fused: Any = PEERS.get(type(optimizer)) or _foreign(type(optimizer))  # type: ignore[arg-type]
-    check_settings(own, fused.rules, optimizer.param_groups, optimizer.defaults)
+    check_settings(all_settings, fused.rules, optimizer.param_groups, optimizer.defaults)
     for group in optimizer.param_groups:
         check_parameters(group["params"])
-        check_formats(fused._rule_of(group), group["params"], own)
+        check_formats(fused._rule_of(group), group["params"], all_settings)
     if issubclass(fused, ForeignStep):
-        _refuse_formats(type(optimizer).__name__, own)
-        if own.metrics:
+        _refuse_formats(type(optimizer).__name__, all_settings)
+        if all_settings.metrics:
             raise ValueError(
                 f"{type(optimizer).__name__} keeps its own step, whose update cannot be measured; leave metrics= out"
             )
@@ -110,7 +110,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     vars(optimizer).pop("step", None)
     vars(optimizer).pop("_step_supports_amp_scaling", None)
     assert isinstance(optimizer, FusedOptimizer)
-    optimizer._configure(own)
+    optimizer._configure(all_settings)
     optimizer._patch_step_function()  # its hooks
     growth = growth_of(optimizer)
     if growth is not None:
@@ -158,11 +158,11 @@ def _rescale(grads: Grads, outcome: Outcome) -> None:
     for row, grad in enumerate(grads):
         if grad is None:
             continue
-        own = outcome.coefficient_of(row).to(grad.device)
+        coefficient = outcome.coefficient_of(row).to(grad.device)
         if grad.dtype in (torch.float32, torch.float64):
-            grad.mul_(own)
+            grad.mul_(coefficient)
         else:  # in fp32: torch may round a factor of 16-bit tensors to their dtype (and copying, lose a lazy sign)
-            grad.copy_((grad.float() * own).to(grad.dtype))
+            grad.copy_((grad.float() * coefficient).to(grad.dtype))
 
 
 def _cast_gradients(window: Window) -> None:
@@ -187,10 +187,10 @@ class ForeignStep(FusedOptimizer):
         return _rebuild, (self.torch_class,), self.__getstate__()
 
 
-def _refuse_formats(name: str, chosen: Settings) -> None:
+def _refuse_formats(name: str, settings: Settings) -> None:
     """Refuses formats that only our kernels write: a foreign step knows neither masters nor rounding seeds."""
     for setting, plain in (("master_weights", (None, "auto")), ("state_dtype", (torch.float32,))):
-        value = getattr(chosen, setting)
+        value = getattr(settings, setting)
         if value not in plain:
             raise ValueError(
                 f"{name} keeps its own step, parameters and states, so {setting}={value!r} is not for it; "

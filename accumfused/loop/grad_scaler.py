@@ -65,12 +65,12 @@ class GradScaler(torch.amp.GradScaler):
         for member in _members(optimizer):
             if member is not optimizer:
                 refuse_unscaled(self._per_optimizer_states, member)
-        own = getattr(optimizer, "grad_scale", None)
+        grad_scale = getattr(optimizer, "grad_scale", None)
         if state["stage"] is OptState.UNSCALED:
             flags = [on_device(flag, scale.device, torch.float32) for flag in state["found_inf_per_device"].values()]
-            divisors = Divisors(None, own, sum(flags), for_scaler=True)
+            divisors = Divisors(None, grad_scale, sum(flags), for_scaler=True)
         else:
-            divisors = Divisors(None, scale if own is None else scale * own, for_scaler=True)
+            divisors = Divisors(None, scale if grad_scale is None else scale * grad_scale, for_scaler=True)
         taker: Any = optimizer
         members = [member._engine for member in _members(optimizer)]
         for engine in members:
@@ -89,7 +89,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _members(optimizer: Any) -> list[FusedOptimizer]:
-    """The optimizers of this package that step; empty for an optimizer of torch."""
+    """Lists the optimizers of this package that step; none for an optimizer of torch."""
     if isinstance(optimizer, ClipGroup):
         return optimizer.optimizers
     return [optimizer] if isinstance(optimizer, FusedOptimizer) else []

@@ -87,37 +87,37 @@ class FusedLinears:
         # Weakly: a copy of the model has these functions, too, and would keep the original.
         self._layers: WeakSet[nn.Module] = WeakSet()
         self._own_release: weakref.ref[Contributions] | None = None
-        held = {id(param) for param in optimizer._engine.plans.params}
-        chosen = []
+        param_ids = {id(param) for param in optimizer._engine.plans.params}
+        layers = []
         for name, module in model.named_modules():
             if not _is_linear(module):
                 continue
-            reason = _reason(module, held)
+            reason = _reason(module, param_ids)
             if reason is None:
                 self.fused.append(name)
-                chosen.append(module)
+                layers.append(module)
             else:
                 self.left[name] = reason
         release: Any = optimizer._engine.during_backward or Contributions(optimizer)
-        release.claim(module.weight for module in chosen)
+        release.claim(module.weight for module in layers)
         if optimizer._engine.during_backward is None:
             optimizer._engine.during_backward = release
             self._own_release = weakref.ref(release)
 
         # `copy` and `pickle` take a bound method by its module and its name: a copy is bound to the copied module,
         # whose weight the optimizer does not have, and an unpickled module gets its class's own method.
-        def forward(layer: nn.Module, *inputs: Any, **named: Any) -> Tensor:
-            given = (*inputs, *named.values())
-            if len(given) != 1 or not isinstance(given[0], Tensor):
-                return type(layer).forward(layer, *inputs, **named)  # type: ignore[no-any-return]  # which refuses
+        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            inputs = (*args, *kwargs.values())
+            if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+                return type(layer).forward(layer, *args, **kwargs)  # type: ignore[no-any-return]  # which refuses
             # is_exporting() is True in every compiled function of torch 2.11.
             exports = torch.compiler._is_exporting_flag
             if torch.compiler.is_dynamo_compiling() and not exports and torch.is_grad_enabled():
-                return self._outside_graphs(layer, given[0])
-            return self._forward(layer, given[0])
+                return self._outside_graphs(layer, inputs[0])
+            return self._forward(layer, inputs[0])
 
         forward.fused = self  # type: ignore[attr-defined]
-        for module in chosen:
+        for module in layers:
             self._layers.add(module)
             module.forward = types.MethodType(forward, module)
 
@@ -156,12 +156,12 @@ class FusedLinears:
             if _handle_of(module.__dict__.get("forward")) is self:  # else somebody has wrapped it
                 del module.forward
         self._layers.clear()
-        own = self._own_release() if self._own_release else None
-        if own is not None:
-            own.unhook()
+        release = self._own_release() if self._own_release else None
+        if release is not None:
+            release.unhook()
 
     def _forward(self, layer: nn.Module, x: Any) -> Tensor:
-        """The layer's output, computed as by its own `forward`."""
+        """Computes the layer's output, as its own `forward` does."""
         weight: Any = layer.weight
         bias: Any = layer.bias
         casts = torch.is_autocast_enabled(x.device.type)
@@ -172,19 +172,19 @@ class FusedLinears:
         is_transposed = type(layer) is not nn.Linear
         gradient = functools.partial(self._gradient, weight, is_transposed)
         if casts:  # not within the function: autocast would keep the cast weight, which has no graph there, for others
-            x, weight, bias = (None if each is None else each.to(dtype) for each in (x, weight, bias))
+            x, weight, bias = (None if part is None else part.to(dtype) for part in (x, weight, bias))
         weight = weight.t() if is_transposed else weight
         # The function's own output is no view: nobody could write into that in place.
-        made: Any = _Linear.apply(_rows(x), weight, bias, gradient)  # type: ignore[no-untyped-call]
-        return made if x.dim() == 2 else made.view(*x.shape[:-1], made.shape[-1])  # type: ignore[no-any-return]
+        output: Any = _Linear.apply(_rows(x), weight, bias, gradient)  # type: ignore[no-untyped-call]
+        return output if x.dim() == 2 else output.view(*x.shape[:-1], output.shape[-1])  # type: ignore[no-any-return]
 
     @_disable_dynamo
     def _outside_graphs(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """As `_forward`, with a break in a compiled graph: that costs less than a gradient to write and to add."""
+        """Runs `_forward` with a break in a compiled graph: that costs less than a gradient to write and to add."""
         return self._forward(layer, x)
 
     def _gradient(self, weight: nn.Parameter, is_transposed: bool, ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
-        """The gradient `grad.t() @ x` for autograd; None: it is in the accumulator, or nobody asks for it."""
+        """Computes `grad.t() @ x` for autograd; None: it is in the accumulator, or nothing asks for it."""
         if not weight.requires_grad:  # frozen since the forward pass
             return None
         if torch.is_grad_enabled() or torch.compiler.is_compiling():  # create_graph=True; compiled autograd
@@ -192,12 +192,12 @@ class FusedLinears:
         optimizer = self._optimizer()
         release = None if optimizer is None or not self._layers else optimizer._engine.during_backward
         if release is not None:
-            taken = _is_taken(ctx.next_functions[1][0])
-            if taken is False:
+            is_taken = _is_taken(ctx.next_functions[1][0])
+            if is_taken is False:
                 return None
-            given = release.contribute(weight) if taken else None
-            if given is not None:
-                accumulator, holds_sum = given
+            target = release.contribute(weight) if is_taken else None
+            if target is not None:
+                accumulator, holds_sum = target
                 add_product(accumulator.t() if is_transposed else accumulator, grad.t(), x, holds_sum)
                 return None
         return grad.t() @ x
@@ -268,7 +268,7 @@ def _is_taken(node: Node) -> bool | None:
 
 
 def _conv1d() -> type[nn.Module] | None:
-    """transformers' linear layer with a transposed weight, if that is loaded."""
+    """Finds transformers' linear layer with a transposed weight, if that is loaded."""
     return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
 
 
@@ -276,11 +276,11 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is _conv1d() or isinstance(module, nn.Linear) or "Linear" in type(module).__name__
 
 
-def _reason(module: nn.Module, held: set[int]) -> str | None:
-    """Why a layer is left alone; None: it is not.
+def _reason(module: nn.Module, param_ids: set[int]) -> str | None:
+    """Tells why a layer is left alone; None: it is not.
 
     Args:
-        held: ids of the optimizer's parameters.
+        param_ids: of the optimizer's parameters.
     """
     weight = getattr(module, "weight", None)
     if is_dtensor(weight):
@@ -296,7 +296,7 @@ def _reason(module: nn.Module, held: set[int]) -> str | None:
         return "its forward was replaced, by an earlier call or by somebody else"
     if not weight.requires_grad:
         return "its weight is frozen"
-    if id(weight) not in held:
+    if id(weight) not in param_ids:
         return "the optimizer does not have its weight"
     if has_hooks(weight):
         return "its weight has hooks, which expect a gradient"
@@ -315,5 +315,5 @@ def _is_own(module: nn.Module, forward: Any) -> bool:
 
 
 def _handle_of(forward: Any) -> FusedLinears | None:
-    """The handle that has put this `forward` there, into the module itself or into the original of a copy."""
+    """Finds the handle that has put this `forward` there, into the module itself or into the original of a copy."""
     return getattr(getattr(forward, "__func__", None), "fused", None)

@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from accumfused.arguments import checked_positive, checked_whole
-from accumfused.loop.batch_size import Rule, scale_lr
+from accumfused.loop.batch_size import LrRule, scale_lr
 from accumfused.optimizer import FusedOptimizer, check_fused
 
 
@@ -54,7 +54,7 @@ class NoiseScale:
         most: int = 1024,
         every: int = 10,
         share: float = 1.0,
-        rule: Rule | None = None,
+        rule: LrRule | None = None,
     ) -> None:
         check_fused(optimizer, "NoiseScale")
         if not optimizer._engine.settings.noise_scale:
@@ -63,24 +63,24 @@ class NoiseScale:
             raise ValueError(f"start must be >= 2 (one micro-batch tells no noise) and <= most, got {start} and {most}")
         self.steps = start
         self._optimizer, self._most, self._rule = optimizer, most, rule
-        self._every, self._seen = checked_whole(every, "every"), 0
-        self._wanted = checked_positive(share, "share") / checked_positive(micro_batch, "micro_batch")
+        self._every, self._windows = checked_whole(every, "every"), 0  # windows since the last look
+        self._micro_batches_per_unit = checked_positive(share, "share") / checked_positive(micro_batch, "micro_batch")
         if rule is not None:
             scale_lr(1.0, 1, 1, rule)
 
     def __call__(self, update: int) -> int:
-        """The micro-batches of the window to come."""
-        self._seen += 1
-        if self._seen > self._every:
-            self._seen = 1
+        """Returns the number of micro-batches in the window to come."""
+        self._windows += 1
+        if self._windows > self._every:
+            self._windows = 1
             self._grow(float(self._optimizer.noise_scale()))
         return self.steps
 
     def _grow(self, noise_scale: float) -> None:
         bound = min(self._most, 2 * self.steps)
         group = self._optimizer._engine.settings.process_group
-        wanted = noise_scale * self._wanted / (1 if group is None else group.size())
-        steps = max(self.steps, min(bound, math.ceil(wanted)) if math.isfinite(wanted) else bound)
+        size = noise_scale * self._micro_batches_per_unit / (1 if group is None else group.size())
+        steps = max(self.steps, min(bound, math.ceil(size)) if math.isfinite(size) else bound)
         if steps == self.steps:
             return
         for group in self._optimizer.param_groups if self._rule is not None else ():

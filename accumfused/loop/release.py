@@ -105,9 +105,9 @@ class GradientRelease(Contributions):
         Returns:
             The newly hooked parameters.
         """
-        given = self.optimizer._engine.plans.params if params is None else params
+        candidates = self.optimizer._engine.plans.params if params is None else params
         return self.claim(
-            param for param in given if isinstance(param, Tensor) and param.requires_grad and param.is_leaf
+            param for param in candidates if isinstance(param, Tensor) and param.requires_grad and param.is_leaf
         )
 
     def forget(self) -> None:

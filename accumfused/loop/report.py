@@ -80,7 +80,7 @@ class MemoryReport:
         return total
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain data, in bytes."""
+        """Returns everything as plain data, in bytes."""
         formats = {name: memory.as_dict() for name, memory in self.formats.items()}
         return {"total": self.total.as_dict(), "formats": formats}
 
@@ -110,15 +110,15 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
     window, formats = optimizer._engine.window, dict[str, Memory]()
     accumulators: dict[int, list[Tensor | None]] = {}
     places, params = window.arena.places, window.params or optimizer._engine.plans.params
-    for param, *held in zip(params, window.sums or places, places, strict=False):
-        accumulators[id(param)] = held
+    for param, *tensors in zip(params, window.sums or places, places, strict=False):
+        accumulators[id(param)] = tensors
     for group in optimizer.param_groups:
         rule = optimizer._rule_of(group)
         for param in group["params"]:
             form = format_of(rule, param, optimizer._engine.settings)
             shard, entries = shard_of(param), optimizer.state.get(param, {})
-            own = _memory_of(rule, form, param, shard, entries, accumulators.get(id(param), []))
-            formats.setdefault(described(rule, form, param), Memory()).add(own)
+            memory = _memory_of(rule, form, param, shard, entries, accumulators.get(id(param), []))
+            formats.setdefault(described(rule, form, param), Memory()).add(memory)
     return MemoryReport(formats)
 
 
@@ -134,43 +134,43 @@ _LEANER: dict[str, tuple[SettingArguments, ...]] = {
 
 
 def growth_of(optimizer: FusedOptimizer) -> str | None:
-    """A text on how much more 16-bit parameters take than with torch's optimizer, and on settings that take less.
+    """Tells how much more 16-bit parameters take than with torch's optimizer, and which settings take less.
 
     None if they take no more, or if the user has set `master_weights`.
     """
     settings = optimizer._engine.settings
-    held = [
+    params = [
         (optimizer._rule_of(group), param)
         for group in optimizer.param_groups
         for param in group["params"]
         if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16)
     ]
 
-    def kept(arguments: SettingArguments) -> int:
-        chosen = replace(settings, **arguments)
+    def bytes_with(arguments: SettingArguments) -> int:
+        variant = replace(settings, **arguments)
         return sum(
-            param.nbytes + sum(_to_be_made(rule, format_of(rule, param, chosen), param).values())
-            for rule, param in held
+            param.nbytes + sum(_to_be_made(rule, format_of(rule, param, variant), param).values())
+            for rule, param in params
         )
 
-    stock = sum(param.nbytes * (1 + len(rule.states)) + 4 * ("step" in rule.torch_states) for rule, param in held)
-    ours = kept({})
+    stock = sum(param.nbytes * (1 + len(rule.states)) + 4 * ("step" in rule.torch_states) for rule, param in params)
+    ours = bytes_with({})
     if settings.master_weights != "auto" or ours <= stock:
         return None
-    dtypes = {param.dtype for _, param in held}
+    dtypes = {param.dtype for _, param in params}
     masters = "auto" if len(dtypes) > 1 else "fp32" if torch.float16 in dtypes else "split16"
     leaner = _LEANER[masters]
-    if any(rule.needs_16_bits for rule, _ in held):
+    if any(rule.needs_16_bits for rule, _ in params):
         leaner = tuple({**arguments, "state_dtype": torch.bfloat16} for arguments in leaner)
-    least = next((arguments for arguments in leaner if kept(arguments) <= stock), leaner[-1])
-    if kept(least) >= ours:
+    least = next((arguments for arguments in leaner if bytes_with(arguments) <= stock), leaner[-1])
+    if bytes_with(least) >= ours:
         return None  # the parameters are small
-    elements = sum(param.numel() for _, param in held)
+    elements = sum(param.numel() for _, param in params)
     arguments = ", ".join(f"{name}={value!r}" for name, value in least.items())
     return (
         f"16-bit parameters with their masters and states will take {ours / elements:.2f} bytes each ({_size(ours)}), "
         f"where torch's optimizer takes {stock / elements:.2f} ({_size(stock)}); an open window adds "
-        f"4. {arguments} takes {kept(least) / elements:.2f}"
+        f"4. {arguments} takes {bytes_with(least) / elements:.2f}"
         + ("" if masters == "auto" else f". master_weights={masters!r} keeps what it is, without this line")
     )
 
@@ -181,25 +181,25 @@ def _memory_of(
     param: Tensor,
     shard: Shard | None,
     entries: Mapping[str, Any],
-    held: list[Tensor | None],
+    tensors: list[Tensor | None],
 ) -> Memory:
     memory = Memory(1, local(param).numel())
     parts = memory.parts
     parts["parameters"] = local(param).nbytes
-    accumulators = {id(tensor): tensor for tensor in held if tensor is not None}
+    accumulators = {id(tensor): tensor for tensor in tensors if tensor is not None}
     parts["accumulators"] = sum(tensor.nbytes for tensor in accumulators.values())
     grad = local(param.grad)
     if grad is not None and id(grad) not in accumulators:
         parts["gradients"] = grad.nbytes
-    own = owned(param, shard)
+    tensor = owned(param, shard)
     if shard is not None:
         entries = shard.parts(entries)
-    kept = torch.empty_like(own) if layout(own) == "strided" else own  # as plan.build has it
-    if rule.is_foreign or is_stored(rule, form, kept, entries) or not param.requires_grad:
+    dense = torch.empty_like(tensor) if layout(tensor) == "strided" else tensor  # as plan.build has it
+    if rule.is_foreign or is_stored(rule, form, dense, entries) or not param.requires_grad:
         for name, value in entries.items():
             parts[_part(rule, name)] += value.nbytes if isinstance(value, Tensor) else 0
     else:
-        parts |= _to_be_made(rule, form, own)
+        parts |= _to_be_made(rule, form, tensor)
         memory.not_made = sum(parts[part] for part in ("masters", "states", "scales"))
     return memory
 
@@ -226,7 +226,7 @@ def _row(name: str, memory: Memory) -> list[str]:
 
 
 def _size(size: int) -> str:
-    """A size in bytes below 10 KiB, then in larger units with one decimal."""
+    """Prints a size in bytes below 10 KiB, then in larger units with one decimal."""
     if size < 10 * 2**10:
         return f"{size:,} B" if size else "-"
     unit = min((size.bit_length() - 1) // 10, 3)

@@ -211,6 +211,26 @@ def test_saving_changes_nothing_and_hooks_see_the_open_window_in_order(backend: 
     assert optimizer.state_dict()["calls"] == [[], window, ["note"], window, ["note"], ["note"]]
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_checkpoint_may_leave_the_open_window_out_and_the_window_goes_on(backend: str, steps: int) -> None:
+    """From such a checkpoint a run that repeats the whole window gets the same bits."""
+    _, optimizer = trained("split16", "bf16", backend, steps)
+    twin, keys = copy.deepcopy(optimizer), list[set[str]]()
+    optimizer.register_state_dict_post_hook(lambda opt, saved: keys.append(set().union(*saved["state"].values())))
+    micro_batches(optimizer, [0.1, 3.0])
+    with writes_nothing(optimizer):
+        saved = through_a_file(optimizer.state_dict(window=False))
+        optimizer.state_dict()
+    window = {"grad_accumulator", "grad_accumulator_weights"}
+    assert [window & names for names in keys] == [set(), window]
+    twin.load_state_dict(saved)
+    micro_batches(optimizer, [0.7], seed=2)
+    micro_batches(twin, [0.1, 3.0, 0.7])
+    for each in (optimizer, twin):
+        each.step()
+    assert_same(optimizer, twin)
+
+
 def test_loading_releases_a_closed_window(backend: str) -> None:
     (_, optimizer), (_, other) = (build("fp32", "fp32", backend) for _ in range(2))
     micro_batches(other, [2.0])

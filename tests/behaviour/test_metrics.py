@@ -178,6 +178,23 @@ def test_every_nth_step_is_measured(backend: str) -> None:
     assert found == pytest.approx([3 * 5**0.5] * 3 + [6 * 5**0.5])
 
 
+def test_steps_of_before_a_resume_count_where_the_loop_tells_of_them(backend: str) -> None:
+    param, optimizer = made(backend, metrics=3)
+    for step, is_measured in ((4, [False, True, False, False, True]), (-1, [True, False])):
+        optimizer.set_metrics_step(step)
+        found = []
+        for _ in is_measured:
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+            found.append(bool(optimizer.grad_norm.isfinite()))
+        assert found == is_measured
+    _, other = made(backend)
+    other.set_metrics_step(5)  # does nothing without metrics
+    for each in (optimizer, other):
+        with pytest.raises(ValueError, match="step must be a whole number >= -1, got -2"):
+            each.set_metrics_step(-2)
+
+
 def test_a_tensor_without_a_gradient_counts_zero(backend: str) -> None:
     params = [torch.ones(3, requires_grad=True) for _ in range(2)]
     optimizer = af.SGD(params, lr=0.1, backend=backend, metrics=True)

@@ -88,6 +88,19 @@ def test_a_setting_that_would_do_nothing_is_refused_as_an_attribute(make: Callab
         setattr(optimizer, name, None)  # torch, frameworks and users do
 
 
+@pytest.mark.parametrize("make", [af.AdamW, lambda params, **settings: af.fuse(Own(params), **settings)])
+def test_all_settings_may_be_read_as_they_are_now_and_not_be_written(make: Callable[..., Any]) -> None:
+    optimizer = make([Parameter(torch.ones(4))], rounding_seed=3)
+    settings = optimizer.settings
+    optimizer.max_grad_norm = 2.0
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    assert settings == optimizer.settings == defaults | {"rounding_seed": 3, "max_grad_norm": 2.0}
+    with pytest.raises(TypeError):
+        settings["clip"] = None
+    with pytest.raises(AttributeError):
+        optimizer.settings = {}
+
+
 MAXIMUM = "amsgrad=True, whose maximum .*; use state_dtype=torch.float32 or torch.bfloat16, or amsgrad=False"
 # fmt: off
 OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {

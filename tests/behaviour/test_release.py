@@ -68,6 +68,16 @@ def test_copies_do_not_release(backend: str, copied: Any) -> None:
     af.release_gradients(other.optimizer)
 
 
+def test_an_optimizer_tells_whether_it_accumulates_in_backward(backend: str) -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = af.SGD(layer.parameters(), lr=0.1, backend=backend)
+    for begin in (af.release_gradients, lambda optimizer: af.fuse_linears(layer, optimizer)):
+        assert not optimizer.accumulates_in_backward
+        with begin(optimizer):
+            assert optimizer.accumulates_in_backward
+    assert not optimizer.accumulates_in_backward
+
+
 @every_bucket
 def test_an_optimizer_that_is_gone_takes_its_hooks_along(backend: str, bucket: int) -> None:
     it = Loop(backend, bucket=bucket).run("backward step backward")

@@ -73,6 +73,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "left out within a window": {"kind": failing(5)},
     "left out, a window's last": {"kind": failing(7)},
     "left out, an epoch's last": {"kind": failing(10)},
+    "left out, a whole window": {"kind": failing(2), "gradient_accumulation_steps": 1, "max_steps": 4},  # norm 0
 }
 
 
