@@ -43,6 +43,8 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
             yield Place(request.getfixturevalue("checked_cuda"))
     elif name == "two devices":
         yield Place(request.getfixturevalue("two_devices"))
+    elif name == "torch":
+        yield Place(backends.select("torch", [CPU]))
     elif name == "interpreted":
         yield from interpreted()
     elif name == "torch on a GPU":

@@ -119,7 +119,6 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "weights": {"weights": (3, 5), "closes": False},
     "weights on the device": {"weights": (lambda: torch.tensor(3.0), lambda: torch.tensor(5.0)), "closes": False},
     "closed": {"weights": (3, 5), "closes": True},
-    "another unit": {"weights": (1e-6, 1e9), "closes": False},
     "clipped, with histories": {
         "weights": (3, 5), "closes": False, "clip": af.ZScore(warmup=2), "noise_scale": True, "metrics": True,
     },

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from dataclasses import dataclass
 from typing import Any
 
-import inside
 import pytest
 import torch
 from compare import assert_close
@@ -129,7 +129,8 @@ MIXED = {
     "in the loss, then in the gradient": [M(3, "loss"), M(5)],
     "on the device, then on the host": [M(3, "device"), M(5), M(0, "device"), M(7, "loss, device")],
     "large, then small": [M(2.0**100), M(1)],
-    "small, then large": [M(1), M(1e15)],
+    "small, then as large as may be": [M(1), M(2.0**40), M(1)],
+    "as large as may be, after an empty one": [M(0), M(1e-20), M(1e-20 * 2.0**40)],
     "of one to twenty": [M(1 + n) for n in range(20)],
     "sums of 1": [M(0.25), M(0.25), M(0.5)],  # closing has nothing to divide by
 }
@@ -209,18 +210,42 @@ def test_a_window_is_resumed_under_any_default_dtype(dtype: torch.dtype, backend
     assert float(resumed.grad_norm) == 400.0
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_far_larger_weight_that_fails_leaves_the_window_as_it_was(failing: int, backend: str) -> None:
-    """It brings the sums to its own unit first, in a launch of its own."""
+BEYOND = math.nextafter(2.0**40, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("first", "weight"), [(M(1), M(BEYOND)), (M(3.0, "loss"), M(BEYOND)), (M(1e-20), M(1, "loss"))]
+)
+def test_a_weight_far_above_the_first_is_refused_and_the_window_goes_on(
+    first: MicroBatch, weight: MicroBatch, backend: str
+) -> None:
     param = Parameter(torch.zeros(4))
     optimizer = af.SGD([param], lr=1.0, backend=backend)
-    for weight, slope, fails in ((1e-6, 3.0, False), (1e12, 8.0, True), (1e-6, 5.0, False)):
-        param.grad = torch.full((4,), slope)
-        if not fails:
-            optimizer.accumulate(weight)
-            continue
-        with inside.fails(optimizer, "accumulate", failing), pytest.raises(RuntimeError, match="out of memory"):
-            optimizer.accumulate(weight)
-        param.grad = None
+
+    def fold(micro_batch: MicroBatch, slope: float) -> None:
+        if micro_batch.how == "loss":
+            optimizer.backward((param * slope).sum(), micro_batch.weight)
+        else:
+            (param * slope).sum().backward()
+            optimizer.accumulate(micro_batch.weight)
+
+    fold(first, 3.0)
+    fold(M(0), 7.0)
+    with pytest.raises(
+        ValueError, match=re.escape(f"is more than 2^40 times {1.0 if first.how == 'loss' else first.weight}")
+    ):
+        fold(weight, 8.0)
+    param.grad = None
+    fold(first, 5.0)
     optimizer.step()
     torch.testing.assert_close(param.detach(), torch.full((4,), -4.0), rtol=BOUND, atol=0.0)
+
+
+@pytest.mark.parametrize("weight", [2**1100, 10**5000, float("inf")], ids=["2^1100", "10^5000", "inf"])
+def test_a_weight_beyond_the_range_of_float64_is_refused(weight: float, backend: str) -> None:
+    param = Parameter(torch.zeros(4))
+    optimizer = af.SGD([param], lr=1.0, backend=backend)
+    param.grad = torch.ones(4)
+    with pytest.raises(ValueError, match="weight"):
+        optimizer.accumulate(weight)
+    assert torch.equal(param.grad, torch.ones(4))
