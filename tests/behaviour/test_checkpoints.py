@@ -160,6 +160,7 @@ def test_a_window_before_the_first_step_brings_8_bit_states_of_a_parameter_with_
     for each in (optimizer, twin):
         each.step()
     assert_same(optimizer, twin)
+    assert bool((params_of(optimizer)[0] != 1).all())
 
 
 def test_a_shallow_copy_has_the_settings_and_a_window_of_its_own(backend: str) -> None:
@@ -225,10 +226,12 @@ def test_training_goes_on_in_torchs_optimizer_and_comes_back_with_a_window(
         each.param_groups[0].update(implementation)
         train(each, 2, seed=7)
     assert all(map(torch.equal, params_of(plain), params_of(windowed)))
+    before = model.matrix.detach().clone()
     for each in (ours, twin):
         micro_batches(each, [17.0], seed=3)
         each.step()
     assert_same(ours, twin)
+    assert not torch.equal(before, model.matrix)
 
 
 @pytest.mark.parametrize("weights", ["split16", "split8"])
@@ -267,7 +270,8 @@ def test_saving_changes_nothing_and_hooks_see_the_open_window_in_order(backend: 
 
 
 def test_loading_releases_a_closed_window(backend: str) -> None:
-    (_, optimizer), (_, other) = (build("fp32", "fp32", backend) for _ in range(2))
+    (model, optimizer), (_, other) = (build("fp32", "fp32", backend) for _ in range(2))
+    before = model.matrix.detach().clone()
     micro_batches(other, [2.0])
     grads_of(optimizer, 0, torch.bfloat16)
     optimizer.accumulate(last=True)
@@ -276,6 +280,7 @@ def test_loading_releases_a_closed_window(backend: str) -> None:
     optimizer.step()
     other.step()
     assert_same(other, optimizer)
+    assert not torch.equal(before, model.matrix)
 
 
 def test_load_hooks_run_in_order_and_may_edit_the_checkpoint_and_unknown_entries_stay(backend: str) -> None:
