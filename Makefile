@@ -1,4 +1,4 @@
-# make demo | test | test-all | bench-test | mutants | lint | docs | bench | bench-smoke | numerics | gpu | wheel | check-wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
+# make demo | quick | test | test-all | bench-test | mutants | lint | docs | bench | bench-smoke | numerics | gpu | wheel | check-wheel | sanitize | clean. The first run makes .venv; CONTRIBUTING.md has the rest.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -12,11 +12,15 @@ NATIVE_TESTS := $(addprefix conformance/,test_bits.py test_tensors.py test_codec
 PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_WAIT_POLICY=passive $(RUN) -m pytest -p xdist -n auto --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all bench-test mutants lint docs bench bench-smoke numerics native wheel check-wheel sanitize clean always
+.PHONY: demo quick test test-all bench-test mutants lint docs bench bench-smoke numerics native wheel check-wheel sanitize clean always
 .SECONDARY:
 
 demo: $(VENV)/examples.stamp
 	$(RUN) examples/train_text.py $(ARGS)
+
+# While one edits: numbers, and calls in any order.
+quick: $(VENV)/test.stamp
+	$(PYTEST) tests/numbers tests/behaviour/test_state_machine.py tests/behaviour/test_fuzz.py $(ARGS)
 
 test: $(VENV)/test.stamp
 	$(PYTEST) $(ARGS)

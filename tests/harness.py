@@ -65,6 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: takes long, and tells little that other tests do not; runs with --full")
     config.addinivalue_line("markers", "pairwise(**axes): every two values of two axes meet; --full: all, if few")
+    config.addinivalue_line("markers", "in_turn(**axes): rows of pairwise take values one after another; not --full")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -80,8 +81,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Behaviour is tested with one backend for each device: conformance/ shows that all of them have the same bits."""
     full = metafunc.config.getoption("--full")
     for mark in metafunc.definition.iter_markers("pairwise"):
-        rows = (combinations if full else pairwise)(mark.kwargs)
-        metafunc.parametrize([*mark.kwargs], rows, ids=["-".join(map(_name, row)) for row in rows])
+        turn = metafunc.definition.get_closest_marker("in_turn")
+        turns = {} if turn is None else turn.kwargs
+        axes = {**turns, **mark.kwargs}
+        rows = combinations(axes) if full else in_turn([*turns.values()], pairwise(mark.kwargs))
+        metafunc.parametrize([*axes], rows, ids=["-".join(map(_name, row)) for row in rows])
     if "backend" not in metafunc.fixturenames:
         return
     if any("backend" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize")):
@@ -248,6 +252,12 @@ def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
                 left.pop(pair, None)
         rows.append(tuple(values[row[axis]] for axis, values in enumerate(axes.values())))
     return rows
+
+
+def in_turn(turns: Sequence[Sequence[Any]], rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Puts one value of each before every row, in turn; rows come again where the values are more."""
+    count = max(map(len, (*turns, rows)))
+    return [(*(values[n % len(values)] for values in turns), *rows[n % len(rows)]) for n in range(count)]
 
 
 def _pairs(row: Mapping[int, int], axis: int, value: int) -> list[Pair]:

@@ -62,10 +62,14 @@ def grads_of(optimizer: torch.optim.Optimizer, seed: int, dtype: torch.dtype | N
 
 
 def train(optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
+    """Steps with random gradients, each of which moves something."""
+    first = params_of(optimizer)[0]
     for step in range(steps):
+        before = first.detach().clone()
         grads_of(optimizer, seed + step)
         optimizer.step()
         optimizer.zero_grad()
+        assert not torch.equal(first, before)
 
 
 def trained(weights: str, states: str, backend: str, steps: int = 3, **options: Any) -> tuple[Model, Any]:

@@ -1,4 +1,4 @@
-"""Whoever resumes goes on bit for bit: every optimizer, format and window by every route, through torch's too."""
+"""A resumed run has the same bits: every optimizer and format, in a window, by every route; torch.optim's runs too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compare import (
     snapshot,
     writes_nothing,
 )
-from models import ROUTES, Model, build, grads_of, through_a_file, train, trained
+from models import ROUTES, Model, Pair, build, grads_of, through_a_file, train, trained
 from table import OF_TORCH, STATES, WEIGHTS, Case, Own, kept, one_of_each
 from torch.distributed.checkpoint import state_dict as dcp
 
@@ -44,44 +44,99 @@ def micro_batches(optimizer: Any, weights: list[Any], seed: int = 0, grads: torc
         optimizer.accumulate(weight)
 
 
-@pytest.mark.pairwise(
-    case=one_of_each(lambda case: case.states), weights=[*WEIGHTS], states=[*STATES], window=[*WINDOWS],
-    after=[0, 1, 2, 3], stepped=[2, 0], grads=[None, *DTYPES], new_is=["fresh", "trained", "reference"],
-    route=[*ROUTES],
-)  # fmt: skip
-def test_whoever_resumes_goes_on_bit_for_bit(
-    backend: str, case: Case, weights: str, states: str, window: str, after: int, stepped: int,
-    grads: torch.dtype | None, new_is: str, route: str,
-) -> None:  # fmt: skip
-    after = 0 if route == "flat names" else after  # torch takes what the optimizer has already, which is no window
-    grads = None if "names" in route else grads  # torch gives zeros in the parameter's dtype, to make what is missing
-    stepped = 2 if route == "names" and after == 1 else stepped  # see below
-    # A checkpoint without masters leaves those that the load before it has brought, for weights that come later.
-    new_is = "fresh" if new_is == "trained" and not stepped else new_is
-    states, options = kept(states, case), {"cls": case.of.ours, **case.options}
-    model, optimizer = build(weights, states, backend, **options)
-    train(optimizer, stepped)
+EVERY = one_of_each(lambda case: case.states)
+# Steps of the saved optimizer, steps of the loading one, and its rounding seed where the saved one has 17: saved states
+# bring their seed, and an optimizer makes new ones with its own. Not (0, 1): a checkpoint without masters leaves those
+# of the loading optimizer as they are.
+STEPS = {"into a fresh one": (2, 0, 3), "into a trained one": (2, 1, 3), "before the first step": (0, 0, 17)}
+
+
+def pair(case: Case, weights: str, states: str, backend: str, steps: int, factor: float, seed: int = 17) -> Pair:
+    """A model and its optimizer, after these steps and a write from outside."""
+    options = {"cls": case.of.ours, **case.options, "rounding_seed": seed}
+    model, optimizer = trained(weights, kept(states, case), backend, steps, **options)
     with torch.no_grad():
-        model.matrix.mul_(0.5)  # written from outside: what its master holds beyond it is not to be saved
-    micro_batches(optimizer, WINDOWS[window][:after], grads=grads)
-    # States that were made have brought their seed; those that are to be made take the optimizer's.
-    options |= {"rounding_seed": 3 if stepped else 17}
-    new = build(weights, states, "reference" if new_is == "reference" else backend, **options)
-    train(new[1], int(new_is == "trained"))
-    with torch.no_grad():
-        new[0].matrix.mul_(3)
-    before = model.matrix.detach().clone()
-    _, twin = ROUTES[route]((model, optimizer), new)
+        model.matrix.mul_(factor)  # what the matrix's master holds beyond this is not to be saved
+    return model, optimizer
+
+
+def assert_goes_on(optimizer: Any, twin: Any, weights: list[Any], seed: int, grads: torch.dtype | None = None) -> None:
+    """The rest of a window, its step and one more have the same bits, and move the weights."""
+    before = params_of(optimizer)[0].detach().clone()
     assert re.findall("window: .*", repr(twin)) == re.findall("window: .*", repr(optimizer))
-    assert repr(twin) == repr(optimizer) or route not in ("deepcopy", "pickle")
     for each in (optimizer, twin):
-        micro_batches(each, WINDOWS[window][after:], after, grads)
+        micro_batches(each, weights, seed, grads)
         each.step()
     assert_same_bits(twin.grad_norm, optimizer.grad_norm)
     for each in (optimizer, twin):
         train(each, 1, seed=9)
     assert_same(optimizer, twin)
-    assert not torch.equal(before, model.matrix)
+    assert not torch.equal(before, params_of(optimizer)[0])
+
+
+@pytest.mark.in_turn(case=EVERY)
+@pytest.mark.pairwise(
+    weights=[*WEIGHTS], states=[*STATES], window=[*WINDOWS], after=[0, 1, 2, 3], grads=[None, *DTYPES],
+    steps=[*STEPS], loads_on=["", "reference"], route=["weights first", "states first"],
+)  # fmt: skip
+def test_a_run_resumed_from_a_file_has_the_same_bits(
+    backend: str, case: Case, weights: str, states: str, window: str, after: int, grads: torch.dtype | None,
+    steps: str, loads_on: str, route: str,
+) -> None:  # fmt: skip
+    (saved_after, loaded_after, seed), micro = STEPS[steps], WINDOWS[window]
+    old = pair(case, weights, states, backend, saved_after, 0.5)
+    new = pair(case, weights, states, loads_on or backend, loaded_after, 3, seed)
+    micro_batches(old[1], micro[:after], grads=grads)
+    _, twin = ROUTES[route](old, new)
+    assert_goes_on(old[1], twin, micro[after:], after, grads)
+
+
+@pytest.mark.in_turn(case=EVERY)
+@pytest.mark.pairwise(
+    window=[*WINDOWS], weights=[*WEIGHTS], after=[0, 1, 2, 3], states=[*STATES], grads=[None, *DTYPES],
+    steps=[*STEPS],
+)  # fmt: skip
+def test_a_run_resumed_by_names_has_the_same_bits(
+    backend: str, case: Case, weights: str, states: str, window: str, after: int, grads: torch.dtype | None,
+    steps: str,
+) -> None:  # fmt: skip
+    """By torch.distributed.checkpoint, which never learns of the backend."""
+    (saved_after, loaded_after, seed), micro = STEPS[steps], WINDOWS[window]
+    old = pair(case, weights, states, backend, saved_after, 0.5)
+    new = pair(case, weights, states, backend, loaded_after, 3, seed)
+    micro_batches(old[1], micro[:after], grads=grads)
+    _, twin = ROUTES["names"](old, new)
+    assert_goes_on(old[1], twin, micro[after:], after, grads)
+
+
+@pytest.mark.in_turn(case=EVERY)
+@pytest.mark.pairwise(weights=[*WEIGHTS], states=[*STATES], steps=[*STEPS])
+def test_a_run_resumed_by_flat_names_has_the_same_bits(
+    backend: str, case: Case, weights: str, states: str, steps: str
+) -> None:
+    """Between windows: torch loads those entries alone that the optimizer has already, and it has no window."""
+    saved_after, loaded_after, seed = STEPS[steps]
+    old = pair(case, weights, states, backend, saved_after, 0.5)
+    new = pair(case, weights, states, backend, loaded_after, 3, seed)
+    _, twin = ROUTES["flat names"](old, new)
+    assert_goes_on(old[1], twin, WINDOWS["weights"], 0)
+
+
+@pytest.mark.in_turn(case=EVERY)
+@pytest.mark.pairwise(
+    after=[0, 1, 2, 3], states=[*STATES], grads=[None, *DTYPES], weights=[*WEIGHTS], window=[*WINDOWS], steps=[2, 0],
+    route=["deepcopy", "pickle"],
+)  # fmt: skip
+def test_a_copy_of_a_run_goes_on_with_the_same_bits(
+    backend: str, case: Case, weights: str, states: str, window: str, after: int, grads: torch.dtype | None,
+    steps: int, route: str,
+) -> None:  # fmt: skip
+    """With all settings, which a checkpoint lacks. No other optimizer loads: one of other steps, seed or backend."""
+    old, micro = pair(case, weights, states, backend, steps, 0.5), WINDOWS[window]
+    micro_batches(old[1], micro[:after], grads=grads)
+    _, twin = ROUTES[route](old, old)
+    assert repr(twin) == repr(old[1])
+    assert_goes_on(old[1], twin, micro[after:], after, grads)
 
 
 def test_a_window_of_empty_micro_batches_alone_is_in_the_checkpoint(backend: str) -> None:
@@ -105,6 +160,7 @@ def test_a_window_before_the_first_step_brings_8_bit_states_of_a_parameter_with_
     for each in (optimizer, twin):
         each.step()
     assert_same(optimizer, twin)
+    assert bool((params_of(optimizer)[0] != 1).all())
 
 
 def test_a_shallow_copy_has_the_settings_and_a_window_of_its_own(backend: str) -> None:
@@ -170,10 +226,12 @@ def test_training_goes_on_in_torchs_optimizer_and_comes_back_with_a_window(
         each.param_groups[0].update(implementation)
         train(each, 2, seed=7)
     assert all(map(torch.equal, params_of(plain), params_of(windowed)))
+    before = model.matrix.detach().clone()
     for each in (ours, twin):
         micro_batches(each, [17.0], seed=3)
         each.step()
     assert_same(ours, twin)
+    assert not torch.equal(before, model.matrix)
 
 
 @pytest.mark.parametrize("weights", ["split16", "split8"])
@@ -232,7 +290,8 @@ def test_a_checkpoint_may_leave_the_open_window_out_and_the_window_goes_on(backe
 
 
 def test_loading_releases_a_closed_window(backend: str) -> None:
-    (_, optimizer), (_, other) = (build("fp32", "fp32", backend) for _ in range(2))
+    (model, optimizer), (_, other) = (build("fp32", "fp32", backend) for _ in range(2))
+    before = model.matrix.detach().clone()
     micro_batches(other, [2.0])
     grads_of(optimizer, 0, torch.bfloat16)
     optimizer.accumulate(last=True)
@@ -241,9 +300,10 @@ def test_loading_releases_a_closed_window(backend: str) -> None:
     optimizer.step()
     other.step()
     assert_same(other, optimizer)
+    assert not torch.equal(before, model.matrix)
 
 
-def test_hooks_may_change_what_is_loaded_and_see_it_in_order_and_what_else_a_state_holds_is_kept(backend: str) -> None:
+def test_load_hooks_run_in_order_and_may_edit_the_checkpoint_and_unknown_entries_stay(backend: str) -> None:
     (_, optimizer), (_, twin) = trained("fp32", "fp32", backend), build("fp32", "fp32", backend)
     (first, second, *_), calls = params_of(twin), list[Any]()
     micro_batches(optimizer, [1.0])
@@ -259,7 +319,7 @@ def test_hooks_may_change_what_is_loaded_and_see_it_in_order_and_what_else_a_sta
     micro_batches(twin, [None])  # a window with weights would refuse it
 
 
-def test_of_an_optimizer_without_kernels_its_own_loading_decides(backend: str) -> None:
+def test_an_optimizer_without_kernels_loads_as_its_torch_class_does(backend: str) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
     saved, theirs, ours, twin = (Own(Model(d).parameters(), lr=0.1, momentum=0.5) for d in dtypes)
     train(saved, 2)

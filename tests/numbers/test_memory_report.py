@@ -1,4 +1,4 @@
-"""The memory report against what the tensors themselves say."""
+"""The memory report counts the bytes of every tensor, and announces those that the first step will make."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bytes_of_states(optimizer: Any) -> int:
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("states", STATES)
-def test_what_will_be_made_is_what_is_made(backend: str, weights: str, states: str) -> None:
+def test_the_first_step_makes_the_bytes_that_the_report_announces(backend: str, weights: str, states: str) -> None:
     _, optimizer = build(weights, states, backend, state_dtype_min_numel=130)  # the vector's
     before, said = af.memory_report(optimizer).total, str(af.memory_report(optimizer))
     assert said.endswith(f"\n{before.not_made:,} B of masters and states will be made by the first step.")
@@ -43,7 +43,7 @@ def test_what_will_be_made_is_what_is_made(backend: str, weights: str, states: s
     assert total.parts["scales"] == (2 * (4 + 2 + 2) if states == "8bit" else 0)  # the scalar's states are fp32
 
 
-def test_gradients_and_accumulators_are_those_of_now(backend: str) -> None:
+def test_gradients_and_accumulators_are_counted_as_they_are_now(backend: str) -> None:
     def parts() -> list[int]:
         return [af.memory_report(optimizer).total.parts[part] // ELEMENTS for part in PARTS[4:]]
 
@@ -61,7 +61,7 @@ def test_gradients_and_accumulators_are_those_of_now(backend: str) -> None:
         assert parts() == [arena, 0]  # which 16-bit gradients are summed in; others are adopted
 
 
-def test_what_no_step_of_ours_makes(backend: str) -> None:
+def test_frozen_and_empty_parameters_and_those_of_other_steps_are_counted(backend: str) -> None:
     frozen = [Parameter(torch.zeros(10, dtype=dtype), requires_grad=False) for dtype in (torch.float32, torch.float64)]
     report = af.memory_report(af.AdamW(frozen, backend=backend))
     assert report.as_dict()["total"]["total"] == 120
@@ -120,7 +120,7 @@ def test_bytes_that_grow_are_told_and_right(
         train(optimizer, 1)
         return f"{(sum(p.nbytes for p in params) + bytes_of_states(optimizer)) / (2**13 + scalars):.2f}"
 
-    stock, fused, other, plain = (getattr(torch.optim, name)(params, **options) for _ in range(4))
+    stock, fused, other, plain = (getattr(torch.optim, name)(params, lr=0.1, **options) for _ in range(4))
     said = fuse_and_hear(caplog, fused)
     if dtype == torch.float16 and (name, options) == ("SGD", {}):
         assert said == ""  # there is no smaller master

@@ -1,4 +1,4 @@
-"""windows(): against a specification that knows the whole list, and without reading ahead where that can be avoided."""
+"""windows() cuts any iterable as if it knew the whole list, and reads ahead by one item at most."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_wrong_length_warns_at_the_end(count: int, length: int, steps: int, cl
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, "2", None, True])
-def test_what_is_no_number_of_steps_or_start_is_refused(steps: Any) -> None:
+def test_a_number_of_steps_or_a_start_that_is_no_whole_number_is_refused(steps: Any) -> None:
     text = "gradient_accumulation_steps must be a whole number >= 1, got"
     with pytest.raises(ValueError, match=text):  # at once
         af.windows([1, 2], steps)
@@ -142,6 +142,7 @@ def test_a_resumed_loop_goes_on_in_the_middle_of_a_window(done: int) -> None:
         return af.SGD([param], lr=0.5), param
 
     whole = run(*made(), af.windows(range(10), 4))
+    assert len({value for _, value in whole}) == 3  # every update moves the parameter
     optimizer, param = made()
     updates = run(optimizer, param, [*af.windows(range(10), 4)][:done])
     other, restored = made()
@@ -153,7 +154,7 @@ def test_a_resumed_loop_goes_on_in_the_middle_of_a_window(done: int) -> None:
     assert [last for _, last in af.windows(range(8), 4, resumed=other)] == [False, False, False, True] * 2
 
 
-def test_what_is_no_fused_optimizer_has_no_window_to_resume() -> None:
+def test_an_optimizer_that_is_not_fused_is_refused_as_resumed() -> None:
     with pytest.raises(TypeError, match="windows"):
         af.windows([1, 2], 2, resumed=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))  # type: ignore[arg-type]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from harness import MOST_ROWS, combinations, pairwise
+from harness import MOST_ROWS, combinations, in_turn, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,3 +24,8 @@ def test_they_are_few() -> None:
 def test_all_combinations_are_taken_unless_they_are_too_many() -> None:
     assert combinations({"a": range(3), "b": "xy"}) == [*itertools.product(range(3), "xy")]
     assert len(combinations({name: range(9) for name in "abcdef"})) < MOST_ROWS
+
+
+def test_values_in_turn_are_all_taken_and_so_are_all_rows() -> None:
+    assert in_turn(["ab"], [(0,), (1,), (2,)]) == [("a", 0), ("b", 1), ("a", 2)]
+    assert in_turn(["abc"], [(0,), (1,)]) == [("a", 0), ("b", 1), ("c", 0)]
