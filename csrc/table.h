@@ -67,14 +67,19 @@ class Table {
     int32_t ndim = 0;
     size_t shape = 0;  // where its sizes and strides stand in shapes_
   };
-  // What param_groups or the state held: an object's identity, and its memory if it is a tensor that has one.
-  struct Watched {
-    const void* object = nullptr;  // null: here a group begins
+  // The kind of an object that param_groups or the state held: few differ, so thousands of objects stay small.
+  struct Kind {
     const void* type = nullptr;
-    py::object name = {};  // of an entry of a parameter's state
-    bool is_tensor = false;
-    dlpack::Tensor seen = {};
-    size_t shape = 0;  // where its sizes and strides stand in shapes_
+    bool is_tensor = false;    // with memory; its numbers follow
+    dlpack::Tensor seen = {};  // but for the address
+    size_t shape = 0;          // where its sizes and strides stand in shapes_
+  };
+  struct Watched {
+    const void* object;  // its identity; null: here a group begins
+    const void* data;
+    const int64_t* sizes;  // where torch keeps them, to fetch ahead
+    uint32_t kind;
+    uint32_t name;  // in names_: of an entry of a parameter's state; 0: it is none
   };
   bool set_grad(size_t index, PyObject* grad);
   void hold_shared(const py::list& grads);
@@ -88,6 +93,7 @@ class Table {
   bool same_layout(const Layout& layout, const dlpack::Tensor& tensor) const;
   void* address_of(PyObject* object) const;
   Watched watch(PyObject* object, PyObject* name = nullptr);
+  bool is_of(const Kind& kind, const dlpack::Tensor& tensor) const;
   bool same_memory(const Watched& watched, PyObject* object) const;
 
   const dlpack::ExchangeApi* api_;
@@ -103,6 +109,8 @@ class Table {
   std::vector<int64_t> shapes_;
   std::vector<Watched> params_;  // of param_groups, in order
   std::vector<Watched> state_;   // each key, dict and entry, in order
+  std::vector<Kind> kinds_;
+  std::vector<py::object> names_;
 };
 
 }  // namespace accumfused
