@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -242,3 +243,19 @@ def test_a_class_may_take_the_place_of_torchs() -> None:
             assert type(optimizer) is getattr(af, name)
         groups = [{"params": [Parameter(torch.ones(2, 2))]}, {"params": [Parameter(torch.ones(2))], "use_muon": False}]
         af.Muon(groups[:1])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_goes_on_counting_skipped_steps_and_has_a_count_of_its_own(backend: str, copied: Any) -> None:
+    def bad_step(optimizer: Any) -> None:
+        (param,) = optimizer.param_groups[0]["params"]
+        param.grad = torch.full_like(param, torch.inf)
+        optimizer.step()
+
+    optimizer = af.SGD([torch.nn.Parameter(torch.ones(4))], lr=0.1, max_grad_norm=1.0, backend=backend)
+    for _ in range(3):
+        bad_step(optimizer)
+    twin = copied(optimizer)
+    assert int(twin.skipped_steps) == 3
+    bad_step(twin)
+    assert (int(twin.skipped_steps), int(optimizer.skipped_steps)) == (4, 3)
