@@ -17,7 +17,7 @@ from accumfused.core.plan import Plan
 from accumfused.core.rows import Grads
 from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
-from accumfused.formats.kinds import Format, States, Storage, Weights
+from accumfused.formats.kinds import States, Storage, Weights
 from accumfused.formats.numeric import SMALLEST_NORMAL, whole_steps
 from accumfused.rules import Rule, on_tensors
 
@@ -25,7 +25,6 @@ from accumfused.rules import Rule, on_tensors
 Kernel = Callable[[Tensors, Tensors, list[Tensors], Tensors, dict[str, Any], Tensor | None], None]
 
 _HAVE_FUSED = ("cpu", "cuda")  # kinds of devices; on others torch may lack fused kernels
-_BY_CODEC = (Weights.BFLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT16, Weights.BFLOAT16_SPLIT8)
 
 
 def stored(plan: Plan, batch: Batch) -> Stored:
@@ -114,11 +113,12 @@ def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skip
         weights, states = [w.clone() for w in weights], [[s.clone() for s in values] for values in states]
     run(weights, grads, states, kept.steps, known, found_inf)
     for j, row in enumerate(batch.rows):
-        noise = weights[j]
+        noise = weights[j]  # that nothing reads
         if form.needs_noise:
             key = codecs.key(kept.seeds[j], whole_steps(kept.steps[j]), row)
             noise = codecs.noise(key, weights[j].numel(), plan.rows[row].origin + batch.begin)
-        _write(kept.params[j], kept.masters[j], _stored_weights(form, weights[j], noise), skipped)
+        stored = store_weights(form, weights[j], codecs.stream(noise, 2) if form.weights.is_noisy else noise)
+        _write(kept.params[j], kept.masters[j], stored, skipped)
         for index, kind in enumerate(kinds):
             state: tuple[Tensor, Tensor | None] = (states[index][j], None)
             if form.states is not States.FLOAT32:
@@ -129,13 +129,6 @@ def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skip
 def _stays(name: str, value: Any) -> bool:
     """Whether torch's fused kernels take the value as a tensor: a divisor of the gradients, a GPU's learning rate."""
     return name == "grad_scale" or (name == "lr" and isinstance(value, Tensor) and value.device.type != "cpu")
-
-
-def _stored_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The parameter and its master; a copy already rounds to nearest."""
-    if form.weights in _BY_CODEC:
-        return store_weights(form, weights, codecs.stream(noise, 2) if form.needs_noise else noise)
-    return weights, None if form.master is None else weights
 
 
 def _write(value: Tensor, beside: Tensor | None, new: tuple[Tensor, Tensor | None], skipped: Tensor | None) -> None:

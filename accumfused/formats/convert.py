@@ -16,7 +16,6 @@ from accumfused.formats.kinds import (
     SEED,
     Format,
     States,
-    Weights,
     counts_steps,
     names,
     scale_name,
@@ -31,32 +30,12 @@ from accumfused.warn import warn
 
 
 def load_weights(form: Format, param: Tensor, master: Tensor | None) -> Tensor:
-    if form.weights is Weights.FLOAT16_MASTER:
-        assert master is not None
-        return still_halved(master, param)
-    if master is None:
-        return full(param)
-    join = codecs.join if form.weights is Weights.BFLOAT16_SPLIT16 else codecs.join_short
-    return join(param.view(torch.int16).to(torch.int32), master.to(torch.int32))
+    return form.weights.join(param, master)
 
 
 def store_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
     """The parameter and its master, in their dtypes."""
-    if form.weights is Weights.FLOAT32:
-        return weights, None
-    if form.weights is Weights.FLOAT16_MASTER:
-        return weights.half(), weights
-    if form.weights is Weights.BFLOAT16_SPLIT16:
-        high, master = codecs.split(weights)
-        return _bfloat16(high), master.to(torch.int16)
-    if form.weights is Weights.BFLOAT16_SPLIT8:
-        high, master = codecs.split_short(weights, noise)
-        return _bfloat16(high), master.to(torch.int8)
-    return _bfloat16(codecs.to_bfloat16_stochastic(weights, noise)), None
-
-
-def _bfloat16(bits: Tensor) -> Tensor:
-    return bits.to(torch.int16).view(torch.bfloat16)
+    return form.weights.split(weights, noise)
 
 
 def load_state(value: Tensor, scale: Tensor | None, second_moment: bool) -> Tensor:
@@ -71,7 +50,7 @@ def store_state(form: Format, state: Tensor, noise: Tensor, second_moment: bool)
     state = flush_subnormal(state)
     if form.states is States.FLOAT32:
         return state, None
-    return _bfloat16(codecs.to_bfloat16_stochastic(state, noise)), None
+    return codecs.to_bfloat16_stochastic(state, noise), None
 
 
 # ---- in an optimizer's state ----------------------------------------------------------------------------------------
@@ -133,27 +112,20 @@ def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
     tensor, remainder, master = tensor.detach(), entries.get(REMAINDER), entries.get(MASTER)
     with ieee():
         if isinstance(master, Tensor) and master.shape == tensor.shape:
-            return still_halved(master, tensor)
+            return codecs.join_master(tensor, _laid_out(master, tensor))
         if isinstance(remainder, Tensor) and remainder.shape == tensor.shape:
             values = tensor.float()
             bits, low = values.view(torch.int32), remainder.to(tensor.device, torch.int32)
-            low = low << 8 if remainder.dtype == torch.int8 else low
+            low = low << 8 if remainder.dtype == torch.int8 else low  # (torch's own optimizers cast it to other dtypes)
             if tensor.dtype == torch.bfloat16 or not bool((bits & 0xFFFF).any()):
-                return codecs.join(bits >> 16, low)
-            if not torch.equal(codecs.split(values)[1], low):  # otherwise the parameter holds the remainder already
+                return codecs.join(codecs.bfloat16_of(bits >> 16), low)
+            if not torch.equal(codecs.split(values)[1].int(), low):  # otherwise the parameter holds it already
                 warn(
                     f"the checkpoint's {REMAINDER!r} of a {tensor.dtype} parameter of shape {list(tensor.shape)} is "
                     "dropped: it belongs to bfloat16 numbers, and the parameter has others. Load the model's own "
                     "checkpoint, or its full_precision_state_dict()"
                 )
         return full(tensor)
-
-
-def still_halved(master: Tensor, tensor: Tensor) -> Tensor:
-    """The fp32 master, except elements that no longer round to the parameter: those come from the parameter."""
-    master, tensor = _laid_out(master, tensor), tensor.detach()
-    is_same = master.to(tensor.dtype).view(torch.int16) == tensor.view(torch.int16)
-    return torch.where(is_same, master, tensor.float())
 
 
 def store_full_precision(form: Format, tensor: Tensor, entries: Mapping[str, Any], weights: Tensor) -> None:
