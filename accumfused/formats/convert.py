@@ -30,11 +30,12 @@ from accumfused.warn import warn
 
 
 def load_weights(form: Format, param: Tensor, master: Tensor | None) -> Tensor:
+    """Joins a parameter and its master to fp32."""
     return form.weights.join(param, master)
 
 
 def store_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The parameter and its master, in their dtypes."""
+    """Splits fp32 into a parameter and its master, in their dtypes."""
     return form.weights.split(weights, noise)
 
 
@@ -43,7 +44,7 @@ def load_state(value: Tensor, scale: Tensor | None, second_moment: bool) -> Tens
 
 
 def store_state(form: Format, state: Tensor, noise: Tensor, second_moment: bool) -> tuple[Tensor, Tensor | None]:
-    """The state and its scales, in their dtypes."""
+    """Encodes fp32 as a state and its scales, in their dtypes."""
     if form.states is States.INT8:
         scale = codecs.scale_of(state)
         return codecs.encode(state, scale, noise, second_moment=second_moment), scale
@@ -79,8 +80,8 @@ def make_state(
             step = 0.0 if fresh and rule.states else entries.get("step", 0.0 if fresh else 1.0)
             entries["step"] = _number(step, tensor.device)
         if form.needs_noise:
-            known = entries.get(SEED)
-            number = seed if known is None else int(known)
+            entry = entries.get(SEED)
+            number = seed if entry is None else int(entry)
             entries[SEED] = torch.full((), number, dtype=torch.int64, device=tensor.device)
         if form.master is not None:
             half, entries[form.master[0]] = _halves(form, tensor, full_precision(tensor, entries))
@@ -98,14 +99,14 @@ def make_state(
 
 
 def _number(value: float | Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The number as a tensor of shape [], in memory of its own: it may be a hyper-parameter."""
+    """Copies the number, which may be a hyper-parameter, into a tensor of shape []."""
     if isinstance(value, Tensor):
         return torch.empty((), dtype=dtype, device=device).copy_(value.detach().reshape(()))
     return torch.full((), float(value), dtype=dtype, device=device)
 
 
 def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
-    """The fp32 value of a parameter (fp64 stays), from the state's master or remainder if it has the parameter's shape.
+    """Returns a parameter in fp32 (fp64 stays), from the state's master or remainder if that has the parameter's shape.
 
     A checkpoint may load a remainder for a parameter of another dtype: it counts if the values are bfloat16 numbers.
     """
@@ -143,18 +144,18 @@ def _halves(form: Format, tensor: Tensor, weights: Tensor) -> tuple[Tensor, Tens
 
 
 def _nearest(tensor: Tensor) -> Tensor:
-    """Noise for rounding to nearest: half of the dropped range."""
+    """Returns noise that rounds to nearest: half of the dropped range."""
     return torch.full((), -(1 << 31), dtype=torch.int32, device=tensor.device)
 
 
 def _laid_out(values: Tensor, tensor: Tensor) -> Tensor:
-    """A copy in fp32, or for an fp64 parameter in fp64, on its device and in its layout."""
+    """Copies values to fp32, or for an fp64 parameter to fp64, on its device and in its layout."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     return torch.empty_like(tensor, dtype=dtype, requires_grad=False).copy_(values)
 
 
 def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, Any]) -> Tensor | None:
-    """A state's values in fp32, in the parameter's layout; None without a state."""
+    """Decodes a state to fp32, in the parameter's layout; None without a state."""
     value = entries.get(name)
     if value is None:
         return None
@@ -182,15 +183,15 @@ def _put_state(
     rule: type[Rule], form: Format, name: str, tensor: Tensor, value: Tensor | None, entries: dict[str, Any]
 ) -> None:
     """Stores a state's fp32 values in the format, or zeros without values."""
-    stored = torch.zeros_like(tensor, dtype=form.state_dtype, requires_grad=False)
-    entries[name] = stored
+    state = torch.zeros_like(tensor, dtype=form.state_dtype, requires_grad=False)
+    entries[name] = state
     if form.states is States.INT8:
-        entries[scale_name(name)] = stored.new_zeros(scale_shape(tensor))
+        entries[scale_name(name)] = state.new_zeros(scale_shape(tensor))
     if value is None:
         return
     if form.states is not States.INT8:
-        stored.copy_(value)
+        state.copy_(value)
         return
     codes, scale = store_state(form, memory_order(value), _nearest(value), name in rule.second_moments)
-    memory_order(stored).copy_(codes)
+    memory_order(state).copy_(codes)
     entries[scale_name(name)].view(-1).copy_(scale)

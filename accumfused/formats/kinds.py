@@ -1,7 +1,7 @@
 """The format of a parameter and its optimizer states in memory; the settings choose it for each parameter.
 
-The arithmetic is fp32 in every format: a step decodes, updates and encodes in one pass (codecs.py). `Storage` holds a
-parameter's tensors in the optimizer's state, in the kernels' order.
+`Weights` and `States` have a row for each format. The arithmetic is fp32 in all of them: a step decodes, updates and
+encodes in one pass (codecs.py). `Storage` holds a parameter's tensors in the optimizer's state, in the kernels' order.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Storage:
 
 
 def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
-    """The format of a parameter under these settings.
+    """Chooses the format of a parameter by these settings.
 
     Raises:
         ValueError: the parameter's dtype does not allow these master_weights.
@@ -153,6 +153,7 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
 
 
 def check_master_weights(dtype: torch.dtype, master_weights: str | None) -> None:
+    """Refuses master weights that no format of the dtype has."""
     if (dtype, master_weights) not in _WEIGHTS:
         why, instead = "an fp16 number is not the upper half of an fp32 one, and has too few exponents without", "fp32"
         if dtype == torch.bfloat16:
@@ -178,7 +179,7 @@ def check_states(rule: type[Rule], settings: Settings) -> None:
 
 
 def described(rule: type[Rule], form: Format, param: Tensor) -> str:
-    """A description for people: "bf16 + split16, fp32 states"."""
+    """Describes a format for people: "bf16 + split16, fp32 states"."""
     dtype = _DTYPE_NAMES.get(param.dtype, str(param.dtype).removeprefix("torch."))
     if rule.is_foreign:
         return f"{dtype}, its own states"
@@ -188,13 +189,13 @@ def described(rule: type[Rule], form: Format, param: Tensor) -> str:
 
 
 def names(rule: type[Rule], form: Format) -> list[str]:
-    """The keys of a parameter's state, in the order of `Storage`."""
-    found = ["step"] if counts_steps(rule, form) else []
-    found += [SEED] if form.needs_noise else []
-    found += [form.master[0]] if form.master else []
-    found += rule.states
-    found += [scale_name(name) for name in rule.states] if form.states is States.INT8 else []
-    return found
+    """Lists the keys of a parameter's state, in the order of `Storage`."""
+    keys = ["step"] if counts_steps(rule, form) else []
+    keys += [SEED] if form.needs_noise else []
+    keys += [form.master[0]] if form.master else []
+    keys += rule.states
+    keys += [scale_name(name) for name in rule.states] if form.states is States.INT8 else []
+    return keys
 
 
 def scale_name(state: str) -> str:
@@ -202,7 +203,7 @@ def scale_name(state: str) -> str:
 
 
 def scale_shape(param: Tensor) -> tuple[int, ...]:
-    """The shape of the scales, one per block: a matrix if whole blocks make up each row of the parameter.
+    """Returns the shape of the scales, one per block: a matrix if whole blocks make up each row of the parameter.
 
     Processes can shard such a matrix by rows. Blocks are runs of memory, so codes of another layout have scales of
     three dimensions: torch.distributed.checkpoint, which copies by index, then finds a shape that does not match.
@@ -220,7 +221,7 @@ def counts_steps(rule: type[Rule], form: Format) -> bool:
 
 
 def storage_of(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[str, Any] | None) -> Storage | None:
-    """The storage of a (dense) parameter's state, or None unless the state is complete and in this format."""
+    """Finds the storage of a (dense) parameter's state; None unless the state is complete and in this format."""
     entries, wanted = entries or {}, names(rule, form)
     if not all(_fits(name, entries.get(name), rule, form, param) for name in wanted):
         return None
