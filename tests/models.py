@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import accumfused as af
 from accumfused.formats import codecs, numeric
 
-MASTERS = ("split16", "split8", "fp16_master")
+MASTERS = tuple(name for name, (_, options) in WEIGHTS.items() if options.get("master_weights"))
 
 
 class Model(Module):

@@ -17,7 +17,7 @@ from accumfused.core.plan import Plan
 from accumfused.core.rows import Grads
 from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
-from accumfused.formats.kinds import Format, States, Storage, Weights, counts_steps
+from accumfused.formats.kinds import States, Storage, Weights, counts_steps
 from accumfused.formats.numeric import SMALLEST_NORMAL, whole_steps
 from accumfused.rules import Rule, on_tensors
 
@@ -25,12 +25,11 @@ from accumfused.rules import Rule, on_tensors
 Kernel = Callable[[Tensors, Tensors, list[Tensors], Tensors, dict[str, Any], Tensor | None], None]
 
 _HAVE_FUSED = ("cpu", "cuda")  # kinds of devices; on others torch may lack fused kernels
-_BY_CODEC = (Weights.BFLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT16, Weights.BFLOAT16_SPLIT8)
 
 
 def _stored(plan: Plan, batch: Batch) -> Stored:
-    """The stored tensors of a batch whose parameters all have their state."""
-    kept = [storage for row in batch.rows if (storage := plan.rows[row].storage) is not None]
+    """Gathers the stored tensors of a batch whose parameters all have their state."""
+    storages = [storage for row in batch.rows if (storage := plan.rows[row].storage) is not None]
     count = len(plan.rules[batch.group].states)
 
     def blocks(storage: Storage, index: int) -> Tensor | None:
@@ -39,11 +38,11 @@ def _stored(plan: Plan, batch: Batch) -> Stored:
 
     return Stored(
         batch.cut([plan.rows[row].tensor for row in batch.rows]),
-        [*batch.cut([storage.master for storage in kept])] or [None] * len(kept),
-        [batch.cut([storage.values[i] for storage in kept]) for i in range(count)],
-        [[blocks(storage, i) for storage in kept] for i in range(count)],
-        [storage.step for storage in kept if storage.step is not None],
-        [storage.seed for storage in kept if storage.seed is not None],
+        [*batch.cut([storage.master for storage in storages])] or [None] * len(storages),
+        [batch.cut([storage.values[i] for storage in storages]) for i in range(count)],
+        [[blocks(storage, i) for storage in storages] for i in range(count)],
+        [storage.step for storage in storages if storage.step is not None],
+        [storage.seed for storage in storages if storage.seed is not None],
     )
 
 
@@ -60,7 +59,7 @@ def advance(plan: Plan, grads: Grads, skipped: Tensor | None) -> None:
 def absorbed(
     rules: list[type[Rule]], hypers: list[dict[str, Any]], coefficient: float, spends_grads: bool
 ) -> list[dict[str, Any]] | None:
-    """Each group's hyper-parameters that let torch's fused kernels take unscaled gradients; None if a group has none.
+    """Finds hyper-parameters with which torch's fused kernels take unscaled gradients; None if a group has none.
 
     The kernels scale gradients that they may overwrite. For SGD other hyper-parameters can carry the coefficient, which
     multiplies only the gradient's term in the buffer, or in the update. (`1 - dampening` is exact enough unless the
@@ -79,50 +78,51 @@ def absorbed(
         ]
     if any(_fused(rule) is not _sgd or rule.flags.get("nesterov") for rule in rules):
         return None
-    made = []
+    results = []
     for rule, hyper in zip(rules, hypers, strict=True):
-        own = hyper | {"weight_decay": float(hyper["weight_decay"]) / coefficient}
-        own |= {"coefficient": coefficient} if rule.states else {"lr": float(hyper["lr"]) * coefficient}
-        made.append(own)
-    return made
+        result = hyper | {"weight_decay": float(hyper["weight_decay"]) / coefficient}
+        result |= {"coefficient": coefficient} if rule.states else {"lr": float(hyper["lr"]) * coefficient}
+        results.append(result)
+    return results
 
 
 def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skipped: Tensor | None) -> None:
     """Updates one batch; `skipped` is None, or a flag on a GPU that the host must not read."""
     rule, form = plan.rules[batch.group], batch.form
-    kept = _stored(plan, batch)
+    tensors = _stored(plan, batch)
     kernel = _fused(rule) if plan.device.type in _HAVE_FUSED else None
     if skipped is not None and kernel is _sgd and float(hyper["dampening"]) != 0:
         kernel = None  # the host does not know whether this is a tensor's first step
     found_inf = None if skipped is None else skipped.float()
     run = kernel or (_lion if _is_ours(rule) and rule.name == "lion" else None)
-    known = {**hyper, **rule.flags}
+    options = {**hyper, **rule.flags}
     if run or skipped is None:  # else the rule's own arithmetic, which takes a GPU's numbers as they are
-        known |= {name: float(value) for name, value in hyper.items() if not (kernel and _stays(name, value))}
+        options |= {name: float(value) for name, value in hyper.items() if not (kernel and _stays(name, value))}
     run = run or _composed(rule)
     if (form.weights, form.states) == (Weights.FLOAT32, States.FLOAT32) and (kernel or skipped is None):
-        run(kept.params, grads, kept.states, kept.steps, known, found_inf)
+        run(tensors.params, grads, tensors.states, tensors.steps, options, found_inf)
         return
-    weights = [load_weights(form, *pair) for pair in zip(kept.params, kept.masters, strict=True)]
+    weights = [load_weights(form, *pair) for pair in zip(tensors.params, tensors.masters, strict=True)]
     kinds = [name in rule.second_moments for name in rule.states]
     states = [
         [load_state(*pair, kind) for pair in zip(values, scales, strict=True)]
-        for values, scales, kind in zip(kept.states, kept.scales, kinds, strict=True)
+        for values, scales, kind in zip(tensors.states, tensors.scales, kinds, strict=True)
     ]
     if skipped is not None and kernel is None:  # only torch's fused kernels read the flag before they write
         weights, states = [w.clone() for w in weights], [[s.clone() for s in values] for values in states]
-    run(weights, grads, states, kept.steps, known, found_inf)
+    run(weights, grads, states, tensors.steps, options, found_inf)
     for j, row in enumerate(batch.rows):
-        noise = weights[j]
+        noise = weights[j]  # nothing reads it
         if form.needs_noise:
-            key = codecs.key(kept.seeds[j], whole_steps(kept.steps[j]), row)
+            key = codecs.key(tensors.seeds[j], whole_steps(tensors.steps[j]), row)
             noise = codecs.noise(key, weights[j].numel(), plan.rows[row].origin + batch.begin)
-        _write(kept.params[j], kept.masters[j], _stored_weights(form, weights[j], noise), skipped)
+        new = store_weights(form, weights[j], codecs.stream(noise, 2) if form.weights.is_noisy else noise)
+        _write(tensors.params[j], tensors.masters[j], new, skipped)
         for index, kind in enumerate(kinds):
             state: tuple[Tensor, Tensor | None] = (states[index][j], None)
             if form.states is not States.FLOAT32:
                 state = store_state(form, states[index][j], codecs.stream(noise, min(index, 1)), kind)
-            _write(kept.states[index][j], kept.scales[index][j], state, skipped)
+            _write(tensors.states[index][j], tensors.scales[index][j], state, skipped)
 
 
 def _stays(name: str, value: Any) -> bool:
@@ -130,18 +130,12 @@ def _stays(name: str, value: Any) -> bool:
     return name == "grad_scale" or (name == "lr" and isinstance(value, Tensor) and value.device.type != "cpu")
 
 
-def _stored_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The parameter and its master; a copy already rounds to nearest."""
-    if form.weights in _BY_CODEC:
-        return store_weights(form, weights, codecs.stream(noise, 2) if form.needs_noise else noise)
-    return weights, None if form.master is None else weights
-
-
-def _write(value: Tensor, beside: Tensor | None, new: tuple[Tensor, Tensor | None], skipped: Tensor | None) -> None:
-    for old, made in zip((value, beside), new, strict=True):
-        if old is None or made is None or old is made:
+def _write(value: Tensor, rest: Tensor | None, new: tuple[Tensor, Tensor | None], skipped: Tensor | None) -> None:
+    """Writes a parameter and its master, or a state and its scales."""
+    for old, values in zip((value, rest), new, strict=True):
+        if old is None or values is None or old is values:
             continue
-        old.copy_(made if skipped is None else torch.where(skipped, old, made.to(old.dtype)))
+        old.copy_(values if skipped is None else torch.where(skipped, old, values.to(old.dtype)))
 
 
 # ---- rules ----------------------------------------------------------------------------------------------------------
@@ -165,7 +159,7 @@ def _sgd(
     buffers, coefficient = states[0] if states else [], h.get("coefficient", 1.0)
     dampened = [h["dampening"] if buffers and h["dampening"] and step != 1 else 0.0 for step in steps or weights]
     for dampening in dict.fromkeys(dampened):  # the first step, from zeros, takes the gradient as it is
-        rows = [row for row, own in enumerate(dampened) if own == dampening]
+        rows = [row for row, number in enumerate(dampened) if number == dampening]
         torch._fused_sgd_(
             [weights[row] for row in rows], [grads[row] for row in rows], [buffers[row] for row in rows if buffers],
             weight_decay=h["weight_decay"], momentum=h["momentum"], lr=h["lr"],
@@ -207,11 +201,11 @@ def _composed(rule: type[Rule]) -> Kernel:
         counts = torch.stack(steps) if steps else torch.ones((), dtype=torch.float32, device=weights[0].device)
         scalars = on_tensors.scalars(rule, h, whole_steps(counts), weights[0].dtype)
         factor = -1.0 if h.get("maximize") else 1.0
-        for j, (weight, grad, *own_states) in enumerate(zip(weights, grads, *states, strict=True)):
-            own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
-            new = on_tensors.update(rule, own, weight, grad * factor, own_states)
-            for old, made in zip((weight, *own_states), new, strict=True):
-                old.copy_(made)
+        for j, (weight, grad, *row_states) in enumerate(zip(weights, grads, *states, strict=True)):
+            numbers = {name: value[j] if value.dim() else value for name, value in scalars.items()}
+            new = on_tensors.update(rule, numbers, weight, grad * factor, row_states)
+            for old, values in zip((weight, *row_states), new, strict=True):
+                old.copy_(values)
 
     return kernel
 

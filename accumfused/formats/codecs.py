@@ -79,42 +79,59 @@ def stream(bits: Tensor, number: int) -> Tensor:
 
 
 def to_bfloat16_stochastic(values: Tensor, noise: Tensor) -> Tensor:
-    """Rounds to one of the two neighbours, the nearer one more often in proportion; bits as int32."""
-    return _kept(values, _logical(_bits(values) + _logical(noise, 16), 16))
+    """Rounds to one of the two neighbours, the nearer one more often in proportion."""
+    return bfloat16_of(_logical(_one_nan(values) + _logical(noise, 16), 16))
+
+
+def bfloat16_of(bits: Tensor) -> Tensor:
+    return bits.to(torch.int16).view(torch.bfloat16)
 
 
 # ---- bfloat16 with a remainder: the fp32 master weight in two halves ------------------------------------------------
 
 
-def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of the nearest bfloat16 (ties away from zero), and their remainder: int32, within int16.
+def split(values: Tensor, _: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Splits fp32 into the nearest bfloat16 (ties away from zero), and its remainder: int16. It needs no noise.
 
     `join` returns the same bits; every NaN becomes one NaN, which the bfloat16 half shows too.
     """
-    bits = torch.where(values.isnan(), _NAN, _bits(values))
-    high = _logical(bits + 0x8000, 16)
-    return high, bits - (high << 16)
+    bits = _one_nan(values)
+    return bfloat16_of(_logical(bits + 0x8000, 16)), bits.to(torch.int16)
 
 
-def join(high: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 numbers before the split.
+def join(param: Tensor, remainder: Tensor) -> Tensor:
+    """Joins both halves of fp32 numbers.
 
     A split number is NaN only if its bfloat16 half is. If only the joined number is NaN, user code has written the
     parameter since (a zero beside the old, negative remainder, say). Then the parameter counts as it is.
     """
-    param = high << 16
-    joined = (param + remainder).view(torch.float32)
-    return torch.where(joined.isnan(), param.view(torch.float32), joined)
+    high = param.view(torch.int16).to(torch.int32) << 16
+    joined = (high + remainder).view(torch.float32)
+    return torch.where(joined.isnan(), high.view(torch.float32), joined)
 
 
 def split_short(values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits with a remainder of 8 bits, after it has rounded the mantissa stochastically to 16 bits."""
-    bits = torch.where(values.isnan(), _NAN, _bits(values)) + _logical(noise, 24)
-    return _logical(bits + 0x8000, 16), (bits << 16) >> 24
+    """Splits with a remainder of int8, after it has rounded the mantissa stochastically to 16 bits."""
+    bits = _one_nan(values) + _logical(noise, 24)
+    return bfloat16_of(_logical(bits + 0x8000, 16)), (bits >> 8).to(torch.int8)
 
 
-def join_short(high: Tensor, remainder: Tensor) -> Tensor:
-    return join(high, remainder << 8)
+def join_short(param: Tensor, remainder: Tensor) -> Tensor:
+    return join(param, remainder.to(torch.int32) << 8)
+
+
+# ---- a 16-bit parameter with a whole fp32 master --------------------------------------------------------------------
+
+
+def split_master(values: Tensor, _: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rounds fp32 to the nearest fp16, beside the whole value as its master. It needs no noise."""
+    return values.half(), values
+
+
+def join_master(param: Tensor, master: Tensor) -> Tensor:
+    """Returns the fp32 master, except elements that no longer round to the parameter: those come from the parameter."""
+    is_same = master.to(param.dtype).view(torch.int16) == param.view(torch.int16)
+    return torch.where(is_same, master, param.float())
 
 
 # ---- blocks of 8 bits -----------------------------------------------------------------------------------------------
@@ -187,9 +204,9 @@ def _bits(values: Tensor) -> Tensor:
     return values.view(torch.int32)
 
 
-def _kept(values: Tensor, bits: Tensor) -> Tensor:
-    """The bfloat16 bits, or a NaN's: rounding turns the bits of some NaNs into other numbers."""
-    return torch.where(values.isnan(), _NAN >> 16, bits)
+def _one_nan(values: Tensor) -> Tensor:
+    """The values' bits, the same for every NaN: rounding turns the bits of some NaNs into other numbers."""
+    return torch.where(values.isnan(), _NAN, _bits(values))
 
 
 def _logical(bits: Tensor, count: int) -> Tensor:

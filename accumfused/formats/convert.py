@@ -16,7 +16,6 @@ from accumfused.formats.kinds import (
     SEED,
     Format,
     States,
-    Weights,
     counts_steps,
     is_stored,
     names,
@@ -31,32 +30,13 @@ from accumfused.warn import warn
 
 
 def load_weights(form: Format, param: Tensor, master: Tensor | None) -> Tensor:
-    if form.weights is Weights.FLOAT16_MASTER:
-        assert master is not None
-        return still_halved(master, param)
-    if master is None:
-        return full(param)
-    join = codecs.join if form.weights is Weights.BFLOAT16_SPLIT16 else codecs.join_short
-    return join(param.view(torch.int16).to(torch.int32), master.to(torch.int32))
+    """Joins a parameter and its master to fp32."""
+    return form.weights.join(param, master)
 
 
 def store_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The parameter and its master, in their dtypes."""
-    if form.weights is Weights.FLOAT32:
-        return weights, None
-    if form.weights is Weights.FLOAT16_MASTER:
-        return weights.half(), weights
-    if form.weights is Weights.BFLOAT16_SPLIT16:
-        high, master = codecs.split(weights)
-        return _bfloat16(high), master.to(torch.int16)
-    if form.weights is Weights.BFLOAT16_SPLIT8:
-        high, master = codecs.split_short(weights, noise)
-        return _bfloat16(high), master.to(torch.int8)
-    return _bfloat16(codecs.to_bfloat16_stochastic(weights, noise)), None
-
-
-def _bfloat16(bits: Tensor) -> Tensor:
-    return bits.to(torch.int16).view(torch.bfloat16)
+    """Splits fp32 into a parameter and its master, in their dtypes."""
+    return form.weights.split(weights, noise)
 
 
 def load_state(value: Tensor, scale: Tensor | None, second_moment: bool) -> Tensor:
@@ -64,14 +44,14 @@ def load_state(value: Tensor, scale: Tensor | None, second_moment: bool) -> Tens
 
 
 def store_state(form: Format, state: Tensor, noise: Tensor, second_moment: bool) -> tuple[Tensor, Tensor | None]:
-    """The state and its scales, in their dtypes."""
+    """Encodes fp32 as a state and its scales, in their dtypes."""
     if form.states is States.INT8:
         scale = codecs.scale_of(state)
         return codecs.encode(state, scale, noise, second_moment=second_moment), scale
     state = flush_subnormal(state)
     if form.states is States.FLOAT32:
         return state, None
-    return _bfloat16(codecs.to_bfloat16_stochastic(state, noise)), None
+    return codecs.to_bfloat16_stochastic(state, noise), None
 
 
 # ---- in an optimizer's state ----------------------------------------------------------------------------------------
@@ -100,8 +80,8 @@ def make_state(
             step = 0.0 if fresh and rule.states else entries.get("step", 0.0 if fresh else 1.0)
             entries["step"] = _number(step, tensor.device)
         if form.needs_noise:
-            known = entries.get(SEED)
-            number = seed if known is None else int(known)
+            entry = entries.get(SEED)
+            number = seed if entry is None else int(entry)
             entries[SEED] = torch.full((), number, dtype=torch.int64, device=tensor.device)
         if form.master is not None:
             half, entries[form.master[0]] = _halves(form, tensor, full_precision(tensor, entries))
@@ -119,41 +99,34 @@ def make_state(
 
 
 def _number(value: float | Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The number as a tensor of shape [], in memory of its own: it may be a hyper-parameter."""
+    """Copies the number, which may be a hyper-parameter, into a tensor of shape []."""
     if isinstance(value, Tensor):
         return torch.empty((), dtype=dtype, device=device).copy_(value.detach().reshape(()))
     return torch.full((), float(value), dtype=dtype, device=device)
 
 
 def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
-    """The fp32 value of a parameter (fp64 stays), from the state's master or remainder if it has the parameter's shape.
+    """Returns a parameter in fp32 (fp64 stays), from the state's master or remainder if that has the parameter's shape.
 
     A checkpoint may load a remainder for a parameter of another dtype: it counts if the values are bfloat16 numbers.
     """
     tensor, remainder, master = tensor.detach(), entries.get(REMAINDER), entries.get(MASTER)
     with ieee():
         if isinstance(master, Tensor) and master.shape == tensor.shape:
-            return still_halved(master, tensor)
+            return codecs.join_master(tensor, _laid_out(master, tensor))
         if isinstance(remainder, Tensor) and remainder.shape == tensor.shape:
             values = tensor.float()
             bits, low = values.view(torch.int32), remainder.to(tensor.device, torch.int32)
-            low = low << 8 if remainder.dtype == torch.int8 else low
+            low = low << 8 if remainder.dtype == torch.int8 else low  # (torch's own optimizers cast it to other dtypes)
             if tensor.dtype == torch.bfloat16 or not bool((bits & 0xFFFF).any()):
-                return codecs.join(bits >> 16, low)
-            if not torch.equal(codecs.split(values)[1], low):  # otherwise the parameter holds the remainder already
+                return codecs.join(codecs.bfloat16_of(bits >> 16), low)
+            if not torch.equal(codecs.split(values)[1].int(), low):  # otherwise the parameter holds it already
                 warn(
                     f"the checkpoint's {REMAINDER!r} of a {tensor.dtype} parameter of shape {list(tensor.shape)} is "
                     "dropped: it belongs to bfloat16 numbers, and the parameter has others. Load the model's own "
                     "checkpoint, or its full_precision_state_dict()"
                 )
         return full(tensor)
-
-
-def still_halved(master: Tensor, tensor: Tensor) -> Tensor:
-    """The fp32 master, except elements that no longer round to the parameter: those come from the parameter."""
-    master, tensor = _laid_out(master, tensor), tensor.detach()
-    is_same = master.to(tensor.dtype).view(torch.int16) == tensor.view(torch.int16)
-    return torch.where(is_same, master, tensor.float())
 
 
 def store_full_precision(form: Format, tensor: Tensor, entries: Mapping[str, Any], weights: Tensor) -> None:
@@ -171,18 +144,18 @@ def _halves(form: Format, tensor: Tensor, weights: Tensor) -> tuple[Tensor, Tens
 
 
 def _nearest(tensor: Tensor) -> Tensor:
-    """Noise for rounding to nearest: half of the dropped range."""
+    """Returns noise that rounds to nearest: half of the dropped range."""
     return torch.full((), -(1 << 31), dtype=torch.int32, device=tensor.device)
 
 
 def _laid_out(values: Tensor, tensor: Tensor) -> Tensor:
-    """A copy in fp32, or for an fp64 parameter in fp64, on its device and in its layout."""
+    """Copies values to fp32, or for an fp64 parameter to fp64, on its device and in its layout."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     return torch.empty_like(tensor, dtype=dtype, requires_grad=False).copy_(values)
 
 
 def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, Any]) -> Tensor | None:
-    """A state's values in fp32, in the parameter's layout; None without a state."""
+    """Decodes a state to fp32, in the parameter's layout; None without a state."""
     value = entries.get(name)
     if value is None:
         return None
@@ -210,15 +183,15 @@ def _put_state(
     rule: type[Rule], form: Format, name: str, tensor: Tensor, value: Tensor | None, entries: dict[str, Any]
 ) -> None:
     """Stores a state's fp32 values in the format, or zeros without values."""
-    stored = torch.zeros_like(tensor, dtype=form.state_dtype, requires_grad=False)
-    entries[name] = stored
+    state = torch.zeros_like(tensor, dtype=form.state_dtype, requires_grad=False)
+    entries[name] = state
     if form.states is States.INT8:
-        entries[scale_name(name)] = stored.new_zeros(scale_shape(tensor))
+        entries[scale_name(name)] = state.new_zeros(scale_shape(tensor))
     if value is None:
         return
     if form.states is not States.INT8:
-        stored.copy_(value)
+        state.copy_(value)
         return
     codes, scale = store_state(form, memory_order(value), _nearest(value), name in rule.second_moments)
-    memory_order(stored).copy_(codes)
+    memory_order(state).copy_(codes)
     entries[scale_name(name)].view(-1).copy_(scale)

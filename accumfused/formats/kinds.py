@@ -1,73 +1,96 @@
 """The format of a parameter and its optimizer states in memory; the settings choose it for each parameter.
 
-The arithmetic is fp32 in every format: a step decodes, updates and encodes in one pass (codecs.py). `Storage` holds a
-parameter's tensors in the optimizer's state, in the kernels' order.
+`Weights` and `States` have a row for each format. The arithmetic is fp32 in all of them: a step decodes, updates and
+encodes in one pass (codecs.py). `Storage` holds a parameter's tensors in the optimizer's state, in the kernels' order.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from accumfused.formats import codecs, shards
+from accumfused.formats.numeric import full
 from accumfused.rules.rule import MAX_STATES, Rule
-from accumfused.settings import Settings
+from accumfused.settings import MasterWeights, Settings
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of parameters and gradients, in the order of csrc/rows.h
 TORCH_DTYPES = (*DTYPES, torch.float64)  # torch's own kernels take fp64, too
-
-
-class Weights(IntEnum):
-    """The format of a parameter; csrc/rows.h has the same numbers."""
-
-    FLOAT32 = 0
-    BFLOAT16_STOCHASTIC = 1
-    BFLOAT16_SPLIT16 = 2  # with an int16 remainder
-    BFLOAT16_SPLIT8 = 3  # with an int8 remainder
-    FLOAT16_MASTER = 4  # with an fp32 master
-
-
-class States(IntEnum):
-    """The format of a rule's states."""
-
-    FLOAT32 = 0
-    BFLOAT16 = 1  # rounded stochastically
-    INT8 = 2  # codes, and a scale for each quantisation block
-
-
-STATE_DTYPES = {States.FLOAT32: torch.float32, States.BFLOAT16: torch.bfloat16, States.INT8: torch.uint8}
-_STATES = {torch.float32: States.FLOAT32, torch.bfloat16: States.BFLOAT16, "8bit": States.INT8}
 SEED, REMAINDER, MASTER = "rounding_seed", "master_remainder", "master_weight"  # keys of a parameter's state
-_MASTERS = {
-    Weights.BFLOAT16_SPLIT16: (REMAINDER, torch.int16),
-    Weights.BFLOAT16_SPLIT8: (REMAINDER, torch.int8),
-    Weights.FLOAT16_MASTER: (MASTER, torch.float32),
-}
-_NOISY_WEIGHTS = (Weights.BFLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT8)
-_WEIGHTS = {  # of 16-bit parameters, by dtype and master_weights
-    (torch.bfloat16, "auto"): Weights.BFLOAT16_SPLIT16,
-    (torch.bfloat16, "split16"): Weights.BFLOAT16_SPLIT16,
-    (torch.bfloat16, "split8"): Weights.BFLOAT16_SPLIT8,
-    (torch.bfloat16, None): Weights.BFLOAT16_STOCHASTIC,
-    (torch.float16, "auto"): Weights.FLOAT16_MASTER,
-    (torch.float16, "fp32"): Weights.FLOAT16_MASTER,
-}
+
+
+class WeightFormat(NamedTuple):
+    """A row of `Weights`."""
+
+    number: int  # in csrc/rows.h
+    label: str  # for people
+    dtype: torch.dtype  # of the parameter
+    options: tuple[MasterWeights | None, ...]  # values of the setting master_weights that choose the format
+    join: Callable[[Tensor, Any], Tensor]  # (parameter, master) -> fp32 weights
+    split: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]  # (fp32 weights, noise) -> (parameter, master)
+    master: tuple[str, torch.dtype] | None = None  # its key in the parameter's state, and its dtype
+    is_noisy: bool = False  # whether it rounds stochastically
+
+    def __index__(self) -> int:
+        return self.number
+
+
+class Weights(WeightFormat, Enum):
+    """The formats of a parameter. codecs.py and csrc/codecs.h have their arithmetic."""
+
+    FLOAT32 = WeightFormat(
+        number=0, label="fp32", dtype=torch.float32, options=(None, *get_args(MasterWeights)),  # which do not matter
+        join=lambda param, _: full(param), split=lambda weights, _: (weights, None),
+    )  # fmt: skip
+    BFLOAT16_STOCHASTIC = WeightFormat(
+        number=1, label="bf16 stochastic", dtype=torch.bfloat16, options=(None,), is_noisy=True,
+        join=lambda param, _: full(param),
+        split=lambda weights, noise: (codecs.to_bfloat16_stochastic(weights, noise), None),
+    )  # fmt: skip
+    BFLOAT16_SPLIT16 = WeightFormat(
+        number=2, label="bf16 + split16", dtype=torch.bfloat16, options=("auto", "split16"),
+        master=(REMAINDER, torch.int16), join=codecs.join, split=codecs.split,
+    )  # fmt: skip
+    BFLOAT16_SPLIT8 = WeightFormat(
+        number=3, label="bf16 + split8", dtype=torch.bfloat16, options=("split8",), is_noisy=True,
+        master=(REMAINDER, torch.int8), join=codecs.join_short, split=codecs.split_short,
+    )  # fmt: skip
+    FLOAT16_MASTER = WeightFormat(
+        number=4, label="fp16 + fp32 master", dtype=torch.float16, options=("auto", "fp32"),
+        master=(MASTER, torch.float32), join=codecs.join_master, split=codecs.split_master,
+    )  # fmt: skip
+
+
+class StateFormat(NamedTuple):
+    """A row of `States`."""
+
+    number: int  # in csrc/rows.h
+    label: str  # for people
+    option: torch.dtype | str  # the value of the setting state_dtype that chooses the format
+    dtype: torch.dtype  # of a state
+
+    def __index__(self) -> int:
+        return self.number
+
+
+class States(StateFormat, Enum):
+    """The formats of a rule's states."""
+
+    FLOAT32 = StateFormat(0, "fp32 states", torch.float32, torch.float32)
+    BFLOAT16 = StateFormat(1, "bf16 states", torch.bfloat16, torch.bfloat16)  # rounded stochastically
+    INT8 = StateFormat(2, "8-bit states", "8bit", torch.uint8)  # codes, and a scale for each quantisation block
+
+
+_WEIGHTS = {(weights.dtype, option): weights for weights in Weights for option in weights.options}
+_STATES = {states.option: states for states in States}
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-_WEIGHT_NAMES = {
-    Weights.FLOAT32: "fp32",
-    Weights.BFLOAT16_STOCHASTIC: "bf16 stochastic",
-    Weights.BFLOAT16_SPLIT16: "bf16 + split16",
-    Weights.BFLOAT16_SPLIT8: "bf16 + split8",
-    Weights.FLOAT16_MASTER: "fp16 + fp32 master",
-}
-_STATE_NAMES = {States.FLOAT32: "fp32 states", States.BFLOAT16: "bf16 states", States.INT8: "8-bit states"}
 
 
 @dataclass(frozen=True)
@@ -81,17 +104,17 @@ class Format:
     @property
     def needs_noise(self) -> bool:
         """Whether a step's results depend on noise, which all processes with the parameter must share."""
-        return self.weights in _NOISY_WEIGHTS or self.states is not States.FLOAT32
+        return self.weights.is_noisy or self.states is not States.FLOAT32
 
     @property
     def state_dtype(self) -> torch.dtype:
         """The dtype in which the states are kept."""
-        return self.dtype if self.states is States.FLOAT32 else STATE_DTYPES[self.states]
+        return self.dtype if self.states is States.FLOAT32 else self.states.dtype
 
     @property
     def master(self) -> tuple[str, torch.dtype] | None:
         """The name in the state, and the dtype, of the master or remainder; None if the format has none."""
-        return _MASTERS.get(self.weights)
+        return self.weights.master
 
 
 @dataclass
@@ -111,7 +134,7 @@ class Storage:
 
 
 def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
-    """The format of a parameter under these settings.
+    """Chooses the format of a parameter by these settings.
 
     Raises:
         ValueError: the parameter's dtype does not allow these master_weights.
@@ -120,19 +143,17 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
         return Format(dtype=torch.float64)
     if rule.is_foreign or param.dtype not in DTYPES:
         return Format()  # no kernel reads it
-    weights = Weights.FLOAT32
-    if param.dtype != torch.float32:
-        check_master_weights(param.dtype, settings.master_weights)
-        weights = _WEIGHTS[param.dtype, settings.master_weights]
+    check_master_weights(param.dtype, settings.master_weights)
     states = States.FLOAT32
     if rule.states and param.numel() >= settings.state_dtype_min_numel:
         states = _STATES[settings.state_dtype]
     if states is States.INT8 and not shards.keeps_blocks(param):
         states = States.FLOAT32
-    return Format(weights, states)
+    return Format(_WEIGHTS[param.dtype, settings.master_weights], states)
 
 
 def check_master_weights(dtype: torch.dtype, master_weights: str | None) -> None:
+    """Refuses master weights that no format of the dtype has."""
     if (dtype, master_weights) not in _WEIGHTS:
         why, instead = "an fp16 number is not the upper half of an fp32 one, and has too few exponents without", "fp32"
         if dtype == torch.bfloat16:
@@ -158,23 +179,23 @@ def check_states(rule: type[Rule], settings: Settings) -> None:
 
 
 def described(rule: type[Rule], form: Format, param: Tensor) -> str:
-    """A description for people: "bf16 + split16, fp32 states"."""
+    """Describes a format for people: "bf16 + split16, fp32 states"."""
     dtype = _DTYPE_NAMES.get(param.dtype, str(param.dtype).removeprefix("torch."))
     if rule.is_foreign:
         return f"{dtype}, its own states"
-    weights = _WEIGHT_NAMES[form.weights] if param.dtype in DTYPES else dtype
-    states = "fp64 states" if form.dtype == torch.float64 else _STATE_NAMES[form.states]
+    weights = form.weights.label if param.dtype in DTYPES else dtype
+    states = "fp64 states" if form.dtype == torch.float64 else form.states.label
     return f"{weights}, {states if rule.states else 'no states'}"
 
 
 def names(rule: type[Rule], form: Format) -> list[str]:
-    """The keys of a parameter's state, in the order of `Storage`."""
-    found = ["step"] if counts_steps(rule, form) else []
-    found += [SEED] if form.needs_noise else []
-    found += [form.master[0]] if form.master else []
-    found += rule.states
-    found += [scale_name(name) for name in rule.states] if form.states is States.INT8 else []
-    return found
+    """Lists the keys of a parameter's state, in the order of `Storage`."""
+    keys = ["step"] if counts_steps(rule, form) else []
+    keys += [SEED] if form.needs_noise else []
+    keys += [form.master[0]] if form.master else []
+    keys += rule.states
+    keys += [scale_name(name) for name in rule.states] if form.states is States.INT8 else []
+    return keys
 
 
 def scale_name(state: str) -> str:
@@ -182,7 +203,7 @@ def scale_name(state: str) -> str:
 
 
 def scale_shape(param: Tensor) -> tuple[int, ...]:
-    """The shape of the scales, one per block: a matrix if whole blocks make up each row of the parameter.
+    """Returns the shape of the scales, one per block: a matrix if whole blocks make up each row of the parameter.
 
     Processes can shard such a matrix by rows. Blocks are runs of memory, so codes of another layout have scales of
     three dimensions: torch.distributed.checkpoint, which copies by index, then finds a shape that does not match.

@@ -43,6 +43,16 @@ struct Raw {
 
 // ---- weights --------------------------------------------------------------------------------------------------------
 
+// Calls body with a number of the type that the format has in codecs.h.
+template <class Body>
+__device__ void with_weights(Weights weights, const Body& body) {
+  int index = 0;
+#define AF_CASE(...) \
+  if (int(weights) == index++) return body(__VA_ARGS__());
+  AF_WEIGHTS(AF_CASE)
+#undef AF_CASE
+}
+
 // A parameter's two streams: its 16-bit numbers, if it has some, and the master beside them, or the fp32 numbers.
 struct RawWeights {
   Raw<2> half;
@@ -68,21 +78,15 @@ struct RawWeights {
 
  private:
   __device__ static int rest_bytes(Weights weights) {
-    if (weights == Weights::kBfloat16Split8) return 1;
-    if (weights == Weights::kBfloat16Split16) return 2;
-    return weights == Weights::kFloat16Master || weights == Weights::kFloat32 ? 4 : 0;
+    int bytes = 0;
+    with_weights(weights, [&](auto format) {
+      using W = decltype(format);
+      if constexpr (__is_same(W, Float32Weights)) bytes = sizeof(typename W::Param);
+      else if constexpr (!__is_same(typename W::Master, void)) bytes = sizeof(typename W::Master);
+    });
+    return bytes;
   }
 };
-
-// Calls body with a number of the type that the format has in codecs.h.
-template <class Body>
-__device__ void with_weights(Weights weights, const Body& body) {
-  int index = 0;
-#define AF_CASE(...) \
-  if (int(weights) == index++) return body(__VA_ARGS__());
-  AF_WEIGHTS(AF_CASE)
-#undef AF_CASE
-}
 
 template <class W>
 __device__ void store_weights(const Piece& at, int i, const float (&p)[kWidth], const uint32_t (&noise)[kWidth]) {

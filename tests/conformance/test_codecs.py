@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import inside
 import pytest
@@ -19,8 +19,10 @@ from torch.nn import Parameter
 import accumfused as af
 from accumfused.backends.cpu import CpuBackend
 from accumfused.formats import codecs, numeric
+from accumfused.formats.kinds import States, Weights, format_of
 from accumfused.optimizers import RULES
 from accumfused.rules.to_cpp import digest
+from accumfused.settings import MasterWeights, Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 HALVES = 1 << 16
@@ -188,6 +190,19 @@ def test_what_is_written_through_data_counts(weights: str, states: str, place: P
         assert (after[before == 0].abs() <= 1e-4).all()
         if not finite.any():
             param.data.copy_(torch.randn_like(param))
+
+
+def test_the_settings_and_the_tests_have_every_format() -> None:
+    chosen = [
+        format_of(RULES[0], torch.empty(0, dtype=dtype), Settings(**options)).weights
+        for dtype, options in WEIGHTS.values()
+    ]
+    assert chosen == [*Weights]
+    assert [*map(int, Weights)] == [*range(len(Weights))]  # lists of the kernels are in this order
+    options = [option for weights in chosen[1:] for option in weights.options]
+    assert {*options} == {None, *get_args(MasterWeights)}
+    assert [*STATES.values()] == [states.option for states in States]
+    assert [*map(int, States)] == [*range(len(States))]
 
 
 def test_constants_and_rules_are_those_of_the_kernels(native: None) -> None:

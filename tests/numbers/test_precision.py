@@ -149,7 +149,7 @@ Rounded = Callable[[Tensor, Tensor], Tensor]  # (fp32 values, noise) -> what is 
 
 
 def bfloat16(values: Tensor, noise: Tensor) -> Tensor:
-    return (codecs.to_bfloat16_stochastic(values, noise) << 16).view(FP32).double()
+    return codecs.to_bfloat16_stochastic(values, noise).double()
 
 
 def split8(values: Tensor, noise: Tensor) -> Tensor:

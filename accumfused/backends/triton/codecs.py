@@ -126,6 +126,22 @@ def join_short(high, remainder):
     return join(high, remainder.to(tl.uint32) << 8)
 
 
+# ---- a 16-bit parameter with a whole fp32 master --------------------------------------------------------------------
+
+
+@triton.jit
+def split_master(values):
+    """Rounds fp32 to fp16, beside the whole value as its master."""
+    return values.to(tl.float16), values
+
+
+@triton.jit
+def join_master(param, master):
+    """Returns the master, but for elements that no longer round to the parameter: see formats/codecs.py."""
+    is_same = master.to(tl.float16).to(tl.uint16, bitcast=True) == param.to(tl.uint16, bitcast=True)
+    return tl.where(is_same, master, param.to(tl.float32))
+
+
 # ---- blocks of 8 bits -----------------------------------------------------------------------------------------------
 
 

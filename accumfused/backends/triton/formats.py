@@ -5,6 +5,7 @@ The counterpart of csrc/cpu/formats.inl. A kernel is compiled for one format of 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -15,10 +16,12 @@ from accumfused.backends.triton.codecs import (
     encode,
     inverse_scale,
     join,
+    join_master,
     join_short,
     scale_factor,
     scale_of,
     split,
+    split_master,
     split_short,
     spread,
     to_bfloat16_stochastic,
@@ -37,19 +40,25 @@ from accumfused.backends.triton.memory import (
 from accumfused.backends.triton.numeric import flush_subnormal
 from accumfused.formats.kinds import States, Weights
 
-FLOAT32_WEIGHTS = tl.constexpr(int(Weights.FLOAT32))
 BFLOAT16_STOCHASTIC = tl.constexpr(int(Weights.BFLOAT16_STOCHASTIC))
-SPLIT16 = tl.constexpr(int(Weights.BFLOAT16_SPLIT16))  # from here on there is a master
+SPLIT16 = tl.constexpr(int(Weights.BFLOAT16_SPLIT16))
 SPLIT8 = tl.constexpr(int(Weights.BFLOAT16_SPLIT8))
 FLOAT16_MASTER = tl.constexpr(int(Weights.FLOAT16_MASTER))
 
 BFLOAT16_STATES = tl.constexpr(int(States.BFLOAT16))
 INT8_STATES = tl.constexpr(int(States.INT8))
 
-# In the formats' order.
-PARAM_TYPES = tl.constexpr((tl.float32, BFLOAT16_BITS.value, BFLOAT16_BITS.value, BFLOAT16_BITS.value, tl.float16))
-MASTER_TYPES = tl.constexpr((None, None, tl.int16, tl.int8, tl.float32))
-STATE_TYPES = tl.constexpr((tl.float32, BFLOAT16_BITS.value, tl.uint8))
+
+def type_of(dtype: torch.dtype) -> tl.dtype:
+    """The type in which kernels read a stored number."""
+    return BFLOAT16_BITS.value if dtype == torch.bfloat16 else getattr(tl, str(dtype).removeprefix("torch."))
+
+
+# By the formats' numbers.
+PARAM_TYPES = tl.constexpr(tuple(type_of(weights.dtype) for weights in Weights))
+MASTER_TYPES = tl.constexpr(tuple(weights.master and type_of(weights.master[1]) for weights in Weights))
+HAS_MASTER = tl.constexpr(tuple(weights.master is not None for weights in Weights))
+STATE_TYPES = tl.constexpr(tuple(type_of(states.dtype) for states in States))
 
 
 @triton.jit
@@ -57,26 +66,24 @@ def weights_at(row, offset, weights: tl.constexpr):
     """Pointers to a chunk of a parameter and of its master; without a master, the parameter again."""
     param = pointer(row, PARAM, PARAM_TYPES[weights], offset)
     master = param
-    if weights >= SPLIT16:
+    if HAS_MASTER[weights]:
         master = pointer(row, MASTER, MASTER_TYPES[weights], offset)
     return param, master
 
 
 @triton.jit
 def load_weights(place, first, n, size: tl.constexpr, weights: tl.constexpr, whole: tl.constexpr):
-    """Loads fp32 weights. An fp32 master that does not round to its parameter is out of date: the parameter counts."""
+    """Loads fp32 weights."""
     param, master = place
-    if weights == FLOAT16_MASTER:
-        values = load(master, first, n, size, whole)
+    if HAS_MASTER[weights]:
         stored = load_stored(param, first, n, size, whole)
-        same = values.to(tl.float16).to(tl.uint16, bitcast=True) == stored.to(tl.uint16, bitcast=True)
-        values = tl.where(same, values, stored.to(tl.float32))
-    elif weights == SPLIT16:
-        high = load_stored(param, first, n, size, whole)
-        values = join(high, load_stored(master, first, n, size, whole))
-    elif weights == SPLIT8:
-        high = load_stored(param, first, n, size, whole)
-        values = join_short(high, load_stored(master, first, n, size, whole))
+        rest = load_stored(master, first, n, size, whole)
+        if weights == SPLIT16:
+            values = join(stored, rest)
+        elif weights == SPLIT8:
+            values = join_short(stored, rest)
+        elif weights == FLOAT16_MASTER:
+            values = join_master(stored, rest)
     else:
         values = load(param, first, n, size, whole)
     return values
@@ -85,20 +92,18 @@ def load_weights(place, first, n, size: tl.constexpr, weights: tl.constexpr, who
 @triton.jit
 def store_weights(place, values, noise, first, n, size: tl.constexpr, weights: tl.constexpr, whole: tl.constexpr):
     param, master = place
-    lacking = values
-    if weights == FLOAT32_WEIGHTS:
-        stored = values
-    elif weights == SPLIT16:
-        stored, lacking = split(values)
-    elif weights == SPLIT8:
-        stored, lacking = split_short(values, noise)
-    elif weights == BFLOAT16_STOCHASTIC:
+    stored, rest = values, values
+    if weights == BFLOAT16_STOCHASTIC:
         stored = to_bfloat16_stochastic(values, noise)
-    else:
-        stored = values.to(tl.float16)
+    elif weights == SPLIT16:
+        stored, rest = split(values)
+    elif weights == SPLIT8:
+        stored, rest = split_short(values, noise)
+    elif weights == FLOAT16_MASTER:
+        stored, rest = split_master(values)
     store(param, stored, first, n, size, whole)
-    if weights >= SPLIT16:
-        store(master, lacking, first, n, size, whole)
+    if HAS_MASTER[weights]:
+        store(master, rest, first, n, size, whole)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from accumfused.backends.triton.codecs import noise, noise_keys, stream
 from accumfused.backends.triton.formats import (
-    SPLIT16,
+    HAS_MASTER,
     load_state,
     load_weights,
     state_at,
@@ -133,7 +133,7 @@ def step_chunk(
         state_at(row, offset, 3, form),
     )  # fmt: skip
     aligned = is_aligned(row, PARAM) & is_aligned(row, GRAD)
-    if weights >= SPLIT16:
+    if HAS_MASTER[weights]:
         aligned &= is_aligned(row, MASTER)
     for number in tl.static_range(states):
         aligned &= is_aligned(row, STATE + number)
