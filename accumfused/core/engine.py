@@ -404,7 +404,7 @@ class Engine:
         copied = [plan.rows[index] for index in plan.copies if grads[index] is not None]
         for row in copied:
             row.tensor.copy_(row.owned)
-        written: Iterable[Tensor] = chain.from_iterable(group["params"] for group in self.plans.owner.param_groups)
+        written: Iterable[Tensor] = chain.from_iterable([group["params"] for group in self.plans.owner.param_groups])
         if measured.taken.lacking:
             written = [param for param, grad in zip(written, grads, strict=True) if grad is not None]
         calls: list[Call[Any]] = [partial(row.owned.copy_, row.tensor) for row in copied]

@@ -105,7 +105,7 @@ def in_a_clip_group(optimizer: Any) -> None:
         ({"nonfinite": "raise"}, None, 2),
         ({"max_grad_norm": None}, in_a_clip_group, 5),
         ({"skip_above": 50.0}, None, 2),
-        ({"clip": af.clipping.PerTensor(0.5), "max_grad_norm": None}, None, 3),
+        ({"clip": af.clip.PerTensor(0.5), "max_grad_norm": None}, None, 3),
         ({"noise_scale": 0.9}, folded, 3),
         ({"metrics": 1}, None, 8),
     ],

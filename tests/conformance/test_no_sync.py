@@ -10,7 +10,7 @@ import torch
 from device import NoReads
 
 import accumfused as af
-from accumfused.core import clipping
+from accumfused.core import coefficients
 
 WEIGHTS = {
     "sums": (None,) * 3, "numbers": (3.0, 0.0, 2.0), "tensors": (3.0, 0.0, 2.0), "one tensor": (3.0,),
@@ -28,7 +28,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 def test_a_loop_reads_no_value(
     policy: str, weights: str, last: bool, how: str, scaled: bool, emulate_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clipping, "ieee", contextlib.nullcontext)  # asks for a CPU's float mode
+    monkeypatch.setattr(coefficients, "ieee", contextlib.nullcontext)  # asks for a CPU's float mode
     params = [torch.randn(n).requires_grad_() for n in (5, 70)]
     groups = [{"params": [p]} for p in params]
     optimizer: Any = af.AdamW(groups, lr=torch.tensor(0.1), backend="cuda", **POLICIES[policy])
