@@ -109,6 +109,18 @@ def test_a_remainder_of_other_numbers_is_dropped_with_a_warning(backend: str) ->
     skip_a_step(twin)  # what has it already needs no warning
 
 
+def test_remainders_that_an_optimizer_of_torch_has_cast_are_still_read(backend: str) -> None:
+    model, optimizer = trained("split16", "fp32", backend)
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.1)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = whole(optimizer)
+    assert {entries["master_remainder"].dtype for entries in theirs.state.values()} == {torch.bfloat16}
+    fused = af.fuse(theirs, backend=backend, nonfinite="skip")
+    skip_a_step(fused)
+    for found, value in zip(whole(fused), before, strict=True):
+        torch.testing.assert_close(found, value, rtol=2.0**-16, atol=0)  # a remainder is at most half a bf16 ulp
+
+
 def test_small_states_stay_in_fp32_unless_told_otherwise(backend: str) -> None:
     params = [torch.nn.Parameter(torch.zeros(size)) for size in (4095, 4096)]
     optimizer = af.SGD(params, lr=0.1, momentum=0.5, state_dtype="8bit", backend=backend)
