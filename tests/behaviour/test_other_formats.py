@@ -115,7 +115,7 @@ def test_remainders_that_an_optimizer_of_torch_has_cast_are_still_read(backend: 
     theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     before = whole(optimizer)
     assert {entries["master_remainder"].dtype for entries in theirs.state.values()} == {torch.bfloat16}
-    fused = af.fuse(theirs, backend=backend)
+    fused = af.fuse(theirs, backend=backend, nonfinite="skip")
     skip_a_step(fused)
     for found, value in zip(whole(fused), before, strict=True):
         torch.testing.assert_close(found, value, rtol=2.0**-16, atol=0)  # a remainder is at most half a bf16 ulp
