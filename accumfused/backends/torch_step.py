@@ -29,8 +29,8 @@ _BY_CODEC = (Weights.BFLOAT16_STOCHASTIC, Weights.BFLOAT16_SPLIT16, Weights.BFLO
 
 
 def _stored(plan: Plan, batch: Batch) -> Stored:
-    """The stored tensors of a batch whose parameters all have their state."""
-    kept = [storage for row in batch.rows if (storage := plan.rows[row].storage) is not None]
+    """Collects the stored tensors of a batch whose parameters all have their state."""
+    storages = [storage for row in batch.rows if (storage := plan.rows[row].storage) is not None]
     count = len(plan.rules[batch.group].states)
 
     def blocks(storage: Storage, index: int) -> Tensor | None:
@@ -39,11 +39,11 @@ def _stored(plan: Plan, batch: Batch) -> Stored:
 
     return Stored(
         batch.cut([plan.rows[row].tensor for row in batch.rows]),
-        [*batch.cut([storage.master for storage in kept])] or [None] * len(kept),
-        [batch.cut([storage.values[i] for storage in kept]) for i in range(count)],
-        [[blocks(storage, i) for storage in kept] for i in range(count)],
-        [storage.step for storage in kept if storage.step is not None],
-        [storage.seed for storage in kept if storage.seed is not None],
+        [*batch.cut([storage.master for storage in storages])] or [None] * len(storages),
+        [batch.cut([storage.values[i] for storage in storages]) for i in range(count)],
+        [[blocks(storage, i) for storage in storages] for i in range(count)],
+        [storage.step for storage in storages if storage.step is not None],
+        [storage.seed for storage in storages if storage.seed is not None],
     )
 
 
@@ -60,7 +60,7 @@ def advance(plan: Plan, grads: Grads, skipped: Tensor | None) -> None:
 def absorbed(
     rules: list[type[Rule]], hypers: list[dict[str, Any]], coefficient: float, spends_grads: bool
 ) -> list[dict[str, Any]] | None:
-    """Each group's hyper-parameters that let torch's fused kernels take unscaled gradients; None if a group has none.
+    """Makes hyper-parameters that let torch's fused kernels take unscaled gradients; None if a group has none.
 
     The kernels scale gradients that they may overwrite. For SGD other hyper-parameters can carry the coefficient, which
     multiplies only the gradient's term in the buffer, or in the update. (`1 - dampening` is exact enough unless the
@@ -79,69 +79,72 @@ def absorbed(
         ]
     if any(_fused(rule) is not _sgd or rule.flags.get("nesterov") for rule in rules):
         return None
-    made = []
+    adjusted = []
     for rule, hyper in zip(rules, hypers, strict=True):
-        own = hyper | {"weight_decay": float(hyper["weight_decay"]) / coefficient}
-        own |= {"coefficient": coefficient} if rule.states else {"lr": float(hyper["lr"]) * coefficient}
-        made.append(own)
-    return made
+        numbers = hyper | {"weight_decay": float(hyper["weight_decay"]) / coefficient}
+        numbers |= {"coefficient": coefficient} if rule.states else {"lr": float(hyper["lr"]) * coefficient}
+        adjusted.append(numbers)
+    return adjusted
 
 
 def update(plan: Plan, batch: Batch, grads: Tensors, hyper: dict[str, Any], skipped: Tensor | None) -> None:
     """Updates one batch; `skipped` is None, or a flag on a GPU that the host must not read."""
     rule, form = plan.rules[batch.group], batch.form
-    kept = _stored(plan, batch)
+    stored = _stored(plan, batch)
     kernel = _fused(rule) if plan.device.type in _HAVE_FUSED else None
     if skipped is not None and kernel is _sgd and float(hyper["dampening"]) != 0:
         kernel = None  # the host does not know whether this is a tensor's first step
     found_inf = None if skipped is None else skipped.float()
     run = kernel or (_lion if _is_ours(rule) and rule.name == "lion" else None)
-    known = {**hyper, **rule.flags}
+    numbers = {**hyper, **rule.flags}
     if run or skipped is None:  # else the rule's own arithmetic, which takes a GPU's numbers as they are
-        known |= {name: float(value) for name, value in hyper.items() if not (kernel and _stays(name, value))}
+        numbers |= {name: float(value) for name, value in hyper.items() if not (kernel and _stays(name, value))}
     run = run or _composed(rule)
     if (form.weights, form.states) == (Weights.FLOAT32, States.FLOAT32) and (kernel or skipped is None):
-        run(kept.params, grads, kept.states, kept.steps, known, found_inf)
+        run(stored.params, grads, stored.states, stored.steps, numbers, found_inf)
         return
-    weights = [load_weights(form, *pair) for pair in zip(kept.params, kept.masters, strict=True)]
+    weights = [load_weights(form, *pair) for pair in zip(stored.params, stored.masters, strict=True)]
     kinds = [name in rule.second_moments for name in rule.states]
     states = [
         [load_state(*pair, kind) for pair in zip(values, scales, strict=True)]
-        for values, scales, kind in zip(kept.states, kept.scales, kinds, strict=True)
+        for values, scales, kind in zip(stored.states, stored.scales, kinds, strict=True)
     ]
     if skipped is not None and kernel is None:  # only torch's fused kernels read the flag before they write
         weights, states = [w.clone() for w in weights], [[s.clone() for s in values] for values in states]
-    run(weights, grads, states, kept.steps, known, found_inf)
+    run(weights, grads, states, stored.steps, numbers, found_inf)
     for j, row in enumerate(batch.rows):
         noise = weights[j]
         if form.needs_noise:
-            key = codecs.key(kept.seeds[j], whole_steps(kept.steps[j]), row)
+            key = codecs.key(stored.seeds[j], whole_steps(stored.steps[j]), row)
             noise = codecs.noise(key, weights[j].numel(), plan.rows[row].origin + batch.begin)
-        _write(kept.params[j], kept.masters[j], _stored_weights(form, weights[j], noise), skipped)
+        _write(stored.params[j], stored.masters[j], _stored_weights(form, weights[j], noise), skipped)
         for index, kind in enumerate(kinds):
             state: tuple[Tensor, Tensor | None] = (states[index][j], None)
             if form.states is not States.FLOAT32:
                 state = store_state(form, states[index][j], codecs.stream(noise, min(index, 1)), kind)
-            _write(kept.states[index][j], kept.scales[index][j], state, skipped)
+            _write(stored.states[index][j], stored.scales[index][j], state, skipped)
 
 
 def _stays(name: str, value: Any) -> bool:
-    """Whether torch's fused kernels take the value as a tensor: a divisor of the gradients, a GPU's learning rate."""
+    """Tells whether fused kernels of torch take the value as a tensor: a gradients' divisor, a GPU's learning rate."""
     return name == "grad_scale" or (name == "lr" and isinstance(value, Tensor) and value.device.type != "cpu")
 
 
 def _stored_weights(form: Format, weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The parameter and its master; a copy already rounds to nearest."""
+    """Encodes the parameter and its master; a copy rounds to nearest anyway."""
     if form.weights in _BY_CODEC:
         return store_weights(form, weights, codecs.stream(noise, 2) if form.needs_noise else noise)
     return weights, None if form.master is None else weights
 
 
-def _write(value: Tensor, beside: Tensor | None, new: tuple[Tensor, Tensor | None], skipped: Tensor | None) -> None:
-    for old, made in zip((value, beside), new, strict=True):
-        if old is None or made is None or old is made:
+def _write(
+    tensor: Tensor, companion: Tensor | None, values: tuple[Tensor, Tensor | None], skipped: Tensor | None
+) -> None:
+    """Writes a parameter or state, and its master or scales, unless the step is skipped."""
+    for target, value in zip((tensor, companion), values, strict=True):
+        if target is None or value is None or target is value:
             continue
-        old.copy_(made if skipped is None else torch.where(skipped, old, made.to(old.dtype)))
+        target.copy_(value if skipped is None else torch.where(skipped, target, value.to(target.dtype)))
 
 
 # ---- rules ----------------------------------------------------------------------------------------------------------
@@ -165,7 +168,7 @@ def _sgd(
     buffers, coefficient = states[0] if states else [], h.get("coefficient", 1.0)
     dampened = [h["dampening"] if buffers and h["dampening"] and step != 1 else 0.0 for step in steps or weights]
     for dampening in dict.fromkeys(dampened):  # the first step, from zeros, takes the gradient as it is
-        rows = [row for row, own in enumerate(dampened) if own == dampening]
+        rows = [row for row, factor in enumerate(dampened) if factor == dampening]
         torch._fused_sgd_(
             [weights[row] for row in rows], [grads[row] for row in rows], [buffers[row] for row in rows if buffers],
             weight_decay=h["weight_decay"], momentum=h["momentum"], lr=h["lr"],
@@ -190,7 +193,7 @@ def _lion(
 
 
 def _is_ours(rule: type[Rule]) -> bool:
-    """Whether the rule is this package's: a user's may have the same name."""
+    """Tells whether the rule is this package's: a user's may have the same name."""
     return rule.__module__.startswith("accumfused.optimizers.")
 
 
@@ -199,7 +202,7 @@ def _fused(rule: type[Rule]) -> Kernel | None:
 
 
 def _composed(rule: type[Rule]) -> Kernel:
-    """A kernel of the rule's own arithmetic."""
+    """Makes a kernel of the rule's own arithmetic."""
 
     def kernel(
         weights: Tensors, grads: Tensors, states: list[Tensors], steps: Tensors, h: dict[str, Any], _: Tensor | None
@@ -207,11 +210,11 @@ def _composed(rule: type[Rule]) -> Kernel:
         counts = torch.stack(steps) if steps else torch.ones((), dtype=torch.float32, device=weights[0].device)
         scalars = on_tensors.scalars(rule, h, whole_steps(counts), weights[0].dtype)
         factor = -1.0 if h.get("maximize") else 1.0
-        for j, (weight, grad, *own_states) in enumerate(zip(weights, grads, *states, strict=True)):
-            own = {name: value[j] if value.dim() else value for name, value in scalars.items()}
-            new = on_tensors.update(rule, own, weight, grad * factor, own_states)
-            for old, made in zip((weight, *own_states), new, strict=True):
-                old.copy_(made)
+        for j, (weight, grad, *row_states) in enumerate(zip(weights, grads, *states, strict=True)):
+            numbers = {name: number[j] if number.dim() else number for name, number in scalars.items()}
+            updated = on_tensors.update(rule, numbers, weight, grad * factor, row_states)
+            for old, value in zip((weight, *row_states), updated, strict=True):
+                old.copy_(value)
 
     return kernel
 
