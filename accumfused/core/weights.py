@@ -47,7 +47,7 @@ class WindowWeights:
     factors: Number = 0.0  # the sum of the factors, as rounded: the divisor of sums of this process alone
 
     def check(self, weight: Number | None, plan: Plan, *, in_loss: bool) -> None:
-        """Refuses a weight beside micro-batches without one, the reverse, and one that is far larger than the first.
+        """Refuses a weight among micro-batches without one, the reverse, and one that is far larger than the first.
 
         Raises:
             ValueError: that.
