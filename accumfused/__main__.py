@@ -24,7 +24,7 @@ from accumfused.auditing import script
 from accumfused.backends import COSTS, NAMES, why_not
 from accumfused.optimizers import PEERS
 
-BESIDE = ("numpy", "triton", "transformers", "accelerate", "lightning", "pytorch-lightning")
+OTHER_PACKAGES = ("numpy", "triton", "transformers", "accelerate", "lightning", "pytorch-lightning")
 
 
 def report() -> dict[str, Any]:
@@ -38,7 +38,7 @@ def report() -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "compiler": getattr(compiled.module, "COMPILER", None),
             "GPU kernels": cuda_kernels(),
-            **{name: installed(name) for name in BESIDE},
+            **{name: installed(name) for name in OTHER_PACKAGES},
             "system": platform.platform(),
             "installed in": str(Path(accumfused.__file__).parent),
         },
@@ -56,7 +56,7 @@ def report() -> dict[str, Any]:
 
 
 def advice(backends: dict[str, str | None]) -> str:
-    """What the user can do next, in one line."""
+    """Says in one line what the user can do next."""
     reason, otherwise = compiled.unavailable, "install a C++ compiler (g++ or clang++), then accumfused again"
     if reason is None and torch.cuda.is_available():
         reason, otherwise = backends["cuda"], "nothing: the kernels for this GPU are Triton's"
@@ -68,7 +68,7 @@ def advice(backends: dict[str, str | None]) -> str:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, found without importing it."""
+    """Looks up the version of a package, without importing it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -76,13 +76,13 @@ def installed(package: str) -> str | None:
 
 
 def cuda_kernels() -> str | None:
-    """The compiler of the CUDA kernels, and the compute capabilities that they serve."""
+    """Names the compiler of the CUDA kernels, and the compute capabilities that they serve."""
     kernels = getattr(compiled.module, "cuda", None)
     return None if kernels is None else f"CUDA {kernels.COMPILER} for compute capabilities {kernels.ARCHS}"
 
 
 def processor() -> str:
-    """The CPU's name: platform.processor() is empty on most Linux systems."""
+    """Looks up the CPU's name: platform.processor() is empty on most Linux systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -91,17 +91,17 @@ def processor() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def as_text(found: dict[str, Any]) -> str:
-    rows = [(name, version) for name, version in found["versions"].items() if version is not None]
-    rows += [("threads", str(found["threads"])), *found["devices"].items()]
-    best, *others = found["instruction_sets"] or ["none: there is no native module"]
-    rows.append(("instruction sets", ", ".join([f"{best} (used)" if found["instruction_sets"] else best, *others])))
+def as_text(facts: dict[str, Any]) -> str:
+    rows = [(name, version) for name, version in facts["versions"].items() if version is not None]
+    rows += [("threads", str(facts["threads"])), *facts["devices"].items()]
+    best, *others = facts["instruction_sets"] or ["none: there is no native module"]
+    rows.append(("instruction sets", ", ".join([f"{best} (used)" if facts["instruction_sets"] else best, *others])))
     lines = [f"{name:<18}{value}" for name, value in rows]
     lines += ["", 'backends, in the order in which backend="auto" prefers them:']
-    for name, reason in found["backends"].items():
+    for name, reason in facts["backends"].items():
         runs = f"runs ({COSTS[name]})" if name in COSTS else "runs"
         lines.append(f"  {name:<8}{runs if reason is None else 'does not run: ' + indented(reason)}")
-    return "\n".join([*lines, "", f"what to do next: {found['next']}"])
+    return "\n".join([*lines, "", f"what to do next: {facts['next']}"])
 
 
 def indented(reason: str) -> str:
@@ -119,9 +119,9 @@ def main() -> None:
     )
     parser.add_argument("command", nargs="?", choices=["doctor"], help="the same as without")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
-    asked = parser.parse_args()
-    found = report()
-    print(json.dumps(found, indent=2) if asked.json else as_text(found))
+    arguments = parser.parse_args()
+    facts = report()
+    print(json.dumps(facts, indent=2) if arguments.json else as_text(facts))
 
 
 if __name__ == "__main__":

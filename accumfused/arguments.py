@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def checked_positive(value: float | Tensor, name: str, *, or_zero: bool = False) -> float | Tensor:
-    """Returns a finite host number > 0 (or >= 0), or a one-element tensor whose value nobody reads.
+    """Returns a finite host number > 0 (or >= 0), or a one-element tensor, whose value is not read.
 
     Raises:
         ValueError: any other number; a tensor that is complex or has not one element.

@@ -31,18 +31,18 @@ def check_model(model: Module) -> None:
     """
     if not isinstance(model, Module):
         raise TypeError(f"check_model takes a torch.nn.Module, got {type(model).__name__}")
-    found = [
+    layers = [
         f"{name} ({type(layer).__name__})" if name else type(layer).__name__
         for name, layer in model.named_modules()
         if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm) and layer.training
     ]
-    if found:
-        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    if layers:
+        more = f" and {len(layers) - _NAMED} more" if len(layers) > _NAMED else ""
         warn(
-            f"gradient accumulation with BatchNorm in training mode: {', '.join(found[:_NAMED])}{more}. Its statistics "
-            "are those of each micro-batch, not of the effective batch, and its running statistics move once per "
-            "micro-batch, so the result is not that of the large batch. Use GroupNorm, SyncBatchNorm if there are "
-            "several processes, larger micro-batches, or freeze it with eval(). To silence this: "
+            f"gradient accumulation with BatchNorm in training mode: {', '.join(layers[:_NAMED])}{more}. Its "
+            "statistics are those of each micro-batch, not of the effective batch, and its running statistics move "
+            "once per micro-batch, so the result is not that of the large batch. Use GroupNorm, SyncBatchNorm if there "
+            "are several processes, larger micro-batches, or freeze it with eval(). To silence this: "
             'warnings.simplefilter("ignore", af.BatchNormWarning)',
             BatchNormWarning,
         )

@@ -98,7 +98,7 @@ def _check_history(decay: Any, warmup: Any, fewest: int) -> None:
 
 
 def check_policies(clip: Any, max_grad_norm: float | None, skip_above: Any, nonfinite: str | None) -> None:
-    """Refuses policies that are none, or that do not go together."""
+    """Refuses values that are no policies, and policies that do not go together."""
     if clip is not None and not isinstance(clip, Clip):
         raise TypeError(f"clip must be a policy (af.clip.PerTensor(1.0), say) or None, got {clip!r}")
     if clip is not None and max_grad_norm is not None:
@@ -117,10 +117,10 @@ def check_policies(clip: Any, max_grad_norm: float | None, skip_above: Any, nonf
 def group_limits(
     clip: Clip | None, max_grad_norm: float | None, groups: Sequence[Mapping[str, Any]]
 ) -> list[float] | None:
-    """The limit of each parameter group; None: no group has its own.
+    """Returns the limit of each parameter group; None: no group has its own.
 
     Raises:
-        ValueError, TypeError: a limit that is none; a group without one; a policy that has no limits of groups.
+        ValueError, TypeError: a limit that is no number > 0; a group without one; a policy without limits of groups.
     """
     of_groups = [group.get(LIMIT) for group in groups]
     if all(limit is None for limit in of_groups):

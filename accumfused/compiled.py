@@ -30,15 +30,15 @@ exchange_api: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 _SOURCE = Path(__file__).parents[1] / "csrc"
 
 
-def left_by_the_build(name: str, module: str = __file__) -> str:
-    """Returns the text that setup.py has left in the folder of a module, or ""."""
+def note_of_the_build(name: str, module: str = __file__) -> str:
+    """Returns the text that setup.py has written into the folder of a module, or ""."""
     with contextlib.suppress(OSError):
         return (Path(module).parent / name).read_text().strip()
     return ""
 
 
 def imported() -> Any:
-    """The native module; in a clone without one, whose package Python finds first, the one that pip has installed."""
+    """Imports the native module; for a clone without one, which Python finds first, the one that pip has installed."""
     try:
         return import_module("accumfused._C")
     except ModuleNotFoundError:
@@ -47,9 +47,9 @@ def imported() -> Any:
         spec = package and PathFinder.find_spec("accumfused._C", package.submodule_search_locations)
         if spec is None or spec.loader is None:
             raise
-    sys.modules[spec.name] = found = module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    sys.modules[spec.name] = native = module_from_spec(spec)
+    spec.loader.exec_module(native)
+    return native
 
 
 try:
@@ -62,7 +62,7 @@ except ImportError as error:
             unavailable = f"{_SOURCE.parent} has no native module; build it: pip install -e ."
         if others := [path.name for path in Path(__file__).parent.glob("_C.*") if path.suffix in (".so", ".pyd")]:
             unavailable = f"{others[0]} is not for Python {platform.python_version()}; install accumfused again"
-    if reason := left_by_the_build("_native_error.txt"):
+    if reason := note_of_the_build("_native_error.txt"):
         unavailable = f"the native module was not built: {reason}"
 
 if module is not None and interface(_SOURCE) not in (None, getattr(module, "INTERFACE", "")):
@@ -75,5 +75,5 @@ if module is not None and (exchange_api is None or not isgetsetdescriptor(torch.
 if module is None:
     cuda_unavailable = unavailable
 elif not hasattr(module, "cuda"):
-    reason = left_by_the_build("_cuda_error.txt", module.__file__) or "no reason is known"
+    reason = note_of_the_build("_cuda_error.txt", module.__file__) or "no reason is known"
     cuda_unavailable = f"the native module was built without CUDA: {reason}"

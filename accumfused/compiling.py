@@ -22,7 +22,7 @@ _INTERFACE = ("binding.cpp", "table.cpp", "table.h", "rows.h", "cpu/kernels.h", 
 
 
 def compiler() -> str:
-    """The C++ compiler's command.
+    """Looks up the C++ compiler's command.
 
     Raises:
         RuntimeError: there is none.
@@ -35,7 +35,7 @@ def compiler() -> str:
 
 
 def interface(csrc: Path) -> str | None:
-    """A digest of the code between C++ and Python, comments aside; None where its sources are not, as in a wheel."""
+    """Digests the code between C++ and Python, comments aside; None where its sources are not, as in a wheel."""
     files = [csrc / name for name in _INTERFACE]
     if not all(map(Path.exists, files)):
         return None

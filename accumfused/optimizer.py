@@ -116,7 +116,7 @@ class FusedOptimizer(TorchOptimizer):
 
         One pass divides gradients by the window's weights, `normalizer` and `self.grad_scale`, clips them to
         `max_grad_norm` and applies them. The step writes nothing if the norm is non-finite (see `nonfinite`) or
-        `self.found_inf` is not 0. It consumes a window and releases its accumulators; other gradients stay in `p.grad`,
+        `self.found_inf` is not 0. It consumes a window and frees its accumulators; other gradients stay in `p.grad`,
         unchanged.
 
         Args:
@@ -225,7 +225,7 @@ class FusedOptimizer(TorchOptimizer):
         return torch.zeros((), dtype=torch.int64, device="cpu") if dropped is None else dropped.clone()
 
     def metrics(self) -> Metrics:
-        """The norms and counts of the last measured step: of gradients, parameters and updates, per tensor and group.
+        """Returns norms and counts of the last measured step: of gradients, parameters, updates, per tensor and group.
 
         Returns:
             One small tensor on the device with its names; to read it waits for the device.
@@ -238,10 +238,10 @@ class FusedOptimizer(TorchOptimizer):
             raise RuntimeError(
                 "no metrics are measured; make the optimizer with metrics=True, or metrics=n for every n steps"
             )
-        found = meter.read()
-        if found is None:
+        metrics = meter.read()
+        if metrics is None:
             raise RuntimeError("no step was measured yet; call metrics() after step() (with metrics=n after the n-th)")
-        return found
+        return metrics
 
     def set_metrics_step(self, step: int) -> None:
         """Sets how many steps the training has made: `metrics=n` measures every n-th of them, also after a resume.
@@ -323,12 +323,12 @@ def check_fused(optimizer: Any, caller: str) -> None:
 
 
 def _makes_states(optimizer: FusedOptimizer) -> bool:
-    """Whether torch.distributed.checkpoint steps to make states: there are none, and all learning rates are 0."""
+    """Tells whether torch.distributed.checkpoint steps to make states: there are none, and all learning rates are 0."""
     return not optimizer.state and all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
 
 
 def _holds(dtype: torch.dtype, weight: float | Tensor) -> bool:
-    """Whether a loss of this dtype holds the weight without rounding it."""
+    """Tells whether a loss of this dtype holds the weight without rounding it."""
     if dtype not in (torch.float16, torch.bfloat16):
         return True
     return (

@@ -166,7 +166,7 @@ class Settings:
 
 @functools.cache
 def setting_like(name: str) -> str | None:
-    """The setting of this name, or of one that is so near that the user must have meant it; never of a private name."""
+    """Returns the setting of this name, or of one so near that the user must have meant it; never of a private name."""
     near = difflib.get_close_matches(name, NAMES, 1, cutoff=0.7)
     return near[0] if near and not name.startswith("_") else None
 
@@ -212,11 +212,11 @@ def takes_settings(target: Target) -> Target:
     Static tools see `Unpack[SettingArguments]`; inspect, help() and notebooks see the signature written here.
     """
     function: Any = vars(target)["__init__"] if isinstance(target, type) else target
-    own = inspect.signature(function, eval_str=True)
+    signature = inspect.signature(function, eval_str=True)
     settings = inspect.signature(Settings, eval_str=True).parameters.values()
-    function.__signature__ = own.replace(
+    function.__signature__ = signature.replace(
         parameters=[
-            *(parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD),
+            *(parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD),
             *(setting.replace(kind=setting.KEYWORD_ONLY) for setting in settings),
         ]
     )
@@ -226,7 +226,7 @@ def takes_settings(target: Target) -> Target:
 
 
 def without_settings(text: str) -> str:
-    """A docstring as it was before `takes_settings` wrote the descriptions into it."""
+    """Returns a docstring as it was before `takes_settings` wrote the descriptions into it."""
     return text.replace(_described(), PLACE)
 
 

@@ -23,13 +23,13 @@ from accumfused.saving import checkpoint, full_precision, history
 from accumfused.settings import Settings
 
 
-def _select(settings: Settings, plan: Plan, known: Plan | None) -> tuple[Backend, Exchange]:
+def _select(settings: Settings, plan: Plan, last: Plan | None) -> tuple[Backend, Exchange]:
     backend = None
-    if known is not None and (known.devices, known.dtype) == (plan.devices, plan.dtype):
-        backend = known.backend if set(plan.rules) <= {*known.rules} else None
+    if last is not None and (last.devices, last.dtype) == (plan.devices, plan.dtype):
+        backend = last.backend if set(plan.rules) <= {*last.rules} else None
     return (
         backend or backends.select(settings.backend, plan.devices, plan.rules, plan.dtype),
-        exchange.select(settings, plan, None if known is None else known.exchange),
+        exchange.select(settings, plan, None if last is None else last.exchange),
     )
 
 
@@ -47,7 +47,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuses a model in place of its parameters, before torch's constructors iterate over it."""
-        if any(isinstance(given, torch.nn.Module) for given in (*args[:1], options.get("params"))):
+        if any(isinstance(argument, torch.nn.Module) for argument in (*args[:1], options.get("params"))):
             raise TypeError(
                 f"{cls.__name__} takes parameters, and got a model; write {cls.__name__}(model.parameters())"
             )
@@ -55,7 +55,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def _rule_of(cls, group: Mapping[str, Any]) -> type[Rule]:
-        """The rule for a parameter group."""
+        """Returns the rule for a parameter group."""
         return rule_of(cls.rules, group)
 
     def _configure(self, settings: Settings) -> None:
@@ -77,18 +77,18 @@ class TorchOptimizer(torch.optim.Optimizer):
         lines = {field.name: getattr(settings, field.name) for field in fields(Settings)}
         lines = {field.name: lines[field.name] for field in fields(Settings) if lines[field.name] != field.default}
         lines["backend"] = lines.get("backend") or ("not chosen yet" if plan is None else plan.backend.name)
-        kept = {
+        formats = {
             kinds.described(rule, form, param)
             for group in self.param_groups
             for rule, param in ((self._rule_of(group), param) for param in group["params"])
             if param.requires_grad
             if (form := kinds.format_of(rule, param, settings)) != kinds.Format() or param.dtype != torch.float32
         }
-        if kept:
-            lines["formats"] = "; ".join(sorted(kept))
+        if formats:
+            lines["formats"] = "; ".join(sorted(formats))
         if window.phase is not Phase.IDLE:
             lines["window"] = f"{window.phase.value}, micro-batches: {window.weights.count}"
-        ours = next(each for each in type(self).__mro__ if each.__module__.startswith("accumfused."))
+        ours = next(base for base in type(self).__mro__ if base.__module__.startswith("accumfused."))
         text = "".join(f"    {name}: {value}\n" for name, value in lines.items())
         return f"{super().__repr__()}\naccumfused.{ours.__name__} (\n{text})"
 
@@ -105,9 +105,9 @@ class TorchOptimizer(torch.optim.Optimizer):
             every = [*self.param_groups, param_group]
             accepted.check_groups(self._engine.settings, self.rules, every, self.defaults)
         if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
-            given = param_group["params"]
-            param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
-            params = [p[1] if isinstance(p, tuple) else p for p in given]
+            members = param_group["params"]
+            param_group["params"] = members = [members] if isinstance(members, Tensor) else list(members)
+            params = [p[1] if isinstance(p, tuple) else p for p in members]
             accepted.check_parameters(params)
             engine = getattr(self, "_engine", None)  # None: torch's constructor calls this too
             if engine is not None:
@@ -119,8 +119,8 @@ class TorchOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this optimizer, or of torch's of the same name, and resumes its open window.
 
-        It releases this optimizer's closed window. Master weights, and limits of groups, that the checkpoint lacks stay
-        as they are.
+        It ends this optimizer's closed window, and releases its gradients. Master weights, and limits of groups, that
+        the checkpoint lacks stay as they are.
 
         Raises:
             TypeError: not a dictionary.
@@ -132,21 +132,21 @@ class TorchOptimizer(torch.optim.Optimizer):
             raise TypeError(f"load_state_dict() takes what state_dict() returns, got {type(state_dict).__name__}")
         engine.refuse_open("load_state_dict()", ", and its gradients are not those of the checkpoint")
         window: Window | None = None
-        kept: dict[Tensor, dict[str, Tensor]] = {}
+        formatted: dict[Tensor, dict[str, Tensor]] = {}
         histories: history.Histories = {}
 
         def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            nonlocal window, kept, histories
+            nonlocal window, formatted, histories
             loaded, histories = history.without_histories(loaded)
             checkpoint.check(self, loaded)
             loaded = history.with_limits(self.param_groups, loaded)
             accepted.check_groups(engine.settings, self.rules, loaded["param_groups"], self.defaults)
             loaded, window = checkpoint.without_window(self, loaded)
-            loaded, kept = checkpoint.without_formats(self, loaded)
+            loaded, formatted = checkpoint.without_formats(self, loaded)
             return loaded
 
         def complete(_: torch.optim.Optimizer) -> None:
-            for param, entries in kept.items():
+            for param, entries in formatted.items():
                 self.state[param].update(entries)
 
         last = self.register_load_state_dict_pre_hook(check)  # after the user's hooks, which may edit the checkpoint
@@ -175,21 +175,21 @@ class TorchOptimizer(torch.optim.Optimizer):
             RuntimeError: an `accumulate()` or `step()` was interrupted. Unless window=False: a micro-batch is in
                 progress, or processes of a `process_group` have a part of the window each.
         """
-        first = []
+        hooks = []
         self._engine.window.refuse_broken()
         if window and self._engine.window.is_open:
             checkpoint.refuse_part(self._engine)
-            first.append(self.register_state_dict_post_hook(checkpoint.with_window, prepend=True))
+            hooks.append(self.register_state_dict_post_hook(checkpoint.with_window, prepend=True))
         if history.of(self._engine):
-            first.append(self.register_state_dict_post_hook(history.with_histories, prepend=True))
+            hooks.append(self.register_state_dict_post_hook(history.with_histories, prepend=True))
         try:
             return super().state_dict()
         finally:
-            for hook in first:
+            for hook in hooks:
                 hook.remove()
 
     def full_precision_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """`model.state_dict()` with every 16-bit parameter in fp32: from its master if it has one, else upcast.
+        """Returns `model.state_dict()` with 16-bit parameters in fp32: from the master if there is one, else upcast.
 
         Args:
             model: the model of this optimizer's parameters; it upcasts other parameters, and leaves buffers alone.

@@ -37,7 +37,7 @@ def warn(message: str, category: type[AccumulationWarning] = AccumulationWarning
 
 
 def names_of_caller() -> tuple[str, ...]:
-    """The names that the code of the first frame outside accumfused and torch uses."""
+    """Returns the names that the code of the first frame outside accumfused and torch uses."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back

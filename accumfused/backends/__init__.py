@@ -34,7 +34,7 @@ def why_not(
     rules: Iterable[type[Rule]] = (),
     dtype: torch.dtype = torch.float32,
 ) -> str | None:
-    """The reason why the backend cannot run (for tensors on that device, or at all; for these rules), or None.
+    """Tells why the backend cannot run (for tensors on that device, or at all; for these rules), or returns None.
 
     Args:
         dtype: of the plan's arithmetic.
@@ -66,7 +66,7 @@ def select(
     rules: Iterable[type[Rule]] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Backend:
-    """The backend of that name, or for "auto" the fastest that can run these rules; several devices get one each.
+    """Selects the backend of that name, or for "auto" the fastest that runs these rules; one for each device.
 
     Raises:
         RuntimeError: a backend asked for by name cannot run.
@@ -81,14 +81,14 @@ def _select(name: str, device: torch.device, rules: Iterable[type[Rule]], dtype:
     check(name, device, rules, dtype)
     if name != "auto":
         return _make(name)
-    refused = []
+    reasons = []
     for candidate in ("cuda", "triton", "torch") if device.type == "cuda" else ("cpu", "torch"):
         reason = why_not(candidate, device, rules, dtype)
         if reason is None:
             break
-        refused.append(reason)
-    if refused:
-        say_once(f"falling back to the {candidate} backend ({COSTS[candidate]}): {'; and '.join(refused)}")
+        reasons.append(reason)
+    if reasons:
+        say_once(f"falling back to the {candidate} backend ({COSTS[candidate]}): {'; and '.join(reasons)}")
     return _make(candidate)
 
 
@@ -153,7 +153,7 @@ def _why_no_gpu(device: torch.device | None) -> str | None:
 
 @functools.cache
 def _loads_on(index: int) -> str | None:
-    """The reason why the CUDA kernels do not load on a GPU, or None."""
+    """Tells why the CUDA kernels do not load on a GPU, or returns None."""
     kernels = compiled.module.cuda
     reason = kernels.why_not(index)
     if not reason:

@@ -41,37 +41,37 @@ class Batch:
     end: int | None = None  # None: the tensors are whole
 
     def of(self, tensors: Sequence[Tensor | None]) -> Tensors:
-        """The batch's pieces, from the tensors of all rows of the plan."""
+        """Takes the batch's pieces from the tensors of all rows of the plan."""
         return self.cut([tensors[row] for row in self.rows])
 
     def cut(self, tensors: Sequence[Tensor | None]) -> Tensors:
-        """The batch's pieces, from the tensors of its own rows; leaves out None."""
-        found = [tensor for tensor in tensors if tensor is not None]
+        """Cuts the batch's pieces from the tensors of its rows; leaves out None."""
+        present = [tensor for tensor in tensors if tensor is not None]
         if self.end is None and self.form == Format():
-            return found
-        return [memory_order(tensor)[self.begin : self.end] for tensor in found]
+            return present
+        return [memory_order(tensor)[self.begin : self.end] for tensor in present]
 
     def apart(self, kinds: Sequence[Any]) -> Iterator[Batch]:
         """Splits the batch by the kind of its rows; leaves out rows whose kind is false."""
-        own = [kinds[row] for row in self.rows]
-        for kind in dict.fromkeys(own):
+        kinds_here = [kinds[row] for row in self.rows]
+        for kind in dict.fromkeys(kinds_here):
             if kind:
-                rows = [row for row, other in zip(self.rows, own, strict=True) if other == kind]
+                rows = [row for row, kind_here in zip(self.rows, kinds_here, strict=True) if kind_here == kind]
                 yield self if len(rows) == len(self.rows) else replace(self, rows=rows)
 
     def scaled(self, grads: Tensors, coefficient: float | Tensor | list[Any], scratch: Tensor) -> Tensors:
-        """Gradients times the coefficient, or each row's own, as new tensors of the format's dtype."""
+        """Multiplies gradients by the coefficient, or by each row's, into new tensors of the format's dtype."""
         dtype = self.form.dtype
         if isinstance(coefficient, list):
-            own = [coefficient[row] for row in self.rows]
-            return [torch.mul(grad.to(dtype), factor) for grad, factor in zip(grads, own, strict=True)]
+            factors = [coefficient[row] for row in self.rows]
+            return [torch.mul(grad.to(dtype), factor) for grad, factor in zip(grads, factors, strict=True)]
         if self.end is None:
             return list(torch._foreach_mul([grad.to(dtype) for grad in grads], coefficient))
         (grad,) = grads
-        made = scratch.view(dtype)[: len(grad)]
+        out = scratch.view(dtype)[: len(grad)]
         if grad.dtype == dtype:
-            return [torch.mul(grad, coefficient, out=made)]
-        return [made.copy_(grad).mul_(coefficient)]
+            return [torch.mul(grad, coefficient, out=out)]
+        return [out.copy_(grad).mul_(coefficient)]
 
     def measure(self, plan: Plan, values: Tensors, partials: Tensor) -> None:
         """Writes each chunk's sum of squares: torch's fp32 norm of 8M elements at once is off by 2e-4 (CPU)."""
@@ -85,14 +85,15 @@ class Batch:
             sums = [norms.square_().view(-1, CHUNK // LANES).sum(1)]
             if whole < len(value):
                 sums = [torch.cat([sums[0], value[whole:].square().sum().view(1)])]
-        for first, own in zip(self._first_chunks(plan), sums, strict=True):
-            partials[first : first + own.numel()] = own
+        for first, squares in zip(self._first_chunks(plan), sums, strict=True):
+            partials[first : first + squares.numel()] = squares
 
     def _first_chunks(self, plan: Plan) -> list[int]:
         return [plan.rows[row].first_chunk + self.begin // CHUNK for row in self.rows]
 
 
 def cut(plan: Plan, size: int) -> Iterator[Batch]:
+    """Cuts a plan into batches of about `size` elements; the row of a large tensor into pieces."""
     gathered: dict[tuple[int, Format], tuple[Batch, int]] = {}
     for index, row in enumerate(plan.rows):
         group, form, numel = row.group, row.form, row.tensor.numel()

@@ -68,5 +68,5 @@ def address(tensor: Tensor | None) -> int:
 
 
 def number(value: Number) -> tuple[float, int]:
-    """A number of the host and 0, or the address of an fp64 number on the device."""
+    """Returns a number of the host and 0, or 0 and the address of an fp64 number on the device."""
     return (0.0, value.data_ptr()) if isinstance(value, Tensor) else (value, 0)

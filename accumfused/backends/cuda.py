@@ -76,31 +76,31 @@ class CudaBackend:
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         rows = plan.table.pointed_at(grads)
         table, stream = self._on_device(plan, [outcome.coefficients], grads)
-        kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
-        stride = max(map(len, kept), default=0)
-        flat = [hyper for values in kept for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
+        numbers = [[at_hand(value, plan.device) for value in values] for values in hypers]
+        stride = max(map(len, numbers), default=0)
+        flat = [hyper for values in numbers for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
         commit.with_launch(partial(
             table.step, rows, stream, flat, plan.functors, outcome.values.data_ptr(),
             address(outcome.coefficients),
         ))  # fmt: skip
 
     def _on_device(self, plan: Plan, used: Iterable[Tensor | None], *lists: Grads) -> tuple[Any, tuple[int, int]]:
-        """The table for this call; and the call's stream, with whether a graph captures it.
+        """Returns the table for this call, and the call's stream, with whether a graph captures it.
 
         Another stream may have made the tensors that the call uses. `lists` are gradients or sums: thousands, perhaps.
         """
-        kept, stream = self._tables[plan], current_stream(plan.device)[1]
+        data, stream = self._tables[plan], current_stream(plan.device)[1]
         captures = stream != 0 and is_capturing(plan.device)  # the default stream cannot be captured
         if captures:
-            self._captured[kept.memory.data_ptr()] = kept.memory
-        elif stream or kept.stream:
+            self._captured[data.memory.data_ptr()] = data.memory
+        elif stream or data.stream:
             # Otherwise torch would reuse freed memory on the stream that made it, before this call has ended.
-            new = [kept.memory, *used, *chain.from_iterable(each for each in lists if kept.is_new(each, stream))]
+            tensors = [data.memory, *used, *chain.from_iterable(grads for grads in lists if data.is_new(grads, stream))]
             here = torch.cuda.current_stream(plan.device)
-            for tensor in new:
+            for tensor in tensors:
                 if tensor is not None:
                     tensor.record_stream(here)
-        return kept.table, (stream, captures)
+        return data.table, (stream, captures)
 
 
 @dataclass
@@ -114,16 +114,16 @@ class _OnDevice:
     recorded: deque[tuple[ref[Grads], list[int], int]] = field(default_factory=lambda: deque(maxlen=4))
 
     def is_new(self, tensors: Grads, stream: int) -> bool:
-        """Whether the stream has not recorded these, a microsecond each. A norm and its step have the same."""
+        """Tells whether the stream must record these tensors, a microsecond each. A norm and its step have one list."""
         ids = list(map(id, tensors))
-        if any(known() is tensors and (of, on) == (ids, stream) for known, of, on in self.recorded):
+        if any(reference() is tensors and (of, on) == (ids, stream) for reference, of, on in self.recorded):
             return False
         self.recorded.append((ref(tensors), ids, stream))
         return True
 
 
-def _allocate(device: torch.device, kept: dict[int, Tensor], size: int) -> tuple[int, int]:
-    """The address of so much memory for a graph that is being captured, and the stream that may write it now.
+def _allocate(device: torch.device, captured: dict[int, Tensor], size: int) -> tuple[int, int]:
+    """Allocates memory for a graph that is being captured; returns its address, and the stream that may write it now.
 
     What the capturing stream allocates lies in the graph's pool, and other graphs of that pool may write there.
     """
@@ -132,12 +132,12 @@ def _allocate(device: torch.device, kept: dict[int, Tensor], size: int) -> tuple
         with torch.cuda.stream(stream):
             if not is_capturing(device):
                 memory = torch.empty(size, dtype=torch.uint8, device=device)
-                kept[memory.data_ptr()] = memory
+                captured[memory.data_ptr()] = memory
                 return memory.data_ptr(), stream.cuda_stream
 
 
 def current_stream(device: torch.device) -> tuple[int, int]:
-    """The device's index, and torch's stream there."""
+    """Returns the device's index, and torch's stream there."""
     if device.type != "cuda":
         return 0, 0
     stream = torch.cuda.current_stream(device)

@@ -48,8 +48,9 @@ class TorchBackend:
             factor, add = float(factor), _add_numbers
             before = None if before is None else float(before)  # type: ignore[assignment]
         rows = zip(fold.sums, fold.grads, strict=True)
+        kinds = [accumulator is not None and (grad is not None,) for accumulator, grad in rows]
         commit.begin()
-        for batch in self._batches(plan, WHOLE, [own is not None and (grad is not None,) for own, grad in rows]):
+        for batch in self._batches(plan, WHOLE, kinds):
             add(batch.of(fold.sums), batch.of(fold.grads), factor, before, fold.overwrites)
         commit.end()
 
@@ -70,13 +71,13 @@ class TorchBackend:
             commit.end()
             return
         coefficient = float(outcome.coefficient) if skipped is None else outcome.coefficient
-        known = [
+        numbers = [
             dict(zip(rule.hyper_names, of_group, strict=True))
             for rule, of_group in zip(plan.rules, hypers, strict=True)
         ]
         absorbed = None
         if isinstance(coefficient, float) and outcome.coefficients is None and _are_plain(plan, grads):
-            absorbed = torch_step.absorbed(plan.rules, known, coefficient, outcome.spends_grads)
+            absorbed = torch_step.absorbed(plan.rules, numbers, coefficient, outcome.spends_grads)
         coefficients: list[Any] = []
         if outcome.coefficients is not None:
             coefficients = outcome.coefficients.tolist() if skipped is None else [*outcome.coefficients.unbind()]
@@ -87,10 +88,10 @@ class TorchBackend:
         commit.begin()
         torch_step.advance(plan, grads, skipped)
         for batch in self._batches(plan, size, [grad is not None for grad in grads]):
-            given = batch.of(grads)
+            batch_grads = batch.of(grads)
             if absorbed is None:
-                given = batch.scaled(given, coefficients or coefficient, scratch)
-            torch_step.update(plan, batch, given, (absorbed or known)[batch.group], skipped)
+                batch_grads = batch.scaled(batch_grads, coefficients or coefficient, scratch)
+            torch_step.update(plan, batch, batch_grads, (absorbed or numbers)[batch.group], skipped)
         commit.end()
 
     def _measured(self, plan: Plan, grads: Grads) -> Iterator[Batch]:
@@ -98,16 +99,16 @@ class TorchBackend:
         return self._batches(plan, _LARGE if is_fp32 else _cached(plan), [grad is not None for grad in grads])
 
     def _batches(self, plan: Plan, size: int, kinds: Sequence[Any]) -> Iterator[Batch]:
-        """Batches of about `size` elements of one kind, from all rows whose kind is not false."""
-        known = self._batches_of[plan]
-        if size not in known:
-            known[size] = list(cut(plan, size))
-        for batch in known[size]:
+        """Yields batches of about `size` elements of one kind, from all rows whose kind is not false."""
+        batches = self._batches_of[plan]
+        if size not in batches:
+            batches[size] = list(cut(plan, size))
+        for batch in batches[size]:
             yield from batch.apart(kinds)
 
 
 def _can_read(plan: Plan) -> bool:
-    """Whether the host can read the plan's values without a wait for a GPU."""
+    """Tells whether the host can read the plan's values without a wait for a GPU."""
     return plan.device.type == "cpu"
 
 
@@ -116,7 +117,7 @@ def _cached(plan: Plan) -> int:
 
 
 def _are_plain(plan: Plan, grads: Grads) -> bool:
-    """Whether parameters, states and gradients are all fp32."""
+    """Tells whether parameters, states and gradients are all fp32."""
     every = all(row.form == Format() for row in plan.rows)
     return every and all(grad is None or grad.dtype == torch.float32 for grad in grads)
 
@@ -130,20 +131,20 @@ def _add_numbers(sums: Tensors, grads: Tensors, factor: Any, before: Any, overwr
     elif factor == 0:
         torch._foreach_zero_(sums)
     else:
-        if any(own is not grad for own, grad in zip(sums, grads, strict=True)):
+        if any(accumulator is not grad for accumulator, grad in zip(sums, grads, strict=True)):
             torch._foreach_copy_(sums, grads)
         if factor != 1:
             torch._foreach_mul_(sums, factor)
 
 
 def _add_on_device(sums: Tensors, grads: Tensors, factor: Any, before: Any, overwrites: bool) -> None:
-    """Adds up without reading the numbers: `where` is needed because NaN times 0 is NaN."""
+    """Adds gradients to sums without reading the numbers: `where` is needed because NaN times 0 is NaN."""
     factor = torch.as_tensor(factor, device=sums[0].device).to(sums[0].dtype)
     holds = torch.ones_like(factor, dtype=torch.bool) if before is None else before != 0
-    for index, own in enumerate(sums):
+    for index, accumulator in enumerate(sums):
         if not grads:
-            own.copy_(torch.where(holds, own, 0.0))
+            accumulator.copy_(torch.where(holds, accumulator, 0.0))
             continue
-        grad = grads[index].to(own.dtype)
+        grad = grads[index].to(accumulator.dtype)
         added = torch.where(factor != 0, grad * factor, 0.0)
-        own.copy_(added if overwrites else torch.where(holds, own + added, grad))
+        accumulator.copy_(added if overwrites else torch.where(holds, accumulator + added, grad))

@@ -24,7 +24,7 @@ _PADDING = 32  # elements: accumulators start at multiples of 64 bytes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, see malloc.h
 _LARGEST_BLOCK = 32 * 2**20  # bytes: what glibc itself would come to in time; larger blocks never lie in the heap
 _TUNED_BY = ("MALLOC_", "GLIBC_TUNABLES")  # how these variables begin with which users tune glibc
-_kept = 2 * _LARGEST_BLOCK  # bytes: where glibc's own rule for this threshold ends
+_trim = 2 * _LARGEST_BLOCK  # bytes: where glibc's own rule for this threshold ends
 
 
 class Arena:
@@ -36,7 +36,7 @@ class Arena:
         self._bundles: list[Tensor] = []  # flat; the rows in each travel together
 
     def fitted(self, plan: Plan) -> Arena:
-        """This arena if its places fit the plan's rows, or an empty one."""
+        """Returns this arena if its places fit the plan's rows, or an empty one."""
         if plan is self._plan:
             return self
         count = len(plan.rows)
@@ -52,25 +52,25 @@ class Arena:
         self.places.extend([None] * (len(plan.rows) - len(self.places)))
 
     def place(self, plan: Plan, index: int) -> Tensor:
-        """The place of one row; it may hold anything."""
-        have = self.places[index]
-        if have is None or not _fits(have, plan.rows[index]):
+        """Returns the place of one row; it may hold anything."""
+        place = self.places[index]
+        if place is None or not _fits(place, plan.rows[index]):
             only = Grads([None] * len(plan.rows))
             only[index] = plan.rows[index].tensor
-            have = self.places_for(plan, only)[index]
-        assert have is not None
-        return have
+            place = self.places_for(plan, only)[index]
+        assert place is not None
+        return place
 
     def apart(self, grads: Grads) -> Grads:
-        """These gradients, with a copy of each that lies in a place (an earlier window's `p.grad`, exchanged, say)."""
+        """Copies the gradients that lie in a place (an earlier window's `p.grad`, exchanged, say); returns all."""
         addresses = {place.data_ptr() for place in self.places if place is not None}
         return Grads([g.clone() if g is not None and g.data_ptr() in addresses else g for g in grads])
 
     def places_for(self, plan: Plan, grads: Grads) -> Grads:
-        """Places for these gradients; new ones, unless they have places that fit."""
+        """Returns places for these gradients: new ones, unless they have places that fit."""
         missing: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
-        for index, (row, grad, have) in enumerate(zip(plan.rows, grads, self.places, strict=True)):
-            if (grad is not None or _travels(row)) and (have is None or not _fits(have, row)):
+        for index, (row, grad, place) in enumerate(zip(plan.rows, grads, self.places, strict=True)):
+            if (grad is not None or _travels(row)) and (place is None or not _fits(place, row)):
                 missing.setdefault((row.tensor.device, row.form.dtype, row.is_bundled), []).append(index)
         for (device, dtype, is_bundle), indices in missing.items():
             sizes = [-(-plan.rows[index].tensor.numel() // _PADDING) * _PADDING for index in indices]
@@ -93,7 +93,7 @@ class Arena:
         So this memory is alike in all processes.
         """
         both = list(zip(plan.rows, self.places, strict=True))
-        memory = {bundle.data_ptr() for bundle in self._bundles}  # before there were processes, places lay elsewhere
+        memory = {bundle.data_ptr() for bundle in self._bundles}  # without processes, places lie elsewhere
         alike = all(
             (place is not None and place.untyped_storage().data_ptr() in memory) is _travels(row)
             for row, place in both
@@ -111,7 +111,7 @@ class Arena:
         return placed
 
     def memory_of(self, plan: Plan, accumulators: Grads) -> list[Tensor]:
-        """The memory of these accumulators after `bundle`, flat: one tensor for all small ones, one for each other."""
+        """Lists the memory of accumulators after `bundle`, flat: one tensor for all small ones, one for each other."""
         flats = list(self._bundles)
         for row, accumulator in zip(plan.rows, accumulators, strict=True):
             if accumulator is not None and not row.is_bundled:
@@ -120,23 +120,23 @@ class Arena:
 
 
 def _fits(place: Tensor, row: Row) -> bool:
-    """Whether a row's sum can lie in this place, in its tensor's order."""
-    tensor, made = row.tensor, (place.device, place.dtype, place.shape, place.stride())
-    return made == (tensor.device, row.form.dtype, tensor.shape, tensor.stride())
+    """Tells whether a row's sum can lie in this place, in its tensor's order."""
+    tensor, layout = row.tensor, (place.device, place.dtype, place.shape, place.stride())
+    return layout == (tensor.device, row.form.dtype, tensor.shape, tensor.stride())
 
 
 def _travels(row: Row) -> bool:
-    """Whether its accumulator travels with others: small ones do if their parameters require a gradient."""
+    """Tells whether its accumulator travels with others: small ones do if their parameters require a gradient."""
     return row.is_bundled and row.param.requires_grad
 
 
 def keep_freed(size: int) -> None:
-    """Lets this process keep so many bytes of freed memory, if its C library is glibc and nobody has tuned it."""
-    global _kept
-    if size <= _kept or not sys.platform.startswith("linux") or any(name.startswith(_TUNED_BY) for name in os.environ):
+    """Lets this process keep so many bytes of freed memory, if its C library is glibc and no variable tunes it."""
+    global _trim
+    if size <= _trim or not sys.platform.startswith("linux") or any(name.startswith(_TUNED_BY) for name in os.environ):
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):
         library.mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK)
         library.mallopt(_TRIM_THRESHOLD, size if size < 2**31 else -1)  # an int; -1: all of it
-    _kept = size
+    _trim = size

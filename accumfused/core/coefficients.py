@@ -36,7 +36,7 @@ class Policies:
     skip_above: float | RunningMean | None
 
     def check(self, divisors: Divisors) -> None:
-        """Refuses a tiny divisor beside several norms.
+        """Refuses a tiny divisor where tensors or groups have a norm each.
 
         Squares of small gradients vanish in fp32, and such a divisor would make them large: the norm of a tensor of
         zeros could be any number. One norm over all gradients is rarely as small.
@@ -59,7 +59,7 @@ class Policies:
 
     @property
     def of_history(self) -> tuple[ZScore | None, RunningMean | None]:
-        """The policies that keep one."""
+        """The policies that keep a history."""
         return (
             self.clip if isinstance(self.clip, ZScore) else None,
             self.skip_above if isinstance(self.skip_above, RunningMean) else None,
@@ -81,7 +81,7 @@ class Clipping:
         self.history = history if any(Policies(settings.clip, None, settings.skip_above).of_history) else None
 
     def policies(self, param_groups: Sequence[Mapping[str, Any]]) -> Policies | None:
-        """The policies of a step, or None: one coefficient from one norm.
+        """Returns the policies of a step, or None: one coefficient from one norm.
 
         Raises:
             ValueError, TypeError: limits of groups that are wrong, or missing.
@@ -91,7 +91,7 @@ class Clipping:
         return None if clip is None and limits is None and skip_above is None else Policies(clip, limits, skip_above)
 
     def policies_of_step(self, owner: Owner, divisors: Divisors) -> Policies | None:
-        """As `policies`, and refuses divisors too small for several norms. None within a ClipGroup: it has one."""
+        """Returns `policies`, and refuses divisors too small for several norms. None within a ClipGroup: it has one."""
         refuse_settings_of_groups(owner.rules, owner.param_groups, owner.defaults)
         policies = None if divisors.is_shared else self.policies(owner.param_groups)
         if policies is not None:
@@ -101,7 +101,7 @@ class Clipping:
     def take_norm(
         self, policies: Policies, plan: Plan, unmeasured: Grads | None, partials: Tensor, scaling: Scaling
     ) -> Outcome:
-        """`norm.take_norm` with these policies; `unmeasured`: gradients whose squares `partials` lacks."""
+        """Takes the norm, and clips by these policies; `unmeasured`: gradients whose squares `partials` lacks."""
         plain = replace(scaling, skips=None)
         if policies.clip is not None or policies.limits is not None:
             plain.max_grad_norm = None
@@ -122,24 +122,24 @@ class Clipping:
                 outcome.is_above = _is_above(policies.skip_above, history, norm) & ~skipped
                 skipped = skipped | outcome.is_above
             outcome.values[2].copy_(skipped)
-            new = list(history)
+            histories = list(history)
             both = zip(history, policies.of_history, (torch.minimum(norm, limit), norm), strict=False)
-            for index, (known, policy, seen) in enumerate(both):
+            for index, (last, policy, sample) in enumerate(both):
                 if policy is not None:  # a norm of 0 tells nothing about the next
-                    counts = ~skipped & seen.isfinite() & (seen > 0)
-                    new[index] = torch.where(counts, _with(known, seen, policy.decay, policy.warmup), known)
-            outcome.history = torch.stack(new) if new else None
+                    counts = ~skipped & sample.isfinite() & (sample > 0)
+                    histories[index] = torch.where(counts, _with(last, sample, policy.decay, policy.warmup), last)
+            outcome.history = torch.stack(histories) if histories else None
             if scaling.skips is not None:
                 scaling.skips.add_(skipped)
         return outcome
 
     def keeping(self, history: Tensor) -> Call[Any]:
-        """The call that keeps the history of an outcome; the tensor stays, for CUDA graphs."""
+        """Makes the call that keeps the history of an outcome; the tensor stays, for CUDA graphs."""
         assert self.history is not None
         return partial(self.history.copy_, history)
 
     def _coefficients(self, policies: Policies, plan: Plan, partials: Tensor, scaling: Scaling) -> Tensor:
-        """Each row's coefficient, from the norm of its tensor or group: [rows]."""
+        """Computes each row's coefficient, from the norm of its tensor or group: [rows]."""
         segments = self._segments_of(plan, per_group=policies.limits is not None)
         divisor, inverse = divisor_of(scaling)
         norm = norms(plan.exchange.segment_norms(plan, partials, segments), divisor, inverse, scaling.dtype)
@@ -153,14 +153,14 @@ class Clipping:
         return coefficients if segments.of_rows is None else coefficients[segments.of_rows]
 
     def _segments_of(self, plan: Plan, *, per_group: bool) -> Segments:
-        known = self._segments.get(plan)
-        if known is None or known[0] != per_group:
+        entry = self._segments.get(plan)
+        if entry is None or entry[0] != per_group:
             graphs.refuse_new_tensors({plan.device})
-            known = self._segments[plan] = per_group, Segments.of(plan, per_group=per_group)
-        return known[1]
+            entry = self._segments[plan] = per_group, Segments.of(plan, per_group=per_group)
+        return entry[1]
 
     def _history(self, policies: Policies, device: torch.device) -> Sequence[Tensor]:
-        """The history, a tensor for each of `of_history`; empty if no policy keeps one."""
+        """Returns the history, a tensor for each of `of_history`; empty if no policy keeps one."""
         if not any(policies.of_history):
             return ()
         if self.history is None:
@@ -172,7 +172,7 @@ class Clipping:
 
 
 def _limit(clip: ZScore, history: Tensor, norm: Tensor) -> Tensor:
-    """The limit of a norm that lies too far above the mean; infinity for others."""
+    """Computes the limit of a norm that lies too far above the mean; infinity for others."""
     count, mean, variance = history.unbind()
     deviation = square_root(variance.float()).double()
     z = (norm - mean) / (deviation + 1e-6)
@@ -188,7 +188,7 @@ def _is_above(limit: float | RunningMean, history: Sequence[Tensor], norm: Tenso
 
 
 def _with(history: Tensor, norm: Tensor, decay: float, warmup: int) -> Tensor:
-    """Number, mean and variance with one more norm: of all norms up to the end of the warm-up, exponential then."""
+    """Adds a norm to number, mean and variance: those of all norms up to the end of the warm-up, exponential then."""
     count, mean, variance = history.unbind()
     is_warm = count < warmup
     share = torch.where(is_warm, torch.ones_like(count) / (count + 1.0), 1.0 - decay)

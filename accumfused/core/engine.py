@@ -2,8 +2,8 @@
 
 docs/internals/architecture.md follows one gradient from here to the kernels.
 A micro-batch is one `fold`. A step is `measure`, which reduces the gradients to one coefficient (`Backend.norm`), and
-`finish`, which applies it (`Backend.step`); nothing between them waits for the host. Each ends in a `Commit`: what is
-true after it becomes true in the same call as the launch.
+`finish`, which applies it (`Backend.step`); nothing between them waits for the host. A fold and a step each end in a
+`Commit` (protocol.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Engine:
         self.clipping = Clipping(settings)
         self.meter = Meter(int(settings.metrics)) if settings.metrics else None
         self.noise = Noise(settings.noise_decay) if settings.noise_decay else None
-        self.observers: list[Observer] = [each for each in (self.meter, self.noise) if each is not None]
+        self.observers: list[Observer] = [observer for observer in (self.meter, self.noise) if observer is not None]
         self.outcome: Outcome | None = None  # of the last step
         self.dropped: Tensor | None = None  # int64, shape []: micro-batches that nonfinite="drop" has left out
         self.scaler_divisors: Divisors | None = None  # those of a GradScaler of ours, while it steps
@@ -65,7 +65,7 @@ class Engine:
         self.attached: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of DistributedDataParallel, from attach_ddp
 
     def _commit(self, window: Window, *calls: Call[Any]) -> Commit:
-        """The commit that puts a draft in the window's place, and makes these calls."""
+        """Makes the commit that puts a draft in the window's place, and makes these calls."""
         breaks = partial(setattr, self.window, "phase", Phase.BROKEN)
         return Commit([partial(setattr, self, "window", window), *calls], [breaks])
 
@@ -160,7 +160,11 @@ class Engine:
             self.plans.owner.state[marked] = {}
 
     def _is_finite(self, plan: Plan, grads: Grads, calls: list[Call[Any]]) -> Tensor:
-        """Whether a micro-batch's norm is finite: bool, shape []. Adds the call that counts it as dropped, if not."""
+        """Takes a micro-batch's norm, and adds a call that counts it as dropped unless its norm is finite.
+
+        Returns:
+            Whether it is: bool, shape [].
+        """
         if self.dropped is None or self.dropped.device != plan.device:
             graphs.refuse_new_tensors({plan.device})
             self.dropped = torch.zeros((), dtype=torch.int64, device=plan.device)
@@ -170,7 +174,7 @@ class Engine:
         return is_finite
 
     def _bring_to_unit_one(self, plan: Plan) -> None:
-        """Where processes add up their windows: brings the sums of one that began without them to their unit."""
+        """Brings the sums of a window that began without other processes to the unit of windows that are added up."""
         window = self.window
         if window.phase is not Phase.OPEN or window.in_progress is not None:
             return
@@ -205,7 +209,7 @@ class Engine:
         if not plan.exchange.adds_up or window.phase is Phase.SEALED:
             return
         try:
-            numbers = [each for observer in self.observers for each in observer.numbers(plan, window)]
+            numbers = [flat for observer in self.observers for flat in observer.numbers(plan, window)]
             plan.exchange.add_up([*numbers, *window.arena.memory_of(plan, window.sums)])
         except BaseException:
             self.drop()  # some are added up, some are not
@@ -213,7 +217,7 @@ class Engine:
         self.window = window.sealed()
 
     def _end_accumulation(self, plan: Plan) -> Plan:
-        """Before a step: processes agree on the window, and add up its sums. Where they do, p.grad is a window, too.
+        """Lets processes agree on the window of a step, and add up its sums. Where they do, p.grad is a window, too.
 
         Returns:
             The current plan.
@@ -293,7 +297,7 @@ class Engine:
         return measured
 
     def _taken(self) -> tuple[Plan, Window]:
-        """The window that a step takes, with its plan: the open one, closed by this, or one that borrows p.grad."""
+        """Returns the plan and the window of a step: the open one, which this completes, or one that borrows p.grad."""
         if self.during_backward is not None:
             self.during_backward.end_before_step()
         plan = self.plans.current()
@@ -307,13 +311,13 @@ class Engine:
         if self.window.phase is Phase.IDLE:
             self.window.habits.watch_sums(borrowing.sums)
         elif not borrowing.present:
-            self.drop()  # model.zero_grad() has released its sums
+            self.drop()  # model.zero_grad() has released its gradients
         return plan, borrowing
 
     def _coefficient(
         self, plan: Plan, taken: Window, matched: Grads, divisors: Divisors, policies: Policies | None
     ) -> Measured:
-        """The gradients of a step, matched to what kernels read, with their coefficient."""
+        """Takes the norm of a step's matched gradients, if it needs one, and computes their coefficient."""
         divisor: Number = taken.divisor() if taken.present else 1.0
         scaling, takes_norm = self._scaling(plan, divisors, divisor, must=policies is not None)
         takes_limit = policies is not None or self.settings.max_grad_norm is not None
@@ -334,7 +338,7 @@ class Engine:
         return Measured(plan, taken, matched, outcome, scaling, divisor, partials)
 
     def _scaling(self, plan: Plan, divisors: Divisors, divisor: Number, *, must: bool) -> tuple[Scaling, bool]:
-        """The inputs of the coefficient, and whether the step takes a norm, as with `must` it does.
+        """Collects the inputs of the coefficient, and tells whether the step takes a norm, as with `must` it does.
 
         Args:
             divisor: the window's.
@@ -355,7 +359,7 @@ class Engine:
         return scaling, takes_norm
 
     def counts_skips(self, divisors: Divisors) -> bool:
-        """Whether a skipped step is counted; otherwise it raises."""
+        """Tells whether a skipped step is counted; otherwise it raises."""
         return self.settings.nonfinite != "raise" or divisors.for_scaler
 
     def refuse_nonfinite(self, measured: Measured, divisors: Divisors) -> None:
@@ -399,7 +403,7 @@ class Engine:
         measured.plan.skips.stepped(or_above=self.settings.skip_above is not None)
 
     def update(self, measured: Measured, step: Step) -> None:
-        """Makes the step by `step`, which is `Backend.step` or does as much, and what it needs before and after."""
+        """Runs `step`, which is `Backend.step` or does as much, with copies of strided parameters around it."""
         plan, grads = measured.plan, measured.matched
         copied = [plan.rows[index] for index in plan.copies if grads[index] is not None]
         for row in copied:
@@ -417,7 +421,7 @@ class Engine:
         step(plan, grads, plan.hypers(self.plans.owner.param_groups), measured.outcome, commit)
 
     def commit_of_step(self, measured: Measured, *calls: Call[Any]) -> Commit:
-        """The commit of a step, made or skipped: the window ends, and histories and observers keep something of it."""
+        """Makes the commit of a step, made or skipped: it ends the window, and keeps histories and measures."""
         outcome = measured.outcome
         calls += (partial(setattr, measured, "is_made", True), partial(setattr, self, "outcome", outcome))
         if outcome.history is not None:
@@ -427,12 +431,12 @@ class Engine:
         return self._commit_of_end(*calls)
 
     def end_window(self) -> None:
-        """Releases the window's gradients: a step has taken them, or there are none."""
+        """Ends the window and releases its gradients: a step has taken them, or there are none."""
         self._commit_of_end().end()
         self.window.restore_grad_dtypes()
 
     def _commit_of_end(self, *calls: Call[Any]) -> Commit:
-        """The commit that ends the window, releases its gradients, and makes these calls."""
+        """Makes the commit that ends the window, releases its gradients, and makes these calls."""
         if self.window.phase is Phase.CLOSED:
             calls = (setting_grads(self.plans.params, repeat(None)), *calls)
         return self._commit(self.window.ended(), *calls)

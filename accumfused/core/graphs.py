@@ -8,7 +8,7 @@ import torch
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a graph captures the current stream of a device."""
+    """Tells whether a graph captures the current stream of a device."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):
@@ -29,7 +29,7 @@ def refuse_new_tensors(devices: set[torch.device]) -> None:
 
 
 def has_static_memory(device: torch.device) -> bool:
-    """Whether torch.compile keeps CUDA graphs on a device: each of their runs writes the same gradients' memory."""
+    """Tells whether torch.compile keeps CUDA graphs on a device: each run writes the same gradients' memory."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if device.type != "cuda" or trees is None:
         return False

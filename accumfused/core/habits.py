@@ -1,4 +1,4 @@
-"""Bad habits of a training loop: dropped windows, parameters written within one, gradients that nobody resets."""
+"""Bad habits of a training loop: dropped windows, parameters written within one, gradients that are never reset."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Habits:
         self._first = (self._first + 1) % self._every
         self._versions = plan.reader.versions(self._first, self._every)
 
-    def see_new(self, plan: Plan, known: int) -> None:
-        """As `see`, for parameters added since: those after so many."""
-        new = -(-(known - self._first) // self._every) * self._every + self._first
-        self._versions += sum(param._version for param in plan.params[new :: self._every])
+    def see_new(self, plan: Plan, count: int) -> None:
+        """Notes the versions of parameters added since `see`: those after the first `count`."""
+        first = -(-(count - self._first) // self._every) * self._every + self._first
+        self._versions += sum(param._version for param in plan.params[first :: self._every])
 
     def watch_writes(self, plan: Plan) -> None:
-        """Before a window closes: its micro-batches must see the same parameters. Writes through `.data` go unseen."""
+        """Warns, before a window closes, of parameters written since it began. Writes through `.data` go unseen."""
         if self._warned_of_writes or self._versions == plan.reader.versions(self._first, self._every):
             return
         warn(
@@ -56,7 +56,7 @@ class Habits:
         self._warned_of_writes = True
 
     def watch_drops(self) -> None:
-        """Before an open window is dropped."""
+        """Warns, before an open window is dropped, of a loop that does so again and again."""
         if self._warned_of_drops:
             return
         if self._drops:
@@ -72,17 +72,17 @@ class Habits:
         self._warned_of_drops = True
 
     def watch_sums(self, grads: Grads) -> None:
-        """Before a step of p.grad: warns if it still holds what the last step has taken.
+        """Warns, before a step of p.grad, if the gradients still hold those that the last step has taken.
 
         Each backward that adds to it is one write, and so is a reset in place: their number tells, where `windows`
         has counted the micro-batches.
         """
-        grad = next((each for each in grads if each is not None), None)
+        grad = next((gradient for gradient in grads if gradient is not None), None)
         if self._warned_of_sums or grad is None or grad.is_inference():
             return
-        known = None if self._taken is None else self._taken()
+        last = None if self._taken is None else self._taken()
         window = self.given - self._given  # an iterator that stands still elsewhere gives none
-        if window and known is grad and grad._version - self._taken_version == window:
+        if window and last is grad and grad._version - self._taken_version == window:
             warn(
                 "step() takes gradients to which this window has added, and which hold those of the windows before, "
                 "too: the loop calls neither accumulate() nor zero_grad(); call optimizer.accumulate(weight) after "
@@ -92,7 +92,7 @@ class Habits:
         self._taken, self._taken_version, self._given = weakref.ref(grad), grad._version, self.given
 
     def watch_clips(self) -> None:
-        """Before a window's first step without a limit: a clip_grad_norm_ in the caller's code finds no gradients."""
+        """Warns of clip_grad_norm_ in the caller's code, before the first step of a window without a limit."""
         if self._saw_loop:
             return
         self._saw_loop = True
@@ -103,10 +103,10 @@ class Habits:
             )
 
     def dropped(self) -> None:
-        """An open window is over without a step."""
+        """Counts an open window that ends without a step."""
         self._drops += 1
 
     def stepped(self) -> None:
-        """A window is over with a step, made or skipped."""
+        """Counts a window that ends with a step, made or skipped."""
         self._steps_after_drops = self._steps_after_drops + 1 if self._drops else 0
         self._drops = 0

@@ -27,7 +27,7 @@ from accumfused.formats.convert import load_weights
 from accumfused.formats.numeric import ieee
 from accumfused.rules.on_tensors import square_root
 
-_Kept = tuple[tuple[Tensor, ...], Tensor, tuple[str, ...]]  # bounds, sums, names
+_Layout = tuple[tuple[Tensor, ...], Tensor, tuple[str, ...]]  # bounds, sums, names
 
 _OF_EACH = ("grad_norm", "param_norm", "update_norm", "update_ratio")
 _SUMS = 3  # of squares of gradients, of weights before the step, and of their changes
@@ -52,19 +52,19 @@ class Metrics:
     names: tuple[str, ...]
 
     def as_dict(self) -> dict[str, float]:
-        """The values by name; waits for the device."""
+        """Returns the values by name; waits for the device."""
         return dict(zip(self.names, self.values.tolist(), strict=True))
 
     def __str__(self) -> str:
-        """A line for all parameters, each group and each tensor; waits for the device."""
-        found = self.as_dict()
+        """Makes a table with a line for all parameters, each group and each tensor; waits for the device."""
+        numbers = self.as_dict()
         prefixes = [name.removesuffix(_OF_EACH[0]) for name in self.names if name.endswith(_OF_EACH[0])]
         names = [prefix.rstrip("/") or "all" for prefix in prefixes]
         width = max(map(len, names))
         lines = [" ".join([" " * width, *(f"{name:>12}" for name in _OF_EACH)])]
         for name, prefix in zip(names, prefixes, strict=True):
-            lines.append(" ".join([name.ljust(width), *(f"{found[prefix + each]:12.4g}" for each in _OF_EACH)]))
-        return "\n".join([*lines, ", ".join(f"{name} {found[name]:.4g}" for name in _OF_STEP)])
+            lines.append(" ".join([name.ljust(width), *(f"{numbers[prefix + column]:12.4g}" for column in _OF_EACH)]))
+        return "\n".join([*lines, ", ".join(f"{name} {numbers[name]:.4g}" for name in _OF_STEP)])
 
 
 @dataclass
@@ -83,10 +83,10 @@ class _Measurement:
         with ieee():
             grads, params, changes = torch.cat(self.sums, dim=1)
             divisor, inverse = divisor_of(self.scaling)
-            param_norm, change = (square_root(each.to(self.scaling.dtype)).double() for each in (params, changes))
+            param_norm, change = (square_root(squares.to(self.scaling.dtype)).double() for squares in (params, changes))
             ratio = torch.where(param_norm == 0, 0.0, change / param_norm)
             param_norm = torch.where(self.skipped, torch.nan, param_norm)
-            change, ratio = (torch.where(self.skipped, 0.0, each) for each in (change, ratio))
+            change, ratio = (torch.where(self.skipped, 0.0, number) for number in (change, ratio))
             of_each = torch.stack(
                 [norms(grads, divisor, inverse, self.scaling.dtype), param_norm, change, ratio], dim=1
             )
@@ -115,10 +115,10 @@ class Meter(Observer):
         self._sums: Tensor | None = None
         self._clips: Tensor | None = None
         self._last: _Measurement | None = None
-        self._kept: WeakKeyDictionary[Plan, _Kept] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[Plan, _Layout] = WeakKeyDictionary()
 
     def takes_norm(self, plan: Plan) -> bool:
-        """Whether the step to come is measured.
+        """Tells whether the step to come is measured.
 
         Raises:
             RuntimeError: parameters are shards.
@@ -132,15 +132,15 @@ class Meter(Observer):
         plan, partials = measured.plan, measured.partials
         if partials is None or not self.takes_norm(plan):
             return
-        if plan not in self._kept:
+        if plan not in self._layouts:
             sums = torch.empty(_SUMS, plan.chunks, dtype=plan.dtype, device=plan.device)
-            self._kept[plan] = _bounds(plan), sums, _names(plan, groups)
-        sums = self._kept[plan][1].zero_()
+            self._layouts[plan] = _bounds(plan), sums, _names(plan, groups)
+        sums = self._layouts[plan][1].zero_()
         sums[0].copy_(partials)
         self._sums = sums
 
     def around(self, step: Step) -> Step:
-        """A measured step also takes the norms of the weights, and of their changes."""
+        """Returns the step, or one that also takes the norms of the weights and of their changes."""
         return step if self._sums is None else partial(_step_in_runs, step, self._sums)
 
     def after_step(self, measured: Measured) -> None:
@@ -150,19 +150,19 @@ class Meter(Observer):
         if self._sums is None:
             return
         scaling, sums, self._sums = measured.scaling, self._sums, None
-        bounds, _, names = self._kept[plan]
+        bounds, _, names = self._layouts[plan]
         squares = [plan.backend.segment_norms(plan, sums.view(-1), bound).view(_SUMS, -1) for bound in bounds]
         clip = outcome.coefficient if outcome.coefficients is None else outcome.coefficients.amin()
         inverse: Any = 1.0 / scaling.normalization
         if scaling.device_normalization is not None:
             inverse = divisor_of(scaling)[1].to(scaling.dtype)
-        made = ~outcome.skipped
-        counts = torch.stack([(clip < inverse) & made, made])
+        is_made = ~outcome.skipped
+        counts = torch.stack([(clip < inverse) & is_made, is_made])
         self._clips = counts.long() if self._clips is None else self._clips.to(counts.device) + counts
         self._last = _Measurement(squares, scaling, outcome.skipped, clip, self._clips, plan.skips.count.clone(), names)
 
     def read(self) -> Metrics | None:
-        """The metrics of the last measured step; None: there was none yet."""
+        """Returns the metrics of the last measured step; None: there was none yet."""
         return None if self._last is None else self._last.metrics()
 
 
@@ -190,23 +190,23 @@ def _runs(plan: Plan, grads: Grads) -> Iterator[range]:
     begin = elements = 0
     most = _COPIED.get(plan.device.type, _MOST_COPIED)
     for index, (row, grad) in enumerate(zip(plan.rows, grads, strict=True)):
-        new = 0 if grad is None else row.tensor.numel()
-        if elements and elements + new > most:
+        size = 0 if grad is None else row.tensor.numel()
+        if elements and elements + size > most:
             yield range(begin, index)
             begin, elements = index, 0
-        elements += new
+        elements += size
     yield range(begin, len(plan.rows))
 
 
 @ieee()
 def _weights(row: Row) -> Tensor:
-    """A parameter as the step sees it: fp32, from its master if it has one."""
+    """Loads a parameter as the step sees it: fp32, from its master if it has one."""
     storage = row.storage
     return load_weights(row.form, row.tensor.detach(), None if storage is None else storage.master)
 
 
 def _bounds(plan: Plan) -> tuple[Tensor, ...]:
-    """The bounds of all, of the groups, and of the tensors, in `_SUMS` concatenated lists of chunks."""
+    """Returns the bounds of all, of the groups, and of the tensors, in `_SUMS` concatenated lists of chunks."""
     tensors = [row.first_chunk for row in plan.rows]
     of_groups = [row.group for row in plan.rows]
     groups = [[*tensors, plan.chunks][bisect_left(of_groups, group)] for group in range(len(plan.rules))]

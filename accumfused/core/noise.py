@@ -52,7 +52,7 @@ class NoiseEstimate:
     windows: Tensor
 
     def as_dict(self) -> dict[str, float]:
-        """The numbers by name; waits for the device."""
+        """Returns the numbers by name; waits for the device."""
         numbers = torch.stack([self.noise_scale, self.signal, self.noise, self.windows]).tolist()
         return dict(zip(("noise_scale", "signal", "noise", "windows"), numbers, strict=True))
 
@@ -90,32 +90,32 @@ class Noise(Observer):
 
     def before_fold(self, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool) -> None:
         """Takes the squares of a micro-batch's gradients."""
-        known, count = _squares(plan, window), window.weights.count
-        if known is None or (not isinstance(weight, Tensor) and weight == 0):
-            window.squares = None if known is None else replace(known, micro_batches=count)
+        squares, count = _squares(plan, window), window.weights.count
+        if squares is None or (not isinstance(weight, Tensor) and weight == 0):
+            window.squares = None if squares is None else replace(squares, micro_batches=count)
             return
-        squares = torch.zeros_like(known.sums)
-        plan.backend.norm(plan, grads, squares, Scaling(plan.device))
+        partials = torch.zeros_like(squares.sums)
+        plan.backend.norm(plan, grads, partials, Scaling(plan.device))
         share: Number = 1.0 if weight is None else weight
         if isinstance(share, Tensor):
             share = on_device(share, plan.device, torch.float64)
-        parts = known.parts
-        if known.micro_batches < count:  # else these are more of its gradients
+        parts = squares.parts
+        if squares.micro_batches < count:  # else these are more of its gradients
             parts = parts + (share != 0)
         if in_loss and weight is not None:  # the gradient's square has the weight in it twice
             share = 1.0 / share
         if isinstance(share, Tensor):  # of weight 0, the gradients are those of nothing: NaN
-            squares = torch.where(share.isfinite() & (share != 0), share * squares, 0.0)
+            partials = torch.where(share.isfinite() & (share != 0), share * partials, 0.0)
         else:
-            squares *= share
-        window.squares = Squares(known.sums + squares, count, parts)
+            partials *= share
+        window.squares = Squares(squares.sums + partials, count, parts)
 
     def numbers(self, plan: Plan, window: Window) -> Sequence[Tensor]:
-        numbers, known = torch.full((3,), torch.nan, dtype=torch.float64, device=plan.device), _squares(plan, window)
-        if known is not None and known.micro_batches == window.weights.count:
-            squares = Exchange().sums_of_squares(plan, [known.sums])[0]
-            numbers = _numbers(squares, known, window)
-        window.squares = replace(known or Squares(numbers), added_up=numbers)
+        numbers, squares = torch.full((3,), torch.nan, dtype=torch.float64, device=plan.device), _squares(plan, window)
+        if squares is not None and squares.micro_batches == window.weights.count:
+            total = Exchange().sums_of_squares(plan, [squares.sums])[0]
+            numbers = _numbers(total, squares, window)
+        window.squares = replace(squares or Squares(numbers), added_up=numbers)
         return [numbers]
 
     def closed(self, plan: Plan, window: Window) -> None:
@@ -135,13 +135,13 @@ class Noise(Observer):
             return
         if window.phase is Phase.CLOSED:
             self.closed(plan, window)  # an error may have kept it
-        known = window.squares
-        assert known is not None
-        if known.added_up is not None:
-            numbers, whole = known.added_up, exchange.sums_of_squares(plan, [window.partials])[0]
+        window_squares = window.squares
+        assert window_squares is not None
+        if window_squares.added_up is not None:
+            numbers, whole = window_squares.added_up, exchange.sums_of_squares(plan, [window.partials])[0]
         else:
-            squares, whole = exchange.sums_of_squares(plan, [known.sums, window.partials]).unbind()
-            numbers = _numbers(squares, known, window)
+            squares, whole = exchange.sums_of_squares(plan, [window_squares.sums, window.partials]).unbind()
+            numbers = _numbers(squares, window_squares, window)
         squares, parts, total = numbers.unbind()
         divisor: Number = scaling.normalization
         if scaling.device_normalization is not None:
@@ -170,15 +170,15 @@ class Noise(Observer):
         if self._sample is None:
             return []
         sample, self._sample = torch.stack(self._sample), None
-        known = sample.new_zeros(4) if self.means is None else moved(self.means, sample.device)
+        means = sample.new_zeros(4) if self.means is None else moved(self.means, sample.device)
         rest = 1.0 - self._decay
-        means = torch.cat([sample, torch.ones_like(sample[:1])])
-        made = torch.cat([known[:3] * self._decay + means * rest, known[3:] + 1.0])
+        terms = torch.cat([sample, torch.ones_like(sample[:1])])
+        updated = torch.cat([means[:3] * self._decay + terms * rest, means[3:] + 1.0])
         is_good = sample.isfinite().all() & ~outcome.skipped.to(sample.device)
-        return [partial(known.copy_, torch.where(is_good, made, known)), partial(setattr, self, "means", known)]
+        return [partial(means.copy_, torch.where(is_good, updated, means)), partial(setattr, self, "means", means)]
 
     def estimate(self) -> NoiseEstimate:
-        """The means so far.
+        """Makes an estimate from the means so far.
 
         Raises:
             RuntimeError: no window of two or more micro-batches has been stepped.
@@ -194,28 +194,28 @@ class Noise(Observer):
 
 
 def _squares(plan: Plan, window: Window) -> Squares | None:
-    """The squares of the window so far; None: it was resumed, or its chunks have changed."""
-    known = window.squares
-    if known is None:
+    """Returns the squares of the window so far; None: it was resumed, or its chunks have changed."""
+    squares = window.squares
+    if squares is None:
         zeros = torch.zeros(plan.chunks, dtype=plan.dtype, device=plan.device)
         return Squares(zeros) if window.weights.count <= 1 else None
-    return known if (known.sums.device, len(known.sums)) == (plan.device, plan.chunks) else None
+    return squares if (squares.sums.device, len(squares.sums)) == (plan.device, plan.chunks) else None
 
 
 def _has_noise(plan: Plan, window: Window) -> bool:
-    """Whether the squares are those of all the window's micro-batches, and these more than one."""
+    """Tells whether the squares are those of all the window's micro-batches, and these more than one."""
     if window.squares is not None and window.squares.added_up is not None:
         return True
-    known = _squares(plan, window)
-    if known is None or known.micro_batches != window.weights.count:
+    squares = _squares(plan, window)
+    if squares is None or squares.micro_batches != window.weights.count:
         return False
-    return isinstance(known.parts, Tensor) or known.parts > 1
+    return isinstance(squares.parts, Tensor) or squares.parts > 1
 
 
-def _numbers(squares: Tensor, known: Squares, window: Window) -> Tensor:
-    """A window's weighted sum of squares, number of micro-batches, and weight: fp64 [3], which processes add up."""
-    numbers = squares.new_zeros(3)
-    total = window.weights.total if window.weights.is_weighted else known.parts
-    for place, number in zip(numbers.unbind(), (squares, known.parts, total), strict=True):
+def _numbers(sum_of_squares: Tensor, squares: Squares, window: Window) -> Tensor:
+    """Makes fp64 [3], which processes add up: a window's weighted sum of squares, its micro-batches, and its weight."""
+    numbers = sum_of_squares.new_zeros(3)
+    total = window.weights.total if window.weights.is_weighted else squares.parts
+    for place, number in zip(numbers.unbind(), (sum_of_squares, squares.parts, total), strict=True):
         place.add_(number)  # not assigned: to assign a number would wait for a GPU
     return numbers

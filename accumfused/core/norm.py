@@ -1,7 +1,8 @@
 """From sums of squares to norms, and to the coefficients by which steps multiply their gradients.
 
-Of one plan, of processes that share a norm, or of several plans together. What a backend ends in a kernel (csrc/norm.h)
-is here in PyTorch; whoever calls `finish_norm` or what it is made of keeps subnormals: see `formats.numeric.ieee`.
+Norms are those of one plan, of processes that share a norm, or of several plans together. The kernel with which a
+backend ends a norm (csrc/norm.h) is here in PyTorch. Callers of `finish_norm`, and of the functions that it calls, keep
+subnormals: see `formats.numeric.ieee`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from accumfused.rules.on_tensors import square_root
 
 
 def take_norm(plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
-    """`Backend.norm`, over all processes that share the norm."""
+    """Takes the norm as `Backend.norm` does, over all processes that share it."""
     exchange = plan.exchange
     if partials is None or not exchange.shares_norm(plan):
         return plan.backend.norm(plan, grads, partials, scaling)
@@ -60,7 +61,7 @@ def finish_norm(sum_of_squares: Tensor | None, scaling: Scaling) -> Outcome:
 
 
 def divisor_of(scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """The gradients' divisor and its inverse, which is NaN if the divisor is bad: fp64, shape []."""
+    """Returns the gradients' divisor and its inverse, which is NaN if the divisor is bad: fp64, shape []."""
     divisor = torch.full((), scaling.normalization, dtype=torch.float64, device=scaling.device)
     if scaling.device_normalization is not None:
         divisor = divisor * scaling.device_normalization
@@ -68,13 +69,13 @@ def divisor_of(scaling: Scaling) -> tuple[Tensor, Tensor]:
 
 
 def norms(squares: Tensor, divisor: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """The norms of gradients, rounded to `dtype` and divided, from their sums of squares: fp64, of any shape."""
+    """Computes norms of gradients, rounded to `dtype` and divided, from their sums of squares: fp64, of any shape."""
     is_lost = (squares < LEAST_SUM) & (divisor < LEAST_DIVISOR)
     return torch.where(is_lost, torch.nan, square_root(squares.to(dtype)).double() * inverse)
 
 
 def clipped(norm: Tensor, limit: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factors that bring norms, rounded to `dtype`, below their limits: fp64; a NaN stays a NaN."""
+    """Computes the factors that bring norms, rounded to `dtype`, below their limits: fp64; a NaN stays a NaN."""
     return (limit / (norm.to(dtype).double() + 1e-6)).clamp(max=1.0)
 
 
@@ -105,7 +106,7 @@ def share(parts: Sequence[Measured], scaling: Scaling) -> None:
     """Gives several plans one norm, and coefficients that clip all of them by it.
 
     If their windows have one divisor, the chunks' sums of squares of all plans are added up in the order of one plan,
-    so the bits are those of one optimizer with all parameters. Else each plan's sum is divided before.
+    so the bits are those of one optimizer with all parameters. Else each plan's sum is divided first.
 
     Args:
         parts: measured without a coefficient; each gets its outcome.
@@ -116,21 +117,21 @@ def share(parts: Sequence[Measured], scaling: Scaling) -> None:
     device, leading = scaling.device, max((part.plan for part in parts), key=lambda plan: plan.dtype.itemsize)
     divisors = [part.divisor for part in parts]
     partials = [part.partials for part in parts if part.partials is not None]
-    is_common = not any(isinstance(each, Tensor) or each != divisors[0] for each in divisors)
+    is_common = not any(isinstance(divisor, Tensor) or divisor != divisors[0] for divisor in divisors)
     with ieee():
         if is_common and not any(part.plan.exchange.shares_norm(part.plan) for part in parts):
             scaling.normalize(divisors[0])
-            every = torch.cat([moved(each, device) for each in partials])
-            bounds = torch.arange(2, device=device) * len(every)
-            common = finish_norm(leading.backend.segment_norms(leading, every, bounds)[0], scaling)
+            chunk_sums = torch.cat([moved(sums, device) for sums in partials])
+            bounds = torch.arange(2, device=device) * len(chunk_sums)
+            common = finish_norm(leading.backend.segment_norms(leading, chunk_sums, bounds)[0], scaling)
             coefficients = [common.coefficient] * len(parts)
         else:
             both = zip([part.plan for part in parts], partials, strict=True)
             sums = [moved(plan.exchange.sums_of_squares(plan, [chunks])[0], device) for plan, chunks in both]
-            divisors = [moved(each, device) if isinstance(each, Tensor) else each for each in divisors]
+            divisors = [moved(divisor, device) if isinstance(divisor, Tensor) else divisor for divisor in divisors]
             squares = [total / (divisor * divisor) for total, divisor in zip(sums, divisors, strict=True)]
             common = finish_norm(torch.stack(squares).sum(), scaling)
-            coefficients = [(common.coefficient.double() / each).to(scaling.dtype) for each in divisors]
+            coefficients = [(common.coefficient.double() / divisor).to(scaling.dtype) for divisor in divisors]
     for part, coefficient in zip(parts, coefficients, strict=True):
         values = torch.stack([coefficient, common.norm, common.values[2]])
         part.outcome = replace(part.outcome, values=moved(values, part.plan.device).to(part.plan.dtype), normed=True)

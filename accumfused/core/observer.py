@@ -15,10 +15,10 @@ from accumfused.core.window import Window
 
 
 class Observer:
-    """Each method may do nothing, as here."""
+    """Measures the steps of an optimizer. In this base each method does nothing."""
 
     def check(self, exchange: Exchange, weight: Number | None) -> None:
-        """Before a micro-batch: refuses what it could not measure."""
+        """Refuses, before a micro-batch, gradients that it could not measure."""
 
     def before_fold(self, plan: Plan, grads: Grads, window: Window, weight: Number | None, in_loss: bool) -> None:
         """Measures gradients before their fold, which may keep them as its sums.
@@ -29,26 +29,26 @@ class Observer:
         """
 
     def numbers(self, plan: Plan, window: Window) -> Sequence[Tensor]:
-        """What processes add up beside their sums: flat fp64 tensors."""
+        """Returns numbers that processes add up together with their sums: flat fp64 tensors."""
         return ()
 
     def closed(self, plan: Plan, window: Window) -> None:
-        """After `p.grad` has become a window's sum, and before the user's code can change it."""
+        """Measures a closed window, after `p.grad` has become its sum, and before the user's code can change that."""
 
     def takes_norm(self, plan: Plan) -> bool:
-        """Whether the step to come has to take a norm."""
+        """Tells whether the step to come has to take a norm."""
         return False
 
     def before_step(self, measured: Measured, window: Window, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Before a step that has its coefficient."""
+        """Measures the gradients of a step that has its coefficient, before the step."""
 
     def around(self, step: Step) -> Step:
-        """The step itself, or one that makes it and measures."""
+        """Returns the step itself, or one that makes it and measures."""
         return step
 
     def with_step(self, outcome: Outcome) -> Sequence[Call[Any]]:
-        """What is to be true once the step is made, or skipped."""
+        """Returns calls for the step's commit, made or skipped."""
         return ()
 
     def after_step(self, measured: Measured) -> None:
-        """After a step, made or skipped."""
+        """Counts or measures a step, made or skipped, after it."""

@@ -81,15 +81,15 @@ class Plan:
         return any(row.shard is not None for row in self.rows)
 
     def unchanged(self, *, with_states: bool) -> bool:
-        """Whether the memory of groups (and of states) is still that of this plan; one of several devices looks."""
+        """Tells whether the memory of groups (and of states) is still this plan's; one of several devices asks."""
         return (self.parts or [self])[0].reader.unchanged(with_states=with_states)
 
     def lacks_state(self, grads: Grads) -> bool:
-        """Whether a parameter with a gradient has no state yet."""
+        """Tells whether a parameter with a gradient has no state yet."""
         return any(g is not None and not row.has_state for g, row in zip(grads, self.rows, strict=True))
 
     def hypers(self, param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[float | Tensor, ...]]:
-        """The groups' numbers in the order of their rules' `hypers`; a tensor is not read."""
+        """Returns the groups' numbers in the order of their rules' `hypers`; a tensor is not read."""
         return [
             tuple(rule.hyper(group, name) for name in rule.hyper_names)
             for rule, group in zip(self.rules, param_groups, strict=True)

@@ -79,11 +79,11 @@ class Plans:
     @property
     def seed(self) -> int:
         """The seed of the noise of new states."""
-        given = self.settings.rounding_seed
-        return self._surroundings.default_seed() if given is None else given
+        seed = self.settings.rounding_seed
+        return self._surroundings.default_seed() if seed is None else seed
 
     def current(self, *, with_states: bool = True) -> Plan:
-        """The plan for the current parameters and states, with backend and exchange.
+        """Returns the plan for the current parameters and states, with backend and exchange.
 
         Args:
             with_states: False: for a fold, which reads no states; they may be others.
@@ -106,7 +106,7 @@ class Plans:
         return plan
 
     def forget(self) -> None:
-        """The optimizer's state or settings were replaced: the next call makes a new plan."""
+        """Outdates the plan, because state or settings were replaced: the next call makes a new one."""
         if self.last is not None:
             self.last.is_valid = False
 
@@ -158,5 +158,5 @@ def build(optimizer: Callable[[], Any], rules: list[type[Rule]], settings: Setti
 
 
 def rule_of(rules: Iterable[type[Rule]], group: Mapping[str, Any]) -> type[Rule]:
-    """An optimizer's rule for a parameter group: the first whose flags are the group's."""
+    """Returns the optimizer's rule for a parameter group: the first whose flags are the group's."""
     return next(rule for rule in rules if rule.fits(group))

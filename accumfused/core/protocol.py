@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accumfused.core.plan import Plan
 
 Hypers = list[tuple[float | Tensor, ...]]  # per group, in the order of its rule's `hypers`; a tensor has one element
-Number = float | Tensor  # a tensor has one element, which nobody reads
+Number = float | Tensor  # a tensor has one element, and is not read
 Call = partial  # of a C function
 
 
@@ -34,46 +34,56 @@ def run(calls: Iterable[Call[Any]]) -> None:
 
 @dataclass(frozen=True)
 class Commit:
-    """What becomes true together with a verb's writes, as calls of C functions.
+    """Records what a verb has written, together with the writes: a draft takes the window's place, say.
 
-    Ctrl-C raises between two bytecodes. So where one call is the whole launch, all is as before it or as after it.
+    Ctrl-C raises between two bytecodes, so never within `run`, which is one call of a C function. After Ctrl-C during a
+    step (a fold is alike) the next call finds
+
+        before any launch:         no weight written, the window open; the step can be made again
+        at the only launch:        the same, or all weights written and the window over: `run` makes both or neither
+        between several launches:  some weights written, the window BROKEN: it refuses all calls but zero_grad()
+        after the last launch:     all weights written, and the window over, or BROKEN until `end` has run
+
+    "cpu" and "cuda" have one launch. "triton", "torch", several devices, Muon and measured steps have several. An error
+    that a launch raises is as Ctrl-C before it.
 
     Args:
-        ends: what is true when all is written.
-        begins: where a verb launches in several calls: what is true when only some is.
+        ends: calls of C functions that record that all is written.
+        begins: calls that record, before the first of several launches, that only some may be written.
     """
 
     ends: Sequence[Call[Any]] = ()
     begins: Sequence[Call[Any]] = ()
 
     def with_launch(self, launch: Call[Any]) -> None:
-        """Runs a launch that is one call of a C function."""
+        """Makes the only launch, a call of a C function, and records it, in one call."""
         run([launch, *self.ends])
 
     def begin(self) -> None:
-        """Before the first write of several."""
+        """Records that a first launch of several follows."""
         run(self.begins)
 
     def end(self) -> None:
-        """Behind the last one."""
+        """Records that the last launch is made, or that there is none to make."""
         run(self.ends)
 
 
-ALONE = Commit()  # nothing follows a verb
+ALONE = Commit()  # records nothing
 
 
 @dataclass
 class Fold:
-    """One launch of `accumulate`.
+    """The operands of one launch of `accumulate`.
 
     sum <- sum + factor * grad; with `overwrites` sum <- factor * grad, where a gradient may be the sum itself. A factor
     of 0 leaves a sum as it is, overwrites it with 0, and reads no gradient: NaN times 0 is NaN.
 
     Args:
-        grads: None: the sum is left alone, but for `before`.
-        sums: in their rows' `Format.dtype`; None: left alone.
+        grads: None: the sum stays as it is, but for `before`.
+        sums: in their rows' `Format.dtype`; None: there is none to write.
         factor: rounded once to the plan's dtype; a tensor is fp64, of shape [].
-        before: while this is 0 the sums hold nothing: they become their gradients, or 0 without one. fp64, shape [].
+        before: the window's total weight before this micro-batch, fp64, shape []. While it is 0 the sums hold nothing:
+            they become their gradients, or 0 without one. None: the sums hold something.
     """
 
     grads: Grads
@@ -88,7 +98,7 @@ class Fold:
         return self.overwrites and not isinstance(self.factor, Tensor) and self.factor == 1.0
 
     def tensors(self) -> list[Tensor]:
-        """The numbers that the device holds."""
+        """Lists the numbers that the device holds."""
         return [number for number in (self.factor, self.before) if isinstance(number, Tensor)]
 
     def refuse_overwritten(self) -> None:
@@ -102,7 +112,7 @@ class Fold:
 
 @dataclass
 class Scaling:
-    """The inputs of the coefficient, beside the norm: see `Backend.norm`."""
+    """The inputs of the coefficient, except the norm: see `Backend.norm`."""
 
     device: torch.device
     normalization: float = 1.0
@@ -117,10 +127,10 @@ class Scaling:
         """Divides the gradients by one more number; a tensor is not read."""
         if isinstance(divisor, Tensor):
             divisor = on_device(divisor, self.device, torch.float64)
-            known = self.device_normalization
+            product = self.device_normalization
             # The product of two negative divisors would look valid.
             self.device_normalization = (
-                divisor if known is None else torch.where(divisor > 0, known * divisor, math.nan)
+                divisor if product is None else torch.where(divisor > 0, product * divisor, math.nan)
             )
         else:
             self.normalization *= divisor
@@ -132,10 +142,10 @@ class Outcome:
 
     values: Tensor
     normed: bool = True
-    spends_grads: bool = False  # nobody reads the gradients after the step, so it may overwrite them
+    spends_grads: bool = False  # the step may overwrite the gradients, which are not read after it
     coefficients: Tensor | None = None  # [rows]: each row's own, in place of the one
     is_above: Tensor | None = None  # bool, shape []: skipped because of a finite norm alone
-    history: Tensor | None = None  # of clipping, with this step's norm: kept if the step is made
+    history: Tensor | None = None  # of clipping, with this step's norm; it counts if the step is made
 
     @property
     def coefficient(self) -> Tensor:
@@ -158,7 +168,7 @@ class Outcome:
 
 
 class Backend(Protocol):
-    """The three verbs."""
+    """Runs the three verbs: accumulate, norm and step."""
 
     name: str
     measures_folds: bool  # else `norm` is given the accumulators
@@ -167,7 +177,7 @@ class Backend(Protocol):
         """Adds this backend's tables to a new plan."""
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
-        """Folds; if it measures folds, and this one does not copy, it writes the sums of squares into partials.
+        """Adds gradients to sums. If it measures folds, and does not copy, it writes the squares of sums into partials.
 
         Those of rows without a gradient stay right: they are 0 where `before` makes the sum 0. In the plan's dtype,
         [plan.chunks].
@@ -185,7 +195,7 @@ class Backend(Protocol):
         """
 
     def segment_norms(self, plan: Plan, partials: Tensor, bounds: Tensor) -> Tensor:
-        """The sums of squares of runs of chunks, each added up as `norm` adds up all of them: fp64 [segments].
+        """Adds up the sums of squares of runs of chunks, each run as `norm` does all chunks: fp64 [segments].
 
         Args:
             partials: as `norm` leaves them.
@@ -204,21 +214,21 @@ class Segments:
     bounds: Tensor  # int64 [segments + 1]: their first chunks, and the number of all
     row_bounds: Tensor  # int64 [rows + 1]: the rows' first chunks, and the number of all
     first_rows: Tensor | None  # int64 [segments + 1]: their first rows, and the number of all; None: rows are segments
-    of_rows: Tensor | None  # int64 [rows]: each row's segment; None: its own
+    of_rows: Tensor | None  # int64 [rows]: each row's segment; None: rows are segments
 
     @classmethod
     def of(cls, plan: Plan, *, per_group: bool) -> Segments:
-        """The segments of a plan; their tensors lie on its device."""
+        """Makes the segments of a plan; their tensors lie on its device."""
 
-        def kept(numbers: list[int]) -> Tensor:
+        def tensor(numbers: list[int]) -> Tensor:
             return torch.tensor(numbers, dtype=torch.int64, device=plan.device)
 
         chunks = [*(row.first_chunk for row in plan.rows), plan.chunks]
         if not per_group:
-            return cls(kept(chunks), kept(chunks), None, None)
+            return cls(tensor(chunks), tensor(chunks), None, None)
         groups = [row.group for row in plan.rows]
         first = [bisect_left(groups, group) for group in range(len(plan.rules) + 1)]
-        return cls(kept([chunks[row] for row in first]), kept(chunks), kept(first), kept(groups))
+        return cls(tensor([chunks[row] for row in first]), tensor(chunks), tensor(first), tensor(groups))
 
 
 @dataclass(frozen=True)
@@ -249,7 +259,7 @@ class Exchange:
     bundled_bytes = 0  # accumulators below this travel together
 
     def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
-        """Before a window begins: refuses gradients that it would misread (as means, say)."""
+        """Refuses, before a window begins, gradients that it would misread (as means, say)."""
 
     def agree(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
@@ -261,23 +271,23 @@ class Exchange:
         """Replaces flat tensors, accumulators or fp64 numbers, by their sums over all processes."""
 
     def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
-        """The sum of weights that a checkpoint of an open window holds."""
+        """Returns the sum of weights that a checkpoint of an open window holds."""
         return total
 
     def shares_norm(self, plan: Plan) -> bool:
-        """Whether a norm is one over several processes: then all of them take it in each step."""
+        """Tells whether a norm is one over several processes: then all of them take it in each step."""
         return False
 
     def found_inf(self, found_inf: Tensor | None) -> Tensor | None:
-        """A scaler's flag, of all processes that share the norm."""
+        """Combines the flags of scalers in all processes that share the norm."""
         return found_inf
 
     def segment_norms(self, plan: Plan, partials: Tensor, segments: Segments) -> Tensor:
-        """`Backend.segment_norms`, over all shards of the parameters."""
+        """Takes norms as `Backend.segment_norms` does, over all shards of the parameters."""
         return plan.backend.segment_norms(plan, partials, segments.bounds)
 
     def sums_of_squares(self, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
-        """The sum of each of these lists of chunks' sums, over all shards of the parameters: fp64 [lists]."""
+        """Adds up each of these lists of chunks' sums, over all shards of the parameters: fp64 [lists]."""
         bounds = torch.arange(len(partials) + 1, device=plan.device) * plan.chunks
         return plan.backend.segment_norms(plan, torch.cat(list(partials)), bounds)
 
@@ -319,11 +329,11 @@ class DuringBackward(Protocol):
 
 @dataclass(frozen=True)
 class Divisors:
-    """The divisors of one step beside its window's weights, and the flag by which a scaler skips it."""
+    """The divisors of one step, except its window's weights, and the flag by which a scaler skips it."""
 
     normalizer: Number | None = None
     grad_scale: Number | None = None
-    found_inf: Number | None = None  # not 0 if a gradient is not finite; None: nobody has checked
+    found_inf: Number | None = None  # not 0 if a gradient is not finite; None: not checked
     for_scaler: bool = False  # an overflow then raises no error
     is_shared: bool = False  # the norm will be one over several optimizers
 
@@ -344,7 +354,7 @@ class Divisors:
         return cls(normalizer, scale, found_inf, for_scaler, is_shared)
 
     def scaling(self, device: torch.device, dtype: torch.dtype) -> Scaling:
-        """These divisors and the flag, on a device, for an outcome of this dtype."""
+        """Moves the divisors and the flag to a device, for an outcome of this dtype."""
         scaling = Scaling(device, dtype=dtype)
         if self.found_inf is not None:
             found_inf = replicated(torch.as_tensor(self.found_inf, dtype=torch.float32))
@@ -371,7 +381,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def at_hand(value: float | Tensor, device: torch.device) -> float | Tensor:
-    """A number, or an fp32 or fp64 tensor here that a kernel reads, so that a graph's replay follows its changes."""
+    """Returns a number, or an fp32 or fp64 tensor here that a kernel reads: a graph's replay follows its changes."""
     if not isinstance(value, Tensor) or (value.device != device and value.device.type == "cpu"):
         return float(value)
     value = moved(value, device)

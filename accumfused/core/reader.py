@@ -44,7 +44,7 @@ def _own_uses() -> int:
     return int(storage_uses(tensor.untyped_storage()._cdata))
 
 
-OWN_REFERENCES = _own_references()  # to `param.grad` as it is read, if nobody else holds the gradient
+OWN_REFERENCES = _own_references()  # to `param.grad` as it is read, if nothing else holds the gradient
 storage_uses = torch._C._storage_Use_Count  # of a storage, by its address
 OWN_USES = _own_uses()  # of one with a single tensor
 
@@ -61,9 +61,9 @@ class TensorReader:
         self._optimizer: Any = optimizer
         self._rows = rows
         self._dtypes = TORCH_DTYPES if dtype == torch.float64 else DTYPES  # of gradients
-        self._held = [True] * len(rows)  # until the first read
+        self._held = [True] * len(rows)  # flags gradients that the user's code holds, too: all until the first read
         self._checked: set[int] = set()  # rows whose parameter was checked
-        self._known: tuple[list[int], list[Any], list[Any]] | None = None
+        self._snapshot: tuple[list[int], list[Any], list[Any]] | None = None
 
     # ---- looks -----------------------------------------------------------------------------------------------------
 
@@ -71,25 +71,25 @@ class TensorReader:
         """Notes what `unchanged` compares; without this call all counts as changed."""
         if self._optimizer is not None:
             objects, arrangement = self._objects(with_states=True)
-            self._known = list(map(id, objects)), arrangement, [_place(shards.local(value)) for value in objects]
+            self._snapshot = list(map(id, objects)), arrangement, [_place(shards.local(value)) for value in objects]
 
     def unchanged(self, *, with_states: bool) -> bool:
-        """Whether groups, states and their memory are still those of the plan; or only the groups.
+        """Tells whether groups, states and their memory are still those of the plan; or only the groups.
 
         An object may come back at the address of one that was freed: so its place in memory is compared, too.
         """
-        if self._known is None:
+        if self._snapshot is None:
             return False
-        ids, known_arrangement, places = self._known
+        ids, last_arrangement, places = self._snapshot
         objects, arrangement = self._objects(with_states=with_states)
         if not with_states:
-            ids, known_arrangement = ids[: len(objects)], known_arrangement[:1]
-        if arrangement != known_arrangement or list(map(id, objects)) != ids:
+            ids, last_arrangement = ids[: len(objects)], last_arrangement[:1]
+        if arrangement != last_arrangement or list(map(id, objects)) != ids:
             return False
         return all(map(_lies, map(shards.local, objects), places))
 
     def _objects(self, *, with_states: bool) -> tuple[list[Any], list[Any]]:
-        """Parameters with the entries of their states, and their arrangement: groups' sizes, and names."""
+        """Lists parameters with the entries of their states, and their arrangement: groups' sizes, and names."""
         groups: list[dict[str, Any]] = self._optimizer().param_groups
         params = [param for group in groups for param in group["params"]]
         sizes = [len(group["params"]) for group in groups]
@@ -102,11 +102,11 @@ class TensorReader:
     # ---- p.grad ----------------------------------------------------------------------------------------------------
 
     def present(self) -> int:
-        """How many parameters have a p.grad."""
+        """Counts the parameters that have a p.grad."""
         return sum(param.grad is not None for group in self._optimizer().param_groups for param in group["params"])
 
     def read_grads(self) -> tuple[Grads, int]:
-        """Every p.grad, and how many are not None."""
+        """Reads every p.grad, and counts those that are not None."""
         params = [row.param for row in self._rows]
         held = [p.grad is not None and sys.getrefcount(p.grad) > OWN_REFERENCES for p in params]
         whole = [param.grad for param in params]
@@ -117,23 +117,23 @@ class TensorReader:
         return grads, sum(grad is not None for grad in grads)
 
     def held(self) -> list[bool]:
-        """Flags the last read gradients that somebody else also holds, and may write again."""
+        """Flags those of the last read gradients that the user's code holds, too, and may write again."""
         return self._held
 
     def adopts_all(self, grads: Grads) -> bool:
-        """Whether a window may keep these gradients, just read, as its sums: nobody else can write any of them.
+        """Tells whether a window may keep these gradients, just read, as its sums: nothing else can write any of them.
 
         Tensor by tensor, `adoptable` answers; this is the answer for all, where it costs little.
         """
         return False
 
     def releasing(self, param_ids: Container[int] | None) -> partial[Any]:
-        """The call of a C function that sets p.grad = None: of all parameters, or of those with these ids."""
+        """Makes the call of a C function that sets p.grad = None: of all parameters, or of those with these ids."""
         params = [param for group in self._optimizer().param_groups for param in group["params"]]
         return setting_grads([p for p in params if param_ids is None or id(p) in param_ids], repeat(None))
 
     def versions(self, first: int, every: int) -> int:
-        """The sum of some parameters' version counters, which grow with each write that autograd sees."""
+        """Adds up some parameters' version counters, which grow with each write that autograd sees."""
         return sum(row.param._version for row in self._rows[first::every])
 
     # ---- for kernels -----------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class TensorReader:
         return torch.empty_like(tensor, dtype=grad.dtype, requires_grad=False).copy_(grad.detach())
 
     def forget_sums(self) -> None:
-        """Before a list of sums changes, at which kernels may be pointed."""
+        """Forgets the list of sums at which kernels are pointed, before it changes."""
 
 
 class TableReader(TensorReader):
@@ -214,7 +214,7 @@ class TableReader(TensorReader):
         return list(self.table.held()) if self._looks else super().held()
 
     def adopts_all(self, grads: Grads) -> bool:
-        """If so, the table points at them as sums."""
+        """Tells whether a window may keep these gradients; then the table points at them as sums."""
         if not self._looks or not self._may_adopt or self._grads is None or self._grads() is not grads:
             return False
         if graphs.has_static_memory(self._device) or not self.table.adoptable(grads, storage_uses, OWN_USES):
@@ -237,7 +237,7 @@ class TableReader(TensorReader):
         return grads if self._point(grads) < 0 else super().match(grads)
 
     def pointed_at(self, grads: Grads, sums: Grads | None = None, *, overwrites: bool = False) -> Any:
-        """The table, whose rows point at these (matched) gradients, and at sums, as long as the lists live.
+        """Points the table's rows at (matched) gradients, and at sums, as long as the lists live; returns the table.
 
         Args:
             overwrites: gradients may be the sums themselves.
@@ -274,7 +274,7 @@ class TableReader(TensorReader):
 
 
 def adoptable(grad: Tensor, row: Row) -> bool:
-    """Whether this has its sum's dtype, and memory that nobody else can write: a whole storage of torch's (no array).
+    """Tells whether this has its sum's dtype, and memory that nothing else writes: a whole storage of torch's.
 
     A slice may belong to a bucket, a detached tensor shares its storage, and a gradient with a graph is still needed.
     """
@@ -287,19 +287,19 @@ def adoptable(grad: Tensor, row: Row) -> bool:
 
 
 def setting_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> partial[Any]:
-    """The call of a C function that sets p.grad of each parameter; it can be made once."""
+    """Makes the call of a C function that sets p.grad of each parameter; it can be made once."""
     return partial(deque, map(setattr, params, repeat("grad"), grads), 0)
 
 
 def _place(value: Any) -> tuple[Any, ...] | None:
-    """A tensor's place in memory, for `_lies`."""
+    """Returns a tensor's place in memory, for `_lies`."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
     return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def _lies(value: Any, place: tuple[Any, ...] | None) -> bool:
-    """Compares field by field: thousands of new tuples per step would burden the garbage collector."""
+    """Compares a tensor with a place, field by field: thousands of tuples per step burden the garbage collector."""
     if place is None or not isinstance(value, Tensor):
         return place is None
     address, dtype, shape, stride = place
@@ -313,8 +313,8 @@ def _part(param: Tensor, grad: Tensor | None) -> Tensor | None:
     """
     if grad is None:
         return None
-    given: Any = grad
+    dtensor: Any = grad
     placements = getattr(param, "placements", None)
-    if shards.is_dtensor(given) and given.placements != placements:
-        param.grad = grad = given.redistribute(placements=placements)
+    if shards.is_dtensor(dtensor) and dtensor.placements != placements:
+        param.grad = grad = dtensor.redistribute(placements=placements)
     return shards.local(grad)  # type: ignore[no-any-return]

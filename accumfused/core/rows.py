@@ -45,7 +45,7 @@ class Source(Protocol):
 class InGroup:
     """A place in an optimizer's param_groups and state. (torch refuses to swap a tensor with weak references.)"""
 
-    optimizer: Callable[[], Any]  # a weak reference; whoever looks at a plan has the optimizer
+    optimizer: Callable[[], Any]  # a weak reference: callers that read a plan have the optimizer
     group: int
     index: int
 
@@ -119,13 +119,13 @@ def row_of(source: Source, group: int, rule: type[Rule], settings: Settings, chu
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether kernels may have its address. A wrapper, of a quantized weight say, has none; a DTensor's part has."""
+    """Tells whether kernels may have its address. A quantized weight's wrapper has none; a DTensor's part has."""
     is_wrapper = is_traceable_wrapper_subclass(tensor) and not shards.is_dtensor(tensor)
     return tensor.layout == torch.strided and tensor.device.type != "meta" and not is_wrapper
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether its storage was resized to nothing, as frozen parameters' may be for a while."""
+    """Tells whether its storage was resized to nothing, as frozen parameters' may be for a while."""
     return tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
 
 
@@ -172,7 +172,7 @@ def check_gradient(param: Tensor, grad: Tensor, taken: Sequence[torch.dtype] = D
 
 
 def overwritten(row: int) -> RuntimeError:
-    """The error of a gradient in memory that the window has adopted: its accumulator holds no sum any more."""
+    """Makes the error of a gradient in memory that the window has adopted: its accumulator holds no sum any more."""
     return RuntimeError(
         f"the gradient of parameter {row} lies where the window's sum does, so one has overwritten the other; call "
         "zero_grad(), and give every micro-batch a gradient in memory of its own (p.grad = buffer.clone())"
@@ -242,13 +242,13 @@ def _check_shared(params: Sequence[Tensor]) -> None:
 
 
 def _end(param: Tensor) -> int:
-    """The address behind the last element."""
+    """Returns the address after the last element."""
     reach = 1 + sum(stride * (size - 1) for stride, size in zip(param.stride(), param.shape, strict=True))
     return param.data_ptr() + reach * param.element_size()
 
 
 def _overlap(param: Tensor, later: Tensor) -> bool:
-    """Whether two tensors with overlapping spans share an element: columns of one matrix may not."""
+    """Tells whether two tensors with overlapping spans share an element: columns of one matrix may not."""
     apart = later.data_ptr() - param.data_ptr()
     if param.element_size() != later.element_size() or apart % param.element_size():
         return True

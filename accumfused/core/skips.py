@@ -19,8 +19,8 @@ class Skips:
         self.count = count  # int64, shape []: skipped steps so far
         self.steps = 0
         self._copy: Tensor | None = None  # of `count`, on the host
-        self._arrived: torch.cuda.Event | None = None  # recorded behind the copy
-        self._known: int | None = None  # at the last look
+        self._arrived: torch.cuda.Event | None = None  # recorded after the copy
+        self._last: int | None = None  # at the last look
 
     def stepped(self, *, or_above: bool) -> None:
         """Counts a step, and looks now and then.
@@ -49,9 +49,9 @@ class Skips:
         """
         if self._copy is None or (self._arrived is not None and not self._arrived.query()):  # type: ignore[no-untyped-call]
             return  # the device has not made the copy yet
-        last, self._known = self._known, int(self._copy)
+        last, self._last = self._last, int(self._copy)
         steps, share = (self.COPIED, 2) if last is None else (self.WATCH_EVERY, 3)
-        skipped = self._known - (last or 0)
+        skipped = self._last - (last or 0)
         if skipped * share <= steps:
             return
         above, remedy = " or norms above skip_above", "; if optimizer.grad_norm is finite, raise skip_above"

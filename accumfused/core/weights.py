@@ -28,8 +28,7 @@ class MicroBatch:
 
     Args:
         factor: of its gradients; None leaves them out.
-        before: the sum of the weights before it, where the device alone knows it; while that is 0 the sums hold
-            nothing, and are overwritten.
+        before: the window's total weight before this micro-batch, where the device alone knows it: see `Fold`.
     """
 
     factor: Number | None
@@ -39,7 +38,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class WindowWeights:
-    """The numbers of the micro-batches so far. A tensor among them is fp64, of shape [], and nobody reads it."""
+    """The numbers of the micro-batches so far. A tensor among them is fp64, of shape [], and is not read."""
 
     is_weighted: bool | None = None  # None: no micro-batch yet
     count: int = 0  # micro-batches
@@ -48,7 +47,7 @@ class WindowWeights:
     factors: Number = 0.0  # the sum of the factors, as rounded: the divisor of sums of this process alone
 
     def check(self, weight: Number | None, plan: Plan, *, in_loss: bool) -> None:
-        """Refuses a weight beside micro-batches without one, the reverse, and one that is far larger than the first.
+        """Refuses a weight among micro-batches without one, the reverse, and one that is far larger than the first.
 
         Raises:
             ValueError: that.
@@ -83,9 +82,10 @@ class WindowWeights:
             )
 
     def in_unit_one(self, plan: Plan) -> tuple[WindowWeights, Number] | None:
-        """The numbers of a window that began without other processes, and the factor for its sums; None: all is so.
+        """Converts a window that began without other processes to the unit 1, that of windows that are added up.
 
-        Processes that add up their windows have the unit 1.
+        Returns:
+            The numbers, and the factor for the window's sums. None: they have this unit.
         """
         if not self.is_weighted or (not isinstance(self.unit, Tensor) and self.unit == 1.0):
             return None
@@ -94,24 +94,24 @@ class WindowWeights:
     def entered(
         self, weight: Number | None, plan: Plan, *, in_loss: bool, is_finite: Tensor | None
     ) -> tuple[WindowWeights, MicroBatch]:
-        """The numbers with one more micro-batch, and its factor.
+        """Returns the numbers with one more micro-batch, and its factor.
 
         A tensor is not read: a bad weight makes the divisor NaN. All tensors are new, because a launch may still read
         the old ones, and copies of the window share them.
 
         Args:
-            is_finite: whether the micro-batch stays: bool, shape []; None: it does.
+            is_finite: whether the micro-batch's norm is, so that it stays: bool, shape []; None: it stays.
         """
-        exchange, known = plan.exchange, replace(self, is_weighted=weight is not None, count=self.count + 1)
+        exchange, counted = plan.exchange, replace(self, is_weighted=weight is not None, count=self.count + 1)
         if weight is None:
             if is_finite is None:
-                return known, MicroBatch(1.0)
+                return counted, MicroBatch(1.0)
             weight, in_loss = 1.0, False
         if isinstance(weight, Tensor):
             weight = on_device(weight, plan.device, torch.float64)
             weight = torch.where((weight >= 0) & weight.isfinite(), weight, torch.nan)
         elif weight == 0 and not exchange.has_means:  # else other processes' weights may differ
-            return known, MicroBatch(None)
+            return counted, MicroBatch(None)
         if is_finite is not None:
             weight = weight_if(is_finite, weight)
         multiplier: Number = 1.0 if in_loss else weight  # that the gradients lack
@@ -128,11 +128,11 @@ class WindowWeights:
             unit, factor = multiplier, 1.0
         else:
             factor = _nothing_of_zero(weight, multiplier / unit)
-        new = _rounded(factor, plan.dtype) * (weight if in_loss else 1.0)
-        factors = self.factors + new
+        added = _rounded(factor, plan.dtype) * (weight if in_loss else 1.0)
+        factors = self.factors + added
         if before is not None:
-            factors = _either(before == 0, new, factors)
-        return replace(known, unit=unit, total=self.total + weight, factors=factors), MicroBatch(factor, before)
+            factors = _either(before == 0, added, factors)
+        return replace(counted, unit=unit, total=self.total + weight, factors=factors), MicroBatch(factor, before)
 
     @property
     def divisor(self) -> Number:
@@ -144,7 +144,7 @@ class WindowWeights:
         return _either(~(self.total > 0), math.nan, self.factors)
 
     def on(self, device: torch.device) -> WindowWeights:
-        """The same, its tensors on a device: those of a resumed window lie on the host."""
+        """Moves the tensors among the numbers to a device: those of a resumed window lie on the host."""
         unit, total, factors = (
             on_device(number, device, torch.float64) if isinstance(number, Tensor) else number
             for number in (self.unit, self.total, self.factors)
@@ -152,7 +152,7 @@ class WindowWeights:
         return replace(self, unit=unit, total=total, factors=factors)
 
     def saved(self, total: Number, device: torch.device) -> Tensor:
-        """The numbers for `resumed`: fp64 [4], unit, total, sum of the factors, count.
+        """Returns the numbers for `resumed`: fp64 [4], unit, total, sum of the factors, count.
 
         The unit is negative if the device knows the weights, the count for a plain sum.
 
@@ -169,16 +169,16 @@ class WindowWeights:
 
     @classmethod
     def resumed(cls, numbers: Sequence[float]) -> WindowWeights:
-        """The numbers that a checkpoint has."""
-        unit, given, factors, count = numbers
-        total: Number = given
-        if not math.isfinite(given) or (given == 0 and math.copysign(1.0, unit) < 0):
-            total = torch.tensor(given, dtype=torch.float64, device="cpu")  # skips the step, and does not raise
+        """Makes the weights of a checkpoint's numbers."""
+        unit, saved_total, factors, count = numbers
+        total: Number = saved_total
+        if not math.isfinite(saved_total) or (saved_total == 0 and math.copysign(1.0, unit) < 0):
+            total = torch.tensor(saved_total, dtype=torch.float64, device="cpu")  # skips the step, and does not raise
         return cls(count > 0, abs(int(count)), abs(unit), total, factors)
 
 
 def weight_if(is_finite: Tensor, weight: Number | None) -> Tensor:
-    """The weight of a micro-batch (None: 1), or 0 if it is dropped: fp64, shape []."""
+    """Returns the weight of a micro-batch (None: 1), or 0 if it is dropped: fp64, shape []."""
     number = 1.0 if weight is None else weight
     if not isinstance(number, Tensor):
         number = torch.full_like(is_finite, number, dtype=torch.float64)
@@ -187,18 +187,18 @@ def weight_if(is_finite: Tensor, weight: Number | None) -> Tensor:
 
 
 def _rounded(factor: Number, dtype: torch.dtype) -> Number:
-    """The factor as kernels multiply by it: rounded to their dtype once."""
+    """Rounds the factor to the kernels' dtype, once, as they multiply by it."""
     if dtype == torch.float64:
         return factor
     return factor.float().double() if isinstance(factor, Tensor) else ctypes.c_float(factor).value
 
 
 def _nothing_of_zero(weight: Number, factor: Number) -> Number:
-    """0 for a weight of 0 on the device: a masked mean of nothing is NaN, also times 0 within the loss."""
+    """Makes the factor 0 for a weight of 0 on the device: a masked mean of nothing is NaN, also times 0 in the loss."""
     return _either(weight == 0, 0.0, factor) if isinstance(weight, Tensor) else factor
 
 
 def _either(condition: Tensor, one: Number, other: Number) -> Tensor:
-    """One of two numbers, fp64, where the device knows which."""
+    """Chooses one of two numbers on the device, in fp64."""
     other = other if isinstance(other, Tensor) else torch.full_like(condition, other, dtype=torch.float64)
     return torch.where(condition, one, other)

@@ -1,10 +1,9 @@
 """The window: the micro-batches between two updates, as one sum in fp32 (or fp64) for each parameter.
 
 In: fresh `p.grad`s with their factors (weights.py). Out: sums, which become `p.grad` when `last=True` closes the
-window, or go to the step with their divisor. An engine never changes the window that it has. It changes a draft, and
-this takes the window's place in the same call of a C function as the launch that writes the sums: so an error, or
-Ctrl-C, finds the books as they were before the launch or as they are after it. docs/internals/state-machine.md draws
-the states, and the calls that each refuses.
+window, or go to the step with their divisor. An engine never changes the window that it has. It changes a draft, which
+a `Commit` (protocol.py) puts in the window's place together with the launch that writes the sums.
+docs/internals/state-machine.md draws the states, and the calls that each refuses.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Phase(Enum):
     OPEN = "open"  # the sums are here, p.grad is None between micro-batches
     SEALED = "sealed"  # open, with the sums of all processes: it waits for its step
     CLOSED = "closed"  # p.grad is the sum
-    BROKEN = "broken"  # a call of several launches ended between two of them
+    BROKEN = "broken"  # a call of several launches ended between two of them: see protocol.Commit
 
 
 OPEN_PHASES = (Phase.OPEN, Phase.SEALED)  # the window holds the sums, p.grad does not
@@ -90,7 +89,7 @@ class Window:
         return len(self.sums) - self.lacking
 
     def draft(self) -> Window:
-        """A copy to change; lists and numbers are replaced, never changed in place.
+        """Copies the window, to be changed: lists and numbers are replaced, never changed in place.
 
         `contribute` alone writes into the window itself, while a backward pass runs. Drafts share what is kept between
         windows, `partials` among it.
@@ -117,7 +116,7 @@ class Window:
                     "p.grad is still the previous window's accumulator; call optimizer.step() or optimizer.zero_grad() "
                     "after a window was closed, before the next backward() (a GradScaler that skips calls neither)"
                 )
-            window = self.ended()  # model.zero_grad() has released it
+            window = self.ended()  # model.zero_grad() has released its gradients
         if self.phase is Phase.SEALED:
             raise RuntimeError(
                 "the window is complete and waits for its step; call step() or zero_grad() before the next backward()"
@@ -128,12 +127,12 @@ class Window:
         return window
 
     def is_exposed(self, grads: Grads) -> bool:
-        """Whether p.grad is still a sum of a closed window."""
-        exposed = {id(each) for each in self.sums if each is not None}
+        """Tells whether p.grad is still a sum of a closed window."""
+        exposed = {id(accumulator) for accumulator in self.sums if accumulator is not None}
         return any(id(grad) in exposed for grad in grads if grad is not None)
 
     def fitted(self, plan: Plan) -> Window:
-        """This window, or an empty one of which the memory that it keeps fits the plan."""
+        """Returns this window, or an empty one with memory that fits the plan."""
         arena, partials = self.arena.fitted(plan), self.partials
         if (partials.device, partials.dtype, len(partials)) != (plan.device, plan.dtype, plan.chunks):
             partials = torch.empty(plan.chunks, dtype=plan.dtype, device=plan.device)
@@ -142,7 +141,7 @@ class Window:
         return Window(arena, self.habits, self.grad_dtypes, partials)
 
     def opened(self, plan: Plan) -> Window:
-        """A window without micro-batches."""
+        """Opens a window without micro-batches."""
         window, count = self.fitted(plan).ended(), len(plan.rows)
         window.phase, window.plan, window.params = Phase.OPEN, plan, plan.params
         window.sums, window.is_measured, window.lacking = Grads([None] * count), [False] * count, count
@@ -152,16 +151,16 @@ class Window:
         return window
 
     def borrowing(self, plan: Plan) -> Window:
-        """A window for one step, which takes p.grad as it is: an ordinary loop's, or a closed window's."""
+        """Makes a window for one step, which takes p.grad as it is: an ordinary loop's, or a closed window's."""
         window = self.ended()
-        if self.phase is Phase.CLOSED:  # its own squares are those of sums that nobody has changed yet
+        if self.phase is Phase.CLOSED:  # `partials` keeps the squares of its sums: p.grad may have changed since
             window.partials = torch.empty(plan.chunks, dtype=plan.dtype, device=plan.device)
         window.plan, (window.sums, present) = plan, plan.reader.read_grads()
         window.is_measured, window.lacking = [False] * len(window.sums), len(window.sums) - present
         return window
 
     def entered(self, plan: Plan, weight: Number | None, *, in_loss: bool, is_finite: Tensor | None = None) -> Window:
-        """The window that one more micro-batch has entered: it is in progress, counted, and has its factor."""
+        """Returns the window with one more micro-batch: it is in progress, counted, and has its factor."""
         window = self.opened(plan) if self.phase is Phase.IDLE else self.draft()
         window.weights, window.in_progress = self.weights.entered(weight, plan, in_loss=in_loss, is_finite=is_finite)
         return window
@@ -187,12 +186,12 @@ class Window:
             commit.end()
         for fold in folds:
             self._note(plan, fold, everywhere=has_all_grads and fold.sums is self.sums)
-            # After any launch but the last, some tensors have the micro-batch and some have not: the window is BROKEN.
-            follows = commit if fold is folds[-1] else Commit(commit.begins, commit.begins)
-            plan.backend.accumulate(plan, fold, self.partials, follows)
+            # After each launch but the last the window is BROKEN.
+            of_launch = commit if fold is folds[-1] else Commit(commit.begins, commit.begins)
+            plan.backend.accumulate(plan, fold, self.partials, of_launch)
 
     def _folds(self, plan: Plan, grads: Grads, micro_batch: MicroBatch, factor: Number, ends: bool) -> list[Fold]:
-        """The launches that add gradients; those that only copy first gradients to new memory are made here."""
+        """Returns the launches that add gradients; it makes those that copy first gradients to new memory itself."""
         before, again = micro_batch.before, micro_batch.indices
         is_one = not isinstance(factor, Tensor) and factor == 1.0
         if is_one and not self.present and plan.reader.adopts_all(grads):  # nearly always, for a window's first
@@ -202,24 +201,24 @@ class Window:
         targets = Grads([None if g is None else s for g, s in zip(grads, self.sums, strict=True)])
         folds = list[Fold]()
         if before is not None:
-            if ends:  # of what overwrites nothing, nothing is left
+            if ends:  # sums without a gradient, too: they become 0 if `before` is 0
                 both = enumerate(zip(targets, self.sums, strict=True))
                 targets = Grads([t if index in again else s for index, (t, s) in both])
             if again:  # a second part of a gradient
                 added = Grads([t if index in again else None for index, t in enumerate(targets)])
                 folds.append(Fold(grads, added, factor))
                 targets = Grads([None if index in again else t for index, t in enumerate(targets)])
-            new = frozenset(index for index, grad in enumerate(grads) if grad is not None)
-            self.in_progress = replace(micro_batch, indices=again | new)
-        adds = any(each is not None for each in targets)
-        if any(grad is not None for grad in first):  # into memory that nobody misses, if what follows fails
+            fresh = frozenset(index for index, grad in enumerate(grads) if grad is not None)
+            self.in_progress = replace(micro_batch, indices=again | fresh)
+        adds = any(accumulator is not None for accumulator in targets)
+        if any(grad is not None for grad in first):  # into spare memory: a failure after it costs nothing
             folds = [*self._adopt_or_copy(plan, first, factor, may_scale=not adds), *folds]
         if adds:
             folds.append(Fold(grads, targets, factor, before))
         return folds
 
     def _adopt_or_copy(self, plan: Plan, grads: Grads, factor: Number, *, may_scale: bool) -> list[Fold]:
-        """Adopts first gradients of some parameters as their sums if nobody else holds them, else copies them.
+        """Adopts first gradients of some parameters as their sums if nothing else refers to them, else copies them.
 
         Args:
             may_scale: an adopted gradient may be multiplied where it lies.
@@ -239,15 +238,15 @@ class Window:
             else:
                 check_size(grad, "gradient")
                 copied[index] = grad
-        new = adopted
+        first_sums = adopted
         self.is_measured = [m and g is None for m, g in zip(self.is_measured, grads, strict=True)]
         if any(grad is not None for grad in copied):
             copied = self.arena.apart(copied)
             fold = Fold(copied, self.arena.places_for(plan, copied), factor, overwrites=True)
-            new = Grads([p if a is None else a for a, p in zip(adopted, fold.sums, strict=True)])
+            first_sums = Grads([p if a is None else a for a, p in zip(adopted, fold.sums, strict=True)])
             self._note(plan, fold)
             plan.backend.accumulate(plan, fold, self.partials)
-        self.sums = Grads([s if n is None else n for s, n in zip(self.sums, new, strict=True)])
+        self.sums = Grads([s if n is None else n for s, n in zip(self.sums, first_sums, strict=True)])
         self.lacking = sum(s is None for s in self.sums)
         scales = not is_one and any(grad is not None for grad in adopted)
         return [Fold(adopted, adopted, factor, overwrites=True)] if scales else []
@@ -286,7 +285,7 @@ class Window:
     # ---- its end ---------------------------------------------------------------------------------------------------
 
     def divisor(self) -> Number:
-        """What the sums are still to be divided by."""
+        """Returns the number by which the sums are still to be divided."""
         return (self.weights.divisor if self.agreed is None else self.agreed) / self.divided
 
     def scale(self, factor: Number, commit: Commit) -> None:
@@ -301,7 +300,7 @@ class Window:
             commit.end()
 
     def agree(self, grads: Grads, *, seed: int, last: bool) -> Tensor | None:
-        """Before a draft closes: processes exchange its weight, and flags of parameters with a sum or a gradient.
+        """Agrees with other processes, before a draft closes, on its weight, and on parameters with a sum or gradient.
 
         A parameter that has them elsewhere only gets a sum of zeros.
 
@@ -311,9 +310,9 @@ class Window:
         plan = self.plan
         assert plan is not None
         is_empty = self.in_progress is not None and self.in_progress.factor is None
-        here = [s is not None or (g is not None and not is_empty) for s, g in zip(self.sums, grads, strict=True)]
-        known = self.weights
-        agreement = plan.exchange.agree(plan, known.total, known.is_weighted, here, seed=seed, last=last)
+        present = [s is not None or (g is not None and not is_empty) for s, g in zip(self.sums, grads, strict=True)]
+        weights = self.weights
+        agreement = plan.exchange.agree(plan, weights.total, weights.is_weighted, present, seed=seed, last=last)
         if agreement is None:
             return None
         self.agreed, missing = agreement.divisor, agreement.missing
@@ -327,11 +326,11 @@ class Window:
         return agreement.others_close
 
     def sealed(self) -> Window:
-        """The window with the sums of all processes; their sums of squares are unknown."""
+        """Returns the window with the sums of all processes; their sums of squares are unknown."""
         return replace(self, phase=Phase.SEALED, is_measured=[False] * len(self.sums))
 
     def exposed(self) -> tuple[Window, partial[Any]]:
-        """The closed window, and the call that makes its sums p.grad, even if autograd's gradient has another dtype."""
+        """Closes the window; returns it, and the call that makes its sums p.grad, even if autograd's dtype differs."""
         assert self.plan is not None
         window = replace(self, phase=Phase.CLOSED, sums=Grads(self.sums))
         params, grads = list[Tensor](), list[Tensor]()
@@ -349,9 +348,9 @@ class Window:
         return window, setting_grads(params, grads)
 
     def unmeasured(self, plan: Plan, grads: Grads) -> Grads | None:
-        """The sums (as kernels read them) without sums of squares in `partials`, where rows without a sum get 0.
+        """Returns the sums (as kernels read them) without squares in `partials`, where rows without a sum get 0.
 
-        None: all have them.
+        None: all have squares.
         """
         if self.lacking and True not in self.is_measured:
             self.partials.zero_()
@@ -363,14 +362,14 @@ class Window:
             return None
         if True not in self.is_measured:
             return grads
-        return Grads([None if known else grad for grad, known in zip(grads, self.is_measured, strict=True)])
+        return Grads([None if is_measured else grad for grad, is_measured in zip(grads, self.is_measured, strict=True)])
 
     def ended(self) -> Window:
-        """No window; what is kept between two stays."""
+        """Makes an empty window, which has the memory and habits of this one."""
         return Window(self.arena, self.habits, self.grad_dtypes, self.partials)
 
     def restore_grad_dtypes(self) -> None:
-        """After the end: parameters whose p.grad was of another dtype get theirs back, once it is released."""
+        """Restores the dtypes of p.grad that `exposed` has replaced, once the sums there are released."""
         for param, dtype in list(self.grad_dtypes.items()):
             if param.grad is None:
                 param.grad_dtype = dtype
@@ -379,17 +378,17 @@ class Window:
     # ---- plans, copies ---------------------------------------------------------------------------------------------
 
     def following(self, plan: Plan) -> Window:
-        """The window with a newer plan: added parameters become new rows, others must be unchanged."""
+        """Returns the window with a newer plan: added parameters become new rows, others must be unchanged."""
         if plan is self.plan:
             return self
-        params, known = plan.params, len(self.params)
-        if len(params) < known or any(a is not b for a, b in zip(self.params, params, strict=False)):
+        params, count = plan.params, len(self.params)
+        if len(params) < count or any(a is not b for a, b in zip(self.params, params, strict=False)):
             raise RuntimeError(
                 "parameters were removed or reordered while a window is open; call step() or zero_grad() first"
             )
         for row, accumulator in zip(plan.rows, self.sums, strict=False):
             _refuse_moved(row, accumulator)
-        added = len(plan.rows) - known
+        added = len(plan.rows) - count
         sums, is_measured = Grads([*self.sums, *[None] * added]), [*self.is_measured, *[False] * added]
         for index, (row, accumulator) in enumerate(zip(plan.rows, self.sums, strict=False)):
             if accumulator is not None and accumulator.stride() != row.tensor.stride():
@@ -406,7 +405,7 @@ class Window:
         if self.plan is None:
             self.habits.see(plan)
         else:
-            self.habits.see_new(plan, known)
+            self.habits.see_new(plan, count)
         return replace(
             self, plan=plan, params=params, sums=sums, is_measured=is_measured,
             lacking=self.lacking + added, weights=self.weights.on(plan.device), partials=partials,
@@ -414,7 +413,7 @@ class Window:
 
     @classmethod
     def resumed(cls, params: list[Tensor], sums: Grads, numbers: Sequence[float]) -> Window:
-        """An open window of a checkpoint's sums and numbers."""
+        """Makes an open window of a checkpoint's sums and numbers."""
         return cls(
             Arena(len(params)), phase=Phase.OPEN, params=params, sums=Grads(sums),
             is_measured=[False] * len(sums), lacking=sum(s is None for s in sums),
@@ -422,7 +421,7 @@ class Window:
         )  # fmt: skip
 
     def copied(self) -> Window:
-        """An open window with sums in memory of their own, for a copy of the optimizer."""
+        """Copies an open window and its sums, for a copy of the optimizer."""
         sums = Grads([None if s is None else s.clone() for s in self.sums])
         return replace(
             self, plan=None, params=list(self.params), sums=sums, is_measured=[False] * len(sums),
@@ -445,10 +444,12 @@ def refuse_foreign_scaler(window: Window, process_group: Any) -> None:
 
 def _refuse_moved(row: Row, accumulator: Tensor | None) -> None:
     """Refuses a parameter that no longer fits its sum."""
-    param, known = row.owned, accumulator
-    if known is not None and (known.device, known.shape, known.dtype) != (param.device, param.shape, row.form.dtype):
+    if accumulator is None:
+        return
+    param, place = row.owned, (accumulator.device, accumulator.shape, accumulator.dtype)
+    if place != (param.device, param.shape, row.form.dtype):
         raise RuntimeError(
             f"a parameter became {param.dtype} of shape {list(param.shape)} on {param.device} while a window "
-            f"is open; its accumulator has shape {list(known.shape)} and is on {known.device}. "
+            f"is open; its accumulator has shape {list(accumulator.shape)} and is on {accumulator.device}. "
             "Move the model back, or call zero_grad() and begin the window again"
         )

@@ -67,7 +67,7 @@ class LoadsTheAuthors(FusedOptimizer):
     """Loads the authors' checkpoints, whose groups count steps."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See the base class. The authors' groups count steps, and hold the limit of all groups: that is left out."""
+        """Loads a checkpoint, without the limit of all groups that the authors' groups hold."""
         groups = state_dict.get("param_groups")
         if isinstance(groups, list) and any("step" in group for group in groups):
             without = [{name: value for name, value in group.items() if name != LIMIT} for group in groups]

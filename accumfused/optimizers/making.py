@@ -61,23 +61,23 @@ def optimizer_of(
         ValueError: hyper-parameters without defaults; variants that lack hypers; two rules with the same flags.
     """
     rules = (rule, *variants)
-    for each in rules:
-        if not (isinstance(each, type) and issubclass(each, Rule)):
-            raise TypeError(f"optimizer_of() takes subclasses of Rule, got {each!r}")
-        if each.is_foreign:
-            raise TypeError(f"{each.__name__} has no name, so it has no arithmetic; give it one")
-    if len({tuple(each.flags.items()) for each in rules}) < len(rules):
-        raise ValueError(f"two of {', '.join(each.__name__ for each in rules)} have the same flags")
+    for variant in rules:
+        if not (isinstance(variant, type) and issubclass(variant, Rule)):
+            raise TypeError(f"optimizer_of() takes subclasses of Rule, got {variant!r}")
+        if variant.is_foreign:
+            raise TypeError(f"{variant.__name__} has no name, so it has no arithmetic; give it one")
+    if len({tuple(variant.flags.items()) for variant in rules}) < len(rules):
+        raise ValueError(f"two of {', '.join(variant.__name__ for variant in rules)} have the same flags")
     construct = _of_peer(peer) if peer is not None else _of_rules(rules)
     title = name or (rule.__name__.removesuffix("Rule") if peer is None else peer.__name__)
     body = {"__module__": rule.__module__, "__init__": construct, "rules": (*variants, rule)}
-    made = type(title, (base,) if peer is None else (base, peer), body)
-    made.__doc__ = _documentation(rule, title, peer, inspect.signature(construct))
-    return takes_settings(made)
+    optimizer_class = type(title, (base,) if peer is None else (base, peer), body)
+    optimizer_class.__doc__ = _documentation(rule, title, peer, inspect.signature(construct))
+    return takes_settings(optimizer_class)
 
 
 def _of_peer(peer: type[torch.optim.Optimizer]) -> Callable[..., None]:
-    """A constructor with the arguments and checks of torch's."""
+    """Makes a constructor with the arguments and checks of torch's."""
     theirs = inspect.signature(peer.__init__)
 
     def construct(self: Any, params: Any, *args: Any, **options: Any) -> None:
@@ -92,23 +92,23 @@ def _of_peer(peer: type[torch.optim.Optimizer]) -> Callable[..., None]:
 
 
 def _of_rules(rules: tuple[type[Rule], ...]) -> Callable[..., None]:
-    """A constructor whose arguments are the rules' hyper-parameters and flags."""
+    """Makes a constructor whose arguments are the rules' hyper-parameters and flags."""
     first = rules[0]
     arguments: dict[str, Any] = {}
-    for each in rules:
-        if not isinstance(each.hypers, Mapping):
-            raise ValueError(f"{each.__name__}.hypers has no defaults; write {{'lr': 1e-3}} in place of ('lr',)")
-        arguments |= each.hypers
-        if {**each.hypers, **first.hypers} != each.hypers or each.flags.keys() != first.flags.keys():  # type: ignore[dict-item]
-            raise ValueError(f"{each.__name__} has other hypers or flags than {first.__name__}; make two optimizers")
+    for rule in rules:
+        if not isinstance(rule.hypers, Mapping):
+            raise ValueError(f"{rule.__name__}.hypers has no defaults; write {{'lr': 1e-3}} in place of ('lr',)")
+        arguments |= rule.hypers
+        if {**rule.hypers, **first.hypers} != rule.hypers or rule.flags.keys() != first.flags.keys():  # type: ignore[dict-item]
+            raise ValueError(f"{rule.__name__} has other hypers or flags than {first.__name__}; make two optimizers")
     arguments |= {flag: value for flag, value in first.flags.items() if not flag.startswith(("has_", "is_"))}
-    bounds = {name: bound for each in rules for name, bound in each.bounds.items()}
+    bounds = {name: bound for rule in rules for name, bound in rule.bounds.items()}
 
     def construct(*args: Any, **options: Any) -> None:
-        given = signature.bind(*args, **options)
-        given.apply_defaults()
-        self, params, settings = (given.arguments[key] for key in ("self", "params", "settings"))
-        group = {key: given.arguments[key] for key in arguments}
+        call = signature.bind(*args, **options)
+        call.apply_defaults()
+        self, params, settings = (call.arguments[key] for key in ("self", "params", "settings"))
+        group = {key: call.arguments[key] for key in arguments}
         for key, value in group.items():
             _check(key, value, arguments[key], bounds)
         for key in [key for key in arguments if key not in first.hypers and key not in first.flags]:
@@ -169,7 +169,7 @@ def _check(name: str, value: Any, default: Any, bounds: Mapping[str, tuple[float
 def _documentation(
     rule: type[Rule], title: str, peer: type[torch.optim.Optimizer] | None, signature: inspect.Signature
 ) -> str:
-    """The rule's docstring, completed by what all optimizers have in common."""
+    """Completes the rule's docstring by the texts that all optimizers have in common."""
     text, _, arguments = inspect.cleandoc(rule.__doc__ or "").partition("Args:\n")
     summary = text.strip() or f"{title}, with accumulation, unscaling and clipping in the same pass."
     described = set(", ".join(re.findall(r"^    (\w[\w, ]*):", arguments, re.MULTILINE)).split(", "))

@@ -91,7 +91,7 @@ class _Stack:
     memory: Tensor  # [matrices, rows, columns], fp32: from the first rule to the last
 
     def laid_out(self, values: Tensor) -> list[Tensor]:
-        """The matrices of a tensor like `memory`, with their parameters' shape and strides."""
+        """Views a tensor like `memory` as matrices with their parameters' shape and strides."""
         return [value.mT if self.is_transposed else value for value in values]
 
 
@@ -144,17 +144,17 @@ class _Matrices:
         self.places = torch.tensor(rows, dtype=torch.int64, device=plan.device)  # in the optimizer's plan
         self.first = Plan(first, [MuonRule] * len(self.stacks), chunk, plan.device)
         self.last = Plan(last, [OrthogonalRule] * len(self.stacks), chunk, plan.device)
-        for own in (self.first, self.last):
-            plan.backend.prepare(own)
+        for half in (self.first, self.last):
+            plan.backend.prepare(half)
 
-    def only(self, stack: _Stack, own: Sequence[Tensor | None]) -> Grads:
-        """Gradients of one stack, for either plan."""
+    def only(self, stack: _Stack, values: Sequence[Tensor | None]) -> Grads:
+        """Makes the gradients of either plan of one stack's; all others are None."""
         grads = Grads([None] * len(self.first.rows))
-        grads[stack.begin : stack.begin + len(own)] = own
+        grads[stack.begin : stack.begin + len(values)] = values
         return grads
 
 
-_KNOWN: WeakKeyDictionary[Plan, _Matrices] = WeakKeyDictionary()
+_MATRICES: WeakKeyDictionary[Plan, _Matrices] = WeakKeyDictionary()
 
 
 def _step(optimizer: Any, engine: Engine, measured: Measured) -> None:
@@ -164,27 +164,27 @@ def _step(optimizer: Any, engine: Engine, measured: Measured) -> None:
 def _update(
     groups: Sequence[Mapping[str, Any]], plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit
 ) -> None:
-    """`Backend.step` of the optimizer's plan. Nothing waits for a GPU: both rules skip where the outcome says so."""
+    """Steps the optimizer's plan, as `Backend.step`. Nothing waits for a GPU: both rules skip if the outcome does."""
     for group, rule in zip(groups, plan.rules, strict=True):
         if rule is MuonRule:
             _check_iteration(group)
-    if plan not in _KNOWN:
-        _KNOWN[plan] = _Matrices(plan)
-    matrices, step = _KNOWN[plan], plan.backend.step
+    if plan not in _MATRICES:
+        _MATRICES[plan] = _Matrices(plan)
+    matrices, step = _MATRICES[plan], plan.backend.step
     commit.begin()
-    applied, each = Outcome(outcome.values.clone()), outcome.coefficients
+    applied, coefficients = Outcome(outcome.values.clone()), outcome.coefficients
     applied.values[:1].fill_(1.0)  # the first rule applies the coefficient
-    scaled = replace(outcome, coefficients=None if each is None else each[matrices.places])
+    scaled = replace(outcome, coefficients=None if coefficients is None else coefficients[matrices.places])
     of_first = [hypers[stack.group] for stack in matrices.stacks]
     of_last = [_of_last(groups[stack.group], plan.rows[stack.rows[0]].tensor.shape) for stack in matrices.stacks]
     for stack in matrices.stacks:
-        own, group = [grads[row] for row in stack.rows], groups[stack.group]
-        if any(grad is not None for grad in own):
-            step(matrices.first, matrices.only(stack, own), of_first, scaled)
-            made = orthogonalized(stack.memory, group["ns_steps"], group["ns_coefficients"], group["eps"])
-            found = zip(own, stack.laid_out(made), strict=True)
-            own = [None if grad is None else matrix for grad, matrix in found]
-            step(matrices.last, matrices.only(stack, own), of_last, applied)
+        stack_grads, group = [grads[row] for row in stack.rows], groups[stack.group]
+        if any(grad is not None for grad in stack_grads):
+            step(matrices.first, matrices.only(stack, stack_grads), of_first, scaled)
+            factors = orthogonalized(stack.memory, group["ns_steps"], group["ns_coefficients"], group["eps"])
+            both = zip(stack_grads, stack.laid_out(factors), strict=True)
+            stack_grads = [None if grad is None else matrix for grad, matrix in both]
+            step(matrices.last, matrices.only(stack, stack_grads), of_last, applied)
     others = Grads([None if row.rule is MuonRule else grad for row, grad in zip(plan.rows, grads, strict=True)])
     if any(grad is not None for grad in others):
         step(plan, others, hypers, outcome)
@@ -192,7 +192,7 @@ def _update(
 
 
 def _stacks(plan: Plan) -> list[_Stack]:
-    """Stacks of at most `STACK` elements; those on one device take turns in one memory, so the largest come first."""
+    """Makes stacks of at most `STACK` elements; those on one device take turns in one memory, the largest first."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for index, row in enumerate(plan.rows):
         if row.rule is MuonRule and row.has_state:
@@ -213,8 +213,8 @@ def _stacks(plan: Plan) -> list[_Stack]:
         size = len(rows) * shape.numel()
         if device not in memory:
             memory[device] = torch.empty(size, dtype=torch.float32, device=device)
-        own = memory[device][:size].view(len(rows), *(shape if is_contiguous else shape[::-1]))
-        stacks.append(_Stack(group, rows, begin, not is_contiguous, own))
+        matrices = memory[device][:size].view(len(rows), *(shape if is_contiguous else shape[::-1]))
+        stacks.append(_Stack(group, rows, begin, not is_contiguous, matrices))
         begin += len(rows)
     return stacks
 
@@ -308,8 +308,8 @@ class Muon(FusedOptimizer, TorchMuon):
             ValueError: a group is Muon's in one and AdamW's in the other; and as `FusedOptimizer.load_state_dict`.
         """
         groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None  # else refused below
-        for index, (own, given) in enumerate(zip(self.param_groups, groups or [], strict=False)):
-            if isinstance(given, Mapping) and MuonRule.fits(own) != MuonRule.fits(given):
+        for index, (group, loaded) in enumerate(zip(self.param_groups, groups or [], strict=False)):
+            if isinstance(loaded, Mapping) and MuonRule.fits(group) != MuonRule.fits(loaded):
                 raise ValueError(
                     f"group {index} is Muon's in one of checkpoint and optimizer, and AdamW's in the other; make the "
                     "optimizer with the checkpoint's use_muon"
@@ -323,14 +323,14 @@ class Muon(FusedOptimizer, TorchMuon):
             ValueError: as the constructor, and as `FusedOptimizer.add_param_group`.
         """
         if isinstance(param_group, dict) and MuonRule.fits(param_group):
-            given = param_group["params"]
-            if not isinstance(given, Tensor | set):
-                param_group["params"] = given = list(given)
-            for param in [given] if isinstance(given, Tensor) else given:
+            members = param_group["params"]
+            if not isinstance(members, Tensor | set):
+                param_group["params"] = members = list(members)
+            for param in [members] if isinstance(members, Tensor) else members:
                 _check_matrix(param[1] if isinstance(param, tuple) else param)
         elif isinstance(param_group, dict):
-            known = inspect.signature(TorchAdamW).parameters.keys() - {"params"}
-            options = {name: value for name, value in param_group.items() if name in known}
+            names = inspect.signature(TorchAdamW).parameters.keys() - {"params"}
+            options = {name: value for name, value in param_group.items() if name in names}
             for name, value in TorchAdamW([torch.empty(0)], **options).defaults.items():
                 param_group.setdefault(name, value)
         super().add_param_group(param_group)

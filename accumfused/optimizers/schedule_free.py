@@ -49,7 +49,7 @@ class ScheduleFreeRule(Rule):
 
     @staticmethod
     def moved(h: Any, step: Any, beta: Any, y: Any, z: Any, direction: Any) -> tuple[Any, Any]:
-        """The new y and z. The switch reads beta in fp32, so the step does too."""
+        """Computes the new y and z. The switch reads beta in fp32, so the step does too."""
         beta, last_beta = float32(beta), float32(h.last_beta)
         z = where((step == 1) | (h.weight_sum == 0), y, z)
         direction = where(h.weight_decay != 0, direction + y * h.weight_decay, direction)
@@ -150,27 +150,27 @@ def _step(optimizer: Any, engine: Engine, measured: Measured) -> None:
 def _update(
     groups: Sequence[dict[str, Any]], plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit
 ) -> None:
-    """`Backend.step` of the optimizer's plan, which also counts the step in the groups that have a gradient."""
+    """Steps the optimizer's plan, as `Backend.step`, and counts the step in the groups that have a gradient."""
     hypers, ends, can_read = [*hypers], [*commit.ends], _can_read(plan)
     skipped = outcome.values.tolist()[2] if can_read else outcome.skipped
     for index in {row.group for row, grad in zip(plan.rows, grads, strict=True) if grad is not None}:
         group = groups[index]
         if can_read:
             counted, numbers = _counted(group, float, max)
-            kept = {} if skipped else counted
+            sums = {} if skipped else counted
         else:
             at_hand = partial(_at_hand, device=plan.device)
             group.update({name: at_hand(group[name]) for name in SUMS})
             counted, numbers = _counted(group, at_hand, torch.clamp)
-            kept = {name: torch.where(skipped, group[name], number) for name, number in counted.items()}
-        ends += [partial(group[name].fill_, number) for name, number in kept.items()]
-        known = zip(plan.rules[index].hyper_names, hypers[index], strict=True)
-        hypers[index] = tuple(numbers.get(name, number) for name, number in known)
+            sums = {name: torch.where(skipped, group[name], number) for name, number in counted.items()}
+        ends += [partial(group[name].fill_, number) for name, number in sums.items()]
+        hyper_numbers = zip(plan.rules[index].hyper_names, hypers[index], strict=True)
+        hypers[index] = tuple(numbers.get(name, number) for name, number in hyper_numbers)
     plan.backend.step(plan, grads, hypers, outcome, Commit(ends, commit.begins))
 
 
 def _can_read(plan: Plan) -> bool:
-    """Whether the host can read the plan's values, and whether a step is skipped, without a wait for a GPU."""
+    """Tells whether the host can read the plan's values, and whether a step is skipped, without a wait for a GPU."""
     return plan.device.type == "cpu"
 
 
@@ -181,17 +181,17 @@ def _at_hand(number: Number, device: torch.device) -> Number:
 def _counted(
     group: Mapping[str, Any], read: Callable[[Number], Any], at_least: Callable[[Any, Any], Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The group's `SUMS` after its next step, and the numbers of its kernel, by the names of hyper-parameters."""
+    """Computes the group's `SUMS` after its next step, and its kernel's numbers, by the names of hyper-parameters."""
     names = *SUMS, "lr", "warmup_steps", "r", "weight_lr_power"
-    k, before, lr_max, last_beta, lr, warmup_steps, r, power_of_lr = (read(group[name]) for name in names)
+    k, last_weight_sum, lr_max, last_beta, lr, warmup_steps, r, power_of_lr = (read(group[name]) for name in names)
     k = k + 1.0
     lr = k / at_least(k, warmup_steps) * lr
     lr_max = at_least(lr_max, lr)
     weight = (lr_max > 0) * k**r * lr_max**power_of_lr
-    weight_sum = before + weight
+    weight_sum = last_weight_sum + weight
     share = weight / at_least(weight_sum, sys.float_info.min)
     counted = {"k": k, "weight_sum": weight_sum, "lr_max": lr_max, "last_beta": read(_beta(group))}
-    return counted, {"lr": lr, "share": share, "weight_sum": before, "last_beta": last_beta}
+    return counted, {"lr": lr, "share": share, "weight_sum": last_weight_sum, "last_beta": last_beta}
 
 
 class ScheduleFree(FusedOptimizer):
@@ -233,7 +233,7 @@ class ScheduleFree(FusedOptimizer):
             group["train_mode"] = train_mode
 
     def _refuse_gradients(self) -> None:
-        """Refuses those of the averaged weights.
+        """Refuses gradients of the averaged weights.
 
         Raises:
             RuntimeError: eval() was called, and train() was not.

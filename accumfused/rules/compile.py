@@ -33,12 +33,12 @@ _loaded: list[ctypes.CDLL] = []  # for as long as the process runs: kernels are 
 
 @functools.cache
 def _in_the_module() -> dict[str, int]:
-    """The native module's rules, by their functors' digests: a rule of the same name may be another one."""
+    """Lists the native module's rules, by their functors' digests: a rule of the same name may be another one."""
     return {digest: index for index, (_, digest, *_) in enumerate(compiled.module.rules())}
 
 
 def index(rule: type[Rule]) -> int:
-    """The rule's index among the native module's, for the CUDA kernels.
+    """Looks up the rule's index among the native module's, for the CUDA kernels.
 
     Raises:
         RuntimeError: they do not have it.
@@ -49,25 +49,25 @@ def index(rule: type[Rule]) -> int:
 
 
 def code(rule: type[Rule], instruction_set: str) -> int:
-    """The address of the rule's RuleCode, for the CPU's kernels.
+    """Returns the address of the rule's RuleCode, for the CPU's kernels.
 
     Raises:
         RuntimeError: the rule does not compile.
     """
-    made = _code(rule, instruction_set)
-    if isinstance(made, str):
-        raise RuntimeError(made)
-    return made
+    result = _code(rule, instruction_set)
+    if isinstance(result, str):
+        raise RuntimeError(result)
+    return result
 
 
 def why_not_cpu(rule: type[Rule]) -> str | None:
-    """The reason why the CPU's kernels cannot run the rule, or None."""
-    made = _code(rule, compiled.module.instruction_sets()[0])
-    return made if isinstance(made, str) else None
+    """Tells why the CPU's kernels cannot run the rule, or returns None."""
+    result = _code(rule, compiled.module.instruction_sets()[0])
+    return result if isinstance(result, str) else None
 
 
 def why_not_cuda(rule: type[Rule]) -> str | None:
-    """The reason why the CUDA kernels cannot run the rule, or None."""
+    """Tells why the CUDA kernels cannot run the rule, or returns None."""
     if rule.is_foreign or (rule.is_common and to_cpp.digest(rule) in _in_the_module()):
         return None
     return f"the native module has no CUDA kernel for the rule {rule.name}; Triton has"
@@ -75,7 +75,7 @@ def why_not_cuda(rule: type[Rule]) -> str | None:
 
 @functools.cache
 def _code(rule: type[Rule], instruction_set: str) -> int | str:
-    """The address, or the reason why there is none."""
+    """Returns the address, or the reason why the rule has none."""
     if rule.is_foreign:
         return 0  # its own step updates
     place = _in_the_module().get(to_cpp.digest(rule))
@@ -93,7 +93,7 @@ def _code(rule: type[Rule], instruction_set: str) -> int | str:
 
 
 def _loaded_code(library: Path) -> int:
-    """The address of a library's RuleCode.
+    """Loads a library, and returns the address of its RuleCode.
 
     Raises:
         OSError, ValueError: it does not load, or has none.
@@ -105,7 +105,7 @@ def _loaded_code(library: Path) -> int:
 
 
 def _library(rule: type[Rule], instruction_set: str, folder: Path) -> Path:
-    """The rule's library in a folder, where it is compiled unless it is there."""
+    """Returns the rule's library in a folder; compiles it unless it is there."""
     command = [*shlex.split(compiler()), *FLAGS, "-w", "-shared", *INSTRUCTION_SETS[instruction_set]]
     version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
     headers = _headers()
@@ -115,17 +115,17 @@ def _library(rule: type[Rule], instruction_set: str, folder: Path) -> Path:
         *(path.read_text() for path in sorted(headers.rglob("*.*"))),
     ]
     key = hashlib.sha256(b"\0".join([version, *(part.encode() for part in parts)])).hexdigest()[:20]
-    made = folder / f"{rule.name}-{key}.so"
-    if made.exists() and not _is_private(made):
-        say_once(f"{made} belongs to another user, or others can write it: it is not loaded; delete it")
-        made = _temporary_folder() / made.name
-    if made.exists():
-        return made
+    library = folder / f"{rule.name}-{key}.so"
+    if library.exists() and not _is_private(library):
+        say_once(f"{library} belongs to another user, or others can write it: it is not loaded; delete it")
+        library = _temporary_folder() / library.name
+    if library.exists():
+        return library
     try:
-        own = tempfile.TemporaryDirectory(dir=made.parent)  # another process may be doing the same
+        temporary = tempfile.TemporaryDirectory(dir=library.parent)  # another process may be doing the same
     except OSError as error:
         raise RuntimeError(f"{error}; set ACCUMFUSED_CACHE to a folder that can be written") from None
-    with own as place:
+    with temporary as place:
         (Path(place) / "functors.h").write_text(parts[0])
         source, part = Path(place) / "rule.cpp", Path(place) / "rule.so"
         source.write_text(_SOURCE.format(functor=to_cpp.functor_name(rule)))
@@ -135,18 +135,18 @@ def _library(rule: type[Rule], instruction_set: str, folder: Path) -> Path:
             output = run.stdout.strip()[-2000:]
             raise RuntimeError(f"{command[0]} failed; install g++ or clang++, or set CXX:\n{output}")
         part.chmod(0o700)
-        part.replace(made)
-    return made
+        part.replace(library)
+    return library
 
 
 def _headers() -> Path:
-    """csrc: in a wheel a part of the package, in a checkout beside it."""
+    """Returns csrc: in a wheel a part of the package, in a checkout next to it."""
     package = Path(__file__).parents[1]
     return package / "csrc" if (package / "csrc").exists() else package.parent / "csrc"
 
 
 def _folder() -> Path:
-    """The folder of compiled rules, which is made if it is missing.
+    """Returns the folder of compiled rules; makes it if it is missing.
 
     Raises:
         RuntimeError: it cannot be made.
@@ -176,7 +176,7 @@ def _temporary_folder() -> Path:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether a file or folder is this user's, and nobody else can write it: a library runs when it is loaded."""
+    """Tells whether a file or folder is this user's, and no other can write it: a library runs when it is loaded."""
     if not hasattr(os, "getuid"):  # Windows, where a user's cache is private
         return True
     status = path.stat()

@@ -22,7 +22,7 @@ _FRACTION_BITS = 53
 
 
 def square_root(value: Tensor) -> Tensor:
-    """The IEEE square root of an fp32 or fp64 tensor; torch's own is not correctly rounded on a CPU.
+    """Takes the IEEE square root of an fp32 or fp64 tensor; torch's is not correctly rounded on a CPU.
 
     fp32 is exact through fp64, since 53 >= 2 * 24 + 2 (Figueroa 1995); fp64 goes through Python, which a CPU allows.
     """
@@ -35,7 +35,7 @@ def square_root(value: Tensor) -> Tensor:
 
 
 def power(base: Tensor, exponent: Tensor) -> Tensor:
-    """`base ** exponent` in fp64 by squaring, for whole exponents >= 0, below 2^25 in size."""
+    """Computes `base ** exponent` in fp64 by squaring, for whole exponents >= 0, below 2^25 in size."""
     exponent = exponent.to(torch.int64)
     result, factor = torch.ones_like(exponent, dtype=torch.float64), base
     for bit in range(_POWER_BITS):
@@ -45,7 +45,7 @@ def power(base: Tensor, exponent: Tensor) -> Tensor:
 
 
 def real_power(base: Tensor, exponent: Tensor) -> Tensor:
-    """`base ** exponent` in fp64: as `power` for the exponent's whole part, roots for the digits behind the point."""
+    """Computes `base ** exponent` in fp64: `power` for the whole part, roots for the digits after the point."""
     size = exponent.abs()
     whole = size.clamp(max=2.0 ** (_POWER_BITS - 1)).floor()
     result, rest, root = power(base, whole), size - whole, base
@@ -70,7 +70,7 @@ _WITHOUT_ROUNDING = {**_OPERATIONS, "sqrt": torch.sqrt, "float32": lambda value:
 def evaluate(
     trace: Trace, inputs: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, *, rounds: bool = True
 ) -> dict[str, Tensor]:
-    """Computes the results in `dtype`; a number that nobody reads any more is freed.
+    """Computes the results in `dtype`; a number that no later operation reads is freed.
 
     Args:
         rounds: False: for fp64 parameters, where nothing becomes fp32, and a root is torch's.
@@ -95,7 +95,7 @@ def evaluate(
 
 @functools.cache
 def _order(trace: Trace) -> tuple[list[int], dict[int, int]]:
-    """The operations to run, in order, and for each of their operands the last that reads it."""
+    """Lists the operations to run, in order, and for each of their operands the last that reads it."""
     places = trace.needed()
     last = {operand: place for place in places for operand in trace.operations[place].operands}
     return places, last | dict.fromkeys(trace.results.values(), len(trace.operations))
@@ -104,7 +104,7 @@ def _order(trace: Trace) -> tuple[list[int], dict[int, int]]:
 def scalars(
     rule: type[Rule], hypers: Mapping[str, float | Tensor], step: Tensor, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """The numbers that `update` reads, each of shape [] or [tensors].
+    """Computes the numbers that `update` reads, each of shape [] or [tensors].
 
     Args:
         rule: whose.
@@ -119,14 +119,14 @@ def scalars(
         else torch.full((), value, dtype=torch.float64, device=step.device)
         for name, value in hypers.items()
     }
-    made = evaluate(rule.traced.scalars, inputs | {"step": step.double()}, torch.float64, step.device, rounds=rounds)
-    return {name: value.to(dtype) for name, value in made.items()}
+    results = evaluate(rule.traced.scalars, inputs | {"step": step.double()}, torch.float64, step.device, rounds=rounds)
+    return {name: value.to(dtype) for name, value in results.items()}
 
 
 def update(
     rule: type[Rule], numbers: Mapping[str, Tensor], param: Tensor, grad: Tensor, states: list[Tensor]
 ) -> list[Tensor]:
-    """The new parameter and states, out of place.
+    """Computes the new parameter and states, out of place.
 
     Args:
         rule: whose.
@@ -136,10 +136,10 @@ def update(
     inputs: dict[str, Any] = {f"s.{name}": value for name, value in numbers.items()}
     inputs |= {"p": param, "g": grad} | dict(zip(rule.states, states, strict=True))
     rounds = param.dtype == torch.float32
-    made = evaluate(rule.traced.update, inputs, param.dtype, param.device, rounds=rounds).values()
-    return [value.expand_as(param) for value in made]  # a number that no element enters has shape []
+    results = evaluate(rule.traced.update, inputs, param.dtype, param.device, rounds=rounds).values()
+    return [value.expand_as(param) for value in results]  # a number that no element enters has shape []
 
 
 def signed(hypers: Mapping[str, Any], coefficient: Tensor) -> Tensor:
-    """The coefficient, negated where the rule is to maximize."""
+    """Negates the coefficient where the rule is to maximize."""
     return -coefficient if hypers.get("maximize") else coefficient

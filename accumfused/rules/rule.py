@@ -23,7 +23,7 @@ from accumfused.rules.trace import CONDITIONS, Names, Trace
 
 MAX_STATES = 4  # csrc/rows.h's kMaxStates
 MAX_HYPERS = 12  # csrc/rows.h's kMaxHypers
-MAX_SCALARS = 23  # in csrc/rows.h's kMaxFunctorBytes, beside the coefficient
+MAX_SCALARS = 23  # that csrc/rows.h's kMaxFunctorBytes holds, with the coefficient
 MAXIMUM_RATCHETS = "whose maximum ratchets up on the noise of 8-bit codes"
 _TAKEN = ("p", "g", "step")  # names of the function's other arguments
 _FIXED = ("name", "states", "second_moments", "hypers", "derived", "flags", "update")
@@ -85,7 +85,7 @@ class Rule(metaclass=_RuleType):
 
     @classmethod
     def hyper(cls, group: Mapping[str, Any], name: str) -> Any:
-        """A group's hyper-parameter: group["lr"] for "lr", group["betas"][1] for "beta2"; a switch may be missing."""
+        """Reads a hyper-parameter: group["lr"] for "lr", group["betas"][1] for "beta2"; a switch may be missing."""
         if name in group:
             return group[name]
         if name[-1].isdigit():
@@ -95,17 +95,17 @@ class Rule(metaclass=_RuleType):
 
     @classmethod
     def start(cls, group: Mapping[str, Any], name: str) -> Any:
-        """What a state begins at in torch's checkpoints, as a number or tensor."""
+        """Returns the number or tensor at which a state begins in torch's checkpoints."""
         return cls.hyper(group, cls.starts[name]) if name in cls.starts else 0.0
 
     @classmethod
     def fits(cls, group: Mapping[str, Any]) -> bool:
-        """Whether the flags are those of the group; "has_momentum" is set where group["momentum"] is not 0."""
+        """Tells whether the flags are those of the group; "has_momentum" is set where group["momentum"] is not 0."""
         return all(bool(group.get(flag.removeprefix("has_"))) == value for flag, value in cls.flags.items())
 
     @staticmethod
     def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-        """The new parameter and states of one element.
+        """Computes the new parameter and states of one element.
 
         A number that depends on no element is computed in fp64, once for each tensor, and rounded to fp32 where it
         meets an element. What depends on an element is fp32.
@@ -120,7 +120,7 @@ class Rule(metaclass=_RuleType):
 
     @classmethod
     def _names_of(cls, hyper: str) -> list[str]:
-        """The names by which update() reads a hyper-parameter."""
+        """Lists the names by which update() reads a hyper-parameter."""
         default = cls.hypers[hyper] if isinstance(cls.hypers, Mapping) else None
         if not isinstance(default, tuple):
             return [hyper]
@@ -150,9 +150,9 @@ def _check_names(rule: type[Rule]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{rule.__name__}: {', '.join(twice)} stands twice among states, hypers and flags")
-    for name, given, most in (("states", rule.states, MAX_STATES), ("hypers", rule.hyper_names, MAX_HYPERS)):
-        if len(given) > most:
-            raise ValueError(f"{rule.__name__} has {len(given)} {name}; at most {most} are possible")
+    for name, members, most in (("states", rule.states, MAX_STATES), ("hypers", rule.hyper_names, MAX_HYPERS)):
+        if len(members) > most:
+            raise ValueError(f"{rule.__name__} has {len(members)} {name}; at most {most} are possible")
     first = len(rule.states) - len(rule.second_moments)
     if rule.states[first:] != rule.second_moments:
         raise ValueError(f"{rule.__name__}: second_moments must be the last of states {rule.states}")
@@ -162,14 +162,14 @@ def _traced(rule: type[Rule]) -> Traced:
     scalars = Trace()
     trace = Trace(scalars)
     *numbers, step = scalars.inputs(*rule.hyper_names, "step")
-    known = dict(zip(rule.hyper_names, numbers, strict=True))
-    names = Names(f"h of {rule.__name__}.update", {**known, **rule.flags})
+    by_name = dict(zip(rule.hyper_names, numbers, strict=True))
+    names = Names(f"h of {rule.__name__}.update", {**by_name, **rule.flags})
     expected = ("p", *rule.states)
     try:
         results = rule.update(names, step, *trace.inputs("p", "g", *rule.states))
         if not isinstance(results, tuple) or len(results) != len(expected):
-            given = f"{len(results)} values" if isinstance(results, tuple) else type(results).__name__
-            raise TypeError(f"it returns {given}; it must return ({', '.join(expected)},)")
+            returned = f"{len(results)} values" if isinstance(results, tuple) else type(results).__name__
+            raise TypeError(f"it returns {returned}; it must return ({', '.join(expected)},)")
         places = [trace.symbol(value).place for value in results]
         if any(trace.operations[place].name in CONDITIONS for place in places):
             raise TypeError(
@@ -180,9 +180,9 @@ def _traced(rule: type[Rule]) -> Traced:
     trace.results = dict(zip(expected, places, strict=True))
     # A number that only a dropped result of an element's operation reads is not computed.
     read = {trace.operations[place].label for place in trace.needed()}
-    kept = [(name, place) for name, place in scalars.results.items() if f"s.{name}" in read]
+    read_scalars = [(name, place) for name, place in scalars.results.items() if f"s.{name}" in read]
     # Computed ones first, then those as they are given: nvcc makes fewer instructions of this order than of others.
-    scalars.results = dict(sorted(kept, key=lambda each: each[1] if each[1] <= len(known) else -1))
+    scalars.results = dict(sorted(read_scalars, key=lambda item: item[1] if item[1] <= len(by_name) else -1))
     if len(scalars.results) > MAX_SCALARS:
         count = len(scalars.results)
         raise ValueError(
@@ -192,11 +192,11 @@ def _traced(rule: type[Rule]) -> Traced:
 
 
 def known_states() -> set[str]:
-    """The names of the states of all rules, including rules that a user has defined."""
-    below: list[type[Rule]] = [Rule]
+    """Collects the names of the states of all rules, including rules that a user has defined."""
+    pending: list[type[Rule]] = [Rule]
     names = set[str]()
-    while below:
-        rule = below.pop()
+    while pending:
+        rule = pending.pop()
         names.update(rule.states)
-        below += rule.__subclasses__()
+        pending += rule.__subclasses__()
     return names

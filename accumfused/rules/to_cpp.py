@@ -23,7 +23,7 @@ _EXPRESSIONS = {
 
 
 def write(folder: Path) -> None:
-    """Writes functors.h for the rules of all optimizers, if it is another than before."""
+    """Writes functors.h for the rules of all optimizers, if the text has changed."""
     files = sorted((Path(__file__).parents[1] / "optimizers").glob("*.py"))
     text, path = header(rule for file in files for rule in rules_in(file)), folder / "functors.h"
     if not path.exists() or path.read_text() != text:
@@ -33,9 +33,11 @@ def write(folder: Path) -> None:
 
 
 def header(rules: Iterable[type[Rule]]) -> str:
-    """The functors of the rules, and the lists of them: AF_RULES, which begins with AF_CUDA_RULES, those for nvcc."""
+    """Prints the functors of rules, and lists of them: AF_RULES, which begins with AF_CUDA_RULES, those for nvcc."""
     rules = sorted(rules, key=lambda rule: not rule.is_common)
-    cuda, rest = (" ".join(f"X({functor_name(r)})" for r in rules if r.is_common is own) for own in (True, False))
+    cuda, rest = (
+        " ".join(f"X({functor_name(r)})" for r in rules if r.is_common is is_common) for is_common in (True, False)
+    )
     lists = f"#define AF_CUDA_RULES(X) {cuda}", f"#define AF_RULES(X) AF_CUDA_RULES(X) {rest}"
     return "\n".join([*(functor(rule, is_common=rule.is_common) for rule in rules), *lists, ""])
 
@@ -55,14 +57,14 @@ def functor(rule: type[Rule], *, is_common: bool) -> str:
 
 
 def _functor(rule: type[Rule], digest: str, is_common: bool) -> str:
-    # A rule's own names get an underscore behind: some are keywords of C++, or names of this functor.
+    # A rule's names get a trailing underscore: some are keywords of C++, or names of this functor.
     name, scalars = functor_name(rule), list(rule.traced.scalars.results)
     states = [f"{state}_" for state in rule.states]
     inputs = {hyper: f"hyper[{index}]" for index, hyper in enumerate(rule.hyper_names)} | {"step": "double(step)"}
     maximizes = f"{inputs['maximize']} != 0 ? -coef : coef" if "maximize" in inputs else "coef"
     elements = {f"s.{scalar}": scalar for scalar in scalars} | {"p": "p", "g": "g"}
     elements |= dict(zip(rule.states, states, strict=True))
-    made, numbers = _statements(rule.traced.scalars, inputs, "double")
+    computed, numbers = _statements(rule.traced.scalars, inputs, "double")
     updated, results = _statements(rule.traced.update, elements, "float")
     lines = [
         f"struct {name} {{",
@@ -79,7 +81,7 @@ def _functor(rule: type[Rule], digest: str, is_common: bool) -> str:
         "",
         f"  AF_METHOD {name}(const double* hyper, [[maybe_unused]] int64_t step, float coef)",
         f"      : coefficient({maximizes}) {{",
-        *made,
+        *computed,
         *(f"    {scalar} = float({number});" for scalar, number in zip(scalars, numbers, strict=True)),
         "  }",
         "",
@@ -101,7 +103,7 @@ def _quoted(names: tuple[str, ...]) -> str:
 
 
 def _statements(trace: Trace, inputs: dict[str, str], number: str) -> tuple[list[str], list[str]]:
-    """A line for each operation, and the results; inputs and constants stand in the lines that read them."""
+    """Prints a line for each operation, and the results; inputs and constants stand in the lines that read them."""
     lines, text = [], dict[int, str]()
     for place in trace.needed():
         operation = trace.operations[place]
@@ -123,7 +125,7 @@ def _literal(value: float) -> str:
 
 
 def rules_in(file: Path) -> list[type[Rule]]:
-    """The rules of a file in optimizers/, without its optimizer classes, which need torch."""
+    """Reads the rules of a file in optimizers/, without its optimizer classes, which need torch."""
     tree = ast.parse(file.read_text(), str(file))
     tree.body = [node for node in tree.body if _is_of_rules(node)]
     namespace: dict[str, Any] = {"__name__": file.stem}
@@ -133,7 +135,7 @@ def rules_in(file: Path) -> list[type[Rule]]:
 
 
 def _is_of_rules(node: ast.stmt) -> bool:
-    """Whether the statement is a rule's class, or imports no more than Python and the rules' own modules."""
+    """Tells whether the statement is a rule's class, or imports no more than Python and the rules' own modules."""
     if isinstance(node, ast.ImportFrom):
         return node.module in ("__future__", "collections.abc", "typing", "accumfused.rules")
     if isinstance(node, ast.ClassDef):

@@ -35,7 +35,7 @@ _FP64 = _COMMON | {
 
 @functools.cache
 def compiled(rule: type[Rule], numeric: ModuleType) -> tuple[Any, Any]:
-    """`scalars` and `update` for Triton's kernels; `numeric` has power() and real_power() in Triton."""
+    """Compiles `scalars` and `update` for Triton's kernels; `numeric` has power() and real_power() in Triton."""
     name = f"{rule.name}_{digest(rule)}"
     both = ("scalars", _scalars(rule)), ("update", _update(rule))
     scalars, update = (_function(f"{name}_{part}", lines, numeric) for part, lines in both)
@@ -72,18 +72,18 @@ def _tuple(items: list[str]) -> str:
 def _statements(
     trace: Trace, inputs: dict[str, str], expressions: dict[str, str], dtype: str
 ) -> tuple[list[str], list[str]]:
-    """A line for each operation, and the results."""
+    """Prints a line for each operation, and the results."""
     lines, text = [], dict[int, str]()
     for place in trace.needed():
         operation = trace.operations[place]
         if operation.name == "input":
             text[place] = inputs[operation.label]
         else:
-            made = f"tl.full([], {_literal(operation.constant)}, {dtype})"
+            expression = f"tl.full([], {_literal(operation.constant)}, {dtype})"
             if operation.name != "constant":
-                made = expressions[operation.name].format(*(text[operand] for operand in operation.operands))
+                expression = expressions[operation.name].format(*(text[operand] for operand in operation.operands))
             text[place] = f"v{place}"
-            lines.append(f"v{place} = {made}")
+            lines.append(f"v{place} = {expression}")
     return lines, [text[place] for place in trace.results.values()]
 
 
@@ -92,7 +92,7 @@ def _literal(value: float) -> str:
 
 
 def _function(name: str, lines: list[str], numeric: ModuleType) -> Any:
-    """Triton reads a function's source through linecache, so the text need not lie in a file."""
+    """Makes a Triton function of its text, which Triton reads through linecache, so it need not lie in a file."""
     signature, *body = lines
     text = "\n    ".join([f"def {name}{signature}", *body]) + "\n"
     file = f"<accumfused {name}>"

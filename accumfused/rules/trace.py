@@ -57,14 +57,14 @@ class Trace:
                     f"{name} takes {'conditions' if takes_condition else 'numbers'} here; where(condition, a, b) makes "
                     "a number of a condition, a comparison a condition of numbers"
                 )
-        made = Operation(name, places, label, constant)
-        if made not in self._places:
-            self._places[made] = len(self.operations)
-            self.operations.append(made)
-        return Symbol(self, self._places[made])
+        operation = Operation(name, places, label, constant)
+        if operation not in self._places:
+            self._places[operation] = len(self.operations)
+            self.operations.append(operation)
+        return Symbol(self, self._places[operation])
 
     def symbol(self, value: Any) -> Symbol:
-        """The value as a symbol of this trace; a plain number becomes a constant."""
+        """Returns the value as a symbol of this trace; a plain number becomes a constant."""
         if isinstance(value, Symbol):
             if value.trace is self:
                 return value
@@ -76,25 +76,26 @@ class Trace:
         raise TypeError(f"{type(value).__name__} is no number of a rule; use + - * / and accumfused.rules")
 
     def _rounded(self, value: Symbol) -> Symbol:
-        """A number that all elements share, as an input here. A condition travels as the number 1 or 0."""
+        """Makes an input of a number that all elements share. A condition travels as the number 1 or 0."""
         scalars = value.trace
-        made = scalars.operations[value.place]
-        if made.name in CONDITIONS:
+        operation = scalars.operations[value.place]
+        if operation.name in CONDITIONS:
             zero = Operation("constant", label=(0.0).hex())
-            is_test = made.name == "ne" and scalars.operations[made.operands[1]] == zero  # of a number that is at hand
-            number = Symbol(scalars, made.operands[0]) if is_test else scalars.add("where", value, 1.0, 0.0)
+            # A test of a number that is at hand.
+            is_test = operation.name == "ne" and scalars.operations[operation.operands[1]] == zero
+            number = Symbol(scalars, operation.operands[0]) if is_test else scalars.add("where", value, 1.0, 0.0)
             return self.add("ne", number, 0.0)
-        given = made.label if made.name == "input" else scalars.names.get(value.place)
-        name = f"s{value.place}" if given is None else f"{given}_"
+        label = operation.label if operation.name == "input" else scalars.names.get(value.place)
+        name = f"s{value.place}" if label is None else f"{label}_"
         if scalars.results.setdefault(name, value.place) != value.place:
-            raise TypeError(f"two numbers are named {given}")
+            raise TypeError(f"two numbers are named {label}")
         return self.add("input", label=f"s.{name}")
 
     def inputs(self, *labels: str) -> list[Symbol]:
         return [self.add("input", label=label) for label in labels]
 
     def needed(self) -> list[int]:
-        """The places of what the results are computed from, in order."""
+        """Lists the places of the operations that the results need, in order."""
         needed = set(self.results.values())
         for place in range(len(self.operations) - 1, -1, -1):
             if place in needed:
@@ -159,45 +160,45 @@ class Symbol:
 
 def _apply(name: str, plain: Callable[..., Any], *operands: Any) -> Any:
     """Records the operation; plain numbers alone are computed at once."""
-    return _recorded(name, *operands) if any(isinstance(each, Symbol) for each in operands) else plain(*operands)
+    return _recorded(name, *operands) if any(isinstance(operand, Symbol) for operand in operands) else plain(*operands)
 
 
 def sqrt(value: Any) -> Any:
-    """The square root, correctly rounded."""
+    """Takes the square root, correctly rounded."""
     return _apply("sqrt", math.sqrt, value)
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
-    """`a` where the condition holds, `b` elsewhere; both are computed."""
+    """Chooses `a` where the condition holds, `b` elsewhere; both are computed."""
     if not isinstance(condition, Symbol):
         return a if condition else b
     return _recorded("where", condition, a, b)
 
 
 def maximum(a: Any, b: Any) -> Any:
-    """The larger number; a NaN propagates."""
+    """Returns the larger number; a NaN propagates."""
     return where(a != a, a, where(a > b, a, b))
 
 
 def minimum(a: Any, b: Any) -> Any:
-    """The smaller number; a NaN propagates."""
+    """Returns the smaller number; a NaN propagates."""
     return where(a != a, a, where(a < b, a, b))
 
 
 def sign(value: Any) -> Any:
-    """1, -1, or the value itself if it is a zero or NaN."""
+    """Returns 1, -1, or the value itself if it is a zero or NaN."""
     return where(value > 0, 1.0, where(value < 0, -1.0, value))
 
 
 def agree(a: Any, b: Any) -> Any:
-    """Whether both are > 0 or both < 0: a product of theirs may be too small for a number."""
+    """Tells whether both are > 0 or both < 0: a product of theirs may be too small for a number."""
     return ((a > 0) & (b > 0)) | ((a < 0) & (b < 0))
 
 
 def power(base: Any, exponent: Any) -> Any:
-    """base ** exponent, of numbers that all elements share: base >= 0, or the exponent is `step`.
+    """Computes base ** exponent, of numbers that all elements share: base >= 0, or the exponent is `step`.
 
-    Squares are multiplied for the exponent's whole part, and roots for the digits behind the point, because no two
+    Squares are multiplied for the exponent's whole part, and roots for the digits after the point, because no two
     backends have a pow() with the same bits. The relative error is at most (|exponent| + 160 + |log(base)|) 2^-53, for
     exponents below 2^24.
     """
@@ -206,7 +207,7 @@ def power(base: Any, exponent: Any) -> Any:
 
 
 def float32(value: Any) -> Any:
-    """The number, which all elements share, rounded to fp32; it would be fp64."""
+    """Rounds a number that all elements share to fp32; it would be fp64."""
     return _apply("float32", float, value)
 
 
@@ -224,5 +225,5 @@ class Names:
         self.__of = of
 
     def __getattr__(self, name: str) -> NoReturn:
-        known = ", ".join(key for key in self.__dict__ if not key.startswith("_"))
-        raise AttributeError(f"{self.__of} has no {name!r}; it has {known or 'nothing'}")
+        names = ", ".join(key for key in self.__dict__ if not key.startswith("_"))
+        raise AttributeError(f"{self.__of} has no {name!r}; it has {names or 'nothing'}")

@@ -66,9 +66,9 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     keys = {id(param): key for key, param in _params(optimizer, state_dict).items()}
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     plan = optimizer._engine.plans.current()
-    known = window.weights
-    total = plan.exchange.total(plan, known.total, known.is_weighted)
-    numbers = known.saved(total, plan.device)
+    weights = window.weights
+    total = plan.exchange.total(plan, weights.total, weights.is_weighted)
+    numbers = weights.saved(total, plan.device)
     rows = list(zip(window.params, window.sums, strict=True))
     for param, accumulator in [row for row in rows if row[1] is not None] or rows[:1]:
         key, group = keys[id(param)], groups[id(param)]
@@ -86,7 +86,7 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 def without_window(optimizer: Owner, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Window | None]:
     """Returns the checkpoint without its open window, and that window on the parameters' devices."""
     params = _params(optimizer, state_dict)
-    found, state, numbers = dict[int, Tensor | None](), {}, list[float]()
+    by_id, state, numbers = dict[int, Tensor | None](), {}, list[float]()
     for key, entries in state_dict["state"].items():
         state[key] = entries
         if key in params and WEIGHTS in entries:
@@ -99,14 +99,14 @@ def without_window(optimizer: Owner, state_dict: Mapping[str, Any]) -> tuple[dic
             shard, saved = shard_of(params[key]), entries.get(ACCUMULATOR)
             accumulator = None
             if saved is not None:
-                own = owned(params[key], shard)
-                dtype = torch.promote_types(own.dtype, torch.float32)
-                accumulator = torch.empty_like(own, dtype=dtype, requires_grad=False)
+                tensor = owned(params[key], shard)
+                dtype = torch.promote_types(tensor.dtype, torch.float32)
+                accumulator = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
                 accumulator.copy_(saved if shard is None else shard.part(ACCUMULATOR, saved))
-            found[id(params[key])], numbers = accumulator, entries[WEIGHTS].tolist()
+            by_id[id(params[key])], numbers = accumulator, entries[WEIGHTS].tolist()
     if not numbers:
         return dict(state_dict), None
-    sums = Grads([found.get(id(param)) for param in params.values()])
+    sums = Grads([by_id.get(id(param)) for param in params.values()])
     window = Window.resumed([*params.values()], sums, numbers)
     return {**state_dict, "state": state}, window
 
@@ -120,17 +120,17 @@ def without_formats(
     left out. A parameter keeps its master if the checkpoint has none.
     """
     params, groups, state = _params(optimizer, state_dict), _groups(optimizer, state_dict), dict(state_dict["state"])
-    kept, formatted = dict[Tensor, dict[str, Tensor]](), _formatted(optimizer)
+    entries_of, formatted = dict[Tensor, dict[str, Tensor]](), _formatted(optimizer)
     for key, param in params.items():
         rule, entries = optimizer._rule_of(groups[key]), state.get(key)
         if rule.is_foreign or param.dtype not in TORCH_DTYPES:
             continue
-        known = optimizer.state.get(param, {})
-        masters = {name: known[name] for name in (REMAINDER, MASTER) if name in known}
+        current = optimizer.state.get(param, {})
+        masters = {name: current[name] for name in (REMAINDER, MASTER) if name in current}
         if not entries:
             if masters:
                 _complete(optimizer, groups[key], param, masters)
-                kept[param] = masters
+                entries_of[param] = masters
             continue
         usable = {name for name in formatted if _is_whole(name, entries.get(name))}
         lost = [name for name in (REMAINDER, MASTER) if entries.get(name) is not None and name not in usable]
@@ -139,23 +139,23 @@ def without_formats(
                 f"the checkpoint's {lost[0]!r} of parameter {key} is {entries[lost[0]].dtype}, so its bits are lost "
                 "(another optimizer has cast it); the master weight is derived from the parameter again"
             )
-        kept[param] = {name: entries[name].to(param.device) for name in entries if name in usable}
-        if kept[param].keys().isdisjoint((REMAINDER, MASTER)):
-            kept[param] |= masters
+        entries_of[param] = {name: entries[name].to(param.device) for name in entries if name in usable}
+        if entries_of[param].keys().isdisjoint((REMAINDER, MASTER)):
+            entries_of[param] |= masters
         state[key] = {name: value for name, value in entries.items() if name not in formatted}
-    return {**state_dict, "state": state}, kept
+    return {**state_dict, "state": state}, entries_of
 
 
 def _complete(optimizer: Owner, group: Mapping[str, Any], param: Tensor, entries: dict[str, Any]) -> None:
     """Makes the missing entries of a parameter's state, in place."""
     engine, shard, rule = optimizer._engine, shard_of(param), optimizer._rule_of(group)
-    own = entries if shard is None else shard.parts(entries)
+    local = entries if shard is None else shard.parts(entries)
     form, tensor = format_of(rule, param, engine.settings), owned(param, shard)
     if layout(tensor) == "strided":  # states are dense
         tensor = torch.empty_like(tensor, requires_grad=False).copy_(tensor)
-    make_state(rule, form, tensor, own, engine.plans.seed, group)
+    make_state(rule, form, tensor, local, engine.plans.seed, group)
     if shard is not None:
-        shard.put(own, entries, names(rule, form))
+        shard.put(local, entries, names(rule, form))
 
 
 def _states(optimizer: Owner) -> set[str]:
@@ -163,13 +163,13 @@ def _states(optimizer: Owner) -> set[str]:
 
 
 def _formatted(optimizer: Owner) -> set[str]:
-    """The keys of entries in our own formats, in any format and under any options."""
+    """Returns the keys of entries in our own formats, in any format and under any options."""
     states = _states(optimizer)
     return {*states, *map(scale_name, states), REMAINDER, MASTER, SEED}
 
 
 def _is_whole(name: str, value: Any) -> bool:
-    """Whether the entry is a tensor, and no cast has lost its bits."""
+    """Tells whether the entry is a tensor, and no cast has lost its bits."""
     dtypes = {REMAINDER: (torch.int16, torch.int8), MASTER: (torch.float32,), SEED: (torch.int64,)}
     return isinstance(value, Tensor) and (name not in dtypes or value.dtype in dtypes[name])
 
@@ -195,7 +195,7 @@ def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
         lacks = [key for key in needed if key not in group]
         if lacks:
             raise ValueError(f"the checkpoint's groups have no {lacks[0]!r}, which {name} needs; load one of {name}")
-    known = known_states() - _states(optimizer)
+    foreign = known_states() - _states(optimizer)
     params = _params(optimizer, state_dict)
     rules = {key: optimizer._rule_of(group) for key, group in _groups(optimizer, state_dict).items()}
     for rule in rules.values():
@@ -203,7 +203,7 @@ def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
     for group in state_dict["param_groups"]:
         group = {**optimizer.defaults, **group}
         _check_hypers(optimizer._rule_of(group), group)
-    has_sums = any(isinstance(own, Mapping) and ACCUMULATOR in own for own in state_dict["state"].values())
+    has_sums = any(isinstance(entries, Mapping) and ACCUMULATOR in entries for entries in state_dict["state"].values())
     for key, entries in state_dict["state"].items():
         if isinstance(key, int) and key not in rules:
             raise ValueError(
@@ -214,7 +214,7 @@ def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
             _check_window(key, params[key], entries, has_sums=has_sums)
             if not rules[key].is_foreign:
                 _check_formats(key, params[key], entries, optimizer)
-            others = known & entries.keys() if rules[key].states else set()
+            others = foreign & entries.keys() if rules[key].states else set()
             if others:
                 raise ValueError(f"the checkpoint's state of parameter {key} has {min(others)!r}, which {name} has not")
 
@@ -225,17 +225,17 @@ def _check_state(key: Any, param: Tensor, entries: Mapping[str, Any], rule: type
     expected = rule.torch_states
     # A rule without states leaves these, and momentum may be switched on later: the state is not incomplete.
     others = {ACCUMULATOR, WEIGHTS, MASTER, REMAINDER, SEED, *({"step"} - {*expected})}
-    own = {k: v for k, v in entries.items() if v is not None and k not in others}
+    present = {k: v for k, v in entries.items() if v is not None and k not in others}
     placed = [k for k, v in entries.items() if is_dtensor(v)]
     if placed and not is_dtensor(param):
         raise ValueError(
             f"state {placed[0]!r} of parameter {key} is a part of a state, spread over processes, and this optimizer "
             "has whole ones; save and load by torch.distributed.checkpoint, which puts the parts together"
         )
-    lacks = [k for k in expected or rule.states if own and k not in own]
+    lacks = [k for k in expected or rule.states if present and k not in present]
     if lacks:
         raise ValueError(
-            f"the checkpoint's state of parameter {key} has no {lacks[0]!r}, only {', '.join(sorted(own))}: "
+            f"the checkpoint's state of parameter {key} has no {lacks[0]!r}, only {', '.join(sorted(present))}: "
             f"it is incomplete, or of another optimizer than {name}"
         )
     if expected or not rule.is_foreign:
@@ -245,8 +245,8 @@ def _check_state(key: Any, param: Tensor, entries: Mapping[str, Any], rule: type
 def _check_number(what: str, value: Any) -> None:
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float, type(None)))
     if not is_number:
-        given = f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
-        raise ValueError(f"{what} {given}, and is to be one number; the checkpoint is damaged")
+        fault = f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+        raise ValueError(f"{what} {fault}, and is to be one number; the checkpoint is damaged")
 
 
 def _check_hypers(rule: type[Rule], group: Mapping[str, Any]) -> None:
@@ -284,15 +284,15 @@ def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_su
 def _check_formats(key: Any, param: Tensor, entries: Mapping[str, Any], optimizer: Owner) -> None:
     """Refuses entries that `convert.make_state` could not read."""
     states, formatted = _states(optimizer), _formatted(optimizer)
-    own = {name: entries[name] for name in sorted(formatted & entries.keys()) if entries[name] is not None}
-    for name, value in own.items():
+    present = {name: entries[name] for name in sorted(formatted & entries.keys()) if entries[name] is not None}
+    for name, value in present.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"state {name!r} of parameter {key} is a {type(value).__name__}, not a tensor")
         if name in (*states, REMAINDER, MASTER):
             _check_shape(key, param, name, value)
-    for name in states & own.keys():
-        _check_scale(key, name, own[name], own.get(scale_name(name)))
-    _check_number(f"{SEED!r} of parameter {key}", own.get(SEED))
+    for name in states & present.keys():
+        _check_scale(key, name, present[name], present.get(scale_name(name)))
+    _check_number(f"{SEED!r} of parameter {key}", present.get(SEED))
 
 
 def _check_shape(key: Any, param: Tensor, name: str, value: Tensor) -> None:
@@ -311,34 +311,34 @@ def _check_scale(key: Any, name: str, value: Tensor, scale: Tensor | None) -> No
     if value.dtype != torch.uint8 or (scale is not None and scale.dtype != torch.uint8):
         raise ValueError(
             f"{what} is {value.dtype} {'without scales' if scale is None else f'with scales in {scale.dtype}'}, "
-            "which is none of the formats (floating point, or torch.uint8 with scales in torch.uint8): another "
+            "which is not a format (floating point, or torch.uint8 with scales in torch.uint8): another "
             "optimizer has cast 8-bit codes; load the checkpoint as accumfused has saved it"
         )
     if scale is None:
         raise ValueError(f"{what} is in 8 bits, and its scales {scale_name(name)!r} are missing; it is incomplete")
-    given, made = tuple(scale.shape), scale_shape(value if layout(value) == "dense" else value.contiguous())
-    if scale.numel() == math.prod(made) and (len(given) == 3) != (len(made) == 3):
+    shape, expected = tuple(scale.shape), scale_shape(value if layout(value) == "dense" else value.contiguous())
+    if scale.numel() == math.prod(expected) and (len(shape) == 3) != (len(expected) == 3):
         words = "not contiguous", "contiguous"
-        is_contiguous = len(made) != 3
+        is_contiguous = len(expected) != 3
         raise ValueError(
-            f"{what} is {words[is_contiguous]}, and its scales, of shape {list(given)}, are those of codes that were "
+            f"{what} is {words[is_contiguous]}, and its scales, of shape {list(shape)}, are those of codes that were "
             f"{words[not is_contiguous]}: blocks are runs of memory, and something has copied the codes by index into "
             "another layout; load the checkpoint as accumfused has saved it, by load_state_dict"
         )
-    if given != made:
+    if shape != expected:
         raise ValueError(
-            f"{what} has scales of shape {list(given)}, and {BLOCK} elements to a scale make {list(made)}; "
+            f"{what} has scales of shape {list(shape)}, and {BLOCK} elements to a scale make {list(expected)}; "
             "it is damaged, or was made with another block size"
         )
 
 
 def _groups(optimizer: Owner, state_dict: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
-    """The options for each of the checkpoint's ids: the checkpoint's, and the defaults of others."""
+    """Returns the options for each of the checkpoint's ids: the checkpoint's, and the defaults of others."""
     return {key: {**optimizer.defaults, **group} for group in state_dict["param_groups"] for key in group["params"]}
 
 
 def _params(optimizer: Owner, state_dict: Mapping[str, Any]) -> dict[Any, Tensor]:
-    """The parameter for each of the checkpoint's ids, paired in order as torch does."""
+    """Returns the parameter for each of the checkpoint's ids, paired in order as torch does."""
     ids = [key for group in state_dict["param_groups"] for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return dict(zip(ids, params, strict=False))

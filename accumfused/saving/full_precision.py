@@ -20,7 +20,7 @@ from accumfused.formats.shards import owned, shard_of
 
 @torch.no_grad()
 def state_dict(optimizer: Owner, model: Module) -> dict[str, Any]:
-    """See `FusedOptimizer.full_precision_state_dict`."""
+    """Makes the result of `FusedOptimizer.full_precision_state_dict`."""
     _check_model(optimizer, model)
     saved: dict[str, Any] = model.state_dict(keep_vars=True)  # the parameters themselves, under all their names
     whole: dict[int, Tensor] = {}
@@ -38,29 +38,33 @@ def state_dict(optimizer: Owner, model: Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
-    """See `FusedOptimizer.load_full_precision_state_dict`."""
+    """Loads weights as `FusedOptimizer.load_full_precision_state_dict` says."""
     engine = optimizer._engine
     engine.refuse_open("load_full_precision_state_dict()", ", and its gradients are not those of the loaded weights")
     _check_model(optimizer, model)
-    own: dict[str, Any] = model.state_dict(keep_vars=True)
-    _check_names(own, state_dict, strict)
-    values = {id(own[name]): value for name, value in state_dict.items() if isinstance(own.get(name), Parameter)}
+    tensors: dict[str, Any] = model.state_dict(keep_vars=True)
+    _check_names(tensors, state_dict, strict)
+    values = {
+        id(tensors[name]): value for name, value in state_dict.items() if isinstance(tensors.get(name), Parameter)
+    }
 
-    current = engine.plans.current()
+    plan = engine.plans.current()
     members = {id(param) for group in optimizer.param_groups for param in group["params"]}
     others = {
-        name for name, value in state_dict.items() if id(own.get(name)) not in members and _has(own.get(name), value)
+        name
+        for name, value in state_dict.items()
+        if id(tensors.get(name)) not in members and _has(tensors.get(name), value)
     }
-    given = OrderedDict((name, value) for name, value in state_dict.items() if name not in others)
-    given._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
-    result = model.load_state_dict(given, strict and not others)  # names are checked
+    loaded = OrderedDict((name, value) for name, value in state_dict.items() if name not in others)
+    loaded._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
+    result = model.load_state_dict(loaded, strict and not others)  # names are checked
     result.missing_keys[:] = [name for name in result.missing_keys if name not in others]
-    for row in current.rows:
+    for row in plan.rows:
         if id(row.param) in values and (row.form.master is None or row.form.master[0] != REMAINDER):
             optimizer.state.get(row.param, {}).pop(REMAINDER, None)  # of another format; these weights replace it
-    wanted = [row.form.master is not None and id(row.param) in values for row in current.rows]
-    current = engine.plans.with_states(current, [p if w else None for p, w in zip(current.params, wanted, strict=True)])
-    for row in [row for row, is_wanted in zip(current.rows, wanted, strict=True) if is_wanted]:
+    wanted = [row.form.master is not None and id(row.param) in values for row in plan.rows]
+    plan = engine.plans.with_states(plan, [p if w else None for p, w in zip(plan.params, wanted, strict=True)])
+    for row in [row for row, is_wanted in zip(plan.rows, wanted, strict=True) if is_wanted]:
         shard, entries, value = row.shard, optimizer.state[row.param], values[id(row.param)]
         if shard is not None:
             entries, value = shard.parts(entries), shard.part("weights", value)
@@ -105,7 +109,7 @@ def _full_precision(optimizer: Owner, param: Tensor) -> Tensor:
 
 @ieee()
 def _has(param: Any, values: Tensor) -> bool:
-    """Whether a parameter has these (rounded) values already: written again, a tie could be rounded the other way."""
+    """Tells whether a parameter has these (rounded) values: written again, a tie could be rounded the other way."""
     if not isinstance(param, Parameter) or param.dtype not in TORCH_DTYPES:
         return False
     shard = shard_of(param)
@@ -123,25 +127,25 @@ def _has(param: Any, values: Tensor) -> bool:
 def _check_model(optimizer: Owner, model: Module) -> None:
     if not isinstance(model, Module):
         raise TypeError(f"this takes the model first, a torch.nn.Module, got {type(model).__name__}")
-    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if own.isdisjoint(map(id, model.parameters())):
+    members = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if members.isdisjoint(map(id, model.parameters())):
         raise ValueError("none of the model's parameters is in this optimizer; give the model that it was made for")
 
 
-def _check_names(own: Mapping[str, Any], given: Any, strict: bool) -> None:
+def _check_names(tensors: Mapping[str, Any], state_dict: Any, strict: bool) -> None:
     """Refuses names and shapes that torch would refuse after it has loaded some."""
-    if not isinstance(given, Mapping):
-        raise TypeError(f"a state_dict is a dictionary of names and tensors, got {type(given).__name__}")
-    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"a state_dict is a dictionary of names and tensors, got {type(state_dict).__name__}")
+    missing, unexpected = sorted(tensors.keys() - state_dict.keys()), sorted(state_dict.keys() - tensors.keys())
     if strict and missing:
         raise ValueError(f"the state_dict has no {missing[0]!r} ({len(missing)} are missing), which the model needs")
     if strict and unexpected:
         raise ValueError(f"the state_dict has {unexpected[0]!r} ({len(unexpected)} too many), which the model has not")
-    for name, known in own.items():
-        value = given.get(name, known)
-        if isinstance(known, Tensor) and not isinstance(value, Tensor):
+    for name, tensor in tensors.items():
+        value = state_dict.get(name, tensor)
+        if isinstance(tensor, Tensor) and not isinstance(value, Tensor):
             raise TypeError(f"{name!r} in the state_dict is a {type(value).__name__}, not a tensor")
-        if isinstance(known, Tensor) and value.shape != known.shape:
+        if isinstance(tensor, Tensor) and value.shape != tensor.shape:
             raise ValueError(
-                f"{name!r} has shape {list(value.shape)}, that of the model {list(known.shape)}; load the same model's"
+                f"{name!r} has shape {list(value.shape)}, that of the model {list(tensor.shape)}; load the same model's"
             )

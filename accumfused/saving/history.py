@@ -22,7 +22,7 @@ Histories = dict[str, Tensor]  # by their keys
 
 
 def of(engine: Engine) -> Histories:
-    """The histories that an optimizer keeps, and has begun."""
+    """Returns the histories that an optimizer keeps, and has begun."""
     means = None if engine.noise is None else engine.noise.means
     both = {"clip_history": engine.clipping.history, "noise_scale": means}
     return {name: history for name, history in both.items() if history is not None}
@@ -60,7 +60,7 @@ def without_histories(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Histo
     state = state_dict.get("state")
     if not isinstance(state, Mapping):
         return state_dict, {}  # refused by the check that follows
-    found, others = dict[str, Tensor](), dict(state)
+    histories, others = dict[str, Tensor](), dict(state)
     for key, entries in state.items():
         if not isinstance(entries, Mapping) or entries.keys().isdisjoint(_SHAPES):
             continue
@@ -70,8 +70,8 @@ def without_histories(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Histo
                 raise ValueError(
                     f"the checkpoint's {name!r} of parameter {key} is not a tensor {list(shape)}; it is damaged"
                 )
-            found[name] = value.to(torch.float64, copy=True)
-            least = found[name] if name == "clip_history" else found[name][2:]  # counts, norms' means and variances...
+            histories[name] = history = value.to(torch.float64, copy=True)
+            least = history if name == "clip_history" else history[2:]  # counts, norms' means and variances...
             if bool((least < 0).any()):
                 raise ValueError(
                     f"the checkpoint's {name!r} of parameter {key} holds {float(least.min())}, and none of its numbers "
@@ -80,7 +80,7 @@ def without_histories(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Histo
         others[key] = {name: value for name, value in entries.items() if name not in _SHAPES}
         if not others[key]:  # an entry that has nothing else is left out
             del others[key]
-    return {**state_dict, "state": others}, found
+    return {**state_dict, "state": others}, histories
 
 
 def with_limits(groups: Sequence[Mapping[str, Any]], state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def with_limits(groups: Sequence[Mapping[str, Any]], state_dict: dict[str, Any])
 
     Those of torch's optimizers have none, nor those from before there were any.
     """
-    own: list[dict[str, Any]] = [{LIMIT: group[LIMIT]} if LIMIT in group else {} for group in groups]
+    limits: list[dict[str, Any]] = [{LIMIT: group[LIMIT]} if LIMIT in group else {} for group in groups]
     loaded = state_dict["param_groups"]
-    own += [{}] * (len(loaded) - len(own))  # torch refuses another number of groups
-    return {**state_dict, "param_groups": [limit | group for limit, group in zip(own, loaded, strict=False)]}
+    limits += [{}] * (len(loaded) - len(limits))  # torch refuses another number of groups
+    return {**state_dict, "param_groups": [limit | group for limit, group in zip(limits, loaded, strict=False)]}

@@ -42,13 +42,13 @@ NOISY_OPTIONS = OPTIONS if torch.version.hip else {**OPTIONS, "maxnreg": 128}
 
 
 @dataclass
-class _Kept:
-    """The backend's data of one plan, which lasts as long as the plan."""
+class _PlanWords:
+    """The words of one plan, which last as long as the plan."""
 
     kinds: list[tuple[type[Rule], Format]]  # all kinds of the rows
     rows: Tensor  # int64, on the host: the ticket's row and all others, without operands
     stream: int  # that made the plan
-    # The last copy on the device of each kind of words, behind what it was made of: stream and words.
+    # The last copy on the device of each kind of words, with its source: stream and words.
     sent: dict[str, tuple[tuple[int, list[int]], Tensor]] = field(default_factory=dict)
 
 
@@ -58,7 +58,7 @@ class TritonBackend:
 
     def __init__(self) -> None:
         self._captured: list[Tensor] = []  # words on the host: a graph's replay sends them again
-        self._kept: WeakKeyDictionary[Plan, _Kept] = WeakKeyDictionary()
+        self._words_of: WeakKeyDictionary[Plan, _PlanWords] = WeakKeyDictionary()
         self._programs: dict[tuple[Any, ...], int] = {}  # that a device holds at once, of a kernel with its constants
 
     def prepare(self, plan: Plan) -> None:
@@ -67,7 +67,7 @@ class TritonBackend:
             plan.add_table(compiled.module.Table)
         else:
             plan.reader.remember()
-        self._kept[plan] = _kept(plan)
+        self._words_of[plan] = _words_of(plan)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         grads, sums = _addresses(fold.grads), _addresses(fold.sums)
@@ -110,13 +110,13 @@ class TritonBackend:
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         """Launches once per kind of row: nearly always once, twice if small states stay fp32."""
-        kept = [[at_hand(value, plan.device) for value in values] for values in hypers]
-        words = [word for values in kept for word in _hyper_words(values)]
+        numbers = [[at_hand(value, plan.device) for value in values] for values in hypers]
+        words = [word for values in numbers for word in _hyper_words(values)]
         with self._on(plan, [outcome.coefficients, *grads]):
             table = self._send(plan, "step", _operands(grads))
             hyper_table = self._send(plan, "hypers", words)
             commit.begin()
-            for index, kind in enumerate(self._kept[plan].kinds):
+            for index, kind in enumerate(self._words_of[plan].kinds):
                 self._launch(
                     step_kernel, plan, plan.chunks,
                     table, len(plan.rows), plan.chunks, hyper_table, index, outcome.values,
@@ -131,33 +131,33 @@ class TritonBackend:
         Another stream may have made the tensors in `used`: torch keeps their memory until this stream has read it.
         """
         stream, captures = _stream(plan.device)
-        if (stream or self._kept[plan].stream) and not captures:
+        if (stream or self._words_of[plan].stream) and not captures:
             for tensor in used:
                 if tensor is not None:
                     tensor.record_stream(torch.cuda.current_stream(plan.device))
         return torch.cuda.device(plan.device) if plan.device.type == "cuda" else ieee()
 
     def _send(self, plan: Plan, key: str, words: list[int]) -> Tensor:
-        """A copy of the words on the plan's device; "fold", "step": of its rows, with the words as their operands.
+        """Copies words to the plan's device; "fold", "step": its rows, with the words as their operands.
 
-        The last call's copy, if nothing has changed. A kernel may still read that one, so changed words go into fresh
-        memory. A capturing graph gets its own copy, which its replay sends again.
+        It returns the last call's copy if nothing has changed. A kernel may still read that one, so changed words go
+        into fresh memory. A capturing graph gets its own copy, which its replay sends again.
         """
-        kept, (stream, captures) = self._kept[plan], _stream(plan.device)
+        plan_words, (stream, captures) = self._words_of[plan], _stream(plan.device)
         made_of = stream, words
-        if not captures and key in kept.sent and kept.sent[key][0] == made_of:
-            return kept.sent[key][1]
-        given = torch.frombuffer(array("q", words), dtype=torch.int64)
-        table = kept.rows if key in ("fold", "step") else given
+        if not captures and key in plan_words.sent and plan_words.sent[key][0] == made_of:
+            return plan_words.sent[key][1]
+        operands = torch.frombuffer(array("q", words), dtype=torch.int64)
+        table = plan_words.rows if key in ("fold", "step") else operands
         host = torch.empty_like(table, pin_memory=plan.device.type == "cuda").copy_(table)
-        if table is kept.rows:
-            columns = given.view(-1, len(plan.rows)).T
+        if table is plan_words.rows:
+            columns = operands.view(-1, len(plan.rows)).T
             host[1:, memory.GRAD.value :][:, : columns.shape[1]] = columns
         copy = host.to(plan.device, non_blocking=True)
         if captures:
             self._captured.append(host)
         else:
-            kept.sent[key] = made_of, copy
+            plan_words.sent[key] = made_of, copy
         return copy
 
     def _launch(
@@ -177,20 +177,20 @@ class TritonBackend:
 
 
 def constants(rule: type[Rule], form: Format) -> tuple[Any, ...]:
-    """The constants that Triton compiles into the step's kernel, in the order of its arguments."""
+    """Returns the constants that Triton compiles into the step's kernel, in the order of its arguments."""
     first_moments = sum(name not in rule.second_moments for name in rule.states)
     numbers = len(rule.states), first_moments, int(form.weights), int(form.states), form.needs_noise
     return *to_triton.compiled(rule, numeric), *numbers
 
 
 def resident_programs(device: torch.device, kernel: Any = None) -> int:
-    """How many programs of a loaded kernel a device holds at once; about so many, if it has not been loaded."""
+    """Counts the programs of a loaded kernel that run on a device at once; about, if it has not been loaded."""
     if device.type != "cuda":
         return 3  # interpreted, one after the other
     has: Any = torch.cuda.get_device_properties(device)
     if kernel is None or torch.version.hip:
         return _PROGRAMS_PER_MULTIPROCESSOR * int(has.multi_processor_count)
-    # A warp gets registers by 256; a program gets shared memory by 128 bytes, and 1 kB beside it.
+    # A warp gets registers by 256; a program gets shared memory by 128 bytes, and 1 kB more.
     warps, registers = kernel.metadata.num_warps, -(-kernel.n_regs * has.warp_size // 256) * 256
     by_registers = has.regs_per_multiprocessor // (registers * warps)
     by_memory = has.shared_memory_per_multiprocessor // (-(-kernel.metadata.shared // 128) * 128 + 1024)
@@ -216,7 +216,7 @@ def _operands(grads: Grads) -> list[int]:
     return _addresses(grads) + _dtypes(grads)
 
 
-def _kept(plan: Plan) -> _Kept:
+def _words_of(plan: Plan) -> _PlanWords:
     kinds = list(dict.fromkeys((row.rule, row.form) for row in plan.rows))
     rows = [[0] * memory.WORDS.value]
     operands = [0] * (memory.WORDS.value - memory.GRAD.value)
@@ -226,11 +226,11 @@ def _kept(plan: Plan) -> _Kept:
         param, kind = tensor.data_ptr() if has_memory(tensor) else 0, kinds.index((row.rule, row.form))
         words = tensor.numel(), row.first_chunk, row.group, kind, row.origin
         rows.append([param, *_addresses(slots), *words, *operands])
-    return _Kept(kinds, torch.tensor(rows, dtype=torch.int64, device="cpu"), _stream(plan.device)[0])
+    return _PlanWords(kinds, torch.tensor(rows, dtype=torch.int64, device="cpu"), _stream(plan.device)[0])
 
 
 def _hyper_words(values: list[float | Tensor]) -> list[int]:
-    """A group's hyper-parameters, three words each: a number's bits, an fp32 number's address, an fp64 number's."""
+    """Makes three words of each hyper-parameter: a number's bits, an fp32 number's address, an fp64 number's."""
     words = [0] * (memory.MAX_HYPERS.value * memory.HYPER_WORDS.value)
     for index, value in enumerate(values):
         kind = 0 if not isinstance(value, Tensor) else 1 if value.dtype == torch.float32 else 2
@@ -239,5 +239,5 @@ def _hyper_words(values: list[float | Tensor]) -> list[int]:
 
 
 def _bits(number: float) -> int:
-    """The bits of an fp64 number, as a signed 64-bit integer."""
+    """Returns the bits of an fp64 number, as a signed 64-bit integer."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])

@@ -45,7 +45,7 @@ def mix(value):
 
 @triton.jit
 def noise_keys(seed, step, row, start):
-    """A chunk's noise: its first pair's position, and 1 if it begins with the second element of a pair.
+    """Returns a chunk's keys of noise: its first pair's position, and 1 if it begins with the second element of a pair.
 
     `start`: index of the chunk's first element in the whole tensor.
     """
@@ -57,7 +57,7 @@ def noise_keys(seed, step, row, start):
 
 @triton.jit
 def noise(keys, element):
-    """32 bits of noise for each element; `element` holds the indices in the chunk."""
+    """Draws 32 bits of noise for each element; `element` holds the indices in the chunk."""
     first, odd = keys
     element = element.to(tl.uint32) + odd
     position = tl.add((element >> 1).to(tl.uint64) * 0x4E3779B1, first, sanitize_overflow=False)
@@ -69,7 +69,7 @@ def noise(keys, element):
 
 @triton.jit
 def stream(bits, number: tl.constexpr):
-    """One of three streams of an element's noise, each rotated by other bits."""
+    """Returns one of three streams of an element's noise, each rotated by other bits."""
     turned = bits
     if number > 0:
         turn: tl.constexpr = 16 if number == 1 else 24
@@ -82,7 +82,7 @@ def stream(bits, number: tl.constexpr):
 
 @triton.jit
 def one_nan(values):
-    """The values' bits, the same for every NaN: rounding turns the bits of some NaNs into other numbers."""
+    """Returns the values' bits, the same for every NaN: rounding turns the bits of some NaNs into other numbers."""
     return tl.where(values != values, NAN, bits_of(values))
 
 
@@ -147,7 +147,7 @@ def join_master(param, master):
 
 @triton.jit
 def scale_of(magnitudes, size: tl.constexpr):
-    """Each block's biased exponent, [size / SCALED], from the bits of its magnitudes, [size]."""
+    """Computes each block's biased exponent, [size / SCALED], from the bits of its magnitudes, [size]."""
     largest = tl.max(tl.reshape(magnitudes, (size // SCALED, SCALED)), axis=1)
     exponent = ((largest + HEADROOM) >> 23).to(tl.int32)
     return tl.where(exponent >= 254, 255, tl.where(exponent < SMALLEST_SCALE, 0, exponent))

@@ -115,7 +115,7 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=("segments",))
 def segment_norms_kernel(partials, bounds, segments: tl.int32, squares):
-    """squares[s]: the sum of partials[bounds[s]] up to partials[bounds[s + 1]]; a program for each."""
+    """Adds up partials[bounds[s]] up to partials[bounds[s + 1]] as squares[s]; a program for each."""
     for segment in range(tl.program_id(0), segments, tl.num_programs(0)):
         begin = tl.load(bounds + segment)
         chunks = (tl.load(bounds + segment + 1) - begin).to(tl.int32)
@@ -126,13 +126,13 @@ def segment_norms_kernel(partials, bounds, segments: tl.int32, squares):
 
 
 @triton.jit
-def fold_chunk(own, grad, n, aligned, factor, keeps, adds: tl.constexpr, total):
-    """own <- (own if keeps) + (factor * grad if adds). total: the sum of squares of the result."""
+def fold_chunk(accumulator, grad, n, aligned, factor, keeps, adds: tl.constexpr, total):
+    """accumulator <- (accumulator if keeps) + (factor * grad if adds). total: the sum of squares of the result."""
     lanes = tl.zeros([LANES], tl.float32)
     whole = whole_elements(n, 2 * LANES, aligned)
     for first in range(0, whole, 2 * LANES):
         second = first + LANES
-        a, b = load(own, first, n, LANES, True), load(own, second, n, LANES, True)
+        a, b = load(accumulator, first, n, LANES, True), load(accumulator, second, n, LANES, True)
         if adds:
             g = load(grad, first, n, LANES, True) * factor
             h = load(grad, second, n, LANES, True) * factor
@@ -141,30 +141,30 @@ def fold_chunk(own, grad, n, aligned, factor, keeps, adds: tl.constexpr, total):
             a, b = tl.where(keeps, a, 0.0), tl.where(keeps, b, 0.0)
         lanes += a * a
         lanes += b * b
-        store(own, a, first, n, LANES, True)
-        store(own, b, second, n, LANES, True)
+        store(accumulator, a, first, n, LANES, True)
+        store(accumulator, b, second, n, LANES, True)
     for first in range(whole, n, LANES):
-        a = load(own, first, n, LANES, False)
+        a = load(accumulator, first, n, LANES, False)
         if adds:
             g = load(grad, first, n, LANES, False) * factor
             a = tl.where(keeps, a + g, g)
         else:
             a = tl.where(keeps, a, 0.0)
         lanes += a * a
-        store(own, a, first, n, LANES, False)
+        store(accumulator, a, first, n, LANES, False)
     tl.store(total, tree(lanes))
 
 
 @triton.jit
-def fold_or_copy(own, grad, n, aligned, copies, factor, keeps, total):
+def fold_or_copy(accumulator, grad, n, aligned, copies, factor, keeps, total):
     if copies != 0:
         whole = whole_elements(n, BLOCK, aligned)
         for first in range(0, whole, BLOCK):
-            store(own, load(grad, first, n, BLOCK, True), first, n, BLOCK, True)
+            store(accumulator, load(grad, first, n, BLOCK, True), first, n, BLOCK, True)
         for first in range(whole, n, BLOCK):
-            store(own, load(grad, first, n, BLOCK, False), first, n, BLOCK, False)
+            store(accumulator, load(grad, first, n, BLOCK, False), first, n, BLOCK, False)
     else:
-        fold_chunk(own, grad, n, aligned, factor, keeps, True, total)
+        fold_chunk(accumulator, grad, n, aligned, factor, keeps, True, total)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -180,10 +180,10 @@ def accumulate_kernel(
     partials,
 ):
     rows = table + ROWS
-    own_factor = float64_from(factor)
+    number = float64_from(factor)
     if device_factor != 0:
-        own_factor = tl.load(pointer_to(device_factor, tl.float64))
-    multiplier = own_factor.to(tl.float32)
+        number = tl.load(pointer_to(device_factor, tl.float64))
+    multiplier = number.to(tl.float32)
     keeps = overwrites == 0
     is_fresh = False
     if before != 0:  # protocol.Fold
@@ -195,20 +195,20 @@ def accumulate_kernel(
         row, _ = row_of(rows, count, chunk)
         if tl.load(row + SUM) != 0:
             offset, n = extent(row, chunk)
-            own = pointer(row, SUM, tl.float32, offset)
+            accumulator = pointer(row, SUM, tl.float32, offset)
             total = partials + chunk
             aligned = is_aligned(row, SUM) & is_aligned(row, GRAD)
             dtype = tl.load(row + DTYPE)
             has_grad = dtype != NO_GRAD
             if (multiplier == 0) | (has_grad == 0):
                 if is_fresh | has_grad:
-                    fold_chunk(own, own, n, aligned, multiplier, keeps, False, total)
+                    fold_chunk(accumulator, accumulator, n, aligned, multiplier, keeps, False, total)
             elif dtype == FLOAT32:
                 grad = pointer(row, GRAD, tl.float32, offset)
-                fold_or_copy(own, grad, n, aligned, copies, multiplier, keeps, total)
+                fold_or_copy(accumulator, grad, n, aligned, copies, multiplier, keeps, total)
             elif dtype == FLOAT16:
                 half = pointer(row, GRAD, tl.float16, offset)
-                fold_or_copy(own, half, n, aligned, copies, multiplier, keeps, total)
+                fold_or_copy(accumulator, half, n, aligned, copies, multiplier, keeps, total)
             else:
                 brain = pointer(row, GRAD, BFLOAT16_BITS, offset)
-                fold_or_copy(own, brain, n, aligned, copies, multiplier, keeps, total)
+                fold_or_copy(accumulator, brain, n, aligned, copies, multiplier, keeps, total)

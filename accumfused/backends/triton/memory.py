@@ -45,7 +45,7 @@ REST = tl.constexpr(1024)  # elements of any other piece: each is an access, who
 
 @triton.jit
 def row_of(rows, count, chunk):
-    """The row of a chunk, and the row's index: the last row whose first chunk is not behind this one.
+    """Finds the row of a chunk, and the row's index: the last row whose first chunk is not after this one.
 
     Empty tensors have no chunk.
     """
@@ -53,15 +53,15 @@ def row_of(rows, count, chunk):
     high = count
     while high - low > 1:
         middle = (low + high) // 2
-        is_behind = tl.load(rows + middle * WORDS + FIRST_CHUNK) > chunk
-        low = tl.where(is_behind, low, middle)
-        high = tl.where(is_behind, middle, high)
+        is_after = tl.load(rows + middle * WORDS + FIRST_CHUNK) > chunk
+        low = tl.where(is_after, low, middle)
+        high = tl.where(is_after, middle, high)
     return rows + low * WORDS, low
 
 
 @triton.jit
 def float64_from(bits):
-    """fp64 from its bits. The interpreter makes a small argument 32 bits wide, whatever its declaration."""
+    """Reads fp64 from its bits. The interpreter makes a small argument 32 bits wide, whatever its declaration."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
 
 
@@ -72,7 +72,7 @@ def pointer_to(address, dtype: tl.constexpr):
 
 @triton.jit
 def extent(row, chunk):
-    """A chunk's offset in its tensor, and its number of elements."""
+    """Returns a chunk's offset in its tensor, and its number of elements."""
     offset = (chunk - tl.load(row + FIRST_CHUNK)) * CHUNK
     return offset, tl.minimum(tl.load(row + NUMEL) - offset, CHUNK).to(tl.int32)
 
@@ -89,7 +89,7 @@ def is_aligned(row, word: tl.constexpr):
 
 @triton.jit
 def step_number(row):
-    """The number of this step: 1 for the first; 0 if the row counts none."""
+    """Returns the number of this step: 1 for the first; 0 if the row counts none."""
     address = tl.load(row + STEP)
     number = 0
     if address != 0:
@@ -99,7 +99,7 @@ def step_number(row):
 
 @triton.jit
 def is_last_program(table):
-    """Whether all other programs have finished; the last one sees their work, and resets the ticket to 0."""
+    """Tells whether all other programs have finished; the last one sees their work, and resets the ticket to 0."""
     tl.debug_barrier()  # all threads of this program have written
     is_last = tl.atomic_add(table, 1) == tl.num_programs(0) - 1
     if is_last:
@@ -146,5 +146,5 @@ def store(ptr, values, first, n, size: tl.constexpr, whole: tl.constexpr):
 
 @triton.jit
 def whole_elements(n, size: tl.constexpr, aligned):
-    """How many of n elements whole pieces of this size hold; 0 unless the elements are aligned."""
+    """Counts those of n elements that whole pieces of this size hold; 0 unless the elements are aligned."""
     return tl.where(aligned, n // size * size, 0)

@@ -21,7 +21,7 @@ LEAST_DIVISOR = tl.constexpr(numeric.LEAST_DIVISOR)
 
 @triton.jit
 def flush_subnormal(value):
-    """`value` with everything below the smallest normal fp32 number replaced by 0."""
+    """Replaces numbers below the smallest normal fp32 number by 0."""
     return tl.where(tl.abs(value) < SMALLEST_NORMAL, 0.0, value)
 
 
@@ -32,13 +32,13 @@ def is_finite(value):
 
 @triton.jit
 def whole_steps(count):
-    """A step count as a whole number, clamped to the range that fp32 counts exactly."""
+    """Returns a step count as a whole number, clamped to the range that fp32 counts exactly."""
     return tl.where(count > 0, tl.where(count < 16777216.0, count, 16777216.0), 0.0).to(tl.int32)
 
 
 @triton.jit
 def power(base, exponent):
-    """`base ** exponent` in fp64 by squaring, for one non-negative whole number."""
+    """Computes `base ** exponent` in fp64 by squaring, for one non-negative whole number."""
     result = tl.full([], 1.0, tl.float64)
     while exponent > 0:
         result = tl.where(exponent & 1 == 1, result * base, result)
@@ -49,7 +49,7 @@ def power(base, exponent):
 
 @triton.jit
 def real_power(base, exponent):
-    """As `power` for the exponent's whole part, which is at most 2^24; roots for the digits behind the point."""
+    """Takes `power` for the exponent's whole part, at most 2^24, and roots for the digits after the point."""
     size = tl.abs(exponent)
     whole = tl.where(size < 16777216.0, size, 16777216.0).to(tl.int32)
     result = power(base, whole)
@@ -65,7 +65,7 @@ def real_power(base, exponent):
 
 @triton.jit
 def tree(lanes):
-    """The sum of 1024 lanes by halving, 1024 -> 512 -> ... -> 1: it adds pairs, so Triton cannot reorder the sum."""
+    """Adds up 1024 lanes by halving, 1024 -> 512 -> ... -> 1: it adds pairs, so Triton cannot reorder the sum."""
     for level in tl.static_range(1, 10):
         lanes = tl.sum(tl.reshape(lanes, (2, LANES >> level)), axis=0)
     return tl.sum(lanes, axis=0)
@@ -73,7 +73,7 @@ def tree(lanes):
 
 @triton.jit
 def sum_partials(partials, chunks):
-    """The sum of all chunks' sums in fp64, as in csrc/norm.h."""
+    """Adds up all chunks' sums in fp64, as in csrc/norm.h."""
     lane = tl.arange(0, LANES)
     lanes = tl.zeros([LANES], tl.float64)
     for first in range(0, chunks, LANES):

@@ -63,7 +63,7 @@ NUMBERS = (
 
 @triton.jit
 def hyper(words):
-    """A hyper-parameter: a number of the launch, or a number on the device, which a graph's replay reads anew."""
+    """Loads a hyper-parameter: a number of the launch, or one on the device, which a graph's replay reads anew."""
     value = float64_from(tl.load(words))
     single, double = tl.load(words + 1), tl.load(words + 2)
     if single != 0:
@@ -83,12 +83,12 @@ def group_hypers(hypers, group):
 
 
 @triton.jit
-def own_coefficient(coefficients, row, common):
-    """A row's coefficient."""
-    own = common
+def coefficient_of(coefficients, row, common):
+    """Loads a row's coefficient."""
+    coefficient = common
     if coefficients != 0:
-        own = tl.load(pointer_to(coefficients, tl.float32) + row)
-    return own
+        coefficient = tl.load(pointer_to(coefficients, tl.float32) + row)
+    return coefficient
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def step_kernel(
     """Steps the rows of one kind.
 
     Args:
-        coefficients: the address of each row's own; 0: they share the outcome's.
+        coefficients: the address of one for each row; 0: they share the outcome's.
         scalars, update: the rule's arithmetic.
         states: the rule's number of states; moments: how many of them come first and are no second moments.
         weights, form: the formats of parameters and states, as numbers of formats/kinds.py; noisy: whether either
@@ -184,8 +184,8 @@ def step_kernel(
     # Scalars cost two powers in fp64, so chunks of one group and step number share them.
     row, last = row_of(rows, count, tl.program_id(0))
     group, number = tl.load(row + GROUP), step_number(row)
-    own = own_coefficient(coefficients, last, coefficient)
-    prepared = scalars(group_hypers(hypers, group), number, own)
+    row_coefficient = coefficient_of(coefficients, last, coefficient)
+    prepared = scalars(group_hypers(hypers, group), number, row_coefficient)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         row, index = row_of(rows, count, chunk)
         dtype = tl.load(row + DTYPE)
@@ -193,8 +193,8 @@ def step_kernel(
             its_group, its_number = tl.load(row + GROUP), step_number(row)
             if (its_group != group) | (its_number != number) | ((coefficients != 0) & (index != last)):
                 group, number, last = its_group, its_number, index
-                own = own_coefficient(coefficients, index, coefficient)
-                prepared = scalars(group_hypers(hypers, group), number, own)
+                row_coefficient = coefficient_of(coefficients, index, coefficient)
+                prepared = scalars(group_hypers(hypers, group), number, row_coefficient)
             offset, n = extent(row, chunk)
             keys = index, index
             if noisy:
