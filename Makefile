@@ -5,6 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --quiet --disable-pip-version-check
 CSRC := $(shell find csrc -type f)
+RULES := $(wildcard accumfused/optimizers/*.py accumfused/rules/*.py)  # of which the build prints C++
 REASON := accumfused/_native_error.txt
 NATIVE_TESTS := $(addprefix conformance/,test_bits.py test_tensors.py test_codecs.py test_module.py)
 # Without the plugins that happen to be installed where the environment inherits from. Threads that spin while they wait
@@ -157,7 +158,7 @@ $(VENV)/docs.stamp: $(VENV)/environment.stamp pyproject.toml
 
 # What needs the package: installed for editing, with groups of pyproject.toml. torch is fetched while csrc compiles.
 # Without a native module all still works, more slowly; the next make tries again.
-$(VENV)/%.stamp: $(VENV)/environment.stamp setup.py pyproject.toml build/cuda $(CSRC)
+$(VENV)/%.stamp: $(VENV)/environment.stamp setup.py pyproject.toml build/cuda $(CSRC) $(RULES)
 	$(MAKE) --no-print-directory --jobs=2 $(VENV)/torch.stamp native
 	$(CUDA) $(PIP) install --no-build-isolation --editable . $(addprefix --group ,$(or $(GROUPS_$*),$*))
 	@if [ -e $(REASON) ]; then echo "no native module: $$(cat $(REASON))"; else touch $@; fi

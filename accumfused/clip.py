@@ -99,8 +99,8 @@ def _check_history(decay: Any, warmup: Any, fewest: int) -> None:
 
 def check_policies(clip: Any, max_grad_norm: float | None, skip_above: Any, nonfinite: str | None) -> None:
     """Refuses values that are no policies, and policies that do not go together."""
-    if clip is not None and not isinstance(clip, Clip):
-        raise TypeError(f"clip must be a policy (af.clip.PerTensor(1.0), say) or None, got {clip!r}")
+    if clip is not None and not isinstance(clip, (PerTensor, ZScore)):  # those that core/coefficients.py applies
+        raise TypeError(f"clip must be af.clip.PerTensor(...), af.clip.ZScore(...) or None, got {clip!r}")
     if clip is not None and max_grad_norm is not None:
         raise ValueError(f"clip={clip} and max_grad_norm={max_grad_norm} are both given; give one of them")
     if skip_above is None:

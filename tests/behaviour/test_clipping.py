@@ -153,7 +153,7 @@ BAD = {
     "no threshold": (lambda: af.ZScore(0.0), "threshold must be > 0"),
     "below the mean": (lambda: af.RunningMean(1.0), "times must be a number > 1"),
     "both": (lambda: optimizer_of(clip=af.PerTensor(1.0), max_grad_norm=1.0), "give one of them"),
-    "no policy": (lambda: optimizer_of(clip=1.0), "clip must be a policy"),
+    "no policy": (lambda: optimizer_of(clip=1.0), "clip must be af.clip.PerTensor"),
     "a negative norm": (lambda: optimizer_of(skip_above=-1.0), "skip_above must be > 0"),
     "no skips": (lambda: optimizer_of(skip_above=1.0, nonfinite="propagate"), "nonfinite='propagate'"),
     "errors": (lambda: optimizer_of(skip_above=1.0, nonfinite="raise"), "use nonfinite='skip'"),
