@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import ClassVar
-
-from torch import Tensor
 
 from accumfused.core.plan import Plan
 from accumfused.core.rows import Grads
@@ -18,10 +15,10 @@ class Habits:
     """Warns of each habit once.
 
     Attributes:
-        given: how many micro-batches `windows` has given to all loops of this process so far.
+        from_windows: how many micro-batches all loops of this process have got from `windows` so far.
     """
 
-    given: ClassVar[int] = 0
+    from_windows: ClassVar[int] = 0
 
     def __init__(self) -> None:
         # Of the window's parameters, those from the first on, every so many: the sum of their versions when it began.
@@ -30,8 +27,9 @@ class Habits:
         self._drops = 0  # open windows since the last step
         self._steps_after_drops = 0  # in a row
         self._warned_of_drops = self._warned_of_writes = self._warned_of_sums = self._saw_loop = False
-        self._taken: weakref.ref[Tensor] | None = None  # a p.grad that the last step has taken, and its version
-        self._taken_version = self._given = 0  # and `given` at that step
+        # Of a p.grad that the last step has taken: its id and version (a weak reference would forbid torch to swap it),
+        # and `from_windows` at that step. A new gradient at that id has another version: its window's writes alone.
+        self._taken = self._taken_version = self._taken_at = 0
 
     def see(self, plan: Plan) -> None:
         """Notes the versions of some parameters, others in each window: all writes so far are our own."""
@@ -80,16 +78,15 @@ class Habits:
         grad = next((gradient for gradient in grads if gradient is not None), None)
         if self._warned_of_sums or grad is None or grad.is_inference():
             return
-        last = None if self._taken is None else self._taken()
-        window = self.given - self._given  # an iterator that stands still elsewhere gives none
-        if window and last is grad and grad._version - self._taken_version == window:
+        window = self.from_windows - self._taken_at  # an iterator that stands still elsewhere gives none
+        if window and id(grad) == self._taken and grad._version - self._taken_version == window:
             warn(
                 "step() takes gradients to which this window has added, and which hold those of the windows before, "
                 "too: the loop calls neither accumulate() nor zero_grad(); call optimizer.accumulate(weight) after "
                 "each backward()"
             )
             self._warned_of_sums = True
-        self._taken, self._taken_version, self._given = weakref.ref(grad), grad._version, self.given
+        self._taken, self._taken_version, self._taken_at = id(grad), grad._version, self.from_windows
 
     def watch_clips(self) -> None:
         """Warns of clip_grad_norm_ in the caller's code, before the first step of a window without a limit."""

@@ -59,7 +59,7 @@ class Windows(Generic[Item]):
                 left = max(1, _checked(self._steps(update)) - begun)
                 update, begun = update + 1, 0
             left = 0 if ends else left - 1
-            Habits.given += 1
+            Habits.from_windows += 1
             yield item, left == 0
 
 

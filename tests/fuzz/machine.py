@@ -315,7 +315,7 @@ class Machine(RuleBasedStateMachine):
             return
         for own, (params, optimizer), new in zip(self.sides, old[0], copied[0][0], strict=True):
             own.params, own.optimizer = new
-            own.handle, own.skips = None, 0
+            own.handle = None
             if own.phase == "closed":
                 own.end_window()
             states = [v for entries in optimizer.state.values() for v in entries.values() if isinstance(v, Tensor)]
