@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import math
 import pickle
 from typing import Any
 
@@ -297,6 +298,7 @@ class Machine(RuleBasedStateMachine):
             assert not own.live(), "load_state_dict() left the closed window's p.grad"
         own.end_window()
         vars(own).update(known)
+        own.of_tensors &= not (own.total and math.isfinite(own.total))  # else the host knows it now
         if earlier and way == "full":
             call = functools.partial(target.load_full_precision_state_dict, model, full)
             if own.attempt(call, RuntimeError if own.phase == "open" else None):
@@ -326,5 +328,5 @@ class Machine(RuleBasedStateMachine):
                 for param in params:
                     param.grad = param.grad_dtype = None
                     param.grad = torch.ones_like(param, requires_grad=False)
-                optimizer.accumulate(None if not own.weighted else 1.0)
+                optimizer.accumulate(own.unit if own.weighted else None)
         self.group = copied[0][1]

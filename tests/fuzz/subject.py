@@ -55,6 +55,7 @@ class Subject:
 
     def end_window(self) -> None:
         self.phase, self.total, self.weighted, self.count, self.of_tensors = "idle", 0.0, None, 0, False
+        self.unit = 1.0  # of the first weight that is not 0
         self.sums: dict[int, Bounded] = {}
         self.exposed: list[weakref.ref[Tensor]] = []
         self.entered, self.part = False, dict[int, Bounded]()  # a micro-batch that is folded during backward
@@ -127,7 +128,7 @@ class Subject:
 
     def known(self) -> dict[str, Any]:
         """The part of the model that a checkpoint holds: a closed window is not in it."""
-        window = ("phase", "total", "weighted", "count", "of_tensors", "sums") if self.phase == "open" else ()
+        window = ("phase", "total", "weighted", "count", "of_tensors", "unit", "sums") if self.phase == "open" else ()
         return {name: copy.deepcopy(vars(self)[name]) for name in ("full", "states", *window)}
 
     def check_unwritten(self) -> None:

@@ -73,6 +73,10 @@ class Windows(Subject):
             self.end_window()
         if self.weighted is not None and self.weighted != (weight is not None):
             return (ValueError, RuntimeError)
+        factor = 1.0 if in_loss else weight
+        is_known = bool(self.weighted and self.total) and not (self.of_tensors or isinstance(factor, Tensor))
+        if is_known and factor > 2.0**40 * self.unit:
+            return (ValueError, RuntimeError)
         if not in_loss and not self.live() and not self.entered and not (is_number and weight == 0):
             return RuntimeError
         if last and is_number and not self.of_tensors and self.total + weight == 0:
@@ -91,6 +95,8 @@ class Windows(Subject):
             is_number, number = False, number if all(bool(g.value.isfinite().all()) for g in grads.values()) else 0.0
         self.phase, self.weighted, self.entered, self.part = "open", weight is not None, False, {}
         self.of_tensors |= not is_number
+        if number and not self.total:
+            self.unit = 1.0 if in_loss else number
         self.total += number if number >= 0 else math.nan
         self.count += not is_number or number != 0
         for row, grad in grads.items() if not is_number or number != 0 else ():
