@@ -1,11 +1,11 @@
 // The plan's table: a set of tensors as rows of addresses, read through torch's DLPack exchange table, and the check
 // that nothing has moved since. Knows Python and DLPack, not torch's ABI.
 //
-// The table owns nothing: no Python object, no DLPack handle. What a loop frees is freed, and a plan that has outlived
-// its tensors is only compared, never followed: each look begins at the objects that param_groups and the optimizer's
-// state hold now. A pointer that it remembers is a number. (A handle on each tensor would make a read cheaper, 18 ns
-// against 40, because torch need not hand the ownership back and forth between Python and C++; but torch refuses to
-// swap a tensor that somebody holds, and its memory would live as long as the plan.)
+// The table owns no tensor, and no DLPack handle. What a loop frees is freed, and a plan that has outlived its tensors
+// is only compared, never followed: each look begins at the objects that param_groups and the optimizer's state hold
+// now. A pointer that it remembers is a number. (A handle on each tensor would make a read cheaper, 18 ns against 40,
+// because torch need not hand the ownership back and forth between Python and C++; but torch refuses to swap a tensor
+// that somebody holds, and its memory would live as long as the plan.)
 #pragma once
 #include <pybind11/pybind11.h>
 

@@ -32,7 +32,7 @@ class CpuBackend:
         plan.functors = [compile.code(rule, self.instruction_set) for rule in plan.rules]
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
-        table = plan.table.pointed_at(fold.grads, fold.sums, overwrites=fold.overwrites)
+        table = plan.table_reader.pointed_at(fold.grads, fold.sums, overwrites=fold.overwrites)
         commit.with_launch(partial(
             self._c.accumulate, self.instruction_set, table, torch.get_num_threads(),
             number(fold.factor), address(fold.before), fold.overwrites, partials.data_ptr(),
@@ -41,10 +41,10 @@ class CpuBackend:
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
         if partials is not None and grads is not None:
-            table = plan.table.pointed_at(grads)
+            table = plan.table_reader.pointed_at(grads)
             self._c.norm(self.instruction_set, table, torch.get_num_threads(), partials.data_ptr())
         self._c.finish_norm(
-            plan.table.table, address(partials), scaling.normalization, address(scaling.device_normalization),
+            plan.table_reader.table, address(partials), scaling.normalization, address(scaling.device_normalization),
             address(scaling.found_inf), outcome.normed, scaling.max_grad_norm, scaling.skips_nonfinite,
             outcome.values.data_ptr(), address(scaling.skips),
         )  # fmt: skip
@@ -56,7 +56,7 @@ class CpuBackend:
         return squares
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
-        table = plan.table.pointed_at(grads)
+        table = plan.table_reader.pointed_at(grads)
         commit.with_launch(partial(
             self._c.step, self.instruction_set, table, torch.get_num_threads(),
             hypers, plan.functors, outcome.values.data_ptr(), address(outcome.coefficients),

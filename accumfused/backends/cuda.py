@@ -40,14 +40,14 @@ class CudaBackend:
         plan.add_table(self._table)
         plan.functors = list(map(compile.index, plan.rules))
         index, stream = current_stream(plan.device)
-        host_table = plan.table.table
+        host_table = plan.table_reader.table
         memory = torch.empty(self._c.DeviceTable.bytes(host_table), dtype=torch.uint8, device=plan.device)
         allocate = partial(_allocate, plan.device, self._captured)
         table = self._c.DeviceTable(index, memory.data_ptr(), host_table, stream, allocate)
         self._tables[plan] = _OnDevice(table, memory, stream)
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
-        rows = plan.table.pointed_at(fold.grads, fold.sums, overwrites=fold.overwrites)
+        rows = plan.table_reader.pointed_at(fold.grads, fold.sums, overwrites=fold.overwrites)
         table, stream = self._on_device(plan, [*fold.tensors(), partials], fold.grads, fold.sums)
         commit.with_launch(partial(
             table.accumulate, rows, stream, number(fold.factor), address(fold.before), fold.overwrites,
@@ -56,9 +56,9 @@ class CudaBackend:
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
         outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
-        reads, rows = partials is not None and grads is not None, plan.table.table
+        reads, rows = partials is not None and grads is not None, plan.table_reader.table
         if partials is not None and grads is not None:
-            plan.table.pointed_at(grads)
+            plan.table_reader.pointed_at(grads)
         table, stream = self._on_device(plan, [partials], *([] if grads is None else [grads]))
         table.norm(
             rows, stream, reads, address(partials), scaling.normalization, address(scaling.device_normalization),
@@ -74,7 +74,7 @@ class CudaBackend:
         return squares
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
-        rows = plan.table.pointed_at(grads)
+        rows = plan.table_reader.pointed_at(grads)
         table, stream = self._on_device(plan, [outcome.coefficients], grads)
         numbers = [[at_hand(value, plan.device) for value in values] for values in hypers]
         stride = max(map(len, numbers), default=0)

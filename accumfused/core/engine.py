@@ -119,15 +119,7 @@ class Engine:
         ends = param_ids is None
         empty = not isinstance(weight, Tensor) and weight == 0  # an empty micro-batch may come without gradients
         if not present and not empty and self.window.in_progress is None:
-            if not (in_loss and plan.is_spread):
-                raise RuntimeError(
-                    "there is no new gradient to accumulate; call loss.backward() before each accumulate()"
-                )
-            if self.noise is not None:  # without synchronization, fully_shard keeps gradients in the module
-                raise RuntimeError(
-                    "fully_shard keeps the gradients of this micro-batch, and delivers them in a sum with others, "
-                    "which tells no noise; call set_requires_gradient_sync(True) for each, or leave noise_scale= out"
-                )
+            self._refuse_nothing(plan, in_loss=in_loss)
         closes = last and ends
         if closes and self.window.is_open:
             self.window.habits.watch_writes(plan)
@@ -149,15 +141,31 @@ class Engine:
         if closes:
             window.agree(matched, seed=self.plans.seed, last=True)
         commit = self._commit(window, *calls)
-        window.add(matched, commit, has_all_grads=present == len(grads), ends=ends)
+        window.add(matched, commit, has_all_grads=present == len(grads), ends=ends)  # and it takes the window's place
         if closes:
             self._close(plan)
         if not self.plans.owner.state and self.window.is_open:
-            # torch.distributed.checkpoint makes a missing optimizer state by a step of its own, with zeros in p.grad.
-            # An open window refuses that step, and the learning rate of 0 that it sets would stay.
-            both = zip(self.window.params, self.window.sums, strict=True)
-            marked = next((param for param, accumulator in both if accumulator is not None), self.window.params[0])
-            self.plans.owner.state[marked] = {}
+            self._mark_state()
+
+    def _refuse_nothing(self, plan: Plan, *, in_loss: bool) -> None:
+        """Refuses a micro-batch without gradients, unless fully_shard keeps them in the module (without its sync)."""
+        if not (in_loss and plan.is_spread):
+            raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
+        if self.noise is not None:
+            raise RuntimeError(
+                "fully_shard keeps the gradients of this micro-batch, and delivers them in a sum with others, "
+                "which tells no noise; call set_requires_gradient_sync(True) for each, or leave noise_scale= out"
+            )
+
+    def _mark_state(self) -> None:
+        """Gives a parameter an empty state, which outdates the plan once: before the first step there is none else.
+
+        torch.distributed.checkpoint makes a missing optimizer state by a step of its own, with zeros in p.grad. An open
+        window refuses that step, and the learning rate of 0 that it sets would stay.
+        """
+        both = zip(self.window.params, self.window.sums, strict=True)
+        marked = next((param for param, accumulator in both if accumulator is not None), self.window.params[0])
+        self.plans.owner.state[marked] = {}
 
     def _is_finite(self, plan: Plan, grads: Grads, calls: list[Call[Any]]) -> Tensor:
         """Takes a micro-batch's norm, and adds a call that counts it as dropped unless its norm is finite.
@@ -217,7 +225,9 @@ class Engine:
         self.window = window.sealed()
 
     def _end_accumulation(self, plan: Plan) -> Plan:
-        """Lets processes agree on the window of a step, and add up its sums. Where they do, p.grad is a window, too.
+        """Completes the window of a step: refuses a gradient that it lacks, follows new parameters, checks its weights.
+
+        Processes agree on it, and add up their sums. Where they do, p.grad is a window, too.
 
         Returns:
             The current plan.
@@ -287,7 +297,7 @@ class Engine:
         if not plan.has_all_states and plan.lacks_state(matched):
             plan = self.plans.with_states(plan, matched)
             taken.habits.see(plan)  # make_state wrote a loaded master into its parameter
-        measured = self._coefficient(plan, taken, matched, divisors, policies)
+        measured = self._measured(plan, taken, matched, divisors, policies)
         try:
             for observer in self.observers:
                 observer.before_step(measured, self.window, groups)
@@ -314,7 +324,7 @@ class Engine:
             self.drop()  # model.zero_grad() has released its gradients
         return plan, borrowing
 
-    def _coefficient(
+    def _measured(
         self, plan: Plan, taken: Window, matched: Grads, divisors: Divisors, policies: Policies | None
     ) -> Measured:
         """Takes the norm of a step's matched gradients, if it needs one, and computes their coefficient."""

@@ -38,7 +38,7 @@ class Plan:
     exchange: Exchange = field(init=False)
     skips: Skips = field(init=False)  # of the optimizer's steps; the next plan has it, too
     reader: TensorReader = field(init=False)
-    table: TableReader = field(init=False)  # the reader, where a backend has called `add_table`
+    table_reader: TableReader = field(init=False)  # the reader, where a backend has called `add_table`
     functors: list[int] = field(default_factory=list)  # of each group's rule, as native kernels know it
     parts: list[Plan] = field(default_factory=list)  # with several devices: the plan of each
 
@@ -51,8 +51,8 @@ class Plan:
         Args:
             table: the class of a native module.
         """
-        self.reader = self.table = TableReader(self.optimizer, self.rows, self.dtype, table, self.device)
-        assert self.table.table.chunks == self.chunks
+        self.reader = self.table_reader = TableReader(self.optimizer, self.rows, self.dtype, table, self.device)
+        assert self.table_reader.table.chunks == self.chunks
 
     @property
     def params(self) -> list[Tensor]:

@@ -248,9 +248,9 @@ class Agreement:
 
 
 class Exchange:
-    """How this process's gradients, weights and norms meet those of others; here it has all gradients itself.
+    """How this process's gradients, weights and norms meet those of others; here they meet none.
 
-    distributed/exchange.py has those with others.
+    distributed/exchange.py chooses the one of an optimizer: `Alone`, `Summed` or `Means`.
     """
 
     adds_up = False  # it adds up all processes' accumulators: p.grad is this process's own

@@ -120,8 +120,8 @@ class TensorReader:
         """Flags those of the last read gradients that the user's code holds, too, and may write again."""
         return self._held
 
-    def adopts_all(self, grads: Grads) -> bool:
-        """Tells whether a window may keep these gradients, just read, as its sums: nothing else can write any of them.
+    def adopt_all(self, grads: Grads) -> bool:
+        """Prepares gradients, just read, as a window's sums, if nothing else can write any of them; returns whether.
 
         Tensor by tensor, `adoptable` answers; this is the answer for all, where it costs little.
         """
@@ -183,7 +183,8 @@ class TableReader(TensorReader):
         self._may_adopt = not any(row.is_bundled for row in rows)
         self._device = device
         self._looks = optimizer is not None and all(row.shard is None for row in rows)  # else tensor by tensor
-        self._grads: weakref.ref[Grads] | None = None  # the lists to which the table's rows point
+        # The lists at which the table's rows point: a list that is the same object is not read again.
+        self._grads: weakref.ref[Grads] | None = None
         self._sums: weakref.ref[Grads] | None = None
         self.remember()
 
@@ -213,8 +214,8 @@ class TableReader(TensorReader):
     def held(self) -> list[bool]:
         return list(self.table.held()) if self._looks else super().held()
 
-    def adopts_all(self, grads: Grads) -> bool:
-        """Tells whether a window may keep these gradients; then the table points at them as sums."""
+    def adopt_all(self, grads: Grads) -> bool:
+        """Points the table at these gradients as sums, if a window may keep all of them; returns whether."""
         if not self._looks or not self._may_adopt or self._grads is None or self._grads() is not grads:
             return False
         if graphs.has_static_memory(self._device) or not self.table.adoptable(grads, storage_uses, OWN_USES):
@@ -234,6 +235,7 @@ class TableReader(TensorReader):
         return int(self.table.versions(self._optimizer().param_groups, first, every))
 
     def match(self, grads: Grads) -> Grads:
+        """Points the table at the gradients as they are, or returns copies that kernels read."""
         return grads if self._point(grads) < 0 else super().match(grads)
 
     def pointed_at(self, grads: Grads, sums: Grads | None = None, *, overwrites: bool = False) -> Any:

@@ -176,7 +176,10 @@ class Window:
         assert plan is not None
         assert micro_batch is not None
         factor, folds = micro_batch.factor, list[Fold]()
-        if factor is not None and has_all_grads and not self.lacking and micro_batch.before is None:  # nearly always
+        is_one = not isinstance(factor, Tensor) and factor == 1.0
+        if is_one and not self.present and plan.reader.adopt_all(grads):  # nearly always, for a window's first
+            self.sums, self.lacking, self.is_measured = grads, 0, [False] * len(grads)
+        elif factor is not None and has_all_grads and not self.lacking and micro_batch.before is None:  # for others
             folds = [Fold(grads, self.sums, factor)]
         elif factor is not None:
             folds = self._folds(plan, grads, micro_batch, factor, ends)
@@ -193,10 +196,6 @@ class Window:
     def _folds(self, plan: Plan, grads: Grads, micro_batch: MicroBatch, factor: Number, ends: bool) -> list[Fold]:
         """Returns the launches that add gradients; it makes those that copy first gradients to new memory itself."""
         before, again = micro_batch.before, micro_batch.indices
-        is_one = not isinstance(factor, Tensor) and factor == 1.0
-        if is_one and not self.present and plan.reader.adopts_all(grads):  # nearly always, for a window's first
-            self.sums, self.lacking, self.is_measured = grads, 0, [False] * len(grads)
-            return []
         first = Grads([g if s is None else None for g, s in zip(grads, self.sums, strict=True)])
         targets = Grads([None if g is None else s for g, s in zip(grads, self.sums, strict=True)])
         folds = list[Fold]()

@@ -173,7 +173,7 @@ def what_lies_behind_a_tensor(optimizer: Any, memory: DeviceMemory, checked: Any
 def an_address_off_its_boundary(optimizer: Any, memory: DeviceMemory, checked: Any) -> None:
     with memory:
         shifted = torch.empty(5000, dtype=torch.uint8)
-    checked.DeviceTable(0, shifted.data_ptr() + 4, inside.plan(optimizer).table.table, 0, lambda size: (0, 0))
+    checked.DeviceTable(0, shifted.data_ptr() + 4, inside.plan(optimizer).table_reader.table, 0, lambda size: (0, 0))
 
 
 @pytest.mark.parametrize(
