@@ -328,5 +328,5 @@ class Machine(RuleBasedStateMachine):
                 for param in params:
                     param.grad = param.grad_dtype = None
                     param.grad = torch.ones_like(param, requires_grad=False)
-                optimizer.accumulate(own.unit if own.weighted else None)
+                optimizer.accumulate(1e-20 if own.weighted else None)  # as small as any first weight
         self.group = copied[0][1]
