@@ -50,7 +50,8 @@ __device__ double sum_partials_in_block(const float* partials, int64_t chunks) {
 #pragma unroll 1
     for (int lane = int(threadIdx.x); lane < half; lane += Policy::kThreads) lanes[lane] += lanes[lane + half];
   }
-  return lanes[0];  // written by the thread that reads it
+  __syncthreads();  // the compiler may let all threads load what one of them has just written
+  return lanes[0];
 }
 
 // ---- all blocks -----------------------------------------------------------------------------------------------------

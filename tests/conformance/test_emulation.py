@@ -125,7 +125,8 @@ THREADS, CHUNK_SUM = range(0, 256, 51), range(21)  # 21 shuffles: the search for
         (FOLD, windows, "shuffle", CHUNK_SUM, []), (NORM, windows, "shuffle", CHUNK_SUM, []),
         (STEP, windows, "shuffle", range(2), []),
         # All lanes have these two numbers: they are shuffled for the compiler.
-        (STEP, packed_steps, "shuffle", range(20), [2, 3]),
+        (STEP, packed_steps, "shuffle", range(19), [2, 3]),
+        (STEP, packed_steps, "barrier", range(5), []),
         *[(kernel, windows, "thread", THREADS, []) for kernel in (FOLD, NORM, STEP)],
         (STEP, packed_steps, "thread", THREADS, []),
     ],
@@ -142,6 +143,14 @@ def test_what_a_kernel_goes_without_is_seen(
             seen.append(index)
         assert missing.was_met
     assert seen == [index for index in indices if index not in redundant]
+
+
+def test_a_race_is_seen_where_no_number_can_be_wrong(checked: Any, checked_cuda: CudaBackend) -> None:
+    """All threads load a sum that thread 0 writes, and all but thread 0 throw it away."""
+    last = checked.without(NORM, barrier=9)
+    with last, pytest.raises(RuntimeError, match=r"norm: a race: thread 0 writes .* that thread \d+ has used"):
+        sums(checked_cuda)
+    assert last.was_met
 
 
 @pytest.mark.parametrize("fence", [-1, 0])

@@ -39,6 +39,7 @@ inline void __syncthreads() {
   int& count = machine.running->barriers_of[machine.thread.x];
   if (machine.is_faulty && machine.lacks(&emulation::Missing::barrier, count++)) return;
   machine.wait(emulation::State::kAtBlockBarrier);
+  ++machine.running->passed[machine.thread.x].block;
 }
 
 // What body(the values of a warp's threads, this thread's lane) makes of them.
@@ -79,7 +80,13 @@ inline uint32_t __ballot_sync(unsigned, bool is_set) {
     return bits;
   });
 }
-inline void __syncwarp() { __ballot_sync(0xffffffffu, true); }
+// Of these it alone orders accesses of memory.
+inline void __syncwarp() {
+  __ballot_sync(0xffffffffu, true);
+  const emulation::InMachine in_machine;
+  auto& machine = emulation::Machine::get();
+  ++machine.running->passed[machine.thread.x].warp;
+}
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
   return in_warp(value,

@@ -1,7 +1,7 @@
 // The machine that runs kernels on the CPU: every thread of a block is a fiber, which runs until it waits for others.
-// Some blocks of a grid are there at once, and take turns: at barriers, fences and atomics, and between any two threads.
-// Threads between two barriers, and blocks, run in an order that is shuffled anew each time: what relies on a barrier
-// that is not there goes wrong.
+// Some blocks of a grid are there at once, and take turns: at barriers, fences and atomics, and between any two
+// threads. Threads between two barriers, and blocks, run in an order that is shuffled anew each time: what relies on a
+// barrier that is not there goes wrong.
 #pragma once
 #include <link.h>
 #include <setjmp.h>
@@ -78,6 +78,22 @@ struct View {
   std::vector<char> now, before;  // as the block has it, and had it at its last fence
 };
 
+// How many barriers of the block, and of its warp, a thread has come through.
+struct Passed {
+  int block = 0, warp = 0;
+};
+
+// An access of shared memory: by which thread, and when.
+struct Access {
+  int thread = -1;
+  Passed passed;
+};
+
+// The last accesses of a byte of shared memory; `other_read` is by another thread than `read`, with no barrier between.
+struct Accesses {
+  Access write, read, other_read;
+};
+
 struct Block {
   unsigned index = 0;
   std::vector<Thread> threads;
@@ -86,8 +102,10 @@ struct Block {
   bool ran = false;                           // one of them, in this pass
   int sleeper = -1;                           // the warp that does not run while others can
   std::vector<int> barriers_of, shuffles_of;  // how many each thread has come to
+  std::vector<Passed> passed;                 // by each thread
   std::vector<char> shared;
-  std::vector<View> views;  // of what is watched
+  std::vector<Accesses> accesses;  // of each byte of it, where accesses are checked
+  std::vector<View> views;         // of what is watched
   int fences = 0, tickets = 0;
   uint32_t exchanged[1024];
 };
@@ -178,6 +196,34 @@ struct Machine : Setup {
     return at + bytes <= begin + size;
   }
 
+  bool is_in_warp(const Access& access) const { return access.thread / kWarp == int(thread.x) / kWarp; }
+
+  // Whether an access lies before the running thread's next one, by a barrier that both have come through.
+  bool is_before(const Access& access) const {
+    if (access.thread < 0 || access.thread == int(thread.x)) return true;
+    const Passed& own = running->passed[thread.x];
+    return access.passed.block < own.block || (is_in_warp(access) && access.passed.warp < own.warp);
+  }
+
+  // The thread whose access of these bytes of shared memory races with the running thread's; -1: none does. Threads of
+  // one warp may write one value to the same place.
+  int races(uintptr_t at, size_t bytes, bool writes) {
+    const auto first = reinterpret_cast<uintptr_t>(shared.begin);
+    if (at < first || at + bytes > first + shared.bytes) return -1;
+    if (running->accesses.empty()) running->accesses.resize(shared.bytes);
+    const Access now{int(thread.x), running->passed[thread.x]};
+    for (size_t i = at - first; i < at - first + bytes; ++i) {
+      auto& [write, read, other_read] = running->accesses[i];
+      if (!is_before(write) && !(writes && is_in_warp(write))) return write.thread;
+      if (writes && !is_before(read)) return read.thread;
+      if (writes && !is_before(other_read)) return other_read.thread;
+      if (writes) write = now;
+      else if (read.thread != now.thread) other_read = std::exchange(read, now);
+      else read = now;
+    }
+    return -1;
+  }
+
   bool is_captured(const void* stream) const { return capture != 0 && stream == capturing; }
 
   // Of one stream in order.
@@ -239,6 +285,7 @@ struct Machine : Setup {
       made.threads[i].state = is_faulty && lacks(&Missing::thread, int(i)) ? State::kMissing : State::kReady;
     }
     made.barriers_of.assign(count, 0), made.shuffles_of.assign(count, 0);
+    made.passed.assign(count, {}), made.accesses.clear();
     made.shared = blocks[shuffle() % blocks.size()]->shared;  // as another block has left it
     if (made.shared.size() != shared_bytes || shuffle() % 2) made.shared.assign(shared_bytes, char(0xa5));
     made.order.resize(count);

@@ -10,29 +10,40 @@
 // What the compiler calls before each access of launch.cu, if it was asked to check them (CHECKS in __init__.py).
 namespace {
 
-void check(uintptr_t at, size_t bytes, const char* what) {
+void check(uintptr_t at, size_t bytes, bool writes) {
   if (!emulation::Machine::in_kernel) return;  // nor is there a machine, at first
   auto& machine = emulation::Machine::get();
-  if (machine.allows(at, bytes)) return;
+  const char* const what = writes ? "writes" : "reads";
   char text[99];
-  snprintf(text, sizeof text, "it %s %zu bytes at %#zx, outside of the device's memory", what, bytes, size_t(at));
-  machine.give_up(text);
+  if (!machine.allows(at, bytes)) {
+    snprintf(text, sizeof text, "it %s %zu bytes at %#zx, outside of the device's memory", what, bytes, size_t(at));
+    machine.give_up(text);
+  }
+  if (const int other = machine.races(at, bytes, writes); other >= 0) {
+    snprintf(text, sizeof text, "a race: thread %u %s shared memory that thread %d has used since the last barrier",
+             machine.thread.x, what, other);
+    machine.give_up(text);
+  }
 }
 
 }  // namespace
 
 extern "C" {
-#define AF_ACCESS(bytes)                                                         \
-  void __asan_load##bytes##_noabort(uintptr_t at) { check(at, bytes, "reads"); } \
-  void __asan_store##bytes##_noabort(uintptr_t at) { check(at, bytes, "writes"); }
+#define AF_ACCESS(bytes)                                             \
+  void __tsan_read##bytes(uintptr_t at) { check(at, bytes, false); } \
+  void __tsan_write##bytes(uintptr_t at) { check(at, bytes, true); }
 AF_ACCESS(1)
-AF_ACCESS(2) AF_ACCESS(4) AF_ACCESS(8) AF_ACCESS(16) void __asan_loadN_noabort(uintptr_t at, size_t bytes) {
-  check(at, bytes, "reads");
-}
-void __asan_storeN_noabort(uintptr_t at, size_t bytes) { check(at, bytes, "writes"); }
-void __asan_handle_no_return() {}
-void __asan_before_dynamic_init(const char*) {}
-void __asan_after_dynamic_init() {}
+AF_ACCESS(2)
+AF_ACCESS(4)
+AF_ACCESS(8)
+AF_ACCESS(16)
+void __tsan_read_range(uintptr_t at, size_t bytes) { check(at, bytes, false); }
+void __tsan_write_range(uintptr_t at, size_t bytes) { check(at, bytes, true); }
+uint8_t __tsan_atomic8_load(const volatile uint8_t* at, int) { return *at; }  // whether static variables are there
+void __tsan_atomic8_store(volatile uint8_t* at, uint8_t value, int) { *at = value; }
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_init() {}
 
 struct Misaligned {
   const char* file;
@@ -66,9 +77,8 @@ PYBIND11_MODULE(AF_EMULATED, m) {
   m.def("grid", [] { return Machine::get().grid.x; }, "The thread blocks of the last launch.");
   using emulation::Missing;
   py::class_<Missing>(m, "without", py::module_local(), "For a `with` block in which kernels go without one thing.")
-      .def(py::init<std::string, int, int, int, int, int>(), py::arg("of") = "", py::kw_only(),
-           py::arg("barrier") = -1, py::arg("shuffle") = -1, py::arg("thread") = -1, py::arg("fence") = -1,
-           py::arg("ticket") = -1)
+      .def(py::init<std::string, int, int, int, int, int>(), py::arg("of") = "", py::kw_only(), py::arg("barrier") = -1,
+           py::arg("shuffle") = -1, py::arg("thread") = -1, py::arg("fence") = -1, py::arg("ticket") = -1)
       .def_readonly("was_met", &Missing::was_met, "Whether some thread came to it.")
       .def("__enter__",
            [](const Missing& self) { Machine::get().missing = self, Machine::get().missing.is_there = true; })
@@ -93,7 +103,8 @@ PYBIND11_MODULE(AF_EMULATED, m) {
       "As if a graph captured the stream, but its launches are made too, unless launches wait; id 0: none.");
   m.def(
       "is_relaxed", [] { return Machine::get().is_relaxed; },
-      "Whether the thread may do what spoils a capture in others: torch allocates memory on a stream that none captures.");
+      "Whether the thread may do what spoils a capture in others: torch allocates memory on a stream that none "
+      "captures.");
   m.def(
       "replay",
       [] {
