@@ -44,8 +44,10 @@ __device__ double sum_partials_in_block(const float* partials, int64_t chunks) {
     }
   }
   for (int k = 0; k < kWidth; ++k) lanes[threadIdx.x + k * Policy::kThreads] = sums[k];
+  int half = int(kLanes) / 2;
+  while (half > 0 && half >= chunks) half /= 2;  // levels that would add 0 alone: norm.h leaves them out, too
 #pragma unroll 1
-  for (int half = int(kLanes) / 2; half > 0; half /= 2) {
+  for (; half > 0; half /= 2) {
     if (half < Policy::kThreads) __syncthreads();  // before, each thread adds what it has written
 #pragma unroll 1
     for (int lane = int(threadIdx.x); lane < half; lane += Policy::kThreads) lanes[lane] += lanes[lane + half];
@@ -60,6 +62,7 @@ __device__ double sum_partials_in_block(const float* partials, int64_t chunks) {
 __device__ inline bool is_last_block(uint32_t* ticket) {
   __shared__ bool last;
   __syncthreads();
+  if (gridDim.x == 1) return true;  // the barrier is enough for one block: no fence, no way to the L2 cache
   if (threadIdx.x == 0) {
     __threadfence();                                           // releases the whole thread block's writes
     last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;  // wraps to 0 by itself

@@ -53,9 +53,10 @@ template <int kBytes>
 __global__ void __launch_bounds__(Policy::kThreads, Policy::kNormBlocks)
     norm_kernel(const Work work, const __grid_constant__ Packet<kBytes> packet, const bool reads, float* partials,
                 const Scaling scaling, float* outcome, int64_t* skips) {
+  const Counts counts(work);
   if (reads) sum_squares(work, packet, partials);
   packet.deliver(work);
-  copy_counts(work);
+  counts.copy(work);
   if (!is_last_block(work.ticket)) return;
   const double sum = scaling.takes_norm ? sum_partials_in_block<4>(partials, work.pieces) : 0.0;
   if (threadIdx.x == 0) finish_norm(scaling, sum, outcome, skips);

@@ -109,8 +109,10 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kS
   for (int piece = work.pieces - 1 - int(blockIdx.x); piece >= 0; piece -= int(gridDim.x)) {
     const Piece at = piece_of(work, work.first_piece + piece);
     const int group = int(at.row.group);
+    // Volatile, or the compiler asks for it only when the gradient's word is there. A row without a step has none.
+    const float before = *const_cast<const volatile float*>(work.counts + at.index);
     if (at.in.grad == nullptr) continue;
-    const int count = at.row.step ? int(whole_steps(work.counts[at.index])) + 1 : 0;
+    const int count = at.row.step ? int(whole_steps(before)) + 1 : 0;
     const int row = coefficients ? int(at.index) : -1;
     if (group != prepared.group || count != prepared.count || row != prepared.row) {
       if (threadIdx.x < Rule::kHypers) {  // each waits for memory, so all at once
@@ -125,7 +127,7 @@ __global__ void __launch_bounds__(Policy::kThreads, Policy::kStepBlocks<Rule::kS
     }
     step_any<kKind>(*reinterpret_cast<const Rule*>(prepared.rule), work, work.first_piece + piece, at, count);
   }
-  for_each_count(work, [&](int i, const Row& row) {
+  for_each_count(work, first_counted(), [&](int i, const Row& row) {
     if (work.words[i] != 0) *row.step = work.counts[i] + 1.0f;
   });
 }
