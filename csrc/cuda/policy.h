@@ -33,6 +33,14 @@ struct Policy {
   // the step in formats are whole rows of 2048 elements.
   static constexpr int kUnitsPerMultiprocessor = 16, kLeastUnit = 2048;
 
+  // Whether loops for 8-bit states ask for their next row, on its way into the L2 cache. Off until a card has timed it:
+  // such a row may wait for memory twice, for its states and then for its parameters.
+#if defined(ACCUMFUSED_PREFETCH_AHEAD)
+  static constexpr bool kPrefetchesAhead = true;
+#else
+  static constexpr bool kPrefetchesAhead = false;
+#endif
+
   // Hyper-parameters that a step's launch carries; for those of more groups there are more launches.
   static constexpr int kCarriedHypers = 150;
 

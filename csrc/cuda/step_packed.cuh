@@ -191,18 +191,51 @@ constexpr bool kIsPacked<PackedRule<Rule>> = true;
 
 // ---- step -----------------------------------------------------------------------------------------------------------
 
-// Where the streams of a chunk begin. All but the scales lie on boundaries of eight elements, or of 16 bytes.
+// Where the streams of a chunk begin, on boundaries of eight elements, or of 16 bytes.
 template <int kStates>
 struct alignas(16) Streams {
-  uint8_t *param, *master, *state[kStates], *scale[kStates];
+  uint8_t *param, *master, *state[kStates];
   const uint8_t* grad;
 };
+
+// A chunk's scales, one per thread and state: read and written whole, in 32 bytes at a time. A warp's row has two, and
+// to go to memory for these is an access as long as any other of its row.
+template <int kStates>
+struct SharedScales {
+  uint8_t before[kStates][Policy::kThreads], after[kStates][Policy::kThreads];
+};
+static_assert(kChunk / kQuantBlock == Policy::kThreads);
 
 // The index-th eight elements of a stream, each so many bytes.
 template <class T>
 __device__ T* eight_at(T* stream, int index, int bytes) {
   return global(stream) + int64_t(index) * (bytes * kEight);
 }
+
+// A lane's line of 128 bytes of what its warp reads, on its way into the L2 cache one row before the warp needs it. So
+// a row waits for that cache alone, and no register waits for memory.
+struct Prefetch {
+  const uint8_t* at = nullptr;
+  int stride = 0, line = int(threadIdx.x) % kWarp;
+
+  // Takes a line of a stream, whose last row begins with that element, if one is left for this lane.
+  __device__ void take(const uint8_t* stream, int bytes, int row) {
+    constexpr int kLine = 128;
+    const int lines = bytes * kEight * kWarp / kLine;
+    if (line >= 0 && line < lines) {
+      stride = Policy::kThreads * kEight * bytes;
+      at = stream + int64_t(row) * bytes + int(threadIdx.x) / kWarp * (lines * kLine) + line * kLine;
+    }
+    line -= lines;
+  }
+  __device__ void ask() {
+    if (at == nullptr) return;
+    at -= stride;
+#if defined(__CUDA_ARCH__)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+#endif
+  }
+};
 
 template <int kStates, class Body>
 __device__ void for_each_state(const Body& body) {
@@ -213,12 +246,21 @@ __device__ void for_each_state(const Body& body) {
 
 // The whole rows of 2048 elements of a chunk, whose gradient has elements of kGrad bytes; how many elements that were.
 template <class W, States kFormat, int kGrad, class Rule>
-__device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int count, Streams<Rule::kStates>* of_warps) {
+__device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int count, Streams<Rule::kStates>* of_warps,
+                           SharedScales<Rule::kStates>& scales) {
   using Packed = PackedWeights<W>;
   using Format = PackedStates<kFormat>;
   constexpr int kStates = Rule::kStates, kRow = Policy::kThreads * kEight, kMaster = Packed::kMasterWords;
   constexpr int kStateBytes = Format::kQuadWords;
   constexpr bool kScaled = kStateBytes == 1;
+  const auto for_each_scale = [&](const auto& body) {  // that is this thread's
+    if (int(threadIdx.x) >= at.n / kRow * (kRow / int(kQuantBlock))) return;
+#pragma unroll
+    for (int j = 0; kScaled && j < kStates; ++j) {
+      body(global(at.row.scale[j])[at.offset / kQuantBlock + threadIdx.x], j, threadIdx.x);
+    }
+  };
+  for_each_scale([&](uint8_t& scale, int state, int i) { scales.before[state][i] = scale; });
   // Shuffled, or the compiler computes both addresses anew at each access.
   Streams<kStates>& own = of_warps[__shfl_sync(0xffffffffu, threadIdx.x / kWarp, 0)];
   const PackedRule<Rule>* shared_rule = &rule + __shfl_sync(0xffffffffu, 0, 0);
@@ -232,18 +274,28 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
       own.state[j] = begin(static_cast<uint8_t*>(at.row.state[j]), kStateBytes);
-      if constexpr (kScaled) own.scale[j] = at.row.scale[j] + at.offset / kQuantBlock;
     }
   }
-  __syncwarp();
+  if constexpr (kScaled) __syncthreads();
+  else __syncwarp();
   // Of two states, the loop reads them anew each time: it needs the registers for other things.
   std::conditional_t<kStates == 2, const Streams<kStates>&, const Streams<kStates>> streams = own;
+  constexpr bool kPrefetches = kScaled && Policy::kPrefetchesAhead;
+  [[maybe_unused]] Prefetch next_row;
+  if constexpr (kPrefetches) {
+    const int last = (at.n / kRow - 1) * kRow;
+    next_row.take(own.grad, kGrad, last);
+    next_row.take(own.param, 2, last);
+    next_row.take(own.master, kMaster, last);
+#pragma unroll
+    for (int j = 0; j < kStates; ++j) next_row.take(own.state[j], kStateBytes, last);
+  }
   const Noise noise(at.row, at.index, count, at.offset - at.in_chunk());
   uint64_t position = noise.position(uint32_t(at.in_chunk() + index * kEight) / 2);
 #pragma unroll 1
   for (; index >= 0; index -= Policy::kThreads, position -= kRow / 2 * Noise::kStride) {
     read_anew();
-    uint8_t* scale[kStates];
+    if (kPrefetches && index >= Policy::kThreads) next_row.ask();
     uint32_t grad[2 * kGrad], param[4], words[kStates][2 * Format::kQuadWords], exponents[kStates] = {};
     [[maybe_unused]] uint32_t master[kMaster > 0 ? 2 * kMaster : 1];
     load_words(eight_at(streams.grad, index, kGrad), grad);
@@ -253,7 +305,7 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
     for (int j = 0; j < kStates; ++j) load_words(eight_at(streams.state[j], index, kStateBytes), words[j]);
 #pragma unroll
     for (int j = 0; kScaled && j < kStates; ++j) {
-      scale[j] = global(streams.scale[j]) + uint32_t(index) / kQuantBlockThreads, exponents[j] = *scale[j];
+      exponents[j] = scales.before[j][index / kQuantBlockThreads];
     }
 
     float p[kEight], g[kEight], s[kStates][kEight];
@@ -297,9 +349,12 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
       store_words(eight_at(streams.state[j], index, kStateBytes), words[j]);
-      if constexpr (kScaled) *scale[j] = uint8_t(states.exponent[j]);  // by all its threads: one access
+      // By all its threads, which is one access; to let one of them do it costs five instructions.
+      if constexpr (kScaled) scales.after[j][index / kQuantBlockThreads] = uint8_t(states.exponent[j]);
     }
   }
+  if constexpr (kScaled) __syncthreads();
+  for_each_scale([&](uint8_t& scale, int state, int i) { scale = scales.after[state][i]; });
   return at.n / kRow * kRow;
 }
 
@@ -307,13 +362,14 @@ __device__ int step_blocks(const PackedRule<Rule>& rule, const Piece& at, int co
 template <class Rule>
 __device__ int step_packed(const PackedRule<Rule>& rule, const Piece& at, int count) {
   __shared__ Streams<Rule::kStates> of_warps[Policy::kThreads / kWarp];
+  __shared__ SharedScales<Rule::kStates> scales;
   const Row& row = at.row;
   const auto lie_on = [](int bytes, auto... addresses) { return (is_aligned(addresses, bytes / kWidth) && ...); };
   const auto step_as = [&](auto weights, auto states) {
     using W = decltype(weights);
     constexpr States kFormat = decltype(states)::value;
-    if (at.in.grad_dtype == Dtype::kFloat32) return step_blocks<W, kFormat, 4>(rule, at, count, of_warps);
-    return step_blocks<W, kFormat, 2>(rule, at, count, of_warps);
+    if (at.in.grad_dtype == Dtype::kFloat32) return step_blocks<W, kFormat, 4>(rule, at, count, of_warps, scales);
+    return step_blocks<W, kFormat, 2>(rule, at, count, of_warps, scales);
   };
   const auto step_with = [&](auto states) {
     if (row.weights == Weights::kBfloat16Split8) return step_as(Split8Weights(), states);
