@@ -74,7 +74,7 @@ class TritonBackend:
         if any(map(operator.eq, grads, sums)):
             fold.refuse_overwritten()
         factor, at = (1.0, fold.factor.data_ptr()) if isinstance(fold.factor, Tensor) else (fold.factor, 0)
-        with self._on(plan, [*fold.tensors(), partials, *fold.grads, *fold.sums]):
+        with self._on(plan, [partials]):
             table = self._send(plan, "fold", [*grads, *_dtypes(fold.grads), *sums])
             commit.begin()
             self._launch(
@@ -91,7 +91,7 @@ class TritonBackend:
         limit = scaling.max_grad_norm
         # A tensor without elements has no address, and without an address the kernel takes no norm.
         sums = partials if partials is None or partials.numel() else outcome.values
-        with self._on(plan, [partials, *(read or [])]):
+        with self._on(plan, [partials], *([] if read is None else [read])):
             table = self._send(plan, "ticket", [0]) if read is None else self._send(plan, "step", _operands(read))
             self._launch(
                 kernels.norm_kernel, plan, chunks_to_read,
@@ -112,7 +112,7 @@ class TritonBackend:
         """Launches once per kind of row: nearly always once, twice if small states stay fp32."""
         numbers = [[at_hand(value, plan.device) for value in values] for values in hypers]
         words = [word for values in numbers for word in _hyper_words(values)]
-        with self._on(plan, [outcome.coefficients, *grads]):
+        with self._on(plan, [outcome.coefficients], grads):
             table = self._send(plan, "step", _operands(grads))
             hyper_table = self._send(plan, "hypers", words)
             commit.begin()
@@ -125,13 +125,15 @@ class TritonBackend:
                 )  # fmt: skip
         commit.end()
 
-    def _on(self, plan: Plan, used: Iterable[Tensor | None]) -> contextlib.AbstractContextManager[Any]:
+    def _on(self, plan: Plan, used: Iterable[Tensor | None], *lists: Grads) -> contextlib.AbstractContextManager[Any]:
         """Sets the current device, on which Triton launches, or the float mode, which its interpreter takes over.
 
-        Another stream may have made the tensors in `used`: torch keeps their memory until this stream has read it.
+        Another stream may have made the tensors in `used`, and gradients in `lists`: torch keeps their memory until
+        this stream has read it. (What folds read, and what a window lets go of, the window keeps.)
         """
         stream, captures = _stream(plan.device)
         if (stream or self._words_of[plan].stream) and not captures:
+            plan.record(*lists)
             for tensor in used:
                 if tensor is not None:
                     tensor.record_stream(torch.cuda.current_stream(plan.device))
