@@ -7,6 +7,7 @@ operands to the plan's rows, and sends the table if they are not the last call's
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import struct
 from array import array
@@ -35,7 +36,10 @@ _NO_SLOTS = Storage(None, None, None, [], []).slots()
 _DTYPES = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # of kernels that have not been loaded; on AMD's GPUs, which tell less, of all
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # for every kernel; no contraction into FMA
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # for every kernel of 32-lane warps; no contraction into FMA
+# Warps of 64 lanes (AMD's CDNA; RDNA has 32): with 8 of them a thread had 2 elements of a row, so the norm had no
+# 16-byte load. gfx942's machine code has been read, no such card has been timed.
+WIDE_OPTIONS = {**OPTIONS, "num_warps": 4}
 # For a step that rounds stochastically. Adam's would take 190 registers a thread for INT8 states, so one program would
 # fill a multiprocessor. With 128 registers two fit, and hardly any spill. (AMD's compiler does not know the option.)
 NOISY_OPTIONS = OPTIONS if torch.version.hip else {**OPTIONS, "maxnreg": 128}
@@ -120,8 +124,7 @@ class TritonBackend:
                 self._launch(
                     step_kernel, plan, plan.chunks,
                     table, len(plan.rows), plan.chunks, hyper_table, index, outcome.values,
-                    address(outcome.coefficients), constants=constants(*kind),
-                    options=NOISY_OPTIONS if kind[1].needs_noise else OPTIONS,
+                    address(outcome.coefficients), constants=constants(*kind), is_noisy=kind[1].needs_noise,
                 )  # fmt: skip
         commit.end()
 
@@ -164,7 +167,7 @@ class TritonBackend:
 
     def _launch(
         self, kernel: Any, plan: Plan, chunks: int, *args: Any, constants: tuple[Any, ...] = (),
-        options: dict[str, Any] = OPTIONS,
+        is_noisy: bool = False,
     ) -> None:  # fmt: skip
         """Launches as many programs as run at once; at least one, because the last one finishes the work.
 
@@ -173,9 +176,26 @@ class TritonBackend:
         key = kernel, plan.device, constants
         most = self._programs.get(key)
         programs = max(1, min(chunks, most or resident_programs(plan.device)))
-        loaded = kernel[(programs,)](*args, *constants, **options)
+        loaded = kernel[(programs,)](*args, *constants, **options(lanes(plan.device), is_noisy=is_noisy))
         if most is None:
             self._programs[key] = resident_programs(plan.device, loaded)
+
+
+@functools.cache
+def lanes(device: torch.device) -> int:
+    """Returns how many threads of a device are a warp."""
+    return int(torch.cuda.get_device_properties(device).warp_size) if device.type == "cuda" else 32
+
+
+def options(lanes: int, *, is_noisy: bool = False) -> dict[str, Any]:
+    """Returns Triton's options for warps of so many lanes.
+
+    Args:
+        is_noisy: for a step that rounds stochastically.
+    """
+    if lanes == 64:
+        return WIDE_OPTIONS
+    return NOISY_OPTIONS if is_noisy else OPTIONS
 
 
 def constants(rule: type[Rule], form: Format) -> tuple[Any, ...]:
