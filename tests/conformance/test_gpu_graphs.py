@@ -372,6 +372,21 @@ def test_a_window_records_its_tensors_once_and_a_plain_step_on_the_default_strea
     assert sorted(recorded) == sorted(addresses)
 
 
+@pytest.mark.parametrize("gpu", ["emulated"], indirect=True)
+def test_shards_pass_on_the_default_stream(gpu: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP's stream waits for it before it allocates gradients: recorded ones would only come back late."""
+    optimizer, recorded = new_optimizer(gpu, [(30,)]), list[int]()
+    step(optimizer, gradients(optimizer, 1.0))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, to: recorded.append(tensor.data_ptr()))
+    plan, grads = inside.plan(optimizer), Grads(gradients(optimizer, 1.0))
+    monkeypatch.setitem(vars(plan), "is_spread", True)
+    plan.record(grads)
+    assert recorded == []
+    with gpu.on_side_stream():
+        plan.record(grads)
+    assert len(recorded) == 1
+
+
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_a_window_keeps_what_it_lets_go_of_whatever_computes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a gradient that is copied, because it lies otherwise than its parameter."""
