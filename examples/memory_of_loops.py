@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import accumfused as af
 
 WIDTH, LAYERS, CLASSES, STEPS = 512, 8, 64, 2
-RELEASE_BYTES = 4 << 20  # smaller than the default of 32 MiB, as the model is
+RELEASE_BYTES = 4 << 20  # smaller than the default of 32 MiB on a CPU, as the model is
 
 # Name: the parameters' dtype, the optimizer, and whether gradients are released during backward.
 LOOPS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer], bool]] = {

@@ -106,6 +106,7 @@ class Launches:
 
     def __init__(self, module: Any, patch: pytest.MonkeyPatch, *, wait: bool) -> None:
         self.made: dict[str, list[tuple[int, tuple[Any, ...]]]] = {"norm": [], "accumulate": [], "step": []}
+        self.options: list[dict[str, Any]] = []  # of each launch
         self.fits = 1  # what a launch tells, as Triton's do, of the kernel that it has loaded: so many programs fit
         self._waits, self._waiting, self._captured = wait, list[Callable[[], None]](), list[Callable[[], None]]()
         self._graph = 0
@@ -150,6 +151,7 @@ class _Kernel:
         def launch(*args: Any, **options: Any) -> Any:
             makers = [_maker(arg) for arg in args]
             self._launches.made[self._verb].append((*grid, args))
+            self._launches.options.append(options)
             self._launches.add(lambda: self._kernel[grid](*(make() for make in makers), **options))
             return SimpleNamespace(fits=self._launches.fits)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -48,7 +46,7 @@ class CudaBackend:
 
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         rows = plan.table_reader.pointed_at(fold.grads, fold.sums, overwrites=fold.overwrites)
-        table, stream = self._on_device(plan, [*fold.tensors(), partials], fold.grads, fold.sums)
+        table, stream = self._on_device(plan, [partials])
         commit.with_launch(partial(
             table.accumulate, rows, stream, number(fold.factor), address(fold.before), fold.overwrites,
             partials.data_ptr(),
@@ -87,7 +85,8 @@ class CudaBackend:
     def _on_device(self, plan: Plan, used: Iterable[Tensor | None], *lists: Grads) -> tuple[Any, tuple[int, int]]:
         """Returns the table for this call, and the call's stream, with whether a graph captures it.
 
-        Another stream may have made the tensors that the call uses. `lists` are gradients or sums: thousands, perhaps.
+        Another stream may have made the tensors that the call uses. `lists` are gradients: thousands, perhaps. (What
+        folds read, and what a window lets go of, the window keeps.)
         """
         data, stream = self._tables[plan], current_stream(plan.device)[1]
         captures = stream != 0 and is_capturing(plan.device)  # the default stream cannot be captured
@@ -95,9 +94,9 @@ class CudaBackend:
             self._captured[data.memory.data_ptr()] = data.memory
         elif stream or data.stream:
             # Otherwise torch would reuse freed memory on the stream that made it, before this call has ended.
-            tensors = [data.memory, *used, *chain.from_iterable(grads for grads in lists if data.is_new(grads, stream))]
+            plan.record(*lists)
             here = torch.cuda.current_stream(plan.device)
-            for tensor in tensors:
+            for tensor in (data.memory, *used):
                 if tensor is not None:
                     tensor.record_stream(here)
         return data.table, (stream, captures)
@@ -110,16 +109,6 @@ class _OnDevice:
     table: Any  # a DeviceTable
     memory: Tensor
     stream: int  # that made it
-    # The last lists whose tensors torch keeps for a stream: with the tensors' ids, because a list may get more.
-    recorded: deque[tuple[ref[Grads], list[int], int]] = field(default_factory=lambda: deque(maxlen=4))
-
-    def is_new(self, tensors: Grads, stream: int) -> bool:
-        """Tells whether the stream must record these tensors, a microsecond each. A norm and its step have one list."""
-        ids = list(map(id, tensors))
-        if any(reference() is tensors and (of, on) == (ids, stream) for reference, of, on in self.recorded):
-            return False
-        self.recorded.append((ref(tensors), ids, stream))
-        return True
 
 
 def _allocate(device: torch.device, captured: dict[int, Tensor], size: int) -> tuple[int, int]:

@@ -124,6 +124,8 @@ class Engine:
         if closes and self.window.is_open:
             self.window.habits.watch_writes(plan)
         matched = plan.reader.match(grads)
+        if matched is not grads:  # copies of some: `add` keeps what kernels read, and these are released, too
+            plan.record(Grads(g for g, m in zip(grads, matched, strict=True) if g is not m))
         if not plan.exchange.is_alone:
             self._bring_to_unit_one(plan)
         calls: list[Call[Any]] = [plan.reader.releasing(param_ids)]
@@ -293,6 +295,8 @@ class Engine:
         plan, taken = self._taken()
         if not taken.present and settings.norm_group is None:  # else others wait for this process's part of the norm
             return None
+        if self.window.phase is not Phase.IDLE:  # whose end drops the sums; other gradients the user's code releases
+            plan.record(taken.sums)
         matched = plan.reader.match(taken.sums)
         if not plan.has_all_states and plan.lacks_state(matched):
             plan = self.plans.with_states(plan, matched)

@@ -19,6 +19,7 @@ from accumfused.core.protocol import Backend, Exchange
 from accumfused.core.reader import TableReader, TensorReader
 from accumfused.core.rows import Grads, Row
 from accumfused.core.skips import Skips
+from accumfused.core.streams import StreamUses
 from accumfused.rules import Rule
 
 
@@ -39,6 +40,7 @@ class Plan:
     skips: Skips = field(init=False)  # of the optimizer's steps; the next plan has it, too
     reader: TensorReader = field(init=False)
     table_reader: TableReader = field(init=False)  # the reader, where a backend has called `add_table`
+    stream_uses: StreamUses = field(default_factory=StreamUses)
     functors: list[int] = field(default_factory=list)  # of each group's rule, as native kernels know it
     parts: list[Plan] = field(default_factory=list)  # with several devices: the plan of each
 
@@ -87,6 +89,14 @@ class Plan:
     def lacks_state(self, grads: Grads) -> bool:
         """Tells whether a parameter with a gradient has no state yet."""
         return any(g is not None and not row.has_state for g, row in zip(grads, self.rows, strict=True))
+
+    def record(self, *lists: Grads) -> None:
+        """Keeps gradients, or sums, until the current streams have read them: for those who let go of them.
+
+        Shards pass where the default stream reads them. FSDP's stream waits for the current one before it allocates
+        gradients, and what is recorded comes back to it late: that would cost as much memory again.
+        """
+        self.stream_uses.record(self.devices, *lists, by_default_stream=not self.is_spread)
 
     def hypers(self, param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[float | Tensor, ...]]:
         """Returns the groups' numbers in the order of their rules' `hypers`; a tensor is not read."""

@@ -22,7 +22,7 @@ from accumfused.core import graphs
 from accumfused.core.arena import Arena, keep_freed
 from accumfused.core.habits import Habits
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Commit, Fold, Number
+from accumfused.core.protocol import ALONE, Commit, Fold, Number
 from accumfused.core.reader import adoptable, setting_grads
 from accumfused.core.rows import Grads, Row, check_size
 from accumfused.core.weights import MicroBatch, WindowWeights
@@ -191,7 +191,7 @@ class Window:
             self._note(plan, fold, everywhere=has_all_grads and fold.sums is self.sums)
             # After each launch but the last the window is BROKEN.
             of_launch = commit if fold is folds[-1] else Commit(commit.begins, commit.begins)
-            plan.backend.accumulate(plan, fold, self.partials, of_launch)
+            self._launch(plan, fold, of_launch)
 
     def _folds(self, plan: Plan, grads: Grads, micro_batch: MicroBatch, factor: Number, ends: bool) -> list[Fold]:
         """Returns the launches that add gradients; it makes those that copy first gradients to new memory itself."""
@@ -244,11 +244,16 @@ class Window:
             fold = Fold(copied, self.arena.places_for(plan, copied), factor, overwrites=True)
             first_sums = Grads([p if a is None else a for a, p in zip(adopted, fold.sums, strict=True)])
             self._note(plan, fold)
-            plan.backend.accumulate(plan, fold, self.partials)
+            self._launch(plan, fold)
         self.sums = Grads([s if n is None else n for s, n in zip(self.sums, first_sums, strict=True)])
         self.lacking = sum(s is None for s in self.sums)
         scales = not is_one and any(grad is not None for grad in adopted)
         return [Fold(adopted, adopted, factor, overwrites=True)] if scales else []
+
+    def _launch(self, plan: Plan, fold: Fold, commit: Commit = ALONE) -> None:
+        """Launches a fold, and keeps what it reads: the commit releases the gradients, and any end drops the sums."""
+        plan.record(fold.grads, fold.sums, Grads(fold.tensors()))
+        plan.backend.accumulate(plan, fold, self.partials, commit)
 
     def _note(self, plan: Plan, fold: Fold, *, everywhere: bool = False) -> None:
         """Notes which sums a launch measures; `everywhere`: every row has a sum and a gradient."""
@@ -294,7 +299,7 @@ class Window:
         if self.present:
             fold = Fold(self.sums, self.sums, factor, overwrites=True)
             self._note(plan, fold, everywhere=not self.lacking)
-            plan.backend.accumulate(plan, fold, self.partials, commit)
+            self._launch(plan, fold, commit)
         else:
             commit.end()
 

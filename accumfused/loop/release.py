@@ -18,10 +18,13 @@ from torch import Tensor
 from accumfused.loop.contributions import Contributions, refuse_drops
 from accumfused.optimizer import FusedOptimizer, check_fused
 
-BUCKET_BYTES = 32 * 2**20
+CPU_BUCKET_BYTES = 32 * 2**20
+# On a card: what half of an H100's 50 MB of L2 holds beside activations. Its gradients may still be there when the fold
+# reads them, which for bf16 would leave 8 of 10 bytes an element to memory. No card has measured it.
+CARD_BUCKET_BYTES = 16 * 2**20
 
 
-def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTES) -> GradientRelease:
+def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int | None = None) -> GradientRelease:
     """Folds gradients into the optimizer's window during backward, bucket by bucket, and frees them there.
 
     Sums, norm, clipping and skips stay the same. The weight of a micro-batch must be in its loss: call
@@ -30,7 +33,8 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
 
     Args:
         optimizer: an optimizer of this package (`accumfused.fuse` converts others). Copies of it do not release.
-        bucket_bytes: bytes of gradients in a full bucket, which is folded; 1 folds each gradient by itself.
+        bucket_bytes: bytes of gradients in a full bucket, which is folded; 1 folds each gradient by itself. None: 16
+            MiB where the gradients are on a card, 32 MiB on a CPU.
 
     Returns:
         A handle; `remove()` or the end of a `with` block ends the release.
@@ -50,10 +54,12 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
         ...             optimizer.step()
     """
     check_fused(optimizer, "release_gradients")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, SupportsIndex):
-        raise TypeError(f"bucket_bytes must be a whole number, got {type(bucket_bytes).__name__}")
-    if operator.index(bucket_bytes) < 1:
-        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    if bucket_bytes is not None:
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, SupportsIndex):
+            raise TypeError(f"bucket_bytes must be a whole number, or None, got {type(bucket_bytes).__name__}")
+        bucket_bytes = operator.index(bucket_bytes)
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
     if optimizer._engine.during_backward is not None:
         raise RuntimeError(
             "the optimizer's gradients are released already; call remove() on that handle first (to have both, call "
@@ -61,7 +67,7 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
         )
     refuse_drops(optimizer, "release_gradients()")
     optimizer._engine.refuse_open("release_gradients()")
-    release = GradientRelease(optimizer, operator.index(bucket_bytes))
+    release = GradientRelease(optimizer, bucket_bytes)
     release.follow()
     optimizer._engine.during_backward = release
     return release
@@ -70,10 +76,16 @@ def release_gradients(optimizer: FusedOptimizer, bucket_bytes: int = BUCKET_BYTE
 class GradientRelease(Contributions):
     """The handle that `release_gradients` returns."""
 
-    def __init__(self, optimizer: FusedOptimizer, bucket_bytes: int) -> None:
+    def __init__(self, optimizer: FusedOptimizer, bucket_bytes: int | None) -> None:
         super().__init__(optimizer)
-        self.bucket_bytes = bucket_bytes
+        self._bucket_bytes = bucket_bytes
         self._buckets: dict[torch.device, _Bucket] = {}  # each has one thread of autograd's
+
+    def bucket_bytes(self, device: torch.device) -> int:
+        """Returns the bytes of gradients in a full bucket on a device."""
+        if self._bucket_bytes is not None:
+            return self._bucket_bytes
+        return CPU_BUCKET_BYTES if device.type == "cpu" else CARD_BUCKET_BYTES
 
     def remove(self) -> None:
         """Ends the release: gradients stay in `p.grad` again. A second call does nothing.
@@ -137,12 +149,12 @@ class GradientRelease(Contributions):
                 self.streams.add(torch.cuda.current_stream(param.device))
             bucket = self._buckets.get(param.device)
             if bucket is None:
-                bucket = self._buckets[param.device] = _Bucket()
+                bucket = self._buckets[param.device] = _Bucket(self.bucket_bytes(param.device))
             if id(param) not in bucket.params:
                 bucket.params[id(param)] = param
-                bucket.bytes += grad.nbytes if grad.layout == torch.strided else self.bucket_bytes  # to be refused
+                bucket.bytes += grad.nbytes if grad.layout == torch.strided else bucket.full_bytes  # to be refused
             del grad
-            if bucket.bytes >= self.bucket_bytes:
+            if bucket.bytes >= bucket.full_bytes:
                 self._fold(bucket)
 
     @torch.no_grad()
@@ -164,5 +176,6 @@ class GradientRelease(Contributions):
 
 @dataclass
 class _Bucket:
+    full_bytes: int  # of gradients: it is folded then
     params: dict[int, Tensor] = field(default_factory=dict)  # by id: their p.grad waits
     bytes: int = 0  # of their gradients

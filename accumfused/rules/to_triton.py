@@ -79,7 +79,7 @@ def _statements(
         if operation.name == "input":
             text[place] = inputs[operation.label]
         else:
-            expression = f"tl.full([], {_literal(operation.constant)}, {dtype})"
+            expression = _constant(operation.constant, dtype)
             if operation.name != "constant":
                 expression = expressions[operation.name].format(*(text[operand] for operand in operation.operands))
             text[place] = f"v{place}"
@@ -87,8 +87,11 @@ def _statements(
     return lines, [text[place] for place in trace.results.values()]
 
 
-def _literal(value: float) -> str:
-    return repr(value) if math.isfinite(value) else f'float("{value}")'
+def _constant(value: float, dtype: str) -> str:
+    if value == 0 and math.copysign(1.0, value) < 0:  # before Triton 3.9 a literal that equals 0 is +0
+        return f"{_constant(0.0, dtype)} * -1.0"
+    literal = repr(value) if math.isfinite(value) else f'float("{value}")'
+    return f"tl.full([], {literal}, {dtype})"
 
 
 def _function(name: str, lines: list[str], numeric: ModuleType) -> Any:

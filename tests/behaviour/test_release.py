@@ -30,6 +30,28 @@ def test_what_is_no_number_of_bytes_is_refused(bucket: Any, error: type[Exceptio
         af.release_gradients(af.SGD([nn.Parameter(torch.zeros(1))]), bucket)
 
 
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "on_card"), [(None, 32 * 2**20, 16 * 2**20), (5, 5, 5), (2**40, 2**40, 2**40)]
+)
+def test_a_bucket_is_smaller_on_a_card_unless_its_size_is_given(given: int | None, on_cpu: int, on_card: int) -> None:
+    release = af.release_gradients(af.SGD([nn.Parameter(torch.zeros(1))]), given)
+    for device, size in (("cpu", on_cpu), ("cuda:0", on_card), ("cuda:1", on_card), ("xpu:0", on_card)):
+        assert release.bucket_bytes(torch.device(device)) == size
+
+
+FULL = {"cpu": 2**23, **({"cuda": 2**22} if torch.cuda.is_available() else {})}  # elements of fp32
+
+
+@pytest.mark.parametrize("device", FULL)
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_bucket_is_folded_when_it_is_full_on_its_device(device: str, lacking: int) -> None:
+    param = nn.Parameter(torch.zeros(FULL[device] - lacking, device=device))
+    with af.release_gradients(af.SGD([param])) as release:
+        param.sum().backward()
+        assert (param.grad is not None) == bool(lacking)
+        release.optimizer.zero_grad()
+
+
 @every_bucket
 def test_what_was_folded_may_be_dropped_by_zero_grad_but_not_whole_windows_in_a_row(backend: str, bucket: int) -> None:
     it = Loop(backend, bucket=bucket).run("backward zero_grad backward zero_grad backward close model_zero")

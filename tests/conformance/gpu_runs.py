@@ -23,6 +23,7 @@ from torch import Tensor
 import accumfused as af
 import accumfused.backends.cuda
 import accumfused.core.graphs
+import accumfused.core.streams
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
 from accumfused.formats.numeric import CHUNK
@@ -59,6 +60,10 @@ class Card:
             yield
         torch.cuda.current_stream(DEVICE).wait_stream(self._side)
 
+    def delay(self) -> None:
+        """What the current stream gets from here on waits a while."""
+        inside.sleep_on_the_gpu(50_000_000)
+
     @contextlib.contextmanager
     def capturing(self) -> Iterator[Callable[[], None]]:
         """Its replay."""
@@ -71,10 +76,10 @@ class Card:
         torch.cuda.synchronize(DEVICE)
         self._others.clear()
 
-    def give_away(self) -> None:
-        """Others on the default stream get memory that nobody has any more, and write NaN there."""
+    def give_away(self, *, on_side_stream: bool = False) -> None:
+        """Others on the default (or side) stream get memory that nobody has any more, and write NaN there."""
         gc.collect()
-        with torch.cuda.stream(torch.cuda.default_stream(DEVICE)):
+        with torch.cuda.stream(self._side if on_side_stream else torch.cuda.default_stream(DEVICE)):
             self._others += [torch.full((n,), torch.nan, device=DEVICE) for n in (5000, 30) for _ in range(20)]
 
 
@@ -93,6 +98,7 @@ class Emulation(DeviceMemory):
         patch.setattr(module, "current_stream", lambda device: (0, self.stream))
         for owner in (accumfused.core.graphs, module):
             patch.setattr(owner, "is_capturing", lambda device: self._captures and self.stream == SIDE)
+        patch.setattr(accumfused.core.streams, "has_streams", lambda device: True)
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream))
         # torch has a few that it gives again and again: the captured one, too.
         streams = itertools.cycle([SimpleNamespace(cuda_stream=SIDE), SimpleNamespace(cuda_stream=APART)])
@@ -124,6 +130,9 @@ class Emulation(DeviceMemory):
     def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
         return self.on(SIDE)
 
+    def delay(self) -> None:
+        """All launches wait."""
+
     @contextlib.contextmanager
     def capturing(self) -> Iterator[Callable[[], None]]:
         """Its replay, after one of another graph in its pool."""
@@ -152,8 +161,8 @@ class Emulation(DeviceMemory):
         launched, copied = (count() - known for count, known in zip(counts, before, strict=True))
         return launched, copied
 
-    def give_away(self) -> None:
-        """Memory that nobody has any more, and the current stream's launches do not hold."""
+    def give_away(self, *, on_side_stream: bool = False) -> None:
+        """Memory that nobody has any more, and the current stream's launches do not hold, whosever it was."""
         gc.collect()
         self.poison(self.stream)
 

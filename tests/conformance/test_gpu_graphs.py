@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import inside
@@ -17,10 +18,10 @@ from torch import Tensor
 
 import accumfused as af
 import accumfused.backends.cuda
+import accumfused.core.streams
 from accumfused import backends, compiled
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
-from accumfused.core.protocol import Fold
 from accumfused.core.rows import Grads
 
 FACTORS = (1.0, float("inf"), 0.5, 2.0, 1.0, 1.0)  # of the parameters in each window's losses, or of gradients
@@ -309,15 +310,98 @@ def test_a_side_stream_records_each_tensor_once(gpu: Emulation, monkeypatch: pyt
             grads = gradients(optimizer, 1.0)
             step(optimizer, grads)
             assert recorded.count(grads[0].data_ptr()) == 1
-        plan, (own,), partials = inside.plan(optimizer), gradients(optimizer, 0.0), torch.zeros(1)
-        grads, sums = Grads(gradients(optimizer, 1.0)), Grads([None])
+        plan, (grad,), (own,) = inside.plan(optimizer), gradients(optimizer, 1.0), gradients(optimizer, 0.0)
+        grads, sums = Grads([grad]), Grads([None])
         for _ in range(3):
-            gpu.backend.accumulate(plan, Fold(grads, sums, 1.0), partials)
+            plan.record(grads, sums)
             sums[0] = own
-            plan.reader.forget_sums()
-        assert [recorded.count(tensor.data_ptr()) for tensor in (grads[0], own)] == [1, 1]
-        gpu.backend.accumulate(plan, Fold(Grads(grads), sums, 1.0), partials)
-        assert [recorded.count(tensor.data_ptr()) for tensor in (grads[0], own)] == [2, 1]
+        assert [recorded.count(tensor.data_ptr()) for tensor in (grad, own)] == [1, 1]
+        plan.record(Grads(grads), sums)
+        assert [recorded.count(tensor.data_ptr()) for tensor in (grad, own)] == [2, 1]
+    plan.record(grads, sums)
+    assert [recorded.count(tensor.data_ptr()) for tensor in (grad, own)] == [3, 2], "for another stream"
+
+
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_default_stream_keeps_what_it_reads_of_a_side_stream(
+    micro_batches: int, last: bool, records: bool, gpu: Card | Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward runs on the side stream, which gets memory back when accumulate() or step() lets go of it."""
+    if not records:  # then the test has to fail
+        if isinstance(gpu, Card):
+            pytest.skip("a card may still have the right numbers there")
+        monkeypatch.setattr(Tensor, "record_stream", lambda tensor, to: None)
+    optimizer = new_optimizer(gpu)
+    step(optimizer, gradients(optimizer, 1.0))
+    gpu.synchronize()
+    for number in range(micro_batches):
+        with gpu.on_side_stream():
+            give(optimizer, gradients(optimizer, -2.0))
+        gpu.delay()
+        optimizer.accumulate(last=last and number + 1 == micro_batches)
+        gpu.give_away(on_side_stream=True)
+        gpu.synchronize()
+    gpu.delay()
+    optimizer.step()
+    gpu.give_away(on_side_stream=True)
+    gpu.synchronize()
+    if records:
+        assert_made(optimizer, (1.0, 0.1), (-2.0 * micro_batches, 0.1))
+    else:
+        assert int(optimizer.skipped_steps) == 1, "the gradients are NaN"
+
+
+@pytest.mark.parametrize("gpu", ["emulated"], indirect=True)
+def test_a_window_records_its_tensors_once_and_a_plain_step_on_the_default_stream_none(
+    gpu: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a plain step the user's code releases, as with torch's optimizers."""
+    optimizer, recorded = new_optimizer(gpu, [(30,)]), list[int]()
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, to: recorded.append(tensor.data_ptr()))
+    step(optimizer, gradients(optimizer, 1.0))
+    assert recorded == []
+    grads = [gradients(optimizer, 1.0) for _ in range(3)]
+    addresses = [of_all[0].data_ptr() for of_all in grads]
+    while grads:
+        give(optimizer, grads.pop())
+        optimizer.accumulate()
+    assert sorted(recorded) == sorted(addresses), "the first one is the sum, which zero_grad() may drop"
+    optimizer.step()
+    assert sorted(recorded) == sorted(addresses)
+
+
+@pytest.mark.parametrize("gpu", ["emulated"], indirect=True)
+def test_shards_pass_on_the_default_stream(gpu: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP's stream waits for it before it allocates gradients: recorded ones would only come back late."""
+    optimizer, recorded = new_optimizer(gpu, [(30,)]), list[int]()
+    step(optimizer, gradients(optimizer, 1.0))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, to: recorded.append(tensor.data_ptr()))
+    plan, grads = inside.plan(optimizer), Grads(gradients(optimizer, 1.0))
+    monkeypatch.setitem(vars(plan), "is_spread", True)
+    plan.record(grads)
+    assert recorded == []
+    with gpu.on_side_stream():
+        plan.record(grads)
+    assert len(recorded) == 1
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_window_keeps_what_it_lets_go_of_whatever_computes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a gradient that is copied, because it lies otherwise than its parameter."""
+    recorded = list[int]()
+    monkeypatch.setattr(accumfused.core.streams, "has_streams", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, to: recorded.append(tensor.data_ptr()))
+    param = torch.zeros(20, 30, requires_grad=True)
+    optimizer = af.AdamW([param], backend=backend)
+    grads = [torch.ones(30, 20).t(), torch.ones(20, 30), torch.ones(30, 20).t()]
+    addresses = {grad.data_ptr() for grad in grads}
+    while grads:
+        param.grad = grads.pop()
+        optimizer.accumulate()
+    assert addresses <= set(recorded)
 
 
 @pytest.mark.parametrize("keeps", [True, False])

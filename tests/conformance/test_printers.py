@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import random
 import shutil
 import subprocess
@@ -181,6 +182,48 @@ every_program = given(
 )  # fmt: skip
 # Each example is a compilation, or takes the interpreter seconds: nothing is made smaller.
 few = settings(max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.generate], derandomize=True, database=None)
+
+
+def rule_of(constant: float, place: int) -> type[Rule]:
+    """One that chooses between a constant and other numbers: it adds nothing, which would lose a zero's sign."""
+
+    class Literal(Rule):
+        name = f"literal{place}"
+        states = ("exp_avg", "exp_avg_sq")
+        hypers = ("lr", "eps")
+
+        @staticmethod
+        def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+            in_fp64 = where(h.lr > step, h.eps, constant), float32(where(h.lr > step, h.eps, constant))
+            return where(g < p, constant, g), where(g < p, *in_fp64), minimum(maximum(states[1], constant), constant)
+
+    return Literal
+
+
+LITERALS = [sign * abs(x) for x in [*CONSTANTS, *SPECIAL, 5e-324, 1e308] for sign in (1.0, -1.0)]
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_literals_keep_their_bits(language: str, request: pytest.FixtureRequest) -> None:
+    """Signed zeros, numbers that fp32 cannot have, inf and NaN."""
+    compiled, tensors, hypers = request.getfixturevalue(f"in_{language}"), values(0), (0.5, 3.0)
+    rules = [rule_of(literal, place) for place, literal in enumerate(LITERALS)]
+    run = compiled(rules)
+    for place, rule in enumerate(rules):
+        assert_agree(rule, run(place, hypers, 1, tensors), in_torch(rule, hypers, 1, tensors))
+
+
+def test_no_zero_with_a_sign_is_a_literal_of_triton() -> None:
+    """Before Triton 3.9 it has none."""
+    pytest.importorskip("triton")
+    from accumfused.backends.triton import numeric
+    from accumfused.rules import to_triton
+
+    for function in to_triton.compiled(rule_of(-0.0, 0), numeric):
+        source = inspect.getsource(function.fn)
+        assert "0.0" in source
+        assert "-0.0" not in source
 
 
 def assert_agree(rule: type[Rule], ours: list[Tensor], theirs: list[Tensor]) -> None:

@@ -119,6 +119,17 @@ def test_a_grid_is_what_fits_and_changes_no_bit(fits: int, triton: Any, launches
     assert_all_same_bits(everything(found), everything(stepped(CpuBackend(), grads, lrs, folds=2)))
 
 
+@pytest.mark.parametrize(("lanes", "warps"), [(32, 8), (64, 4)])
+def test_a_program_has_256_threads_whatever_a_warp_has(
+    lanes: int, warps: int, triton: Any, module: Any, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So each thread has four neighbours of a row, 16 bytes."""
+    monkeypatch.setattr(module, "lanes", lambda device: lanes)
+    stepped(triton, [gradients(1.0)], [0.1], folds=2)
+    assert [options["num_warps"] for options in launches.options] == [warps] * 4
+    assert not any(options["enable_fp_fusion"] for options in launches.options)
+
+
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 

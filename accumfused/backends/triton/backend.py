@@ -7,6 +7,7 @@ operands to the plan's rows, and sends the table if they are not the last call's
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import struct
 from array import array
@@ -35,7 +36,10 @@ _NO_SLOTS = Storage(None, None, None, [], []).slots()
 _DTYPES = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # of kernels that have not been loaded; on AMD's GPUs, which tell less, of all
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # for every kernel; no contraction into FMA
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # for every kernel of 32-lane warps; no contraction into FMA
+# Warps of 64 lanes (AMD's CDNA; RDNA has 32): with 8 of them a thread had 2 elements of a row, so the norm had no
+# 16-byte load. gfx942's machine code has been read, no such card has been timed.
+WIDE_OPTIONS = {**OPTIONS, "num_warps": 4}
 # For a step that rounds stochastically. Adam's would take 190 registers a thread for INT8 states, so one program would
 # fill a multiprocessor. With 128 registers two fit, and hardly any spill. (AMD's compiler does not know the option.)
 NOISY_OPTIONS = OPTIONS if torch.version.hip else {**OPTIONS, "maxnreg": 128}
@@ -74,7 +78,7 @@ class TritonBackend:
         if any(map(operator.eq, grads, sums)):
             fold.refuse_overwritten()
         factor, at = (1.0, fold.factor.data_ptr()) if isinstance(fold.factor, Tensor) else (fold.factor, 0)
-        with self._on(plan, [*fold.tensors(), partials, *fold.grads, *fold.sums]):
+        with self._on(plan, [partials]):
             table = self._send(plan, "fold", [*grads, *_dtypes(fold.grads), *sums])
             commit.begin()
             self._launch(
@@ -91,7 +95,7 @@ class TritonBackend:
         limit = scaling.max_grad_norm
         # A tensor without elements has no address, and without an address the kernel takes no norm.
         sums = partials if partials is None or partials.numel() else outcome.values
-        with self._on(plan, [partials, *(read or [])]):
+        with self._on(plan, [partials], *([] if read is None else [read])):
             table = self._send(plan, "ticket", [0]) if read is None else self._send(plan, "step", _operands(read))
             self._launch(
                 kernels.norm_kernel, plan, chunks_to_read,
@@ -112,7 +116,7 @@ class TritonBackend:
         """Launches once per kind of row: nearly always once, twice if small states stay fp32."""
         numbers = [[at_hand(value, plan.device) for value in values] for values in hypers]
         words = [word for values in numbers for word in _hyper_words(values)]
-        with self._on(plan, [outcome.coefficients, *grads]):
+        with self._on(plan, [outcome.coefficients], grads):
             table = self._send(plan, "step", _operands(grads))
             hyper_table = self._send(plan, "hypers", words)
             commit.begin()
@@ -120,18 +124,19 @@ class TritonBackend:
                 self._launch(
                     step_kernel, plan, plan.chunks,
                     table, len(plan.rows), plan.chunks, hyper_table, index, outcome.values,
-                    address(outcome.coefficients), constants=constants(*kind),
-                    options=NOISY_OPTIONS if kind[1].needs_noise else OPTIONS,
+                    address(outcome.coefficients), constants=constants(*kind), is_noisy=kind[1].needs_noise,
                 )  # fmt: skip
         commit.end()
 
-    def _on(self, plan: Plan, used: Iterable[Tensor | None]) -> contextlib.AbstractContextManager[Any]:
+    def _on(self, plan: Plan, used: Iterable[Tensor | None], *lists: Grads) -> contextlib.AbstractContextManager[Any]:
         """Sets the current device, on which Triton launches, or the float mode, which its interpreter takes over.
 
-        Another stream may have made the tensors in `used`: torch keeps their memory until this stream has read it.
+        Another stream may have made the tensors in `used`, and gradients in `lists`: torch keeps their memory until
+        this stream has read it. (What folds read, and what a window lets go of, the window keeps.)
         """
         stream, captures = _stream(plan.device)
         if (stream or self._words_of[plan].stream) and not captures:
+            plan.record(*lists)
             for tensor in used:
                 if tensor is not None:
                     tensor.record_stream(torch.cuda.current_stream(plan.device))
@@ -162,7 +167,7 @@ class TritonBackend:
 
     def _launch(
         self, kernel: Any, plan: Plan, chunks: int, *args: Any, constants: tuple[Any, ...] = (),
-        options: dict[str, Any] = OPTIONS,
+        is_noisy: bool = False,
     ) -> None:  # fmt: skip
         """Launches as many programs as run at once; at least one, because the last one finishes the work.
 
@@ -171,9 +176,26 @@ class TritonBackend:
         key = kernel, plan.device, constants
         most = self._programs.get(key)
         programs = max(1, min(chunks, most or resident_programs(plan.device)))
-        loaded = kernel[(programs,)](*args, *constants, **options)
+        loaded = kernel[(programs,)](*args, *constants, **options(lanes(plan.device), is_noisy=is_noisy))
         if most is None:
             self._programs[key] = resident_programs(plan.device, loaded)
+
+
+@functools.cache
+def lanes(device: torch.device) -> int:
+    """Returns how many threads of a device are a warp."""
+    return int(torch.cuda.get_device_properties(device).warp_size) if device.type == "cuda" else 32
+
+
+def options(lanes: int, *, is_noisy: bool = False) -> dict[str, Any]:
+    """Returns Triton's options for warps of so many lanes.
+
+    Args:
+        is_noisy: for a step that rounds stochastically.
+    """
+    if lanes == 64:
+        return WIDE_OPTIONS
+    return NOISY_OPTIONS if is_noisy else OPTIONS
 
 
 def constants(rule: type[Rule], form: Format) -> tuple[Any, ...]:

@@ -77,7 +77,9 @@ def sum_partials(partials, chunks):
     lane = tl.arange(0, LANES)
     lanes = tl.zeros([LANES], tl.float64)
     for first in range(0, chunks, LANES):
-        # .cg bypasses the first cache, which does not see the writes of other programs
+        # .cg bypasses the first cache, which does not see the writes of other programs: on AMD's RDNA, too. There the
+        # wave that takes the last program's ticket empties its own first cache. By Triton 3.8's code others of the
+        # program keep theirs; 3.9's barrier empties all.
         lanes += tl.load(partials + first + lane, mask=first + lane < chunks, other=0.0, cache_modifier=".cg").to(
             tl.float64
         )
