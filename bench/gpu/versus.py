@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measure(bench: Bench, own: Journal, name: str, of: Shapes) -> None:
-    for where, table in zip(("on the GPU", "on the host"), graph.model(bench, name, of), strict=True):
+    for where, table in zip(("on the GPU", "host, cold", "host, warm"), graph.model(bench, name, of), strict=True):
         for row in table.rows:
             failed = {"ok": False} if "cannot" in row else {}
             own.write(where, **failed, model=name, **facts(row))

@@ -67,7 +67,7 @@ def test_ours_and_torchs_recipes_are_timed_eager_and_captured(tiny: Bench, own: 
     versus.measure(tiny, own, "some", [(300,), (7,)])
     recipes = ("clip + AdamW(fused)", "grad_scale trick", "clip + AdamW(foreach)", "accumfused cuda")
     expected = [*recipes, *(f"{name}, captured" for name in (*recipes, "accumfused cuda, window of 2"))]
-    on_gpu, on_host = of(own, "on the GPU"), of(own, "on the host")
+    on_gpu, on_host = of(own, "on the GPU"), of(own, "host, warm")
     assert [line["by"] for line in on_gpu] == [line["by"] for line in on_host] == expected
     assert all(line["us"] > 0 for line in on_gpu + on_host)
     row = {"name": "a", "ms": [1.0, 2.0, 3.0], "moved B/param": 32, "% of ceiling": 91.0, "x fused": 1.2}
