@@ -55,15 +55,14 @@ numerics: $(VENV)/bench.stamp
 docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# On a machine with a GPU: by PYTHON's own torch and Triton, in place, without network and environment. docs/internals/gpu.md
-# says what each stage does; all of them end after GPU_MINUTES, and GPU_REPORT holds what is known at any moment.
-# OUT is the folder that some job systems bring back.
+# On a machine with a GPU: by PYTHON's own torch and Triton, in place, without network and environment.
+# docs/internals/gpu.md says what each stage does. OUT is the folder that some job systems bring back.
 GPU_MINUTES ?= 9.5
 GPU_REPORT ?= $(or $(OUT),build/gpu)
-GPU_STAGES := gpu-build gpu-smoke gpu-versus gpu-probe gpu-test gpu-sanitize
+GPU_STAGES := gpu-build gpu-smoke gpu-loops gpu-test gpu-versus gpu-probe gpu-sanitize gpu-lease
 .PHONY: gpu $(GPU_STAGES)
 gpu $(GPU_STAGES):
-	$(PYTHON) -m bench.gpu --minutes $(GPU_MINUTES) --report "$(GPU_REPORT)" $(filter-out gpu,$(@:gpu-%=%)) $(ARGS)
+	PYTHON=$(PYTHON) OUT="$(GPU_REPORT)" GPU_MINUTES=$(GPU_MINUTES) bash bench/gpu/run.sh $(filter-out gpu,$(@:gpu-%=%)) $(ARGS)
 
 lint: $(VENV)/lint.stamp
 	$(RUN) -m ruff check .

@@ -35,7 +35,7 @@ class CudaClock:
 
     The GPU is kept busy until the host has sent everything, as it is by a backward pass in training: the time is the
     GPU's own. (What itself waits for the GPU, or sends more than the queue of about 1000 launches holds, leaves gaps.)
-    The host's time is that of the calls, of an idle GPU.
+    The host's time is that of the calls, to an idle GPU.
     """
 
     warm_ups = 2  # the first one compiles; the second tells how long the host needs

@@ -1,1 +1,1 @@
-"""`make gpu`: what ten minutes with a GPU can tell, in stages with a limit each. docs/internals/gpu.md says more."""
+"""`make gpu`: what ten minutes with a GPU can tell. `run.sh` has the stages; docs/internals/gpu.md says more."""

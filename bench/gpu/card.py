@@ -1,10 +1,16 @@
-"""The benchmark of the first GPU, or in a dry run of the CPU, with the kernels over the emulation where it compiles."""
+"""What the measuring stages share: the benchmark of the first GPU, and parts that go on after one that fails.
+
+In a dry run it is the benchmark of the CPU, with the kernels over the emulation where it compiles.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -12,14 +18,29 @@ from accumfused import compiled
 from accumfused.backends import why_not
 from accumfused.backends.cuda import CudaBackend
 from bench.ceilings import Ceilings, CopyLoops
-from bench.gpu.runner import DRY, ROOT
 from bench.suites import Bench, bench_of_gpu
 from bench.workload import CPU
+
+ROOT = Path(__file__).parents[2]
+DRY = bool(os.environ.get("DRY"))
+
+
+def run(parts: Mapping[str, Callable[[], object]]) -> int:
+    """Runs the parts in turn, prints what fails, and returns an exit code."""
+    failed = 0
+    for name, part in parts.items():
+        try:
+            part()
+        except Exception as error:
+            failed += 1
+            traceback.print_exc()
+            print(f"{name}: FAILED: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    return min(failed, 1)
 
 
 def card() -> Bench:
     """Returns the benchmark, with our fastest backend that runs."""
-    if os.environ.get(DRY):
+    if DRY:
         return Bench(Ceilings(lambda: CopyLoops(CPU, 40_000)), True, 1, on_gpu=True, backends=[_emulated()])
     device = torch.device("cuda", 0)
     return bench_of_gpu(device, ["triton" if why_not("cuda", device) else "cuda"], rounds=9)

@@ -1,7 +1,11 @@
-"""How fast is each kernel, rule and format on this GPU, as a share of a copy's? Sizes are far beyond the caches."""
+"""How fast is each kernel, rule and format on this GPU, as a share of a copy's? Sizes are far beyond the caches.
+
+`python -m bench.gpu.probe "8-bit states"` measures the parts with this in their name.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,8 +15,7 @@ from torch import Tensor
 
 import accumfused as af
 from bench.ceilings import MIXES
-from bench.gpu.card import card, elements
-from bench.gpu.journal import Journal
+from bench.gpu.card import card, elements, run
 from bench.measure import Variant
 from bench.suites import Bench
 from bench.suites.kernels import Kernels
@@ -49,29 +52,28 @@ CASES: dict[str, Case] = {
 
 
 class Probe:
-    """Measures the parts, and writes a line for each."""
+    """Measures the parts, and prints a line for each."""
 
-    def __init__(self, bench: Bench, own: Journal) -> None:
-        self.bench, self.own = bench, own
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
         self.elements = elements(bench, LARGE, _BYTES)
 
-    def run(self) -> None:
-        parts: list[tuple[str, Callable[[], None]]] = [(name, partial(self.step, name)) for name in CASES]
-        folds = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
-        parts[1:1] = [(name, partial(self.folds, name, dtype)) for name, dtype in folds.items()]
-        parts.append(("off its boundary", partial(self.step, FP32_ADAMW, off=1)))
-        for what, run in parts:
-            with self.own.section("probe", what=what):
-                run()
-            self.bench.release()
+    def parts(self) -> dict[str, Callable[[], None]]:
+        steps = {name: partial(self.step, name) for name in CASES}
+        first = {FP32_ADAMW: steps.pop(FP32_ADAMW)}
+        dtypes = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+        folds = {f"folds of {name}": partial(self.folds, name, dtype) for name, dtype in dtypes.items()}
+        return {**first, **folds, **steps, "off its boundary": partial(self.step, FP32_ADAMW, off=1)}
 
-    def _time(self, kind: str, what: str, moved: float, run: Callable[[], Any]) -> None:
+    def _time(self, what: str, moved: float, run: Callable[[], Any]) -> None:
         """Args: moved: bytes."""
+        self.bench.release()
         (timing,) = self.bench.interleave([Variant(what, run, passes=("scale",))])  # a copy in the same rounds
-        rate, per_copied = moved / timing.median, moved / MIXES["scale"].bytes
-        facts = {"B/el": moved / self.elements, "us": timing.median * 1e6, "best us": timing.best * 1e6}
-        share = (timing.share_of_ceiling(1) or 0.0) * per_copied
-        self.own.write(kind, what=what, **facts, **{"TB/s": rate / 1e12, "of copy": share})
+        share = (timing.share_of_ceiling(1) or 0.0) * moved / MIXES["scale"].bytes
+        print(
+            f"{what}: {moved / self.elements:.4g} B an element, {timing.median * 1e6:.5g} us "
+            f"(best {timing.best * 1e6:.5g}), {moved / timing.median / 1e12:.3g} TB/s, {share:.2f} of a copy"
+        )
 
     def _random(self, dtype: torch.dtype, more: int = 0, scale: float = 1e-3) -> list[Tensor]:
         return random_tensors([(self.elements + more,)], scale, dtype, self.bench.device)
@@ -93,10 +95,10 @@ class Probe:
         """Times the norm, and the two ways into a sum, of gradients of this dtype."""
         grads, sums = self._random(dtype), self._random(FP32)
         kernels = Kernels(self._optimizer((FP32, dtype, af.SGD), grads))
-        self._time("norm", f"norm, {name}", grads[0].nbytes, partial(kernels.norm, grads))
+        self._time(f"norm, {name}", grads[0].nbytes, partial(kernels.norm, grads))
         for first, title in ((True, "first accumulate"), (False, "accumulate")):
             moved = grads[0].nbytes + (1 if first else 2) * sums[0].nbytes
-            self._time("accumulate", f"{title}, {name}", moved, partial(kernels.accumulate, grads, sums, first=first))
+            self._time(f"{title}, {name}", moved, partial(kernels.accumulate, grads, sums, first=first))
 
     def step(self, name: str, off: int = 0) -> None:
         """Times a step; `off`: elements by which its gradients lie off their boundary."""
@@ -107,12 +109,9 @@ class Probe:
         what = f"{name}{', gradients off their boundary' if off else ''}"
         (param,) = optimizer.state
         # Gradients go in; parameters, masters and states in and out.
-        self._time("step", what, grads[0].nbytes + 2 * (param.nbytes + state_bytes(optimizer)), run)
-
-
-def main() -> None:
-    Probe(card(), Journal("probe")).run()
+        self._time(what, grads[0].nbytes + 2 * (param.nbytes + state_bytes(optimizer)), run)
 
 
 if __name__ == "__main__":
-    main()
+    parts, wanted = Probe(card()).parts(), "".join(sys.argv[1:])
+    sys.exit(run({name: part for name, part in parts.items() if wanted in name}))

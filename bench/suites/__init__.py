@@ -14,7 +14,7 @@ import accumfused as af
 from bench import shapes
 from bench.ceilings import Ceilings, CopyLoops
 from bench.clock import Clock, CudaClock, HostClock
-from bench.measure import Timing, Variant, interleave
+from bench.measure import Timing, Variant, back_to_back, interleave
 from bench.shapes import Shapes
 from bench.workload import CPU, Workload
 
@@ -73,10 +73,11 @@ class Bench:
     def interleave(self, variants: Sequence[Variant], rounds: int | None = None) -> list[Timing]:
         return interleave(variants, rounds or self.rounds, self.ceilings, self.clock)
 
-    def host_times(self, variants: Sequence[Variant], rounds: int) -> list[Timing]:
-        """How long the host is busy with each; no bytes: they are moved later."""
+    def host_times(self, variants: Sequence[Variant], rounds: int) -> dict[str, list[Timing]]:
+        """How long the host is busy with each, cold and warm; no bytes: they are moved later."""
         unmoved = [replace(variant, passes=None) for variant in variants]
-        return interleave(unmoved, rounds, clock=self.clock, of_host=True)
+        cold = interleave(unmoved, rounds, clock=self.clock, of_host=True)
+        return {"host, cold": cold, "host, warm": back_to_back(unmoved, self.clock)}
 
 
 def bench_of_gpu(device: torch.device, backends: Sequence[str], rounds: int, *, quick: bool = False) -> Bench:

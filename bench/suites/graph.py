@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from bench.suites.window import window
 from bench.tables import Table, timed
 
 FOLLOWS = ("backend", "model")
+RECIPES = (FUSED, TRICK, FOREACH)
 _AGAINST = {"fused": FUSED, "captured trick": f"{TRICK}, captured"}
 
 
@@ -26,8 +27,8 @@ def run(bench: Bench) -> list[Table]:
     return [table for name, of in several.items() for table in model(bench, name, of)]
 
 
-def model(bench: Bench, name: str, of: Shapes) -> list[Table]:
-    """Times eager and captured steps, on the GPU and on the host; "launches" are those of a replay."""
+def model(bench: Bench, name: str, of: Shapes, recipes: Sequence[str] = RECIPES) -> list[Table]:
+    """Times eager and captured steps: on the GPU, on the host cold, and warm; "launches" are those of a replay."""
     work = bench.workload(of)
     second = work.random()
     work.set_grads()
@@ -45,7 +46,7 @@ def model(bench: Bench, name: str, of: Shapes) -> list[Table]:
         checked.attempt(name, made, passes, sets)
 
     for how in ("", ", captured"):
-        for recipe in (FUSED, TRICK, FOREACH):
+        for recipe in recipes:
             make, passes = KNOWN[recipe]
             add(recipe + how, make(work, capturable=bool(how) and bench.device.type == "cuda"), passes)
         for label, optimizer in bench.ours(work).items():  # others: a capture's tables are its own
@@ -61,8 +62,11 @@ def model(bench: Bench, name: str, of: Shapes) -> list[Table]:
     table = timed(f"{title}, on the GPU", timings, work.count, _AGAINST, unit)
     for row in table.rows:
         row["launches"] = launches.get(row["name"])
-    timings = bench.host_times(checked.variants, factor * bench.rounds)
-    return [checked.explain(table), timed(f"{title}, on the host", timings, work.count, _AGAINST, "us")]
+    hosts = bench.host_times(checked.variants, factor * bench.rounds)
+    return [
+        checked.explain(table),
+        *(timed(f"{title}, on the {where}", each, work.count, _AGAINST, "us") for where, each in hosts.items()),
+    ]
 
 
 def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], Any], int]:

@@ -27,10 +27,10 @@ def _size(bench: Bench, tensors: int) -> list[Table]:
     variants = checked.variants
     title = f"small: {tensors} tensors of 64 elements, fp32"
     if bench.on_gpu:
-        # The clocks see to the caches, and time twice: until the GPU is done, and until the host is.
+        # The clocks see to the caches: until the GPU is done, and until the host is.
         variants = [replace(variant, passes=None) for variant in variants]
         rounds = (6 if tensors < _MANY else 1) * bench.rounds
-        timings = {"GPU": bench.interleave(variants, rounds), "host": bench.host_times(variants, rounds)}
+        timings = {"GPU": bench.interleave(variants, rounds), **bench.host_times(variants, rounds)}
         tables = [timed(f"{title}, on the {of}", each, work.count, AGAINST, "us") for of, each in timings.items()]
         tables[0].notes.append("a recipe of more launches than the GPU's queue holds (about 1000) waits for the host")
     else:
@@ -44,5 +44,6 @@ def _size(bench: Bench, tensors: int) -> list[Table]:
         variants.append(Variant("accumfused, caches cold", ours.step, setup=foreach))
         rounds = (2 if tensors < _MANY else 1) * bench.rounds
         tables = [timed(title, bench.interleave(variants, rounds), work.count, AGAINST, "us")]
+        tables[0].notes.append("warm: each call follows an untimed one of its own")
     checked.explain(tables[0])
     return tables

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import emulation
+import inside
 import pytest
 import torch
 
 pytest.importorskip("rich")
 
+from accumfused.backends.cuda import CudaBackend
 from accumfused.loop import linears
-from bench import exact, shapes
-from bench.ceilings import PIECE, Ceilings, CpuLoops
-from bench.measure import Variant, interleave
-from bench.suites import CPU_SUITES, Bench, all_suites, backward, lean, train
+from bench import exact, machine, shapes
+from bench.ceilings import PIECE, Ceilings, CopyLoops, CpuLoops
+from bench.clock import CudaClock, HostClock
+from bench.gpu import card, probe, versus
+from bench.measure import Variant, back_to_back, interleave
+from bench.suites import CPU_SUITES, GPU_SUITES, Bench, all_suites, backward, lean, train
 from bench.tables import compared
-from bench.workload import Workload
+from bench.workload import CPU, Workload
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +142,107 @@ def test_the_shapes_are_the_models() -> None:
         of = shapes.model(name, quick)
         assert quick or (len(of), shapes.count(of)) == (tensors[name], counts[name])
         assert shapes.count(of) <= counts[name]
+
+
+# ---- a GPU's, without a GPU: on the CPU, over the emulated kernels ---------------------------------------------------
+
+
+@pytest.fixture
+def tiny(emulate_cuda: None) -> Bench:
+    return Bench(Ceilings(lambda: CopyLoops(CPU, 3000)), quick=True, rounds=1, on_gpu=True, backends=["cuda"])
+
+
+def test_a_copy_moves_as_many_bytes_as_the_mix() -> None:
+    loops = CopyLoops(CPU, 1000)
+    (stream, goal) = (value for value in vars(loops).values() if isinstance(value, torch.Tensor))
+    goal.zero_()
+    loops.run("step", 0)
+    assert torch.equal(goal[:3500], stream[:3500])  # 28 bytes for each of 1000, half read, half written
+    assert not goal[3500:].any()
+
+
+@pytest.mark.parametrize("name", GPU_SUITES)
+def test_every_suite_of_a_gpu_runs_and_checks_its_variants(name: str, tiny: Bench) -> None:
+    tables = all_suites(on_gpu=True)[name].run(tiny)
+    assert tables
+    for table in tables:
+        names = [row["name"] for row in table.rows]
+        assert any("accumfused cuda" in row for row in names) or "cuda" in table.title, table.title
+        assert len(names) == len(set(names))
+
+
+def test_ours_and_torchs_recipes_are_timed_eager_and_captured(tiny: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    versus.measure(tiny, "some", [(300,), (7,)])
+    recipes = ("clip + AdamW(fused)", "grad_scale trick", "clip + AdamW(foreach)", "accumfused cuda")
+    expected = [*recipes, *(f"{name}, captured" for name in (*recipes, "accumfused cuda, window of 2"))]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"some, {name}" for name in expected]
+    assert all(re.search(r": GPU \S+ us.*, host cold \S+ us, warm \S+ us$", line) for line in lines)
+
+
+def test_what_is_wrong_is_not_timed(
+    tiny: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Idle(CudaBackend):
+        def step(self, *args: Any) -> None:
+            pass
+
+    emulated = emulation.load()
+    inside.replace_cuda(monkeypatch, lambda: Idle(emulated, emulated.Table))
+    with pytest.raises(RuntimeError, match="not right: accumfused cuda, accumfused cuda, captured"):
+        versus.measure(tiny, "some", [(300,)])
+    assert "some, accumfused cuda: cannot: wrong, so not timed: the step did nothing" in capsys.readouterr().out
+
+
+def test_the_probe_measures_all_formats_by_their_bytes_and_goes_on_after_an_error(
+    tiny: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(probe, "elements", lambda bench, wanted, each: 5000)
+    monkeypatch.setattr(probe.Probe, "folds", lambda self, name, dtype: 1 / 0)
+    assert card.run(probe.Probe(tiny).parts()) == 1
+    lines = capsys.readouterr().out.splitlines()
+    failed = [line for line in lines if "FAILED" in line]
+    assert failed == [
+        f"folds of {name}: FAILED: ZeroDivisionError: division by zero" for name in ("fp32", "bf16", "fp16")
+    ]
+    sizes = [round(float(line.rpartition(": ")[2].split()[0])) for line in lines if line not in failed]
+    assert sizes == [28, 12, 14, 26, 14, 26, 18, 10, 20, 36, 20, 10, 30, 28]
+
+
+def test_the_host_is_timed_warm_by_calls_that_follow_their_own_like() -> None:
+    order: list[str] = []
+    variants = [Variant(name, lambda name=name: order.append(name)) for name in "ab"]
+    timings = back_to_back(variants, HostClock())
+    assert [len(timing.seconds) for timing in timings] == [200, 200]
+    assert "".join(order) == "ab" + "ab" + 201 * "a" + 201 * "b"
+
+
+def test_the_gpu_is_busy_until_the_host_has_sent_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU whose work takes three milliseconds."""
+    order: list[str] = []
+    event = SimpleNamespace(record=lambda: order.append("event"), synchronize=lambda: order.append("wait"))
+    event.elapsed_time = lambda other: 3.0
+    for name, fake in {
+        "Event": lambda enable_timing: event if enable_timing else None,
+        "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=1024),
+        "synchronize": lambda: order.append("wait"),
+        "_sleep": lambda cycles: order.append("sleep" if cycles > 0 else "nothing"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    run: Callable[[], Any] = lambda: order.append("run")  # noqa: E731
+    assert CudaClock(CPU).seconds(run, host_seconds=0.1) == 0.003
+    assert order == ["sleep", "event", "run", "event", "wait"]
+    order.clear()
+    interleave([Variant("a", run)], 1, clock=CudaClock(CPU), of_host=True)
+    assert order == ["wait", "run", "wait"] * 3  # two rounds warm up
+
+
+def test_the_driver_and_the_clocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '580.1, 345 MHz, 2619 MHz, 1980 MHz, 3201 MHz, 700.00 W, P0'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert machine.nvidia_smi()["driver_version"] == "580.1"
+    assert machine.nvidia_smi()["pstate"] == "P0"
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert machine.nvidia_smi() == {}
