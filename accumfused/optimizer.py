@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
+from accumfused import dynamo
 from accumfused.arguments import checked_positive, checked_weight, checked_whole
 from accumfused.core.metrics import Metrics
 from accumfused.core.noise import NoiseEstimate
@@ -57,8 +57,7 @@ class FusedOptimizer(TorchOptimizer):
     def _refuse_gradients(self) -> None:
         """Raises if the parameters are not those to train with: called before each micro-batch and each step."""
 
-    @_disable_dynamo  # a compiled function calls it uncompiled
-    @torch.no_grad()
+    @dynamo.disable  # a compiled function calls it uncompiled
     def accumulate(self, weight: float | Tensor | None = None, *, last: bool = False) -> None:
         """Adds every fresh `p.grad` to the open window, in fp32, and releases it (`p.grad = None`).
 
@@ -75,9 +74,10 @@ class FusedOptimizer(TorchOptimizer):
             ValueError: a negative or non-finite weight; weights that are all zero; weights for some micro-batches only.
             TypeError: a weight, parameter or gradient of a wrong type.
         """
-        self._engine.fold(checked_weight(weight), in_loss=False, last=last)
+        with torch.no_grad():
+            self._engine.fold(checked_weight(weight), in_loss=False, last=last)
 
-    @_disable_dynamo
+    @dynamo.disable
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False) -> None:
         """Multiplies the loss by the weight, runs backward, and accumulates.
 
@@ -110,7 +110,7 @@ class FusedOptimizer(TorchOptimizer):
         with torch.no_grad():
             engine.fold(weight, in_loss=in_loss, last=last)
 
-    @_disable_dynamo
+    @dynamo.disable
     def step(self, closure: Callable[[], Any] | None = None, *, normalizer: float | Tensor | None = None) -> Any:
         """Updates the parameters from the window, or from `p.grad` if there is no window.
 

@@ -108,12 +108,13 @@ class Kernel:
                     yield Loop(loads, half_loads, stores, ways[0] / (4 * rows), ways[1] / (4 * rows), local)
 
     def packed_loops(self) -> Iterator[tuple[str, str, str, Loop]]:
-        """(states, weights, gradient, loop) of the loops over eight elements; 8-bit states have a scale each, shared."""
+        """(states, weights, gradient, loop) of the loops over eight elements; 8-bit states have a shared scale each."""
         states = STREAMS.get(self.name.removesuffix(" in any format"), (0, 1))[1] - 1
         for body in self.innermost_loops():
             accesses = _accesses(body)
             wide, half, stores, half_stores = (
-                sum(access in text for text in accesses) for access in ("LDG.E.128", "LDG.E.64", "STG.E.128", "STG.E.64")
+                sum(access in text for text in accesses)
+                for access in ("LDG.E.128", "LDG.E.64", "STG.E.128", "STG.E.64")
             )
             scales = sum("LDS.U8" in text for _, text in body)
             if scales not in (0, states) or wide + half + stores + half_stores != len(accesses):

@@ -19,8 +19,6 @@ from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scali
 from accumfused.core.rows import Grads
 from accumfused.rules import compile
 
-_NONE = (0.0, 0, 0)  # in the place of a hyper-parameter that only other groups' rules have
-
 
 class CudaBackend:
     """Runs the kernels of `module`, `_C.cuda` or an emulation of it; `table` is the class of that module's tables."""
@@ -74,11 +72,11 @@ class CudaBackend:
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         rows = plan.table_reader.pointed_at(grads)
         table, stream = self._on_device(plan, [outcome.coefficients], grads)
-        numbers = [[at_hand(value, plan.device) for value in values] for values in hypers]
-        stride = max(map(len, numbers), default=0)
-        flat = [hyper for values in numbers for hyper in (*map(_hyper, values), *[_NONE] * (stride - len(values)))]
+        numbers = [
+            [value if type(value) is float else _hyper(value, plan.device) for value in values] for values in hypers
+        ]
         commit.with_launch(partial(
-            table.step, rows, stream, flat, plan.functors, outcome.values.data_ptr(),
+            table.step, rows, stream, numbers, plan.functors, outcome.values.data_ptr(),
             address(outcome.coefficients),
         ))  # fmt: skip
 
@@ -129,11 +127,13 @@ def current_stream(device: torch.device) -> tuple[int, int]:
     """Returns the device's index, and torch's stream there."""
     if device.type != "cuda":
         return 0, 0
-    stream = torch.cuda.current_stream(device)
-    return stream.device_index, stream.cuda_stream
+    # As Triton and torch's Inductor ask for it: torch.cuda.current_stream() makes an object.
+    return device.index, torch._C._cuda_getCurrentRawStream(device.index)  # noqa: SLF001
 
 
-def _hyper(value: float | Tensor) -> tuple[float, int, int]:
+def _hyper(value: float | Tensor, device: torch.device) -> float | tuple[int, int]:
+    """Returns a number; or of a tensor, which a graph's replay reads anew, the address: of fp32, or of fp64."""
+    value = at_hand(value, device)
     if not isinstance(value, Tensor):
-        return value, 0, 0
-    return (0.0, value.data_ptr(), 0) if value.dtype == torch.float32 else (0.0, 0, value.data_ptr())
+        return value
+    return (value.data_ptr(), 0) if value.dtype == torch.float32 else (0, value.data_ptr())

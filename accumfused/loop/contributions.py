@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
+from accumfused import dynamo
 from accumfused.core.window import Phase
 from accumfused.distributed import groups
 from accumfused.optimizer import FusedOptimizer
@@ -220,7 +220,7 @@ class _Hook:
     def __init__(self, release: Contributions) -> None:
         self.release = weakref.ref(release)
 
-    @_disable_dynamo
+    @dynamo.disable
     def __call__(self, param: Tensor) -> None:
         release = self.release()
         if release is not None:

@@ -3,12 +3,16 @@
 
 #include <pybind11/functional.h>
 
+#include <utility>
+#include <variant>
+
 #include "../table.h"
 #include "launch.h"
 
 namespace accumfused {
 void bind_cuda(py::module_& m) {
   using cuda::DeviceTable;
+  using OnDevice = std::pair<uintptr_t, uintptr_t>;  // a tensor's address: of fp32, or of fp64
   const auto release = py::call_guard<py::gil_scoped_release>();
   m.def("why_not", cuda::why_not, py::arg("device"), "Why the kernels cannot run on that device, or ''.");
   m.def("allow", cuda::allow, py::arg("queue") = true, "What launches may do, see launch.h; allow() is as at first.");
@@ -42,11 +46,22 @@ void bind_cuda(py::module_& m) {
       .def(
           "step",
           [](DeviceTable& self, const Table& table, cuda::Stream stream,
-             const std::vector<std::tuple<double, uintptr_t, uintptr_t>>& hypers, const std::vector<int32_t>& rules,
+             const std::vector<std::vector<std::variant<double, OnDevice>>>& hypers, const std::vector<int32_t>& rules,
              uintptr_t outcome, uintptr_t coefficients) {
-            std::vector<HyperParameter> values;
-            for (const auto& [number, device_float, device_double] : hypers) {
-              values.push_back({number, pointer<const float>(device_float), pointer<const double>(device_double)});
+            size_t stride = 0;
+            for (const auto& group : hypers) stride = std::max(stride, group.size());
+            std::vector<HyperParameter> values(hypers.size() * stride);  // those that only other groups have are 0
+            for (size_t g = 0; g < hypers.size(); ++g) {
+              for (size_t k = 0; k < hypers[g].size(); ++k) {
+                HyperParameter& value = values[g * stride + k];
+                if (const auto* number = std::get_if<double>(&hypers[g][k])) {
+                  value.number = *number;
+                } else {
+                  const auto& [device_float, device_double] = std::get<OnDevice>(hypers[g][k]);
+                  value.device_float = pointer<const float>(device_float);
+                  value.device_double = pointer<const double>(device_double);
+                }
+              }
             }
             self.step(table.rows(), stream, values, rules, outcome, coefficients);
           },

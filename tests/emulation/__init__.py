@@ -18,8 +18,8 @@ ROOT = HERE.parents[1]
 SOURCES = [HERE / "module.cpp", *(ROOT / "csrc" / name for name in ("table.cpp", "cuda/binding.cpp", "cuda/launch.cu"))]
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall"]
 FLAGS += ["-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", '-DAF_CUDA_ARCHS="emulated"', '-DAF_CUDA_VERSION="none"']
-# The compiler calls module.cpp before each access to memory, and for each address that is not aligned. Of the sanitizers
-# that do so, that for addresses leaves out what lies in a variable for certain: shared memory at a constant index.
+# The compiler calls module.cpp before each access to memory, and for each address that is not aligned. The sanitizer
+# for addresses would do so, too, but leaves out what lies in a variable for certain: shared memory at a constant index.
 CHECKS = ["-fsanitize=thread,alignment"]
 
 
