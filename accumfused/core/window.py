@@ -134,7 +134,7 @@ class Window:
     def fitted(self, plan: Plan) -> Window:
         """Returns this window, or an empty one with memory that fits the plan."""
         arena, partials = self.arena.fitted(plan), self.partials
-        if (partials.device, partials.dtype, len(partials)) != (plan.device, plan.dtype, plan.chunks):
+        if (partials.device, partials.dtype, partials.numel()) != (plan.device, plan.dtype, plan.chunks):
             partials = torch.empty(plan.chunks, dtype=plan.dtype, device=plan.device)
         if arena is self.arena and partials is self.partials:
             return self

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from accumfused import dynamo
 from accumfused.core.window import Phase
 from accumfused.distributed import groups
+from accumfused.eager import uncompiled
 from accumfused.optimizer import FusedOptimizer
 
 
@@ -220,7 +220,7 @@ class _Hook:
     def __init__(self, release: Contributions) -> None:
         self.release = weakref.ref(release)
 
-    @dynamo.disable
+    @uncompiled
     def __call__(self, param: Tensor) -> None:
         release = self.release()
         if release is not None:

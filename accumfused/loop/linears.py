@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
 
-from accumfused import dynamo
 from accumfused.batch_norm import check_model
+from accumfused.eager import uncompiled
 from accumfused.formats.kinds import DTYPES
 from accumfused.formats.shards import is_dtensor
 from accumfused.loop.contributions import Contributions, has_hooks, refuse_drops
@@ -178,7 +178,7 @@ class FusedLinears:
         output: Any = _Linear.apply(_rows(x), weight, bias, gradient)  # type: ignore[no-untyped-call]
         return output if x.dim() == 2 else output.view(*x.shape[:-1], output.shape[-1])  # type: ignore[no-any-return]
 
-    @dynamo.disable
+    @uncompiled
     def _outside_graphs(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Runs `_forward` with a break in a compiled graph: that costs less than a gradient to write and to add."""
         return self._forward(layer, x)
