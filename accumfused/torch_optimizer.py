@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -34,6 +35,25 @@ def _select(settings: Settings, plan: Plan, last: Plan | None) -> tuple[Backend,
 
 
 _SURROUNDINGS = Surroundings(_select, groups.default_seed)
+
+
+@contextlib.contextmanager
+def _own_hooks(optimizer: torch.optim.Optimizer, *hooks: Any) -> Iterator[None]:
+    """Removes these hooks of our own in the end; and at first those that an interrupted call has left."""
+    codes = {hook.__code__ for hook in hooks}
+    moments = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
+    def remove() -> None:
+        for moment in moments:
+            registry = getattr(optimizer, f"_optimizer_{moment}_hooks")
+            for key in [key for key, hook in registry.items() if getattr(hook, "__code__", None) in codes]:
+                del registry[key]
+
+    remove()
+    try:
+        yield
+    finally:
+        remove()
 
 
 class TorchOptimizer(torch.optim.Optimizer):
@@ -149,13 +169,10 @@ class TorchOptimizer(torch.optim.Optimizer):
             for param, entries in formatted.items():
                 self.state[param].update(entries)
 
-        last = self.register_load_state_dict_pre_hook(check)  # after the user's hooks, which may edit the checkpoint
-        first = self.register_load_state_dict_post_hook(complete, prepend=True)  # before the user's
-        try:
+        with _own_hooks(self, check, complete):
+            self.register_load_state_dict_pre_hook(check)  # after the user's hooks, which may edit the checkpoint
+            self.register_load_state_dict_post_hook(complete, prepend=True)  # before the user's
             super().load_state_dict(state_dict)
-        finally:
-            last.remove()
-            first.remove()
         engine.plans.forget()
         history.resume(engine, histories)
         engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
@@ -175,18 +192,15 @@ class TorchOptimizer(torch.optim.Optimizer):
             RuntimeError: an `accumulate()` or `step()` was interrupted. Unless window=False: a micro-batch is in
                 progress, or processes of a `process_group` have a part of the window each.
         """
-        hooks = []
         self._engine.window.refuse_broken()
         if window and self._engine.window.is_open:
             checkpoint.refuse_part(self._engine)
-            hooks.append(self.register_state_dict_post_hook(checkpoint.with_window, prepend=True))
-        if history.of(self._engine):
-            hooks.append(self.register_state_dict_post_hook(history.with_histories, prepend=True))
-        try:
+        with _own_hooks(self, checkpoint.with_window, history.with_histories):
+            if window and self._engine.window.is_open:
+                self.register_state_dict_post_hook(checkpoint.with_window, prepend=True)
+            if history.of(self._engine):
+                self.register_state_dict_post_hook(history.with_histories, prepend=True)
             return super().state_dict()
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def full_precision_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Returns `model.state_dict()` with 16-bit parameters in fp32: from the master if there is one, else upcast.

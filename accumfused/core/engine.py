@@ -300,7 +300,7 @@ class Engine:
         matched = plan.reader.match(taken.sums)
         if not plan.has_all_states and plan.lacks_state(matched):
             plan = self.plans.with_states(plan, matched)
-            taken.habits.see(plan)  # make_state wrote a loaded master into its parameter
+            taken.habits.see(plan)  # a state that was made brought a loaded master into its parameter
         measured = self._measured(plan, taken, matched, divisors, policies)
         try:
             for observer in self.observers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from accumfused.core import graphs
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Backend, Exchange, Owner
+from accumfused.core.protocol import Backend, Exchange, Owner, run
 from accumfused.core.rows import (
     Grads,
     InGroup,
@@ -27,8 +28,8 @@ from accumfused.core.rows import (
     row_of,
 )
 from accumfused.core.skips import Skips
-from accumfused.formats.convert import make_state
-from accumfused.formats.kinds import check_states, names
+from accumfused.formats.convert import state_of
+from accumfused.formats.kinds import check_states, is_stored, names
 from accumfused.formats.numeric import chunk_count
 from accumfused.rules import Rule
 from accumfused.settings import Settings
@@ -113,18 +114,26 @@ class Plans:
     def with_states(self, plan: Plan, grads: Grads) -> Plan:
         """Makes the state of every parameter with a gradient, in its format, and a plan with these states."""
         graphs.refuse_new_tensors({plan.device})  # a graph would keep the zeros' addresses without filling them
+        state = self.owner.state
         for row, grad in zip(plan.rows, grads, strict=True):
             if grad is None:
                 continue
-            if row.copy is not None:
-                row.copy.copy_(row.owned)
-            entries, shard = self.owner.state[row.param], row.shard
-            local = entries if shard is None else shard.parts(entries)
-            make_state(row.rule, row.form, row.tensor, local, self.seed, self.owner.param_groups[row.group])
+            entries, shard = state.get(row.param) or {}, row.shard
+            local, wanted = entries if shard is None else shard.parts(entries), names(row.rule, row.form)
+            made, weights = local, None
+            if not is_stored(row.rule, row.form, row.tensor, local):
+                if row.copy is not None:
+                    row.copy.copy_(row.owned)
+                group = self.owner.param_groups[row.group]
+                made, weights = state_of(row.rule, row.form, row.tensor, local, self.seed, group)
+            elif shard is None or shard.has_placed(entries, wanted):
+                continue
             if shard is not None:
-                shard.put(local, entries, names(row.rule, row.form))
-            if row.copy is not None:
-                row.owned.copy_(row.copy)
+                made = shard.wholes(made, entries, wanted)
+            # All of it is made by now: the weights, if others belong to the state, and the state come together.
+            calls = [] if weights is None else [partial(row.owned.detach().copy_, weights)]
+            run([*calls, partial(entries.clear), partial(entries.update, made)])
+            state[row.param] = entries
         return self.current()
 
 

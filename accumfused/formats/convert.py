@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from accumfused.formats.kinds import (
     Format,
     States,
     counts_steps,
-    is_stored,
     names,
     scale_name,
     scale_shape,
@@ -57,18 +57,20 @@ def store_state(form: Format, state: Tensor, noise: Tensor, second_moment: bool)
 # ---- in an optimizer's state ----------------------------------------------------------------------------------------
 
 
-def make_state(
-    rule: type[Rule], form: Format, tensor: Tensor, entries: dict[str, Any], seed: int, group: Mapping[str, Any]
-) -> None:
-    """Completes the state of a (dense) parameter in place: torch's names and shapes, on its device, in its format.
+def state_of(
+    rule: type[Rule], form: Format, tensor: Tensor, entries: Mapping[str, Any], seed: int, group: Mapping[str, Any]
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Makes the state of a (dense) parameter: torch's names and shapes, on its device, in its format. Writes nothing.
 
-    It converts a state of another format, dtype or layout (a checkpoint's, say) to nearest, and removes the entries
-    that this format does not have. A state in the rule's `starts` begins at the group's number, others at 0.
+    It converts a state of another format, dtype or layout (a checkpoint's, say) to nearest, and leaves out entries of
+    other formats. A state in the rule's `starts` begins at the group's number, others at 0.
+
+    Returns:
+        The whole state; and values for the parameter, in its dtype, where a loaded master has others, or None.
     """
-    if is_stored(rule, form, tensor, entries):
-        return
     fresh = all(entries.get(name) is None for name in rule.states)
     has_master = MASTER in entries or REMAINDER in entries
+    made, weights = dict[str, Any](), None
     with contextlib.nullcontext() if fresh and form.master is None else ieee():  # zeros need no arithmetic
         values = {name: _full_state(rule, name, tensor, entries) for name in rule.states}
         for name in [name for name in rule.starts if values.get(name, tensor) is None]:
@@ -78,24 +80,22 @@ def make_state(
             # torch's SGD counts no steps. A buffer shows that the first step is over; without one it is still to come,
             # even where a format has counted steps for their noise.
             step = 0.0 if fresh and rule.states else entries.get("step", 0.0 if fresh else 1.0)
-            entries["step"] = _number(step, tensor.device)
+            made["step"] = _number(step, tensor.device)
         if form.needs_noise:
             entry = entries.get(SEED)
             number = seed if entry is None else int(entry)
-            entries[SEED] = torch.full((), number, dtype=torch.int64, device=tensor.device)
+            made[SEED] = torch.full((), number, dtype=torch.int64, device=tensor.device)
         if form.master is not None:
-            half, entries[form.master[0]] = _halves(form, tensor, full_precision(tensor, entries))
+            half, made[form.master[0]] = _halves(form, tensor, full_precision(tensor, entries))
             # (A master that comes from the parameter has it as its half; a comparison would wait for a GPU.)
             if has_master and not torch.equal(half.view(torch.int16), tensor.detach().view(torch.int16)):
-                tensor.detach().copy_(half)
+                weights = half
         if tensor.dtype in (torch.float32, torch.float64) and REMAINDER in entries:
-            tensor.detach().copy_(full_precision(tensor, entries))
+            weights = full_precision(tensor, entries)
         for name, value in values.items():
-            _put_state(rule, form, name, tensor, value, entries)
-    wanted = names(rule, form)
-    formats = (MASTER, REMAINDER, SEED, *map(scale_name, rule.states))
-    for name in [name for name in formats if name in entries and name not in wanted]:
-        del entries[name]
+            made |= _stored(rule, form, name, tensor, value)
+    formats = {MASTER, REMAINDER, SEED, *map(scale_name, rule.states)} - {*names(rule, form)}
+    return {name: value for name, value in entries.items() if name not in formats} | made, weights
 
 
 def _number(value: float | Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -129,13 +129,16 @@ def full_precision(tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
         return full(tensor)
 
 
-def store_full_precision(form: Format, tensor: Tensor, entries: Mapping[str, Any], weights: Tensor) -> None:
-    """Sets a parameter and its existing master from fp32 values, to nearest where the format has fewer bits."""
+def storing(form: Format, tensor: Tensor, entries: Mapping[str, Any], weights: Tensor) -> partial[Any]:
+    """Makes the call that sets a parameter and its existing master from fp32 values, both or none.
+
+    It rounds to nearest where the format has fewer bits.
+    """
     with ieee():
         half, master = _halves(form, tensor, weights)
-        tensor.detach().copy_(half)
-        if form.master is not None:
-            entries[form.master[0]].copy_(master)
+    if form.master is None or master is None:
+        return partial(tensor.detach().copy_, half)
+    return partial(torch._foreach_copy_, [tensor.detach(), entries[form.master[0]]], [half, master])
 
 
 def _halves(form: Format, tensor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -154,7 +157,7 @@ def _laid_out(values: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, dtype=dtype, requires_grad=False).copy_(values)
 
 
-def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, Any]) -> Tensor | None:
+def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: Mapping[str, Any]) -> Tensor | None:
     """Decodes a state to fp32, in the parameter's layout; None without a state."""
     value = entries.get(name)
     if value is None:
@@ -179,19 +182,18 @@ def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, 
     return _laid_out(full, tensor)
 
 
-def _put_state(
-    rule: type[Rule], form: Format, name: str, tensor: Tensor, value: Tensor | None, entries: dict[str, Any]
-) -> None:
-    """Stores a state's fp32 values in the format, or zeros without values."""
+def _stored(rule: type[Rule], form: Format, name: str, tensor: Tensor, value: Tensor | None) -> dict[str, Any]:
+    """Stores a state's fp32 values in the format, or zeros without values; returns the state, with its scales."""
     state = torch.zeros_like(tensor, dtype=form.state_dtype, requires_grad=False)
-    entries[name] = state
+    made: dict[str, Any] = {name: state}
     if form.states is States.INT8:
-        entries[scale_name(name)] = state.new_zeros(scale_shape(tensor))
+        made[scale_name(name)] = state.new_zeros(scale_shape(tensor))
     if value is None:
-        return
+        return made
     if form.states is not States.INT8:
         state.copy_(value)
-        return
-    codes, scale = store_state(form, memory_order(value), _nearest(value), name in rule.second_moments)
-    memory_order(state).copy_(codes)
-    entries[scale_name(name)].view(-1).copy_(scale)
+        return made
+    stored: Any = store_state(form, memory_order(value), _nearest(value), name in rule.second_moments)
+    for to, values in zip((memory_order(state), made[scale_name(name)].view(-1)), stored, strict=True):
+        to.copy_(values)
+    return made

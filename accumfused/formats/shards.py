@@ -77,17 +77,17 @@ class Shard:
         return local(value)  # type: ignore[no-any-return]
 
     def parts(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a parameter as shards, for `make_state` and the kernels."""
+        """The state of a parameter as shards, for `state_of` and the kernels."""
         return {name: self.part(name, value) if isinstance(value, Tensor) else value for name, value in entries.items()}
 
-    def put(self, parts: Mapping[str, Any], entries: dict[str, Any], wanted: Sequence[str]) -> None:
-        """Puts shards back: `entries` becomes the state with these shards; `wanted` holds the names of our own."""
-        for name in [name for name in entries if name not in parts]:
-            del entries[name]
+    def wholes(self, parts: Mapping[str, Any], entries: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+        """The state with these shards, of `entries` what has them already; `wanted` holds the names of our own."""
+        wholes = dict[str, Any]()
         for name, part in parts.items():
             known = entries.get(name)
-            if local(known) is not part or (name in wanted and _lacks_place(known)):
-                entries[name] = self.whole(part) if isinstance(part, Tensor) else part
+            is_known = local(known) is part and not (name in wanted and _lacks_place(known))
+            wholes[name] = known if is_known else self.whole(part) if isinstance(part, Tensor) else part
+        return wholes
 
     def has_placed(self, entries: Mapping[str, Any], wanted: Sequence[str]) -> bool:
         """Whether the whole state has the parameter's placement; a checkpoint of one process loads plain tensors."""

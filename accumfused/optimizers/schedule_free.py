@@ -24,7 +24,7 @@ from torch import Tensor
 from accumfused.core.engine import Engine
 from accumfused.core.norm import Measured
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Commit, Hypers, Number, Outcome, OwnStep, on_device
+from accumfused.core.protocol import Commit, Hypers, Number, Outcome, OwnStep, on_device, run
 from accumfused.core.rows import Grads
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.making import optimizer_of
@@ -163,7 +163,11 @@ def _update(
             group.update({name: at_hand(group[name]) for name in SUMS})
             counted, numbers = _counted(group, at_hand, torch.clamp)
             sums = {name: torch.where(skipped, group[name], number) for name, number in counted.items()}
-        ends += [partial(group[name].fill_, number) for name, number in sums.items()]
+        if can_read:  # no operation of torch, which could fail, comes after the kernel
+            new = {name: torch.full_like(group[name], number) for name, number in sums.items()}
+            ends.append(partial(group.update, new))
+        else:  # where a graph's replay writes them
+            ends += [partial(group[name].fill_, number) for name, number in sums.items()]
         hyper_numbers = zip(plan.rules[index].hyper_names, hypers[index], strict=True)
         hypers[index] = tuple(numbers.get(name, number) for name, number in hyper_numbers)
     plan.backend.step(plan, grads, hypers, outcome, Commit(ends, commit.begins))
@@ -222,27 +226,56 @@ class ScheduleFree(FusedOptimizer):
         self._switch(False, lambda y, z, beta: z + (y - z) / beta)
 
     def _switch(self, train_mode: bool, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        for group in [group for group in self.param_groups if group["train_mode"] != train_mode]:
+        """Moves each parameter, and notes it in the same call: a switch that failed can be repeated, or taken back."""
+        moved: set[int] = self.__dict__.setdefault("_moved", set())  # ids of parameters not in their group's mode
+        moved &= {id(param) for group in self.param_groups for param in group["params"]}  # others are removed
+        for group in self.param_groups:
 
             def changed(weights: Tensor, states: Mapping[str, Tensor], group: dict[str, Any] = group) -> Tensor:
                 weight_sum, beta = (group[name].to(weights) for name in ("weight_sum", "last_beta"))
                 has_z = (weight_sum > 0) & (states["step"] > 0)
                 return torch.where(has_z, change(weights, states["z"], beta), weights)
 
-            full_precision.rewrite(self, set(map(id, group["params"])), changed)
-            group["train_mode"] = train_mode
+            params = set(map(id, group["params"]))
+            is_there = group["train_mode"] == train_mode
+            left = params & moved if is_there else params - moved
+            if left:
+                full_precision.rewrite(self, left, changed, moved.discard if is_there else moved.add)
+            run([partial(moved.difference_update, params), partial(group.__setitem__, "train_mode", train_mode)])
+
+    def _refuse_half_switched(self) -> None:
+        """Raises where some parameters are the averaged weights, and others those to train with."""
+        if self.__dict__.get("_moved"):
+            raise RuntimeError(
+                "eval() or train() was interrupted, or failed, so some parameters are averaged weights and others are "
+                "not; call it again"
+            )
+
+    def state_dict(self, *, window: bool = True) -> dict[str, Any]:
+        """As FusedOptimizer's.
+
+        Raises:
+            RuntimeError: as there; or eval() or train() was interrupted: call it again.
+        """
+        self._refuse_half_switched()
+        return super().state_dict(window=window)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._refuse_half_switched()
+        return super().__getstate__()
 
     def _refuse_gradients(self) -> None:
         """Refuses gradients of the averaged weights.
 
         Raises:
-            RuntimeError: eval() was called, and train() was not.
+            RuntimeError: eval() was called, and train() was not; or one of them was interrupted.
             ValueError: a group's momentum, or betas[0], is not between 0 and 1. (One on a GPU is not read.)
         """
         for group in self.param_groups:
             beta = _beta(group)
             if not (isinstance(beta, Tensor) and beta.device.type != "cpu") and not 0.0 < beta < 1.0:
                 raise ValueError(f"Invalid momentum, or betas[0], of a group: {float(beta)}; it must be > 0 and < 1")
+        self._refuse_half_switched()
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError(
                 "the parameters are the averaged weights, where no gradient is to be taken; call optimizer.train() "

@@ -20,7 +20,7 @@ from accumfused.core.protocol import Owner
 from accumfused.core.rows import Grads
 from accumfused.core.window import Window
 from accumfused.formats.codecs import BLOCK
-from accumfused.formats.convert import make_state
+from accumfused.formats.convert import state_of
 from accumfused.formats.kinds import (
     MASTER,
     REMAINDER,
@@ -28,6 +28,7 @@ from accumfused.formats.kinds import (
     TORCH_DTYPES,
     check_states,
     format_of,
+    is_stored,
     names,
     scale_name,
     scale_shape,
@@ -153,9 +154,14 @@ def _complete(optimizer: Owner, group: Mapping[str, Any], param: Tensor, entries
     form, tensor = format_of(rule, param, engine.settings), owned(param, shard)
     if layout(tensor) == "strided":  # states are dense
         tensor = torch.empty_like(tensor, requires_grad=False).copy_(tensor)
-    make_state(rule, form, tensor, local, engine.plans.seed, group)
-    if shard is not None:
-        shard.put(local, entries, names(rule, form))
+    if is_stored(rule, form, tensor, local):
+        return
+    made, weights = state_of(rule, form, tensor, local, engine.plans.seed, group)
+    if weights is not None:
+        tensor.detach().copy_(weights)
+    wholes = made if shard is None else shard.wholes(made, entries, names(rule, form))
+    entries.clear()
+    entries.update(wholes)
 
 
 def _states(optimizer: Owner) -> set[str]:
@@ -282,7 +288,7 @@ def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_su
 
 
 def _check_formats(key: Any, param: Tensor, entries: Mapping[str, Any], optimizer: Owner) -> None:
-    """Refuses entries that `convert.make_state` could not read."""
+    """Refuses entries that `convert.state_of` could not read."""
     states, formatted = _states(optimizer), _formatted(optimizer)
     present = {name: entries[name] for name in sorted(formatted & entries.keys()) if entries[name] is not None}
     for name, value in present.items():

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from accumfused.core.protocol import Owner
+from accumfused.core.protocol import Owner, run
 from accumfused.formats import codecs
-from accumfused.formats.convert import full_precision, store_full_precision
+from accumfused.formats.convert import full_precision, storing
 from accumfused.formats.kinds import REMAINDER, TORCH_DTYPES
 from accumfused.formats.numeric import ieee
 from accumfused.formats.shards import owned, shard_of
@@ -68,17 +69,24 @@ def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, An
         shard, entries, value = row.shard, optimizer.state[row.param], values[id(row.param)]
         if shard is not None:
             entries, value = shard.parts(entries), shard.part("weights", value)
-        store_full_precision(row.form, row.owned, entries, value)
+        run([storing(row.form, row.owned, entries, value)])
     return result
 
 
 @torch.no_grad()
-def rewrite(optimizer: Owner, params: Container[int], change: Callable[[Tensor, Mapping[str, Tensor]], Tensor]) -> None:
-    """Replaces parameters by `change(weights, states)`, in full precision.
+def rewrite(
+    optimizer: Owner,
+    params: Container[int],
+    change: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
+    note: Callable[[int], None],
+) -> None:
+    """Replaces parameters by `change(weights, states)`, in full precision, one after the other.
 
     Args:
         params: ids of parameters; those without states stay.
         change: gets the weights in fp32 and the states by name, which must not be codes, and returns the new weights.
+        note: a C function that is given the id of each replaced parameter. A parameter is replaced and noted, or
+            neither, if this fails or is interrupted.
 
     Raises:
         RuntimeError: a CUDA graph is being captured.
@@ -88,14 +96,14 @@ def rewrite(optimizer: Owner, params: Container[int], change: Callable[[Tensor, 
     if window.is_open:
         window = engine.window = window.following(plan)
         window.habits.watch_writes(plan)
-    written = [row.param for row in plan.rows if id(row.param) in params and state.get(row.param)]
-    ids = {id(param) for param in written}
+    ids = {id(row.param) for row in plan.rows if id(row.param) in params and state.get(row.param)}
     plan = engine.plans.with_states(plan, [param if id(param) in ids else None for param in plan.params])
-    with ieee():
-        for row in [row for row in plan.rows if id(row.param) in ids]:
-            entries = state[row.param] if row.shard is None else row.shard.parts(state[row.param])
-            store_full_precision(row.form, row.owned, entries, change(full_precision(row.owned, entries), entries))
-    torch.autograd.graph.increment_version(written)
+    for row in [row for row in plan.rows if id(row.param) in ids]:
+        entries = state[row.param] if row.shard is None else row.shard.parts(state[row.param])
+        with ieee():
+            weights = change(full_precision(row.owned, entries), entries)
+        written = partial(torch._C._increment_version, [row.param])  # noqa: SLF001
+        run([storing(row.form, row.owned, entries, weights), written, partial(note, id(row.param))])
     if window.is_open:
         window.habits.see(plan)
 

@@ -10,55 +10,20 @@ import gc
 import itertools
 import random
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import inside
 import pytest
 import torch
 from compare import assert_all_same_bits
+from interrupts import Interrupted
 
 import accumfused as af
 from accumfused.backends.several import SeveralDevices
 
-OURS = str(Path(af.__file__).parent)
 SIZES = (40, 7, 300)
 Call = Callable[[], Any]
-
-
-class Interrupted:
-    """Within the block Python raises KeyboardInterrupt before the n-th instruction of this package's functions.
-
-    With None it counts them.
-    """
-
-    def __init__(self, at: int | None) -> None:
-        self.at, self.seen, self.came = at, 0, False
-
-    def __enter__(self) -> Interrupted:
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, kind: Any, *_: object) -> bool:
-        sys.settrace(None)
-        return kind is KeyboardInterrupt
-
-    def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(OURS):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._instruction
-
-    def _instruction(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "opcode":
-            self.seen += 1
-            if self.at is not None and self.seen > self.at and not self.came:
-                self.came = True
-                raise KeyboardInterrupt
-        return self._instruction
 
 
 class Run:
