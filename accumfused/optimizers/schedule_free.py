@@ -186,12 +186,13 @@ def _counted(
     k, last_weight_sum, lr_max, last_beta, lr, warmup_steps, r, power_of_lr = (read(group[name]) for name in names)
     k = k + 1.0
     lr = k / at_least(k, warmup_steps) * lr
+    has_moved = lr_max > 0  # else x, y and z are one point, and a step's y is to be it
     lr_max = at_least(lr_max, lr)
-    weight = (lr_max > 0) * k**r * lr_max**power_of_lr
+    weight = k**r * lr_max**power_of_lr  # 0^0 is 1, as in the authors' code: steps with lr 0 may count
     weight_sum = last_weight_sum + weight
     share = weight / at_least(weight_sum, sys.float_info.min)
     counted = {"k": k, "weight_sum": weight_sum, "lr_max": lr_max, "last_beta": read(_beta(group))}
-    return counted, {"lr": lr, "share": share, "weight_sum": last_weight_sum, "last_beta": last_beta}
+    return counted, {"lr": lr, "share": share, "weight_sum": has_moved * last_weight_sum, "last_beta": last_beta}
 
 
 class ScheduleFree(FusedOptimizer):
@@ -225,8 +226,8 @@ class ScheduleFree(FusedOptimizer):
         for group in [group for group in self.param_groups if group["train_mode"] != train_mode]:
 
             def changed(weights: Tensor, states: Mapping[str, Tensor], group: dict[str, Any] = group) -> Tensor:
-                weight_sum, beta = (group[name].to(weights) for name in ("weight_sum", "last_beta"))
-                has_z = (weight_sum > 0) & (states["step"] > 0)
+                lr_max, beta = (group[name].to(weights) for name in ("lr_max", "last_beta"))
+                has_z = (lr_max > 0) & (states["step"] > 0)
                 return torch.where(has_z, change(weights, states["z"], beta), weights)
 
             full_precision.rewrite(self, set(map(id, group["params"])), changed)
