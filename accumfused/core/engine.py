@@ -299,6 +299,7 @@ class Engine:
         plan, taken = self._taken()
         if not taken.present and settings.norm_group is None:  # else others wait for this process's part of the norm
             return None
+        plan.check_eps(groups)
         if self.window.phase is not Phase.IDLE:  # whose end drops the sums; other gradients the user's code releases
             plan.record(taken.sums)
         matched = plan.reader.match(taken.sums)

@@ -106,6 +106,7 @@ class ScheduleFreeAdamWRule(ScheduleFreeRule):
     name = "adamw_schedule_free"
     states: ClassVar[tuple[str, ...]] = ("z", "exp_avg_sq")
     second_moments = ("exp_avg_sq",)
+    eps_beside = "root"
     torch_states: ClassVar[tuple[str, ...]] = states
     hypers: ClassVar[Mapping[str, Any]] = {
         "lr": 0.0025, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "warmup_steps": 0, "r": 0.0,

@@ -446,3 +446,78 @@ def test_what_enters_during_backward_cannot_be_dropped(call: Callable[[Any], Any
     optimizer = af.SGD([Parameter(torch.ones(3))], lr=1.0, nonfinite="drop")
     with refused(optimizer, V, "looks at a whole micro-batch before it enters"):
         call(optimizer)
+
+
+# ---- an eps beside second moments that are stored as 0 ---------------------------------------------------------------
+
+TOO_SMALL = "is too small: second moments below 2\\^-126 .* give eps=0 or one of at least"
+EPS = dict.fromkeys(("Adam", "AdamW", "RMSprop", "Adagrad", "RAdam", "Adan", "AdEMAMix", "AdamWScheduleFree"), 1e-16)
+EPS["Adadelta"] = 1e-32  # which adds it to squares
+EIGHT: dict[str, Any] = {"state_dtype": "8bit", "state_dtype_min_numel": 0}
+
+
+def test_every_optimizer_with_an_eps_is_judged() -> None:
+    with_eps = {name for name, row in OPTIMIZERS.items() if "eps" in row.ours([Parameter(torch.ones(2))]).defaults}
+    assert with_eps == {*EPS, "Adamax"}  # whose maximum is no square
+
+
+@pytest.mark.parametrize("name", EPS)
+def test_an_eps_that_second_moments_stored_as_0_would_outweigh_is_refused_everywhere(name: str, backend: str) -> None:
+    make, least, param = OPTIMIZERS[name].ours, EPS[name], Parameter(torch.ones(3))
+    for eps in (least * 0.99, 1e-40, torch.tensor(least / 2), torch.tensor([least / 2], dtype=torch.float64)):
+        with pytest.raises(ValueError, match=TOO_SMALL):
+            make([param], eps=eps, backend=backend)
+        with pytest.raises(ValueError, match=TOO_SMALL):
+            make([{"params": [param], "eps": eps}], backend=backend)
+        optimizer = make([param], lr=0.1, backend=backend)
+        with refused(optimizer, ValueError, TOO_SMALL):
+            optimizer.add_param_group({"params": [Parameter(torch.ones(3))], "eps": eps})
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["eps"] = eps
+        with refused(optimizer, ValueError, TOO_SMALL):
+            optimizer.load_state_dict(saved)
+        allowed, optimizer.param_groups[0]["eps"] = optimizer.param_groups[0]["eps"], eps
+        param.grad = torch.ones(3)
+        with refused(optimizer, ValueError, TOO_SMALL):
+            optimizer.step()
+        optimizer.accumulate()
+        with refused(optimizer, ValueError, TOO_SMALL):
+            optimizer.step()
+        optimizer.param_groups[0]["eps"] = allowed
+        optimizer.step()  # the window is still there
+        assert optimizer.grad_norm.item() == pytest.approx(3**0.5)
+    for eps in (0.0, 0, least, torch.tensor(0.0), 1e-3):
+        make([param], eps=eps, backend=backend)
+    if OPTIMIZERS[name].torch_class is not None:
+        theirs = OPTIMIZERS[name].torch_class([param], eps=least / 2)  # type: ignore[misc]
+        with pytest.raises(ValueError, match=TOO_SMALL):
+            af.fuse(theirs)
+        assert not isinstance(theirs, af.FusedOptimizer)
+
+
+def test_of_8_bit_states_a_larger_eps_is_asked_for_and_of_fp64_none() -> None:
+    large, small = Parameter(torch.ones(256)), Parameter(torch.ones(4))
+    for eps in (1e-16, 0.99e-11):
+        with pytest.raises(ValueError, match="at least 1e-11"):
+            af.AdamW([small, large], eps=eps, state_dtype="8bit", state_dtype_min_numel=256)
+        af.AdamW([small], eps=eps, state_dtype="8bit", state_dtype_min_numel=256)  # whose states are fp32
+    af.AdamW([large], eps=1e-11, **EIGHT)
+    af.AdamW([Parameter(torch.ones(3, dtype=torch.float64))], eps=1e-30)
+    mixed = [{"params": [Parameter(torch.ones(3, dtype=torch.float64))], "eps": 1e-30}, {"params": [small]}]
+    optimizer = af.AdamW(mixed)
+    for group in mixed:
+        group["params"][0].grad = torch.ones_like(group["params"][0])
+    optimizer.step()
+
+
+def test_muon_judges_the_groups_of_adamw_alone() -> None:
+    hidden, other = Parameter(torch.ones(3, 3)), Parameter(torch.ones(3))
+    af.Muon([{"params": [hidden], "eps": 1e-30}, {"params": [other], "use_muon": False}])
+    with pytest.raises(ValueError, match=TOO_SMALL):
+        af.Muon([{"params": [hidden]}, {"params": [other], "use_muon": False, "eps": 1e-30}])
+
+
+def test_a_cautious_or_amsgrad_rule_asks_for_the_same_eps() -> None:
+    for options in ({"amsgrad": True}, {"cautious": True}):
+        with pytest.raises(ValueError, match=TOO_SMALL):
+            af.AdamW([Parameter(torch.ones(3))], eps=1e-20, **options)  # type: ignore[arg-type]
