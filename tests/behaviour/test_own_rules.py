@@ -6,7 +6,9 @@ import math
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from pathlib import Path
@@ -283,6 +285,54 @@ def test_a_damaged_library_is_made_anew(planted: Path, code: str) -> None:
         planted.write_text("no library")
     assert_all_same_bits(stepped(other_adam(), "cpu"), stepped(other_adam(), "reference"))
     assert not planted.exists()
+
+
+_STEP = """
+import torch, accumfused as af
+from accumfused.rules import sign
+class Cut(af.Rule):
+    name = "cut_short"
+    hypers = {"lr": 1e-3}
+    @staticmethod
+    def update(h, step, p, g):
+        return (p - sign(g) * h.lr,)
+param = torch.nn.Parameter(torch.zeros(4))
+param.grad = torch.ones(4)
+af.optimizer_of(Cut)([param], lr=1.0, backend="cpu").step()
+print(param.tolist())
+"""
+
+
+def step_elsewhere(cache: Path) -> None:
+    """Steps in a process of its own, which a library that is cut short would kill."""
+    run = subprocess.run(
+        [sys.executable, "-c", _STEP], env={**os.environ, "ACCUMFUSED_CACHE": str(cache)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (0, "[-1.0, -1.0, -1.0, -1.0]\n"), run.stderr
+
+
+def test_a_library_that_is_cut_short_is_made_anew(native: None, tmp_path: Path) -> None:
+    """By a full disk, a power loss, a copy that broke off."""
+    step_elsewhere(tmp_path)
+    (library,) = tmp_path.glob("*.so")
+    whole = library.read_bytes()
+    for damaged in (whole[:4096], whole[: len(whole) // 2], whole[: len(whole) // 2] + bytes(len(whole) // 2)):
+        library.write_bytes(damaged)
+        step_elsewhere(tmp_path)
+    step_elsewhere(tmp_path)
+    (again,) = tmp_path.iterdir()
+    made = again.stat()
+    step_elsewhere(tmp_path)
+    assert again.stat() == made  # it is loaded, and not compiled again
+
+
+def test_processes_that_compile_a_rule_at_once_leave_one_whole_library_or_more(native: None, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for result in [pool.submit(step_elsewhere, tmp_path) for _ in range(2)]:
+            result.result()
+    assert {path.suffix for path in tmp_path.iterdir()} == {".so"}
+    step_elsewhere(tmp_path)
 
 
 def test_a_rule_needs_no_learning_rate(backend: str) -> None:
