@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from pathlib import Path
@@ -277,12 +276,15 @@ def test_no_library_is_loaded_that_others_can_write(
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("code", ["", "int x;"])
-def test_a_damaged_library_is_made_anew(planted: Path, code: str) -> None:
-    """One that does not load, and one without the rule."""
-    plant(planted, code)
-    if not code:
-        planted.write_text("no library")
+@pytest.mark.parametrize("code", ["", "int x;", "zeros"])
+def test_a_damaged_library_is_made_anew(cache: Path, planted: Path, code: str) -> None:
+    """One that does not load, one without the rule, and one of which a block was not written."""
+    if code == "int x;":
+        plant(planted, code)
+    else:
+        whole = (cache / planted.name).read_bytes()
+        planted.write_bytes(whole[:-512] + bytes(512) if code else b"no library")
+        planted.chmod(0o700)
     assert_all_same_bits(stepped(other_adam(), "cpu"), stepped(other_adam(), "reference"))
     assert not planted.exists()
 
@@ -316,23 +318,9 @@ def test_a_library_that_is_cut_short_is_made_anew(native: None, tmp_path: Path) 
     """By a full disk, a power loss, a copy that broke off."""
     step_elsewhere(tmp_path)
     (library,) = tmp_path.glob("*.so")
-    whole = library.read_bytes()
-    for damaged in (whole[:4096], whole[: len(whole) // 2], whole[: len(whole) // 2] + bytes(len(whole) // 2)):
-        library.write_bytes(damaged)
-        step_elsewhere(tmp_path)
+    os.truncate(library, library.stat().st_size // 2)
     step_elsewhere(tmp_path)
-    (again,) = tmp_path.iterdir()
-    made = again.stat()
-    step_elsewhere(tmp_path)
-    assert again.stat() == made  # it is loaded, and not compiled again
-
-
-def test_processes_that_compile_a_rule_at_once_leave_one_whole_library_or_more(native: None, tmp_path: Path) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        for result in [pool.submit(step_elsewhere, tmp_path) for _ in range(2)]:
-            result.result()
-    assert {path.suffix for path in tmp_path.iterdir()} == {".so"}
-    step_elsewhere(tmp_path)
+    assert list(tmp_path.iterdir()) == []  # so the next process makes another one
 
 
 def test_a_rule_needs_no_learning_rate(backend: str) -> None:

@@ -319,24 +319,71 @@ def test_two_parameters_that_share_memory_are_refused(backend: str, pair: str) -
     ("what", "size", "verb", "micro_batches"),
     [
         ("parameter", 44, "step", 0), ("gradient", 44, "accumulate", 0), ("gradient", 0, "step", 0),
-        ("gradient", 0, "accumulate", 0), ("gradient", 0, "accumulate", 1),
+        ("gradient", 0, "accumulate", 0), ("gradient", 0, "accumulate", 1), ("gradient", 44, "step", 0),
+        ("gradient", 2**18 - 2, "step", 0), ("gradient", 44, "accumulate", 1), ("closed gradient", 44, "step", 1),
         ("exp_avg", 0, "step", 0), ("exp_avg_sq", 64, "step", 0), ("master_remainder", 0, "step", 0),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("place", ["native", "torch"])
 def test_a_storage_that_has_become_too_small_is_refused(
-    backend: str, what: str, size: int, verb: str, micro_batches: int
+    backend: str, place: str, max_grad_norm: float | None, what: str, size: int, verb: str, micro_batches: int
 ) -> None:
-    param = Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
-    optimizer = stepped([param], backend)
+    backend = "torch" if place == "torch" else backend
+    param = Parameter(torch.ones(1024, 128, dtype=torch.bfloat16))
+    optimizer = stepped([param], backend, max_grad_norm=max_grad_norm)
     for _ in range(micro_batches):
         param.grad = torch.ones_like(param)
-        optimizer.accumulate()
-    param.grad = torch.ones_like(param)
-    known = {"parameter": param, "gradient": param.grad, **optimizer.state[param]}
+        optimizer.accumulate(last=what == "closed gradient")
+    if what != "closed gradient":
+        param.grad = torch.ones_like(param)
+    known = {"parameter": param, "gradient": param.grad, "closed gradient": param.grad, **optimizer.state[param]}
     known[what].untyped_storage().resize_(size)
-    kind = what if what in ("parameter", "gradient") else "state"
-    with pytest.raises(RuntimeError, match=rf"a {kind} of shape \[64, 64\] lies in a storage of {size} bytes"):
+    kind = what.removeprefix("closed ") if what in ("parameter", "gradient", "closed gradient") else "state"
+    with pytest.raises(RuntimeError, match=rf"a {kind} of shape \[1024, 128\] lies in a storage of {size} bytes"):
         getattr(optimizer, verb)()
+
+
+def test_a_short_storage_among_states_of_another_format_is_refused_before_they_are_converted(backend: str) -> None:
+    param = Parameter(torch.ones(1 << 20))
+    saved = stepped([param], backend).state_dict()
+    optimizer = af.AdamW([param], lr=0.1, backend=backend, state_dtype=torch.bfloat16)
+    optimizer.load_state_dict(saved)
+    optimizer.state[param]["exp_avg"].untyped_storage().resize_(64)
+    param.grad = torch.ones_like(param)
+    with refused(af.SGD([param], lr=0.1), RuntimeError, "a state of shape .* lies in a storage of 64 bytes"):
+        optimizer.step()
+
+
+def test_gradients_that_lie_in_one_storage_are_long_enough(backend: str) -> None:
+    """A bucket of gradients, as DistributedDataParallel has them, and gradients that autograd has expanded."""
+    size = 1 << 17
+    params = [Parameter(torch.zeros(size)) for _ in range(3)]
+    optimizer = af.SGD(params, lr=1.0, backend=backend)
+    for bucket in (torch.ones(3 * size), torch.ones(3 * size), torch.ones(4 * size)):
+        for param, part in zip(params, bucket.split(size), strict=False):
+            param.grad = part
+        optimizer.step()
+    for param in params:
+        param.grad = torch.ones(()).expand(size)
+    optimizer.step()
+    assert all(param.unique().tolist() == [-4.0] for param in params)
+    short = torch.ones(3 * size)
+    for param, part in zip(params, short.split(size), strict=True):
+        param.grad = part
+    short.untyped_storage().resize_(12 * size - 4)
+    with refused(af.SGD(params[:1], lr=1.0), RuntimeError, "a gradient of shape .* storage of 1572860 bytes"):
+        optimizer.step()
+
+
+def test_a_small_gradient_that_is_too_short_is_refused_in_the_first_call(backend: str) -> None:
+    param = Parameter(torch.ones(64))
+    param.grad = torch.ones(64)
+    param.grad.untyped_storage().resize_(44)
+    optimizer = af.SGD([param], lr=1.0, backend=backend)
+    for _ in range(2):  # it stays so
+        with pytest.raises(RuntimeError, match=r"a gradient of shape \[64\] lies in a storage of 44 bytes"):
+            optimizer.step()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped read-only")
